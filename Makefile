@@ -1,0 +1,38 @@
+# make demo   trains a small GPT with CSDAdam on four emulated CSDs, beside torch.optim.AdamW
+# make test   everything CI runs: lint, types, tests, sanitizers
+# Both set up a virtual environment below build/ first; nothing else on the machine is touched.
+
+PYTHON ?= python3
+VENV := build/venv
+BIN := $(VENV)/bin
+# The compiler's output depends on these; editing one of them rebuilds the extension.
+NATIVE := $(wildcard native/include/*.h native/src/*.h native/src/*.cpp) csd_optim/_build_native.py setup.py setup.cfg
+
+.PHONY: demo test check pytest sanitize clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python bench/demo.py
+
+test: check pytest sanitize
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+pytest: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+sanitize: $(VENV)/.installed
+	$(BIN)/python tests/sanitize.py
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(NATIVE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --editable ".[bench,test]" "ruff==0.15.*" "mypy==1.*"
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info csd_optim/_native.cpp csd_optim/_native*.so

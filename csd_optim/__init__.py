@@ -1,0 +1,37 @@
+"""csd_optim: torch.optim.AdamW whose state lives on computational storage devices."""
+
+import logging
+from importlib.metadata import version
+
+from .errors import (
+    CSDBusyError,
+    CSDError,
+    CSDMemoryError,
+    CSDOSError,
+    CSDRuntimeError,
+    CSDStoreError,
+    CSDStoreExistsError,
+    CSDTypeError,
+    CSDUnavailableError,
+    CSDValueError,
+    CSDWarning,
+)
+from .optimizer import CSDAdam
+
+__version__ = version("csd_optim")
+__all__ = [
+    "CSDAdam",
+    "CSDBusyError",
+    "CSDError",
+    "CSDMemoryError",
+    "CSDOSError",
+    "CSDRuntimeError",
+    "CSDStoreError",
+    "CSDStoreExistsError",
+    "CSDTypeError",
+    "CSDUnavailableError",
+    "CSDValueError",
+    "CSDWarning",
+]
+
+logging.getLogger("csd_optim").addHandler(logging.NullHandler())

@@ -1,0 +1,58 @@
+"""Builds `csd_optim._native` (cffi, API mode). The cdef is cut from the header itself, so the two cannot drift apart."""
+
+import os
+import re
+from pathlib import Path
+
+from cffi import FFI
+
+ROOT = Path(__file__).resolve().parent.parent
+NATIVE = ROOT / "native"
+SOURCES = [
+    "api",
+    "engine",
+    "pool",
+    "transfer",
+    "updater",
+    "crc32c",
+    "device_cpu",
+    "device_file",
+    "device_ram",
+    "device_null",
+]
+
+
+def cdef(header: str) -> str:
+    """The declarations of csd.h between its two cdef marks."""
+    declarations = re.search(r"/\* cdef:.*?\*/(.*?)/\* end of cdef \*/", header, re.S)
+    assert declarations, "csd.h has lost its cdef marks"
+    return declarations[1]
+
+
+ffibuilder = FFI()
+ffibuilder.cdef(cdef((NATIVE / "include" / "csd.h").read_text()))
+ffibuilder.set_source(
+    "csd_optim._native",
+    '#include "csd.h"',
+    source_extension=".cpp",
+    # Relative: setuptools refuses absolute paths in an sdist, and builds from the project's root.
+    sources=[f"native/src/{name}.cpp" for name in SOURCES],
+    include_dirs=[str(NATIVE / "include"), str(NATIVE / "src")],
+    extra_compile_args=[
+        "-std=c++17",
+        "-O3",
+        # The same bits on every machine: no fused multiply-add, IEEE division and square root.
+        "-ffp-contract=off",
+        # errno and traps of the mathematics are not looked at; without this sqrtf is not vectorised.
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fvisibility=hidden",
+        "-pthread",
+        *os.environ.get("CSD_OPTIM_CFLAGS", "").split(),
+    ],
+    extra_link_args=["-pthread", *os.environ.get("CSD_OPTIM_LDFLAGS", "").split()],
+    py_limited_api=True,
+)
+
+if __name__ == "__main__":
+    ffibuilder.compile(verbose=True)

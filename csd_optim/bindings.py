@@ -1,0 +1,260 @@
+"""One thin function per C function of `native/include/csd.h`; the rest of the package speaks Python.
+
+Every call releases the GIL. Addresses are plain integers (`tensor.data_ptr()`); whoever passes one keeps the memory
+alive until the step is finished.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._native import ffi, lib
+from .errors import CSDMemoryError, CSDOSError, CSDRuntimeError, CSDValueError
+
+DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfloat16: lib.CSD_BF16}
+ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CSD_ISA_AVX512}
+
+# numpy images of the structs that travel as arrays; checked against the compiler's layout below.
+PIECE = np.dtype([("param", "u4"), ("tile", "u4"), ("param_first", "u8"), ("tile_first", "u8"), ("elems", "u8")])
+PARAM = np.dtype(
+    [("grad", "u8"), ("param", "u8"), ("grad_dtype", "u4"), ("param_dtype", "u4"), ("hyper", "u4"), ("in_place", "u4")]
+)
+HYPER = np.dtype(
+    [
+        (name, "f4")
+        for name in (
+            "decay",
+            "beta1",
+            "one_minus_beta1",
+            "beta2",
+            "one_minus_beta2",
+            "step_size",
+            "inv_sqrt_bias2",
+            "eps",
+            "grad_scale",
+        )
+    ]
+    + [("amsgrad", "u4")]
+)
+TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4"), ("crc", "u4", 4)])
+
+for _image, _struct in (
+    (PIECE, "csd_piece"),
+    (PARAM, "csd_param"),
+    (HYPER, "csd_adamw"),
+    (TILE_STATE, "csd_tile_state"),
+):
+    _fields = {name: field.offset for name, field in ffi.typeof(_struct).fields}
+    assert _image.itemsize == ffi.sizeof(_struct), _struct
+    assert {name: _image.fields[name][1] for name in _image.names} == _fields, _struct  # type: ignore[index,union-attr]
+
+DeviceNamer = Callable[[int], str]
+
+
+def check(status: int, error: Any, name_device: DeviceNamer | None = None) -> None:
+    """The one place where a status becomes an exception."""
+    if status == lib.CSD_OK:
+        return
+    text = ffi.string(error.text).decode(errors="replace")
+    if name_device and error.device >= 0:
+        text += f" on {name_device(error.device)}"
+    if status == lib.CSD_EINVAL:
+        raise CSDValueError(text)
+    if status == lib.CSD_ENOMEM:
+        raise CSDMemoryError(text)
+    if status == lib.CSD_EIO:
+        text += f": {os.strerror(error.os_errno)}. The step was undone; parameters and state are those before it."
+        if error.os_errno == errno.ENOSPC:
+            text += " Free some space and call step() again."
+        raise CSDOSError(error.os_errno, text)
+    raise CSDRuntimeError(text)
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """What the engine needs to know of a device; see `csd_device`."""
+
+    backend: str
+    fd: int = -1
+    buffers: int = 0
+    block_bytes: int = 0
+
+
+def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
+    return ffi.cast(ctype, values.ctypes.data)
+
+
+def engine_create(devices: list[DeviceConfig], name_device: DeviceNamer) -> Any:
+    names = [ffi.new("char[]", d.backend.encode()) for d in devices]
+    configs = ffi.new("csd_device[]", len(devices))
+    for config, d, name in zip(configs, devices, names, strict=True):
+        config.backend, config.fd, config.buffers, config.block_bytes = name, d.fd, d.buffers, d.block_bytes
+    out, error = ffi.new("csd_engine **"), ffi.new("csd_error *")
+    check(lib.csd_engine_create(configs, len(devices), out, error), error, name_device)
+    return out[0]
+
+
+def engine_close(engine: Any, name_device: DeviceNamer) -> None:
+    error = ffi.new("csd_error *")
+    check(lib.csd_engine_close(engine, error), error, name_device)
+
+
+def engine_extend(
+    engine: Any,
+    tile_elems: int,
+    n_tiles: int,
+    sections: int,
+    file_offsets: list[int],
+    pieces: np.ndarray[Any, Any],
+    name_device: DeviceNamer,
+) -> list[Any]:
+    """Returns one window per section: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself."""
+    assert pieces.dtype == PIECE
+    offsets = ffi.new("uint64_t[]", file_offsets)
+    extent = ffi.new("csd_extent *")
+    extent.tile_elems, extent.n_tiles, extent.sections = tile_elems, n_tiles, sections
+    extent.file_offset, extent.pieces, extent.n_pieces = offsets, _array(pieces, "csd_piece *"), len(pieces)
+    windows, error = ffi.new("float *[4]"), ffi.new("csd_error *")
+    check(lib.csd_engine_extend(engine, extent, windows, error), error, name_device)
+    elems = n_tiles * tile_elems
+    release = lib.csd_window_release
+    return [ffi.buffer(ffi.gc(windows[s], lambda w: release(w, elems)), 4 * elems) for s in range(sections)]
+
+
+def engine_begin(
+    engine: Any,
+    params: np.ndarray[Any, Any],
+    hypers: np.ndarray[Any, Any],
+    tiles: np.ndarray[Any, Any],
+    name_device: DeviceNamer,
+) -> None:
+    assert params.dtype == PARAM and hypers.dtype == HYPER and tiles.dtype == np.uint32
+    error = ffi.new("csd_error *")
+    status = lib.csd_engine_begin(
+        engine,
+        _array(params, "csd_param *"),
+        len(params),
+        _array(hypers, "csd_adamw *"),
+        len(hypers),
+        _array(tiles, "uint32_t *"),
+        len(tiles),
+        error,
+    )
+    check(status, error, name_device)
+
+
+def engine_push(engine: Any, tile: int, grad: int, param: int, name_device: DeviceNamer) -> None:
+    error = ffi.new("csd_error *")
+    status = lib.csd_engine_push(engine, tile, ffi.cast("void *", grad), ffi.cast("void *", param), error)
+    check(status, error, name_device)
+
+
+def engine_pull(engine: Any, name_device: DeviceNamer) -> int:
+    tile, error = ffi.new("uint32_t *"), ffi.new("csd_error *")
+    check(lib.csd_engine_pull(engine, tile, error), error, name_device)
+    return int(tile[0])
+
+
+def engine_finish(engine: Any, keep: bool, name_device: DeviceNamer) -> None:
+    error = ffi.new("csd_error *")
+    check(lib.csd_engine_finish(engine, keep, error), error, name_device)
+
+
+def engine_undone(engine: Any) -> np.ndarray[Any, Any]:
+    tiles = np.empty(lib.csd_engine_undone(engine, ffi.NULL, 0), np.uint32)
+    lib.csd_engine_undone(engine, _array(tiles, "uint32_t *"), len(tiles))
+    return tiles
+
+
+def engine_drain(engine: Any, name_device: DeviceNamer) -> None:
+    error = ffi.new("csd_error *")
+    check(lib.csd_engine_drain(engine, error), error, name_device)
+
+
+def engine_tiles(engine: Any, first: int, n: int) -> np.ndarray[Any, Any]:
+    states, error = np.empty(n, TILE_STATE), ffi.new("csd_error *")
+    check(lib.csd_engine_tiles(engine, first, n, _array(states, "csd_tile_state *"), error), error)
+    return states
+
+
+def engine_stats(engine: Any, device: int) -> dict[str, float]:
+    stats, error = ffi.new("csd_stats *"), ffi.new("csd_error *")
+    check(lib.csd_engine_stats(engine, device, stats, error), error)
+    return {name: getattr(stats, name) for name, _ in ffi.typeof("csd_stats").fields}
+
+
+def update(
+    hyper: np.ndarray[Any, Any],
+    isa: str,
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    max_exp_avg_sq: torch.Tensor | None,
+    param: torch.Tensor | None,
+) -> None:
+    """The updater alone, on the calling thread: one element of `HYPER`, contiguous CPU tensors of one length."""
+    assert hyper.dtype == HYPER
+    error = ffi.new("csd_error *")
+
+    def floats(t: torch.Tensor | None) -> Any:
+        return ffi.NULL if t is None else ffi.cast("float *", t.data_ptr())
+
+    status = lib.csd_update(
+        _array(hyper, "csd_adamw *"),
+        ISAS[isa],
+        grad.numel(),
+        ffi.cast("void *", grad.data_ptr()),
+        DTYPE_CODES[grad.dtype],
+        floats(master),
+        floats(exp_avg),
+        floats(exp_avg_sq),
+        floats(max_exp_avg_sq),
+        ffi.NULL if param is None else ffi.cast("void *", param.data_ptr()),
+        lib.CSD_F32 if param is None else DTYPE_CODES[param.dtype],
+        error,
+    )
+    check(status, error)
+
+
+def isas() -> list[str]:
+    """The instruction sets of this CPU's updater, the best last."""
+    return [name for name, code in ISAS.items() if code <= lib.csd_isa_best()]
+
+
+def isa_use(name: str) -> None:
+    if name not in ISAS:
+        raise CSDValueError(f"Invalid instruction set: {name!r}; this CPU has {', '.join(isas())}")
+    error = ffi.new("csd_error *")
+    check(lib.csd_isa_use(ISAS[name], error), error)
+
+
+def isa_used() -> str:
+    return next(name for name, code in ISAS.items() if code == lib.csd_isa_used())
+
+
+def threads_use(n: int) -> None:
+    error = ffi.new("csd_error *")
+    check(lib.csd_threads_use(n, error), error)
+
+
+def threads_used() -> int:
+    return int(lib.csd_threads_used())
+
+
+def crc32c(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
+    """CRC-32C (Castagnoli) of `data`, continuing from `crc`."""
+    return int(lib.csd_crc32c(crc, ffi.from_buffer(data), len(data)))
+
+
+if _isa := os.environ.get("CSD_OPTIM_ISA"):
+    isa_use(_isa)
+if _threads := os.environ.get("CSD_OPTIM_THREADS"):
+    threads_use(int(_threads))

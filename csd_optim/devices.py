@@ -1,0 +1,107 @@
+"""Device strings: what a user writes for a CSD, and what it means.
+
+/mnt/nvme0            an emulated CSD in that directory, durable (short for file:/mnt/nvme0)
+file:/mnt/nvme0?buffers=16&block=4MiB    the same with options
+file:                 an emulated CSD in a nameless file below the current directory, gone with the process
+ram:                  state in host memory, updated in place
+null:                 keeps and computes nothing; times everything else
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from .errors import CSDTypeError, CSDValueError
+
+BACKENDS = ("file", "ram", "null")
+DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
+DEFAULT_BLOCK = 2 << 20  # bytes of one I/O request
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One device as the user named it. `directory` None: scratch (`file`), or none needed."""
+
+    text: str
+    backend: str
+    directory: Path | None = None
+    buffers: int = DEFAULT_BUFFERS
+    block_bytes: int = DEFAULT_BLOCK
+    options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def durable(self) -> bool:
+        return self.directory is not None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse_bytes(text: str) -> int:
+    """`4096`, `2MiB`, `1.5 GB` → bytes. Raises CSDValueError."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    try:
+        assert match is not None
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+    except (AssertionError, KeyError, ValueError):
+        raise CSDValueError(f"Invalid size: {text!r}; write for example 4096, 2MiB or 1GB") from None
+
+
+def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
+    """Parses one device string. Raises CSDTypeError or CSDValueError; touches nothing."""
+    if not isinstance(text, (str, os.PathLike)):
+        raise CSDTypeError(f"a device is a string such as '/mnt/nvme0' or 'ram:', got {type(text).__name__}")
+    text = os.fspath(text)
+    # A scheme has two letters or more and no slash before its colon; everything else is a directory as it stands.
+    scheme = re.match(r"([a-z][a-z0-9_]+):(?!//)", text)
+    if not scheme:
+        if not text:
+            raise CSDValueError("Invalid device: ''; name a directory, or 'ram:'")
+        return DeviceSpec(text, "file", Path(text))
+    backend = scheme[1]
+    if backend not in BACKENDS:
+        raise CSDValueError(f"Invalid device: {text!r}; the back ends are {', '.join(b + ':' for b in BACKENDS)}")
+    place, _, query = text[scheme.end() :].partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    if backend != "file":
+        if place or options:
+            raise CSDValueError(f"Invalid device: {text!r}; {backend}: takes neither place nor options")
+        return DeviceSpec(text, backend)
+    buffers, block = DEFAULT_BUFFERS, DEFAULT_BLOCK
+    for name, value in options.items():
+        if name == "buffers":
+            if not value.isdecimal() or not 3 <= int(value) <= 1024:
+                raise CSDValueError(f"Invalid device: {text!r}; buffers is a number from 3 to 1024, got {value!r}")
+            buffers = int(value)
+        elif name == "block":
+            block = parse_bytes(value)
+            if block <= 0 or block % 4096:
+                raise CSDValueError(f"Invalid device: {text!r}; block is a multiple of 4096 bytes, got {value!r}")
+        else:
+            raise CSDValueError(f"Invalid device: {text!r}; unknown option {name!r}, the options are buffers, block")
+    return DeviceSpec(text, "file", Path(place) if place else None, buffers, block, options)
+
+
+def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:
+    """What `CSDAdam(devices=...)` accepts: None reads CSD_OPTIM_DEVICES (comma-separated), else one scratch CSD."""
+    if devices is None:
+        named = os.environ.get("CSD_OPTIM_DEVICES", "")
+        devices = [d.strip() for d in named.split(",") if d.strip()] or ["file:"]
+    elif isinstance(devices, (str, os.PathLike)):
+        devices = [devices]
+    specs = [parse_device(d) for d in devices]
+    if not specs:
+        raise CSDValueError("Invalid devices: []; name at least one, or leave the argument out")
+    places = [s.directory.resolve() for s in specs if s.directory]
+    for place in places:
+        if places.count(place) > 1:
+            raise CSDValueError(
+                f"Invalid devices: {str(place)!r} is named twice; each device needs a directory of its own"
+            )
+    return specs

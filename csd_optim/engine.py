@@ -1,0 +1,274 @@
+"""An engine: several devices driven as one, the stores behind them, and the windows onto their state."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import bindings
+from .bindings import DeviceConfig
+from .devices import DeviceSpec
+from .errors import CSDOSError, CSDRuntimeError
+from .layout import Extent, plan_extent
+from .store import StoreFile
+
+log = logging.getLogger("csd_optim")
+
+SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class Engine:
+    """Owns `specs`' devices from now to `close()`. States are fp32, `SECTIONS` names them.
+
+    Raises what `StoreFile` raises when a directory cannot be had; then nothing is left open.
+    """
+
+    def __init__(self, specs: Sequence[DeviceSpec], *, overwrite: bool = False, tile_elems: int | None = None) -> None:
+        self.specs = list(specs)
+        self.tile_elems = tile_elems
+        self.extents: list[Extent] = []
+        self.pid = os.getpid()
+        self.store_id = secrets.token_bytes(16)
+        self._windows: list[list[Any]] = []  # per extent, per section: a buffer that unmaps itself
+        self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
+        self._manifest: dict[str, Any] = {}
+        self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
+        self.step = 0  # whole steps of this engine
+        self._handle: Any = None
+        self._stores: list[StoreFile | None] = []
+        try:
+            for spec in self.specs:
+                self._stores.append(StoreFile(spec.directory, overwrite=overwrite) if spec.backend == "file" else None)
+        except BaseException:
+            self._close_stores()
+            raise
+
+    # ---- layout ------------------------------------------------------------
+
+    @property
+    def resident(self) -> bool:
+        """The state lies in host memory, on every device, and is updated there."""
+        return all(s.backend == "ram" for s in self.specs)
+
+    @property
+    def keeps_state(self) -> bool:
+        return any(s.backend != "null" for s in self.specs)
+
+    @property
+    def n_params(self) -> int:
+        return sum(len(e.numels) for e in self.extents)
+
+    @property
+    def n_tiles(self) -> int:
+        return sum(e.n_tiles for e in self.extents)
+
+    def name_device(self, device: int) -> str:
+        store = self._stores[device]
+        return f"device {device} ({store.path})" if store else f"device {device} ({self.specs[device]})"
+
+    def extend(self, numels: Sequence[int], sections: int) -> Extent:
+        """Makes room for parameters of these sizes; their states read as zero. Raises CSDOSError when a disk is full."""
+        self._check_open()
+        n = len(self.specs)
+        extent = plan_extent(
+            numels,
+            n,
+            first_param=self.n_params,
+            first_tile=self.n_tiles,
+            sections=sections,
+            tile_elems=self.tile_elems,
+        )
+        # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
+        ends = [s.end if s else 0 for s in self._stores]
+        try:
+            offsets = [
+                store.allocate(extent.device_bytes(d, n)) if store else 0 for d, store in enumerate(self._stores)
+            ]
+            if self._handle is None:
+                self._start()
+            windows = bindings.engine_extend(
+                self._handle, extent.tile_elems, extent.n_tiles, sections, offsets, extent.pieces, self.name_device
+            )
+        except BaseException:
+            for store, end in zip(self._stores, ends, strict=True):
+                if store:
+                    store.shrink(end)
+            raise
+        if not self.extents:
+            self._announce(extent)
+        self.extents.append(extent)
+        self._windows.append(windows)
+        self._offsets.append(offsets)
+        self.steps.append(np.zeros(len(numels), np.float32))
+        return extent
+
+    def _start(self) -> None:
+        configs = [
+            DeviceConfig(spec.backend, store.io_fd if store else -1, spec.buffers, spec.block_bytes)
+            for spec, store in zip(self.specs, self._stores, strict=True)
+        ]
+        self._handle = bindings.engine_create(configs, self.name_device)
+
+    def _announce(self, extent: Extent) -> None:
+        for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
+            if store and not store.durable:
+                log.info(
+                    "scratch CSD %d: %.2f GB in %s, gone when the process ends; name devices=[...] to keep it (%s)",
+                    d,
+                    extent.device_bytes(d, len(self.specs)) / 1e9,
+                    store.path,
+                    spec,
+                )
+
+    def window(self, extent: Extent, param: int, section: int, dtype: torch.dtype) -> torch.Tensor:
+        """One state of one parameter (`param` counts within the extent): 1-D, fp32 (or complex64 over the same bytes).
+
+        The tensor is the state: reading it reads the device, writing it writes the device.
+        """
+        n, start = extent.numels[param], extent.starts[param]
+        if n == 0:
+            return torch.empty(0, dtype=dtype)
+        if dtype.is_complex:
+            n //= 2
+        return torch.frombuffer(
+            self._windows[self.extents.index(extent)][section], dtype=dtype, count=n, offset=4 * start
+        )
+
+    def _extent_of(self, tile: int) -> Extent:
+        return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
+
+    def device_of(self, tile: int) -> int:
+        return (tile - self._extent_of(tile).first_tile) % len(self.specs)
+
+    def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
+        """The parts of parameters in a tile, dtype PIECE."""
+        extent = self._extent_of(tile)
+        first, last = np.searchsorted(extent.pieces["tile"], [tile - extent.first_tile, tile - extent.first_tile + 1])
+        return extent.pieces[first:last]
+
+    def tiles_with(self, has_grad: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Tiles, in the order in which they flow, in which a parameter of the mask (bool, one per parameter) lies."""
+        tiles = [e.pieces["tile"][has_grad[e.pieces["param"]]] + np.uint32(e.first_tile) for e in self.extents]
+        return np.unique(np.concatenate(tiles))
+
+    # ---- a step ------------------------------------------------------------
+
+    def begin(self, params: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
+        self._check_open()
+        bindings.engine_begin(self._handle, params, hypers, tiles, self.name_device)
+
+    def push(self, tile: int, grad: int = 0, param: int = 0) -> None:
+        bindings.engine_push(self._handle, tile, grad, param, self.name_device)
+
+    def pull(self) -> int:
+        return bindings.engine_pull(self._handle, self.name_device)
+
+    def finish(self, keep: bool = True) -> None:
+        bindings.engine_finish(self._handle, keep, self.name_device)
+        self.step += keep
+
+    def undone(self) -> np.ndarray[Any, Any]:
+        """Tiles whose parameters the last undone step had already written."""
+        return bindings.engine_undone(self._handle)
+
+    def drain(self) -> None:
+        """Waits until every state is on its device and the windows show it. Raises CSDOSError if one will not go."""
+        if self._handle is not None:
+            self._check_open()
+            bindings.engine_drain(self._handle, self.name_device)
+
+    # ---- what is known of it -------------------------------------------------
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Counts of the last step, one dict per device; see `csd_stats`."""
+        if self._handle is None:
+            return []
+        return [
+            {"device": str(spec), "backend": spec.backend, "direct_io": store.direct if store else None}
+            | bindings.engine_stats(self._handle, d)
+            for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True))
+        ]
+
+    def describe(self, manifest: dict[str, Any]) -> None:
+        """Says what the parameters are, after `extend`; durable stores carry it from now on."""
+        self._manifest = manifest
+        self._write_stores(clean=False, describe=True)
+
+    def _write_stores(self, *, clean: bool, describe: bool = False) -> None:
+        """Writes into every durable store where its state is."""
+        n = len(self.specs)
+        tiles = bindings.engine_tiles(self._handle, 0, self.n_tiles)
+        for d, store in enumerate(self._stores):
+            if store is None or not store.durable:
+                continue
+            own = [np.arange(e.first_tile + d, e.first_tile + e.n_tiles, n) for e in self.extents]
+            if describe:
+                extents = [
+                    {
+                        "tile_elems": e.tile_elems,
+                        "tiles": e.tiles_of(d, n),
+                        "sections": list(SECTIONS[: e.sections]),
+                        "file_offset": offsets[d],
+                    }
+                    for e, offsets in zip(self.extents, self._offsets, strict=True)
+                ]
+                store.write_manifest(self._manifest | {"extents": extents, "tiles": sum(map(len, own))})
+            store.write_superblock(
+                store_id=self.store_id,
+                device=d,
+                devices=n,
+                step=self.step,
+                clean=clean,
+                tiles=tiles[np.concatenate(own)],
+                steps=np.concatenate(self.steps),
+            )
+
+    @property
+    def closed(self) -> bool:
+        return not self._stores
+
+    def close(self) -> None:
+        """Drains and lets go of the devices. Raises CSDOSError if the last states could not be written.
+
+        A forked child has neither the threads nor the devices: there, nothing happens.
+        """
+        if self.pid != os.getpid():
+            return
+        try:
+            if self._handle is not None:
+                self.drain()
+                self._write_stores(clean=True)
+        finally:
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                with contextlib.suppress(CSDOSError):  # drain() has raised it
+                    bindings.engine_close(handle, self.name_device)
+            self._close_stores()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _close_stores(self) -> None:
+        for store in self._stores:
+            if store:
+                store.close()
+        self._stores.clear()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise CSDRuntimeError("this optimizer is closed")
+        if self.pid != os.getpid():
+            raise CSDRuntimeError(
+                f"this optimizer belongs to process {self.pid}; a forked process has neither its threads nor its devices. "
+                "Construct the optimizer after forking."
+            )

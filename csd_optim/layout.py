@@ -1,0 +1,94 @@
+"""Parameters → flat space → tiles → devices.
+
+Parameters that join at the same time lie one after another in an *extent* of the flat space, each from a multiple of
+`ALIGN` elements on. The extent is cut into equal tiles, tile `i` on device `i mod n`: every device owns the same number
+of tiles (one more or less), and any region of the model keeps all of them busy.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .bindings import PIECE
+
+# One 512-bit vector of fp32: a parameter starts where the updater, or an FPGA's port, likes to start.
+ALIGN = 16
+# Tiles are a multiple of this many elements, so that each section of each slot can be mapped by itself.
+GRAIN = max(4096, mmap.PAGESIZE) // 4
+# 1 Mi elements, 12 MiB of state: from 1.5 MiB up the size made no measurable difference, and memory grows with it.
+TILE_ELEMS = 1 << 20
+# A small model is cut finer, so that reads, updates and writes of one device still overlap.
+TILES_PER_DEVICE = 8
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The parameters that joined together, and where they lie."""
+
+    first_param: int  # index of the first of them, over all extents
+    first_tile: int  # index of the first tile, over all extents
+    tile_elems: int
+    n_tiles: int
+    sections: int  # 3, or 4 with amsgrad
+    starts: tuple[int, ...]  # element of the extent at which each parameter starts
+    numels: tuple[int, ...]
+    pieces: np.ndarray[Any, Any]  # of dtype PIECE, sorted by tile
+
+    def tiles_of(self, device: int, n_devices: int) -> int:
+        """How many of the tiles lie on a device."""
+        return len(range(device, self.n_tiles, n_devices))
+
+    @property
+    def slot_bytes(self) -> int:
+        return 4 * self.tile_elems * self.sections
+
+    def device_bytes(self, device: int, n_devices: int) -> int:
+        """Space on a device: two slots a tile."""
+        return 2 * self.slot_bytes * self.tiles_of(device, n_devices)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def plan_extent(
+    numels: Sequence[int],
+    n_devices: int,
+    *,
+    first_param: int = 0,
+    first_tile: int = 0,
+    sections: int = 3,
+    tile_elems: int | None = None,
+) -> Extent:
+    """Lays `numels` out over `n_devices`. `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`."""
+    starts, end = [], 0
+    for n in numels:
+        starts.append(end)
+        end += round_up(n, ALIGN)
+    if tile_elems is None:
+        # The same number of tiles for every device, so that none has to wait for another.
+        rounds = max(TILES_PER_DEVICE, math.ceil(end / (n_devices * TILE_ELEMS)))
+        tile_elems = math.ceil(end / (n_devices * rounds))
+    tile_elems = max(GRAIN, round_up(tile_elems, GRAIN))
+    pieces = [
+        (first_param + i, tile, max(tile * tile_elems, start) - start, max(start - tile * tile_elems, 0), elems)
+        for i, (start, n) in enumerate(zip(starts, numels, strict=True))
+        for tile in range(start // tile_elems, math.ceil((start + n) / tile_elems))
+        if (elems := min((tile + 1) * tile_elems, start + n) - max(tile * tile_elems, start)) > 0
+    ]
+    return Extent(
+        first_param=first_param,
+        first_tile=first_tile,
+        tile_elems=tile_elems,
+        n_tiles=math.ceil(end / tile_elems),
+        sections=sections,
+        starts=tuple(starts),
+        numels=tuple(numels),
+        pieces=np.array(pieces, PIECE),
+    )

@@ -1,0 +1,703 @@
+"""CSDAdam: torch's AdamW contract on one side, an engine of devices on the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import AdamW
+
+from .bindings import DTYPE_CODES, HYPER, PARAM
+from .devices import parse_devices
+from .engine import SECTIONS, Engine
+from .errors import CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
+from .images import SLOTS_PER_DEVICE, ImageRing, Source
+
+DTYPES = (*DTYPE_CODES, torch.complex64)
+# Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.
+RESEED_CHUNK = 1 << 22
+
+
+@dataclass(eq=False)
+class _Bound:
+    """A parameter that has its place on the devices."""
+
+    param: torch.Tensor
+    name: str
+    index: int  # over all extents; the row in the step's table
+    numel: int  # fp32 values; a complex number counts two
+    sections: int
+    stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
+    windows: dict[str, torch.Tensor]  # what `state` shows; master may be the parameter itself
+    steps: np.ndarray[Any, Any]  # of its extent
+    at: int  # in `steps`
+    in_place: bool = False  # the parameter is its own master, windows["master"] an alias of it
+    # What was true of `param` after the last step; anything else is looked at closely.
+    version: int = -1
+    pointer: int = -1
+    direct: bool = False  # contiguous, real and on the CPU: the engine reaches it by itself
+
+
+class CSDAdam(AdamW):
+    """AdamW whose fp32 weights and moments live on computational storage devices.
+
+    One step, three overlapped phases, tile by tile:
+        push    gradients leave for the device that owns the tile, in the parameter's precision
+        update  the device reads the tile's state, applies AdamW's rule in fp32, writes the state to its other slot
+        pull    the updated parameters come back
+
+    Positional arguments, defaults and results are those of :class:`torch.optim.AdamW`; ``foreach`` and ``fused`` are
+    accepted and mean nothing here, ``capturable`` and ``differentiable`` are refused.
+
+    Args:
+        params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or a CUDA device.
+        devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (one in a nameless
+            file, gone with the process), ``"ram:"``, ``"null:"``. None reads ``CSD_OPTIM_DEVICES``, else ``"file:"``.
+        grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
+        max_grad_norm: scale gradients so that their global 2-norm, in fp32, is at most this.
+        overwrite: erase a store that a named directory already holds.
+        tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None chooses.
+
+    Raises:
+        CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
+        CSDStoreExistsError: a directory already holds a store.
+        CSDBusyError: a store is in use.
+        CSDOSError: from the constructor or step(): disk full, I/O error. The step is undone.
+
+    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``master``, as plain
+    CPU tensors that are mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again after
+    a step rather than keeping a tensor from before.
+
+    Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        grad_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        overwrite: bool = False,
+        tile_size: int | None = None,
+    ) -> None:
+        if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
+            raise CSDValueError(f"Invalid grad_dtype: {grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise CSDValueError(f"Invalid max_grad_norm: {max_grad_norm}")
+        if tile_size is not None and not (isinstance(tile_size, int) and tile_size > 0):
+            raise CSDValueError(f"Invalid tile_size: {tile_size}")
+        self._unbind()
+        self._options = {"overwrite": overwrite, "tile_size": tile_size}
+        self.devices = devices
+        self.grad_dtype = grad_dtype
+        self.max_grad_norm = max_grad_norm
+        specs = parse_devices(devices)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        # Declares that step() handles the loss scale itself; GradScaler then accepts fp16 gradients.
+        self._step_supports_amp_scaling = True
+        self._attach(Engine(specs, overwrite=overwrite, tile_elems=tile_size))
+
+    def _unbind(self) -> None:
+        self._engine: Engine | None = None
+        self._ring: ImageRing | None = None
+        self._bound: dict[int, _Bound] = {}  # by id(param); each holds its parameter, so ids stay unique
+        self._by_index: list[_Bound] = []
+        self._shown: list[Any] | None = None  # every value in `state`, as we left it
+        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self._in_flight = False
+        self._last: dict[str, Any] = {}
+
+    def _attach(self, engine: Engine) -> None:
+        self._engine = engine
+        # Dropped, or forgotten at exit: closes without a word.
+        self._finalizer = weakref.finalize(self, _close_quietly, engine)
+
+    # ---- torch's contract ------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """A plain dict of plain tensors. Reading it first waits for states still on their way to a device."""
+        if self._in_flight and self._engine is not None and not self._engine.closed:
+            self._engine.drain()
+            self._in_flight = False
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self._state = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group = param_group
+        if isinstance(group, dict) and "params" in group:
+            for name in ("capturable", "differentiable"):
+                if group.get(name, self.defaults[name]):
+                    raise CSDRuntimeError(
+                        f"CSDAdam does not support `{name}`: its state is not on the parameter's device"
+                    )
+            params = group["params"]
+            if not isinstance(params, (torch.Tensor, set)):
+                group = {**group, "params": list(params)}
+                params = group["params"]
+            for p in [params] if isinstance(params, torch.Tensor) else params:
+                tensor = p[1] if isinstance(p, tuple) and len(p) == 2 else p
+                if isinstance(tensor, torch.Tensor):
+                    _check_param(tensor)
+        super().add_param_group(group)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimization step. Returns what ``closure`` returns.
+
+        Raises CSDOSError when a device fails; parameters and state are then those before the step, and the next
+        call works once the cause is gone.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        start = time.perf_counter()
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        self._last = {"skipped": found_inf is not None and bool(found_inf.item())}
+        if not self._last["skipped"]:
+            self._update(1.0 if scale is None else 1.0 / float(scale))
+        self._last["seconds"] = time.perf_counter() - start
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads AdamW's checkpoints and ours, into the devices; fp32 stays fp32. A missing ``master`` is the parameter."""
+        # The base class would cast every entry to the parameter's dtype and copy it; in a box it does neither.
+        handle = self.register_load_state_dict_pre_hook(
+            lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        self._adopt()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._engine is not None and self._engine.durable:
+            raise CSDRuntimeError(
+                "a CSDAdam on named devices cannot be copied or pickled: two optimizers would own one store. "
+                "Use state_dict(), and load_state_dict() in an optimizer with devices of its own."
+            )
+        public = ("devices", "grad_dtype", "max_grad_norm", "_options", "_step_supports_amp_scaling")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in public}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        fresh = "_options" in state  # a copy or a pickle: __init__ has not run
+        if fresh:
+            self._unbind()
+        if "state" in state:
+            entries = state.pop("state")
+            self._state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
+        super().__setstate__(state)
+        if fresh:
+            engine = Engine(parse_devices(self.devices), tile_elems=self._options["tile_size"])
+            self._attach(engine)
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self._engine.specs)) if self._engine and not self._engine.closed else "closed"
+        return f"{super().__repr__()} on [{devices}]"
+
+    # ---- the step ----------------------------------------------------------------
+
+    def _update(self, grad_scale: float) -> None:
+        engine = self._engine
+        assert engine is not None
+        members = self._members()
+        if not self._state_intact():
+            self._adopt()
+        if new := [(p, k) for p, _, k in members if id(p) not in self._bound]:
+            self._bind(new)
+        if not members:
+            return
+        bounds = [self._bound[id(p)] for p, _, _ in members]
+        rows = np.fromiter((b.index for b in bounds), np.int64, len(bounds))
+        written = [
+            b
+            for b, (p, _, _) in zip(bounds, members, strict=True)
+            if p._version != b.version or p.data_ptr() != b.pointer
+        ]
+        for bound in written:
+            self._look_at(bound)
+        if self.max_grad_norm is not None:
+            grad_scale *= self._clip_scale([g for _, g, _ in members], grad_scale)
+        hypers, hyper_of, steps = self._hypers(bounds, [k for _, _, k in members], grad_scale)
+
+        table = np.zeros(engine.n_params, PARAM)
+        prepared: dict[int, Source] = {}  # what the engine cannot take as it stands
+        targets: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pointers, codes = [], []
+        code_of, lower = DTYPE_CODES, self.grad_dtype
+        for bound, (p, g, _) in zip(bounds, members, strict=True):
+            dtype = g.dtype
+            if bound.direct and g.is_contiguous() and dtype in code_of and (lower is None or lower is dtype):
+                pointers.append((g.data_ptr(), bound.pointer))
+                codes.append((code_of[dtype], code_of[p.dtype]))
+                continue
+            source = prepared[bound.index] = self._source(bound, g, targets)
+            pointers.append((source.grad.data_ptr(), source.param.data_ptr()))
+            codes.append((code_of[source.grad_dtype], code_of[source.param.dtype]))
+        addresses, dtypes = np.array(pointers, np.uint64), np.array(codes, np.uint32)
+        table["grad"][rows], table["param"][rows] = addresses[:, 0], addresses[:, 1]
+        table["grad_dtype"][rows], table["param_dtype"][rows] = dtypes[:, 0], dtypes[:, 1]
+        table["hyper"][rows] = hyper_of
+        table["in_place"][rows] = [b.in_place for b in bounds]
+
+        # From here on something changes.
+        if written and engine.keeps_state:
+            engine.drain()
+            for bound in written:
+                self._reseed(bound)
+        self._run(engine, table, hypers, prepared)
+        for p, target in targets:
+            p.copy_(target)
+        torch.autograd.graph.increment_version([b.param for b in bounds])
+        for bound, step in zip(bounds, steps.tolist(), strict=True):
+            bound.steps[bound.at] = step
+            bound.version = bound.param._version
+
+    def _members(self) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """(parameter, gradient, index of its group) of every parameter that takes part in this step."""
+        members, strided = [], torch.strided
+        for k, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                g = p.grad
+                if g is None:
+                    continue
+                if g.layout is not strided:
+                    raise CSDRuntimeError(
+                        "CSDAdam does not support sparse gradients, please consider SparseAdam instead"
+                    )
+                members.append((p, g, k))
+        return members
+
+    def _hypers(
+        self, bounds: list[_Bound], groups: list[int], grad_scale: float
+    ) -> tuple[np.ndarray[Any, Any], list[int], np.ndarray[Any, Any]]:
+        """This step's constants (dtype HYPER), which of them each parameter has, and each parameter's step count."""
+        steps = np.fromiter((b.steps[b.at] for b in bounds), np.float32, len(bounds)) + np.float32(1)
+        index: dict[tuple[int, float], int] = {}
+        hypers: list[tuple[float, ...]] = []
+        hyper_of = []
+        for bound, k, t in zip(bounds, groups, steps.tolist(), strict=True):
+            at = index.get((k, t))
+            if at is None:
+                at = index[k, t] = len(hypers)
+                hypers.append(_hyper(self.param_groups[k], t, grad_scale))
+            if hypers[at][-1] and bound.sections == 3:
+                raise CSDRuntimeError(
+                    f"amsgrad was turned on after the state of parameter {bound.name} was made; "
+                    "load a state dict with max_exp_avg_sq, or turn it on before the first step"
+                )
+            hyper_of.append(at)
+        return np.array(hypers, HYPER), hyper_of, steps
+
+    def _clip_scale(self, grads: list[torch.Tensor], grad_scale: float) -> float:
+        """What brings the gradients down to max_grad_norm; as torch.nn.utils.clip_grad_norm_, but in fp32."""
+        assert self.max_grad_norm is not None
+        norms = [torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32) for g in grads]
+        norm = float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))) * abs(grad_scale)
+        self._last["grad_norm"] = norm
+        return min(1.0, self.max_grad_norm / (norm + 1e-6)) if norm == norm else norm
+
+    def _look_at(self, bound: _Bound) -> None:
+        """Somebody wrote, moved or converted the parameter: what is it now?"""
+        p = bound.param
+        _check_param(p)
+        if _numel(p) != bound.numel:
+            raise CSDValueError(f"parameter {bound.name} has {_numel(p)} elements now, its state has {bound.numel}")
+        bound.pointer = p.data_ptr()
+        bound.direct = p.device.type == "cpu" and p.is_contiguous() and not p.is_complex()
+        if bound.in_place:
+            bound.in_place = bound.direct and p.dtype is torch.float32
+            bound.windows["master"] = p.detach() if bound.in_place else p.detach().to("cpu", torch.float32)
+            self._show(bound)
+
+    def _reseed(self, bound: _Bound) -> None:
+        """Where the parameter is not its rounded master, somebody has set it: it becomes the master there.
+
+        Elsewhere the master keeps the bits that the parameter's precision cannot show.
+        """
+        if bound.in_place or bound.numel == 0:
+            return
+        master = _flat(bound.windows["master"])
+        p = bound.param.detach()
+        if not _same_order(p.stride(), bound.stride, p.shape):
+            p = torch.empty_strided(p.shape, bound.stride, dtype=p.dtype, device=p.device).copy_(p)
+        p = _flat(p)
+        for first in range(0, bound.numel, RESEED_CHUNK):
+            chunk, now = master[first : first + RESEED_CHUNK], p[first : first + RESEED_CHUNK].cpu()
+            chunk.copy_(torch.where(chunk.to(now.dtype) == now, chunk, now.float()))
+
+    def _source(self, bound: _Bound, g: torch.Tensor, targets: list[tuple[torch.Tensor, torch.Tensor]]) -> Source:
+        """Gradient and parameter as flat arrays in the order of the state: views where memory has that order.
+
+        Otherwise copies; one of the parameter is added to `targets`, to be copied back after the step.
+        """
+        p = bound.param
+        if g.shape != p.shape:
+            raise CSDValueError(
+                f"the gradient of {bound.name} has shape {tuple(g.shape)}, the parameter {tuple(p.shape)}"
+            )
+        if g.dtype not in DTYPES:
+            raise CSDTypeError(
+                f"the gradient of {bound.name} is {g.dtype}; CSDAdam takes {', '.join(map(str, DTYPES))}"
+            )
+        g = g.detach().resolve_conj().resolve_neg()
+        if not _same_order(g.stride(), bound.stride, g.shape):
+            g = torch.empty_strided(g.shape, bound.stride, dtype=g.dtype, device=g.device).copy_(g)
+        target = p.detach()
+        if not _same_order(p.stride(), bound.stride, p.shape):
+            target = torch.empty_strided(p.shape, bound.stride, dtype=p.dtype, device=p.device)
+            targets.append((p, target))
+        grad = _flat(g)
+        return Source(grad, _flat(target), self.grad_dtype or grad.dtype)
+
+    def _run(
+        self, engine: Engine, table: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], prepared: dict[int, Source]
+    ) -> None:
+        """The step proper. On any failure parameters and state are put back."""
+        tiles = engine.tiles_with(table["grad"] != 0)
+        if not len(tiles):
+            return
+        travels = np.zeros(len(table), bool)
+        travels[[i for i, s in prepared.items() if s.grad.is_cuda or s.grad.dtype is not s.grad_dtype]] = True
+        by_image = engine.tiles_with(travels).tolist() if travels.any() else []
+        ring = self._image_ring(engine, prepared) if by_image else None
+        # A tile goes as a whole: what shares it with a travelling parameter travels too.
+        for tile in by_image:
+            for row in engine.pieces_of(tile)["param"].tolist():
+                if table["grad"][row] and row not in prepared:
+                    bound = self._by_index[row]
+                    assert bound.param.grad is not None
+                    prepared[row] = self._source(bound, bound.param.grad, [])
+        engine.begin(table, hypers, tiles)
+        self._in_flight = True
+        try:
+            for tile in np.setdiff1d(tiles, by_image, assume_unique=True).tolist():
+                engine.push(tile)
+            if ring is not None:
+                ring.run(engine, by_image, prepared)
+            engine.finish()
+        except BaseException:
+            with contextlib.suppress(CSDError):
+                engine.finish(keep=False)  # a finish() that failed has undone the step already
+            self._restore(engine)
+            raise
+
+    def _image_ring(self, engine: Engine, prepared: dict[int, Source]) -> ImageRing:
+        tile_elems = max(e.tile_elems for e in engine.extents)
+        pinned = any(s.grad.is_cuda for s in prepared.values())
+        if self._ring is None or self._ring.tile_elems < tile_elems or pinned > self._ring.pinned:
+            self._ring = ImageRing(tile_elems, SLOTS_PER_DEVICE * len(engine.specs), pinned=pinned)
+        return self._ring
+
+    def _restore(self, engine: Engine) -> None:
+        """Gives the parameters of an undone step the values they had: those of the masters, back in their place."""
+        for tile in engine.undone().tolist():
+            for row, _, first, _, n in engine.pieces_of(tile).tolist():
+                bound = self._by_index[row]
+                p = bound.param
+                # Its own master; or written only after the step, which did not come to that.
+                if bound.in_place or p.grad is None or not _same_order(p.stride(), bound.stride, p.shape):
+                    continue
+                _flat(p.detach())[first : first + n].copy_(_flat(bound.windows["master"])[first : first + n])
+                bound.version = p._version
+
+    # ---- binding: parameters to places, `state` to windows --------------------------
+
+    def _bind(self, new: Iterable[tuple[torch.Tensor, int]]) -> None:
+        """Gives parameters their place on the devices, and what `state` already holds of them with it."""
+        engine = self._engine
+        assert engine is not None
+        by_sections: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        for p, k in new:
+            _check_param(p)
+            self._check_held(p, k)
+            amsgrad = self.param_groups[k]["amsgrad"] or "max_exp_avg_sq" in self._state.get(p, {})
+            by_sections.setdefault(4 if amsgrad else 3, []).append((p, k))
+        for sections, members in by_sections.items():
+            extent = engine.extend([_numel(p) for p, _ in members], sections)
+            steps = engine.steps[-1]
+            step_tensors = torch.from_numpy(steps)
+            for i, (p, k) in enumerate(members):
+                dtype = torch.complex64 if p.is_complex() else torch.float32
+                stride = torch.empty_like(p, device="meta").stride()
+                windows = {"step": step_tensors[i]}
+                for s in (1, 2, 3, 0) if sections == 4 else (1, 2, 0):
+                    windows[SECTIONS[s]] = engine.window(extent, i, s, dtype).as_strided(p.shape, stride)
+                bound = _Bound(
+                    p, self._name(p, k), extent.first_param + i, _numel(p), sections, stride, windows, steps, i
+                )
+                # In host memory an fp32 parameter need not be kept twice.
+                bound.in_place = engine.resident and p.dtype is torch.float32
+                self._look_at(bound)
+                self._bound[id(p)] = bound
+                self._by_index.append(bound)
+                self._fill(bound, fresh=True)
+        engine.describe(self._manifest())
+
+    def _fill(self, bound: _Bound, *, fresh: bool = False) -> None:
+        """Copies into the parameter's place what `state` holds of it; what is missing starts as AdamW starts."""
+        p = bound.param
+        held = self._state.get(p) or {}
+        for key, window in bound.windows.items():
+            value = held.get(key)
+            if value is window or (key == "master" and bound.in_place):
+                continue
+            if value is not None:
+                window.copy_(value) if isinstance(value, torch.Tensor) else window.fill_(value)
+            elif key == "master":
+                if self._engine is not None and self._engine.keeps_state:
+                    window.copy_(p.detach())
+            elif not fresh:
+                window.zero_()
+        # A master that came with the state may not round to the parameter: the next step compares them.
+        bound.version = p._version if "master" not in held else -1
+        self._show(bound)
+
+    def _show(self, bound: _Bound) -> None:
+        """Puts our tensors into `state`, beside whatever else is there."""
+        self._state[bound.param] = {**bound.windows, **self._state.get(bound.param, {}), **bound.windows}
+        self._shown = None
+
+    def _state_intact(self) -> bool:
+        """Does `state` hold exactly the tensors that were put there?"""
+        values = list(chain.from_iterable(map(dict.values, self._state.values())))
+        if self._shown is None:
+            own = chain.from_iterable(b.windows.values() for b in self._bound.values())
+            if {id(v) for v in own} != {id(v) for v in values}:
+                return False
+            self._shown = values
+        return len(values) == len(self._shown) and all(map(is_, values, self._shown))
+
+    def _adopt(self) -> None:
+        """Takes in what somebody put into `state`: load_state_dict, ZeRO's consolidation, a plain assignment."""
+        engine = self._engine
+        assert engine is not None
+        places = [(p, k) for k, group in enumerate(self.param_groups) for p in group["params"]]
+        for p, k in places:
+            self._check_held(p, k)
+        engine.drain()
+        new = []
+        for p, k in places:
+            bound, held = self._bound.get(id(p)), self._state.get(p)
+            if bound is not None and bound.sections == 3 and held and "max_exp_avg_sq" in held:
+                del self._bound[id(p)]  # needs more room than it has
+                bound = None
+            if bound is None:
+                if held:
+                    new.append((p, k))
+            elif not held or any(held.get(key) is not window for key, window in bound.windows.items()):
+                self._fill(bound)
+        if new:
+            self._bind(new)
+
+    def _check_held(self, p: torch.Tensor, k: int) -> None:
+        """Raises CSDValueError if `state` holds something for `p` that does not fit it."""
+        held = self._state.get(p) or {}
+        for key in SECTIONS:
+            value = held.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor) or value.shape != p.shape:
+                what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise CSDValueError(f"state {key!r} of parameter {self._name(p, k)} has {what}, not {tuple(p.shape)}")
+
+    def _name(self, p: torch.Tensor, k: int) -> str:
+        """The parameter's name where it has one, else its group and position."""
+        group = self.param_groups[k]
+        at = next((i for i, q in enumerate(group["params"]) if q is p), -1)
+        names = group.get("param_names")
+        return str(names[at]) if names else f"{k}.{at}"
+
+    def _manifest(self) -> dict[str, Any]:
+        """What a store says of the model; see docs/store-format.md."""
+        assert self._engine is not None
+        group_of = {id(p): k for k, group in enumerate(self.param_groups) for p in group["params"]}
+        at = [(e, i) for e in range(len(self._engine.extents)) for i in range(len(self._engine.extents[e].numels))]
+        return {
+            "params": [
+                {
+                    "name": b.name,
+                    "shape": list(b.param.shape),
+                    "stride": list(b.stride),
+                    "dtype": str(b.param.dtype).removeprefix("torch."),
+                    "group": group_of.get(id(b.param), -1),
+                    "extent": e,
+                    "start": self._engine.extents[e].starts[i],
+                    "numel": b.numel,
+                }
+                for b, (e, i) in zip(self._by_index, at, strict=True)
+            ],
+            "groups": [
+                {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+                for group in self.param_groups
+            ],
+        }
+
+    # ---- what users ask ----------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Describes the last step: waits until its last states are on their devices.
+
+        ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
+        ``flash_write_bytes``: to and from storage. ``params``: elements updated. ``skipped``: an overflow was found.
+        ``grad_norm``: with max_grad_norm. ``buffer_bytes``: host memory that the engine holds, fixed.
+        ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
+        operation of that kind was going on, on the busiest device. ``devices``: the same for each.
+        """
+        engine = self._engine
+        if engine is None or engine.closed:
+            raise CSDRuntimeError("this optimizer is closed")
+        engine.drain()
+        devices = [
+            {
+                "device": d["device"],
+                "backend": d["backend"],
+                "direct_io": d["direct_io"],
+                "push_bytes": d["push_bytes"],
+                "pull_bytes": d["pull_bytes"],
+                "flash_read_bytes": d["read_bytes"],
+                "flash_write_bytes": d["write_bytes"],
+                "params": d["updated"],
+                "buffer_bytes": d["buffer_bytes"],
+                "seconds": {kind: d[f"{kind}_seconds"] for kind in ("read", "update", "write")},
+            }
+            for d in engine.stats()
+        ]
+        counts = ("push_bytes", "pull_bytes", "flash_read_bytes", "flash_write_bytes", "params", "buffer_bytes")
+        totals: dict[str, Any] = {name: sum(d[name] for d in devices) for name in counts}
+        totals["buffer_bytes"] += self._ring.bytes if self._ring else 0
+        seconds = {
+            kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in ("read", "update", "write")
+        }
+        seconds["step"] = self._last.get("seconds", 0.0)
+        last = {k: v for k, v in self._last.items() if k != "seconds"}
+        return {**totals, **last, "seconds": seconds, "devices": devices}
+
+    def close(self) -> None:
+        """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""
+        if self._engine is not None:
+            self._finalizer.detach()
+            self._engine.close()
+
+    def __enter__(self) -> CSDAdam:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Box:
+    """Hides a state entry from torch's load_state_dict, which would cast it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _close_quietly(engine: Engine) -> None:
+    with contextlib.suppress(CSDError):
+        engine.close()
+
+
+def _check_param(p: torch.Tensor) -> None:
+    """Raises CSDTypeError or CSDRuntimeError for a parameter that no back end can take."""
+    if p.dtype not in DTYPES:
+        if p.is_floating_point() or p.is_complex():
+            raise CSDTypeError(
+                f"CSDAdam does not support {p.dtype} parameters: states are fp32. "
+                f"Supported are {', '.join(map(str, DTYPES))}; convert the model, for example by model.float()"
+            )
+        raise CSDTypeError(f"CSDAdam does not support {p.dtype} parameters")
+    if p.layout is not torch.strided:
+        raise CSDRuntimeError(f"CSDAdam does not support {p.layout} parameters")
+    if hasattr(p, "to_local"):
+        raise CSDRuntimeError("CSDAdam does not support DTensor parameters yet")
+    if p.device.type not in ("cpu", "cuda", "meta"):
+        raise CSDRuntimeError(f"CSDAdam does not support parameters on {p.device}; it takes cpu and cuda")
+    if any(s == 0 and n > 1 for s, n in zip(p.stride(), p.shape, strict=True)):
+        raise CSDRuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the parameter."
+        )
+
+
+def _hyper(group: dict[str, Any], t: float, grad_scale: float) -> tuple[float, ...]:
+    """The constants of one group at step `t`, in the order of HYPER, computed in double."""
+    lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+    beta1, beta2 = (float(b) for b in group["betas"])
+    return (
+        1 - lr * weight_decay,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lr / (1 - beta1**t),
+        1 / (1 - beta2**t) ** 0.5,
+        eps,
+        -grad_scale if group["maximize"] else grad_scale,
+        bool(group["amsgrad"]),
+    )
+
+
+def _numel(p: torch.Tensor) -> int:
+    return p.numel() * (2 if p.is_complex() else 1)
+
+
+def _same_order(stride: Sequence[int], wanted: Sequence[int], shape: Sequence[int]) -> bool:
+    """Do two strides put the elements of a tensor in the same order in memory?"""
+    return 0 in shape or all(a == b or n == 1 for a, b, n in zip(stride, wanted, shape, strict=True))
+
+
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as 1-D fp32/fp16/bf16, in the order of its memory; complex as pairs."""
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    return t.as_strided((t.numel(),), (1,))
+
+
+def _plain(value: Any) -> Any:
+    """Hyperparameters as JSON: tensors become numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)

@@ -1,0 +1,309 @@
+"""The file behind an emulated CSD. Byte by byte: docs/store-format.md.
+
+    superblock A | superblock B | manifest, tables | extent: tile 0 slot 0, tile 0 slot 1, tile 1 slot 0, ...
+
+The manifest says what the store holds (names, shapes, dtypes, groups), the table where its state is now: the current
+slot and the checksums of every tile, the step counter of every parameter. Both are written to fresh space and become
+valid by the superblock that names them; of the two superblocks the valid one with the higher sequence counts.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import mmap
+import os
+import secrets
+import struct
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .bindings import TILE_STATE, crc32c
+from .errors import CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDWarning
+from .layout import round_up
+
+log = logging.getLogger("csd_optim")
+
+FILE_NAME = "csd_optim.store"
+MAGIC = b"CSDOPTIM"
+VERSION = 1
+ENDIAN = 0x01020304
+PAGE = 4096
+CLEAN = 1  # flag: closed in order, nothing written since
+
+# magic, version, endianness, store id, device index, devices, sequence, step, flags,
+# manifest offset, bytes, crc, table offset, bytes, crc; then zeros up to the crc of all that in the last 4 bytes.
+_SUPERBLOCK = struct.Struct("<8sII16sIIQQIQQIQQI")
+# The table: one entry per tile of this device, then one step counter (float64) per parameter.
+_TILE_ENTRY = np.dtype([("slot", "<u4"), ("summed", "<u4"), ("crc", "<u4", 4)])
+
+
+@dataclass(frozen=True)
+class Superblock:
+    store_id: bytes
+    device: int
+    devices: int
+    sequence: int
+    step: int
+    flags: int
+    manifest: tuple[int, int, int]  # offset, bytes, crc
+    table: tuple[int, int, int]
+
+    def pack(self) -> bytes:
+        head = _SUPERBLOCK.pack(
+            MAGIC, VERSION, ENDIAN, self.store_id, self.device, self.devices, self.sequence, self.step, self.flags,
+            *self.manifest, *self.table,
+        )  # fmt: skip
+        body = head.ljust(PAGE - 4, b"\0")
+        return body + struct.pack("<I", crc32c(body))
+
+    @classmethod
+    def unpack(cls, block: bytes, path: str) -> Superblock | None:
+        """None if the block is no valid superblock. Raises CSDStoreError for a format we do not know."""
+        if len(block) < PAGE or block[:8] != MAGIC:
+            return None
+        if crc32c(block[: PAGE - 4]) != struct.unpack("<I", block[PAGE - 4 : PAGE])[0]:
+            return None
+        _, version, endian, store_id, device, devices, sequence, step, flags, *regions = _SUPERBLOCK.unpack_from(block)
+        if endian != ENDIAN:
+            raise CSDStoreError(f"{path} was written on a machine of the other endianness")
+        if version != VERSION:
+            raise CSDStoreError(f"{path} has store format {version}; this csd_optim reads format {VERSION}: upgrade it")
+        return cls(store_id, device, devices, sequence, step, flags, tuple(regions[:3]), tuple(regions[3:]))
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a store says of itself."""
+
+    superblock: Superblock
+    manifest: dict[str, Any]
+    tiles: np.ndarray[Any, Any]
+    steps: np.ndarray[Any, Any]
+    file_bytes: int
+    allocated_bytes: int
+
+
+def _read_region(fd: int, region: tuple[int, int, int], what: str, path: str) -> bytes:
+    offset, size, crc = region
+    data = os.pread(fd, size, offset)
+    if len(data) != size or crc32c(data) != crc:
+        raise CSDStoreError(f"{path}: the {what} is damaged")
+    return data
+
+
+def _superblocks(fd: int, path: str) -> list[Superblock]:
+    """The valid ones, the current one first."""
+    found = [Superblock.unpack(os.pread(fd, PAGE, i * PAGE), path) for i in range(2)]
+    return sorted((s for s in found if s), key=lambda s: -s.sequence)
+
+
+def read_contents(path: Path) -> Contents:
+    """Reads what a store says of itself, without changing or locking it.
+
+    `path` is the store's directory or the file. Raises FileNotFoundError, CSDStoreError.
+    """
+    file = path / FILE_NAME if path.is_dir() else path
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        current = _superblocks(fd, str(file))
+        if not current:
+            raise CSDStoreError(f"{file} is no csd_optim store, or both of its superblocks are damaged")
+        manifest = json.loads(_read_region(fd, current[0].manifest, "manifest", str(file)))
+        table = _read_region(fd, current[0].table, "slot table", str(file))
+        n_tiles, n_params = manifest["tiles"], len(manifest["params"])
+        tiles = np.frombuffer(table, _TILE_ENTRY, n_tiles)
+        steps = np.frombuffer(table, "<f8", n_params, offset=tiles.nbytes)
+        stat = os.fstat(fd)
+        return Contents(current[0], manifest, tiles, steps, stat.st_size, 512 * stat.st_blocks)
+    finally:
+        os.close(fd)
+
+
+def _lock_owner(fd: int) -> str:
+    """Who holds the lock on this file, for the message."""
+    stat = os.fstat(fd)
+    inode = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
+    try:
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if inode in fields:
+                pid = fields[fields.index(inode) - 1]
+                return "another optimizer of this process" if int(pid) == os.getpid() else f"process {pid}"
+    except (OSError, ValueError):
+        pass  # only the message is poorer
+    return "another process"
+
+
+class StoreFile:
+    """One open store, owned by this process until `close()`.
+
+    `directory` None: a nameless scratch file in `scratch`, gone with the process, however that ends.
+    Raises CSDStoreExistsError, CSDBusyError, CSDStoreError, CSDOSError; an existing store is only touched with
+    `overwrite`, and a file that is no store never.
+    """
+
+    def __init__(self, directory: Path | None, *, overwrite: bool = False, scratch: Path | None = None) -> None:
+        self.durable = directory is not None
+        self.owned = directory is None  # by the lock
+        self.fd = self.io_fd = -1
+        self.sequence = 0
+        self.end = 2 * PAGE
+        self._regions: list[tuple[int, int]] = []  # space of the tables of even and odd sequences: offset, bytes
+        self._manifest = (0, 0, 0)
+        try:
+            if directory is None:
+                self.path = self._open_scratch(scratch or Path.cwd())
+            else:
+                self.path = self._open_durable(directory, overwrite)
+        except OSError as e:
+            self.close()
+            if isinstance(e, CSDOSError):
+                raise
+            raise CSDOSError(
+                e.errno, f"cannot open a store in {directory or scratch or Path.cwd()}: {e.strerror}"
+            ) from e
+
+    def _open_scratch(self, directory: Path) -> Path:
+        try:
+            self.fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            if e.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+            # A file system without nameless files: named for a moment.
+            name = directory / f".{FILE_NAME}.{secrets.token_hex(8)}"
+            self.fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            name.unlink()
+        return directory
+
+    def _open_durable(self, directory: Path, overwrite: bool) -> Path:
+        directory.mkdir(exist_ok=True)
+        path = directory / FILE_NAME
+        self.fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CSDBusyError(
+                errno.EWOULDBLOCK,
+                f"{path} is in use by {_lock_owner(self.fd)}; a store has one owner: stop it, or name another directory",
+            ) from None
+        self.owned = True
+        if os.fstat(self.fd).st_size:
+            if os.pread(self.fd, 8, 0) != MAGIC and os.pread(self.fd, 8, PAGE) != MAGIC:
+                raise CSDStoreExistsError(errno.EEXIST, f"{path} exists and is no csd_optim store; move it away")
+            if not overwrite:
+                held = _superblocks(self.fd, str(path))
+                step = f" of step {held[0].step}" if held else ""
+                raise CSDStoreExistsError(
+                    errno.EEXIST,
+                    f"{path} holds a store{step}; pass overwrite=True to erase it, or name another directory",
+                )
+            os.ftruncate(self.fd, 0)
+        return path
+
+    def _open_direct(self) -> None:
+        """Opens the file a second time for O_DIRECT and tries it out: some file systems refuse only the I/O itself."""
+        try:
+            self.io_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            with mmap.mmap(-1, PAGE) as page:
+                os.pwritev(self.io_fd, [page], PAGE)
+                os.preadv(self.io_fd, [page], PAGE)
+            self.direct = True
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
+                raise
+            if self.io_fd >= 0:
+                os.close(self.io_fd)
+            self.io_fd = os.dup(self.fd)
+            self.direct = False
+            warnings.warn(
+                f"{self.path}: this file system has no direct I/O; tiles go through the page cache, which is slower "
+                "and takes host memory. Use a directory on ext4 or xfs on a local drive for speed.",
+                CSDWarning,
+                stacklevel=2,
+            )
+
+    def allocate(self, size: int) -> int:
+        """Reserves `size` bytes, all of them on the disk, at the end of the file; returns their offset (bytes).
+
+        Raises CSDOSError when the disk is full, and then gives back what it had taken.
+        """
+        if self.io_fd < 0:
+            self._open_direct()
+        unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
+        offset, size = round_up(self.end, unit), round_up(size, unit)
+        try:
+            if size:
+                os.posix_fallocate(self.fd, offset, size)
+        except OSError as e:
+            os.ftruncate(self.fd, self.end)
+            free = os.fstatvfs(self.fd)
+            raise CSDOSError(
+                e.errno,
+                f"{self.path}: no room for {size / 1e9:.2f} GB of optimizer state (24 bytes per parameter, 32 with "
+                f"amsgrad): {e.strerror}; {free.f_bavail * free.f_frsize / 1e9:.2f} GB are free",
+            ) from e
+        self.end = offset + size
+        return offset
+
+    def shrink(self, end: int) -> None:
+        """Gives back what was allocated from byte `end` on."""
+        os.ftruncate(self.fd, end)
+        self.end = end
+
+    def write_manifest(self, manifest: dict[str, Any]) -> None:
+        """Stores what the next superblock will name; the old manifest stays where it is."""
+        data = json.dumps(manifest).encode()
+        offset = self.allocate(len(data))
+        os.pwrite(self.fd, data, offset)
+        self._manifest = (offset, len(data), crc32c(data))
+        # Its tables: one for even, one for odd sequences, so that the valid one is never overwritten.
+        size = manifest["tiles"] * _TILE_ENTRY.itemsize + 8 * len(manifest["params"])
+        self._regions = [(self.allocate(size), size) for _ in range(2)]
+
+    def write_superblock(
+        self,
+        *,
+        store_id: bytes,
+        device: int,
+        devices: int,
+        step: int,
+        clean: bool,
+        tiles: np.ndarray[Any, Any],
+        steps: np.ndarray[Any, Any],
+    ) -> None:
+        """Makes the state described by `tiles` (dtype TILE_STATE) and `steps` the one a reader finds."""
+        assert tiles.dtype == TILE_STATE
+        self.sequence += 1
+        table = tiles.astype(_TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes()
+        offset, size = self._regions[self.sequence % 2]
+        assert len(table) == size
+        os.pwrite(self.fd, table, offset)
+        block = Superblock(
+            store_id=store_id,
+            device=device,
+            devices=devices,
+            sequence=self.sequence,
+            step=step,
+            flags=CLEAN if clean else 0,
+            manifest=self._manifest,
+            table=(offset, size, crc32c(table)),
+        )
+        os.fdatasync(self.fd)  # first what the superblock names, then the superblock
+        os.pwrite(self.fd, block.pack(), self.sequence % 2 * PAGE)
+        os.fdatasync(self.fd)
+
+    def close(self) -> None:
+        """Lets go of the file. One in which nothing was ever stored leaves no trace."""
+        if self.fd >= 0 and self.durable and self.owned and os.fstat(self.fd).st_size == 0:
+            self.path.unlink(missing_ok=True)
+        for fd in (self.io_fd, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.io_fd = -1

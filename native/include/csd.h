@@ -1,0 +1,218 @@
+/* csd.h -- the one interface between csd_optim's Python and its engine.
+ *
+ * A *device* is a computational storage device (CSD), real or emulated. It keeps
+ * Adam's fp32 state and updates it. An *engine* drives several devices as one:
+ *
+ *     csd_engine_create(devices)           once
+ *     csd_engine_extend(parameters)        whenever parameters join
+ *     csd_engine_begin(...)                each step: states start to flow in,
+ *       csd_engine_push(tile, ...)         gradients go to the devices,
+ *       csd_engine_pull(&tile)             updated parameters come back,
+ *     csd_engine_finish(...)               the step is whole (or undone)
+ *     csd_engine_close()
+ *
+ * The smallest step, with every gradient and parameter in host memory:
+ *
+ *     csd_engine_begin(e, params, n_params, hypers, n_hypers, tiles, n_tiles, &err);
+ *     for (i = 0; i < n_tiles; i++) csd_engine_push(e, tiles[i], NULL, NULL, &err);
+ *     csd_engine_finish(e, 1, &err);
+ *
+ * Parameters lie one after another in a *flat space*, cut into *tiles*: the unit of
+ * I/O and of update. A tile's state is [master | exp_avg | exp_avg_sq (| max_exp_avg_sq)],
+ * each section `elems` fp32 values. A tile has two *slots* on its device: a step reads
+ * one and writes the other, so that until the step is whole the old state is untouched.
+ *
+ * Every function returns 0 or a negative csd_status, and then fills `*error` if it is
+ * not NULL. Lengths and offsets are in elements unless the name says bytes. One step
+ * at a time per engine; different engines may be used from different threads. */
+#ifndef CSD_H
+#define CSD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* cdef: from here on this file is read by cffi as it stands. */
+
+enum csd_status {
+  CSD_OK = 0,
+  CSD_EINVAL = -1, /* an argument is wrong; nothing was touched */
+  CSD_EIO = -2,    /* the operating system refused; `os_errno` says how */
+  CSD_ENOMEM = -3,
+  CSD_ESTATE = -4  /* called out of order */
+};
+
+typedef struct csd_error {
+  int32_t status;
+  int32_t os_errno; /* 0 where the operating system had no part in it */
+  int32_t device;   /* index of the device, or -1 */
+  char text[244];   /* what happened, where; NUL-terminated */
+} csd_error;
+
+enum csd_dtype { CSD_F32 = 0, CSD_F16 = 1, CSD_BF16 = 2 };
+
+/* The sections of a tile, in this order. The fourth exists with amsgrad only. */
+enum csd_section { CSD_MASTER = 0, CSD_EXP_AVG = 1, CSD_EXP_AVG_SQ = 2, CSD_MAX_EXP_AVG_SQ = 3 };
+
+/* Instruction sets of the CPU updater. All of them compute the same bits. */
+enum csd_isa { CSD_ISA_SCALAR = 0, CSD_ISA_AVX2 = 1, CSD_ISA_AVX512 = 2 };
+
+/* One step's constants for one parameter: the bias corrections are folded in, computed
+ * in double by the caller and rounded once. */
+typedef struct csd_adamw {
+  float decay;           /* 1 - lr * weight_decay */
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float step_size;       /* lr / (1 - beta1^t) */
+  float inv_sqrt_bias2;  /* 1 / sqrt(1 - beta2^t) */
+  float eps;
+  float grad_scale;      /* gradient is multiplied by this: 1/loss scale, clipping, -1 to maximize */
+  uint32_t amsgrad;      /* 1: divide by the running maximum of exp_avg_sq */
+} csd_adamw;
+
+/* ---- Devices ------------------------------------------------------------ */
+
+typedef struct csd_device {
+  const char *backend; /* "file": tiles in a file; "ram": in memory; "null": nowhere */
+  int32_t fd;          /* file: open for reading and writing, belongs to the caller, outlives the engine */
+  uint32_t buffers;    /* file: tile buffers, allocated once and fixed; at least 3 */
+  uint64_t block_bytes; /* file: size of one I/O request, a multiple of 4096 */
+} csd_device;
+
+typedef struct csd_engine csd_engine;
+
+int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine **out, csd_error *error);
+
+/* Drains, stops and frees everything but the windows (see csd_window_release).
+ * Returns the error of a write that never succeeded; the engine is gone all the same. */
+int csd_engine_close(csd_engine *engine, csd_error *error);
+
+/* ---- Layout ------------------------------------------------------------- */
+
+/* Elements [param_first, param_first + elems) of parameter `param` lie in `tile`
+ * from `tile_first` on. */
+typedef struct csd_piece {
+  uint32_t param;
+  uint32_t tile;
+  uint64_t param_first;
+  uint64_t tile_first;
+  uint64_t elems;
+} csd_piece;
+
+/* A run of `n_tiles` equal tiles, tile i on device (i mod n_devices): the parameters
+ * that join at one time. On a file, the j-th of these tiles on device d has its slot s at
+ * byte `file_offset[d] + (2*j + s) * tile_elems * sections * 4`. */
+typedef struct csd_extent {
+  uint64_t tile_elems;         /* multiple of 1024 and of the page size / 4 */
+  uint32_t n_tiles;
+  uint32_t sections;           /* 3, or 4 with amsgrad */
+  const uint64_t *file_offset; /* one per device, multiples of the page size */
+  const csd_piece *pieces;     /* sorted by tile, then by tile_first; tile counted from this extent's first */
+  uint64_t n_pieces;
+} csd_extent;
+
+/* Adds an extent; its tiles are numbered on from those there are. States read as zero.
+ * `windows` receives one address per section: `n_tiles * tile_elems` fp32 values each, the
+ * state itself, readable and writable between steps (after csd_engine_drain). On a file the
+ * window of a tile is a mapping of its current slot and follows it when the slot changes. */
+int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **windows, csd_error *error);
+
+/* Unmaps one window. The caller does so when nobody can look at it any more and the engine is closed. */
+void csd_window_release(float *window, uint64_t elems);
+
+/* ---- A step ------------------------------------------------------------- */
+
+/* One parameter of this step. `grad` NULL: it has none, and keeps every bit. */
+typedef struct csd_param {
+  const void *grad;   /* read; alive until csd_engine_finish */
+  void *param;        /* written with the rounded master */
+  uint32_t grad_dtype;
+  uint32_t param_dtype;
+  uint32_t hyper;     /* index into this step's hypers */
+  uint32_t in_place;  /* 1: fp32 `param` is itself the master (ram only) */
+} csd_param;
+
+/* Begins a step over `tiles` (each once, in the order in which they are to flow) after
+ * draining the last one. States are read ahead as far as the buffers reach. The arrays are copied. */
+int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_adamw *hypers,
+                     uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error);
+
+/* Gives the device the gradients of one tile. With `grad` and `param` NULL they are read and written
+ * where the params say. Otherwise both are images of the tile with 4 bytes per element: the piece
+ * at `tile_first` has its gradients from `(char *)grad + 4 * tile_first`, in its own dtype, and its
+ * parameters go to `(char *)param + 4 * tile_first`; both stay untouched until the tile is pulled.
+ * Tiles of a device should be pushed in the order in which they flow. */
+int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, csd_error *error);
+
+/* Waits for the parameters of one more tile pushed with an image, and says which. */
+int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
+
+/* With keep = 1, waits until every tile has its new parameters; the last states may still
+ * be on their way to the device (csd_engine_drain waits for them). If anything failed, or with
+ * keep = 0, the step is undone: every tile is back at its old slot, and the tiles whose
+ * parameters had already been written are listed by csd_engine_undone, for the caller to restore. */
+int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
+
+/* Tiles of the last undone step whose parameters were given out. Returns how many; fills up to `n`. */
+uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint32_t n);
+
+/* Waits for all writes. A write that fails keeps its data in its buffer and is tried again
+ * by the next drain, so nothing is lost when the cause goes away. */
+int csd_engine_drain(csd_engine *engine, csd_error *error);
+
+/* ---- What is known of it ------------------------------------------------ */
+
+typedef struct csd_tile_state {
+  uint32_t slot;   /* 0 or 1: the slot that holds the tile */
+  uint32_t summed; /* 1: `crc` is that of the slot's content as the engine wrote it */
+  uint32_t crc[4]; /* CRC-32C of each section */
+} csd_tile_state;
+
+int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *out, csd_error *error);
+
+/* Counts of the last step (since csd_engine_begin), counted where the bytes are moved. Seconds are those
+ * in which at least one operation of the kind was going on. */
+typedef struct csd_stats {
+  uint64_t push_bytes;
+  uint64_t pull_bytes;
+  uint64_t read_bytes;
+  uint64_t write_bytes;
+  uint64_t updated; /* parameters */
+  double read_seconds;
+  double update_seconds;
+  double write_seconds;
+  uint64_t buffer_bytes; /* fixed memory of the device's tile buffers */
+} csd_stats;
+
+int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error);
+
+/* ---- The updater alone, and what it is made of --------------------------- */
+
+/* Updates `n` elements in place by the rule of adamw.h, on the calling thread. `max_exp_avg_sq` may be NULL
+ * without amsgrad, `param` where nobody wants the rounded master. */
+int csd_update(const csd_adamw *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype, float *master,
+               float *exp_avg, float *exp_avg_sq, float *max_exp_avg_sq, void *param, int32_t param_dtype,
+               csd_error *error);
+
+int32_t csd_isa_best(void);         /* the best this CPU has */
+int csd_isa_use(int32_t isa, csd_error *error); /* for all engines, from the next tile on */
+int32_t csd_isa_used(void);
+
+/* Update threads shared by all engines of the process; as many as the CPUs it may run on unless set. */
+int csd_threads_use(uint32_t n, csd_error *error);
+uint32_t csd_threads_used(void);
+
+/* CRC-32C (Castagnoli) of `bytes` bytes, continuing from `crc` (0 to begin). */
+uint32_t csd_crc32c(uint32_t crc, const void *data, uint64_t bytes);
+
+/* end of cdef */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

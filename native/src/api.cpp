@@ -1,0 +1,126 @@
+// The border: C++ exceptions become a status here and nowhere else.
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <memory>
+#include <new>
+#include <system_error>
+
+#include "crc32c.h"
+#include "csd.h"
+#include "engine.h"
+#include "pool.h"
+#include "updater.h"
+
+struct csd_engine {
+  csd::Engine engine;
+};
+
+namespace {
+
+int report(csd_error *error, const csd::Failure &f) {
+  if (error) {
+    error->status = f.status;
+    error->os_errno = f.os_errno;
+    error->device = f.device;
+    strncpy(error->text, f.text.c_str(), sizeof error->text - 1);
+    error->text[sizeof error->text - 1] = 0;
+  }
+  return f.status;
+}
+
+template <typename Call>
+int guarded(csd_error *error, Call call) {
+  try {
+    call();
+    return CSD_OK;
+  } catch (const csd::Failure &f) {
+    return report(error, f);
+  } catch (const std::bad_alloc &) {
+    return report(error, {CSD_ENOMEM, "out of memory", ENOMEM});
+  } catch (const std::system_error &e) {  // a thread that could not be started
+    return report(error, {CSD_ENOMEM, e.what(), e.code().value()});
+  }
+}
+
+}  // namespace
+
+int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine **out, csd_error *error) {
+  return guarded(error, [&] { *out = new csd_engine{csd::Engine(devices, n_devices)}; });
+}
+
+int csd_engine_close(csd_engine *engine, csd_error *error) {
+  const std::unique_ptr<csd_engine> gone(engine);
+  return guarded(error, [&] { engine->engine.drain(); });
+}
+
+int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **windows, csd_error *error) {
+  return guarded(error, [&] { engine->engine.extend(*extent, windows); });
+}
+
+void csd_window_release(float *window, uint64_t elems) { munmap(window, 4 * elems); }
+
+int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_adamw *hypers,
+                     uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error) {
+  return guarded(error, [&] { engine->engine.begin(params, n_params, hypers, n_hypers, tiles, n_tiles); });
+}
+
+int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, csd_error *error) {
+  return guarded(error, [&] { engine->engine.push(tile, grad, param); });
+}
+
+int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error) {
+  return guarded(error, [&] { *tile = engine->engine.pull(); });
+}
+
+int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error) {
+  return guarded(error, [&] { engine->engine.finish(keep != 0); });
+}
+
+uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint32_t n) { return engine->engine.undone(tiles, n); }
+
+int csd_engine_drain(csd_engine *engine, csd_error *error) {
+  return guarded(error, [&] { engine->engine.drain(); });
+}
+
+int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *out, csd_error *error) {
+  return guarded(error, [&] { engine->engine.tiles(first, n, out); });
+}
+
+int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error) {
+  return guarded(error, [&] { *out = engine->engine.stats(device); });
+}
+
+int csd_update(const csd_adamw *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype, float *master,
+               float *exp_avg, float *exp_avg_sq, float *max_exp_avg_sq, void *param, int32_t param_dtype,
+               csd_error *error) {
+  return guarded(error, [&] {
+    if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
+    if (hyper->amsgrad && !max_exp_avg_sq) throw csd::Failure{CSD_EINVAL, "amsgrad needs max_exp_avg_sq"};
+    csd::update({hyper, n, grad, static_cast<uint32_t>(grad_dtype), {master, exp_avg, exp_avg_sq, max_exp_avg_sq}, param,
+                 static_cast<uint32_t>(param_dtype)}, isa);
+  });
+}
+
+int32_t csd_isa_best(void) { return csd::best_isa(); }
+
+int csd_isa_use(int32_t isa, csd_error *error) {
+  return guarded(error, [&] {
+    if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
+    csd::used_isa = isa;
+  });
+}
+
+int32_t csd_isa_used(void) { return csd::used_isa; }
+
+int csd_threads_use(uint32_t n, csd_error *error) {
+  return guarded(error, [&] {
+    if (n == 0) throw csd::Failure{CSD_EINVAL, "at least one update thread is needed"};
+    csd::Pool::updates().resize(n);
+  });
+}
+
+uint32_t csd_threads_used(void) { return csd::Pool::updates().size(); }
+
+uint32_t csd_crc32c(uint32_t crc, const void *data, uint64_t bytes) { return csd::crc32c(crc, data, bytes); }

@@ -1,0 +1,389 @@
+#include "engine.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "pool.h"
+
+namespace csd {
+
+constexpr uint64_t kHugePage = 2 << 20;
+
+HugeMemory::HugeMemory(uint64_t bytes) : bytes_(bytes) {
+  if (bytes == 0) return;
+  // Mapped larger by a huge page and trimmed, so that it begins on one. Nothing is reserved: untouched pages cost nothing.
+  void *raw = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) throw Failure{CSD_ENOMEM, "cannot map " + std::to_string(bytes) + " bytes of memory", errno};
+  const uintptr_t from = reinterpret_cast<uintptr_t>(raw), begin = (from + kHugePage - 1) / kHugePage * kHugePage;
+  if (begin > from) munmap(raw, begin - from);
+  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t end = begin + (bytes + page - 1) / page * page, raw_end = from + bytes + kHugePage;
+  if (raw_end > end) munmap(reinterpret_cast<void *>(end), raw_end - end);
+  address_ = reinterpret_cast<void *>(begin);
+  madvise(address_, bytes, MADV_HUGEPAGE);  // a wish: without it everything works, more slowly
+}
+
+HugeMemory::~HugeMemory() {
+  if (address_) munmap(address_, bytes_);
+}
+
+HugeMemory::HugeMemory(HugeMemory &&o) noexcept
+    : address_(std::exchange(o.address_, nullptr)), bytes_(std::exchange(o.bytes_, 0)) {}
+
+HugeMemory &HugeMemory::operator=(HugeMemory &&o) noexcept {
+  std::swap(address_, o.address_);
+  std::swap(bytes_, o.bytes_);
+  return *this;
+}
+
+float *HugeMemory::release() { return static_cast<float *>(std::exchange(address_, nullptr)); }
+
+void BusyTime::enter() {
+  if (going_on_++ == 0) since_ = Clock::now();
+}
+
+void BusyTime::leave() {
+  if (--going_on_ == 0) total_ += Clock::now() - since_;
+}
+
+double BusyTime::seconds() const {
+  const Clock::duration open = going_on_ > 0 ? Clock::now() - since_ : Clock::duration{};
+  return std::chrono::duration<double>(total_ + open).count();
+}
+
+Engine::Engine(const csd_device *devices, uint32_t n) : lanes_(n) {
+  if (n == 0) throw Failure{CSD_EINVAL, "an engine needs at least one device"};
+  for (uint32_t i = 0; i < n; i++) {
+    lanes_[i].device = make_device(devices[i]);
+    if (!lanes_[i].device)
+      throw Failure{CSD_EINVAL, std::string("no such back end, or bad options for it: ") + (devices[i].backend ? devices[i].backend : "(null)"), 0, static_cast<int32_t>(i)};
+  }
+}
+
+Engine::~Engine() {
+  Lock lock(mutex_);
+  settle(lock);
+}
+
+// ---- Layout -----------------------------------------------------------------
+
+void Engine::grow_buffers(uint64_t elems) {
+  for (Lane &lane : lanes_) {
+    const uint32_t n = lane.device->buffers();
+    if (n == 0 || elems <= lane.buffer_elems) continue;
+    lane.memory = HugeMemory(4 * elems * n);
+    memset(lane.memory.floats(), 0, lane.memory.bytes());  // all of it now, not in the first step
+    lane.buffer_elems = elems;
+    lane.free.clear();
+    for (uint32_t i = 0; i < n; i++) lane.free.push_back(lane.memory.floats() + i * elems);
+    lane.counts.buffer_bytes = lane.memory.bytes();
+  }
+}
+
+void Engine::extend(const csd_extent &e, float **windows) {
+  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 3 || e.sections > 4)
+    throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 3 or 4 sections"};
+  for (uint64_t i = 0; i < e.n_pieces; i++) {
+    const csd_piece &p = e.pieces[i];
+    const bool in_order = i == 0 || e.pieces[i - 1].tile < p.tile || (e.pieces[i - 1].tile == p.tile && e.pieces[i - 1].tile_first + e.pieces[i - 1].elems <= p.tile_first);
+    if (p.tile >= e.n_tiles || p.tile_first + p.elems > e.tile_elems || !in_order)
+      throw Failure{CSD_EINVAL, "piece " + std::to_string(i) + " is out of its tile or out of order"};
+  }
+  drain();
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
+
+  HugeMemory memory[4];
+  for (uint32_t s = 0; s < e.sections; s++) memory[s] = HugeMemory(4 * e.tile_elems * e.n_tiles);
+  grow_buffers(e.tile_elems * e.sections);
+
+  const uint32_t n_devices = static_cast<uint32_t>(lanes_.size()), first_tile = static_cast<uint32_t>(tiles_.size());
+  const std::vector<csd_piece> &pieces = pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
+  const csd_piece *piece = pieces.data(), *const end = piece + pieces.size();
+  for (uint32_t i = 0; i < e.n_tiles; i++) {
+    Tile &t = tiles_.emplace_back();
+    t.index = first_tile + i;
+    t.device = i % n_devices;
+    t.sections = e.sections;
+    t.elems = e.tile_elems;
+    t.file_offset = e.file_offset[t.device] + 2 * static_cast<uint64_t>(i / n_devices) * t.bytes();
+    t.pieces = piece;
+    while (piece != end && piece->tile == i) piece++;
+    t.n_pieces = static_cast<uint64_t>(piece - t.pieces);
+    for (uint32_t s = 0; s < e.sections; s++) t.window[s] = memory[s].floats() + i * e.tile_elems;
+    if (const int error = lanes_[t.device].device->map(t)) {
+      tiles_.resize(first_tile);
+      pieces_.pop_back();
+      throw Failure{CSD_EIO, "cannot map tile " + std::to_string(i) + " of the store", error, static_cast<int32_t>(i % n_devices)};
+    }
+  }
+  for (uint32_t s = 0; s < e.sections; s++) windows[s] = memory[s].release();
+}
+
+// ---- A step -----------------------------------------------------------------
+
+void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *hypers, uint32_t n_hypers,
+                   const uint32_t *tiles, uint32_t n_tiles) {
+  drain();
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
+  for (uint64_t i = 0; i < n_params; i++)
+    if (params[i].grad && (params[i].hyper >= n_hypers || params[i].grad_dtype > CSD_BF16 || params[i].param_dtype > CSD_BF16))
+      throw Failure{CSD_EINVAL, "parameter " + std::to_string(i) + " names a dtype or hyperparameters that do not exist"};
+  std::vector<Job *> job_of_tile(tiles_.size(), nullptr);
+  for (uint32_t i = 0; i < n_tiles; i++) {
+    if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
+    const Tile &t = tiles_[tiles[i]];
+    for (uint64_t p = 0; p < t.n_pieces; p++)
+      if (t.pieces[p].param >= n_params) throw Failure{CSD_EINVAL, "no parameter " + std::to_string(t.pieces[p].param)};
+  }
+
+  params_.assign(params, params + n_params);
+  hypers_.assign(hypers, hypers + n_hypers);
+  jobs_.clear();
+  to_pull_.clear();
+  undone_.clear();
+  failed_ = false;
+  images_out_ = 0;
+  not_given_ = n_tiles;
+  for (Lane &l : lanes_) {
+    l.waiting.clear();
+    const uint64_t buffer_bytes = l.counts.buffer_bytes;
+    l.counts = {};
+    l.counts.buffer_bytes = buffer_bytes;
+    l.reading.reset(), l.updating.reset(), l.writing.reset();
+  }
+  for (uint32_t i = 0; i < n_tiles; i++) {
+    Job &job = jobs_.emplace_back();
+    job.tile = &tiles_[tiles[i]];
+    job_of_tile[tiles[i]] = &job;
+    lane(job).waiting.push_back(&job);
+  }
+  job_of_tile_.swap(job_of_tile);
+  phase_ = Phase::stepping;
+  for (Lane &l : lanes_) pump(l);
+}
+
+// Starts to load as many tiles as there are buffers.
+void Engine::pump(Lane &l) {
+  while (!failed_ && !l.waiting.empty()) {
+    Job &job = *l.waiting.front();
+    if (!l.device->resident()) {
+      if (l.free.empty()) return;
+      job.buffer = l.free.back();
+      l.free.pop_back();
+    }
+    l.waiting.pop_front();
+    if (l.device->resident()) {
+      job.loaded = true;
+      update_if_ready(job);
+      continue;
+    }
+    going_on_++;
+    l.reading.enter();
+    l.device->load(*job.tile, job.buffer, [this, &job](int error) { on_loaded(job, error); });
+  }
+}
+
+void Engine::on_loaded(Job &job, int os_errno) {
+  Lock lock(mutex_);
+  Lane &l = lane(job);
+  l.reading.leave();
+  going_on_--;
+  if (os_errno) {
+    fail(job, "reading", os_errno);
+  } else {
+    l.counts.read_bytes += job.tile->bytes();
+    job.loaded = true;
+    update_if_ready(job);
+  }
+  if (going_on_ == 0) settled_.notify_all();
+}
+
+void Engine::push(uint32_t tile, const void *grad, void *param) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
+  Job *job = tile < job_of_tile_.size() ? job_of_tile_[tile] : nullptr;
+  if (!job || job->pushed || !grad != !param)
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is not part of this step, was pushed before, or has half an image"};
+  job->pushed = true;
+  job->grad_image = grad;
+  job->param_image = param;
+  if (grad) images_out_++;
+  update_if_ready(*job);
+}
+
+void Engine::update_if_ready(Job &job) {
+  if (failed_ || !job.loaded || !job.pushed) return;
+  going_on_++;
+  lane(job).updating.enter();
+  Pool::updates().submit([this, &job] {
+    const Tile &t = *job.tile;
+    float *sections[4] = {};
+    for (uint32_t s = 0; s < t.sections; s++) sections[s] = job.buffer ? job.buffer + s * t.elems : t.window[s];
+    Work work{params_.data(), hypers_.data(), job.grad_image, job.param_image};
+    lane(job).device->update(t, sections, work, job.buffer ? job.crc : nullptr);
+    on_updated(job, work);
+  });
+}
+
+void Engine::on_updated(Job &job, const Work &work) {
+  Lock lock(mutex_);
+  Lane &l = lane(job);
+  l.updating.leave();
+  going_on_--;
+  l.counts.push_bytes += work.pushed;
+  l.counts.pull_bytes += work.pulled;
+  l.counts.updated += work.updated;
+  job.given = true;
+  not_given_--;
+  if (job.grad_image) {
+    images_out_--;
+    to_pull_.push_back(job.tile->index);
+  }
+  if (!job.buffer) job.stored = true;
+  else if (!failed_) start_store(job);
+  pulled_.notify_all();
+  if (going_on_ == 0) settled_.notify_all();
+}
+
+void Engine::start_store(Job &job) {
+  going_on_++;
+  lane(job).writing.enter();
+  lane(job).device->store(*job.tile, job.buffer, [this, &job](int error) { on_stored(job, error); });
+}
+
+void Engine::on_stored(Job &job, int os_errno) {
+  Lock lock(mutex_);
+  Lane &l = lane(job);
+  l.writing.leave();
+  going_on_--;
+  if (os_errno && phase_ == Phase::stepping) {
+    fail(job, "writing", os_errno);
+  } else if (os_errno) {
+    // The step was whole already: keep the data in its buffer and let the next drain try again.
+    failure_ = {CSD_EIO, "writing tile " + std::to_string(job.tile->index), os_errno, static_cast<int32_t>(job.tile->device)};
+    unwritten_.push_back(&job);
+  } else {
+    l.counts.write_bytes += job.tile->bytes();
+    Slot &slot = job.tile->slots[1 - job.tile->slot];
+    memcpy(slot.crc, job.crc, sizeof job.crc);
+    slot.summed = true;
+    flip(job);
+    release_buffer(job);
+    pump(l);
+  }
+  if (going_on_ == 0) settled_.notify_all();
+}
+
+void Engine::flip(Job &job) {
+  Tile &t = *job.tile;
+  t.slot ^= 1;
+  job.stored = !job.stored;
+  // Only an exhausted kernel refuses to map a range that was mapped before. The window then shows another step, so
+  // the next drain, which everyone calls before looking, tries again and fails if it must.
+  if (lane(job).device->map(t)) unmapped_.push_back(&t);
+}
+
+void Engine::release_buffer(Job &job) {
+  lane(job).free.push_back(std::exchange(job.buffer, nullptr));
+}
+
+void Engine::fail(const Job &job, const char *what, int os_errno) {
+  if (!failed_)
+    failure_ = {CSD_EIO, std::string(what) + " tile " + std::to_string(job.tile->index), os_errno, static_cast<int32_t>(job.tile->device)};
+  failed_ = true;
+  pulled_.notify_all();
+}
+
+uint32_t Engine::pull() {
+  Lock lock(mutex_);
+  if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
+  pulled_.wait(lock, [this] { return !to_pull_.empty() || failed_ || images_out_ == 0; });
+  if (failed_) throw failure_;
+  if (to_pull_.empty()) throw Failure{CSD_ESTATE, "no tile is out"};
+  const uint32_t tile = to_pull_.front();
+  to_pull_.pop_front();
+  return tile;
+}
+
+void Engine::finish(bool keep) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
+  if (keep)
+    for (const Job &job : jobs_)
+      if (!job.pushed && !failed_) failure_ = {CSD_ESTATE, "tile " + std::to_string(job.tile->index) + " was never pushed"}, failed_ = true;
+  if (keep) pulled_.wait(lock, [this] { return not_given_ == 0 || failed_; });
+  if (keep && !failed_) {
+    phase_ = Phase::idle;
+    return;
+  }
+  const bool broken = failed_;
+  failed_ = true;  // nothing more starts
+  settle(lock);
+  undo();
+  phase_ = Phase::idle;
+  failed_ = false;
+  if (broken) throw failure_;
+}
+
+void Engine::undo() {
+  for (Job &job : jobs_) {
+    if (job.given) undone_.push_back(job.tile->index);
+    if (job.buffer) release_buffer(job);
+    else if (job.stored && !lane(job).device->resident()) flip(job);
+  }
+}
+
+void Engine::drain() {
+  Lock lock(mutex_);
+  if (phase_ == Phase::stepping) throw Failure{CSD_ESTATE, "a step is under way"};
+  settle(lock);
+  const std::vector<Job *> again = std::exchange(unwritten_, {});
+  for (Job *job : again) start_store(*job);
+  settle(lock);
+  if (!unwritten_.empty()) throw failure_;
+  while (!unmapped_.empty()) {
+    const Tile &t = *unmapped_.back();
+    if (const int error = lanes_[t.device].device->map(t))
+      throw Failure{CSD_EIO, "mapping tile " + std::to_string(t.index), error, static_cast<int32_t>(t.device)};
+    unmapped_.pop_back();
+  }
+}
+
+uint32_t Engine::undone(uint32_t *tiles, uint32_t n) const {
+  Lock lock(mutex_);
+  std::copy_n(undone_.begin(), std::min<size_t>(n, undone_.size()), tiles);
+  return static_cast<uint32_t>(undone_.size());
+}
+
+void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *out) {
+  Lock lock(mutex_);
+  if (first + static_cast<uint64_t>(n) > tiles_.size()) throw Failure{CSD_EINVAL, "no such tiles"};
+  for (uint32_t i = 0; i < n; i++) {
+    const Tile &t = tiles_[first + i];
+    const Slot &slot = t.slots[t.slot];
+    out[i].slot = t.slot;
+    out[i].summed = slot.summed;
+    memcpy(out[i].crc, slot.crc, sizeof slot.crc);
+  }
+}
+
+csd_stats Engine::stats(uint32_t device) {
+  Lock lock(mutex_);
+  if (device >= lanes_.size()) throw Failure{CSD_EINVAL, "no device " + std::to_string(device)};
+  const Lane &l = lanes_[device];
+  csd_stats s = l.counts;
+  s.read_seconds = l.reading.seconds();
+  s.update_seconds = l.updating.seconds();
+  s.write_seconds = l.writing.seconds();
+  return s;
+}
+
+}  // namespace csd

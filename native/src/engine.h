@@ -1,0 +1,126 @@
+// One pipeline per device: load a tile, wait for its gradients, update, hand out the parameters, store.
+#pragma once
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "csd.h"
+#include "device.h"
+
+namespace csd {
+
+struct Failure {  // thrown inside, turned into a csd_error at the border
+  int32_t status;
+  std::string text;
+  int os_errno = 0;
+  int32_t device = -1;
+};
+
+// Anonymous memory on huge pages: direct I/O and long scans cost per page.
+class HugeMemory {
+ public:
+  HugeMemory() = default;
+  explicit HugeMemory(uint64_t bytes);
+  ~HugeMemory();
+  HugeMemory(HugeMemory &&) noexcept;
+  HugeMemory &operator=(HugeMemory &&) noexcept;
+  float *floats() const { return static_cast<float *>(address_); }
+  uint64_t bytes() const { return bytes_; }
+  float *release();  // the caller unmaps
+
+ private:
+  void *address_ = nullptr;
+  uint64_t bytes_ = 0;
+};
+
+// Seconds in which at least one operation of a kind was going on.
+class BusyTime {
+ public:
+  void enter();
+  void leave();
+  void reset() { total_ = {}, since_ = Clock::now(); }
+  double seconds() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  int going_on_ = 0;
+  Clock::time_point since_{};
+  Clock::duration total_{};
+};
+
+class Engine {
+ public:
+  Engine(const csd_device *devices, uint32_t n);
+  ~Engine();
+  void extend(const csd_extent &, float **windows);
+  void begin(const csd_param *, uint64_t, const csd_adamw *, uint32_t, const uint32_t *tiles, uint32_t n_tiles);
+  void push(uint32_t tile, const void *grad, void *param);
+  uint32_t pull();
+  void finish(bool keep);
+  void drain();
+  uint32_t undone(uint32_t *tiles, uint32_t n) const;
+  void tiles(uint32_t first, uint32_t n, csd_tile_state *out);
+  csd_stats stats(uint32_t device);
+
+ private:
+  // A tile on its way through a step.
+  struct Job {
+    Tile *tile;
+    float *buffer = nullptr;       // null on a resident device
+    const void *grad_image = nullptr;
+    void *param_image = nullptr;
+    bool pushed = false, loaded = false, given = false, stored = false;
+    uint32_t crc[4] = {};
+  };
+  struct Lane {  // a device and what is queued on it
+    std::unique_ptr<Device> device;
+    HugeMemory memory;
+    uint64_t buffer_elems = 0;
+    std::vector<float *> free;
+    std::deque<Job *> waiting;     // not yet loading
+    csd_stats counts{};
+    BusyTime reading, updating, writing;
+  };
+
+  using Lock = std::unique_lock<std::mutex>;
+  Lane &lane(const Job &job) { return lanes_[job.tile->device]; }
+  void pump(Lane &);
+  void on_loaded(Job &, int os_errno);
+  void update_if_ready(Job &);
+  void on_updated(Job &, const Work &);
+  void start_store(Job &);
+  void on_stored(Job &, int os_errno);
+  void fail(const Job &, const char *what, int os_errno);
+  void flip(Job &);
+  void release_buffer(Job &);
+  void settle(Lock &lock) { settled_.wait(lock, [this] { return going_on_ == 0; }); }
+  void undo();
+  void grow_buffers(uint64_t elems);
+
+  mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates
+  std::condition_variable settled_, pulled_;
+  std::deque<Tile> tiles_;    // a deque: tiles never move
+  std::deque<std::vector<csd_piece>> pieces_;
+  std::vector<Lane> lanes_;
+
+  // The step
+  enum class Phase { idle, stepping } phase_ = Phase::idle;
+  std::vector<csd_param> params_;
+  std::vector<csd_adamw> hypers_;
+  std::deque<Job> jobs_;
+  std::vector<Job *> job_of_tile_;
+  std::deque<uint32_t> to_pull_;   // updated, pushed with an image
+  uint64_t not_given_ = 0, images_out_ = 0;
+  uint64_t going_on_ = 0;          // loads, updates and stores under way
+  bool failed_ = false;
+  Failure failure_{};
+  std::vector<Job *> unwritten_;   // whose write failed after the step was whole
+  std::vector<Tile *> unmapped_;   // whose window could not follow the slot
+  std::vector<uint32_t> undone_;
+};
+
+}  // namespace csd

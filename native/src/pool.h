@@ -1,0 +1,34 @@
+// Two kinds of threads serve all engines of a process: one pool that updates, and for every file system one pool that
+// reads and writes. A hundred small optimizers therefore cost no more threads than one big one.
+#pragma once
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace csd {
+
+class Pool {
+ public:
+  explicit Pool(uint32_t threads) : wanted_(threads) {}
+  void submit(std::function<void()> task);
+  void resize(uint32_t threads);  // from the next task on
+  uint32_t size();
+
+  static Pool &updates();               // as many threads as CPUs this process may run on
+  static Pool &io(dev_t file_system);   // kIoDepth requests in flight
+
+ private:
+  void work();
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> tasks_;
+  uint32_t wanted_, running_ = 0;
+};
+
+}  // namespace csd

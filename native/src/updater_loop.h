@@ -1,0 +1,93 @@
+// No include guard: updater.cpp includes this once per instruction set, inside a namespace of its own.
+// CSD_SIMD says which: 0 plain C++, 2 AVX2 + F16C, 3 AVX-512.
+
+// Elements converted at a time: gradient and parameter of a block stay in the first-level cache.
+static constexpr uint64_t kBlock = 1024;
+
+static inline void widen_f16(const uint16_t *from, float *to, uint64_t n) {
+  uint64_t i = 0;
+#if CSD_SIMD == 3
+  for (; i + 16 <= n; i += 16)
+    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + i))));
+#elif CSD_SIMD == 2
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+#endif
+  for (; i < n; i++) to[i] = f16_to_f32(from[i]);
+}
+
+static inline void widen_bf16(const uint16_t *from, float *to, uint64_t n) {
+  for (uint64_t i = 0; i < n; i++) to[i] = bf16_to_f32(from[i]);
+}
+
+static inline void narrow_f16(const float *from, uint16_t *to, uint64_t n) {
+  uint64_t i = 0;
+#if CSD_SIMD == 3
+  for (; i + 16 <= n; i += 16)
+    _mm256_storeu_si256((__m256i *)(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#elif CSD_SIMD == 2
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+  for (; i < n; i++) to[i] = f32_to_f16(from[i]);
+}
+
+static inline void narrow_bf16(const float *from, uint16_t *to, uint64_t n) {
+  for (uint64_t i = 0; i < n; i++) to[i] = f32_to_bf16(from[i]);
+}
+
+// Copies past the cache where source and destination allow it: a parameter is only written here, and an ordinary
+// store would first read it from memory.
+static inline void stream(const void *from, void *to, uint64_t bytes) {
+  uint64_t i = 0;
+#if CSD_SIMD
+  if ((uintptr_t)to % 32 == 0)
+    for (; i + 32 <= bytes; i += 32)
+      _mm256_stream_si256((__m256i *)((char *)to + i), _mm256_loadu_si256((const __m256i *)((const char *)from + i)));
+#endif
+  memcpy((char *)to + i, (const char *)from + i, bytes - i);
+}
+
+template <bool amsgrad>
+static inline void rule(const csd_adamw &h, uint64_t n, const float *__restrict grad, float *__restrict master,
+                        float *__restrict exp_avg, float *__restrict exp_avg_sq, float *__restrict max_exp_avg_sq) {
+  const csd_adamw hyper = h;
+  for (uint64_t i = 0; i < n; i++) {
+    float max = amsgrad ? max_exp_avg_sq[i] : 0.0f;
+    const AdamWElement e = adamw({master[i], exp_avg[i], exp_avg_sq[i]}, max, grad[i], hyper, amsgrad);
+    master[i] = e.master;
+    exp_avg[i] = e.exp_avg;
+    exp_avg_sq[i] = e.exp_avg_sq;
+    if (amsgrad) max_exp_avg_sq[i] = max;
+  }
+}
+
+static void update(const Span &s) {
+  alignas(64) float wide[kBlock];
+  alignas(64) uint16_t narrow[kBlock];
+  for (uint64_t i = 0; i < s.n; i += kBlock) {
+    const uint64_t n = s.n - i < kBlock ? s.n - i : kBlock;
+    const float *grad = wide;
+    if (s.grad_dtype == CSD_F16) widen_f16((const uint16_t *)s.grad + i, wide, n);
+    else if (s.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)s.grad + i, wide, n);
+    else grad = (const float *)s.grad + i;
+
+    float *master = s.state[CSD_MASTER] + i;
+    if (s.hyper->amsgrad)
+      rule<true>(*s.hyper, n, grad, master, s.state[CSD_EXP_AVG] + i, s.state[CSD_EXP_AVG_SQ] + i,
+                 s.state[CSD_MAX_EXP_AVG_SQ] + i);
+    else
+      rule<false>(*s.hyper, n, grad, master, s.state[CSD_EXP_AVG] + i, s.state[CSD_EXP_AVG_SQ] + i, nullptr);
+
+    if (!s.param) continue;
+    if (s.param_dtype == CSD_F32) {
+      stream(master, (float *)s.param + i, 4 * n);
+    } else {
+      if (s.param_dtype == CSD_F16) narrow_f16(master, narrow, n);
+      else narrow_bf16(master, narrow, n);
+      stream(narrow, (uint16_t *)s.param + i, 2 * n);
+    }
+  }
+#if CSD_SIMD
+  _mm_sfence();
+#endif
+}
