@@ -1,5 +1,5 @@
 # make demo   trains a small GPT with CSDAdam on four emulated CSDs, beside torch.optim.AdamW
-# make test   everything CI runs: lint, types, tests, sanitizers
+# make test   everything CI runs: tests, sanitizers, lint, types
 # Both set up a virtual environment below build/ first; nothing else on the machine is touched.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ NATIVE := $(wildcard native/include/*.h native/src/*.h native/src/*.cpp) csd_opt
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
 
-test: check pytest sanitize
+test: pytest sanitize check
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -31,7 +31,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	    --editable ".[bench,test]" "ruff==0.15.*" "mypy==1.*"
+	    --editable ".[bench,test]" "ruff==0.17.*" "mypy==2.*"
 	touch $@
 
 clean:

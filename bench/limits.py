@@ -39,11 +39,12 @@ FIO_ENGINES = ("io_uring", "libaio", "psync")  # best first; containers often fo
 def fio_mixed(directory: Path, gib: float, seconds: float = 4) -> dict[str, Any]:
     """Best O_DIRECT rate of a 50/50 mix of reads and writes, as fio finds it, on huge-page buffers.
 
-    `gib` is the size of the file (made, and deleted again, in `directory`). Make it as large as the store it is compared
-    with: a virtual disk whose host caches is faster over a small file (2 GiB ran 1.3 times as fast as 4 or 8 GiB on one
-    machine). Each of the few request shapes runs for `seconds`. Returns `bytes_per_s` (reads plus writes), `block` (bytes), `depth` (requests in flight), `engine`,
-    `pages` ("huge" or "ordinary": what the kernel really gave), and `tried`, the same for every shape; or
-    `{"skipped": reason}`.
+    `gib` is the size of the file, made and deleted again in `directory`. Make it as large as the store it is compared
+    with: a virtual disk whose host caches is faster over a small file (2 GiB ran 1.3 times as fast as 4 or 8 GiB on
+    one machine). Each of the few request shapes runs for `seconds`.
+
+    Returns `bytes_per_s` (reads plus writes), `block` (bytes), `depth` (requests in flight), `engine`, `pages` ("huge"
+    or "ordinary": what the kernel really gave), and `tried`, the same for every shape; or `{"skipped": reason}`.
     """
     fio = shutil.which("fio")
     if fio is None:
@@ -92,7 +93,7 @@ def _fio(
     """
     environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1")
     parallel = [f"--size={size}", f"--iodepth={depth}"]
-    if engine == "psync":  # one request in flight per thread, so depth means threads, each with its own part of the file
+    if engine == "psync":  # one request in flight per thread: depth means threads, each with its part of the file
         part = size // depth
         parallel = [f"--size={part}", f"--offset_increment={part}", f"--numjobs={depth}", "--group_reporting"]
     command = [
@@ -169,7 +170,8 @@ def memory_rmw(mib: int, threads: int, runs: int) -> dict[str, Any]:
 
 def _tensor_on(pages: str, nbytes: int) -> torch.Tensor:
     """An fp32 tensor of `nbytes` on "huge" or on "ordinary" pages; it keeps its mapping alive."""
-    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE)
+    # Private: shared anonymous memory is a file in the kernel, and gets huge pages by another rule.
+    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel built without huge pages refuses either advice
         mapping.madvise(mmap.MADV_HUGEPAGE if pages == "huge" else mmap.MADV_NOHUGEPAGE)
     raw = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Builds `csd_optim._native` (cffi, API mode). The cdef is cut from the header itself, so the two cannot drift apart."""
+"""Builds `csd_optim._native` (cffi, API mode). The cdef is cut from the header itself: they cannot drift apart."""
 
 import os
 import re

@@ -58,8 +58,13 @@ for _image, _struct in (
 DeviceNamer = Callable[[int], str]
 
 
-def check(status: int, error: Any, name_device: DeviceNamer | None = None) -> None:
-    """The one place where a status becomes an exception."""
+# What an I/O error leaves behind: within a step, and when the last states of a whole one could not be written.
+_UNDONE = "The step was undone; parameters and state are those before it."
+_KEPT = "The step before is whole; what was not written is kept in memory and tried again by the next call."
+
+
+def check(status: int, error: Any, name_device: DeviceNamer | None = None, outcome: str = _KEPT) -> None:
+    """The one place where a status becomes an exception. `outcome` says what an I/O error leaves behind."""
     if status == lib.CSD_OK:
         return
     text = ffi.string(error.text).decode(errors="replace")
@@ -70,7 +75,7 @@ def check(status: int, error: Any, name_device: DeviceNamer | None = None) -> No
     if status == lib.CSD_ENOMEM:
         raise CSDMemoryError(text)
     if status == lib.CSD_EIO:
-        text += f": {os.strerror(error.os_errno)}. The step was undone; parameters and state are those before it."
+        text += f": {os.strerror(error.os_errno)}. {outcome}"
         if error.os_errno == errno.ENOSPC:
             text += " Free some space and call step() again."
         raise CSDOSError(error.os_errno, text)
@@ -135,7 +140,7 @@ def engine_begin(
     tiles: np.ndarray[Any, Any],
     name_device: DeviceNamer,
 ) -> None:
-    assert params.dtype == PARAM and hypers.dtype == HYPER and tiles.dtype == np.uint32
+    assert (params.dtype, hypers.dtype, tiles.dtype) == (PARAM, HYPER, np.uint32)
     error = ffi.new("csd_error *")
     status = lib.csd_engine_begin(
         engine,
@@ -153,18 +158,18 @@ def engine_begin(
 def engine_push(engine: Any, tile: int, grad: int, param: int, name_device: DeviceNamer) -> None:
     error = ffi.new("csd_error *")
     status = lib.csd_engine_push(engine, tile, ffi.cast("void *", grad), ffi.cast("void *", param), error)
-    check(status, error, name_device)
+    check(status, error, name_device, _UNDONE)
 
 
 def engine_pull(engine: Any, name_device: DeviceNamer) -> int:
     tile, error = ffi.new("uint32_t *"), ffi.new("csd_error *")
-    check(lib.csd_engine_pull(engine, tile, error), error, name_device)
+    check(lib.csd_engine_pull(engine, tile, error), error, name_device, _UNDONE)
     return int(tile[0])
 
 
 def engine_finish(engine: Any, keep: bool, name_device: DeviceNamer) -> None:
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_finish(engine, keep, error), error, name_device)
+    check(lib.csd_engine_finish(engine, keep, error), error, name_device, _UNDONE)
 
 
 def engine_undone(engine: Any) -> np.ndarray[Any, Any]:
@@ -182,6 +187,11 @@ def engine_tiles(engine: Any, first: int, n: int) -> np.ndarray[Any, Any]:
     states, error = np.empty(n, TILE_STATE), ffi.new("csd_error *")
     check(lib.csd_engine_tiles(engine, first, n, _array(states, "csd_tile_state *"), error), error)
     return states
+
+
+def engine_unsum(engine: Any, tiles: np.ndarray[Any, Any]) -> None:
+    error = ffi.new("csd_error *")
+    check(lib.csd_engine_unsum(engine, _array(tiles, "uint32_t *"), len(tiles), error), error)
 
 
 def engine_stats(engine: Any, device: int) -> dict[str, float]:

@@ -1,10 +1,11 @@
 """Device strings: what a user writes for a CSD, and what it means.
 
-/mnt/nvme0            an emulated CSD in that directory, durable (short for file:/mnt/nvme0)
-file:/mnt/nvme0?buffers=16&block=4MiB    the same with options
-file:                 an emulated CSD in a nameless file below the current directory, gone with the process
-ram:                  state in host memory, updated in place
-null:                 keeps and computes nothing; times everything else
+/mnt/nvme0                   an emulated CSD in that directory, durable (short for file:/mnt/nvme0)
+file:/mnt/nvme0?scratch=1    one in a nameless file of that directory, gone with the process, however that ends
+file:                        the same in the current directory
+file:/mnt/nvme0?buffers=16&block=4MiB    tile buffers; size of one I/O request
+ram:                         state in host memory, updated in place
+null:                        keeps and computes nothing; times everything else
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -20,24 +21,21 @@ from .errors import CSDTypeError, CSDValueError
 
 BACKENDS = ("file", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
-DEFAULT_BLOCK = 2 << 20  # bytes of one I/O request
+DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
+_OPTIONS = ("buffers", "block", "scratch")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One device as the user named it. `directory` None: scratch (`file`), or none needed."""
+    """One device as the user named it."""
 
     text: str
     backend: str
-    directory: Path | None = None
+    directory: Path | None = None  # file only
+    durable: bool = False  # the store has a name and outlives the process
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
-    options: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def durable(self) -> bool:
-        return self.directory is not None
 
     def __str__(self) -> str:
         return self.text
@@ -63,7 +61,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     if not scheme:
         if not text:
             raise CSDValueError("Invalid device: ''; name a directory, or 'ram:'")
-        return DeviceSpec(text, "file", Path(text))
+        return DeviceSpec(text, "file", Path(text), durable=True)
     backend = scheme[1]
     if backend not in BACKENDS:
         raise CSDValueError(f"Invalid device: {text!r}; the back ends are {', '.join(b + ':' for b in BACKENDS)}")
@@ -73,7 +71,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
         if place or options:
             raise CSDValueError(f"Invalid device: {text!r}; {backend}: takes neither place nor options")
         return DeviceSpec(text, backend)
-    buffers, block = DEFAULT_BUFFERS, DEFAULT_BLOCK
+    buffers, block, durable = DEFAULT_BUFFERS, DEFAULT_BLOCK, bool(place)
     for name, value in options.items():
         if name == "buffers":
             if not value.isdecimal() or not 3 <= int(value) <= 1024:
@@ -83,9 +81,13 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
             block = parse_bytes(value)
             if block <= 0 or block % 4096:
                 raise CSDValueError(f"Invalid device: {text!r}; block is a multiple of 4096 bytes, got {value!r}")
+        elif name == "scratch":
+            if value not in ("0", "1"):
+                raise CSDValueError(f"Invalid device: {text!r}; scratch is 0 or 1, got {value!r}")
+            durable = durable and value == "0"
         else:
-            raise CSDValueError(f"Invalid device: {text!r}; unknown option {name!r}, the options are buffers, block")
-    return DeviceSpec(text, "file", Path(place) if place else None, buffers, block, options)
+            raise CSDValueError(f"Invalid device: {text!r}; unknown option {name!r}, there are {', '.join(_OPTIONS)}")
+    return DeviceSpec(text, "file", Path(place or "."), durable, buffers, block)
 
 
 def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:
@@ -98,7 +100,7 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
     specs = [parse_device(d) for d in devices]
     if not specs:
         raise CSDValueError("Invalid devices: []; name at least one, or leave the argument out")
-    places = [s.directory.resolve() for s in specs if s.directory]
+    places = [s.directory.resolve() for s in specs if s.directory and s.durable]
     for place in places:
         if places.count(place) > 1:
             raise CSDValueError(

@@ -37,15 +37,24 @@ class Engine:
         self.pid = os.getpid()
         self.store_id = secrets.token_bytes(16)
         self._windows: list[list[Any]] = []  # per extent, per section: a buffer that unmaps itself
+        self._given: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
+        self._seen: list[int] = []  # their versions when the stores were last written
         self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
         self._manifest: dict[str, Any] = {}
+        self._described = True  # the stores carry it
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
         self.step = 0  # whole steps of this engine
         self._handle: Any = None
         self._stores: list[StoreFile | None] = []
         try:
             for spec in self.specs:
-                self._stores.append(StoreFile(spec.directory, overwrite=overwrite) if spec.backend == "file" else None)
+                store: StoreFile | None = None
+                if spec.directory:
+                    store = StoreFile(spec.directory, durable=spec.durable, overwrite=overwrite)
+                elif spec.backend == "ram" and not self.resident:
+                    # Beside a device that can fail, a step must be undone in memory, too: two slots, like a file's.
+                    store = StoreFile(None, durable=False)
+                self._stores.append(store)
         except BaseException:
             self._close_stores()
             raise
@@ -74,7 +83,7 @@ class Engine:
         return f"device {device} ({store.path})" if store else f"device {device} ({self.specs[device]})"
 
     def extend(self, numels: Sequence[int], sections: int) -> Extent:
-        """Makes room for parameters of these sizes; their states read as zero. Raises CSDOSError when a disk is full."""
+        """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full."""
         self._check_open()
         n = len(self.specs)
         extent = plan_extent(
@@ -111,14 +120,14 @@ class Engine:
 
     def _start(self) -> None:
         configs = [
-            DeviceConfig(spec.backend, store.io_fd if store else -1, spec.buffers, spec.block_bytes)
+            DeviceConfig("file", store.io_fd, spec.buffers, spec.block_bytes) if store else DeviceConfig(spec.backend)
             for spec, store in zip(self.specs, self._stores, strict=True)
         ]
         self._handle = bindings.engine_create(configs, self.name_device)
 
     def _announce(self, extent: Extent) -> None:
         for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
-            if store and not store.durable:
+            if store and spec.directory and not store.durable:
                 log.info(
                     "scratch CSD %d: %.2f GB in %s, gone when the process ends; name devices=[...] to keep it (%s)",
                     d,
@@ -137,9 +146,11 @@ class Engine:
             return torch.empty(0, dtype=dtype)
         if dtype.is_complex:
             n //= 2
-        return torch.frombuffer(
-            self._windows[self.extents.index(extent)][section], dtype=dtype, count=n, offset=4 * start
-        )
+        buffer = self._windows[self.extents.index(extent)][section]
+        window = torch.frombuffer(buffer, dtype=dtype, count=n, offset=4 * start)
+        if self.durable:
+            self._given.append((extent.first_param + param, window))
+        return window
 
     def _extent_of(self, tile: int) -> Extent:
         return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
@@ -162,6 +173,8 @@ class Engine:
 
     def begin(self, params: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
         self._check_open()
+        if not self._described:  # it could not be written when it should have been
+            self._write_stores(clean=False)
         bindings.engine_begin(self._handle, params, hypers, tiles, self.name_device)
 
     def push(self, tile: int, grad: int = 0, param: int = 0) -> None:
@@ -198,18 +211,19 @@ class Engine:
 
     def describe(self, manifest: dict[str, Any]) -> None:
         """Says what the parameters are, after `extend`; durable stores carry it from now on."""
-        self._manifest = manifest
-        self._write_stores(clean=False, describe=True)
+        self._manifest, self._described = manifest, False
+        self._write_stores(clean=False)
 
-    def _write_stores(self, *, clean: bool, describe: bool = False) -> None:
+    def _write_stores(self, *, clean: bool) -> None:
         """Writes into every durable store where its state is."""
         n = len(self.specs)
+        self._unsum_written()
         tiles = bindings.engine_tiles(self._handle, 0, self.n_tiles)
         for d, store in enumerate(self._stores):
             if store is None or not store.durable:
                 continue
             own = [np.arange(e.first_tile + d, e.first_tile + e.n_tiles, n) for e in self.extents]
-            if describe:
+            if not self._described:
                 extents = [
                     {
                         "tile_elems": e.tile_elems,
@@ -229,6 +243,20 @@ class Engine:
                 tiles=tiles[np.concatenate(own)],
                 steps=np.concatenate(self.steps),
             )
+        self._described = True
+
+    def _unsum_written(self) -> None:
+        """Forgets the checksums of tiles that were written through their windows since this was last called."""
+        versions = [w._version for _, w in self._given]
+        seen = self._seen + [-1] * (len(versions) - len(self._seen))
+        written = np.zeros(self.n_params, bool)
+        written[[param for (param, _), a, b in zip(self._given, versions, seen, strict=True) if a != b]] = True
+        bindings.engine_unsum(self._handle, self.tiles_with(written))
+        self._seen = versions
+
+    @property
+    def durable(self) -> bool:
+        return any(s.durable for s in self.specs)
 
     @property
     def closed(self) -> bool:
@@ -244,7 +272,8 @@ class Engine:
         try:
             if self._handle is not None:
                 self.drain()
-                self._write_stores(clean=True)
+                if self.extents:
+                    self._write_stores(clean=True)
         finally:
             handle, self._handle = self._handle, None
             if handle is not None:
@@ -269,6 +298,6 @@ class Engine:
             raise CSDRuntimeError("this optimizer is closed")
         if self.pid != os.getpid():
             raise CSDRuntimeError(
-                f"this optimizer belongs to process {self.pid}; a forked process has neither its threads nor its devices. "
-                "Construct the optimizer after forking."
+                f"this optimizer belongs to process {self.pid}; a forked process has neither its threads nor "
+                "its devices. Construct the optimizer after forking."
             )

@@ -27,6 +27,7 @@ class Source:
     grad: torch.Tensor  # 1-D, any device
     param: torch.Tensor  # 1-D, same device, written in place
     grad_dtype: torch.dtype  # on the link
+    in_place: bool = False  # the parameter is its own master: the device needs it as well
 
 
 @dataclass
@@ -72,11 +73,11 @@ class ImageRing:
         while todo or travelling or out:
             while todo and free:
                 # The device with the fewest tiles out goes first: a slow one must not hold all slots.
-                device = min(todo, key=lambda d: out_on[d])
-                tile, slot = todo[device].popleft(), free.popleft()
-                if not todo[device]:
-                    del todo[device]
-                out_on[device] += 1
+                owner = min(todo, key=lambda d: out_on[d])
+                tile, slot = todo[owner].popleft(), free.popleft()
+                if not todo[owner]:
+                    del todo[owner]
+                out_on[owner] += 1
                 self._copy(slot, engine.pieces_of(tile), sources, streams, to_device=False)
                 travelling.append((tile, slot))
             if travelling:
@@ -95,7 +96,7 @@ class ImageRing:
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
     @staticmethod
@@ -120,6 +121,9 @@ class ImageRing:
             else:
                 image = slot.grad[4 * tile_first :].view(source.grad_dtype)[:n]
                 there, pairs = source.grad, (image, source.grad[first : first + n])
+                if source.in_place:
+                    slot.wait()  # copies of the last parameters out of the slot
+                    slot.param[4 * tile_first :].view(source.param.dtype)[:n].copy_(source.param[first : first + n])
             stream = streams.get(there.device)
             if stream is None:
                 pairs[0].copy_(pairs[1])
@@ -128,6 +132,6 @@ class ImageRing:
                     pairs[0].copy_(pairs[1], non_blocking=True)
                 used.add(there.device)
         for device in used:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(streams[device])
             slot.events.append(event)

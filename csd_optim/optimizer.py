@@ -18,34 +18,23 @@ import torch
 from torch.optim import AdamW
 
 from .bindings import DTYPE_CODES, HYPER, PARAM
+from .bound import Bound, check_param, numel
 from .devices import parse_devices
 from .engine import SECTIONS, Engine
-from .errors import CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
+from .errors import CSDError, CSDRuntimeError, CSDValueError
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
-
-DTYPES = (*DTYPE_CODES, torch.complex64)
-# Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.
-RESEED_CHUNK = 1 << 22
+from .signals import signals_held
 
 
-@dataclass(eq=False)
-class _Bound:
-    """A parameter that has its place on the devices."""
+@dataclass(frozen=True)
+class _Plan:
+    """What stays the same from step to step while the same parameters take part."""
 
-    param: torch.Tensor
-    name: str
-    index: int  # over all extents; the row in the step's table
-    numel: int  # fp32 values; a complex number counts two
-    sections: int
-    stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
-    windows: dict[str, torch.Tensor]  # what `state` shows; master may be the parameter itself
-    steps: np.ndarray[Any, Any]  # of its extent
-    at: int  # in `steps`
-    in_place: bool = False  # the parameter is its own master, windows["master"] an alias of it
-    # What was true of `param` after the last step; anything else is looked at closely.
-    version: int = -1
-    pointer: int = -1
-    direct: bool = False  # contiguous, real and on the CPU: the engine reaches it by itself
+    params: list[torch.Tensor]
+    bounds: list[Bound]
+    rows: np.ndarray[Any, Any]  # their rows in the table
+    sections: np.ndarray[Any, Any]
+    table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
 
 
 class CSDAdam(AdamW):
@@ -133,9 +122,10 @@ class CSDAdam(AdamW):
     def _unbind(self) -> None:
         self._engine: Engine | None = None
         self._ring: ImageRing | None = None
-        self._bound: dict[int, _Bound] = {}  # by id(param); each holds its parameter, so ids stay unique
-        self._by_index: list[_Bound] = []
+        self._bound: dict[int, Bound] = {}  # by id(param); each holds its parameter, so ids stay unique
+        self._by_index: list[Bound] = []
         self._shown: list[Any] | None = None  # every value in `state`, as we left it
+        self._plan: _Plan | None = None
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._in_flight = False
         self._last: dict[str, Any] = {}
@@ -174,10 +164,10 @@ class CSDAdam(AdamW):
             for p in [params] if isinstance(params, torch.Tensor) else params:
                 tensor = p[1] if isinstance(p, tuple) and len(p) == 2 else p
                 if isinstance(tensor, torch.Tensor):
-                    _check_param(tensor)
+                    check_param(tensor)
         super().add_param_group(group)
 
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimization step. Returns what ``closure`` returns.
@@ -198,13 +188,20 @@ class CSDAdam(AdamW):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads AdamW's checkpoints and ours, into the devices; fp32 stays fp32. A missing ``master`` is the parameter."""
+        """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter."""
         # The base class would cast every entry to the parameter's dtype and copy it; in a box it does neither.
         handle = self.register_load_state_dict_pre_hook(
             lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
         )
+        kept = self._state, self.param_groups
         try:
             super().load_state_dict(state_dict)
+            for k, group in enumerate(self.param_groups):
+                for p in group["params"]:
+                    self._check_held(p, k)
+        except BaseException:
+            self._state, self.param_groups = kept  # refused: nothing was touched
+            raise
         finally:
             handle.remove()
         self._adopt()
@@ -226,7 +223,7 @@ class CSDAdam(AdamW):
         if "state" in state:
             entries = state.pop("state")
             self._state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if fresh:
             engine = Engine(parse_devices(self.devices), tile_elems=self._options["tile_size"])
             self._attach(engine)
@@ -240,62 +237,59 @@ class CSDAdam(AdamW):
     def _update(self, grad_scale: float) -> None:
         engine = self._engine
         assert engine is not None
-        members = self._members()
+        params, grads, groups = self._members()
         if not self._state_intact():
             self._adopt()
-        if new := [(p, k) for p, _, k in members if id(p) not in self._bound]:
-            self._bind(new)
-        if not members:
+        if not params:
             return
-        bounds = [self._bound[id(p)] for p, _, _ in members]
-        rows = np.fromiter((b.index for b in bounds), np.int64, len(bounds))
-        written = [
-            b
-            for b, (p, _, _) in zip(bounds, members, strict=True)
-            if p._version != b.version or p.data_ptr() != b.pointer
-        ]
-        for bound in written:
-            self._look_at(bound)
+        plan = self._plan_for(params)
+        # The parameters that somebody wrote, moved or converted since the last step.
+        written = [b for b in plan.bounds if b.version != b.param._version or b.pointer != b.param.data_ptr()]
+        if written:
+            for bound in written:
+                bound.look(self.grad_dtype)
+                self._show(bound)
+            self._plan = None
+            plan = self._plan_for(params)
         if self.max_grad_norm is not None:
-            grad_scale *= self._clip_scale([g for _, g, _ in members], grad_scale)
-        hypers, hyper_of, steps = self._hypers(bounds, [k for _, _, k in members], grad_scale)
+            grad_scale *= self._clip_scale(grads, grad_scale)
+        steps = np.concatenate(engine.steps)
+        steps[plan.rows] += 1
+        hypers, hyper_of = self._hypers(plan, groups, steps[plan.rows], grad_scale)
 
-        table = np.zeros(engine.n_params, PARAM)
+        table = plan.table.copy()
+        table["hyper"][plan.rows] = hyper_of
         prepared: dict[int, Source] = {}  # what the engine cannot take as it stands
         targets: list[tuple[torch.Tensor, torch.Tensor]] = []
-        pointers, codes = [], []
-        code_of, lower = DTYPE_CODES, self.grad_dtype
-        for bound, (p, g, _) in zip(bounds, members, strict=True):
-            dtype = g.dtype
-            if bound.direct and g.is_contiguous() and dtype in code_of and (lower is None or lower is dtype):
-                pointers.append((g.data_ptr(), bound.pointer))
-                codes.append((code_of[dtype], code_of[p.dtype]))
+        pointers = []
+        for bound, g in zip(plan.bounds, grads, strict=True):
+            if g.dtype is bound.direct and g.numel() == bound.numel and g.is_contiguous():
+                pointers.append(g.data_ptr())
                 continue
-            source = prepared[bound.index] = self._source(bound, g, targets)
-            pointers.append((source.grad.data_ptr(), source.param.data_ptr()))
-            codes.append((code_of[source.grad_dtype], code_of[source.param.dtype]))
-        addresses, dtypes = np.array(pointers, np.uint64), np.array(codes, np.uint32)
-        table["grad"][rows], table["param"][rows] = addresses[:, 0], addresses[:, 1]
-        table["grad_dtype"][rows], table["param_dtype"][rows] = dtypes[:, 0], dtypes[:, 1]
-        table["hyper"][rows] = hyper_of
-        table["in_place"][rows] = [b.in_place for b in bounds]
+            source = prepared[bound.index] = bound.source(g, self.grad_dtype, targets)
+            pointers.append(source.grad.data_ptr())
+            row = table[bound.index]
+            row["param"] = source.param.data_ptr()
+            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
+        table["grad"][plan.rows] = np.array(pointers, np.uint64)
 
-        # From here on something changes.
-        if written and engine.keeps_state:
-            engine.drain()
-            for bound in written:
-                self._reseed(bound)
-        self._run(engine, table, hypers, prepared)
-        for p, target in targets:
-            p.copy_(target)
-        torch.autograd.graph.increment_version([b.param for b in bounds])
-        for bound, step in zip(bounds, steps.tolist(), strict=True):
-            bound.steps[bound.at] = step
-            bound.version = bound.param._version
+        with signals_held():  # from here on something changes
+            if written and engine.keeps_state:
+                engine.drain()
+                for bound in written:
+                    bound.reseed()
+            self._run(engine, table, hypers, prepared)
+            for p, target in targets:
+                p.copy_(target)
+            torch.autograd.graph.increment_version(params)
+            for bound in plan.bounds:
+                bound.version = bound.param._version
+            for extent, own in zip(engine.extents, engine.steps, strict=True):
+                own[:] = steps[extent.first_param : extent.first_param + len(own)]
 
-    def _members(self) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-        """(parameter, gradient, index of its group) of every parameter that takes part in this step."""
-        members, strided = [], torch.strided
+    def _members(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+        """Parameters that take part in this step, their gradients, the indices of their groups."""
+        params, grads, groups, strided = [], [], [], torch.strided
         for k, group in enumerate(self.param_groups):
             for p in group["params"]:
                 g = p.grad
@@ -305,29 +299,51 @@ class CSDAdam(AdamW):
                     raise CSDRuntimeError(
                         "CSDAdam does not support sparse gradients, please consider SparseAdam instead"
                     )
-                members.append((p, g, k))
-        return members
+                params.append(p)
+                grads.append(g)
+                groups.append(k)
+        return params, grads, groups
+
+    def _plan_for(self, params: list[torch.Tensor]) -> _Plan:
+        """What stays the same from step to step while the same parameters take part. Binds those that are new."""
+        if (
+            self._plan is not None
+            and len(params) == len(self._plan.params)
+            and all(map(is_, params, self._plan.params))
+        ):
+            return self._plan
+        engine = self._engine
+        assert engine is not None
+        if new := [p for p in params if id(p) not in self._bound]:
+            group_of = {id(p): k for k, group in enumerate(self.param_groups) for p in group["params"]}
+            self._bind([(p, group_of[id(p)]) for p in new])
+        bounds = [self._bound[id(p)] for p in params]
+        table = np.zeros(engine.n_params, PARAM)
+        for b in bounds:
+            if b.direct:
+                table[b.index] = (0, b.pointer, DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype], 0, 0)
+        rows = np.array([b.index for b in bounds])
+        table["in_place"][rows] = [b.in_place for b in bounds]
+        self._plan = _Plan(params, bounds, rows, np.array([b.sections for b in bounds]), table)
+        return self._plan
 
     def _hypers(
-        self, bounds: list[_Bound], groups: list[int], grad_scale: float
-    ) -> tuple[np.ndarray[Any, Any], list[int], np.ndarray[Any, Any]]:
-        """This step's constants (dtype HYPER), which of them each parameter has, and each parameter's step count."""
-        steps = np.fromiter((b.steps[b.at] for b in bounds), np.float32, len(bounds)) + np.float32(1)
-        index: dict[tuple[int, float], int] = {}
-        hypers: list[tuple[float, ...]] = []
-        hyper_of = []
-        for bound, k, t in zip(bounds, groups, steps.tolist(), strict=True):
-            at = index.get((k, t))
-            if at is None:
-                at = index[k, t] = len(hypers)
-                hypers.append(_hyper(self.param_groups[k], t, grad_scale))
-            if hypers[at][-1] and bound.sections == 3:
-                raise CSDRuntimeError(
-                    f"amsgrad was turned on after the state of parameter {bound.name} was made; "
-                    "load a state dict with max_exp_avg_sq, or turn it on before the first step"
-                )
-            hyper_of.append(at)
-        return np.array(hypers, HYPER), hyper_of, steps
+        self, plan: _Plan, groups: list[int], steps: np.ndarray[Any, Any], grad_scale: float
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """This step's constants (dtype HYPER), a set per group and step count, and which of them each parameter has."""
+        pairs, hyper_of = np.unique(np.array(groups) * 2.0**32 + steps, return_inverse=True)
+        ks, ts = np.divmod(pairs, 2.0**32)
+        hypers = np.array(
+            [_hyper(self.param_groups[int(k)], t, grad_scale) for k, t in zip(ks, ts.tolist(), strict=True)], HYPER
+        )
+        lacking = (hypers["amsgrad"][hyper_of] == 1) & (plan.sections == 3)
+        if lacking.any():
+            name = plan.bounds[int(lacking.argmax())].name
+            raise CSDRuntimeError(
+                f"amsgrad was turned on after the state of parameter {name} was made; "
+                "load a state dict with max_exp_avg_sq, or turn it on before the first step"
+            )
+        return hypers, hyper_of
 
     def _clip_scale(self, grads: list[torch.Tensor], grad_scale: float) -> float:
         """What brings the gradients down to max_grad_norm; as torch.nn.utils.clip_grad_norm_, but in fp32."""
@@ -336,59 +352,6 @@ class CSDAdam(AdamW):
         norm = float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))) * abs(grad_scale)
         self._last["grad_norm"] = norm
         return min(1.0, self.max_grad_norm / (norm + 1e-6)) if norm == norm else norm
-
-    def _look_at(self, bound: _Bound) -> None:
-        """Somebody wrote, moved or converted the parameter: what is it now?"""
-        p = bound.param
-        _check_param(p)
-        if _numel(p) != bound.numel:
-            raise CSDValueError(f"parameter {bound.name} has {_numel(p)} elements now, its state has {bound.numel}")
-        bound.pointer = p.data_ptr()
-        bound.direct = p.device.type == "cpu" and p.is_contiguous() and not p.is_complex()
-        if bound.in_place:
-            bound.in_place = bound.direct and p.dtype is torch.float32
-            bound.windows["master"] = p.detach() if bound.in_place else p.detach().to("cpu", torch.float32)
-            self._show(bound)
-
-    def _reseed(self, bound: _Bound) -> None:
-        """Where the parameter is not its rounded master, somebody has set it: it becomes the master there.
-
-        Elsewhere the master keeps the bits that the parameter's precision cannot show.
-        """
-        if bound.in_place or bound.numel == 0:
-            return
-        master = _flat(bound.windows["master"])
-        p = bound.param.detach()
-        if not _same_order(p.stride(), bound.stride, p.shape):
-            p = torch.empty_strided(p.shape, bound.stride, dtype=p.dtype, device=p.device).copy_(p)
-        p = _flat(p)
-        for first in range(0, bound.numel, RESEED_CHUNK):
-            chunk, now = master[first : first + RESEED_CHUNK], p[first : first + RESEED_CHUNK].cpu()
-            chunk.copy_(torch.where(chunk.to(now.dtype) == now, chunk, now.float()))
-
-    def _source(self, bound: _Bound, g: torch.Tensor, targets: list[tuple[torch.Tensor, torch.Tensor]]) -> Source:
-        """Gradient and parameter as flat arrays in the order of the state: views where memory has that order.
-
-        Otherwise copies; one of the parameter is added to `targets`, to be copied back after the step.
-        """
-        p = bound.param
-        if g.shape != p.shape:
-            raise CSDValueError(
-                f"the gradient of {bound.name} has shape {tuple(g.shape)}, the parameter {tuple(p.shape)}"
-            )
-        if g.dtype not in DTYPES:
-            raise CSDTypeError(
-                f"the gradient of {bound.name} is {g.dtype}; CSDAdam takes {', '.join(map(str, DTYPES))}"
-            )
-        g = g.detach().resolve_conj().resolve_neg()
-        if not _same_order(g.stride(), bound.stride, g.shape):
-            g = torch.empty_strided(g.shape, bound.stride, dtype=g.dtype, device=g.device).copy_(g)
-        target = p.detach()
-        if not _same_order(p.stride(), bound.stride, p.shape):
-            target = torch.empty_strided(p.shape, bound.stride, dtype=p.dtype, device=p.device)
-            targets.append((p, target))
-        grad = _flat(g)
-        return Source(grad, _flat(target), self.grad_dtype or grad.dtype)
 
     def _run(
         self, engine: Engine, table: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], prepared: dict[int, Source]
@@ -407,7 +370,7 @@ class CSDAdam(AdamW):
                 if table["grad"][row] and row not in prepared:
                     bound = self._by_index[row]
                     assert bound.param.grad is not None
-                    prepared[row] = self._source(bound, bound.param.grad, [])
+                    prepared[row] = bound.source(bound.param.grad, self.grad_dtype, [])
         engine.begin(table, hypers, tiles)
         self._in_flight = True
         try:
@@ -433,13 +396,7 @@ class CSDAdam(AdamW):
         """Gives the parameters of an undone step the values they had: those of the masters, back in their place."""
         for tile in engine.undone().tolist():
             for row, _, first, _, n in engine.pieces_of(tile).tolist():
-                bound = self._by_index[row]
-                p = bound.param
-                # Its own master; or written only after the step, which did not come to that.
-                if bound.in_place or p.grad is None or not _same_order(p.stride(), bound.stride, p.shape):
-                    continue
-                _flat(p.detach())[first : first + n].copy_(_flat(bound.windows["master"])[first : first + n])
-                bound.version = p._version
+                self._by_index[row].restore(first, n)
 
     # ---- binding: parameters to places, `state` to windows --------------------------
 
@@ -449,51 +406,41 @@ class CSDAdam(AdamW):
         assert engine is not None
         by_sections: dict[int, list[tuple[torch.Tensor, int]]] = {}
         for p, k in new:
-            _check_param(p)
+            check_param(p)
+            if p.is_meta:
+                raise CSDRuntimeError(f"parameter {self._name(p, k)} is on the meta device: it has no data yet")
             self._check_held(p, k)
             amsgrad = self.param_groups[k]["amsgrad"] or "max_exp_avg_sq" in self._state.get(p, {})
             by_sections.setdefault(4 if amsgrad else 3, []).append((p, k))
         for sections, members in by_sections.items():
-            extent = engine.extend([_numel(p) for p, _ in members], sections)
-            steps = engine.steps[-1]
-            step_tensors = torch.from_numpy(steps)
+            extent = engine.extend([numel(p) for p, _ in members], sections)
+            step_tensors = torch.from_numpy(engine.steps[-1])
             for i, (p, k) in enumerate(members):
                 dtype = torch.complex64 if p.is_complex() else torch.float32
                 stride = torch.empty_like(p, device="meta").stride()
                 windows = {"step": step_tensors[i]}
                 for s in (1, 2, 3, 0) if sections == 4 else (1, 2, 0):
                     windows[SECTIONS[s]] = engine.window(extent, i, s, dtype).as_strided(p.shape, stride)
-                bound = _Bound(
-                    p, self._name(p, k), extent.first_param + i, _numel(p), sections, stride, windows, steps, i
+                bound = Bound(
+                    p,
+                    self._name(p, k),
+                    index=extent.first_param + i,
+                    sections=sections,
+                    stride=stride,
+                    windows=windows,
+                    own_master=windows["master"],
+                    numel=numel(p),
+                    in_place=engine.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
                 )
-                # In host memory an fp32 parameter need not be kept twice.
-                bound.in_place = engine.resident and p.dtype is torch.float32
-                self._look_at(bound)
+                bound.look(self.grad_dtype)
+                bound.fill(self._state.get(p) or {}, seed=engine.keeps_state, fresh=True)
                 self._bound[id(p)] = bound
                 self._by_index.append(bound)
-                self._fill(bound, fresh=True)
-        engine.describe(self._manifest())
+                self._show(bound)
+            self._plan = None
+            engine.describe(self._manifest())
 
-    def _fill(self, bound: _Bound, *, fresh: bool = False) -> None:
-        """Copies into the parameter's place what `state` holds of it; what is missing starts as AdamW starts."""
-        p = bound.param
-        held = self._state.get(p) or {}
-        for key, window in bound.windows.items():
-            value = held.get(key)
-            if value is window or (key == "master" and bound.in_place):
-                continue
-            if value is not None:
-                window.copy_(value) if isinstance(value, torch.Tensor) else window.fill_(value)
-            elif key == "master":
-                if self._engine is not None and self._engine.keeps_state:
-                    window.copy_(p.detach())
-            elif not fresh:
-                window.zero_()
-        # A master that came with the state may not round to the parameter: the next step compares them.
-        bound.version = p._version if "master" not in held else -1
-        self._show(bound)
-
-    def _show(self, bound: _Bound) -> None:
+    def _show(self, bound: Bound) -> None:
         """Puts our tensors into `state`, beside whatever else is there."""
         self._state[bound.param] = {**bound.windows, **self._state.get(bound.param, {}), **bound.windows}
         self._shown = None
@@ -526,7 +473,8 @@ class CSDAdam(AdamW):
                 if held:
                     new.append((p, k))
             elif not held or any(held.get(key) is not window for key, window in bound.windows.items()):
-                self._fill(bound)
+                bound.fill(held or {}, seed=engine.keeps_state)
+                self._show(bound)
         if new:
             self._bind(new)
 
@@ -638,28 +586,6 @@ def _close_quietly(engine: Engine) -> None:
         engine.close()
 
 
-def _check_param(p: torch.Tensor) -> None:
-    """Raises CSDTypeError or CSDRuntimeError for a parameter that no back end can take."""
-    if p.dtype not in DTYPES:
-        if p.is_floating_point() or p.is_complex():
-            raise CSDTypeError(
-                f"CSDAdam does not support {p.dtype} parameters: states are fp32. "
-                f"Supported are {', '.join(map(str, DTYPES))}; convert the model, for example by model.float()"
-            )
-        raise CSDTypeError(f"CSDAdam does not support {p.dtype} parameters")
-    if p.layout is not torch.strided:
-        raise CSDRuntimeError(f"CSDAdam does not support {p.layout} parameters")
-    if hasattr(p, "to_local"):
-        raise CSDRuntimeError("CSDAdam does not support DTensor parameters yet")
-    if p.device.type not in ("cpu", "cuda", "meta"):
-        raise CSDRuntimeError(f"CSDAdam does not support parameters on {p.device}; it takes cpu and cuda")
-    if any(s == 0 and n > 1 for s, n in zip(p.stride(), p.shape, strict=True)):
-        raise CSDRuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-            "Please clone() the parameter."
-        )
-
-
 def _hyper(group: dict[str, Any], t: float, grad_scale: float) -> tuple[float, ...]:
     """The constants of one group at step `t`, in the order of HYPER, computed in double."""
     lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
@@ -676,22 +602,6 @@ def _hyper(group: dict[str, Any], t: float, grad_scale: float) -> tuple[float, .
         -grad_scale if group["maximize"] else grad_scale,
         bool(group["amsgrad"]),
     )
-
-
-def _numel(p: torch.Tensor) -> int:
-    return p.numel() * (2 if p.is_complex() else 1)
-
-
-def _same_order(stride: Sequence[int], wanted: Sequence[int], shape: Sequence[int]) -> bool:
-    """Do two strides put the elements of a tensor in the same order in memory?"""
-    return 0 in shape or all(a == b or n == 1 for a, b, n in zip(stride, wanted, shape, strict=True))
-
-
-def _flat(t: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as 1-D fp32/fp16/bf16, in the order of its memory; complex as pairs."""
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    return t.as_strided((t.numel(),), (1,))
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ valid by the superblock that names them; of the two superblocks the valid one wi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -18,6 +19,7 @@ import os
 import secrets
 import struct
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,9 +92,23 @@ class Contents:
     allocated_bytes: int
 
 
+def _read(fd: int, size: int, offset: int) -> bytes:
+    """Up to `size` bytes: less only where the file ends. The system may cut a transfer short."""
+    data = b""
+    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
+        data += more
+    return data
+
+
+def _write(fd: int, data: bytes, offset: int) -> None:
+    while data:
+        n = os.pwrite(fd, data, offset)
+        data, offset = data[n:], offset + n
+
+
 def _read_region(fd: int, region: tuple[int, int, int], what: str, path: str) -> bytes:
     offset, size, crc = region
-    data = os.pread(fd, size, offset)
+    data = _read(fd, size, offset)
     if len(data) != size or crc32c(data) != crc:
         raise CSDStoreError(f"{path}: the {what} is damaged")
     return data
@@ -100,7 +116,7 @@ def _read_region(fd: int, region: tuple[int, int, int], what: str, path: str) ->
 
 def _superblocks(fd: int, path: str) -> list[Superblock]:
     """The valid ones, the current one first."""
-    found = [Superblock.unpack(os.pread(fd, PAGE, i * PAGE), path) for i in range(2)]
+    found = [Superblock.unpack(_read(fd, PAGE, i * PAGE), path) for i in range(2)]
     return sorted((s for s in found if s), key=lambda s: -s.sequence)
 
 
@@ -110,6 +126,13 @@ def read_contents(path: Path) -> Contents:
     `path` is the store's directory or the file. Raises FileNotFoundError, CSDStoreError.
     """
     file = path / FILE_NAME if path.is_dir() else path
+    try:
+        return _read_contents(file)
+    except CSDStoreError:
+        return _read_contents(file)  # its owner may have written a newer table while we read the old one
+
+
+def _read_contents(file: Path) -> Contents:
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         current = _superblocks(fd, str(file))
@@ -126,32 +149,36 @@ def read_contents(path: Path) -> Contents:
         os.close(fd)
 
 
-def _lock_owner(fd: int) -> str:
-    """Who holds the lock on this file, for the message."""
-    stat = os.fstat(fd)
+def lock_owner(stat: os.stat_result) -> int | None:
+    """The process that owns a store's file, None if none is seen. Only looks: takes no lock, not for an instant."""
     inode = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
-    try:
+    with contextlib.suppress(OSError):  # no /proc: only the message is poorer
         for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()
-            if inode in fields:
-                pid = fields[fields.index(inode) - 1]
-                return "another optimizer of this process" if int(pid) == os.getpid() else f"process {pid}"
-    except (OSError, ValueError):
-        pass  # only the message is poorer
-    return "another process"
+            fields = line.split()  # number, kind, ADVISORY, WRITE, process, inode, first, last
+            if len(fields) > 5 and fields[5] == inode and fields[1] != "->":
+                return int(fields[4])
+    return None
+
+
+def _owner_text(fd: int) -> str:
+    owner = lock_owner(os.fstat(fd))
+    if owner == os.getpid():
+        return "another optimizer of this process"
+    return "another process" if owner is None else f"process {owner}"
 
 
 class StoreFile:
     """One open store, owned by this process until `close()`.
 
-    `directory` None: a nameless scratch file in `scratch`, gone with the process, however that ends.
+    Not `durable`: a nameless file in the directory, or in memory without one, gone with the process, however that ends.
     Raises CSDStoreExistsError, CSDBusyError, CSDStoreError, CSDOSError; an existing store is only touched with
     `overwrite`, and a file that is no store never.
     """
 
-    def __init__(self, directory: Path | None, *, overwrite: bool = False, scratch: Path | None = None) -> None:
-        self.durable = directory is not None
-        self.owned = directory is None  # by the lock
+    def __init__(self, directory: Path | None, *, durable: bool, overwrite: bool = False) -> None:
+        self.durable = durable
+        self.direct: bool | None = None  # past the page cache? None: there is none
+        self.owned = not durable  # by the lock
         self.fd = self.io_fd = -1
         self.sequence = 0
         self.end = 2 * PAGE
@@ -159,16 +186,19 @@ class StoreFile:
         self._manifest = (0, 0, 0)
         try:
             if directory is None:
-                self.path = self._open_scratch(scratch or Path.cwd())
-            else:
+                self.path = Path("memory")
+                self.fd = os.memfd_create("csd_optim")
+                self.io_fd = os.dup(self.fd)
+            elif durable:
                 self.path = self._open_durable(directory, overwrite)
+            else:
+                self.path = self._open_scratch(directory.resolve())
         except OSError as e:
             self.close()
             if isinstance(e, CSDOSError):
                 raise
-            raise CSDOSError(
-                e.errno, f"cannot open a store in {directory or scratch or Path.cwd()}: {e.strerror}"
-            ) from e
+            where = directory.resolve() if directory else "memory"
+            raise CSDOSError(e.errno, f"cannot open a store in {where}: {e.strerror}") from e
 
     def _open_scratch(self, directory: Path) -> Path:
         try:
@@ -185,17 +215,24 @@ class StoreFile:
     def _open_durable(self, directory: Path, overwrite: bool) -> Path:
         directory.mkdir(exist_ok=True)
         path = directory / FILE_NAME
-        self.fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CSDBusyError(
-                errno.EWOULDBLOCK,
-                f"{path} is in use by {_lock_owner(self.fd)}; a store has one owner: stop it, or name another directory",
-            ) from None
-        self.owned = True
+        while True:
+            self.fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CSDBusyError(
+                    errno.EWOULDBLOCK,
+                    f"{path} is in use by {_owner_text(self.fd)}; stop that, or name another directory",
+                ) from None
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self.fd), path.stat()):
+                    break
+            os.close(self.fd)  # an owner removed it between the two calls above: the name is another file's, or free
+            self.fd = -1
         if os.fstat(self.fd).st_size:
-            if os.pread(self.fd, 8, 0) != MAGIC and os.pread(self.fd, 8, PAGE) != MAGIC:
+            head = _read(self.fd, 2 * PAGE, 0)
+            # All zero: the process that began to make it was killed before it could say what it is.
+            if MAGIC not in (head[:8], head[PAGE : PAGE + 8]) and any(head):
                 raise CSDStoreExistsError(errno.EEXIST, f"{path} exists and is no csd_optim store; move it away")
             if not overwrite:
                 held = _superblocks(self.fd, str(path))
@@ -205,7 +242,18 @@ class StoreFile:
                     f"{path} holds a store{step}; pass overwrite=True to erase it, or name another directory",
                 )
             os.ftruncate(self.fd, 0)
+        self.owned = True
         return path
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Errors of the operating system say which file they are about."""
+        try:
+            yield
+        except OSError as e:
+            if isinstance(e, CSDOSError):
+                raise
+            raise CSDOSError(e.errno, f"{self.path}: cannot {what}: {e.strerror}") from e
 
     def _open_direct(self) -> None:
         """Opens the file a second time for O_DIRECT and tries it out: some file systems refuse only the I/O itself."""
@@ -216,10 +264,11 @@ class StoreFile:
                 os.preadv(self.io_fd, [page], PAGE)
             self.direct = True
         except OSError as e:
-            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
-                raise
             if self.io_fd >= 0:
                 os.close(self.io_fd)
+                self.io_fd = -1
+            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
+                raise
             self.io_fd = os.dup(self.fd)
             self.direct = False
             warnings.warn(
@@ -235,7 +284,8 @@ class StoreFile:
         Raises CSDOSError when the disk is full, and then gives back what it had taken.
         """
         if self.io_fd < 0:
-            self._open_direct()
+            with self._naming("write"):
+                self._open_direct()
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
         offset, size = round_up(self.end, unit), round_up(size, unit)
         try:
@@ -261,7 +311,8 @@ class StoreFile:
         """Stores what the next superblock will name; the old manifest stays where it is."""
         data = json.dumps(manifest).encode()
         offset = self.allocate(len(data))
-        os.pwrite(self.fd, data, offset)
+        with self._naming("write the manifest"):
+            _write(self.fd, data, offset)
         self._manifest = (offset, len(data), crc32c(data))
         # Its tables: one for even, one for odd sequences, so that the valid one is never overwritten.
         size = manifest["tiles"] * _TILE_ENTRY.itemsize + 8 * len(manifest["params"])
@@ -280,28 +331,30 @@ class StoreFile:
     ) -> None:
         """Makes the state described by `tiles` (dtype TILE_STATE) and `steps` the one a reader finds."""
         assert tiles.dtype == TILE_STATE
-        self.sequence += 1
+        sequence = self.sequence + 1
         table = tiles.astype(_TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes()
-        offset, size = self._regions[self.sequence % 2]
+        offset, size = self._regions[sequence % 2]
         assert len(table) == size
-        os.pwrite(self.fd, table, offset)
         block = Superblock(
             store_id=store_id,
             device=device,
             devices=devices,
-            sequence=self.sequence,
+            sequence=sequence,
             step=step,
             flags=CLEAN if clean else 0,
             manifest=self._manifest,
             table=(offset, size, crc32c(table)),
         )
-        os.fdatasync(self.fd)  # first what the superblock names, then the superblock
-        os.pwrite(self.fd, block.pack(), self.sequence % 2 * PAGE)
-        os.fdatasync(self.fd)
+        with self._naming("write the superblock"):
+            _write(self.fd, table, offset)
+            os.fdatasync(self.fd)  # first what the superblock names, then the superblock
+            _write(self.fd, block.pack(), sequence % 2 * PAGE)
+            os.fdatasync(self.fd)
+        self.sequence = sequence  # not before: a second attempt must not touch the superblock that is valid
 
     def close(self) -> None:
-        """Lets go of the file. One in which nothing was ever stored leaves no trace."""
-        if self.fd >= 0 and self.durable and self.owned and os.fstat(self.fd).st_size == 0:
+        """Lets go of the file. One that never became a store leaves no trace."""
+        if self.fd >= 0 and self.durable and self.owned and self.sequence == 0:
             self.path.unlink(missing_ok=True)
         for fd in (self.io_fd, self.fd):
             if fd >= 0:

@@ -138,7 +138,8 @@ typedef struct csd_param {
 } csd_param;
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
- * draining the last one. States are read ahead as far as the buffers reach. The arrays are copied. */
+ * draining the last one. States are read ahead as far as the buffers reach. The arrays are copied.
+ * A tile without any gradient is read and written all the same, unchanged: the bare I/O of a step. */
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_adamw *hypers,
                      uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error);
 
@@ -174,6 +175,9 @@ typedef struct csd_tile_state {
 } csd_tile_state;
 
 int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *out, csd_error *error);
+
+/* Somebody wrote to these tiles through their windows: they count as not summed until they are updated again. */
+int csd_engine_unsum(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
 /* Counts of the last step (since csd_engine_begin), counted where the bytes are moved. Seconds are those
  * in which at least one operation of the kind was going on. */

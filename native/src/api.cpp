@@ -88,6 +88,10 @@ int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_st
   return guarded(error, [&] { engine->engine.tiles(first, n, out); });
 }
 
+int csd_engine_unsum(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error) {
+  return guarded(error, [&] { engine->engine.unsum(tiles, n); });
+}
+
 int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error) {
   return guarded(error, [&] { *out = engine->engine.stats(device); });
 }

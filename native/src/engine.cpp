@@ -92,7 +92,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
   for (uint64_t i = 0; i < e.n_pieces; i++) {
     const csd_piece &p = e.pieces[i];
     const bool in_order = i == 0 || e.pieces[i - 1].tile < p.tile || (e.pieces[i - 1].tile == p.tile && e.pieces[i - 1].tile_first + e.pieces[i - 1].elems <= p.tile_first);
-    if (p.tile >= e.n_tiles || p.tile_first + p.elems > e.tile_elems || !in_order)
+    if (p.tile >= e.n_tiles || p.tile_first > e.tile_elems || p.elems > e.tile_elems - p.tile_first || !in_order)
       throw Failure{CSD_EINVAL, "piece " + std::to_string(i) + " is out of its tile or out of order"};
   }
   drain();
@@ -136,9 +136,11 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   for (uint64_t i = 0; i < n_params; i++)
     if (params[i].grad && (params[i].hyper >= n_hypers || params[i].grad_dtype > CSD_BF16 || params[i].param_dtype > CSD_BF16))
       throw Failure{CSD_EINVAL, "parameter " + std::to_string(i) + " names a dtype or hyperparameters that do not exist"};
-  std::vector<Job *> job_of_tile(tiles_.size(), nullptr);
+  std::vector<bool> named(tiles_.size());
   for (uint32_t i = 0; i < n_tiles; i++) {
     if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
+    if (named[tiles[i]]) throw Failure{CSD_EINVAL, "tile " + std::to_string(tiles[i]) + " is named twice"};
+    named[tiles[i]] = true;
     const Tile &t = tiles_[tiles[i]];
     for (uint64_t p = 0; p < t.n_pieces; p++)
       if (t.pieces[p].param >= n_params) throw Failure{CSD_EINVAL, "no parameter " + std::to_string(t.pieces[p].param)};
@@ -147,6 +149,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   params_.assign(params, params + n_params);
   hypers_.assign(hypers, hypers + n_hypers);
   jobs_.clear();
+  job_of_tile_.assign(tiles_.size(), nullptr);
   to_pull_.clear();
   undone_.clear();
   failed_ = false;
@@ -162,10 +165,9 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   for (uint32_t i = 0; i < n_tiles; i++) {
     Job &job = jobs_.emplace_back();
     job.tile = &tiles_[tiles[i]];
-    job_of_tile[tiles[i]] = &job;
+    job_of_tile_[tiles[i]] = &job;
     lane(job).waiting.push_back(&job);
   }
-  job_of_tile_.swap(job_of_tile);
   phase_ = Phase::stepping;
   for (Lane &l : lanes_) pump(l);
 }
@@ -228,7 +230,13 @@ void Engine::update_if_ready(Job &job) {
     float *sections[4] = {};
     for (uint32_t s = 0; s < t.sections; s++) sections[s] = job.buffer ? job.buffer + s * t.elems : t.window[s];
     Work work{params_.data(), hypers_.data(), job.grad_image, job.param_image};
-    lane(job).device->update(t, sections, work, job.buffer ? job.crc : nullptr);
+    const bool any = std::any_of(t.pieces, t.pieces + t.n_pieces, [this](const csd_piece &p) { return params_[p.param].grad; });
+    if (any) {
+      lane(job).device->update(t, sections, work, job.buffer ? job.sum.crc : nullptr);
+      job.sum.summed = true;
+    } else {
+      job.sum = t.slots[t.slot];  // passed through as it is
+    }
     on_updated(job, work);
   });
 }
@@ -272,9 +280,7 @@ void Engine::on_stored(Job &job, int os_errno) {
     unwritten_.push_back(&job);
   } else {
     l.counts.write_bytes += job.tile->bytes();
-    Slot &slot = job.tile->slots[1 - job.tile->slot];
-    memcpy(slot.crc, job.crc, sizeof job.crc);
-    slot.summed = true;
+    job.tile->slots[1 - job.tile->slot] = job.sum;
     flip(job);
     release_buffer(job);
     pump(l);
@@ -372,6 +378,15 @@ void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *out) {
     out[i].slot = t.slot;
     out[i].summed = slot.summed;
     memcpy(out[i].crc, slot.crc, sizeof slot.crc);
+  }
+}
+
+void Engine::unsum(const uint32_t *tiles, uint32_t n) {
+  Lock lock(mutex_);
+  for (uint32_t i = 0; i < n; i++) {
+    if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
+    Tile &t = tiles_[tiles[i]];
+    t.slots[t.slot].summed = false;
   }
 }
 

@@ -64,6 +64,7 @@ class Engine {
   void drain();
   uint32_t undone(uint32_t *tiles, uint32_t n) const;
   void tiles(uint32_t first, uint32_t n, csd_tile_state *out);
+  void unsum(const uint32_t *tiles, uint32_t n);
   csd_stats stats(uint32_t device);
 
  private:
@@ -74,7 +75,7 @@ class Engine {
     const void *grad_image = nullptr;
     void *param_image = nullptr;
     bool pushed = false, loaded = false, given = false, stored = false;
-    uint32_t crc[4] = {};
+    Slot sum{};  // of the new state
   };
   struct Lane {  // a device and what is queued on it
     std::unique_ptr<Device> device;

@@ -1,0 +1,161 @@
+"""One parameter and its place on the devices: what it is now, what its state is, how a step reaches both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .bindings import DTYPE_CODES
+from .errors import CSDRuntimeError, CSDTypeError, CSDValueError
+from .images import Source
+
+DTYPES = (*DTYPE_CODES, torch.complex64)
+# Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.
+RESEED_CHUNK = 1 << 22
+
+
+@dataclass(eq=False)
+class Bound:
+    """A parameter that has its place on the devices."""
+
+    param: torch.Tensor
+    name: str
+    index: int  # over all extents; the row in the step's table
+    sections: int
+    stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
+    windows: dict[str, torch.Tensor]  # what `state` shows; master may be the parameter itself
+    own_master: torch.Tensor  # the engine's place for the master, used unless in_place
+    numel: int  # fp32 values; a complex number counts two
+    in_place: bool  # the parameter is its own master, windows["master"] an alias of it
+    # What was true of `param` after the last step; anything else is looked at closely.
+    version: int = -1
+    pointer: int = -1
+    # The dtype a contiguous gradient must have for the engine to reach it and the parameter by itself, else None.
+    direct: torch.dtype | None = None
+
+    def look(self, grad_dtype: torch.dtype | None) -> None:
+        """Somebody wrote, moved or converted the parameter: what is it now? `grad_dtype`: the optimizer's option."""
+        p = self.param
+        check_param(p)
+        if numel(p) != self.numel:
+            raise CSDValueError(f"parameter {self.name} has {numel(p)} elements now, its state has {self.numel}")
+        self.pointer = p.data_ptr()
+        in_order = p.is_contiguous() and same_order(p.stride(), self.stride, p.shape)
+        reachable = p.device.type == "cpu" and in_order and p.dtype in DTYPE_CODES
+        self.direct = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
+        if self.in_place:
+            self.in_place = reachable and p.dtype is torch.float32
+            if self.in_place:
+                self.windows["master"] = p.detach()
+            else:  # no longer: what it was moves to the engine, with the bits that the parameter may have lost
+                self.windows["master"] = self.own_master.copy_(self.windows["master"])
+
+    def fill(self, held: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> None:
+        """Copies into the parameter's place what `held` (its entry of `state`) has of it.
+
+        What is missing starts as AdamW starts; `fresh`: it reads as zero already. `seed`: the master too.
+        """
+        for key, window in self.windows.items():
+            value = held.get(key)
+            if value is window or (key == "master" and self.in_place):
+                continue
+            if value is not None:
+                window.copy_(value) if isinstance(value, torch.Tensor) else window.fill_(value)
+            elif key == "master":
+                if seed:
+                    window.copy_(self.param.detach())
+            elif not fresh:
+                window.zero_()
+        # A master that came with the state may not round to the parameter: the next step compares them.
+        self.version = self.param._version if "master" not in held else -1
+
+    def reseed(self) -> None:
+        """Where the parameter is not its rounded master, somebody has set it: it becomes the master there.
+
+        Elsewhere the master keeps the bits that the parameter's precision cannot show.
+        """
+        if self.in_place or self.numel == 0:
+            return
+        master = flat(self.windows["master"])
+        p = flat(ordered(self.param.detach(), self.stride))
+        for first in range(0, self.numel, RESEED_CHUNK):
+            chunk, now = master[first : first + RESEED_CHUNK], p[first : first + RESEED_CHUNK].cpu()
+            chunk.copy_(torch.where(chunk.to(now.dtype) == now, chunk, now.float()))
+
+    def restore(self, first: int, n: int) -> None:
+        """Elements [first, first + n) of the parameter get the value of their master: an undone step wrote them."""
+        p = self.param
+        # Its own master; or written only after the step, which did not come to that.
+        if self.in_place or p.grad is None or not same_order(p.stride(), self.stride, p.shape):
+            return
+        flat(p.detach())[first : first + n].copy_(flat(self.windows["master"])[first : first + n])
+        self.version = p._version
+
+    def source(
+        self, g: torch.Tensor, grad_dtype: torch.dtype | None, targets: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Source:
+        """Gradient and parameter as flat arrays in the order of the state: views where memory has that order.
+
+        Otherwise copies; one of the parameter is added to `targets`, to be copied back after the step.
+        """
+        p = self.param
+        if g.shape != p.shape:
+            raise CSDValueError(
+                f"the gradient of {self.name} has shape {tuple(g.shape)}, the parameter {tuple(p.shape)}"
+            )
+        if g.dtype not in DTYPES:
+            raise CSDTypeError(f"the gradient of {self.name} is {g.dtype}; CSDAdam takes {', '.join(map(str, DTYPES))}")
+        grad = flat(ordered(g.detach().resolve_conj().resolve_neg(), self.stride))
+        target = p.detach()
+        if not same_order(p.stride(), self.stride, p.shape):
+            target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
+            targets.append((p, target))
+        return Source(grad, flat(target), grad_dtype or grad.dtype, self.in_place)
+
+
+def check_param(p: torch.Tensor) -> None:
+    """Raises CSDTypeError or CSDRuntimeError for a parameter that no back end can take."""
+    if p.dtype not in DTYPES:
+        if p.is_floating_point() or p.is_complex():
+            raise CSDTypeError(
+                f"CSDAdam does not support {p.dtype} parameters: states are fp32. "
+                f"Supported are {', '.join(map(str, DTYPES))}; convert the model, for example by model.float()"
+            )
+        raise CSDTypeError(f"CSDAdam does not support {p.dtype} parameters")
+    if p.layout is not torch.strided:
+        raise CSDRuntimeError(f"CSDAdam does not support {p.layout} parameters")
+    if hasattr(p, "to_local"):
+        raise CSDRuntimeError("CSDAdam does not support DTensor parameters yet")
+    if p.device.type not in ("cpu", "cuda", "meta"):
+        raise CSDRuntimeError(f"CSDAdam does not support parameters on {p.device}; it takes cpu and cuda")
+    if any(s == 0 and n > 1 for s, n in zip(p.stride(), p.shape, strict=True)):
+        raise CSDRuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the parameter."
+        )
+
+
+def numel(p: torch.Tensor) -> int:
+    return p.numel() * (2 if p.is_complex() else 1)
+
+
+def same_order(stride: Sequence[int], wanted: Sequence[int], shape: Sequence[int]) -> bool:
+    """Do two strides put the elements of a tensor in the same order in memory?"""
+    return 0 in shape or all(a == b or n == 1 for a, b, n in zip(stride, wanted, shape, strict=True))
+
+
+def ordered(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """`t` itself if its memory has the order of `stride`, else a copy that has it."""
+    if same_order(t.stride(), stride, t.shape):
+        return t
+    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as 1-D fp32/fp16/bf16, in the order of its memory; complex as pairs."""
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    return t.as_strided((t.numel(),), (1,))

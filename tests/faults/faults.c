@@ -1,0 +1,145 @@
+/* faults.c -- an LD_PRELOAD library that makes file I/O fail on command.
+ *
+ * The file named by CSD_FAULTS holds kRules rules and is mapped here and by the test (tests/test_faults.py), which
+ * switches them on and off while the process runs. Calls that no active rule picks go through untouched. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum { kRules = 4, kPage = 4096 };
+
+/* What a call is. A tile's transfer is aligned in memory and file and longer than a page; everything else that reads or
+ * writes is metadata (superblock, manifest, table), or the trial of direct I/O. */
+enum { kTileRead = 1, kTileWrite = 2, kMetaRead = 4, kMetaWrite = 8, kAllocate = 16, kSync = 32, kDirectIo = 64, kDirectOpen = 128 };
+
+enum { kError = 0, kShort = 1, kEof = 2 };
+
+struct rule {          /* the numpy dtype RULE in test_faults.py */
+  uint32_t active;
+  uint32_t calls;      /* kTileRead | ... */
+  uint32_t effect;     /* fail with `error`, move at most a page, or end of file */
+  int32_t error;
+  uint64_t skip;       /* let so many matching calls through first */
+  uint64_t times;      /* then strike so many */
+  uint64_t hold;       /* but not while this is set */
+  uint64_t seen;
+  uint64_t struck;
+  char path[192];      /* only files whose path contains this */
+};
+
+static struct rule *rules;
+
+__attribute__((constructor)) static void map_rules(void) {
+  const char *name = getenv("CSD_FAULTS");
+  const int fd = name ? open(name, O_RDWR | O_CLOEXEC) : -1;
+  void *at = fd < 0 ? MAP_FAILED : mmap(NULL, kRules * sizeof *rules, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (at != MAP_FAILED) rules = at;
+  if (fd >= 0) close(fd);
+}
+
+/* The rule that strikes this call, or NULL. */
+static const struct rule *struck(uint32_t calls, int fd, const char *path) {
+  if (!rules) return NULL;
+  char link[64], name[4096];
+  for (struct rule *r = rules; r < rules + kRules; r++) {
+    if (!__atomic_load_n(&r->active, __ATOMIC_ACQUIRE) || !(r->calls & calls)) continue;
+    if (!path) {
+      snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+      const ssize_t n = readlink(link, name, sizeof name - 1);
+      if (n < 0) continue;
+      name[n] = 0;
+      path = name;
+    }
+    if (!strstr(path, r->path)) continue;
+    const uint64_t at = __atomic_fetch_add(&r->seen, 1, __ATOMIC_ACQ_REL);
+    if (at < r->skip || at - r->skip >= r->times) continue;
+    __atomic_fetch_add(&r->struck, 1, __ATOMIC_ACQ_REL);
+    while (__atomic_load_n(&r->hold, __ATOMIC_ACQUIRE)) usleep(1000);
+    return r;
+  }
+  return NULL;
+}
+
+static uint32_t kind(int fd, int writes, const void *buffer, size_t n, off64_t at) {
+  const int tile = ((uintptr_t)buffer | n | (uint64_t)at) % kPage == 0 && n > kPage;
+  const uint32_t direct = fcntl(fd, F_GETFL) & O_DIRECT ? kDirectIo : 0;
+  return direct | (writes ? (tile ? kTileWrite : kMetaWrite) : (tile ? kTileRead : kMetaRead));
+}
+
+/* A transfer cut short: direct I/O stops at a page, the rest anywhere. */
+static size_t cut(size_t n, uint32_t calls) {
+  if (n > kPage) return kPage;
+  return calls & kDirectIo || n == 1 ? n : n / 2;
+}
+
+/* The function behind the one that is interposed. */
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+#define TRANSFER(name, writes, buffer_type, offset_type)            \
+  ssize_t name(int fd, buffer_type buffer, size_t n, offset_type at) { \
+    const uint32_t calls = kind(fd, writes, buffer, n, at);         \
+    const struct rule *r = struck(calls, fd, NULL);                 \
+    if (r && r->effect == kError) return errno = r->error, -1;      \
+    if (r && r->effect == kEof) return 0;                           \
+    return REAL(name)(fd, buffer, r ? cut(n, calls) : n, at);       \
+  }
+TRANSFER(pread, 0, void *, off_t)
+TRANSFER(pread64, 0, void *, off64_t)
+TRANSFER(pwrite, 1, const void *, off_t)
+TRANSFER(pwrite64, 1, const void *, off64_t)
+
+/* Python tries direct I/O out with these. */
+#define VECTOR(name, writes, parameters, arguments)                                   \
+  ssize_t name parameters {                                                           \
+    const struct rule *r = struck(kind(fd, writes, v->iov_base, v->iov_len, at), fd, NULL); \
+    if (r && r->effect == kError) return errno = r->error, -1;                        \
+    return REAL(name) arguments;                                                      \
+  }
+VECTOR(preadv, 0, (int fd, const struct iovec *v, int n, off_t at), (fd, v, n, at))
+VECTOR(preadv64, 0, (int fd, const struct iovec *v, int n, off64_t at), (fd, v, n, at))
+VECTOR(preadv2, 0, (int fd, const struct iovec *v, int n, off_t at, int flags), (fd, v, n, at, flags))
+VECTOR(preadv64v2, 0, (int fd, const struct iovec *v, int n, off64_t at, int flags), (fd, v, n, at, flags))
+VECTOR(pwritev, 1, (int fd, const struct iovec *v, int n, off_t at), (fd, v, n, at))
+VECTOR(pwritev64, 1, (int fd, const struct iovec *v, int n, off64_t at), (fd, v, n, at))
+VECTOR(pwritev2, 1, (int fd, const struct iovec *v, int n, off_t at, int flags), (fd, v, n, at, flags))
+VECTOR(pwritev64v2, 1, (int fd, const struct iovec *v, int n, off64_t at, int flags), (fd, v, n, at, flags))
+
+#define ALLOCATE(name, offset_type)                                  \
+  int name(int fd, offset_type at, offset_type n) {                  \
+    const struct rule *r = struck(kAllocate, fd, NULL);              \
+    return r ? r->error : REAL(name)(fd, at, n);                     \
+  }
+ALLOCATE(posix_fallocate, off_t)
+ALLOCATE(posix_fallocate64, off64_t)
+
+#define SYNC(name)                                       \
+  int name(int fd) {                                     \
+    const struct rule *r = struck(kSync, fd, NULL);      \
+    return r ? (errno = r->error, -1) : REAL(name)(fd);  \
+  }
+SYNC(fsync)
+SYNC(fdatasync)
+
+#define OPEN(name)                                                                  \
+  int name(const char *path, int flags, ...) {                                      \
+    va_list arguments;                                                              \
+    va_start(arguments, flags);                                                     \
+    const mode_t mode = va_arg(arguments, mode_t);                                  \
+    va_end(arguments);                                                              \
+    char target[4096];                                                              \
+    const ssize_t n = flags & O_DIRECT ? readlink(path, target, sizeof target - 1) : -1; \
+    if (n > 0) target[n] = 0;                                                       \
+    const struct rule *r = flags & O_DIRECT ? struck(kDirectOpen, -1, n > 0 ? target : path) : NULL; \
+    return r ? (errno = r->error, -1) : REAL(name)(path, flags, mode);              \
+  }
+OPEN(open)
+OPEN(open64)

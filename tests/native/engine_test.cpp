@@ -1,0 +1,388 @@
+// Drives the engine through csd.h alone, for the sanitizers; tests/sanitize.py builds and runs it in an empty directory.
+// What it computes is checked by pytest; here only what must hold whatever the numbers are.
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "csd.h"
+
+#define CHECK(condition)                                                          \
+  do {                                                                            \
+    if (!(condition)) {                                                           \
+      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);   \
+      exit(1);                                                                    \
+    }                                                                             \
+  } while (0)
+#define OK(call) CHECK((call) == CSD_OK)
+
+namespace {
+
+constexpr uint64_t kTile = 1024;
+constexpr uint32_t kTiles = 12;       // per extent
+constexpr uint64_t kParam = 2 * kTile - 100;  // elements: every parameter ends within a tile
+
+// A store without a name, large enough for `extents` extents of any number of devices.
+struct File {
+  int fd;
+  explicit File(int flags = O_RDWR) {
+    char name[] = "store-XXXXXX";
+    const int made = mkstemp(name);
+    CHECK(made >= 0 && ftruncate(made, kBytes) == 0);
+    fd = open(name, flags);
+    CHECK(fd >= 0);
+    close(made);
+    unlink(name);
+  }
+  ~File() { close(fd); }
+  File(const File &) = delete;
+  static constexpr off_t kExtent = 2 * 4 * 4 * kTile * kTiles, kBytes = 2 * kExtent;
+};
+
+struct Model {
+  std::vector<csd_device> devices;
+  uint32_t sections, dtype;
+  csd_engine *engine = nullptr;
+  csd_error error{};
+  std::vector<float *> windows;
+  std::vector<csd_piece> pieces;
+  std::vector<std::vector<char>> params, grads;
+  std::vector<csd_param> table;
+  std::vector<uint32_t> tiles;
+  csd_adamw hyper{0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f, 0};
+
+  Model(std::vector<csd_device> d, uint32_t n_sections = 3, uint32_t of_dtype = CSD_F32)
+      : devices(std::move(d)), sections(n_sections), dtype(of_dtype) {
+    hyper.amsgrad = sections == 4;
+    OK(csd_engine_create(devices.data(), static_cast<uint32_t>(devices.size()), &engine, &error));
+    extend();
+  }
+
+  ~Model() {
+    if (engine) csd_engine_close(engine, &error);
+    for (float *window : windows) csd_window_release(window, kTile * kTiles);
+  }
+
+  // Adds an extent of parameters that lie across tiles, two tiles of room for each.
+  void extend() {
+    const auto first = static_cast<uint32_t>(params.size()), first_tile = static_cast<uint32_t>(tiles.size());
+    pieces.clear();
+    for (uint32_t i = 0; i < kTiles / 2; i++) {
+      pieces.push_back({first + i, 2 * i, 0, 0, kTile});
+      pieces.push_back({first + i, 2 * i + 1, kTile, 0, kParam - kTile});
+      params.emplace_back(4 * kParam);
+      grads.emplace_back(4 * kParam);
+      fill(grads.back(), i);
+    }
+    for (uint32_t i = 0; i < kTiles; i++) tiles.push_back(first_tile + i);
+    const std::vector<uint64_t> offsets(devices.size(), first ? static_cast<uint64_t>(File::kExtent) : 0);
+    const csd_extent extent{kTile, kTiles, sections, offsets.data(), pieces.data(), pieces.size()};
+    float *got[4] = {};
+    OK(csd_engine_extend(engine, &extent, got, &error));
+    windows.insert(windows.end(), got, got + sections);
+    table.clear();
+    for (size_t i = 0; i < params.size(); i++) table.push_back({grads[i].data(), params[i].data(), dtype, dtype, 0, 0});
+  }
+
+  void fill(std::vector<char> &grad, uint32_t seed) const {
+    for (uint64_t i = 0; i < kParam; i++) {
+      if (dtype == CSD_F32) {
+        reinterpret_cast<float *>(grad.data())[i] = static_cast<float>(i % 7) - 3 + static_cast<float>(seed);
+      } else {
+        reinterpret_cast<uint16_t *>(grad.data())[i] = static_cast<uint16_t>(0x3c00 + i % 512);  // about one
+      }
+    }
+  }
+
+  int begin() {
+    return csd_engine_begin(engine, table.data(), table.size(), &hyper, 1, tiles.data(), static_cast<uint32_t>(tiles.size()), &error);
+  }
+
+  int push(size_t from, size_t to) {
+    for (size_t i = from; i < to; i++)
+      if (const int status = csd_engine_push(engine, tiles[i], nullptr, nullptr, &error)) return status;
+    return CSD_OK;
+  }
+
+  int step() {
+    if (const int status = begin()) return status;
+    OK(push(0, tiles.size()));
+    return csd_engine_finish(engine, 1, &error);
+  }
+
+  int step_by_images() {
+    std::vector<std::vector<char>> images(2 * tiles.size(), std::vector<char>(4 * kTile, 0));
+    if (const int status = begin()) return status;
+    for (size_t i = tiles.size(); i-- > 0;)
+      OK(csd_engine_push(engine, tiles[i], images[2 * i].data(), images[2 * i + 1].data(), &error));
+    for (size_t i = 0; i < tiles.size(); i++) {
+      uint32_t tile = 0;
+      if (csd_engine_pull(engine, &tile, &error)) return csd_engine_finish(engine, 0, &error);
+      CHECK(tile < tiles.size());
+    }
+    return csd_engine_finish(engine, 1, &error);
+  }
+
+  std::vector<float> state() {
+    OK(csd_engine_drain(engine, &error));
+    std::vector<float> all;
+    for (const float *window : windows) all.insert(all.end(), window, window + kTile * kTiles);
+    return all;
+  }
+
+  int close_engine() {
+    const int status = csd_engine_close(engine, &error);
+    engine = nullptr;
+    return status;
+  }
+};
+
+csd_device file(const File &f, uint32_t buffers = 3) { return {"file", f.fd, buffers, 4096}; }
+csd_device ram() { return {"ram", -1, 0, 0}; }
+csd_device null() { return {"null", -1, 0, 0}; }
+
+bool finite(const std::vector<float> &values) {
+  for (const float v : values)
+    if (v != v || v - v != 0) return false;
+  return true;
+}
+
+void many_steps() {
+  const File a, b, c, d;
+  Model files({file(a), file(b, 8), file(c, 4)}), mixed({ram(), file(d)}), memory({ram(), ram()}), nothing({null()});
+  for (int step = 0; step < 40; step++) {
+    if (step == 20)
+      for (Model *m : {&files, &mixed, &memory, &nothing}) m->extend();
+    for (Model *m : {&files, &mixed, &memory, &nothing}) OK(step % 3 ? m->step() : m->step_by_images());
+    if (step % 5 == 0) files.state();
+  }
+  const std::vector<float> state = files.state();
+  CHECK(finite(state) && state == mixed.state() && state == memory.state());
+  CHECK(state[kTile * kTiles] != 0);
+  csd_tile_state tiles[2 * kTiles];
+  OK(csd_engine_tiles(files.engine, 0, 2 * kTiles, tiles, &files.error));
+  for (uint32_t i = 0; i < 2 * kTiles; i++) {
+    const float *master = files.windows[i < kTiles ? 0 : 3] + i % kTiles * kTile;
+    CHECK(tiles[i].summed && tiles[i].crc[0] == csd_crc32c(0, master, 4 * kTile));
+  }
+  csd_stats stats;
+  for (uint32_t i = 0; i < 3; i++) OK(csd_engine_stats(files.engine, i, &stats, &files.error));
+  CHECK(csd_engine_stats(files.engine, 3, &stats, &files.error) == CSD_EINVAL);
+}
+
+// Every instruction set, precision and number of sections gives the same state.
+void all_updaters() {
+  const int32_t best = csd_isa_best();
+  for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
+    for (const uint32_t sections : {3u, 4u}) {
+      std::vector<float> first;
+      for (int32_t isa = 0; isa <= best; isa++) {
+        OK(csd_isa_use(isa, nullptr));
+        const File a;
+        Model m({file(a), ram()}, sections, dtype);
+        for (int step = 0; step < 3; step++) OK(m.step());
+        const std::vector<float> state = m.state();
+        if (first.empty()) first = state;
+        CHECK(finite(state) && state == first);
+
+        std::vector<float> s(4 * 37);  // odd lengths, unaligned starts, the end of the allocation right behind
+        std::vector<char> grad(4 * 37), param(4 * 37);
+        for (uint64_t n = 0; n <= 37; n++) {
+          const size_t bytes = dtype == CSD_F32 ? 4 : 2;
+          OK(csd_update(&m.hyper, isa, n, grad.data() + bytes * (37 - n), static_cast<int32_t>(dtype), s.data() + 37 - n,
+                        s.data() + 74 - n, s.data() + 111 - n, s.data() + 148 - n, param.data() + bytes * (37 - n),
+                        static_cast<int32_t>(dtype), nullptr));
+        }
+      }
+    }
+  CHECK(csd_isa_use(best + 1, nullptr) == CSD_EINVAL);
+}
+
+// A step that is given up leaves the state as it was, wherever it had got to.
+void undo() {
+  const File a, b;
+  Model m({file(a), file(b, 4)});
+  OK(m.step());
+  const std::vector<float> before = m.state();
+  for (size_t pushed = 0; pushed <= m.tiles.size(); pushed++) {
+    OK(m.begin());
+    OK(m.push(0, pushed));
+    if (pushed % 2) {
+      OK(csd_engine_finish(m.engine, 0, &m.error));
+    } else if (pushed < m.tiles.size()) {
+      CHECK(csd_engine_finish(m.engine, 1, &m.error) == CSD_ESTATE);
+    } else {
+      OK(csd_engine_finish(m.engine, 0, &m.error));
+    }
+    uint32_t undone[kTiles];
+    CHECK(csd_engine_undone(m.engine, undone, kTiles) <= pushed);
+    CHECK(m.state() == before);
+  }
+  OK(m.step());
+  CHECK(m.state() != before);
+}
+
+void wrong_calls() {
+  const File a;
+  csd_engine *none = nullptr;
+  csd_error error;
+  const csd_device bad[] = {{"tape", -1, 8, 4096}, {nullptr, -1, 8, 4096}, {"file", -1, 8, 4096}, {"file", a.fd, 2, 4096}, {"file", a.fd, 8, 100}};
+  for (const csd_device &d : bad) CHECK(csd_engine_create(&d, 1, &none, &error) == CSD_EINVAL && error.text[0]);
+  CHECK(csd_engine_create(bad, 0, &none, nullptr) == CSD_EINVAL);
+
+  Model m({file(a)});
+  uint32_t tile;
+  CHECK(csd_engine_push(m.engine, 0, nullptr, nullptr, &error) == CSD_ESTATE);
+  CHECK(csd_engine_pull(m.engine, &tile, &error) == CSD_ESTATE);
+  CHECK(csd_engine_finish(m.engine, 1, &error) == CSD_ESTATE);
+  OK(m.begin());
+  CHECK(m.begin() == CSD_ESTATE);
+  CHECK(csd_engine_drain(m.engine, &error) == CSD_ESTATE);
+  CHECK(csd_engine_push(m.engine, 9999, nullptr, nullptr, &error) == CSD_EINVAL);
+  OK(m.push(0, 1));
+  CHECK(m.push(0, 1) == CSD_EINVAL);
+  OK(m.push(1, m.tiles.size()));
+  OK(csd_engine_finish(m.engine, 1, &error));
+  const csd_piece over{0, 0, 0, UINT64_MAX - 3, 8};
+  const uint64_t offset = 0;
+  const csd_extent extent{kTile, 1, 3, &offset, &over, 1};
+  float *windows[4];
+  CHECK(csd_engine_extend(m.engine, &extent, windows, &error) == CSD_EINVAL);
+}
+
+// One device fails: the file is read-only, or too short, or gone. The step fails, the rest of the process does not.
+void failing_io() {
+  const File good, short_file, closed;
+  Model m({file(good), file(short_file), file(closed, 4)});
+  for (int step = 0; step < 3; step++) OK(m.step());
+  const std::vector<float> before = m.state();
+
+  CHECK(ftruncate(short_file.fd, 0) == 0);
+  for (int i = 0; i < 10; i++) CHECK(m.step() == CSD_EIO && m.error.device == 1 && m.error.os_errno == EIO);
+  CHECK(m.step_by_images() == CSD_EIO);
+  CHECK(ftruncate(short_file.fd, File::kBytes) == 0);  // zeros now, but that is not our matter
+  OK(m.step());
+  OK(csd_engine_drain(m.engine, &m.error));
+
+  const int kept = dup(closed.fd), nothing = open("/dev/null", O_RDONLY);
+  CHECK(dup2(nothing, closed.fd) == closed.fd);  // reads: end of file; writes: EBADF
+  for (int i = 0; i < 10; i++) CHECK(m.step() == CSD_EIO && m.error.device == 2);
+  CHECK(dup2(kept, closed.fd) == closed.fd);
+  OK(m.step());
+  CHECK(finite(m.state()));
+  close(kept);
+  close(nothing);
+}
+
+// Makes a file read-only for as long as this lives, under the descriptor that the engine knows.
+struct ReadOnly {
+  const int fd, writable;
+  explicit ReadOnly(int of) : fd(of), writable(dup(of)) {
+    const int readable = open(("/proc/self/fd/" + std::to_string(writable)).c_str(), O_RDONLY);
+    CHECK(readable >= 0 && dup2(readable, fd) == fd);
+    close(readable);
+  }
+  ~ReadOnly() {
+    CHECK(dup2(writable, fd) == fd);
+    close(writable);
+  }
+};
+
+// Writes that fail: within the step, or after it, where the data waits in its buffer for a drain that succeeds.
+void failing_writes() {
+  const File a;
+  Model few({file(a)});
+  OK(few.step());
+  const std::vector<float> before = few.state();
+  {
+    const ReadOnly now(a.fd);
+    CHECK(few.step() == CSD_EIO && few.error.os_errno == EBADF);
+  }
+  CHECK(few.state() == before);
+  OK(few.close_engine());
+
+  for (int i = 0; i < 60; i++) {  // which of the two it is, is a race
+    const File b;
+    Model m({file(b, kTiles)}), same({ram()});
+    OK(m.step());
+    OK(same.step());
+    OK(csd_engine_drain(m.engine, &m.error));
+    OK(m.begin());
+    OK(m.push(0, kTiles - 1));
+    usleep(500);  // most of them are written
+    int status;
+    {
+      const ReadOnly now(b.fd);
+      OK(m.push(kTiles - 1, kTiles));
+      status = csd_engine_finish(m.engine, 1, &m.error);
+      if (status == CSD_OK) CHECK(csd_engine_drain(m.engine, &m.error) == CSD_EIO && m.begin() == CSD_EIO);
+    }
+    if (status == CSD_OK) OK(same.step());
+    CHECK(m.state() == same.state());
+  }
+}
+
+// Closes while reads, updates and writes are under way, and with writes that never succeed.
+void close_in_flight() {
+  for (int i = 0; i < 40; i++) {
+    const File a, b;
+    Model m({file(a), file(b, kTiles), ram()});
+    OK(m.step());
+    if (i % 4 == 0) OK(m.close_engine());  // lazy writes
+    if (i % 4 == 1) OK(m.begin());         // reads ahead
+    if (i % 4 == 2) {                      // a step under way
+      OK(m.begin());
+      OK(m.push(0, 7));
+    }
+    if (i % 4 == 3) {
+      const int nothing = open("/dev/null", O_RDONLY);
+      dup2(nothing, b.fd);
+      m.step();
+      close(nothing);
+    }
+  }
+}
+
+void many_engines_and_threads() {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; t++)
+    threads.emplace_back([] {
+      for (int i = 0; i < 5; i++) {
+        const File a;
+        Model m({file(a), ram()});
+        for (int step = 0; step < 5; step++) OK(m.step());
+        CHECK(finite(m.state()));
+      }
+    });
+  for (const uint32_t n : {1u, 4u, 2u}) {
+    OK(csd_threads_use(n, nullptr));
+    CHECK(csd_threads_used() == n);
+    usleep(20000);
+  }
+  CHECK(csd_threads_use(0, nullptr) == CSD_EINVAL);
+  for (std::thread &thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main() {
+  const struct {
+    const char *name;
+    void (*run)();
+  } tests[] = {{"many steps", many_steps},         {"all updaters", all_updaters},
+               {"undo", undo},                     {"wrong calls", wrong_calls},
+               {"failing I/O", failing_io},        {"failing writes", failing_writes},
+               {"close in flight", close_in_flight}, {"many engines and threads", many_engines_and_threads}};
+  for (const auto &test : tests) {
+    test.run();
+    printf("%s, ", test.name);
+    fflush(stdout);
+  }
+  puts("done");
+}

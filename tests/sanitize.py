@@ -1,0 +1,78 @@
+"""Builds the native sources and tests/native/engine_test.cpp with sanitizers and runs it: `make sanitize`.
+
+Exits non-zero if the program fails or a sanitizer reports anything: bad memory, undefined behaviour, leaks, data races.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "sanitize"
+SOURCES = [*sorted((ROOT / "native" / "src").glob("*.cpp")), ROOT / "tests" / "native" / "engine_test.cpp"]
+FLAGS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-sanitize-recover=all"]
+SANITIZERS = {
+    "address,undefined": {"ASAN_OPTIONS": "detect_leaks=1:check_initialization_order=1:strict_init_order=1"},
+    "thread": {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"},
+}
+
+
+def build(compiler: str, sanitizer: str) -> Path:
+    """Compiles what has changed since the last time, all files at once."""
+    directory = BUILD / sanitizer.replace(",", "-")
+    directory.mkdir(parents=True, exist_ok=True)
+    headers = [*(ROOT / "native").rglob("*.h"), Path(__file__)]
+    newest = max(h.stat().st_mtime for h in headers)
+    flags = [*FLAGS, f"-fsanitize={sanitizer}", "-pthread", f"-I{ROOT}/native/include", f"-I{ROOT}/native/src"]
+    jobs = []
+    for source in SOURCES:
+        out = directory / f"{source.stem}.o"
+        if not out.exists() or out.stat().st_mtime < max(newest, source.stat().st_mtime):
+            jobs.append(subprocess.Popen([compiler, *flags, "-c", source, "-o", out]))
+    codes = [job.wait() for job in jobs]
+    if any(codes):
+        sys.exit(f"sanitize: {sanitizer}: does not compile")
+    program = directory / "engine_test"
+    objects = [directory / f"{source.stem}.o" for source in SOURCES]
+    subprocess.run([compiler, *flags, *objects, "-o", program], check=True)
+    return program
+
+
+def runs_here(compiler: str, sanitizer: str) -> bool:
+    """Some machines lack a sanitizer's library, or their kernel gives it no room for its shadow memory."""
+    with tempfile.TemporaryDirectory() as directory:
+        source, program = Path(directory, "empty.cpp"), Path(directory, "empty")
+        source.write_text("int main() {}\n")
+        built = subprocess.run([compiler, f"-fsanitize={sanitizer}", source, "-o", program], capture_output=True)
+        return built.returncode == 0 and subprocess.run([program], capture_output=True).returncode == 0
+
+
+def main() -> None:
+    compiler = os.environ.get("CXX", "g++")
+    failed = False
+    for sanitizer, options in SANITIZERS.items():
+        start = time.monotonic()
+        if not runs_here(compiler, sanitizer):
+            print(f"sanitize: {sanitizer}: SKIPPED, does not run on this machine with {compiler}")
+            continue
+        program = build(compiler, sanitizer)
+        built = time.monotonic()
+        environment = {**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1", **options}
+        with tempfile.TemporaryDirectory(dir=BUILD) as directory:
+            command = ["timeout", "-s", "ABRT", "60", program]  # a deadlock is a failure too
+            result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+        clean = result.returncode == 0 and not result.stderr
+        failed |= not clean
+        print(
+            f"sanitize: {sanitizer}: {'clean' if clean else f'FAILED ({result.returncode})'}: {result.stdout.strip()}"
+        )
+        print(f"          built in {built - start:.0f} s, ran in {time.monotonic() - built:.1f} s")
+        print(result.stderr, end="")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

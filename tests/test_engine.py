@@ -1,0 +1,500 @@
+"""The engine and its bindings, driven directly: what they refuse, what they count, what they undo, what they leave."""
+
+import contextlib
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError, bindings
+from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
+from csd_optim.devices import parse_devices
+from csd_optim.engine import Engine
+from csd_optim.layout import ALIGN, GRAIN, TILES_PER_DEVICE, plan_extent
+
+ADAM = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0, 0)], HYPER)
+
+
+class Driven:
+    """An engine over fp32 parameters of given sizes, and a step of it by hand."""
+
+    def __init__(self, devices, numels=(2500, 40, 3000), tile_elems=1024):
+        self.engine = Engine(parse_devices(devices), tile_elems=tile_elems)
+        self.extent = self.engine.extend(numels, 3)
+        self.params = [torch.arange(n, dtype=torch.float32) / 100 for n in numels]
+        self.grads = [torch.linspace(-1, 1, n) for n in numels]
+        self.windows = {
+            name: [self.engine.window(self.extent, i, s, torch.float32) for i in range(len(numels))]
+            for s, name in enumerate(("master", "exp_avg", "exp_avg_sq"))
+        }
+        for master, p in zip(self.windows["master"], self.params, strict=True):
+            master.copy_(p)
+        self.engine.describe({"params": [{}] * len(numels), "groups": []})
+        self.tiles = np.arange(self.engine.n_tiles, dtype=np.uint32)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if not self.engine.closed:
+            with contextlib.suppress(CSDRuntimeError):  # no step is under way
+                self.engine.finish(keep=False)
+        self.engine.close()
+
+    def table(self):
+        codes = bindings.DTYPE_CODES[torch.float32]
+        rows = [(g.data_ptr(), p.data_ptr(), codes, codes, 0, 0) for g, p in zip(self.grads, self.params, strict=True)]
+        return np.array(rows, PARAM)
+
+    def begin(self, **changed):
+        self.engine.begin(**{"params": self.table(), "hypers": ADAM, "tiles": self.tiles, **changed})
+
+    def step(self):
+        self.begin()
+        for tile in self.tiles.tolist():
+            self.engine.push(tile)
+        self.engine.finish()
+
+    def image(self):
+        self.engine.drain()
+        return [t.clone() for t in [*self.params, *itertools.chain(*self.windows.values())]]
+
+    def slots(self):
+        return bindings.engine_tiles(self.engine._handle, 0, self.engine.n_tiles)["slot"].tolist()
+
+
+@pytest.fixture
+def driven(devices):
+    with Driven(devices) as it:
+        yield it
+
+
+@pytest.fixture
+def file(tmp_path):
+    with Driven([str(tmp_path / "csd")]) as it:
+        yield it
+
+
+def same(images, others):
+    return all(torch.equal(a, b) for a, b in zip(images, others, strict=True))
+
+
+# ---- bad arguments: refused before anything is touched ------------------------------------
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        [],
+        [DeviceConfig("tape")],
+        [DeviceConfig("")],
+        [DeviceConfig("ram"), DeviceConfig("file", -1, 8, 4096)],
+        [DeviceConfig("file", 0, 2, 4096)],
+        [DeviceConfig("file", 0, 8, 0)],
+        [DeviceConfig("file", 0, 8, 4097)],
+    ],
+)
+def test_engine_that_cannot_be(devices):
+    with pytest.raises(CSDValueError, match=r"at least one device|no such back end"):
+        bindings.engine_create(devices, str)
+
+
+def pieces(*rows):
+    return np.array(list(rows), PIECE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tile_elems": 0}, "1024"),
+        ({"tile_elems": 1000}, "1024"),
+        ({"tile_elems": 1536}, "1024"),
+        ({"sections": 2}, "sections"),
+        ({"sections": 5}, "sections"),
+        ({"pieces": pieces((0, 2, 0, 0, 8))}, "piece 0"),  # no such tile
+        ({"pieces": pieces((0, 0, 0, 1020, 8))}, "piece 0"),  # over the edge
+        ({"pieces": pieces((0, 0, 0, 2**64 - 4, 8))}, "piece 0"),  # over the edge, by a sum that overflows
+        ({"pieces": pieces((0, 0, 0, 8, 2**64 - 4))}, "piece 0"),
+        ({"pieces": pieces((0, 1, 0, 0, 8), (1, 0, 0, 0, 8))}, "piece 1"),  # tiles out of order
+        ({"pieces": pieces((0, 0, 0, 0, 8), (1, 0, 0, 4, 8))}, "piece 1"),  # one over another
+    ],
+)
+def test_bad_extent_changes_nothing(changed, message):
+    handle = bindings.engine_create([DeviceConfig("ram")], str)
+    good = {"tile_elems": 1024, "n_tiles": 2, "sections": 3, "file_offsets": [0], "pieces": pieces((0, 0, 0, 0, 8))}
+    with pytest.raises(CSDValueError, match=message):
+        bindings.engine_extend(handle, **{**good, **changed}, name_device=str)
+    assert len(bindings.engine_extend(handle, **good, name_device=str)) == 3
+    assert len(bindings.engine_tiles(handle, 0, 2)) == 2
+    with pytest.raises(CSDValueError):
+        bindings.engine_tiles(handle, 0, 3)
+    bindings.engine_close(handle, str)
+
+
+def test_bad_step_is_refused_before_it_begins(driven):
+    before = driven.image()
+    no_dtype, no_hyper = driven.table(), driven.table()
+    no_dtype["grad_dtype"][1] = 3
+    no_hyper["hyper"][2] = 1
+    for changed, message in [
+        ({"params": no_dtype}, "parameter 1"),
+        ({"params": no_hyper}, "parameter 2"),
+        ({"params": driven.table()[:2]}, "no parameter 2"),
+        ({"tiles": np.array([0, driven.engine.n_tiles], np.uint32)}, f"no tile {driven.engine.n_tiles}"),
+        ({"tiles": np.array([1, 1], np.uint32)}, "tile 1"),
+    ]:
+        with pytest.raises(CSDValueError, match=message):
+            driven.begin(**changed)
+        with pytest.raises(CSDRuntimeError, match="no step is under way"):
+            driven.engine.finish()
+    assert same(driven.image(), before)
+    driven.step()
+
+
+def test_calls_out_of_order(driven):
+    for call in (lambda: driven.engine.push(0), driven.engine.pull, driven.engine.finish):
+        with pytest.raises(CSDRuntimeError, match="no step is under way"):
+            call()
+    driven.begin(tiles=driven.tiles[1:])
+    for call in (driven.begin, driven.engine.drain, lambda: driven.engine.extend([5], 3)):
+        with pytest.raises(CSDRuntimeError, match="under way"):
+            call()
+    with pytest.raises(CSDRuntimeError, match="no tile is out"):
+        driven.engine.pull()
+    with pytest.raises(CSDValueError, match="tile 0 is not part"):
+        driven.engine.push(0)
+    with pytest.raises(CSDValueError, match="half an image"):
+        driven.engine.push(1, grad=driven.grads[0].data_ptr())
+    with pytest.raises(CSDValueError, match="tile 999"):
+        driven.engine.push(999)
+    driven.engine.push(1)
+    with pytest.raises(CSDValueError, match="pushed before"):
+        driven.engine.push(1)
+    for tile in driven.tiles[2:].tolist():
+        driven.engine.push(tile)
+    driven.engine.finish()
+
+
+def test_step_with_a_tile_never_pushed_is_undone(file):
+    file.step()
+    before, slots = file.image(), file.slots()
+    file.begin()
+    for tile in file.tiles[:-1].tolist():
+        file.engine.push(tile)
+    with pytest.raises(CSDRuntimeError, match=f"tile {file.tiles[-1]} was never pushed"):
+        file.engine.finish()
+    assert file.slots() == slots
+    assert same(file.image()[3:], before[3:])  # the states; parameters are the caller's to restore
+    assert set(file.engine.undone()) <= set(file.tiles[:-1])
+
+
+def test_closed_engine(driven):
+    driven.engine.close()
+    driven.engine.close()
+    for call in (driven.begin, lambda: driven.engine.extend([5], 3)):
+        with pytest.raises(CSDRuntimeError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize("wrong", ["sse9", "AVX2", ""])
+def test_instruction_set_that_does_not_exist(wrong):
+    used = bindings.isa_used()
+    with pytest.raises(CSDValueError, match=f"'{wrong}'"):
+        bindings.isa_use(wrong)
+    with pytest.raises(CSDValueError, match="at least one"):
+        bindings.threads_use(0)
+    assert bindings.isa_used() == used
+
+
+# ---- steps ------------------------------------------------------------------------------------
+
+
+def test_step_is_that_of_the_updater_alone(driven):
+    expected = []
+    for p, g in zip(driven.params, driven.grads, strict=True):
+        master, m, v = p.clone(), torch.zeros_like(p), torch.zeros_like(p)
+        for _ in range(3):
+            bindings.update(ADAM[:1], "scalar", g, master, m, v, None, None)
+        expected.append((master, m, v))
+    for _ in range(3):
+        driven.step()
+    driven.engine.drain()
+    for i, (master, m, v) in enumerate(expected):
+        assert torch.equal(driven.params[i], master)
+        assert torch.equal(driven.windows["master"][i], master)
+        assert torch.equal(driven.windows["exp_avg"][i], m)
+        assert torch.equal(driven.windows["exp_avg_sq"][i], v)
+
+
+def test_images_give_the_same_step(devices):
+    """Gradients and parameters that travel as images of tiles, pushed in any order."""
+    with Driven(devices) as one, Driven([f"{d}x" if "csd" in d else d for d in devices]) as other:
+        one.step()
+        n = other.extent.tile_elems
+        grads, params = torch.zeros(len(other.tiles), n), torch.zeros(len(other.tiles), n)
+        for piece in other.extent.pieces.tolist():
+            p, tile, first, at, elems = piece
+            grads[tile, at : at + elems] = other.grads[p][first : first + elems]
+        other.begin()
+        for tile in reversed(other.tiles.tolist()):
+            other.engine.push(tile, grads[tile].data_ptr(), params[tile].data_ptr())
+        assert sorted(other.engine.pull() for _ in other.tiles) == other.tiles.tolist()
+        other.engine.finish()
+        for p, tile, first, at, elems in other.extent.pieces.tolist():
+            assert torch.equal(params[tile, at : at + elems], one.params[p][first : first + elems])
+        assert same(one.image()[3:], other.image()[3:])
+
+
+def test_windows_show_each_step_right_after_drain(file):
+    """Two slots, one address: the windows follow, however the writes lag."""
+    addresses = [w.data_ptr() for w in file.windows["exp_avg"]]
+    expected = [torch.zeros_like(g) for g in file.grads]
+    for step in range(1, 8):
+        file.step()
+        file.engine.drain()
+        assert file.slots() == [step % 2] * len(file.tiles)
+        for i, g in enumerate(file.grads):
+            expected[i] = expected[i] * ADAM["beta1"][0] + g * ADAM["one_minus_beta1"][0]
+            assert torch.equal(file.windows["exp_avg"][i], expected[i])
+    assert [w.data_ptr() for w in file.windows["exp_avg"]] == addresses
+
+
+def test_windows_write_the_device(file):
+    file.step()
+    file.engine.drain()
+    file.windows["exp_avg"][0].fill_(5.0)
+    file.step()
+    file.engine.drain()
+    expected = torch.full((2500,), 5.0) * ADAM["beta1"][0] + file.grads[0] * ADAM["one_minus_beta1"][0]
+    assert torch.equal(file.windows["exp_avg"][0], expected)
+
+
+@pytest.mark.parametrize("pushed", [0, 2, None])
+def test_finish_without_keep_undoes_the_step(file, pushed):
+    for _ in range(3):
+        file.step()
+    before, slots = file.image(), file.slots()
+    file.begin()
+    for tile in file.tiles[:pushed].tolist():
+        file.engine.push(tile)
+    file.engine.finish(keep=False)
+    assert file.slots() == slots
+    assert same(file.image()[3:], before[3:])
+    assert set(file.engine.undone()) <= set(file.tiles[:pushed])
+    for p, b in zip(file.params, before, strict=False):
+        p.copy_(b)
+    file.step()
+    after = file.image()
+    with Driven(["ram:"]) as other:
+        for _ in range(4):
+            other.step()
+        assert same(other.image(), after)
+    assert len(file.engine.undone()) == 0
+
+
+def test_null_device_leaves_parameters_alone():
+    p = torch.nn.Parameter(torch.randn(5000))
+    before = p.detach().clone()
+    with CSDAdam([p], lr=1.0, devices=["null:"]) as opt:
+        for _ in range(3):
+            p.grad = torch.randn(5000)
+            opt.step()
+        assert torch.equal(p, before)
+        assert opt.stats()["flash_write_bytes"] == 0
+
+
+def test_engines_in_several_threads(tmp_path):
+    def train(i):
+        with Driven([str(tmp_path / f"csd{i}")]) as it:
+            for _ in range(20):
+                it.step()
+            images[i] = it.image()
+
+    images = {}
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(images) == 4
+    assert all(same(images[0], images[i]) for i in range(4))
+
+
+# ---- what it takes -------------------------------------------------------------------------------
+
+
+def status(name):
+    """A number of /proc/self/status: VmRSS and the like in KiB."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1])
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("device", ["file:", "ram:"])
+def test_many_small_optimizers_cost_little_and_give_it_back(device):
+    def make(n):
+        params = [torch.nn.Parameter(torch.ones(100)) for _ in range(n)]
+        opts = [CSDAdam([p], devices=[device]) for p in params]
+        for p, opt in zip(params, opts, strict=True):
+            p.grad = torch.ones(100)
+            opt.step()
+        return opts
+
+    make(3)  # the pools' threads, and whatever torch makes once
+    gc.collect()
+    threads, files, memory = status("Threads"), open_files(), status("VmRSS")
+    maps = len(Path("/proc/self/maps").read_text().splitlines())
+    opts = make(200)
+    assert status("Threads") <= threads + 2
+    del opts
+    gc.collect()
+    assert open_files() == files
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 50
+    assert status("VmRSS") <= memory + 20_000
+
+
+def test_constructing_starts_no_threads():
+    code = (
+        "import os, torch, csd_optim; n = len(os.listdir('/proc/self/task'));"
+        "o = csd_optim.CSDAdam([torch.zeros(5, requires_grad=True)], devices=['file:']);"
+        "print(len(os.listdir('/proc/self/task')) - n)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n"
+
+
+def test_buffers_do_not_grow_with_the_model():
+    def buffer_bytes(n, buffers):
+        p = torch.nn.Parameter(torch.zeros(n))
+        p.grad = torch.zeros(n)
+        with CSDAdam([p], devices=[f"file:?buffers={buffers}"], tile_size=4096) as opt:
+            opt.step()
+            return opt.stats()["buffer_bytes"]
+
+    assert [buffer_bytes(n, 4) for n in (1, 4096, 100_000, 500_000)] == [4 * 4096 * 12] * 4
+    assert buffer_bytes(500_000, 9) == 9 * 4096 * 12
+
+
+def io_bytes():
+    """What this process had the disks read and write, by the kernel's count."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+@pytest.mark.parametrize(("dtype", "link"), [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_stats_are_exact(tmp_path, dtype, link, amsgrad):
+    n, tile, state = 1_000_000, 1 << 16, 16 if amsgrad else 12
+    p, idle = torch.nn.Parameter(torch.zeros(n, dtype=dtype)), torch.nn.Parameter(torch.zeros(5))
+    names = [str(tmp_path / d) for d in "ab"]
+    with CSDAdam([p, idle], devices=names, tile_size=tile, amsgrad=amsgrad) as opt:
+        p.grad = torch.ones(n, dtype=dtype)
+        for _ in range(2):
+            opt.step()
+        opt.stats()
+        if not all(d["direct_io"] for d in opt.stats()["devices"]):
+            pytest.skip("no direct I/O here: the kernel counts what leaves the page cache, some other time")
+        before = io_bytes()
+        opt.step()
+        stats = opt.stats()
+        read, written = (b - a for a, b in zip(before, io_bytes(), strict=True))
+    tiles = -(-n // tile)
+    assert stats["push_bytes"] == stats["pull_bytes"] == link * n
+    assert stats["flash_read_bytes"] == stats["flash_write_bytes"] == state * tiles * tile
+    assert stats["params"] == n
+    assert read == pytest.approx(stats["flash_read_bytes"], rel=0.02)
+    assert written == pytest.approx(stats["flash_write_bytes"], rel=0.02)
+    for key in ("push_bytes", "pull_bytes", "flash_read_bytes", "flash_write_bytes", "params", "buffer_bytes"):
+        assert sum(d[key] for d in stats["devices"]) == stats[key]
+    assert [d["flash_read_bytes"] for d in stats["devices"]] == [state * tile * len(range(d, tiles, 2)) for d in (0, 1)]
+    assert 0 < stats["seconds"]["update"] <= stats["seconds"]["step"] + 1
+    assert all(stats["seconds"][kind] > 0 for kind in ("read", "write"))
+
+
+def test_stats_count_only_tiles_with_a_gradient():
+    p, q = (torch.nn.Parameter(torch.zeros(2048)) for _ in range(2))
+    with CSDAdam([p, q], devices=["file:"], tile_size=1024) as opt:
+        p.grad = q.grad = torch.ones(2048)
+        opt.step()
+        assert opt.stats()["flash_read_bytes"] == 4 * 1024 * 12
+        q.grad = None
+        opt.step()
+        assert opt.stats()["flash_read_bytes"] == 2 * 1024 * 12
+        assert opt.stats()["push_bytes"] == 2048 * 4
+
+
+# ---- layout ----------------------------------------------------------------------------------------
+
+
+SIZES = [1, 15, 16, 17, GRAIN - 1, GRAIN, GRAIN + 1, 3 * GRAIN + 5]
+
+
+@pytest.mark.parametrize("n_devices", [1, 2, 3, 7])
+@pytest.mark.parametrize("tile_elems", [None, 1, GRAIN, 2 * GRAIN])
+def test_every_element_is_in_exactly_one_piece(n_devices, tile_elems):
+    for numels in [[], [0], *([n] for n in SIZES), *itertools.permutations(SIZES, 3), [0, 5, 0, 0, 9], SIZES * 9]:
+        e = plan_extent(numels, n_devices, tile_elems=tile_elems, first_param=7, first_tile=3)
+        assert e.tile_elems % GRAIN == 0
+        assert e.tile_elems > 0
+        assert all(start % ALIGN == 0 for start in e.starts)
+        assert e.n_tiles * e.tile_elems >= sum(numels)
+        counts = [e.tiles_of(d, n_devices) for d in range(n_devices)]
+        assert sum(counts) == e.n_tiles
+        assert max(counts) - min(counts) <= 1
+
+        order = [(p["tile"], p["tile_first"]) for p in e.pieces]
+        assert order == sorted(order)
+        covered = np.zeros(e.n_tiles * e.tile_elems, np.uint8)
+        seen = dict.fromkeys(range(len(numels)), 0)
+        for param, tile, first, at, n in e.pieces.tolist():
+            param -= 7
+            assert n > 0
+            assert at + n <= e.tile_elems
+            assert first == seen[param], "pieces of a parameter follow one another"
+            assert tile * e.tile_elems + at == e.starts[param] + first
+            seen[param] += n
+            covered[tile * e.tile_elems + at :][:n] += 1
+        assert list(seen.values()) == list(numels)
+        assert covered.max(initial=0) <= 1
+        assert covered.sum() == sum(numels)
+
+
+@pytest.mark.parametrize("n", [1, 10**6, 3 * 10**8])
+@pytest.mark.parametrize("n_devices", [1, 3])
+def test_chosen_tiles_keep_every_device_busy(n, n_devices):
+    e = plan_extent([n], n_devices)
+    counts = [e.tiles_of(d, n_devices) for d in range(n_devices)]
+    if n > GRAIN * n_devices * TILES_PER_DEVICE:
+        assert min(counts) >= TILES_PER_DEVICE - 1
+        assert e.n_tiles * e.tile_elems < 1.1 * n + GRAIN * n_devices * TILES_PER_DEVICE
+    assert e.tile_elems <= max(1 << 20, GRAIN)
+
+
+# ---- checksums -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "crc"),
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),  # this and the next: RFC 3720, B.4
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+    ],
+)
+def test_crc32c_known_values(data, crc):
+    assert bindings.crc32c(data) == crc
+    for cut in range(len(data) + 1):
+        assert bindings.crc32c(data[cut:], bindings.crc32c(data[:cut])) == crc
+    assert bindings.crc32c(memoryview(b"x" + data)[1:]) == crc  # unaligned

@@ -1,0 +1,445 @@
+"""What happens when the disk does not do what it was asked: faults/faults.c, preloaded, makes calls fail on command.
+
+The body of every test runs in one child process that has the library preloaded.
+"""
+
+import contextlib
+import errno
+import functools
+import gc
+import itertools
+import multiprocessing
+import os
+import subprocess
+import tempfile
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDOSError, CSDWarning
+from csd_optim.store import CLEAN, read_contents
+
+HERE = Path(__file__).parent
+TILE_READ, TILE_WRITE, META_READ, META_WRITE, ALLOCATE, SYNC, DIRECT_IO, DIRECT_OPEN = (1 << i for i in range(8))
+ERROR, SHORT, EOF = range(3)
+FOREVER = 1 << 62
+RULE = np.dtype(
+    [("active", "u4"), ("calls", "u4"), ("effect", "u4"), ("error", "i4")]
+    + [(name, "u8") for name in ("skip", "times", "hold", "seen", "struck")]
+    + [("path", "S192")]
+)
+N_RULES = 4
+
+DEVICES = ["file", "files", "mixed", "scratch"]  # of which csd1 is the one that fails, where there are several
+
+_child: ProcessPoolExecutor | None = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def child(tmp_path_factory):
+    """The process in which the bodies run."""
+    global _child
+    directory = tmp_path_factory.mktemp("faults")
+    library, rules = directory / "faults.so", directory / "rules"
+    compiler = os.environ.get("CC", "cc")
+    subprocess.run(
+        [compiler, "-Wall", "-O1", "-shared", "-fPIC", "-o", library, HERE / "faults/faults.c", "-ldl"], check=True
+    )
+    np.zeros(N_RULES, RULE).tofile(rules)
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        patch.setenv("LD_PRELOAD", str(library))
+        patch.setenv("CSD_FAULTS", str(rules))
+        pool.submit(os.getpid).result()  # started: the environment may go back
+        _child = pool
+        yield
+        _child = None
+
+
+def in_child(body):
+    """Makes a test's body run in the child, below its tmp_path."""
+
+    @functools.wraps(body)
+    def test(**arguments):
+        assert _child is not None
+        _child.submit(_call, body.__name__, os.getcwd(), arguments).result()
+
+    return test
+
+
+def _call(name, directory, arguments):
+    os.chdir(directory)
+    globals()[name].__wrapped__(**arguments)
+
+
+@contextlib.contextmanager
+def fault(calls, path, error=0, *, effect=ERROR, skip=0, times=FOREVER, hold=False, must_strike=True):
+    """Lets `calls` on files whose path contains `path` fail: `times` of them, after `skip` that do not.
+
+    With `hold` they wait, and fail when the function that this yields is called.
+    """
+    rules = np.memmap(os.environ["CSD_FAULTS"], RULE, "r+")
+    at = int(np.flatnonzero(rules["active"] == 0)[0])
+    rules[at] = (0, calls, effect, error, skip, times, hold, 0, 0, str(path).encode())
+    rules["active"][at] = 1
+    try:
+        yield lambda: rules["hold"].__setitem__(at, 0)
+    finally:
+        rules["active"][at] = rules["hold"][at] = 0
+    assert not must_strike or rules["struck"][at] > 0, "the fault never struck"
+
+
+def device_strings(kind, directory, options=""):
+    files = [f"file:{directory}/csd{i}{options}" for i in range(3)]
+    return {
+        "file": [files[1]],
+        "files": files,
+        "mixed": ["ram:", *files[1:]],
+        "scratch": [f"file:{options}"],
+    }[kind]
+
+
+def failing(kind, directory):
+    """Part of the path of the file that is to fail: one of them, where there are several."""
+    return directory if kind == "scratch" else Path(directory) / "csd1"
+
+
+class Training:
+    """A few parameters of every precision over many tiles; gradients depend on the number of the step alone."""
+
+    SHAPES = (((20000,), torch.float32), ((60, 70), torch.bfloat16), ((3001,), torch.float16), ((7,), torch.float32))
+
+    def __init__(self, devices, **options):
+        generator = torch.Generator().manual_seed(1)
+        self.params = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape, dtype in self.SHAPES
+        ]
+        self.opt = CSDAdam(self.params, lr=0.1, devices=devices, **{"tile_size": 1024, **options})
+        self.done = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.opt.close()
+
+    def step(self):
+        generator = torch.Generator().manual_seed(100 + self.done)
+        for p in self.params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        self.opt.step()
+        self.done += 1
+
+    def steps(self, n):
+        for _ in range(n):
+            self.step()
+        return self
+
+    def image(self):
+        """The bits of every parameter and of every state."""
+        state = self.opt.state
+        zero = torch.zeros(())
+        image = {}
+        for i, p in enumerate(self.params):
+            # Before the first step `state` may be empty: that is zero moments, and the parameter as its master.
+            entry = {"step": zero, "exp_avg": zero, "exp_avg_sq": zero, "master": p.detach().float()}
+            entry |= {**state.get(p, {}), "param": p.detach()}
+            for key, value in entry.items():
+                bits = torch.int32 if value.element_size() == 4 else torch.int16
+                image[i, key] = value.expand(() if key == "step" else p.shape).clone().view(bits)
+        return image
+
+
+def assert_same(image, other, what):
+    assert image.keys() == other.keys()
+    different = [key for key in image if not torch.equal(image[key], other[key])]
+    assert not different, f"{what}: {different} differ"
+
+
+@functools.cache
+def never_failed(steps):
+    with Training(["ram:"]) as training:
+        return training.steps(steps).image()
+
+
+def fails_and_recovers(training, *fault_arguments, steps_before, **fault_options):
+    """A step under the fault raises and changes nothing; the next one is as if nothing had been. Returns the error."""
+    training.steps(steps_before)
+    before = training.image()
+    with fault(*fault_arguments, **fault_options), pytest.raises(CSDOSError) as caught:
+        training.step()
+    assert_same(training.image(), before, "after the step that failed")
+    training.steps(2)
+    assert_same(training.image(), never_failed(training.done), "two steps later")
+    return caught.value
+
+
+# ---- transfers that are merely awkward -------------------------------------------
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@in_child
+def test_short_transfers_are_finished(kind, tmp_path):
+    everything = TILE_READ | TILE_WRITE | META_READ | META_WRITE
+    with fault(everything, tmp_path, effect=SHORT):
+        with Training(device_strings(kind, tmp_path)) as training:
+            assert_same(training.steps(3).image(), never_failed(3), "short transfers")
+        for store in tmp_path.glob("csd*"):
+            assert read_contents(store).superblock.step == 3
+
+
+@in_child
+def test_interrupted_transfers_are_repeated(tmp_path):
+    with Training(device_strings("files", tmp_path)) as training:
+        with fault(TILE_READ | TILE_WRITE, tmp_path, errno.EINTR, times=20):
+            training.steps(2)
+        assert_same(training.image(), never_failed(2), "EINTR")
+
+
+# ---- a step that fails ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 4])
+@pytest.mark.parametrize("nth", [0, 2])
+@pytest.mark.parametrize("calls", [TILE_READ, TILE_WRITE], ids=["read", "write"])
+@pytest.mark.parametrize("kind", DEVICES)
+@in_child
+def test_io_error_undoes_the_step(kind, calls, nth, steps_before, tmp_path):
+    # With three buffers for nine tiles or more, writes must end before the last tiles can be read: theirs are
+    # errors within the step.
+    with Training(device_strings(kind, tmp_path, "?buffers=3")) as training:
+        path = failing(kind, tmp_path)
+        error = fails_and_recovers(training, calls, path, errno.EIO, skip=nth, steps_before=steps_before)
+    assert error.errno == errno.EIO
+    for word in ("device", str(path), os.strerror(errno.EIO), "undone"):
+        assert word in str(error)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@in_child
+def test_file_that_ends_early(steps_before, tmp_path):
+    with Training(device_strings("files", tmp_path)) as training:
+        error = fails_and_recovers(training, TILE_READ, tmp_path / "csd1", effect=EOF, steps_before=steps_before)
+    assert error.errno == errno.EIO
+
+
+@in_child
+def test_full_disk_while_writing_says_what_to_do(tmp_path):
+    with Training(device_strings("file", tmp_path, "?buffers=3")) as training:
+        error = fails_and_recovers(training, TILE_WRITE, tmp_path, errno.ENOSPC, steps_before=1)
+    assert error.errno == errno.ENOSPC
+    assert "Free some space" in str(error)
+
+
+# Room is taken for tiles, manifest and two tables; only the first where the file has no name.
+@pytest.mark.parametrize("times", [1, FOREVER], ids=["once", "always"])
+@pytest.mark.parametrize(("kind", "nth"), [("scratch", 0), *itertools.product(["file", "files", "mixed"], range(4))])
+@in_child
+def test_full_disk_in_the_first_step(kind, nth, times, tmp_path):
+    path = failing(kind, tmp_path)
+    with Training(device_strings(kind, tmp_path)) as training:
+        error = fails_and_recovers(training, ALLOCATE, path, errno.ENOSPC, skip=nth, times=times, steps_before=0)
+        assert error.errno == errno.ENOSPC
+        assert str(path) in str(error)
+        assert "are free" in str(error)
+    for store in tmp_path.glob("csd*"):
+        assert read_contents(store).superblock.step == 2
+
+
+# The writes: direct I/O is tried out, manifest, table, superblock.
+@pytest.mark.parametrize(("calls", "nth"), [*itertools.product([META_WRITE], range(4)), (SYNC, 0), (SYNC, 1)])
+@in_child
+def test_io_error_in_the_metadata_of_the_first_step(calls, nth, tmp_path):
+    path = tmp_path / "csd1"
+    with Training(device_strings("files", tmp_path)) as training:
+        error = fails_and_recovers(training, calls, path, errno.EIO, skip=nth, times=1, steps_before=0)
+    assert error.errno == errno.EIO
+    assert str(path) in str(error)
+    assert read_contents(path).superblock.step == 2
+
+
+@pytest.mark.parametrize(("calls", "code"), [(ALLOCATE, errno.ENOSPC), (META_WRITE, errno.EIO), (SYNC, errno.EIO)])
+@pytest.mark.parametrize("nth", [0, 1])
+@in_child
+def test_close_after_a_first_step_that_failed(calls, code, nth, tmp_path):
+    with Training([str(tmp_path)]) as training, fault(calls, tmp_path, code, skip=nth), pytest.raises(CSDOSError):
+        training.step()
+    with Training([str(tmp_path)], overwrite=True) as training:  # the directory is not lost
+        assert_same(training.steps(1).image(), never_failed(1), "in the same directory")
+
+
+@in_child
+def test_failure_when_parameters_join(tmp_path):
+    """The second extent does not fit; the first and its store stay good."""
+    p, q = (torch.nn.Parameter(torch.full((5000,), value)) for value in (1.0, 2.0))
+    with CSDAdam([p], devices=[str(tmp_path)], tile_size=1024) as opt:
+        p.grad = torch.ones(5000)
+        opt.step()
+        opt.add_param_group({"params": [q], "amsgrad": True})
+        q.grad = torch.ones(5000)
+        before = p.detach().clone(), opt.state[p]["exp_avg"].clone()
+        with fault(ALLOCATE, tmp_path, errno.ENOSPC), pytest.raises(CSDOSError, match="no room"):
+            opt.step()
+        assert torch.equal(p, before[0])
+        assert torch.equal(opt.state[p]["exp_avg"], before[1])
+        opt.step()
+        assert opt.state[p]["step"] == 2
+        assert opt.state[q]["step"] == 1
+    assert [len(e["sections"]) for e in read_contents(tmp_path).manifest["extents"]] == [3, 4]
+
+
+@in_child
+def test_one_failure_does_not_disturb_another_optimizer(tmp_path):
+    with Training([str(tmp_path / "csd1")]) as one, Training([str(tmp_path / "csd2")]) as other:
+        with fault(TILE_READ, tmp_path / "csd1", errno.EIO):
+            with pytest.raises(CSDOSError, match="csd1"):
+                one.step()
+            other.steps(2)
+        assert_same(one.steps(2).image(), other.image(), "the one that failed")
+
+
+@in_child
+def test_many_failures_in_a_row(tmp_path):
+    with Training(device_strings("files", tmp_path)) as training:
+        for skip in range(0, 60, 10):
+            # Each strikes somewhere else: before the step, in it, or when it is whole.
+            with fault(TILE_READ | TILE_WRITE, tmp_path, errno.EIO, skip=skip, times=1, must_strike=False):
+                with contextlib.suppress(CSDOSError):
+                    training.step()
+                with contextlib.suppress(CSDOSError):
+                    training.image()
+        assert_same(training.image(), never_failed(training.done), f"{training.done} whole steps")
+
+
+# ---- failures after step() has returned ----------------------------------------------
+# The writes are held until the step is whole: with tiles this large there is a buffer for each.
+
+LARGE = 8192
+
+
+@pytest.mark.parametrize("kind", ["file", "files", "mixed"])
+@pytest.mark.parametrize("call", ["step", "state", "state_dict", "stats"])
+@in_child
+def test_late_write_error_is_raised_and_nothing_is_lost(kind, call, tmp_path):
+    with Training(device_strings(kind, tmp_path), tile_size=LARGE) as training:
+        training.steps(2).image()  # nothing is on its way any more
+        call = {
+            "step": training.step,
+            "state": lambda: training.opt.state,
+            "state_dict": training.opt.state_dict,
+            "stats": training.opt.stats,
+        }[call]
+        with fault(TILE_WRITE, tmp_path / "csd1", errno.EIO, hold=True) as release:
+            training.step()  # whole: it returns
+            release()
+            for _ in range(2):
+                with pytest.raises(CSDOSError) as caught:
+                    call()
+                assert caught.value.errno == errno.EIO
+                assert str(tmp_path / "csd1") in str(caught.value)
+                assert "undone" not in str(caught.value)
+        call()
+        assert training.done == (4 if call == training.step else 3)
+        assert_same(training.image(), never_failed(training.done), "once the writes went through")
+
+
+@in_child
+def test_late_write_error_for_a_moment_is_not_even_noticed(tmp_path):
+    with Training([str(tmp_path)], tile_size=LARGE) as training:
+        with fault(TILE_WRITE, tmp_path, errno.ENOSPC, times=1, hold=True) as release:
+            training.step()
+            release()
+            training.step()  # writes what was not written
+        assert_same(training.image(), never_failed(2), "after a full disk for a moment")
+
+
+@pytest.mark.parametrize("kind", ["file", "files"])
+@in_child
+def test_close_raises_what_was_not_written(kind, tmp_path):
+    training = Training(device_strings(kind, tmp_path), tile_size=LARGE).steps(1)
+    training.image()
+    with fault(TILE_WRITE, tmp_path / "csd1", errno.EIO, hold=True) as release:
+        training.step()
+        release()
+        with pytest.raises(CSDOSError, match="csd1") as caught:
+            training.opt.close()
+    assert caught.value.errno == errno.EIO
+    for store in tmp_path.glob("csd*"):
+        assert not read_contents(store).superblock.flags & CLEAN
+    training.opt.close()  # closed is closed
+    Training(device_strings(kind, tmp_path), overwrite=True).opt.close()  # and the locks are gone
+
+
+@pytest.mark.parametrize("calls", [META_WRITE, SYNC])
+@in_child
+def test_close_raises_when_the_superblock_cannot_be_written(calls, tmp_path):
+    training = Training([str(tmp_path)]).steps(1)
+    with fault(calls, tmp_path, errno.EIO), pytest.raises(CSDOSError, match=str(tmp_path)):
+        training.opt.close()
+    Training([str(tmp_path)], overwrite=True).opt.close()
+
+
+@in_child
+def test_dropped_optimizer_says_nothing(tmp_path):
+    training = Training([str(tmp_path)], tile_size=LARGE)
+    with fault(TILE_WRITE, tmp_path, errno.EIO, hold=True) as release, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.step()
+        release()
+        del training
+        gc.collect()
+    Training([str(tmp_path)], overwrite=True).opt.close()
+
+
+# ---- file systems without direct I/O ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("calls", "code"),
+    [(DIRECT_OPEN, errno.EINVAL), (DIRECT_IO, errno.EINVAL), (DIRECT_IO, errno.EOPNOTSUPP)],
+    ids=["open", "transfer", "unsupported"],
+)
+@in_child
+def test_no_direct_io(calls, code, tmp_path):
+    with fault(calls, tmp_path, code):
+        training = Training([str(tmp_path / "csd1")])
+        with pytest.warns(CSDWarning, match="no direct I/O") as seen:
+            training.steps(3)
+        assert len([w for w in seen if w.category is CSDWarning]) == 1
+        assert training.opt.stats()["devices"][0]["direct_io"] is False
+        assert_same(training.image(), never_failed(3), "without direct I/O")
+        training.opt.close()
+    assert read_contents(tmp_path / "csd1").superblock.step == 3
+
+
+@in_child
+def test_no_direct_io_and_an_error(tmp_path):
+    with (
+        fault(DIRECT_OPEN, tmp_path, errno.EINVAL),
+        Training(device_strings("file", tmp_path, "?buffers=3")) as training,
+    ):
+        with pytest.warns(CSDWarning):
+            training.step()
+        fails_and_recovers(training, TILE_WRITE, tmp_path, errno.EIO, skip=1, steps_before=1)
+
+
+@in_child
+def test_error_while_trying_direct_io_out(tmp_path):
+    with Training([str(tmp_path / "csd1")]) as training:
+        error = fails_and_recovers(training, DIRECT_IO, tmp_path, errno.EIO, times=1, steps_before=0)
+        assert error.errno == errno.EIO
+        assert str(tmp_path) in str(error)
+        assert training.opt.stats()["devices"][0]["direct_io"] is True
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm here")
+@in_child
+def test_tmpfs(tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        with Training(device_strings("file", directory, "?buffers=3")) as training:
+            training.step()
+            fails_and_recovers(training, TILE_WRITE, directory, errno.EIO, skip=1, steps_before=1)
+        assert read_contents(Path(directory) / "csd1").superblock.flags & CLEAN

@@ -1,0 +1,506 @@
+"""The store: who may have it, what stands in it, and that nothing is ever erased unasked."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDTypeError, CSDValueError
+from csd_optim.devices import parse_bytes, parse_device, parse_devices
+from csd_optim.store import CLEAN, FILE_NAME, PAGE, read_contents
+
+
+def crc32c(data):
+    """CRC-32C byte by byte, with nothing of csd_optim's."""
+    crc = 0xFFFFFFFF
+    for byte in bytes(data):
+        crc = crc >> 8 ^ CRC_OF_BYTE[(crc ^ byte) & 255]
+    return crc ^ 0xFFFFFFFF
+
+
+def _crc_of_byte(c):
+    for _ in range(8):
+        c = c >> 1 ^ (0x82F63B78 if c & 1 else 0)
+    return c
+
+
+CRC_OF_BYTE = [_crc_of_byte(c) for c in range(256)]
+
+
+def parameters(*shapes, dtype=torch.float32):
+    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+def train(opt, steps):
+    for _ in range(steps):
+        for group in opt.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape).to(p.dtype)
+        opt.step()
+
+
+def store_of(directory, steps=1, **options):
+    """A store as a closed optimizer leaves it."""
+    with CSDAdam(parameters((3000,)), devices=[str(directory)], tile_size=1024, **options) as opt:
+        train(opt, steps)
+    return directory / FILE_NAME
+
+
+# ---- device strings ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "''"),
+        ("nvme:/mnt", "'nvme:/mnt'"),
+        ("ram:/mnt", "'ram:/mnt'"),
+        ("null:?buffers=4", "'null:?buffers=4'"),
+        ("file:/mnt?buffers=2", "'2'"),
+        ("file:/mnt?buffers=two", "'two'"),
+        ("file:/mnt?buffers=", "''"),
+        ("file:/mnt?block=1000", "'1000'"),
+        ("file:/mnt?block=0", "'0'"),
+        ("file:/mnt?block=4miles", "'4miles'"),
+        ("file:/mnt?blocks=4096", "'blocks'"),
+        ("file:/mnt?scratch=yes", "'yes'"),
+    ],
+)
+def test_bad_device_string_is_refused_with_its_value(text, named):
+    with pytest.raises(CSDValueError) as caught:
+        parse_device(text)
+    assert named in str(caught.value)
+    assert "Invalid" in str(caught.value)
+    with pytest.raises(ValueError, match="Invalid"):
+        CSDAdam(parameters((4,)), devices=[text])
+
+
+@pytest.mark.parametrize("device", [3, None, b"/mnt", ["ram:"]])
+def test_device_that_is_no_string(device):
+    with pytest.raises(CSDTypeError, match=type(device).__name__):
+        parse_devices([device])
+
+
+def test_devices_are_named_once_and_at_least_one(tmp_path):
+    with pytest.raises(CSDValueError, match="at least one"):
+        parse_devices([])
+    with pytest.raises(CSDValueError, match=f"'{tmp_path}' is named twice"):
+        parse_devices([f"{tmp_path}", f"file:{tmp_path}/x/.."])
+    assert len(parse_devices(["ram:", "ram:", "file:", "file:"])) == 4
+
+
+def test_good_device_strings(tmp_path, monkeypatch):
+    spec = parse_device("file:/mnt/nvme0?buffers=16&block=4MiB")
+    assert (spec.backend, str(spec.directory), spec.buffers, spec.block_bytes) == ("file", "/mnt/nvme0", 16, 4 << 20)
+    assert str(parse_device(tmp_path).directory) == str(tmp_path)
+    assert str(parse_device("/mnt/a?b:c").directory) == "/mnt/a?b:c"  # a plain path is taken as it stands
+    assert [s.backend for s in parse_devices("ram:")] == ["ram"]
+    monkeypatch.setenv("CSD_OPTIM_DEVICES", "/mnt/a, ram:,")
+    assert [str(s) for s in parse_devices(None)] == ["/mnt/a", "ram:"]
+    sizes = {"4096": 4096, "2MiB": 2 << 20, "1.5 kb": 1500, "1GB": 10**9, "1 GiB": 1 << 30}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+
+
+# ---- nothing is erased unasked -------------------------------------------------------
+
+
+def test_existing_store_is_refused_unless_overwrite(tmp_path):
+    store = store_of(tmp_path)
+    before = store.read_bytes()
+    with pytest.raises(CSDStoreExistsError, match="overwrite=True") as caught:
+        CSDAdam(parameters((5,)), devices=[str(tmp_path)])
+    assert isinstance(caught.value, FileExistsError)
+    assert caught.value.errno == errno.EEXIST
+    assert str(store) in str(caught.value)
+    assert store.read_bytes() == before
+    with CSDAdam(parameters((5,)), devices=[str(tmp_path)], overwrite=True) as opt:
+        train(opt, 3)
+    assert read_contents(tmp_path).superblock.step == 3
+
+
+@pytest.mark.parametrize("content", [b"mine", b"x" * 3 * PAGE])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_file_that_is_no_store_is_never_touched(tmp_path, content, overwrite):
+    file = tmp_path / FILE_NAME
+    file.write_bytes(content)
+    with pytest.raises(CSDStoreExistsError, match="is no csd_optim store"):
+        CSDAdam(parameters((5,)), devices=[str(tmp_path)], overwrite=overwrite)
+    assert file.read_bytes() == content
+
+
+def test_what_a_killed_first_step_left_is_a_store_never_finished(tmp_path):
+    """Space was reserved, and the process killed before the first superblock: only zeros are there."""
+    (tmp_path / FILE_NAME).write_bytes(bytes(10 * PAGE))
+    with pytest.raises(CSDStoreExistsError, match="overwrite=True"):
+        CSDAdam(parameters((5,)), devices=[str(tmp_path)])
+    with CSDAdam(parameters((5,)), devices=[str(tmp_path)], overwrite=True) as opt:
+        train(opt, 1)
+
+
+def test_refused_second_device_leaves_nothing_of_the_first(tmp_path):
+    store_of(tmp_path / "b")
+    with pytest.raises(CSDStoreExistsError):
+        CSDAdam(parameters((5,)), devices=[str(tmp_path / "a"), str(tmp_path / "b")])
+    assert not (tmp_path / "a" / FILE_NAME).exists()
+    with CSDAdam(parameters((5,)), devices=[str(tmp_path / "a")]) as opt:  # and its lock is gone
+        train(opt, 1)
+
+
+def test_directory_that_cannot_be_had(tmp_path):
+    with pytest.raises(CSDOSError, match="missing") as caught:
+        CSDAdam(parameters((5,)), devices=[str(tmp_path / "missing" / "below")])
+    assert caught.value.errno == errno.ENOENT
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CSDOSError, match=str(tmp_path / "file")):
+        CSDAdam(parameters((5,)), devices=[str(tmp_path / "file")])
+
+
+# ---- one owner -----------------------------------------------------------------------
+
+
+def test_lock_on_a_file_that_has_just_been_removed_is_not_ownership(tmp_path, monkeypatch):
+    """Another optimizer that never stepped removes its file between our open() and our lock."""
+    flock, file = fcntl.flock, tmp_path / FILE_NAME
+
+    def late(fd, how):
+        if not file.with_suffix(".gone").exists():
+            file.rename(file.with_suffix(".gone"))
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with CSDAdam(parameters((5,)), devices=[str(tmp_path)]) as opt:
+        train(opt, 1)
+        assert read_contents(tmp_path).manifest["params"]
+
+
+def test_lock_within_a_process(tmp_path):
+    with CSDAdam(parameters((5,)), devices=[str(tmp_path)]) as opt:
+        for overwrite in (False, True):
+            with pytest.raises(CSDBusyError, match="this process") as caught:
+                CSDAdam(parameters((5,)), devices=[str(tmp_path)], overwrite=overwrite)
+            assert isinstance(caught.value, BlockingIOError)
+        train(opt, 1)
+
+
+CHILD = """
+import sys, torch
+from csd_optim import CSDAdam
+p = torch.nn.Parameter(torch.ones(5000))
+opt = CSDAdam([p], devices=[sys.argv[1]], tile_size=1024)
+for _ in range(int(sys.argv[2])):
+    p.grad = torch.ones(5000)
+    opt.step()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def child(request):
+    """Starts a process that trains for some steps on a device, and then waits to be killed."""
+    processes = []
+
+    def start(device, steps):
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(device), str(steps)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        processes.append(process)
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_lock_between_processes(tmp_path, child):
+    process = child(tmp_path, 2)
+    with pytest.raises(CSDBusyError, match=f"process {process.pid}"):
+        CSDAdam(parameters((5,)), devices=[str(tmp_path)], overwrite=True)
+    contents = read_contents(tmp_path)  # whoever only looks may
+    assert not contents.superblock.flags & CLEAN
+    kill(process)
+    assert not read_contents(tmp_path).superblock.flags & CLEAN
+    with pytest.raises(CSDStoreExistsError):  # free again, and not erased
+        CSDAdam(parameters((5,)), devices=[str(tmp_path)])
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_scratch_leaves_nothing_behind(tmp_path, child, steps):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    process = child(f"file:{scratch}?scratch=1", steps)
+    assert list(scratch.iterdir()) == []  # not even while it runs
+    kill(process)
+    assert list(scratch.iterdir()) == []
+
+
+def test_scratch_in_the_current_directory_has_no_name(tmp_path):
+    with CSDAdam(parameters((5000,)), devices=["file:", "file:"]) as opt:
+        train(opt, 1)
+        assert list(tmp_path.iterdir()) == []
+        assert open_files(tmp_path)
+    assert not open_files(tmp_path)
+
+
+def open_files(directory):
+    """What this process has open below a directory."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [link for link in links if os.readlink(link).startswith(str(directory))]
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_optimizer_never_stepped_leaves_no_file(tmp_path, end):
+    opt = CSDAdam(parameters((5,)), devices=[str(tmp_path / "csd")])
+    if end == "close":
+        opt.close()
+    del opt
+    assert list((tmp_path / "csd").iterdir()) == []
+
+
+# ---- what stands in it -----------------------------------------------------------------
+
+
+def tiles_of(store):
+    """(extent, global number, current slot, {section: bytes}, table row) of each tile of one store, read plainly."""
+    contents = read_contents(store)
+    rows = iter(contents.tiles)
+    for e, extent in enumerate(contents.manifest["extents"]):
+        n_bytes = 4 * extent["tile_elems"]
+        for j in range(extent["tiles"]):
+            row = next(rows)
+            at = extent["file_offset"] + (2 * j + int(row["slot"])) * n_bytes * len(extent["sections"])
+            sections = {
+                name: np.fromfile(store, np.uint8, n_bytes, offset=at + s * n_bytes).tobytes()
+                for s, name in enumerate(extent["sections"])
+            }
+            tile = contents.superblock.device + j * contents.superblock.devices
+            yield e, tile, int(row["slot"]), sections, row
+
+
+def check_against(opt, stores, manifest):
+    """Every state of `opt`, and the parameter's master, stands where manifest and table say."""
+    flat = {}  # extent, section -> the flat space, tile by tile
+    tiles = sorted((t for store in stores for t in tiles_of(store)), key=lambda t: t[:2])
+    for extent, _, _, sections, _ in tiles:
+        for name, data in sections.items():
+            flat[extent, name] = flat.get((extent, name), b"") + data
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for p, entry in zip(params, manifest["params"], strict=True):
+        for name in manifest["extents"][entry["extent"]]["sections"]:
+            first = 4 * entry["start"]
+            stored = flat[entry["extent"], name][first : first + 4 * entry["numel"]]
+            state = opt.state[p][name]
+            state = torch.view_as_real(state) if state.is_complex() else state
+            assert stored == state.contiguous().numpy().tobytes(), (entry["name"], name)
+
+
+@pytest.fixture(params=[1, 3])
+def trained(request, tmp_path):
+    """An optimizer of everything that a manifest can say, closed, its state still readable; and its stores."""
+    named = [
+        ("weight", parameters((40, 50))[0]),
+        ("bias", parameters((7,), dtype=torch.bfloat16)[0]),
+        ("phase", torch.nn.Parameter(torch.randn(11, dtype=torch.complex64))),
+        ("empty", parameters((0, 3))[0]),
+    ]
+    half = ("half", parameters((33, 64), dtype=torch.float16)[0])
+    devices = [str(tmp_path / f"csd{i}") for i in range(request.param)]
+    opt = CSDAdam(
+        [{"params": named}, {"params": [half], "lr": torch.tensor(0.5), "amsgrad": True}],
+        devices=devices,
+        tile_size=1024,
+    )
+    for step in range(3):
+        for name, p in [*named, half]:
+            p.grad = None if name == "bias" and step else torch.randn(p.shape).to(p.dtype)
+        opt.step()
+    opt.close()
+    return opt, [Path(d) / FILE_NAME for d in devices]
+
+
+def test_store_says_what_the_optimizer_is(trained):
+    opt, stores = trained
+    for d, store in enumerate(stores):
+        contents = read_contents(store)
+        superblock, manifest = contents.superblock, contents.manifest
+        assert (superblock.device, superblock.devices, superblock.step) == (d, len(stores), 3)
+        assert superblock.flags & CLEAN
+        assert superblock.store_id == read_contents(stores[0]).superblock.store_id
+        said = {e["name"]: (tuple(e["shape"]), e["dtype"], e["group"], e["numel"]) for e in manifest["params"]}
+        assert said == {
+            "weight": ((40, 50), "float32", 0, 2000),
+            "bias": ((7,), "bfloat16", 0, 7),
+            "phase": ((11,), "complex64", 0, 22),
+            "empty": ((0, 3), "float32", 0, 0),
+            "half": ((33, 64), "float16", 1, 33 * 64),
+        }
+        assert [g["lr"] for g in manifest["groups"]] == [1e-3, 0.5]
+        assert [g["amsgrad"] for g in manifest["groups"]] == [False, True]
+        assert manifest["groups"][0]["betas"] == [0.9, 0.999]
+        assert [e["sections"][3:] for e in manifest["extents"]] == [[], ["max_exp_avg_sq"]]
+        steps = dict(zip(said, contents.steps.tolist(), strict=True))
+        assert steps == {"weight": 3, "bias": 1, "phase": 3, "empty": 3, "half": 3}
+        assert {name: float(opt.state[p]["step"]) for name, p in names_of(opt)} == steps
+
+
+def names_of(opt):
+    return [pair for g in opt.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
+
+
+def test_bytes_of_the_current_slots_are_the_state(trained):
+    opt, stores = trained
+    check_against(opt, stores, read_contents(stores[0]).manifest)
+
+
+def test_checksums_are_those_of_the_current_slots(trained):
+    _, stores = trained
+    summed = 0
+    for store in stores:
+        for _, tile, _, sections, row in tiles_of(store):
+            if row["summed"]:
+                assert [crc32c(data) for data in sections.values()] == row["crc"][: len(sections)].tolist(), tile
+                summed += 1
+    assert summed == sum(1 for store in stores for _ in tiles_of(store))  # each was written in some step
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "in place"])
+def test_no_checksum_is_wrong_after_state_was_set_from_outside(tmp_path, how):
+    """Such tiles have no checksum, or a new one."""
+    [p] = parameters((3000,))
+    with CSDAdam([p], devices=[str(tmp_path)], tile_size=1024) as opt:
+        train(opt, 2)
+        if how == "in place":
+            opt.state[p]["exp_avg"].fill_(0.5)
+        else:
+            saved = opt.state_dict()
+            state = {k: v.clone() for k, v in saved["state"][0].items()}
+            state["exp_avg"].fill_(0.5)
+            opt.load_state_dict({**saved, "state": {0: state}})
+    for _, _, _, sections, row in tiles_of(tmp_path / FILE_NAME):
+        assert np.frombuffer(sections["exp_avg"], "<f4")[0] == 0.5
+        if row["summed"]:
+            assert [crc32c(data) for data in sections.values()] == row["crc"][:3].tolist()
+
+
+def test_both_slots_alternate(tmp_path):
+    slots = []
+    for steps in range(1, 5):
+        p, q = parameters((1024,), (1024,))
+        with CSDAdam([p, q], devices=[str(tmp_path / str(steps))], tile_size=1024) as opt:
+            train(opt, 1)
+            q.grad = None
+            for _ in range(1, steps):
+                opt.step()
+        slots.append([slot for _, _, slot, _, _ in tiles_of(tmp_path / str(steps) / FILE_NAME)])
+    assert [p for p, _ in slots] == [1, 0, 1, 0]
+    assert [q for _, q in slots] == [1, 1, 1, 1]  # without a gradient it stays where it is
+
+
+def test_space_is_taken_up_front(tmp_path):
+    n = 300_000
+    with CSDAdam(parameters((n,)), devices=[str(tmp_path)], tile_size=1 << 16) as opt:
+        train(opt, 1)
+        stat = (tmp_path / FILE_NAME).stat()
+        slots = 2 * 12 * -(-n // (1 << 16)) * (1 << 16)
+        assert stat.st_size >= slots
+        assert 512 * stat.st_blocks >= slots, "a hole: the disk may fill up before it is written"
+        assert 512 * stat.st_blocks <= slots + (1 << 17)
+        assert read_contents(tmp_path).allocated_bytes == 512 * stat.st_blocks
+
+
+def test_unclean_while_open(tmp_path):
+    opt = CSDAdam(parameters((3000,)), devices=[str(tmp_path)])
+    for _ in range(2):
+        train(opt, 1)
+        assert not read_contents(tmp_path).superblock.flags & CLEAN
+    opt.close()
+    assert read_contents(tmp_path).superblock.flags & CLEAN
+
+
+def test_store_grows_when_parameters_join(tmp_path):
+    first, second, third = parameters((2500,), (1500,), (64, 64))
+    with CSDAdam([first], devices=[str(tmp_path / "a"), str(tmp_path / "b")], tile_size=1024) as opt:
+        train(opt, 2)
+        sizes = [(tmp_path / d / FILE_NAME).stat().st_size for d in "ab"]
+        opt.add_param_group({"params": [second]})
+        train(opt, 1)
+        opt.add_param_group({"params": [third], "amsgrad": True})
+        train(opt, 1)
+        assert all((tmp_path / d / FILE_NAME).stat().st_size > size for d, size in zip("ab", sizes, strict=True))
+    contents = read_contents(tmp_path / "b")
+    assert contents.steps.tolist() == [4, 2, 1]
+    assert [e["extent"] for e in contents.manifest["params"]] == [0, 1, 2]
+    check_against(opt, [tmp_path / d / FILE_NAME for d in "ab"], contents.manifest)
+
+
+# ---- damage ----------------------------------------------------------------------------
+
+
+def damage(store, offset, bits=0x01):
+    with store.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ bits]))
+
+
+def test_one_damaged_superblock_is_survived_two_are_not(tmp_path):
+    store = store_of(tmp_path)
+    current = read_contents(store).superblock
+    damage(store, current.sequence % 2 * PAGE + 100)
+    assert read_contents(store).superblock.sequence == current.sequence - 1
+    damage(store, (current.sequence - 1) % 2 * PAGE + PAGE - 1)  # in its own checksum
+    with pytest.raises(CSDStoreError, match=str(store)):
+        read_contents(store)
+
+
+@pytest.mark.parametrize("region", ["manifest", "table"])
+def test_damaged_manifest_and_table_are_noticed(tmp_path, region):
+    store = store_of(tmp_path)
+    offset, size, _ = getattr(read_contents(store).superblock, region)
+    damage(store, offset + size - 1)
+    with pytest.raises(CSDStoreError, match=f"{region} is damaged"):
+        read_contents(store)
+
+
+def test_store_cut_short_is_noticed(tmp_path):
+    store = store_of(tmp_path)
+    os.truncate(store, read_contents(store).superblock.manifest[0] + 10)
+    with pytest.raises(CSDStoreError, match="damaged"):
+        read_contents(store)
+    os.truncate(store, 100)
+    with pytest.raises(CSDStoreError):
+        read_contents(store)
+
+
+@pytest.mark.parametrize(("offset", "value", "message"), [(8, 2, "format 2"), (12, 0x04030201, "endianness")])
+def test_format_of_another_version_or_machine_is_refused(tmp_path, offset, value, message):
+    store = store_of(tmp_path)
+    with store.open("r+b") as file:
+        for i in range(2):
+            file.seek(i * PAGE)
+            block = bytearray(file.read(PAGE))
+            block[offset : offset + 4] = value.to_bytes(4, "little")
+            block[-4:] = crc32c(block[:-4]).to_bytes(4, "little")
+            file.seek(i * PAGE)
+            file.write(block)
+    before = store.read_bytes()
+    with pytest.raises(CSDStoreError, match=message):
+        read_contents(store)
+    with pytest.raises((CSDStoreError, CSDStoreExistsError)):
+        CSDAdam(parameters((5,)), devices=[str(tmp_path)])
+    assert store.read_bytes() == before
