@@ -1,0 +1,300 @@
+"""What this machine and its disks are, and how fast: facts from /proc and /sys, short measurements on scratch space.
+
+A figure such as "70 million parameters per second" says little on its own; beside the rate that the same disk or the
+same memory reaches with nothing to compute, measured in the same run, it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import platform
+import shutil
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from . import bindings
+from .bindings import HYPER
+from .errors import CSDOSError, CSDWarning
+from .store import StoreFile
+
+HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
+# Requests in flight per file system, as the engine has them (kIoDepth in native/src/pool.cpp).
+DEPTH = 8
+Kind = Literal["read", "write", "mixed"]
+
+
+# ---- facts ---------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and memory (bytes) that this process may use, versions."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = _text("/proc/self/cgroup").rpartition("::")[2]
+    limit = _text(f"/sys/fs/cgroup{group.rstrip('/')}/memory.max")
+    model = next((v for k, v in _fields("/proc/cpuinfo") if k in ("model name", "Model")), "")
+    return {
+        "cpu": model or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": min(memory, int(limit)) if limit.isdigit() else memory,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def updater() -> dict[str, Any]:
+    """Instruction set and threads of the CPU updater."""
+    return {"isa": bindings.isa_used(), "isas": bindings.isas(), "threads": bindings.threads_used()}
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping."""
+    text = dict(_fields("/proc/meminfo")).get("MemAvailable", "")
+    return int(text.split()[0]) << 10 if text else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def storage(directory: Path) -> dict[str, Any]:
+    """File system, drive and space (bytes) behind an existing directory; "" for what the system does not say."""
+    where = directory.resolve()
+    # Fields of a line: id, parent, major:minor, root, mount point, options ... - type, source, options. The kernel
+    # writes a blank in a path as \040; later lines mount over earlier ones.
+    mounts = [line.partition(" - ") for line in _text("/proc/self/mountinfo").splitlines()]
+    points = [(Path(left.split()[4].replace("\\040", " ")), right.split()) for left, _, right in mounts]
+    mount, (kind, source, *_) = max(
+        (p for p in points if where.is_relative_to(p[0])), key=lambda p: len(p[0].parts), default=(Path("/"), ["", ""])
+    )
+    number = where.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    if not (block / "queue").exists():
+        block = block.parent  # a partition; its disk is one level up
+    is_disk = (block / "queue").exists()  # tmpfs, overlay and network file systems have none
+    space = shutil.disk_usage(where)
+    return {
+        "filesystem": kind,
+        "mounted_at": str(mount),
+        "source": source,
+        "disk": block.name if is_disk else "",
+        "model": _text(block / "device/model") if is_disk else "",
+        "free_bytes": space.free,
+        "total_bytes": space.total,
+    }
+
+
+def _text(path: str | Path) -> str:
+    """A small system file's text, "" where there is none."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _fields(path: str) -> Iterator[tuple[str, str]]:
+    """The `key : value` lines of a system file."""
+    for line in _text(path).splitlines():
+        key, _, value = line.partition(":")
+        yield key.strip(), value.strip()
+
+
+# ---- a disk --------------------------------------------------------------------
+
+
+class Scratch:
+    """A nameless file of `size` bytes in `directory`, gone with the process, however that ends.
+
+    Its bytes read as unwritten until `fill()`. Raises CSDOSError: no such directory, not allowed, no room.
+    """
+
+    def __init__(self, directory: Path, size: int, block: int) -> None:
+        self.block = block
+        self.blocks = max(2, size // block)
+        self._store = StoreFile(directory, durable=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", CSDWarning)  # `direct` says it
+                self.first = self._store.allocate(self.blocks * block)
+        except BaseException:
+            self._store.close()
+            raise
+        self.fd = self._store.io_fd
+        self.direct = self._store.direct
+        self.file_system = os.fstat(self.fd).st_dev
+
+    def requests(self, kind: Kind) -> Iterator[tuple[bool, int]]:
+        """One pass over the file: (is it a write?, offset). `mixed` reads one half and writes the other, in turns."""
+        if kind != "mixed":
+            for i in range(self.blocks):
+                yield kind == "write", self.first + i * self.block
+            return
+        half = self.blocks // 2
+        for i in range(half):
+            yield False, self.first + i * self.block
+            yield True, self.first + (half + i) * self.block
+
+    def fill(self, seconds: float = 60) -> None:
+        """Writes every block once: space that is only reserved is neither read from the disk nor written as fast.
+
+        After `seconds` what is not written by then is left out of the measurements.
+        """
+        done, _ = _transfer([self], "write", seconds)
+        self.blocks = max(2, done // self.block)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60) -> float:
+    """Bytes per second (read plus written) of one pass over all files at once, or of as much as `seconds` allow.
+
+    The requests are the engine's: as large, as many in flight for each file system, buffers on huge pages.
+    """
+    done, took = _transfer(files, kind, seconds)
+    return done / took
+
+
+def _transfer(files: Sequence[Scratch], kind: Kind, seconds: float) -> tuple[int, float]:
+    """Moves bytes; returns how many, and the seconds it took."""
+    stop = threading.Event()
+    errors: list[OSError] = []
+    moved: list[int] = []
+    threads = []
+    for _, group in itertools.groupby(sorted(files, key=lambda f: f.file_system), key=lambda f: f.file_system):
+        queue = _Queue(list(group), kind)
+        for _ in range(DEPTH):
+            buffer = _huge_buffer(queue.block)  # made before the clock starts
+            threads.append(threading.Thread(target=_serve, args=(queue, buffer, stop, moved, errors), daemon=True))
+    start = time.perf_counter()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, start + seconds - time.perf_counter()))
+    finally:
+        stop.set()  # out of time, or interrupted: what is in flight is finished, nothing else begun
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    if errors:
+        raise CSDOSError(errors[0].errno, f"measuring a {kind} rate: {errors[0].strerror}")
+    return sum(moved), time.perf_counter() - start
+
+
+class _Queue:
+    """The requests of several files on one file system, in turns, for several threads."""
+
+    def __init__(self, files: list[Scratch], kind: Kind) -> None:
+        self.block = max(f.block for f in files)
+        turns = itertools.zip_longest(*([(f, *r) for r in f.requests(kind)] for f in files))
+        self._requests = iter([r for turn in turns for r in turn if r is not None])
+        self._lock = threading.Lock()
+
+    def next(self) -> tuple[Scratch, bool, int] | None:
+        with self._lock:
+            return next(self._requests, None)
+
+
+def _serve(queue: _Queue, buffer: memoryview, stop: threading.Event, moved: list[int], errors: list[OSError]) -> None:
+    """One thread: one request at a time until there are no more."""
+    done = 0
+    try:
+        while not stop.is_set() and (request := queue.next()):
+            file, is_write, offset = request
+            left = buffer[: file.block]
+            while left:  # a transfer cut short goes on where it stopped
+                n = os.pwritev(file.fd, [left], offset) if is_write else os.preadv(file.fd, [left], offset)
+                if n == 0:
+                    raise OSError(0, "end of file")
+                left, offset, done = left[n:], offset + n, done + n
+    except OSError as e:
+        errors.append(e)
+        stop.set()
+    moved.append(done)
+
+
+def _huge_buffer(nbytes: int) -> memoryview:
+    """`nbytes` of random bytes on huge pages: there are disks that are quicker to store zeros."""
+    array = _huge_array(nbytes)
+    array[:] = np.frombuffer(np.random.default_rng(0).bytes(nbytes), np.uint8)
+    return array.data
+
+
+def _huge_array(nbytes: int) -> np.ndarray[Any, Any]:
+    # Private: Python's default is shared memory, which gets no huge pages.
+    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them refuses the advice
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(mapping, np.uint8)
+    first = -raw.ctypes.data % HUGE_PAGE
+    return raw[first : first + nbytes]
+
+
+# ---- memory and updater ----------------------------------------------------------
+
+
+class Memory:
+    """Some memory on huge pages, to be read and written back in place."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._values = torch.from_numpy(_huge_array(nbytes).view(np.float32))
+        self._values.fill_(1.0)  # touches every page: faults are not bandwidth
+
+    def rate(self, threads: int) -> float:
+        """Bytes per second of one pass; a byte counts twice, once read and once written."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            start = time.perf_counter()
+            self._values.neg_()  # one bit of each value: nothing to compute
+            return 2 * self._values.nbytes / (time.perf_counter() - start)
+        finally:
+            torch.set_num_threads(before)
+
+
+class Updater:
+    """The updater alone, on states of `elems` parameters in memory."""
+
+    def __init__(self, elems: int, dtype: torch.dtype) -> None:
+        threads = bindings.threads_used()
+        self._isa = bindings.isa_used()
+        self._hyper = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0)], HYPER)
+        states = [torch.zeros(elems) for _ in range(3)]
+        tensors = [torch.zeros(elems, dtype=dtype), *states, torch.zeros(elems, dtype=dtype)]
+        tensors[0].fill_(1e-3)
+        self._parts = list(zip(*(t.tensor_split(threads) for t in tensors), strict=True))
+        self.elems = elems
+
+    def rate(self) -> float:
+        """Parameters per second of one update of all of them, on the engine's number of threads."""
+        start = time.perf_counter()
+        threads = [threading.Thread(target=self._update, args=part, daemon=True) for part in self._parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self.elems / (time.perf_counter() - start)
+
+    def _update(
+        self, grad: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, param: torch.Tensor
+    ) -> None:
+        bindings.update(self._hyper, self._isa, grad, master, m, v, None, param)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and largest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
