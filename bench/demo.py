@@ -1,0 +1,529 @@
+"""Trains a small GPT twice, step by step side by side: with CSDAdam on emulated CSDs, and with torch.optim.AdamW.
+
+    python bench/demo.py                  about two minutes on two cores, into build/demo/
+    python bench/demo.py --devices 2 --steps 100 --out DIR --json
+
+Both start from the same weights and see the same batches: bytes of the Python standard library's own source, which
+every machine has. Weights are bf16. AdamW keeps fp32 masters and moments in memory; CSDAdam keeps them in files, one
+directory per emulated CSD. The demo shows both loss curves, the bytes that moved, and what each needs of host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+from csd_optim import CSDAdam
+from csd_optim.probe import machine
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+ROOT = Path(__file__).resolve().parents[1]
+SEED = 0
+# Bytes per parameter and step that ZeRO-Infinity moves over the interconnect, as its data path is published:
+# fp32 gradient and states (16 B) are read from storage, states and gradients (16 B) written to it.
+ZERO_INFINITY = {"read": 16.0, "written": 16.0}
+STATE_BYTES = 12  # master, exp_avg, exp_avg_sq in fp32
+LARGE = 7e9  # parameters of the model that the memory table looks ahead to
+FULL_TILE_BYTES = 12 << 20  # a tile of 1 Mi elements: what a large model's buffers hold
+BUFFERS = 8  # per device
+
+
+@dataclass(frozen=True)
+class Size:
+    """One size of the experiment."""
+
+    width: int
+    layers: int
+    heads: int
+    context: int  # bytes of text a prediction sees
+    batch: int
+    steps: int
+    validations: int  # how often the validation loss is taken
+    validation_batches: int
+    text_bytes: int  # of source that is read at most
+    lr: float
+
+
+FULL = Size(256, 4, 4, 64, 16, 300, 12, 8, 12_000_000, 1e-3)
+QUICK = Size(64, 2, 2, 32, 8, 20, 2, 2, 1_000_000, 2e-3)
+
+
+# ---- text and model ------------------------------------------------------------
+
+
+def standard_library(limit: int) -> tuple[Tensor, Tensor, int]:
+    """Bytes of the standard library's sources: training text, validation text (other files), number of files."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
+    files = [f for f in folder.rglob("*.py") if not skipped & set(f.relative_to(folder).parts)]
+    # In an order that depends on the names alone and mixes packages: a limit then takes a bit of everything.
+    files.sort(key=lambda f: zlib.crc32(f.relative_to(folder).as_posix().encode()))
+    texts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
+    n = total = 0
+    for n, file in enumerate(files, 1):
+        data = file.read_bytes()
+        texts[n % 10 == 0] += data  # every tenth file is for validation
+        total += len(data)
+        if total >= limit:
+            break
+    if total < 200_000:
+        sys.exit(f"there is hardly any Python source in {folder}; the demo needs a Python with its standard library")
+    train, validation = (torch.frombuffer(texts[v], dtype=torch.uint8) for v in (False, True))
+    return train, validation, n
+
+
+def batch(text: Tensor, size: Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random windows of `text` and the bytes that follow: (inputs, targets), each [batch, context]."""
+    starts = torch.randint(len(text) - size.context, (size.batch, 1), generator=generator)
+    windows = text[starts + torch.arange(size.context + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+class Block(nn.Module):
+    """Attention, then two layers of perceptrons, each added to what comes in."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
+        self.up = nn.Linear(size.width, 4 * size.width)
+        self.down = nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, width // self.heads)
+        q, k, v = (s.transpose(1, 2) for s in qkv.unbind(2))  # each [b, heads, t, width / heads]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(b, t, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(256, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, 256, bias=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                # What adds to the residual stream starts smaller, as there are 2 * layers of it.
+                scale = (2 * size.layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
+                nn.init.normal_(p, std=0.02 * scale)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.byte(inputs) + self.position.weight[: inputs.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def loss_of(model: GPT, inputs: Tensor, targets: Tensor, compute: torch.dtype) -> Tensor:
+    """Cross-entropy in nats per byte. Weights are bf16; `compute` is what is calculated in."""
+    weights = {name: p.to(compute) for name, p in model.named_parameters()}
+    logits = torch.func.functional_call(model, weights, (inputs,))
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, batches: list[tuple[Tensor, Tensor]], compute: torch.dtype) -> float:
+    return statistics.fmean(loss_of(model, *b, compute).item() for b in batches)
+
+
+def fastest_dtype(model: GPT, example: tuple[Tensor, Tensor]) -> tuple[torch.dtype, float]:
+    """bf16 or fp32, whichever this processor trains the model in faster, and how many times faster."""
+    seconds: dict[torch.dtype, list[float]] = {torch.bfloat16: [], torch.float32: []}
+    for _ in range(5):  # in turns, so that a disturbance meets both
+        for dtype, runs in seconds.items():
+            start = time.perf_counter()
+            loss_of(model, *example, dtype).backward()
+            runs.append(time.perf_counter() - start)
+    model.zero_grad()
+    best = min(seconds, key=lambda d: min(seconds[d]))
+    return best, max(map(min, seconds.values())) / min(seconds[best])
+
+
+class AdamWOnMasters:
+    """Mixed precision as it is done in memory: AdamW on fp32 masters of a 16-bit model."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
+        self.params = params
+        self.masters = [p.detach().float().clone().requires_grad_() for p in params]
+        self.adamw = torch.optim.AdamW(self.masters, lr=lr, weight_decay=0.1, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, p in zip(self.masters, self.params, strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        self.adamw.step()
+        for master, p in zip(self.masters, self.params, strict=True):
+            p.copy_(master)
+
+    def state_bytes(self) -> int:
+        """Memory of the masters and of every tensor in AdamW's state."""
+        states = [t for entry in self.adamw.state.values() for t in entry.values()]
+        return sum(t.untyped_storage().nbytes() for t in self.masters + states)
+
+
+# ---- training --------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One step: losses in nats per byte, seconds of each optimizer's step."""
+
+    step: int
+    csdadam: float
+    adamw: float
+    csdadam_seconds: float  # until the last state has reached its device
+    adamw_seconds: float
+
+
+@dataclass
+class Validation:
+    step: int  # steps done
+    csdadam: float
+    adamw: float
+
+
+def train(
+    size: Size,
+    models: tuple[GPT, GPT],
+    csd: CSDAdam,
+    adamw: AdamWOnMasters,
+    texts: tuple[Tensor, Tensor],
+    compute: torch.dtype,
+) -> Iterator[tuple[Row, Validation | None, dict[str, Any]]]:
+    """Trains both models one step at a time; yields the losses, now and then validation, and CSDAdam's statistics."""
+
+    def schedule(step: int) -> float:
+        warm_up = max(1, size.steps // 10)
+        return min(1.0, (step + 1) / warm_up) * (0.55 + 0.45 * math.cos(math.pi * step / size.steps))
+
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, schedule) for o in (csd, adamw.adamw)]
+    random = torch.Generator().manual_seed(SEED)
+    held_out = [batch(texts[1], size, random) for _ in range(size.validation_batches)]
+    every = max(1, size.steps // size.validations)
+    for step in range(1, size.steps + 1):
+        inputs, targets = batch(texts[0], size, random)
+        losses, seconds = [], []
+        for model, optimizer in zip(models, (csd, adamw), strict=True):
+            loss = loss_of(model, inputs, targets, compute)
+            model.zero_grad()
+            loss.backward()
+            start = time.perf_counter()
+            optimizer.step()
+            if optimizer is csd:
+                stats = csd.stats()  # waits for the last write
+            seconds.append(time.perf_counter() - start)
+            losses.append(loss.item())
+        for scheduler in schedulers:
+            scheduler.step()
+        validation = None
+        if step % every == 0 or step == size.steps:
+            validation = Validation(step, *(validation_loss(m, held_out, compute) for m in models))
+        yield Row(step, *losses, *seconds), validation, stats
+
+
+# ---- what is shown ------------------------------------------------------------------
+
+
+def smooth(values: list[float], span: int) -> list[float]:
+    """Exponential moving average over about `span` steps, unbiased from the first value on."""
+    keep, mean, weight, out = 1 - 1 / span, 0.0, 0.0, []
+    for v in values:
+        mean, weight = keep * mean + (1 - keep) * v, keep * weight + (1 - keep)
+        out.append(mean / weight)
+    return out
+
+
+def plot(rows: list[Row], validations: list[Validation], title: str, path: Path) -> None:
+    """Both loss curves above, their difference below."""
+    blue, orange, grey = "#1f5fa8", "#e8871e", "#666666"
+    steps = [r.step for r in rows]
+    span = max(2, len(rows) // 30)
+    figure, (upper, lower) = plt.subplots(
+        2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 1.2), layout="constrained"
+    )
+    # The broad line below and the dashed line on top stay visible where they coincide, which is everywhere.
+    upper.plot(steps, smooth([r.adamw for r in rows], span), color=orange, lw=5, alpha=0.55, label="AdamW, in memory")
+    upper.plot(
+        steps, smooth([r.csdadam for r in rows], span), color=blue, lw=1.6, ls=(0, (4, 2)), label="CSDAdam, on CSDs"
+    )
+    at = [v.step for v in validations]
+    upper.plot(at, [v.adamw for v in validations], "o", ms=10, mfc="none", mec=orange, mew=2, label="AdamW, validation")
+    upper.plot(at, [v.csdadam for v in validations], "x", ms=6, mec=blue, mew=2, label="CSDAdam, validation")
+    upper.set_ylabel("loss (nats per byte; training smoothed)")
+    upper.set_title(title, fontsize=11)
+    upper.legend(frameon=False)
+    lower.axhline(0, color=grey, lw=0.8)
+    lower.plot(steps, [r.csdadam - r.adamw for r in rows], color=grey, lw=0.9, label="each training batch")
+    lower.plot(at, [v.csdadam - v.adamw for v in validations], "x", ms=6, mec=blue, mew=2, label="validation")
+    largest = max(abs(r.csdadam - r.adamw) for r in rows)
+    reach = max(0.02, 1.3 * largest)
+    lower.set_ylim(-reach, reach)
+    lower.set_ylabel("CSDAdam minus AdamW")
+    lower.set_xlabel("step")
+    lower.legend(frameon=False, ncols=2, fontsize=9)
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    upper.set_xlim(0, 1.01 * len(rows))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def megabytes(n: float) -> str:
+    return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+
+
+def table(title: str, *heads: str) -> Table:
+    """An empty table: names on the left, figures on the right."""
+    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for i, head in enumerate(heads):
+        made.add_column(head, justify="right" if i else "left")
+    return made
+
+
+def loss_table(report: dict[str, Any]) -> Table:
+    made = table("Result", "", "AdamW", "CSDAdam", "difference")
+    for name, label in (("train", "training loss, end"), ("validation", "validation loss, end")):
+        a, c = report["final"][name]["adamw"], report["final"][name]["csdadam"]
+        made.add_row(label, f"{a:.4f}", f"{c:.4f}", f"{c - a:+.4f}")
+    a, c = (f"{1e3 * report['optimizer_seconds'][k]:.1f} ms" for k in ("adamw", "csdadam"))
+    made.add_row("optimizer step, median", a, c, "")
+    return made
+
+
+def traffic_table(report: dict[str, Any]) -> Table:
+    made = table("Bytes per parameter and step", "", "link push", "link pull", "flash read", "flash write")
+    measured = report["bytes_per_parameter"]
+    made.add_row("CSDAdam, measured", *(f"{measured[k]:.2f}" for k in ("push", "pull", "flash_read", "flash_write")))
+    into, out = (f"{ZERO_INFINITY[k]:.2f}" for k in ("written", "read"))
+    made.add_row("ZeRO-Infinity, published", into, out, out, into)
+    return made
+
+
+def device_table(report: dict[str, Any]) -> Table:
+    made = table("Emulated CSDs, median", "device", "parameters", "Mparam/s", "read GB/s", "write GB/s", "direct I/O")
+    for d in [*report["devices"], report["together"]]:
+        rates = (d["params_per_second"] / 1e6, d["read_bytes_per_second"] / 1e9, d["write_bytes_per_second"] / 1e9)
+        figures = (f"{rates[0]:.1f}", f"{rates[1]:.2f}", f"{rates[2]:.2f}")
+        if d is report["together"]:
+            made.add_section()
+        name = Path(d["device"]).name
+        made.add_row(name, f"{d['params']:,}", *figures, "yes" if d["direct_io"] else "no")
+    return made
+
+
+def memory_table(report: dict[str, Any]) -> Table:
+    m = report["host_memory_bytes"]
+    made = table("Host memory of the optimizer", "", "AdamW", "CSDAdam")
+    made.add_row("this model, measured", megabytes(m["adamw"]), megabytes(m["csdadam"]))
+    made.add_row(
+        f"{LARGE / 1e9:.0f} B parameters, computed", megabytes(m["adamw_large"]), megabytes(m["csdadam_large"])
+    )
+    return made
+
+
+def measure(rows: list[Row], validations: list[Validation], stats: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of the tables. Medians leave out the first two steps, which make the files."""
+    steady = slice(2, None) if len(stats) > 4 else slice(None)
+    steady_stats, steady_rows = stats[steady], rows[steady]
+    step_seconds = [r.csdadam_seconds for r in steady_rows]
+
+    def median_rate(device: int, kind: str) -> float:
+        devices = [s["devices"][device] for s in steady_stats]
+        return statistics.median(d[f"flash_{kind}_bytes"] / max(d["seconds"][kind], 1e-9) for d in devices)
+
+    last = stats[-1]
+    n, step = last["params"], statistics.median(step_seconds)
+    tail = max(1, len(rows) // 20)
+    return {
+        "parameters": n,
+        "bytes_per_parameter": {
+            "push": last["push_bytes"] / n,
+            "pull": last["pull_bytes"] / n,
+            "flash_read": last["flash_read_bytes"] / n,
+            "flash_write": last["flash_write_bytes"] / n,
+        },
+        "together": {
+            "device": "together",
+            "direct_io": all(d["direct_io"] for d in last["devices"]),
+            "params": n,
+            "params_per_second": n / step,
+            "read_bytes_per_second": last["flash_read_bytes"] / step,
+            "write_bytes_per_second": last["flash_write_bytes"] / step,
+        },
+        "devices": [
+            {
+                "device": d["device"],
+                "direct_io": d["direct_io"],
+                "params": d["params"],
+                "params_per_second": d["params"] / step,
+                "read_bytes_per_second": median_rate(i, "read"),
+                "write_bytes_per_second": median_rate(i, "write"),
+            }
+            for i, d in enumerate(last["devices"])
+        ],
+        "optimizer_seconds": {
+            "csdadam": step,
+            "adamw": statistics.median(r.adamw_seconds for r in steady_rows),
+        },
+        "final": {
+            "train": {
+                "csdadam": statistics.fmean(r.csdadam for r in rows[-tail:]),
+                "adamw": statistics.fmean(r.adamw for r in rows[-tail:]),
+                "over_steps": tail,
+            },
+            "validation": {"csdadam": validations[-1].csdadam, "adamw": validations[-1].adamw},
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, help=f"training steps ({FULL.steps})")
+    parser.add_argument("--devices", type=int, default=4, metavar="N", help="emulated CSDs (4)")
+    parser.add_argument("--compute", choices=("bfloat16", "float32"), help="calculate in this (the faster one here)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo", metavar="DIR", help="where files go")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: seconds, for tests")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on stdout, everything else on stderr"
+    )
+    options = parser.parse_args()
+    size = QUICK if options.quick else FULL
+    if options.steps is not None:
+        size = Size(**{**asdict(size), "steps": options.steps})
+    if size.steps < 1 or options.devices < 1:
+        parser.error("--steps and --devices are at least 1")
+    out = sys.stderr if options.json else sys.stdout
+    console = Console(file=out, highlight=False, width=None if out.isatty() else 100)  # rich would assume 80
+    say = console.print
+    started = time.perf_counter()
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    shown = options.out.relative_to(Path.cwd()) if options.out.is_relative_to(Path.cwd()) else options.out
+    train_text, validation_text, files = standard_library(size.text_bytes)
+    torch.manual_seed(SEED)
+    models = GPT(size).bfloat16(), GPT(size).bfloat16()
+    models[1].load_state_dict(models[0].state_dict())
+    if options.compute:
+        compute, why = getattr(torch, options.compute), "as asked for"
+    else:
+        compute, faster = fastest_dtype(models[0], batch(train_text, size, torch.Generator().manual_seed(SEED)))
+        why = f"here {faster:.1f} times as fast as the other"
+    params = sum(p.numel() for p in models[0].parameters())
+    here = machine()
+    compute_name = str(compute).removeprefix("torch.")
+    say(f"[bold]csd_optim demo[/]: one GPT, two optimizers, {size.steps} steps side by side")
+    say(f"  machine  {here['cpu']}, {here['cores']} cores; torch {here['torch']}")
+    say(f"  model    {params / 1e6:.2f} M bfloat16 parameters, computed in {compute_name}, {why}")
+    say(f"  text     {files} files of Python's standard library, {len(train_text) / 1e6:.1f} MB to train on,")
+    say(f"           {len(validation_text) / 1e6:.1f} MB of other files to validate on")
+    say(f"  CSDAdam  {options.devices} emulated CSDs: directories {shown}/csd*")
+    say("  AdamW    torch.optim.AdamW on fp32 masters, in memory")
+
+    places = [options.out / f"csd{i}" for i in range(options.devices)]
+    adamw = AdamWOnMasters(list(models[1].parameters()), size.lr)
+    rows: list[Row] = []
+    validations: list[Validation] = []
+    stats: list[dict[str, Any]] = []
+    columns = (
+        TextColumn("training"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("loss: CSDAdam {task.fields[csd]:.3f}  AdamW {task.fields[adamw]:.3f}"),
+        TimeRemainingColumn(),
+    )
+    named = models[0].named_parameters()
+    with (
+        CSDAdam(named, lr=size.lr, weight_decay=0.1, devices=places, overwrite=True) as csd,
+        Progress(*columns, console=Console(stderr=True)) as progress,
+    ):
+        bar = progress.add_task("", total=size.steps, csd=math.nan, adamw=math.nan)
+        for row, validation, stat in train(size, models, csd, adamw, (train_text, validation_text), compute):
+            rows.append(row)
+            stats.append(stat)
+            if validation:
+                validations.append(validation)
+            progress.update(bar, advance=1, csd=row.csdadam, adamw=row.adamw)
+
+    report: dict[str, Any] = {
+        "schema": "csd_optim.demo/1",
+        "machine": here,
+        "settings": {**asdict(size), "devices": options.devices, "compute": compute_name, "seed": SEED},
+        **measure(rows, validations, stats),
+        "published_bytes_per_parameter": {"zero_infinity": ZERO_INFINITY},
+        "host_memory_bytes": {
+            "csdadam": stats[-1]["buffer_bytes"],
+            "adamw": adamw.state_bytes(),
+            "csdadam_large": options.devices * BUFFERS * FULL_TILE_BYTES,
+            "adamw_large": LARGE * STATE_BYTES,
+        },
+        "rows": [asdict(r) for r in rows],
+        "validations": [asdict(v) for v in validations],
+        "png": str(options.out / "loss.png"),
+    }
+    title = f"GPT, {params / 1e6:.1f} M bf16 parameters, on Python source: same weights, same batches, two optimizers"
+    plot(rows, validations, title, options.out / "loss.png")
+    report["seconds"] = time.perf_counter() - started
+
+    notes = {
+        loss_table: "Losses in nats per byte, training over the last steps. A step ends when its last state is stored.",
+        traffic_table: "push: into the device, pull: out of it. flash: 12 B of state, and the rest of the last tile.",
+        device_table: "They share one disk, which serves them in turns: GB/s of a device while it has requests "
+        "waiting, of all together over the whole step.",
+        memory_table: f"AdamW: {STATE_BYTES} B per parameter. CSDAdam: {BUFFERS} tile buffers a device, at most 12 MiB "
+        "each.",
+    }
+    for make, note in notes.items():
+        say()
+        say(make(report))
+        say(note, style="dim")
+    say()
+    say(
+        "A model this small fits in memory many times over: there AdamW is the better choice. But its state grows with "
+        "the model, and the buffers of CSDAdam do not. These CSDs are emulated: here the flash bytes, too, went "
+        "through the host; with real ones only the link bytes would."
+    )
+    say(f"\n  loss curves     {shown}/loss.png", soft_wrap=True)
+    say(f"  inside a store  csd-optim inspect {shown}/csd0\n", soft_wrap=True)
+    difference = abs(report["final"]["validation"]["csdadam"] - report["final"]["validation"]["adamw"])
+    t = report["bytes_per_parameter"]
+    say(
+        f"[bold]Shown in {report['seconds']:.0f} s:[/] with its state in files on {options.devices} emulated CSDs, "
+        f"CSDAdam trained this model to within {difference:.4f} nats per byte of AdamW's validation loss, moving "
+        f"{t['push']:.0f} B to and {t['pull']:.0f} B from the devices per parameter and step."
+    )
+    if options.json:
+        json.dump(report, sys.stdout)
+        print()
+
+
+if __name__ == "__main__":
+    main()
