@@ -132,7 +132,7 @@ def _steps(
     the disks, of the memory; and the statistics of the last step.
     """
     seconds, returned, disk, in_memory = [], [], [], []
-    with _optimizer(specs, params, dtype) as opt:
+    with make_optimizer(specs, params, dtype) as opt:
         for i in range(WARM_UP + steps):
             tick(f"step {i - WARM_UP + 1} of {steps}" if i >= WARM_UP else "warming up")
             start = time.perf_counter()
@@ -151,15 +151,16 @@ def _steps(
     return seconds, returned, disk, in_memory, stats
 
 
-def _optimizer(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> CSDAdam:
+def make_optimizer(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> CSDAdam:
+    """One over `params` random elements with gradients, on scratch space of the devices."""
     sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
     tensors = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in sizes]
     for p in tensors:
         p.grad = torch.randn(p.numel()).to(dtype)
-    return CSDAdam(tensors, devices=[_scratch(s) for s in specs])
+    return CSDAdam(tensors, devices=[scratch(s) for s in specs])
 
 
-def _scratch(spec: DeviceSpec) -> str:
+def scratch(spec: DeviceSpec) -> str:
     """The device as the user named it, but with a nameless store: a store that is there is never touched."""
     if spec.backend != "file":
         return str(spec)
@@ -178,7 +179,7 @@ def verify(specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float | None:
     theirs = [torch.nn.Parameter(p.detach().float().clone()) for p in ours]
     oracle = torch.optim.AdamW(theirs)
     worst = 0.0
-    with CSDAdam(ours, devices=[_scratch(s) for s in specs]) as opt:
+    with CSDAdam(ours, devices=[scratch(s) for s in specs]) as opt:
         for _ in range(10):
             for p, q in zip(ours, theirs, strict=True):
                 p.grad = torch.randn(p.shape).to(dtype)

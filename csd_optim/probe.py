@@ -47,6 +47,7 @@ def machine() -> dict[str, Any]:
         "cpu": model or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": min(memory, int(limit)) if limit.isdigit() else memory,
+        "huge_pages": _text("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2].partition("]")[0],
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
