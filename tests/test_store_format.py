@@ -1,0 +1,110 @@
+"""Reads a store with nothing but docs/store-format.md: every field, every state, every checksum."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from csd_optim import CSDAdam
+
+TABLE = [0] * 256
+for _i in range(256):
+    _c = _i
+    for _ in range(8):
+        _c = _c >> 1 ^ (0x82F63B78 if _c & 1 else 0)
+    TABLE[_i] = _c
+
+
+def crc32c(data):
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    return crc ^ 0xFFFFFFFF
+
+
+def superblock(data):
+    """The one that counts, as a dict."""
+    found = []
+    for at in (0, 4096):
+        block = data[at : at + 4096]
+        if block[:8] == b"CSDOPTIM" and crc32c(block[:4092]) == int.from_bytes(block[4092:], "little"):
+            names = ["version", "order", "id", "device", "devices", "sequence", "step", "flags"]
+            fields = dict(zip(names, struct.unpack_from("<II16sIIQQI", block, 8), strict=True))
+            fields["manifest"], fields["table"] = (struct.unpack_from("<QQI", block, 60 + 20 * i) for i in range(2))
+            assert block[100:4092] == bytes(3992)
+            assert at == fields["sequence"] % 2 * 4096
+            found.append(fields)
+    return max(found, key=lambda f: f["sequence"])
+
+
+def region(data, place):
+    offset, size, crc = place
+    assert offset % 4096 == 0
+    assert crc32c(data[offset : offset + size]) == crc
+    return data[offset : offset + size]
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_store_is_what_the_page_says(tmp_path, devices):
+    assert crc32c(b"123456789") == 0xE3069283
+    torch.manual_seed(0)
+    params = {
+        "weight": torch.randn(40, 50),
+        "columns": torch.randn(50, 40).t(),
+        "half": torch.randn(1500).half(),
+        "phase": torch.randn(5, dtype=torch.complex64),
+        "late": torch.randn(2100).bfloat16(),
+    }
+    params = {name: torch.nn.Parameter(p) for name, p in params.items()}
+    named = list(params.items())
+    places = [tmp_path / f"csd{d}" for d in range(devices)]
+    opt = CSDAdam([{"params": named[:4]}, {"params": named[4:], "amsgrad": True}], devices=places, tile_size=1024)
+    for _ in range(3):
+        for p in params.values():
+            p.grad = torch.randn_like(p)
+        opt.step()
+    opt.close()
+
+    flat = {}
+    ids = set()
+    for d, place in enumerate(places):
+        data = (place / "csd_optim.store").read_bytes()
+        block = superblock(data)
+        assert (block["version"], block["order"]) == (1, 0x01020304)
+        assert (block["device"], block["devices"], block["step"], block["flags"]) == (d, devices, 3, 1)
+        ids.add(block["id"])
+        manifest = json.loads(region(data, block["manifest"]))
+        table = region(data, block["table"])
+        assert len(table) == 24 * manifest["tiles"] + 8 * len(manifest["params"])
+        assert struct.unpack_from(f"<{len(params)}d", table, 24 * manifest["tiles"]) == (3.0,) * len(params)
+        row = 0
+        for e, extent in enumerate(manifest["extents"]):
+            n_bytes = 4 * extent["tile_elems"]
+            for j in range(extent["tiles"]):
+                slot, summed, *sums = struct.unpack_from("<6I", table, 24 * row)
+                row += 1
+                assert summed == 1
+                at = extent["file_offset"] + (2 * j + slot) * n_bytes * len(extent["sections"])
+                for k, section in enumerate(extent["sections"]):
+                    content = data[at + k * n_bytes : at + (k + 1) * n_bytes]
+                    assert crc32c(content) == sums[k]
+                    flat[e, j * devices + d, section] = np.frombuffer(content, "<f4")
+                assert sums[len(extent["sections"]) :] == [0] * (4 - len(extent["sections"]))
+        assert row == manifest["tiles"]
+    assert len(ids) == 1
+
+    assert [p["name"] for p in manifest["params"]] == list(params)
+    for entry in manifest["params"]:
+        p, extent = params[entry["name"]], manifest["extents"][entry["extent"]]
+        assert str(p.dtype) == "torch." + entry["dtype"]
+        for section in extent["sections"]:
+            tiles = [flat[key] for key in sorted(flat) if key[0] == entry["extent"] and key[2] == section]
+            values = torch.from_numpy(np.concatenate(tiles)[entry["start"] :][: entry["numel"]].copy())
+            if p.is_complex():
+                values = torch.view_as_complex(values.view(-1, 2))
+            values = values.as_strided(entry["shape"], entry["stride"])
+            assert torch.equal(values, opt.state[p][section]), (entry["name"], section)
+            if section == "master":
+                assert torch.equal(values.to(p.dtype), p)
