@@ -19,6 +19,7 @@ from ._native import ffi, lib
 from .errors import CSDMemoryError, CSDOSError, CSDRuntimeError, CSDValueError
 
 DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfloat16: lib.CSD_BF16}
+IO_DEPTH: int = lib.CSD_IO_DEPTH
 ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CSD_ISA_AVX512}
 
 # numpy images of the structs that travel as arrays; checked against the compiler's layout below.

@@ -24,13 +24,11 @@ import numpy as np
 import torch
 
 from . import bindings
-from .bindings import HYPER
+from .bindings import HYPER, IO_DEPTH
 from .errors import CSDOSError, CSDWarning
 from .store import StoreFile
 
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
-# Requests in flight per file system, as the engine has them (kIoDepth in native/src/pool.cpp).
-DEPTH = 8
 Kind = Literal["read", "write", "mixed"]
 
 
@@ -177,7 +175,7 @@ def _transfer(files: Sequence[Scratch], kind: Kind, seconds: float) -> tuple[int
     threads = []
     for _, group in itertools.groupby(sorted(files, key=lambda f: f.file_system), key=lambda f: f.file_system):
         queue = _Queue(list(group), kind)
-        for _ in range(DEPTH):
+        for _ in range(IO_DEPTH):
             buffer = _huge_buffer(queue.block)  # made before the clock starts
             threads.append(threading.Thread(target=_serve, args=(queue, buffer, stop, moved, errors), daemon=True))
     start = time.perf_counter()

@@ -77,6 +77,10 @@ typedef struct csd_adamw {
 
 /* ---- Devices ------------------------------------------------------------ */
 
+/* Requests in flight per file system, whatever the number of engines and devices. Four of a megabyte already saturate
+ * the drives we measured; twice that keeps reads and writes going at the same time. */
+#define CSD_IO_DEPTH 8
+
 typedef struct csd_device {
   const char *backend; /* "file": tiles in a file; "ram": in memory; "null": nowhere */
   int32_t fd;          /* file: open for reading and writing, belongs to the caller, outlives the engine */

@@ -169,28 +169,30 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
     lane(job).waiting.push_back(&job);
   }
   phase_ = Phase::stepping;
-  for (Lane &l : lanes_) pump(l);
+  // One tile of each device in turn: devices that share a disk are served alike.
+  for (bool more = true; more;) {
+    more = false;
+    for (Lane &l : lanes_) more |= pump(l);
+  }
 }
 
-// Starts to load as many tiles as there are buffers.
-void Engine::pump(Lane &l) {
-  while (!failed_ && !l.waiting.empty()) {
-    Job &job = *l.waiting.front();
-    if (!l.device->resident()) {
-      if (l.free.empty()) return;
-      job.buffer = l.free.back();
-      l.free.pop_back();
-    }
-    l.waiting.pop_front();
-    if (l.device->resident()) {
-      job.loaded = true;
-      update_if_ready(job);
-      continue;
-    }
+// Starts to load the next tile, if there is a buffer for it.
+bool Engine::pump(Lane &l) {
+  if (failed_ || l.waiting.empty()) return false;
+  Job &job = *l.waiting.front();
+  if (l.device->resident()) {
+    job.loaded = true;
+    update_if_ready(job);
+  } else {
+    if (l.free.empty()) return false;
+    job.buffer = l.free.back();
+    l.free.pop_back();
     going_on_++;
     l.reading.enter();
     l.device->load(*job.tile, job.buffer, [this, &job](int error) { on_loaded(job, error); });
   }
+  l.waiting.pop_front();
+  return true;
 }
 
 void Engine::on_loaded(Job &job, int os_errno) {

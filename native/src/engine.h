@@ -89,7 +89,7 @@ class Engine {
 
   using Lock = std::unique_lock<std::mutex>;
   Lane &lane(const Job &job) { return lanes_[job.tile->device]; }
-  void pump(Lane &);
+  bool pump(Lane &);
   void on_loaded(Job &, int os_errno);
   void update_if_ready(Job &);
   void on_updated(Job &, const Work &);

@@ -6,12 +6,10 @@
 #include <algorithm>
 #include <map>
 
+#include "csd.h"
+
 namespace csd {
 namespace {
-
-// Requests in flight per file system. Four of a megabyte already saturate the drives we measured; twice that keeps
-// reads and writes going at the same time.
-constexpr uint32_t kIoDepth = 8;
 
 uint32_t usable_cpus() {
   cpu_set_t set;
@@ -76,7 +74,7 @@ Pool &Pool::io(dev_t file_system) {
   static std::map<dev_t, Pool *> pools;
   std::lock_guard lock(mutex);
   Pool *&pool = pools[file_system];
-  if (!pool) pool = new Pool(kIoDepth);
+  if (!pool) pool = new Pool(CSD_IO_DEPTH);
   return *pool;
 }
 
