@@ -12,7 +12,6 @@ from .errors import (
     CSDStoreError,
     CSDStoreExistsError,
     CSDTypeError,
-    CSDUnavailableError,
     CSDValueError,
     CSDWarning,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "CSDStoreError",
     "CSDStoreExistsError",
     "CSDTypeError",
-    "CSDUnavailableError",
     "CSDValueError",
     "CSDWarning",
 ]

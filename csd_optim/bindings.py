@@ -25,7 +25,7 @@ ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CS
 # numpy images of the structs that travel as arrays; checked against the compiler's layout below.
 PIECE = np.dtype([("param", "u4"), ("tile", "u4"), ("param_first", "u8"), ("tile_first", "u8"), ("elems", "u8")])
 PARAM = np.dtype(
-    [("grad", "u8"), ("param", "u8"), ("grad_dtype", "u4"), ("param_dtype", "u4"), ("hyper", "u4"), ("in_place", "u4")]
+    [("grad", "u8"), ("param", "u8"), ("grad_dtype", "u4"), ("param_dtype", "u4"), ("hyper", "u4"), ("is_master", "u4")]
 )
 HYPER = np.dtype(
     [

@@ -39,9 +39,10 @@ class Bound:
     def look(self, grad_dtype: torch.dtype | None) -> None:
         """Somebody wrote, moved or converted the parameter: what is it now? `grad_dtype`: the optimizer's option."""
         p = self.param
-        check_param(p)
-        if numel(p) != self.numel:
-            raise CSDValueError(f"parameter {self.name} has {numel(p)} elements now, its state has {self.numel}")
+        check_param(p, self.name)
+        shape = self.windows["exp_avg"].shape
+        if p.shape != shape or numel(p) != self.numel:
+            raise CSDValueError(f"parameter {self.name} is {tuple(p.shape)} {p.dtype} now, its state {tuple(shape)}")
         self.pointer = p.data_ptr()
         in_order = p.is_contiguous() and same_order(p.stride(), self.stride, p.shape)
         reachable = p.device.type == "cpu" and in_order and p.dtype in DTYPE_CODES
@@ -72,10 +73,10 @@ class Bound:
         # A master that came with the state may not round to the parameter: the next step compares them.
         self.version = self.param._version if "master" not in held else -1
 
-    def reseed(self) -> None:
+    def reseed(self, *, always: bool) -> None:
         """Where the parameter is not its rounded master, somebody has set it: it becomes the master there.
 
-        Elsewhere the master keeps the bits that the parameter's precision cannot show.
+        Elsewhere the master keeps the bits that the parameter's precision cannot show. `always`: write it in any case.
         """
         if self.in_place or self.numel == 0:
             return
@@ -83,7 +84,9 @@ class Bound:
         p = flat(ordered(self.param.detach(), self.stride))
         for first in range(0, self.numel, RESEED_CHUNK):
             chunk, now = master[first : first + RESEED_CHUNK], p[first : first + RESEED_CHUNK].cpu()
-            chunk.copy_(torch.where(chunk.to(now.dtype) == now, chunk, now.float()))
+            same = chunk.to(now.dtype) == now
+            if always or not same.all():
+                chunk.copy_(torch.where(same, chunk, now.float()))
 
     def restore(self, first: int, n: int) -> None:
         """Elements [first, first + n) of the parameter get the value of their master: an undone step wrote them."""
@@ -94,13 +97,8 @@ class Bound:
         flat(p.detach())[first : first + n].copy_(flat(self.windows["master"])[first : first + n])
         self.version = p._version
 
-    def source(
-        self, g: torch.Tensor, grad_dtype: torch.dtype | None, targets: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> Source:
-        """Gradient and parameter as flat arrays in the order of the state: views where memory has that order.
-
-        Otherwise copies; one of the parameter is added to `targets`, to be copied back after the step.
-        """
+    def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> Source:
+        """Gradient and parameter as flat arrays in the order of the state: views where memory has it, else copies."""
         p = self.param
         if g.shape != p.shape:
             raise CSDValueError(
@@ -109,32 +107,31 @@ class Bound:
         if g.dtype not in DTYPES:
             raise CSDTypeError(f"the gradient of {self.name} is {g.dtype}; CSDAdam takes {', '.join(map(str, DTYPES))}")
         grad = flat(ordered(g.detach().resolve_conj().resolve_neg(), self.stride))
-        target = p.detach()
+        target, back = p.detach(), None
         if not same_order(p.stride(), self.stride, p.shape):
             target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
-            targets.append((p, target))
-        return Source(grad, flat(target), grad_dtype or grad.dtype, self.in_place)
+            back = (p, target)
+        return Source(grad, flat(target), grad_dtype or grad.dtype, self.in_place, back)
 
 
-def check_param(p: torch.Tensor) -> None:
+def check_param(p: torch.Tensor, name: str) -> None:
     """Raises CSDTypeError or CSDRuntimeError for a parameter that no back end can take."""
     if p.dtype not in DTYPES:
-        if p.is_floating_point() or p.is_complex():
-            raise CSDTypeError(
-                f"CSDAdam does not support {p.dtype} parameters: states are fp32. "
-                f"Supported are {', '.join(map(str, DTYPES))}; convert the model, for example by model.float()"
-            )
-        raise CSDTypeError(f"CSDAdam does not support {p.dtype} parameters")
+        advice = ": states are fp32; convert the model, for example by model.float()" if p.is_floating_point() else ""
+        raise CSDTypeError(
+            f"CSDAdam does not support {p.dtype} parameters{advice}. {name} is one, of shape {tuple(p.shape)}; "
+            f"supported are {', '.join(map(str, DTYPES))}"
+        )
     if p.layout is not torch.strided:
-        raise CSDRuntimeError(f"CSDAdam does not support {p.layout} parameters")
+        raise CSDRuntimeError(f"CSDAdam does not support {p.layout} parameters, such as {name}")
     if hasattr(p, "to_local"):
-        raise CSDRuntimeError("CSDAdam does not support DTensor parameters yet")
+        raise CSDRuntimeError(f"CSDAdam does not support DTensor parameters yet, such as {name}")
     if p.device.type not in ("cpu", "cuda", "meta"):
-        raise CSDRuntimeError(f"CSDAdam does not support parameters on {p.device}; it takes cpu and cuda")
+        raise CSDRuntimeError(f"CSDAdam does not support parameters on {p.device}, such as {name}: only cpu and cuda")
     if any(s == 0 and n > 1 for s, n in zip(p.stride(), p.shape, strict=True)):
         raise CSDRuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-            "Please clone() the parameter."
+            f"Please clone() the parameter {name}."
         )
 
 

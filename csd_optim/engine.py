@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from . import bindings
 from .bindings import DeviceConfig
 from .devices import DeviceSpec
-from .errors import CSDOSError, CSDRuntimeError
+from .errors import CSDError, CSDRuntimeError
 from .layout import Extent, plan_extent
 from .store import StoreFile
 
@@ -35,6 +36,7 @@ class Engine:
         self.tile_elems = tile_elems
         self.extents: list[Extent] = []
         self.pid = os.getpid()
+        self.lock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
         self.store_id = secrets.token_bytes(16)
         self._windows: list[list[Any]] = []  # per extent, per section: a buffer that unmaps itself
         self._given: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
@@ -42,6 +44,7 @@ class Engine:
         self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
         self._manifest: dict[str, Any] = {}
         self._described = True  # the stores carry it
+        self.synced = True  # what was written to windows is on the devices
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
         self.step = 0  # whole steps of this engine
         self._handle: Any = None
@@ -83,8 +86,12 @@ class Engine:
         return f"device {device} ({store.path})" if store else f"device {device} ({self.specs[device]})"
 
     def extend(self, numels: Sequence[int], sections: int) -> Extent:
-        """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full."""
-        self._check_open()
+        """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
+
+        To be followed by `describe()`, and by `sync()` when they have been filled.
+        """
+        self.check_open()
+        self.synced = False
         n = len(self.specs)
         extent = plan_extent(
             numels,
@@ -110,12 +117,12 @@ class Engine:
                 if store:
                     store.shrink(end)
             raise
-        if not self.extents:
-            self._announce(extent)
         self.extents.append(extent)
         self._windows.append(windows)
         self._offsets.append(offsets)
         self.steps.append(np.zeros(len(numels), np.float32))
+        if extent is self.extents[0]:
+            self._announce(extent)
         return extent
 
     def _start(self) -> None:
@@ -143,7 +150,7 @@ class Engine:
         """
         n, start = extent.numels[param], extent.starts[param]
         if n == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         if dtype.is_complex:
             n //= 2
         buffer = self._windows[self.extents.index(extent)][section]
@@ -161,7 +168,7 @@ class Engine:
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
         """The parts of parameters in a tile, dtype PIECE."""
         extent = self._extent_of(tile)
-        first, last = np.searchsorted(extent.pieces["tile"], [tile - extent.first_tile, tile - extent.first_tile + 1])
+        first, last = extent.first_piece[tile - extent.first_tile :][:2]
         return extent.pieces[first:last]
 
     def tiles_with(self, has_grad: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -172,8 +179,8 @@ class Engine:
     # ---- a step ------------------------------------------------------------
 
     def begin(self, params: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
-        self._check_open()
-        if not self._described:  # it could not be written when it should have been
+        self.check_open()
+        if not self._described:
             self._write_stores(clean=False)
         bindings.engine_begin(self._handle, params, hypers, tiles, self.name_device)
 
@@ -193,9 +200,17 @@ class Engine:
 
     def drain(self) -> None:
         """Waits until every state is on its device and the windows show it. Raises CSDOSError if one will not go."""
+        self.check_open()
         if self._handle is not None:
-            self._check_open()
             bindings.engine_drain(self._handle, self.name_device)
+
+    def sync(self) -> None:
+        """Makes sure that what was written to windows got there: the system reports such errors only here."""
+        self.synced = False
+        for store in self._stores:
+            if store:
+                store.sync()
+        self.synced = True
 
     # ---- what is known of it -------------------------------------------------
 
@@ -203,16 +218,18 @@ class Engine:
         """Counts of the last step, one dict per device; see `csd_stats`."""
         if self._handle is None:
             return []
-        return [
-            {"device": str(spec), "backend": spec.backend, "direct_io": store.direct if store else None}
-            | bindings.engine_stats(self._handle, d)
-            for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True))
-        ]
+        stats = []
+        for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
+            counts = bindings.engine_stats(self._handle, d)
+            if spec.directory is None:
+                counts |= {"read_bytes": 0, "write_bytes": 0}  # memory, where `ram:` moves like a file
+            direct = store.direct if store else None
+            stats.append({"device": str(spec), "backend": spec.backend, "direct_io": direct} | counts)
+        return stats
 
     def describe(self, manifest: dict[str, Any]) -> None:
-        """Says what the parameters are, after `extend`; durable stores carry it from now on."""
+        """Says what the parameters are, after `extend`; durable stores carry it from the next step on."""
         self._manifest, self._described = manifest, False
-        self._write_stores(clean=False)
 
     def _write_stores(self, *, clean: bool) -> None:
         """Writes into every durable store where its state is."""
@@ -223,6 +240,7 @@ class Engine:
             if store is None or not store.durable:
                 continue
             own = [np.arange(e.first_tile + d, e.first_tile + e.n_tiles, n) for e in self.extents]
+            manifest = None
             if not self._described:
                 extents = [
                     {
@@ -233,13 +251,14 @@ class Engine:
                     }
                     for e, offsets in zip(self.extents, self._offsets, strict=True)
                 ]
-                store.write_manifest(self._manifest | {"extents": extents, "tiles": sum(map(len, own))})
+                manifest = self._manifest | {"extents": extents, "tiles": sum(map(len, own))}
             store.write_superblock(
                 store_id=self.store_id,
                 device=d,
                 devices=n,
                 step=self.step,
                 clean=clean,
+                manifest=manifest,
                 tiles=tiles[np.concatenate(own)],
                 steps=np.concatenate(self.steps),
             )
@@ -269,23 +288,18 @@ class Engine:
         """
         if self.pid != os.getpid():
             return
-        try:
-            if self._handle is not None:
-                self.drain()
-                if self.extents:
-                    self._write_stores(clean=True)
-        finally:
-            handle, self._handle = self._handle, None
-            if handle is not None:
-                with contextlib.suppress(CSDOSError):  # drain() has raised it
-                    bindings.engine_close(handle, self.name_device)
-            self._close_stores()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        with self.lock:
+            try:
+                if self._handle is not None:
+                    self.drain()
+                    if self._manifest:
+                        self._write_stores(clean=self.synced)
+            finally:
+                handle, self._handle = self._handle, None
+                if handle is not None:
+                    with contextlib.suppress(CSDError):  # drain() has raised it
+                        bindings.engine_close(handle, self.name_device)
+                self._close_stores()
 
     def _close_stores(self) -> None:
         for store in self._stores:
@@ -293,7 +307,7 @@ class Engine:
                 store.close()
         self._stores.clear()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self.closed:
             raise CSDRuntimeError("this optimizer is closed")
         if self.pid != os.getpid():

@@ -17,12 +17,8 @@ class CSDRuntimeError(CSDError, RuntimeError):
     """Called out of order, or not possible with this parameter or device."""
 
 
-class CSDUnavailableError(CSDRuntimeError):
-    """A device or a capability this machine does not have."""
-
-
 class CSDOSError(CSDError, OSError):
-    """The operating system refused: `errno`, `filename` and the text say what and where."""
+    """The operating system refused: `errno` and the text say what and where."""
 
 
 class CSDStoreExistsError(CSDOSError, FileExistsError):

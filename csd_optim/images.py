@@ -28,6 +28,9 @@ class Source:
     param: torch.Tensor  # 1-D, same device, written in place
     grad_dtype: torch.dtype  # on the link
     in_place: bool = False  # the parameter is its own master: the device needs it as well
+    back: tuple[torch.Tensor, torch.Tensor] | None = (
+        None  # after the step: a strided parameter, and `param` to copy there
+    )
 
 
 @dataclass
@@ -47,7 +50,7 @@ class ImageRing:
 
     def __init__(self, tile_elems: int, slots: int, *, pinned: bool) -> None:
         def buffer() -> torch.Tensor:
-            return torch.empty(4 * tile_elems, dtype=torch.uint8, pin_memory=pinned)
+            return torch.empty(4 * tile_elems, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
         self.slots = [Slot(buffer(), buffer()) for _ in range(slots)]
         self.tile_elems = tile_elems

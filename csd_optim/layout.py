@@ -25,6 +25,9 @@ GRAIN = max(4096, mmap.PAGESIZE) // 4
 TILE_ELEMS = 1 << 20
 # A small model is cut finer, so that reads, updates and writes of one device still overlap.
 TILES_PER_DEVICE = 8
+# A section of a tile is a mapping of its own; Linux allows a process 65530 (vm.max_map_count). Tiles of a model beyond
+# 14 G parameters are therefore larger.
+MAX_MAPPINGS = 40_000
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Extent:
     starts: tuple[int, ...]  # element of the extent at which each parameter starts
     numels: tuple[int, ...]
     pieces: np.ndarray[Any, Any]  # of dtype PIECE, sorted by tile
+    first_piece: np.ndarray[Any, Any]  # of each tile, and one more: where the pieces of tile i begin and end
 
     def tiles_of(self, device: int, n_devices: int) -> int:
         """How many of the tiles lie on a device."""
@@ -73,22 +77,26 @@ def plan_extent(
         end += round_up(n, ALIGN)
     if tile_elems is None:
         # The same number of tiles for every device, so that none has to wait for another.
-        rounds = max(TILES_PER_DEVICE, math.ceil(end / (n_devices * TILE_ELEMS)))
+        largest = max(TILE_ELEMS, math.ceil(end * sections / MAX_MAPPINGS))
+        rounds = max(TILES_PER_DEVICE, math.ceil(end / (n_devices * largest)))
         tile_elems = math.ceil(end / (n_devices * rounds))
     tile_elems = max(GRAIN, round_up(tile_elems, GRAIN))
-    pieces = [
+    n_tiles = math.ceil(end / tile_elems)
+    rows = [
         (first_param + i, tile, max(tile * tile_elems, start) - start, max(start - tile * tile_elems, 0), elems)
         for i, (start, n) in enumerate(zip(starts, numels, strict=True))
         for tile in range(start // tile_elems, math.ceil((start + n) / tile_elems))
         if (elems := min((tile + 1) * tile_elems, start + n) - max(tile * tile_elems, start)) > 0
     ]
+    pieces = np.array(rows, PIECE)
     return Extent(
         first_param=first_param,
         first_tile=first_tile,
         tile_elems=tile_elems,
-        n_tiles=math.ceil(end / tile_elems),
+        n_tiles=n_tiles,
         sections=sections,
         starts=tuple(starts),
         numels=tuple(numels),
-        pieces=np.array(pieces, PIECE),
+        pieces=pieces,
+        first_piece=np.searchsorted(pieces["tile"], np.arange(n_tiles + 1)),
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 
 from .bindings import DTYPE_CODES, HYPER, PARAM
@@ -35,6 +36,7 @@ class _Plan:
     rows: np.ndarray[Any, Any]  # their rows in the table
     sections: np.ndarray[Any, Any]
     table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
+    grad_dtype: torch.dtype | None  # the optimizer's option when this was made
 
 
 class CSDAdam(AdamW):
@@ -92,10 +94,10 @@ class CSDAdam(AdamW):
     ) -> None:
         if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
             raise CSDValueError(f"Invalid grad_dtype: {grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise CSDValueError(f"Invalid max_grad_norm: {max_grad_norm}")
-        if tile_size is not None and not (isinstance(tile_size, int) and tile_size > 0):
-            raise CSDValueError(f"Invalid tile_size: {tile_size}")
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+            raise CSDValueError(f"Invalid max_grad_norm: {max_grad_norm!r}")
+        if tile_size is not None and not (type(tile_size) is int and tile_size > 0):
+            raise CSDValueError(f"Invalid tile_size: {tile_size!r}")
         self._unbind()
         self._options = {"overwrite": overwrite, "tile_size": tile_size}
         self.devices = devices
@@ -124,11 +126,16 @@ class CSDAdam(AdamW):
         self._ring: ImageRing | None = None
         self._bound: dict[int, Bound] = {}  # by id(param); each holds its parameter, so ids stay unique
         self._by_index: list[Bound] = []
-        self._shown: list[Any] | None = None  # every value in `state`, as we left it
+        self._unfilled: dict[Bound, bool] = {}  # places still to be filled; do they read as zero?
+        self._shown: list[Any] = []  # every value in `state`, as we left it
         self._plan: _Plan | None = None
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._in_flight = False
-        self._last: dict[str, Any] = {}
+        # Of the last step
+        self._seconds = 0.0
+        self._moved = False
+        self._skipped = False
+        self._grad_norm: float | None = None
 
     def _attach(self, engine: Engine) -> None:
         self._engine = engine
@@ -140,9 +147,12 @@ class CSDAdam(AdamW):
     @property  # type: ignore[override]
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """A plain dict of plain tensors. Reading it first waits for states still on their way to a device."""
-        if self._in_flight and self._engine is not None and not self._engine.closed:
-            self._engine.drain()
-            self._in_flight = False
+        engine = self._engine
+        if self._in_flight and engine is not None and not engine.closed:
+            engine.check_open()
+            with engine.lock:
+                engine.drain()
+                self._in_flight = False
         return self._state
 
     @state.setter
@@ -150,22 +160,22 @@ class CSDAdam(AdamW):
         self._state = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = param_group
-        if isinstance(group, dict) and "params" in group:
+        super().add_param_group(param_group)
+        k = len(self.param_groups) - 1
+        group = self.param_groups[k]
+        try:
             for name in ("capturable", "differentiable"):
-                if group.get(name, self.defaults[name]):
+                if group[name]:
                     raise CSDRuntimeError(
                         f"CSDAdam does not support `{name}`: its state is not on the parameter's device"
                     )
-            params = group["params"]
-            if not isinstance(params, (torch.Tensor, set)):
-                group = {**group, "params": list(params)}
-                params = group["params"]
-            for p in [params] if isinstance(params, torch.Tensor) else params:
-                tensor = p[1] if isinstance(p, tuple) and len(p) == 2 else p
-                if isinstance(tensor, torch.Tensor):
-                    check_param(tensor)
-        super().add_param_group(group)
+            for p in group["params"]:
+                # A frozen one is none of our business: it may be quantized, or not even made yet.
+                if p.requires_grad and not is_lazy(p):
+                    check_param(p, self._name(p, k))
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
@@ -181,14 +191,21 @@ class CSDAdam(AdamW):
                 loss = closure()
         start = time.perf_counter()
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        self._last = {"skipped": found_inf is not None and bool(found_inf.item())}
-        if not self._last["skipped"]:
-            self._update(1.0 if scale is None else 1.0 / float(scale))
-        self._last["seconds"] = time.perf_counter() - start
+        engine = self._engine
+        assert engine is not None
+        engine.check_open()
+        with signals_held(), engine.lock:
+            self._moved, self._grad_norm = False, None
+            self._skipped = found_inf is not None and bool(found_inf.item())
+            if not self._skipped:
+                self._update(engine, 1.0 if scale is None else 1.0 / float(scale))
+            self._seconds = time.perf_counter() - start
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter."""
+        assert self._engine is not None
+        self._engine.check_open()
         # The base class would cast every entry to the parameter's dtype and copy it; in a box it does neither.
         handle = self.register_load_state_dict_pre_hook(
             lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
@@ -204,7 +221,8 @@ class CSDAdam(AdamW):
             raise
         finally:
             handle.remove()
-        self._adopt()
+        with signals_held(), self._engine.lock:
+            self._adopt(self._engine)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
@@ -234,23 +252,26 @@ class CSDAdam(AdamW):
 
     # ---- the step ----------------------------------------------------------------
 
-    def _update(self, grad_scale: float) -> None:
-        engine = self._engine
-        assert engine is not None
+    def _update(self, engine: Engine, grad_scale: float) -> None:
         params, grads, groups = self._members()
         if not self._state_intact():
-            self._adopt()
+            self._adopt(engine)
         if not params:
             return
-        plan = self._plan_for(params)
+        plan = self._plan_for(engine, params)
+        if self._unfilled:
+            self._fill(engine)
         # The parameters that somebody wrote, moved or converted since the last step.
         written = [b for b in plan.bounds if b.version != b.param._version or b.pointer != b.param.data_ptr()]
+        if self.grad_dtype is not plan.grad_dtype:
+            written = plan.bounds
         if written:
             for bound in written:
                 bound.look(self.grad_dtype)
                 self._show(bound)
+            self._remember()
             self._plan = None
-            plan = self._plan_for(params)
+            plan = self._plan_for(engine, params)
         if self.max_grad_norm is not None:
             grad_scale *= self._clip_scale(grads, grad_scale)
         steps = np.concatenate(engine.steps)
@@ -260,32 +281,33 @@ class CSDAdam(AdamW):
         table = plan.table.copy()
         table["hyper"][plan.rows] = hyper_of
         prepared: dict[int, Source] = {}  # what the engine cannot take as it stands
-        targets: list[tuple[torch.Tensor, torch.Tensor]] = []
         pointers = []
         for bound, g in zip(plan.bounds, grads, strict=True):
-            if g.dtype is bound.direct and g.numel() == bound.numel and g.is_contiguous():
+            if g.dtype is bound.direct and g.numel() == bound.numel and g.is_contiguous() and not g.is_neg():
                 pointers.append(g.data_ptr())
                 continue
-            source = prepared[bound.index] = bound.source(g, self.grad_dtype, targets)
+            source = prepared[bound.index] = bound.source(g, self.grad_dtype)
             pointers.append(source.grad.data_ptr())
             row = table[bound.index]
             row["param"] = source.param.data_ptr()
             row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
         table["grad"][plan.rows] = np.array(pointers, np.uint64)
 
-        with signals_held():  # from here on something changes
-            if written and engine.keeps_state:
-                engine.drain()
-                for bound in written:
-                    bound.reseed()
-            self._run(engine, table, hypers, prepared)
-            for p, target in targets:
-                p.copy_(target)
-            torch.autograd.graph.increment_version(params)
-            for bound in plan.bounds:
-                bound.version = bound.param._version
-            for extent, own in zip(engine.extents, engine.steps, strict=True):
-                own[:] = steps[extent.first_param : extent.first_param + len(own)]
+        # From here on something changes.
+        if written and engine.keeps_state:
+            engine.drain()
+            for bound in written:
+                bound.reseed(always=not engine.synced)
+            engine.sync()
+        self._run(engine, table, hypers, prepared)
+        for source in prepared.values():
+            if source.back:
+                source.back[0].copy_(source.back[1])
+        torch.autograd.graph.increment_version(params)
+        for bound in plan.bounds:
+            bound.version = bound.param._version
+        for extent, own in zip(engine.extents, engine.steps, strict=True):
+            own[:] = steps[extent.first_param : extent.first_param + len(own)]
 
     def _members(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         """Parameters that take part in this step, their gradients, the indices of their groups."""
@@ -304,7 +326,7 @@ class CSDAdam(AdamW):
                 groups.append(k)
         return params, grads, groups
 
-    def _plan_for(self, params: list[torch.Tensor]) -> _Plan:
+    def _plan_for(self, engine: Engine, params: list[torch.Tensor]) -> _Plan:
         """What stays the same from step to step while the same parameters take part. Binds those that are new."""
         if (
             self._plan is not None
@@ -312,19 +334,17 @@ class CSDAdam(AdamW):
             and all(map(is_, params, self._plan.params))
         ):
             return self._plan
-        engine = self._engine
-        assert engine is not None
         if new := [p for p in params if id(p) not in self._bound]:
             group_of = {id(p): k for k, group in enumerate(self.param_groups) for p in group["params"]}
-            self._bind([(p, group_of[id(p)]) for p in new])
+            self._bind(engine, [(p, group_of[id(p)]) for p in new])
         bounds = [self._bound[id(p)] for p in params]
         table = np.zeros(engine.n_params, PARAM)
         for b in bounds:
             if b.direct:
                 table[b.index] = (0, b.pointer, DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype], 0, 0)
         rows = np.array([b.index for b in bounds])
-        table["in_place"][rows] = [b.in_place for b in bounds]
-        self._plan = _Plan(params, bounds, rows, np.array([b.sections for b in bounds]), table)
+        table["is_master"][rows] = [b.in_place or b.direct is torch.float32 for b in bounds]
+        self._plan = _Plan(params, bounds, rows, np.array([b.sections for b in bounds]), table, self.grad_dtype)
         return self._plan
 
     def _hypers(
@@ -350,7 +370,7 @@ class CSDAdam(AdamW):
         assert self.max_grad_norm is not None
         norms = [torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32) for g in grads]
         norm = float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))) * abs(grad_scale)
-        self._last["grad_norm"] = norm
+        self._grad_norm = norm
         return min(1.0, self.max_grad_norm / (norm + 1e-6)) if norm == norm else norm
 
     def _run(
@@ -370,9 +390,9 @@ class CSDAdam(AdamW):
                 if table["grad"][row] and row not in prepared:
                     bound = self._by_index[row]
                     assert bound.param.grad is not None
-                    prepared[row] = bound.source(bound.param.grad, self.grad_dtype, [])
+                    prepared[row] = bound.source(bound.param.grad, self.grad_dtype)
         engine.begin(table, hypers, tiles)
-        self._in_flight = True
+        self._in_flight = self._moved = True
         try:
             for tile in np.setdiff1d(tiles, by_image, assume_unique=True).tolist():
                 engine.push(tile)
@@ -394,19 +414,18 @@ class CSDAdam(AdamW):
 
     def _restore(self, engine: Engine) -> None:
         """Gives the parameters of an undone step the values they had: those of the masters, back in their place."""
+        engine.drain()  # the windows show the masters as they were
         for tile in engine.undone().tolist():
             for row, _, first, _, n in engine.pieces_of(tile).tolist():
                 self._by_index[row].restore(first, n)
 
     # ---- binding: parameters to places, `state` to windows --------------------------
 
-    def _bind(self, new: Iterable[tuple[torch.Tensor, int]]) -> None:
-        """Gives parameters their place on the devices, and what `state` already holds of them with it."""
-        engine = self._engine
-        assert engine is not None
+    def _bind(self, engine: Engine, new: Iterable[tuple[torch.Tensor, int]]) -> None:
+        """Gives parameters their place on the devices, to be filled."""
         by_sections: dict[int, list[tuple[torch.Tensor, int]]] = {}
         for p, k in new:
-            check_param(p)
+            check_param(p, self._name(p, k))
             if p.is_meta:
                 raise CSDRuntimeError(f"parameter {self._name(p, k)} is on the meta device: it has no data yet")
             self._check_held(p, k)
@@ -433,32 +452,39 @@ class CSDAdam(AdamW):
                     in_place=engine.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
                 )
                 bound.look(self.grad_dtype)
-                bound.fill(self._state.get(p) or {}, seed=engine.keeps_state, fresh=True)
                 self._bound[id(p)] = bound
                 self._by_index.append(bound)
-                self._show(bound)
+                self._unfilled[bound] = True
             self._plan = None
             engine.describe(self._manifest())
+
+    def _fill(self, engine: Engine) -> None:
+        """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
+        for bound, fresh in self._unfilled.items():
+            bound.fill(self._state.get(bound.param) or {}, seed=engine.keeps_state, fresh=fresh)
+        engine.sync()
+        for bound in self._unfilled:
+            self._show(bound)
+        self._unfilled.clear()
+        self._remember()
 
     def _show(self, bound: Bound) -> None:
         """Puts our tensors into `state`, beside whatever else is there."""
         self._state[bound.param] = {**bound.windows, **self._state.get(bound.param, {}), **bound.windows}
-        self._shown = None
+
+    def _values(self) -> list[Any]:
+        return [*chain.from_iterable(entry.values() for entry in self._state.values() if isinstance(entry, dict))]
+
+    def _remember(self) -> None:
+        self._shown = self._values()
 
     def _state_intact(self) -> bool:
-        """Does `state` hold exactly the tensors that were put there?"""
-        values = list(chain.from_iterable(map(dict.values, self._state.values())))
-        if self._shown is None:
-            own = chain.from_iterable(b.windows.values() for b in self._bound.values())
-            if {id(v) for v in own} != {id(v) for v in values}:
-                return False
-            self._shown = values
+        """Does `state` hold exactly what it held when we last looked?"""
+        values = self._values()
         return len(values) == len(self._shown) and all(map(is_, values, self._shown))
 
-    def _adopt(self) -> None:
+    def _adopt(self, engine: Engine) -> None:
         """Takes in what somebody put into `state`: load_state_dict, ZeRO's consolidation, a plain assignment."""
-        engine = self._engine
-        assert engine is not None
         places = [(p, k) for k, group in enumerate(self.param_groups) for p in group["params"]]
         for p, k in places:
             self._check_held(p, k)
@@ -473,21 +499,28 @@ class CSDAdam(AdamW):
                 if held:
                     new.append((p, k))
             elif not held or any(held.get(key) is not window for key, window in bound.windows.items()):
-                bound.fill(held or {}, seed=engine.keeps_state)
-                self._show(bound)
+                self._unfilled.setdefault(bound, False)
         if new:
-            self._bind(new)
+            self._bind(engine, new)
+        self._fill(engine)
 
     def _check_held(self, p: torch.Tensor, k: int) -> None:
         """Raises CSDValueError if `state` holds something for `p` that does not fit it."""
         held = self._state.get(p) or {}
-        for key in SECTIONS:
+        for key in (*SECTIONS, "step"):
             value = held.get(key)
-            if value is None:
+            if value is None or (key == "step" and isinstance(value, (int, float))):
                 continue
-            if not isinstance(value, torch.Tensor) or value.shape != p.shape:
-                what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-                raise CSDValueError(f"state {key!r} of parameter {self._name(p, k)} has {what}, not {tuple(p.shape)}")
+            shape = () if key == "step" else p.shape
+            if not isinstance(value, torch.Tensor):
+                what = f"is a {type(value).__name__}"
+            elif value.shape != shape and not (key == "step" and value.numel() == 1):
+                what = f"has shape {tuple(value.shape)}, not {tuple(shape)}"
+            elif value.is_complex() and not p.is_complex():
+                what = f"is {value.dtype}"
+            else:
+                continue
+            raise CSDValueError(f"state {key!r} of parameter {self._name(p, k)} {what}")
 
     def _name(self, p: torch.Tensor, k: int) -> str:
         """The parameter's name where it has one, else its group and position."""
@@ -533,23 +566,26 @@ class CSDAdam(AdamW):
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         """
         engine = self._engine
-        if engine is None or engine.closed:
-            raise CSDRuntimeError("this optimizer is closed")
-        engine.drain()
+        assert engine is not None
+        engine.check_open()
+        with engine.lock:
+            engine.drain()
+            counted = engine.stats()
+        happened = int(self._moved)  # a step that was skipped, or had no gradients, never came to the engine
         devices = [
             {
                 "device": d["device"],
                 "backend": d["backend"],
                 "direct_io": d["direct_io"],
-                "push_bytes": d["push_bytes"],
-                "pull_bytes": d["pull_bytes"],
-                "flash_read_bytes": d["read_bytes"],
-                "flash_write_bytes": d["write_bytes"],
-                "params": d["updated"],
+                "push_bytes": happened * d["push_bytes"],
+                "pull_bytes": happened * d["pull_bytes"],
+                "flash_read_bytes": happened * d["read_bytes"],
+                "flash_write_bytes": happened * d["write_bytes"],
+                "params": happened * d["updated"],
                 "buffer_bytes": d["buffer_bytes"],
-                "seconds": {kind: d[f"{kind}_seconds"] for kind in ("read", "update", "write")},
+                "seconds": {kind: happened * d[f"{kind}_seconds"] for kind in ("read", "update", "write")},
             }
-            for d in engine.stats()
+            for d in counted
         ]
         counts = ("push_bytes", "pull_bytes", "flash_read_bytes", "flash_write_bytes", "params", "buffer_bytes")
         totals: dict[str, Any] = {name: sum(d[name] for d in devices) for name in counts}
@@ -557,9 +593,11 @@ class CSDAdam(AdamW):
         seconds = {
             kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in ("read", "update", "write")
         }
-        seconds["step"] = self._last.get("seconds", 0.0)
-        last = {k: v for k, v in self._last.items() if k != "seconds"}
-        return {**totals, **last, "seconds": seconds, "devices": devices}
+        seconds["step"] = self._seconds
+        totals["skipped"] = self._skipped
+        if self._grad_norm is not None:
+            totals["grad_norm"] = self._grad_norm
+        return {**totals, "seconds": seconds, "devices": devices}
 
     def close(self) -> None:
         """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""

@@ -1,4 +1,4 @@
-"""Ctrl-C, and every other signal that Python code handles, waits until a step is whole."""
+"""Ctrl-C, and other signals that programs turn into exceptions, wait until a step is whole."""
 
 from __future__ import annotations
 
@@ -8,23 +8,37 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-_ALL = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Signals that arrive within are handled at the end. Python handles signals in the main thread only."""
-    if threading.current_thread() is not threading.main_thread():
+    """Handlers of signals that arrive within run at the end. Python runs handlers in the main thread only."""
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in HELD:
+                stack.enter_context(_held(number))
+        yield
+
+
+@contextlib.contextmanager
+def _held(number: signal.Signals) -> Iterator[None]:
+    handler = signal.getsignal(number)
+    if not callable(handler):  # ignored, or the system's own business
         yield
         return
-    arrived: list[tuple[int, FrameType | None]] = []
-    handlers = {number: h for number in _ALL if callable(h := signal.getsignal(number))}
+    holding = True
+    arrived: list[FrameType | None] = []
+
+    def hold(signum: int, frame: FrameType | None) -> None:
+        # Forwards once the step is over: another handler's exception may come before this one is taken out again.
+        arrived.append(frame) if holding else handler(signum, frame)
+
     try:
-        for number in handlers:
-            signal.signal(number, lambda *what: arrived.append(what))
+        signal.signal(number, hold)
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for which, frame in arrived:
-            handlers[signal.Signals(which)](which, frame)
+        holding = False
+        signal.signal(number, handler)
+        if arrived:
+            handler(number, arrived[-1])

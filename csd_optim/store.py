@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import json
-import logging
 import mmap
 import os
 import secrets
@@ -29,8 +29,6 @@ import numpy as np
 from .bindings import TILE_STATE, crc32c
 from .errors import CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDWarning
 from .layout import round_up
-
-log = logging.getLogger("csd_optim")
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
@@ -160,11 +158,22 @@ def lock_owner(stat: os.stat_result) -> int | None:
     return None
 
 
-def _owner_text(fd: int) -> str:
-    owner = lock_owner(os.fstat(fd))
+def _lock(fd: int, path: Path) -> None:
+    """Makes this process the owner of the file. Raises CSDBusyError."""
+    owner = None
+    for _ in range(2):
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = lock_owner(os.fstat(fd))
+            if owner != os.getpid():
+                break
+            gc.collect()  # an optimizer that was dropped, and hangs on a reference cycle, say with its scheduler
     if owner == os.getpid():
-        return "another optimizer of this process"
-    return "another process" if owner is None else f"process {owner}"
+        who = "another optimizer of this process; close() that"
+    else:
+        who = f"{'another process' if owner is None else f'process {owner}'}; stop that"
+    raise CSDBusyError(errno.EWOULDBLOCK, f"{path} is in use by {who}, or name another directory")
 
 
 class StoreFile:
@@ -178,19 +187,19 @@ class StoreFile:
     def __init__(self, directory: Path | None, *, durable: bool, overwrite: bool = False) -> None:
         self.durable = durable
         self.direct: bool | None = None  # past the page cache? None: there is none
-        self.owned = not durable  # by the lock
         self.fd = self.io_fd = -1
         self.sequence = 0
         self.end = 2 * PAGE
-        self._regions: list[tuple[int, int]] = []  # space of the tables of even and odd sequences: offset, bytes
-        self._manifest = (0, 0, 0)
+        self._is_new = not durable  # a file of our own, which nobody misses until it has a superblock
+        self._current: Superblock | None = None
+        self._spaces: dict[str, list[tuple[int, int]]] = {"manifest": [], "table": []}  # two of each: offset, size
         try:
             if directory is None:
                 self.path = Path("memory")
                 self.fd = os.memfd_create("csd_optim")
                 self.io_fd = os.dup(self.fd)
             elif durable:
-                self.path = self._open_durable(directory, overwrite)
+                self.path = self._open_durable(directory.resolve(), overwrite)
             else:
                 self.path = self._open_scratch(directory.resolve())
         except OSError as e:
@@ -213,23 +222,21 @@ class StoreFile:
         return directory
 
     def _open_durable(self, directory: Path, overwrite: bool) -> Path:
+        if directory.exists() and not directory.is_dir():
+            raise CSDOSError(errno.ENOTDIR, f"{directory} is a file; a device is a directory")
+        if not directory.parent.is_dir():
+            raise CSDOSError(errno.ENOENT, f"there is no directory {directory.parent} to make {directory.name} in")
         directory.mkdir(exist_ok=True)
         path = directory / FILE_NAME
         while True:
             self.fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CSDBusyError(
-                    errno.EWOULDBLOCK,
-                    f"{path} is in use by {_owner_text(self.fd)}; stop that, or name another directory",
-                ) from None
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self.fd), path.stat()):
-                    break
+            _lock(self.fd, path)
+            if self._has_name(path):
+                break
             os.close(self.fd)  # an owner removed it between the two calls above: the name is another file's, or free
             self.fd = -1
-        if os.fstat(self.fd).st_size:
+        self._is_new = os.fstat(self.fd).st_size == 0
+        if not self._is_new:
             head = _read(self.fd, 2 * PAGE, 0)
             # All zero: the process that began to make it was killed before it could say what it is.
             if MAGIC not in (head[:8], head[PAGE : PAGE + 8]) and any(head):
@@ -241,9 +248,30 @@ class StoreFile:
                     errno.EEXIST,
                     f"{path} holds a store{step}; pass overwrite=True to erase it, or name another directory",
                 )
-            os.ftruncate(self.fd, 0)
-        self.owned = True
         return path
+
+    def _has_name(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self.fd), path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _replace(self) -> None:
+        """Puts an empty file in the place of the store that is to be overwritten.
+
+        Not before the first byte is to be written; and a new file, because somebody may still look at the old one.
+        """
+        temporary = self.path.with_name(f".{FILE_NAME}.{secrets.token_hex(8)}")
+        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            _lock(fd, temporary)
+            temporary.replace(self.path)
+        except BaseException:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+            raise
+        os.close(self.fd)
+        self.fd, self._is_new = fd, True
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -269,7 +297,7 @@ class StoreFile:
                 self.io_fd = -1
             if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
                 raise
-            self.io_fd = os.dup(self.fd)
+            self.io_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
             self.direct = False
             warnings.warn(
                 f"{self.path}: this file system has no direct I/O; tiles go through the page cache, which is slower "
@@ -285,6 +313,8 @@ class StoreFile:
         """
         if self.io_fd < 0:
             with self._naming("write"):
+                if not self._is_new:
+                    self._replace()
                 self._open_direct()
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
         offset, size = round_up(self.end, unit), round_up(size, unit)
@@ -307,16 +337,11 @@ class StoreFile:
         os.ftruncate(self.fd, end)
         self.end = end
 
-    def write_manifest(self, manifest: dict[str, Any]) -> None:
-        """Stores what the next superblock will name; the old manifest stays where it is."""
-        data = json.dumps(manifest).encode()
-        offset = self.allocate(len(data))
-        with self._naming("write the manifest"):
-            _write(self.fd, data, offset)
-        self._manifest = (offset, len(data), crc32c(data))
-        # Its tables: one for even, one for odd sequences, so that the valid one is never overwritten.
-        size = manifest["tiles"] * _TILE_ENTRY.itemsize + 8 * len(manifest["params"])
-        self._regions = [(self.allocate(size), size) for _ in range(2)]
+    def sync(self) -> None:
+        """Waits until everything written so far, through mappings too, is on the disk. Raises CSDOSError."""
+        if self.io_fd >= 0:
+            with self._naming("write"):
+                os.fdatasync(self.fd)
 
     def write_superblock(
         self,
@@ -326,36 +351,50 @@ class StoreFile:
         devices: int,
         step: int,
         clean: bool,
+        manifest: dict[str, Any] | None,
         tiles: np.ndarray[Any, Any],
         steps: np.ndarray[Any, Any],
     ) -> None:
-        """Makes the state described by `tiles` (dtype TILE_STATE) and `steps` the one a reader finds."""
+        """Makes the state described by `tiles` (dtype TILE_STATE) and `steps` the one a reader finds.
+
+        `manifest` None: the one that is there stays valid.
+        """
         assert tiles.dtype == TILE_STATE
         sequence = self.sequence + 1
-        table = tiles.astype(_TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes()
-        offset, size = self._regions[sequence % 2]
-        assert len(table) == size
-        block = Superblock(
-            store_id=store_id,
-            device=device,
-            devices=devices,
-            sequence=sequence,
-            step=step,
-            flags=CLEAN if clean else 0,
-            manifest=self._manifest,
-            table=(offset, size, crc32c(table)),
-        )
+        if manifest is not None:
+            named = self._write_beside("manifest", json.dumps(manifest).encode())
+        else:
+            assert self._current is not None
+            named = self._current.manifest
+        table = self._write_beside("table", tiles.astype(_TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes())
+        block = Superblock(store_id, device, devices, sequence, step, CLEAN if clean else 0, named, table)
         with self._naming("write the superblock"):
-            _write(self.fd, table, offset)
             os.fdatasync(self.fd)  # first what the superblock names, then the superblock
             _write(self.fd, block.pack(), sequence % 2 * PAGE)
             os.fdatasync(self.fd)
-        self.sequence = sequence  # not before: a second attempt must not touch the superblock that is valid
+        # Not before: a second attempt must touch nothing that is valid.
+        self.sequence, self._current = sequence, block
+
+    def _write_beside(self, what: str, data: bytes) -> tuple[int, int, int]:
+        """Writes a manifest or table where the valid superblock does not look; returns what the next one is to name."""
+        valid = getattr(self._current, what)[0] if self._current else 0
+        free = [offset for offset, size in self._spaces[what] if offset != valid and size >= len(data)]
+        if not free:
+            # Room to grow, as parameters may join one by one; and two, so that close() never finds the disk full.
+            size = 2 * len(data)
+            free = [self.allocate(size) for _ in range(2)]
+            self._spaces[what] = [(offset, size) for offset in free]
+        offset = free[0]
+        with self._naming(f"write the {what}"):
+            _write(self.fd, data, offset)
+        return offset, len(data), crc32c(data)
 
     def close(self) -> None:
         """Lets go of the file. One that never became a store leaves no trace."""
-        if self.fd >= 0 and self.durable and self.owned and self.sequence == 0:
-            self.path.unlink(missing_ok=True)
+        if self.fd >= 0 and self.durable and self._is_new and self.sequence == 0 and self._has_name(self.path):
+            self.path.unlink()
+        if self.fd >= 0:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)  # a forked child may keep the file open
         for fd in (self.io_fd, self.fd):
             if fd >= 0:
                 os.close(fd)

@@ -234,9 +234,9 @@ def test_full_disk_while_writing_says_what_to_do(tmp_path):
     assert "Free some space" in str(error)
 
 
-# Room is taken for tiles, manifest and two tables; only the first where the file has no name.
+# Room is taken for tiles, two manifests and two tables; only the first where the file has no name.
 @pytest.mark.parametrize("times", [1, FOREVER], ids=["once", "always"])
-@pytest.mark.parametrize(("kind", "nth"), [("scratch", 0), *itertools.product(["file", "files", "mixed"], range(4))])
+@pytest.mark.parametrize(("kind", "nth"), [("scratch", 0), *itertools.product(["file", "files", "mixed"], range(5))])
 @in_child
 def test_full_disk_in_the_first_step(kind, nth, times, tmp_path):
     path = failing(kind, tmp_path)

@@ -195,13 +195,33 @@ def test_bad_options_of_ours(kwargs, error):
     assert error in str(raised.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_other_dtypes_are_refused_before_anything_is_touched(tmp_path, dtype):
     directory = tmp_path / "csd"
-    with pytest.raises(CSDTypeError, match=str(dtype)) as raised:
-        CSDAdam([leaf(3), torch.zeros(3, dtype=dtype)], devices=str(directory))
+    with pytest.raises(CSDTypeError, match=f"{dtype}.*0.1.*3") as raised:
+        CSDAdam([leaf(3), leaf(3).detach().to(dtype).requires_grad_()], devices=str(directory))
     assert isinstance(raised.value, TypeError)
     assert not directory.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float64, torch.float8_e4m3fn])
+def test_frozen_parameters_may_be_anything(devices, dtype):
+    """As those of a quantized model under LoRA."""
+    frozen = torch.nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
+    lazy = torch.nn.LazyLinear(2).weight
+    p = leaf(3)
+    optimizer = CSDAdam([frozen, p, lazy], devices=devices)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert list(optimizer.state) == [p]
+
+
+def test_a_frozen_parameter_that_is_trained_after_all_is_looked_at(devices):
+    p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False)
+    optimizer = CSDAdam([p], devices=devices)
+    p.requires_grad_().grad = torch.ones_like(p)
+    with pytest.raises(CSDTypeError, match="float64"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("name", ["capturable", "differentiable"])
@@ -1154,7 +1174,7 @@ def test_a_parameter_of_another_size_is_refused(devices):
     optimizer.step()
     p.data = torch.ones(7)
     p.grad = torch.ones(7)
-    with pytest.raises(CSDValueError, match="7 elements"):
+    with pytest.raises(CSDValueError, match=r"\(7,\)"):
         optimizer.step()
 
 
@@ -1242,7 +1262,7 @@ def test_fork(tmp_path):
 
 
 def test_every_error_of_ours_is_a_csd_error():
-    for make in (lambda: CSDAdam([leaf(2)], devices="tape:"), lambda: CSDAdam([torch.zeros(2, dtype=torch.float64)])):
+    for make in (lambda: CSDAdam([leaf(2)], devices="tape:"), lambda: CSDAdam([leaf(2, dtype=torch.float64)])):
         with pytest.raises(CSDError):
             make()
 

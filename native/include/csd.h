@@ -92,7 +92,8 @@ typedef struct csd_engine csd_engine;
 
 int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine **out, csd_error *error);
 
-/* Drains, stops and frees everything but the windows (see csd_window_release).
+/* Drains, stops and frees everything but the windows (see csd_window_release), which keep showing the last state;
+ * what is written to them from now on stays private. A step that is under way is undone.
  * Returns the error of a write that never succeeded; the engine is gone all the same. */
 int csd_engine_close(csd_engine *engine, csd_error *error);
 
@@ -122,8 +123,8 @@ typedef struct csd_extent {
 
 /* Adds an extent; its tiles are numbered on from those there are. States read as zero.
  * `windows` receives one address per section: `n_tiles * tile_elems` fp32 values each, the
- * state itself, readable and writable between steps (after csd_engine_drain). On a file the
- * window of a tile is a mapping of its current slot and follows it when the slot changes. */
+ * state itself, readable and writable between steps, after csd_engine_drain: on a file the window of a
+ * tile is a mapping of a slot, and csd_engine_drain maps the current one. */
 int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **windows, csd_error *error);
 
 /* Unmaps one window. The caller does so when nobody can look at it any more and the engine is closed. */
@@ -138,7 +139,9 @@ typedef struct csd_param {
   uint32_t grad_dtype;
   uint32_t param_dtype;
   uint32_t hyper;     /* index into this step's hypers */
-  uint32_t in_place;  /* 1: fp32 `param` is itself the master (ram only) */
+  uint32_t is_master; /* 1: fp32 `param` is itself the master, whoever wrote it since the last step. On ram the
+                       * section of the tile is not used, and an image of `param` has to hold it; elsewhere it is
+                       * copied there, except where the tile is pushed with an image. */
 } csd_param;
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
@@ -166,7 +169,7 @@ int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
 /* Tiles of the last undone step whose parameters were given out. Returns how many; fills up to `n`. */
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint32_t n);
 
-/* Waits for all writes. A write that fails keeps its data in its buffer and is tried again
+/* Waits for all writes and makes the windows show the current slots. A write that fails keeps its data in its buffer and is tried again
  * by the next drain, so nothing is lost when the cause goes away. */
 int csd_engine_drain(csd_engine *engine, csd_error *error);
 

@@ -39,8 +39,10 @@ int guarded(csd_error *error, Call call) {
     return report(error, f);
   } catch (const std::bad_alloc &) {
     return report(error, {CSD_ENOMEM, "out of memory", ENOMEM});
-  } catch (const std::system_error &e) {  // a thread that could not be started
-    return report(error, {CSD_ENOMEM, e.what(), e.code().value()});
+  } catch (const std::system_error &e) {
+    return report(error, {CSD_ENOMEM, std::string("no thread can be started: ") + e.what(), e.code().value()});
+  } catch (const std::exception &e) {
+    return report(error, {CSD_EINVAL, e.what()});
   }
 }
 
@@ -52,7 +54,7 @@ int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine 
 
 int csd_engine_close(csd_engine *engine, csd_error *error) {
   const std::unique_ptr<csd_engine> gone(engine);
-  return guarded(error, [&] { engine->engine.drain(); });
+  return guarded(error, [&] { engine->engine.close(); });
 }
 
 int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **windows, csd_error *error) {

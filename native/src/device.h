@@ -22,6 +22,7 @@ struct Tile {
   uint64_t n_pieces = 0;
   float *window[4] = {};       // the tile's part of each window
   uint32_t slot = 0;           // the one that holds the state
+  uint32_t shown = 0;          // the one that the windows show
   Slot slots[2];
 
   uint64_t section_bytes() const { return 4 * elems; }
@@ -35,6 +36,7 @@ struct Work {
   const csd_adamw *hypers;
   const void *grad_image;  // null: read and write where the params say
   void *param_image;
+  bool resident;           // the states are in the windows, not in a buffer that goes back to the device
   uint64_t pushed = 0, pulled = 0, updated = 0;  // bytes, bytes, parameters: counted by Device::update
 };
 
@@ -48,8 +50,9 @@ class Device {
   virtual bool resident() const = 0;
   virtual uint32_t buffers() const { return 0; }
 
-  // Makes the windows show the tile's current slot. Returns 0 or an errno.
-  virtual int map(const Tile &) { return 0; }
+  // Makes the windows show the tile's slot `shown`; with `shared`, what is written there goes to the device.
+  // Returns 0 or an errno.
+  virtual int map(const Tile &, bool shared) { return 0; }
 
   // Start to read the current slot into `buffer`, to write `buffer` to the other slot, and return; another thread
   // calls `done` once. `buffer` holds the sections one after another. Never called on a resident device.

@@ -1,3 +1,5 @@
+#include <string.h>
+
 #include <algorithm>
 
 #include "crc32c.h"
@@ -23,9 +25,11 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, float *con
 
   Span span{work.hypers + p.hyper, n, grad, p.grad_dtype, {}, param, p.param_dtype};
   for (uint32_t s = 0; s < n_sections; s++) span.state[s] = sections[s] + first;
-  if (p.in_place) {
+  if (p.is_master && work.resident) {
     span.state[CSD_MASTER] = reinterpret_cast<float *>(param);
     span.param = nullptr;
+  } else if (p.is_master && !work.param_image) {
+    memcpy(span.state[CSD_MASTER], param, param_bytes * n);
   }
   update(span, used_isa.load(std::memory_order_relaxed));
   work.pushed += grad_bytes * n;

@@ -21,10 +21,10 @@ class FileDevice : public Device {
   bool resident() const override { return false; }
   uint32_t buffers() const override { return buffers_; }
 
-  int map(const Tile &tile) override {
+  int map(const Tile &tile, bool shared) override {
     for (uint32_t s = 0; s < tile.sections; s++) {
-      const uint64_t at = tile.slot_offset(tile.slot) + s * tile.section_bytes();
-      if (mmap(tile.window[s], tile.section_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_,
+      const uint64_t at = tile.slot_offset(tile.shown) + s * tile.section_bytes();
+      if (mmap(tile.window[s], tile.section_bytes(), PROT_READ | PROT_WRITE, (shared ? MAP_SHARED : MAP_PRIVATE) | MAP_FIXED, fd_,
                static_cast<off_t>(at)) == MAP_FAILED)
         return errno;
     }
@@ -80,7 +80,9 @@ class FileDevice : public Device {
 std::unique_ptr<Device> make_file_device(const csd_device &d) {
   struct stat st {};
   if (d.buffers < 3 || d.block_bytes == 0 || d.block_bytes % 4096 || fstat(d.fd, &st) != 0) return nullptr;
-  return std::make_unique<FileDevice>(d, Pool::io(st.st_dev));
+  Pool &io = Pool::io(st.st_dev);
+  io.start();
+  return std::make_unique<FileDevice>(d, io);
 }
 
 }  // namespace csd

@@ -58,6 +58,7 @@ double BusyTime::seconds() const {
 
 Engine::Engine(const csd_device *devices, uint32_t n) : lanes_(n) {
   if (n == 0) throw Failure{CSD_EINVAL, "an engine needs at least one device"};
+  Pool::updates().start();
   for (uint32_t i = 0; i < n; i++) {
     lanes_[i].device = make_device(devices[i]);
     if (!lanes_[i].device)
@@ -77,6 +78,8 @@ void Engine::grow_buffers(uint64_t elems) {
     const uint32_t n = lane.device->buffers();
     if (n == 0 || elems <= lane.buffer_elems) continue;
     lane.memory = HugeMemory(4 * elems * n);
+    // After a fork, copying on write would cost the parent its huge pages for good.
+    madvise(lane.memory.floats(), lane.memory.bytes(), MADV_DONTFORK);
     memset(lane.memory.floats(), 0, lane.memory.bytes());  // all of it now, not in the first step
     lane.buffer_elems = elems;
     lane.free.clear();
@@ -117,22 +120,36 @@ void Engine::extend(const csd_extent &e, float **windows) {
     while (piece != end && piece->tile == i) piece++;
     t.n_pieces = static_cast<uint64_t>(piece - t.pieces);
     for (uint32_t s = 0; s < e.sections; s++) t.window[s] = memory[s].floats() + i * e.tile_elems;
-    if (const int error = lanes_[t.device].device->map(t)) {
+    try {
+      show(t, true);
+    } catch (...) {
       tiles_.resize(first_tile);
       pieces_.pop_back();
-      throw Failure{CSD_EIO, "cannot map tile " + std::to_string(i) + " of the store", error, static_cast<int32_t>(i % n_devices)};
+      throw;
     }
   }
   for (uint32_t s = 0; s < e.sections; s++) windows[s] = memory[s].release();
+}
+
+void Engine::show(Tile &t, bool shared) {
+  const uint32_t before = std::exchange(t.shown, t.slot);
+  const int error = lanes_[t.device].device->map(t, shared);
+  if (error == 0) return;
+  t.shown = before;
+  const int32_t device = static_cast<int32_t>(t.device);
+  if (error == ENOMEM)
+    throw Failure{CSD_ENOMEM, "cannot map tile " + std::to_string(t.index) + " of " + std::to_string(tiles_.size()) + ": each takes " + std::to_string(t.sections) +
+                                  " mappings and vm.max_map_count is used up; raise it with sysctl, or choose a larger tile_size,", error, device};
+  throw Failure{CSD_EIO, "mapping tile " + std::to_string(t.index), error, device};
 }
 
 // ---- A step -----------------------------------------------------------------
 
 void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *hypers, uint32_t n_hypers,
                    const uint32_t *tiles, uint32_t n_tiles) {
-  drain();
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
+  settle_writes(lock);
   for (uint64_t i = 0; i < n_params; i++)
     if (params[i].grad && (params[i].hyper >= n_hypers || params[i].grad_dtype > CSD_BF16 || params[i].param_dtype > CSD_BF16))
       throw Failure{CSD_EINVAL, "parameter " + std::to_string(i) + " names a dtype or hyperparameters that do not exist"};
@@ -143,7 +160,9 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
     named[tiles[i]] = true;
     const Tile &t = tiles_[tiles[i]];
     for (uint64_t p = 0; p < t.n_pieces; p++)
-      if (t.pieces[p].param >= n_params) throw Failure{CSD_EINVAL, "no parameter " + std::to_string(t.pieces[p].param)};
+      if (const uint32_t param = t.pieces[p].param; param >= n_params) throw Failure{CSD_EINVAL, "no parameter " + std::to_string(param)};
+      else if (params[param].grad && hypers[params[param].hyper].amsgrad && t.sections == 3)
+        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has no max_exp_avg_sq for amsgrad"};
   }
 
   params_.assign(params, params + n_params);
@@ -231,7 +250,7 @@ void Engine::update_if_ready(Job &job) {
     const Tile &t = *job.tile;
     float *sections[4] = {};
     for (uint32_t s = 0; s < t.sections; s++) sections[s] = job.buffer ? job.buffer + s * t.elems : t.window[s];
-    Work work{params_.data(), hypers_.data(), job.grad_image, job.param_image};
+    Work work{params_.data(), hypers_.data(), job.grad_image, job.param_image, !job.buffer};
     const bool any = std::any_of(t.pieces, t.pieces + t.n_pieces, [this](const csd_piece &p) { return params_[p.param].grad; });
     if (any) {
       lane(job).device->update(t, sections, work, job.buffer ? job.sum.crc : nullptr);
@@ -283,20 +302,12 @@ void Engine::on_stored(Job &job, int os_errno) {
   } else {
     l.counts.write_bytes += job.tile->bytes();
     job.tile->slots[1 - job.tile->slot] = job.sum;
-    flip(job);
+    job.tile->slot ^= 1;
+    job.stored = true;
     release_buffer(job);
     pump(l);
   }
   if (going_on_ == 0) settled_.notify_all();
-}
-
-void Engine::flip(Job &job) {
-  Tile &t = *job.tile;
-  t.slot ^= 1;
-  job.stored = !job.stored;
-  // Only an exhausted kernel refuses to map a range that was mapped before. The window then shows another step, so
-  // the next drain, which everyone calls before looking, tries again and fails if it must.
-  if (lane(job).device->map(t)) unmapped_.push_back(&t);
 }
 
 void Engine::release_buffer(Job &job) {
@@ -345,24 +356,35 @@ void Engine::undo() {
   for (Job &job : jobs_) {
     if (job.given) undone_.push_back(job.tile->index);
     if (job.buffer) release_buffer(job);
-    else if (job.stored && !lane(job).device->resident()) flip(job);
+    else if (job.stored && !lane(job).device->resident()) job.tile->slot ^= 1;
   }
 }
 
-void Engine::drain() {
-  Lock lock(mutex_);
-  if (phase_ == Phase::stepping) throw Failure{CSD_ESTATE, "a step is under way"};
+void Engine::settle_writes(Lock &lock) {
   settle(lock);
   const std::vector<Job *> again = std::exchange(unwritten_, {});
   for (Job *job : again) start_store(*job);
   settle(lock);
   if (!unwritten_.empty()) throw failure_;
-  while (!unmapped_.empty()) {
-    const Tile &t = *unmapped_.back();
-    if (const int error = lanes_[t.device].device->map(t))
-      throw Failure{CSD_EIO, "mapping tile " + std::to_string(t.index), error, static_cast<int32_t>(t.device)};
-    unmapped_.pop_back();
+}
+
+void Engine::drain() {
+  Lock lock(mutex_);
+  if (phase_ == Phase::stepping) throw Failure{CSD_ESTATE, "a step is under way"};
+  settle_writes(lock);
+  for (Tile &t : tiles_)
+    if (t.shown != t.slot) show(t, true);
+}
+
+void Engine::close() {
+  try {
+    finish(false);
+  } catch (const Failure &) {
+    // no step is under way, or it had failed and is undone
   }
+  drain();
+  // Windows may outlive the engine; what is written to them from now on is no business of the device.
+  for (Tile &t : tiles_) show(t, false);
 }
 
 uint32_t Engine::undone(uint32_t *tiles, uint32_t n) const {

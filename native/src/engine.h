@@ -62,6 +62,7 @@ class Engine {
   uint32_t pull();
   void finish(bool keep);
   void drain();
+  void close();
   uint32_t undone(uint32_t *tiles, uint32_t n) const;
   void tiles(uint32_t first, uint32_t n, csd_tile_state *out);
   void unsum(const uint32_t *tiles, uint32_t n);
@@ -96,10 +97,11 @@ class Engine {
   void start_store(Job &);
   void on_stored(Job &, int os_errno);
   void fail(const Job &, const char *what, int os_errno);
-  void flip(Job &);
   void release_buffer(Job &);
   void settle(Lock &lock) { settled_.wait(lock, [this] { return going_on_ == 0; }); }
   void undo();
+  void settle_writes(Lock &);
+  void show(Tile &, bool shared);
   void grow_buffers(uint64_t elems);
 
   mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates
@@ -120,7 +122,6 @@ class Engine {
   bool failed_ = false;
   Failure failure_{};
   std::vector<Job *> unwritten_;   // whose write failed after the step was whole
-  std::vector<Tile *> unmapped_;   // whose window could not follow the slot
   std::vector<uint32_t> undone_;
 };
 

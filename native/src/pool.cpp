@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <system_error>
 
 #include "csd.h"
 
@@ -19,15 +20,28 @@ uint32_t usable_cpus() {
 
 }  // namespace
 
+void Pool::start() {
+  std::lock_guard lock(mutex_);
+  add_threads();
+}
+
 void Pool::submit(std::function<void()> task) {
   std::lock_guard lock(mutex_);
   tasks_.push_back(std::move(task));
-  // Threads start with the first work, so that importing or constructing starts none.
+  add_threads();
+  wake_.notify_one();
+}
+
+void Pool::add_threads() {
   while (running_ < wanted_) {
-    std::thread([this] { work(); }).detach();
+    try {
+      std::thread([this] { work(); }).detach();
+    } catch (const std::system_error &) {
+      if (running_ == 0) throw;
+      return;  // fewer do the same, more slowly
+    }
     running_++;
   }
-  wake_.notify_one();
 }
 
 void Pool::resize(uint32_t threads) {
@@ -63,19 +77,32 @@ void Pool::work() {
   }
 }
 
-// Pools are never destroyed: their threads may still be waiting when the process ends.
-Pool &Pool::updates() {
-  static Pool *pool = new Pool(usable_cpus());
-  return *pool;
-}
+// The pools of the process. Never destroyed: their threads may still be waiting when the process ends.
+struct Pools {
+  Pool updates;
+  std::mutex mutex;  // guards `io`
+  std::map<dev_t, Pool> io;
+
+  explicit Pools(uint32_t threads) : updates(threads) {}
+
+  static Pools &get() {
+    static Pools *all = nullptr;
+    static std::once_flag once;
+    std::call_once(once, [] {
+      all = new Pools(usable_cpus());
+      // A forked child has none of the threads, and perhaps a mutex that nobody will unlock: it gets pools of its own.
+      pthread_atfork(nullptr, nullptr, [] { all = new Pools(all->updates.wanted_); });
+    });
+    return *all;
+  }
+};
+
+Pool &Pool::updates() { return Pools::get().updates; }
 
 Pool &Pool::io(dev_t file_system) {
-  static std::mutex mutex;
-  static std::map<dev_t, Pool *> pools;
-  std::lock_guard lock(mutex);
-  Pool *&pool = pools[file_system];
-  if (!pool) pool = new Pool(CSD_IO_DEPTH);
-  return *pool;
+  Pools &all = Pools::get();
+  std::lock_guard lock(all.mutex);
+  return all.io.try_emplace(file_system, CSD_IO_DEPTH).first->second;
 }
 
 }  // namespace csd

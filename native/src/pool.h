@@ -16,14 +16,18 @@ namespace csd {
 class Pool {
  public:
   explicit Pool(uint32_t threads) : wanted_(threads) {}
+  // Throws std::system_error if not a single thread can be had. From then on submit() does not throw for want of one.
+  void start();
   void submit(std::function<void()> task);
   void resize(uint32_t threads);  // from the next task on
   uint32_t size();
 
   static Pool &updates();               // as many threads as CPUs this process may run on
-  static Pool &io(dev_t file_system);   // kIoDepth requests in flight
+  static Pool &io(dev_t file_system);   // CSD_IO_DEPTH requests in flight
 
  private:
+  friend struct Pools;
+  void add_threads();
   void work();
   std::mutex mutex_;
   std::condition_variable wake_;
