@@ -39,6 +39,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "build" / "demo"
 SEED = 0
 # Bytes per parameter and step that ZeRO-Infinity moves over the interconnect, as its data path is published:
 # fp32 gradient and states (16 B) are read from storage, states and gradients (16 B) written to it.
@@ -410,7 +411,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help=f"training steps ({FULL.steps})")
     parser.add_argument("--devices", type=int, default=4, metavar="N", help="emulated CSDs (4)")
     parser.add_argument("--compute", choices=("bfloat16", "float32"), help="calculate in this (the faster one here)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo", metavar="DIR", help="where files go")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where files go")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: seconds, for tests")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object on stdout, everything else on stderr"
@@ -426,7 +427,13 @@ def main() -> None:
     say = console.print
     started = time.perf_counter()
 
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        parser.error(f"--out {options.out}: {e.strerror}")
+    again = options.out == OUT or (options.out / "loss.png").exists()
+    if not again and any(options.out.glob("csd*/*.store")):
+        parser.error(f"--out {options.out} holds stores that are not of a demo; choose another directory")
     shown = options.out.relative_to(Path.cwd()) if options.out.is_relative_to(Path.cwd()) else options.out
     train_text, validation_text, files = standard_library(size.text_bytes)
     torch.manual_seed(SEED)
@@ -462,7 +469,7 @@ def main() -> None:
     )
     named = models[0].named_parameters()
     with (
-        CSDAdam(named, lr=size.lr, weight_decay=0.1, devices=places, overwrite=True) as csd,
+        CSDAdam(named, lr=size.lr, weight_decay=0.1, devices=places, overwrite=again) as csd,
         Progress(*columns, console=Console(stderr=True)) as progress,
     ):
         bar = progress.add_task("", total=size.steps, csd=math.nan, adamw=math.nan)

@@ -241,8 +241,9 @@ def isas() -> list[str]:
 
 
 def isa_use(name: str) -> None:
-    if name not in ISAS:
+    if name.lower() not in ISAS:
         raise CSDValueError(f"Invalid instruction set: {name!r}; this CPU has {', '.join(isas())}")
+    name = name.lower()
     error = ffi.new("csd_error *")
     check(lib.csd_isa_use(ISAS[name], error), error)
 
@@ -268,4 +269,6 @@ def crc32c(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
 if _isa := os.environ.get("CSD_OPTIM_ISA"):
     isa_use(_isa)
 if _threads := os.environ.get("CSD_OPTIM_THREADS"):
+    if not _threads.isdecimal() or not 1 <= int(_threads) <= 1024:
+        raise CSDValueError(f"Invalid CSD_OPTIM_THREADS: {_threads!r}; it is a number of threads from 1 to 1024")
     threads_use(int(_threads))

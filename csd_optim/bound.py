@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from .bindings import DTYPE_CODES
+from .engine import SECTIONS
 from .errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from .images import Source
+from .layout import Extent
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
 # Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.
@@ -133,6 +135,55 @@ def check_param(p: torch.Tensor, name: str) -> None:
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             f"Please clone() the parameter {name}."
         )
+
+
+def check_entry(held: Mapping[str, Any], p: torch.Tensor, name: str) -> None:
+    """Raises CSDValueError if an entry of `state` does not fit its parameter."""
+    for key in (*SECTIONS, "step"):
+        value = held.get(key)
+        if value is None or (key == "step" and isinstance(value, (int, float))):
+            continue
+        shape = () if key == "step" else p.shape
+        if not isinstance(value, torch.Tensor):
+            what = f"is a {type(value).__name__}"
+        elif value.shape != shape and not (key == "step" and value.numel() == 1):
+            what = f"has shape {tuple(value.shape)}, not {tuple(shape)}"
+        elif value.is_complex() and not p.is_complex():
+            what = f"is {value.dtype}"
+        else:
+            continue
+        raise CSDValueError(f"state {key!r} of parameter {name} {what}")
+
+
+def manifest(bounds: Sequence[Bound], extents: Sequence[Extent], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a store says of the model; see docs/store-format.md. `bounds` in the order of the extents."""
+    group_of = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
+    places = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
+    return {
+        "params": [
+            {
+                "name": b.name,
+                "shape": list(b.param.shape),
+                "stride": list(b.stride),
+                "dtype": str(b.param.dtype).removeprefix("torch."),
+                "group": group_of.get(id(b.param), -1),
+                "extent": extent,
+                "start": start,
+                "numel": b.numel,
+            }
+            for b, (extent, start) in zip(bounds, places, strict=True)
+        ],
+        "groups": [{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")} for group in groups],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Hyperparameters as JSON: tensors become numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
 
 
 def numel(p: torch.Tensor) -> int:

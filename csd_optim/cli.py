@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from . import benchmark, probe
-from .devices import DEFAULT_BLOCK, DeviceSpec, parse_device, parse_devices
+from .devices import DEFAULT_BLOCK, DeviceSpec, parse_devices
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from .store import CLEAN, FILE_NAME, VERSION, lock_owner, read_contents
 
@@ -45,7 +47,7 @@ app = typer.Typer(
 Devices = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[DEVICE]...",
+        metavar="DEVICE",
         help="Directories or device strings such as file:/mnt/nvme0 or ram: (default: CSD_OPTIM_DEVICES, else .)",
         show_default=False,
     ),
@@ -55,6 +57,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 def main() -> None:
     app()
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"csd_optim {version('csd_optim')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 # ---- commands --------------------------------------------------------------------
@@ -101,11 +118,14 @@ def inspect(
 
 def count(text: str) -> int:
     """`100e6`, `100M`, `1.3B` → a number of parameters."""
-    units = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
+    units = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
     unit = units.get(text[-1:].upper())
-    n = int(float(text[:-1]) * unit) if unit else int(float(text))
+    try:
+        n = int(float(text[:-1]) * unit) if unit else int(float(text))
+    except (ValueError, OverflowError):
+        n = 0
     if n < 1:
-        raise ValueError(text)
+        raise typer.BadParameter(f"{text!r} is no number of parameters; write for example 100e6, 100M or 1.3B")
     return n
 
 
@@ -138,8 +158,7 @@ def bench(
 
 def specs_of(names: list[str] | None) -> list[DeviceSpec]:
     """The devices named, else those of CSD_OPTIM_DEVICES, else the current directory."""
-    specs = parse_devices(names or None)
-    return [parse_device(".")] if [str(s) for s in specs] == ["file:"] and not names else specs
+    return parse_devices(names or (None if os.environ.get("CSD_OPTIM_DEVICES") else "."))
 
 
 def describe_device(spec: DeviceSpec) -> dict[str, Any]:
@@ -147,13 +166,13 @@ def describe_device(spec: DeviceSpec) -> dict[str, Any]:
     entry: dict[str, Any] = {"device": str(spec), "backend": spec.backend}
     if spec.backend == "ram":
         entry["free_bytes"] = probe.available_memory()
-        entry["room_for_params"] = entry["free_bytes"] // MEMORY_STATE_BYTES
+        entry["room_for_params"] = entry["free_bytes"] // MEMORY_STATE_BYTES  # as the only device
     if spec.directory is None:
         return entry
     directory = spec.directory
     entry["exists"] = directory.is_dir()
     # CSDAdam makes a directory that is not there, but not its parents.
-    entry["directory"] = str(directory if entry["exists"] else directory.parent)
+    entry["directory"] = str((directory if entry["exists"] else directory.parent).resolve())
     try:
         if not entry["exists"] and (directory.exists() or not directory.parent.is_dir()):
             raise CSDValueError("no such directory")

@@ -4,7 +4,7 @@
 file:/mnt/nvme0?scratch=1    one in a nameless file of that directory, gone with the process, however that ends
 file:                        the same in the current directory
 file:/mnt/nvme0?buffers=16&block=4MiB    tile buffers; size of one I/O request
-ram:                         state in host memory, updated in place
+ram:                         state in host memory, updated in place (beside other devices: in two slots, like a file's)
 null:                        keeps and computes nothing; times everything else
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -55,16 +55,25 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     """Parses one device string. Raises CSDTypeError or CSDValueError; touches nothing."""
     if not isinstance(text, (str, os.PathLike)):
         raise CSDTypeError(f"a device is a string such as '/mnt/nvme0' or 'ram:', got {type(text).__name__}")
-    text = os.fspath(text)
-    # A scheme has two letters or more and no slash before its colon; everything else is a directory as it stands.
-    scheme = re.match(r"([a-z][a-z0-9_]+):(?!//)", text)
+    if isinstance(text, os.PathLike):  # a path is a directory as it stands
+        return DeviceSpec(os.fspath(text), "file", Path(text), durable=True)
+    text = text.strip()
+    if not text:
+        raise CSDValueError("Invalid device: ''; name a directory, or 'ram:'")
+    if text.lower() in BACKENDS:
+        raise CSDValueError(f"Invalid device: {text!r}; write '{text.lower()}:', or './{text}' for the directory")
+    # A scheme has two letters or more and no slash before its colon; everything else is a directory.
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9_]+):", text)
     if not scheme:
-        if not text:
-            raise CSDValueError("Invalid device: ''; name a directory, or 'ram:'")
-        return DeviceSpec(text, "file", Path(text), durable=True)
-    backend = scheme[1]
-    if backend not in BACKENDS:
-        raise CSDValueError(f"Invalid device: {text!r}; the back ends are {', '.join(b + ':' for b in BACKENDS)}")
+        if "?" in text and not Path(text).exists():
+            raise CSDValueError(f"Invalid device: {text!r}; options need the back end: 'file:{text}'")
+        return DeviceSpec(text, "file", Path(text).expanduser(), durable=True)
+    backend = scheme[1].lower()
+    if backend not in BACKENDS or text[scheme.end() :].startswith("//"):
+        raise CSDValueError(
+            f"Invalid device: {text!r}; write a directory such as /mnt/nvme0 or file:/mnt/nvme0; "
+            f"the back ends are {', '.join(b + ':' for b in BACKENDS)}"
+        )
     place, _, query = text[scheme.end() :].partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     if backend != "file":
@@ -87,7 +96,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
             durable = durable and value == "0"
         else:
             raise CSDValueError(f"Invalid device: {text!r}; unknown option {name!r}, there are {', '.join(_OPTIONS)}")
-    return DeviceSpec(text, "file", Path(place or "."), durable, buffers, block)
+    return DeviceSpec(text, "file", Path(place or ".").expanduser(), durable, buffers, block)
 
 
 def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:
@@ -97,6 +106,8 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
         devices = [d.strip() for d in named.split(",") if d.strip()] or ["file:"]
     elif isinstance(devices, (str, os.PathLike)):
         devices = [devices]
+    elif not isinstance(devices, Iterable):
+        raise CSDTypeError(f"devices is a device string or a list of them, got {type(devices).__name__}")
     specs = [parse_device(d) for d in devices]
     if not specs:
         raise CSDValueError("Invalid devices: []; name at least one, or leave the argument out")

@@ -18,8 +18,9 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 
+from .adamw import hyper
 from .bindings import DTYPE_CODES, HYPER, PARAM
-from .bound import Bound, check_param, numel
+from .bound import Bound, check_entry, check_param, manifest, numel
 from .devices import parse_devices
 from .engine import SECTIONS, Engine
 from .errors import CSDError, CSDRuntimeError, CSDValueError
@@ -215,7 +216,7 @@ class CSDAdam(AdamW):
             super().load_state_dict(state_dict)
             for k, group in enumerate(self.param_groups):
                 for p in group["params"]:
-                    self._check_held(p, k)
+                    check_entry(self._state.get(p) or {}, p, self._name(p, k))
         except BaseException:
             self._state, self.param_groups = kept  # refused: nothing was touched
             raise
@@ -342,6 +343,13 @@ class CSDAdam(AdamW):
         for b in bounds:
             if b.direct:
                 table[b.index] = (0, b.pointer, DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype], 0, 0)
+        pointers, times = np.unique(table["param"], return_counts=True)
+        if (twice := pointers[(times > 1) & (pointers > 0)]).size:
+            names = " and ".join(b.name for b in bounds if b.direct and b.pointer == twice[0])
+            raise CSDRuntimeError(
+                f"parameters {names} share their memory, and would be updated at the same time; "
+                "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
+            )
         rows = np.array([b.index for b in bounds])
         table["is_master"][rows] = [b.in_place or b.direct is torch.float32 for b in bounds]
         self._plan = _Plan(params, bounds, rows, np.array([b.sections for b in bounds]), table, self.grad_dtype)
@@ -354,7 +362,7 @@ class CSDAdam(AdamW):
         pairs, hyper_of = np.unique(np.array(groups) * 2.0**32 + steps, return_inverse=True)
         ks, ts = np.divmod(pairs, 2.0**32)
         hypers = np.array(
-            [_hyper(self.param_groups[int(k)], t, grad_scale) for k, t in zip(ks, ts.tolist(), strict=True)], HYPER
+            [hyper(self.param_groups[int(k)], t, grad_scale) for k, t in zip(ks, ts.tolist(), strict=True)], HYPER
         )
         lacking = (hypers["amsgrad"][hyper_of] == 1) & (plan.sections == 3)
         if lacking.any():
@@ -428,7 +436,7 @@ class CSDAdam(AdamW):
             check_param(p, self._name(p, k))
             if p.is_meta:
                 raise CSDRuntimeError(f"parameter {self._name(p, k)} is on the meta device: it has no data yet")
-            self._check_held(p, k)
+            check_entry(self._state.get(p) or {}, p, self._name(p, k))
             amsgrad = self.param_groups[k]["amsgrad"] or "max_exp_avg_sq" in self._state.get(p, {})
             by_sections.setdefault(4 if amsgrad else 3, []).append((p, k))
         for sections, members in by_sections.items():
@@ -456,7 +464,7 @@ class CSDAdam(AdamW):
                 self._by_index.append(bound)
                 self._unfilled[bound] = True
             self._plan = None
-            engine.describe(self._manifest())
+            engine.describe(manifest(self._by_index, engine.extents, self.param_groups))
 
     def _fill(self, engine: Engine) -> None:
         """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
@@ -487,7 +495,7 @@ class CSDAdam(AdamW):
         """Takes in what somebody put into `state`: load_state_dict, ZeRO's consolidation, a plain assignment."""
         places = [(p, k) for k, group in enumerate(self.param_groups) for p in group["params"]]
         for p, k in places:
-            self._check_held(p, k)
+            check_entry(self._state.get(p) or {}, p, self._name(p, k))
         engine.drain()
         new = []
         for p, k in places:
@@ -504,55 +512,12 @@ class CSDAdam(AdamW):
             self._bind(engine, new)
         self._fill(engine)
 
-    def _check_held(self, p: torch.Tensor, k: int) -> None:
-        """Raises CSDValueError if `state` holds something for `p` that does not fit it."""
-        held = self._state.get(p) or {}
-        for key in (*SECTIONS, "step"):
-            value = held.get(key)
-            if value is None or (key == "step" and isinstance(value, (int, float))):
-                continue
-            shape = () if key == "step" else p.shape
-            if not isinstance(value, torch.Tensor):
-                what = f"is a {type(value).__name__}"
-            elif value.shape != shape and not (key == "step" and value.numel() == 1):
-                what = f"has shape {tuple(value.shape)}, not {tuple(shape)}"
-            elif value.is_complex() and not p.is_complex():
-                what = f"is {value.dtype}"
-            else:
-                continue
-            raise CSDValueError(f"state {key!r} of parameter {self._name(p, k)} {what}")
-
     def _name(self, p: torch.Tensor, k: int) -> str:
         """The parameter's name where it has one, else its group and position."""
         group = self.param_groups[k]
         at = next((i for i, q in enumerate(group["params"]) if q is p), -1)
         names = group.get("param_names")
         return str(names[at]) if names else f"{k}.{at}"
-
-    def _manifest(self) -> dict[str, Any]:
-        """What a store says of the model; see docs/store-format.md."""
-        assert self._engine is not None
-        group_of = {id(p): k for k, group in enumerate(self.param_groups) for p in group["params"]}
-        at = [(e, i) for e in range(len(self._engine.extents)) for i in range(len(self._engine.extents[e].numels))]
-        return {
-            "params": [
-                {
-                    "name": b.name,
-                    "shape": list(b.param.shape),
-                    "stride": list(b.stride),
-                    "dtype": str(b.param.dtype).removeprefix("torch."),
-                    "group": group_of.get(id(b.param), -1),
-                    "extent": e,
-                    "start": self._engine.extents[e].starts[i],
-                    "numel": b.numel,
-                }
-                for b, (e, i) in zip(self._by_index, at, strict=True)
-            ],
-            "groups": [
-                {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
-                for group in self.param_groups
-            ],
-        }
 
     # ---- what users ask ----------------------------------------------------------------
 
@@ -622,30 +587,3 @@ class _Box:
 def _close_quietly(engine: Engine) -> None:
     with contextlib.suppress(CSDError):
         engine.close()
-
-
-def _hyper(group: dict[str, Any], t: float, grad_scale: float) -> tuple[float, ...]:
-    """The constants of one group at step `t`, in the order of HYPER, computed in double."""
-    lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
-    beta1, beta2 = (float(b) for b in group["betas"])
-    return (
-        1 - lr * weight_decay,
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        lr / (1 - beta1**t),
-        1 / (1 - beta2**t) ** 0.5,
-        eps,
-        -grad_scale if group["maximize"] else grad_scale,
-        bool(group["amsgrad"]),
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Hyperparameters as JSON: tensors become numbers."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)

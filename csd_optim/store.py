@@ -18,6 +18,7 @@ import mmap
 import os
 import secrets
 import struct
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -176,6 +177,14 @@ def _lock(fd: int, path: Path) -> None:
     raise CSDBusyError(errno.EWOULDBLOCK, f"{path} is in use by {who}, or name another directory")
 
 
+def _users_stacklevel() -> int:
+    """The stacklevel, for a warning from the calling function, of the line that made us do this."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("csd_optim", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 class StoreFile:
     """One open store, owned by this process until `close()`.
 
@@ -303,7 +312,7 @@ class StoreFile:
                 f"{self.path}: this file system has no direct I/O; tiles go through the page cache, which is slower "
                 "and takes host memory. Use a directory on ext4 or xfs on a local drive for speed.",
                 CSDWarning,
-                stacklevel=2,
+                stacklevel=_users_stacklevel(),
             )
 
     def allocate(self, size: int) -> int:

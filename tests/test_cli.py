@@ -95,7 +95,7 @@ def test_devices_json(run, stores, tmp_path, quick):
 
 def test_devices_default_to_the_environment_then_to_here(run, tmp_path, monkeypatch):
     here = json_of(run("devices", "--json"), "devices")["devices"]
-    assert [d["directory"] for d in here] == ["."]
+    assert [d["directory"] for d in here] == [str(tmp_path)]
     monkeypatch.setenv("CSD_OPTIM_DEVICES", f"{tmp_path},ram:")
     named = json_of(run("devices", "--json"), "devices")["devices"]
     assert [d["device"] for d in named] == [str(tmp_path), "ram:"]

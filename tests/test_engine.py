@@ -4,9 +4,11 @@ import contextlib
 import gc
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
 from csd_optim.devices import parse_devices
 from csd_optim.engine import Engine
-from csd_optim.layout import ALIGN, GRAIN, TILES_PER_DEVICE, plan_extent
+from csd_optim.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, plan_extent
 
 ADAM = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0, 0)], HYPER)
 
@@ -203,7 +205,7 @@ def test_closed_engine(driven):
             call()
 
 
-@pytest.mark.parametrize("wrong", ["sse9", "AVX2", ""])
+@pytest.mark.parametrize("wrong", ["sse9", "avx-2", ""])
 def test_instruction_set_that_does_not_exist(wrong):
     used = bindings.isa_used()
     with pytest.raises(CSDValueError, match=f"'{wrong}'"):
@@ -361,6 +363,46 @@ def test_many_small_optimizers_cost_little_and_give_it_back(device):
     assert open_files() == files
     assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 50
     assert status("VmRSS") <= memory + 20_000
+
+
+@pytest.mark.parametrize("device", ["file:", "ram:"])
+def test_an_optimizer_made_in_a_forked_child_works(device):
+    """The child has none of the threads that its parent has started."""
+    p = torch.nn.Parameter(torch.ones(5000))
+    p.grad = torch.ones(5000)
+    with CSDAdam([p], devices=device) as opt:
+        opt.step()
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                with pytest.raises(RuntimeError, match="forked"):
+                    opt.step()
+                q = torch.nn.Parameter(torch.ones(5000))
+                q.grad = torch.ones(5000)
+                with CSDAdam([q], devices=device) as own:
+                    own.step()
+                    own.stats()
+                code = 0 if torch.equal(p, q) else 2
+            finally:
+                os._exit(code)
+        for _ in range(300):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        assert (done, status) == (pid, 0)
+
+
+def test_tiles_of_a_huge_model_fit_the_number_of_mappings():
+    """Linux gives a process 65530; three or four of them go to every tile."""
+    for sections in (3, 4):
+        for n in (7e9, 70e9, 1e12):
+            extent = plan_extent([int(n)], 2, sections=sections)
+            assert extent.n_tiles * sections <= MAX_MAPPINGS + 4 * 2
+    assert plan_extent([7 * 10**9], 2).tile_elems <= TILE_ELEMS
 
 
 def test_constructing_starts_no_threads():

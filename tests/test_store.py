@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -71,6 +72,11 @@ def store_of(directory, steps=1, **options):
         ("file:/mnt?block=4miles", "'4miles'"),
         ("file:/mnt?blocks=4096", "'blocks'"),
         ("file:/mnt?scratch=yes", "'yes'"),
+        ("ram", "'ram:'"),
+        ("FILE", "'file:'"),
+        ("/mnt?buffers=4", "'file:/mnt?buffers=4'"),
+        ("file:///mnt", "file:/mnt"),
+        ("s3://bucket", "'s3://bucket'"),
     ],
 )
 def test_bad_device_string_is_refused_with_its_value(text, named):
@@ -100,7 +106,9 @@ def test_good_device_strings(tmp_path, monkeypatch):
     spec = parse_device("file:/mnt/nvme0?buffers=16&block=4MiB")
     assert (spec.backend, str(spec.directory), spec.buffers, spec.block_bytes) == ("file", "/mnt/nvme0", 16, 4 << 20)
     assert str(parse_device(tmp_path).directory) == str(tmp_path)
-    assert str(parse_device("/mnt/a?b:c").directory) == "/mnt/a?b:c"  # a plain path is taken as it stands
+    assert str(parse_device(Path("/mnt/a?b:c")).directory) == "/mnt/a?b:c"  # a Path is taken as it stands
+    assert parse_device("~/csd").directory == Path.home() / "csd"
+    assert [parse_device(text).backend for text in (" ram: ", "RAM:", "./ram")] == ["ram", "ram", "file"]
     assert [s.backend for s in parse_devices("ram:")] == ["ram"]
     monkeypatch.setenv("CSD_OPTIM_DEVICES", "/mnt/a, ram:,")
     assert [str(s) for s in parse_devices(None)] == ["/mnt/a", "ram:"]
@@ -162,7 +170,111 @@ def test_directory_that_cannot_be_had(tmp_path):
         CSDAdam(parameters((5,)), devices=[str(tmp_path / "file")])
 
 
+def test_a_refused_overwrite_erases_nothing(tmp_path):
+    before = store_of(tmp_path / "a").read_bytes()
+    with CSDAdam(parameters((5,)), devices=[str(tmp_path / "b")]) as busy:
+        train(busy, 1)
+        with pytest.raises(CSDBusyError):
+            CSDAdam(parameters((5,)), devices=[str(tmp_path / "a"), str(tmp_path / "b")], overwrite=True)
+    assert (tmp_path / "a" / FILE_NAME).read_bytes() == before
+
+
+def test_overwrite_waits_for_the_first_step(tmp_path):
+    before = store_of(tmp_path).read_bytes()
+    CSDAdam(parameters((5,)), devices=[str(tmp_path)], overwrite=True).close()
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+
+
+def test_state_of_an_overwritten_store_can_still_be_read_and_loaded(tmp_path):
+    """Its file is replaced, not cut: what maps it goes on showing it."""
+    [p] = parameters((5000,))
+    with CSDAdam([p], devices=[str(tmp_path)]) as opt:
+        train(opt, 3)
+        saved = opt.state_dict()
+    expected = {k: v.clone() for k, v in saved["state"][0].items()}
+    with CSDAdam([p], devices=[str(tmp_path)], overwrite=True) as opt:
+        opt.load_state_dict(saved)
+        for key, value in expected.items():
+            assert torch.equal(opt.state[p][key], value), key
+        train(opt, 1)
+    assert os.listdir(tmp_path) == [FILE_NAME]
+
+
+def test_closing_after_chdir_leaves_the_other_directory_alone(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    store_of(tmp_path / "b" / "csd")
+    monkeypatch.chdir(tmp_path / "a")
+    opt = CSDAdam(parameters((5,)), devices=["csd"])
+    monkeypatch.chdir(tmp_path / "b")
+    opt.close()
+    assert (tmp_path / "b" / "csd" / FILE_NAME).exists()
+    assert list((tmp_path / "a" / "csd").iterdir()) == []
+
+
+def test_a_closed_store_is_written_no_more(tmp_path):
+    [p] = parameters((5000,), dtype=torch.bfloat16)
+    opt = CSDAdam([p], devices=[str(tmp_path)])
+    train(opt, 2)
+    saved = opt.state_dict()
+    opt.close()
+    before = (tmp_path / FILE_NAME).read_bytes()
+    opt.state[p]["exp_avg"].fill_(7)
+    with torch.no_grad():
+        p.add_(1)
+    for call in (opt.step, lambda: opt.load_state_dict(saved), opt.stats):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+    reference = torch.optim.AdamW([p])
+    reference.load_state_dict(saved)
+    reference.step()
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+    assert float(opt.state[p]["exp_avg"][0]) != 0  # and what was there stays readable
+
+
+def test_parameters_that_join_one_by_one_cost_no_more(tmp_path):
+    ps = [torch.nn.Parameter(torch.ones(1000)) for _ in range(60)]
+    with CSDAdam(ps, devices=[str(tmp_path)]) as opt:
+        for p in ps:
+            p.grad = torch.ones(1000)
+            opt.step()
+    contents = read_contents(tmp_path)
+    assert [p["numel"] for p in contents.manifest["params"]] == [1000] * 60
+    assert contents.steps.tolist() == [*range(60, 0, -1)]
+    assert contents.file_bytes < 60 * 24 * 1024 * 2
+
+
 # ---- one owner -----------------------------------------------------------------------
+
+
+def test_close_lets_go_even_while_a_forked_child_lives(tmp_path):
+    opt = CSDAdam(parameters((5,)), devices=[str(tmp_path)])
+    train(opt, 1)
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent is done
+        os._exit(0)
+    try:
+        opt.close()
+        CSDAdam(parameters((5,)), devices=[str(tmp_path)], overwrite=True).close()
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(pid, 0)
+
+
+def test_a_dropped_optimizer_in_a_reference_cycle_does_not_keep_its_store(tmp_path):
+    """As when a cell of a notebook is run again: a scheduler and its optimizer hold each other."""
+    gc.disable()
+    try:
+        opt = CSDAdam(parameters((5,)), devices=[str(tmp_path)])
+        opt.cycle = opt
+        train(opt, 1)
+        del opt
+        CSDAdam(parameters((5,)), devices=[str(tmp_path)], overwrite=True).close()
+    finally:
+        gc.enable()
 
 
 def test_lock_on_a_file_that_has_just_been_removed_is_not_ownership(tmp_path, monkeypatch):

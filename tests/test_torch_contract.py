@@ -20,6 +20,7 @@ from torch.optim import AdamW, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
+from csd_optim.bound import Bound
 
 OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size"}
 SCRATCH = [["file:"], ["ram:"], ["ram:", "file:"]]
@@ -1176,6 +1177,164 @@ def test_a_parameter_of_another_size_is_refused(devices):
     p.grad = torch.ones(7)
     with pytest.raises(CSDValueError, match=r"\(7,\)"):
         optimizer.step()
+
+
+def test_a_parameter_of_another_shape_is_refused(devices):
+    p = leaf(2, 3)
+    optimizer = CSDAdam([p], devices=devices)
+    gradients([p], 0)
+    optimizer.step()
+    p.data = p.data.t().contiguous()
+    p.grad = torch.ones_like(p)
+    with pytest.raises(CSDValueError, match=r"\(3, 2\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["clamp", "replace", "numpy"])
+def test_fp32_parameters_written_behind_torchs_back(devices, how):
+    """An fp32 parameter in host memory is its own master: idioms such as p.data.clamp_() work as with AdamW."""
+    model, twin = (small_model() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    ours, reference = CSDAdam(model.parameters(), lr=0.1, devices=devices), AdamW(twin.parameters(), lr=0.1)
+    for i in range(4):
+        train_beside(ours, reference, 1, start=i)
+        for p in (*model.parameters(), *twin.parameters()):
+            if how == "clamp":
+                p.data.clamp_(-0.05, 0.05)
+            elif how == "replace":
+                p.data = p.data * 0.5
+            else:
+                p.detach().numpy()[...] *= 0.5
+    assert_same_weights(ours, reference)
+
+
+def test_parameters_tied_by_their_data_are_refused(devices):
+    a, b = leaf(3000), leaf(3000)
+    b.data = a.data
+    optimizer = CSDAdam([("a", a), ("b", b)], devices=devices)
+    for _ in range(2):
+        gradients([a, b], 0)
+        with pytest.raises(CSDRuntimeError, match="a and b share their memory"):
+            optimizer.step()
+
+
+def test_a_gradient_with_the_negative_bit(devices):
+    a, b = (torch.ones(1, requires_grad=True) for _ in range(2))
+    z = torch.complex(a, b).conj()
+    (z.imag * 3 + z.real).sum().backward()
+    assert b.grad.is_neg()
+    twins = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    for twin, p in zip(twins, (a, b), strict=True):
+        twin.grad = p.grad
+    CSDAdam([a, b], devices=devices).step()
+    AdamW(twins).step()
+    torch.testing.assert_close([a, b], twins)
+
+
+def test_the_default_device_does_not_matter(devices):
+    p = leaf(3000)
+    optimizer = CSDAdam([p], devices=devices, grad_dtype=torch.bfloat16, tile_size=1024)
+    p.grad = torch.ones_like(p)
+    with torch.device("meta"):
+        optimizer.step()
+    assert optimizer.state[p]["exp_avg"].eq(0.1).all()
+
+
+def test_state_holds_what_else_people_put_there(devices):
+    p = leaf(5)
+    optimizer = CSDAdam([p], devices=devices)
+    for i in range(3):
+        gradients([p], i)
+        optimizer.step()
+        optimizer.state["global"] = i
+        optimizer.state[p]["mine"] = "note"
+    assert optimizer.state[p]["step"] == 3
+    assert optimizer.state["global"] == 2
+    assert optimizer.state[p]["mine"] == "note"
+
+
+def test_a_group_stays_the_dict_that_was_given(devices):
+    group = {"params": [leaf(3)]}
+    optimizer = CSDAdam([group], devices=devices)
+    assert optimizer.param_groups[0] is group
+
+
+def test_a_refused_group_is_not_there(devices):
+    optimizer = CSDAdam([leaf(3)], devices=devices)
+    with pytest.raises(CSDTypeError):
+        optimizer.add_param_group({"params": [leaf(3, dtype=torch.float64)]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_grad_dtype_may_change():
+    p = leaf(1000)
+    optimizer = CSDAdam([p], devices="file:")
+    pushed = []
+    for dtype in (None, torch.bfloat16, None):
+        optimizer.grad_dtype = dtype
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        pushed.append(optimizer.stats()["push_bytes"])
+    assert pushed == [4000, 2000, 4000]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("step", torch.ones(3)), ("exp_avg", torch.ones(5, dtype=torch.complex64)), ("master", 1.0)]
+)
+def test_a_checkpoint_of_another_kind_is_refused(devices, key, value):
+    p = leaf(5)
+    optimizer = CSDAdam([p], devices=devices)
+    gradients([p], 0)
+    optimizer.step()
+    wrong = copy.deepcopy(optimizer.state_dict())
+    wrong["state"][0][key] = value
+    before = everything(optimizer)
+    with pytest.raises(CSDValueError, match=key):
+        optimizer.load_state_dict(wrong)
+    assert_same_bits(everything(optimizer), before)
+
+
+def test_stats_of_a_step_that_did_nothing():
+    p = leaf(1000)
+    optimizer = CSDAdam([p], devices="file:")
+    gradients([p], 0)
+    optimizer.step()
+    assert optimizer.stats()["params"] == 1000
+    p.grad = None
+    optimizer.step()
+    stats = optimizer.stats()
+    assert (stats["params"], stats["push_bytes"], stats["flash_write_bytes"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_places_that_could_not_be_filled_are_filled_again(devices, dtype, monkeypatch):
+    """Memory runs out, or a disk's cache cannot be written back and loses what was in it."""
+    model = small_model(dtype)
+    twin = copy.deepcopy(model).float()
+    ours, reference = CSDAdam(model.parameters(), devices=devices), AdamW(twin.parameters())
+    fill, calls = Bound.fill, []
+
+    def failing(bound, *args, **kwargs):
+        calls.append(bound)
+        if len(calls) == 3:
+            for done in calls[:2]:
+                done.own_master.fill_(7)
+            raise MemoryError
+        fill(bound, *args, **kwargs)
+
+    monkeypatch.setattr(Bound, "fill", failing)
+    gradients(model.parameters(), 0)
+    with pytest.raises(MemoryError):
+        ours.step()
+    assert len(ours.state) == 0
+    for i in range(2):
+        gradients(model.parameters(), i)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = p.grad.float()
+        ours.step()
+        reference.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.state[p]["master"], q.detach(), rtol=1e-6, atol=1e-7)
 
 
 # ---- Life and death -----------------------------------------------------------------------------
