@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <memory>
 #include <new>
@@ -61,7 +62,10 @@ int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **wind
   return guarded(error, [&] { engine->engine.extend(*extent, windows); });
 }
 
-void csd_window_release(float *window, uint64_t elems) { munmap(window, 4 * elems); }
+void csd_window_release(float *window, uint64_t elems) {
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(window) / page * page;
+  munmap(reinterpret_cast<void *>(begin), 4 * elems + page);
+}
 
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_adamw *hypers,
                      uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error) {

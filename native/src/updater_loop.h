@@ -1,8 +1,9 @@
 // No include guard: updater.cpp includes this once per instruction set, inside a namespace of its own.
 // CSD_SIMD says which: 0 plain C++, 2 AVX2 + F16C, 3 AVX-512.
 
-// Elements converted at a time: gradient and parameter of a block stay in the first-level cache.
-static constexpr uint64_t kBlock = 1024;
+// Elements converted at a time: few enough that the processor, which looks some hundred instructions ahead, loads the
+// next states while it converts. 128 was measured to be a tenth faster than 1024.
+static constexpr uint64_t kBlock = 128;
 
 static inline void widen_f16(const uint16_t *from, float *to, uint64_t n) {
   uint64_t i = 0;
