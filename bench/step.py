@@ -252,16 +252,28 @@ def plot(rows: list[Row], facts: Row, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [(r["what"], r["params"] / statistics.median(r["seconds"]) / 1e6) for r in rows if r.get("params", 0) > 1e6]
-    figure, axis = plt.subplots(figsize=(8, 0.5 * len(shown) + 1.5), layout="constrained")
-    colours = ["tab:blue" if name.startswith("CSDAdam") else "tab:gray" for name, _ in shown]
-    axis.barh([name for name, _ in shown], [rate for _, rate in shown], color=colours)
-    axis.bar_label(axis.containers[0], fmt="%.0f", padding=3)
-    axis.invert_yaxis()
-    axis.set_xscale("log")
-    axis.set_xlabel("million parameters per second (log)")
-    axis.set_title(f"One optimizer step, {facts['cores']} cores, {facts['date'][:10]}", fontsize="medium")
-    figure.savefig(path, dpi=150)
+    timed_rows = [r for r in rows if r.get("params", 0) > 10**6]
+    on_disk = [r for r in timed_rows if r["what"] in ON_DISK or "flash_read" in r.get("bytes_per_param", {})]
+    in_memory = [r for r in timed_rows if r not in on_disk]
+    panels = {title: found for title, found in (("on disk", on_disk), ("in memory", in_memory)) if found}
+    heights = [len(found) + 1 for found in panels.values()]
+    figure, axes = plt.subplots(
+        len(panels), figsize=(8, 0.45 * sum(heights) + 1), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for axis, (title, found) in zip(axes.flat, panels.items(), strict=True):
+        rates = [sorted(r["params"] / s / 1e6 for s in r["seconds"]) for r in found]
+        middle = [statistics.median(rate) for rate in rates]
+        spread = [[m - r[0], r[-1] - m] for m, r in zip(middle, rates, strict=True)]
+        names = [r["what"] for r in found]
+        colours = ["tab:blue" if name.startswith("CSDAdam") else "tab:gray" for name in names]
+        bars = axis.barh(names, middle, color=colours, xerr=np.transpose(spread), capsize=3)
+        axis.bar_label(bars, labels=[f"{m:.0f}" for m in middle], label_type="center", color="white")
+        axis.invert_yaxis()
+        axis.set_title(f"{title}: million parameters per second, median and range", fontsize="medium")
+    figure.suptitle(
+        f"One optimizer step: {facts['cpu']}, {facts['cores']} cores, {facts['date'][:10]}", fontsize="medium"
+    )
+    figure.savefig(path, dpi=120)
 
 
 def say(text: str) -> None:
