@@ -519,7 +519,9 @@ def main() -> None:
         "through the host; with real ones only the link bytes would."
     )
     say(f"\n  loss curves     {shown}/loss.png", soft_wrap=True)
-    say(f"  inside a store  csd-optim inspect {shown}/csd0\n", soft_wrap=True)
+    command = Path(sys.executable).with_name("csd-optim")  # not on everybody's PATH
+    command = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
+    say(f"  inside a store  {command} inspect {shown}/csd0\n", soft_wrap=True)
     difference = abs(report["final"]["validation"]["csdadam"] - report["final"]["validation"]["adamw"])
     t = report["bytes_per_parameter"]
     say(
