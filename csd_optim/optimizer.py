@@ -70,6 +70,9 @@ class CSDAdam(AdamW):
     CPU tensors that are mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again after
     a step rather than keeping a tensor from before.
 
+    A parameter that was set from outside becomes its new master, if torch counts the change: write under
+    ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only.
+
     Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
     """
 
