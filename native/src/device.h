@@ -52,7 +52,7 @@ class Device {
 
   // Makes the windows show the tile's slot `shown`; with `shared`, what is written there goes to the device.
   // Returns 0 or an errno.
-  virtual int map(const Tile &, bool shared) { return 0; }
+  virtual int map(const Tile &, [[maybe_unused]] bool shared) { return 0; }
 
   // Start to read the current slot into `buffer`, to write `buffer` to the other slot, and return; another thread
   // calls `done` once. `buffer` holds the sections one after another. Never called on a resident device.

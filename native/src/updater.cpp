@@ -7,6 +7,7 @@
 #include "float16.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #define CSD_X86 1
 #else
@@ -67,14 +68,15 @@ int32_t best_isa() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
     return CSD_ISA_AVX512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return CSD_ISA_AVX2;
+  unsigned a, b, c, d;  // not every compiler's __builtin_cpu_supports knows f16c
+  if (__builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C) return CSD_ISA_AVX2;
 #endif
   return CSD_ISA_SCALAR;
 }
 
 std::atomic<int32_t> used_isa{best_isa()};
 
-void update(const Span &span, int32_t isa) {
+void update(const Span &span, [[maybe_unused]] int32_t isa) {
 #if CSD_X86
   if (isa == CSD_ISA_AVX512) return avx512::update(span);
   if (isa == CSD_ISA_AVX2) return avx2::update(span);
