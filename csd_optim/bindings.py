@@ -20,12 +20,13 @@ from .errors import CSDMemoryError, CSDOSError, CSDRuntimeError, CSDValueError
 
 DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfloat16: lib.CSD_BF16}
 IO_DEPTH: int = lib.CSD_IO_DEPTH
+IN_SECTION, FROM_PARAM, IN_PARAM = lib.CSD_IN_SECTION, lib.CSD_FROM_PARAM, lib.CSD_IN_PARAM
 ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CSD_ISA_AVX512}
 
 # numpy images of the structs that travel as arrays; checked against the compiler's layout below.
 PIECE = np.dtype([("param", "u4"), ("tile", "u4"), ("param_first", "u8"), ("tile_first", "u8"), ("elems", "u8")])
 PARAM = np.dtype(
-    [("grad", "u8"), ("param", "u8"), ("grad_dtype", "u4"), ("param_dtype", "u4"), ("hyper", "u4"), ("is_master", "u4")]
+    [("grad", "u8"), ("param", "u8"), ("grad_dtype", "u4"), ("param_dtype", "u4"), ("hyper", "u4"), ("master", "u4")]
 )
 HYPER = np.dtype(
     [

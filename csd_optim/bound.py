@@ -31,7 +31,9 @@ class Bound:
     windows: dict[str, torch.Tensor]  # what `state` shows; master may be the parameter itself
     own_master: torch.Tensor  # the engine's place for the master, used unless in_place
     numel: int  # fp32 values; a complex number counts two
-    in_place: bool  # the parameter is its own master, windows["master"] an alias of it
+    in_place: bool  # the parameter is its own master and the only one, windows["master"] an alias of it
+    is_master: bool = False  # an fp32 parameter in host memory: its own master at the beginning of a step
+    alive: bool = True  # no: the parameter got another place
     # What was true of `param` after the last step; anything else is looked at closely.
     version: int = -1
     pointer: int = -1
@@ -45,9 +47,12 @@ class Bound:
         shape = self.windows["exp_avg"].shape
         if p.shape != shape or numel(p) != self.numel:
             raise CSDValueError(f"parameter {self.name} is {tuple(p.shape)} {p.dtype} now, its state {tuple(shape)}")
+        if self.pointer != p.data_ptr():
+            self.version = -1  # it counts as written until a step has come to its end
         self.pointer = p.data_ptr()
-        in_order = p.is_contiguous() and same_order(p.stride(), self.stride, p.shape)
-        reachable = p.device.type == "cpu" and in_order and p.dtype in DTYPE_CODES
+        on_host, in_order = p.device.type == "cpu", same_order(p.stride(), self.stride, p.shape)
+        self.is_master = on_host and in_order and p.dtype is torch.float32
+        reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES
         self.direct = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
         if self.in_place:
             self.in_place = reachable and p.dtype is torch.float32
@@ -93,8 +98,8 @@ class Bound:
     def restore(self, first: int, n: int) -> None:
         """Elements [first, first + n) of the parameter get the value of their master: an undone step wrote them."""
         p = self.param
-        # Its own master; or written only after the step, which did not come to that.
-        if self.in_place or p.grad is None or not same_order(p.stride(), self.stride, p.shape):
+        # The only master; or written only after the step, which did not come to that.
+        if self.in_place or not same_order(p.stride(), self.stride, p.shape):
             return
         flat(p.detach())[first : first + n].copy_(flat(self.windows["master"])[first : first + n])
         self.version = p._version
@@ -113,7 +118,7 @@ class Bound:
         if not same_order(p.stride(), self.stride, p.shape):
             target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
             back = (p, target)
-        return Source(grad, flat(target), grad_dtype or grad.dtype, self.in_place, back)
+        return Source(grad, flat(target), grad_dtype or grad.dtype, self.is_master, back)
 
 
 def check_param(p: torch.Tensor, name: str) -> None:
@@ -166,7 +171,7 @@ def manifest(bounds: Sequence[Bound], extents: Sequence[Extent], groups: Sequenc
                 "shape": list(b.param.shape),
                 "stride": list(b.stride),
                 "dtype": str(b.param.dtype).removeprefix("torch."),
-                "group": group_of.get(id(b.param), -1),
+                "group": group_of.get(id(b.param), -1) if b.alive else -1,
                 "extent": extent,
                 "start": start,
                 "numel": b.numel,

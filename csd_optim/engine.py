@@ -47,6 +47,7 @@ class Engine:
         self.synced = True  # what was written to windows is on the devices
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
         self.step = 0  # whole steps of this engine
+        self.stepping = False
         self._handle: Any = None
         self._stores: list[StoreFile | None] = []
         try:
@@ -114,7 +115,7 @@ class Engine:
             )
         except BaseException:
             for store, end in zip(self._stores, ends, strict=True):
-                if store:
+                if store and store.end != end:
                     store.shrink(end)
             raise
         self.extents.append(extent)
@@ -183,6 +184,7 @@ class Engine:
         if not self._described:
             self._write_stores(clean=False)
         bindings.engine_begin(self._handle, params, hypers, tiles, self.name_device)
+        self.stepping = True
 
     def push(self, tile: int, grad: int = 0, param: int = 0) -> None:
         bindings.engine_push(self._handle, tile, grad, param, self.name_device)
@@ -191,6 +193,7 @@ class Engine:
         return bindings.engine_pull(self._handle, self.name_device)
 
     def finish(self, keep: bool = True) -> None:
+        self.stepping = False
         bindings.engine_finish(self._handle, keep, self.name_device)
         self.step += keep
 
@@ -289,6 +292,8 @@ class Engine:
         if self.pid != os.getpid():
             return
         with self.lock:
+            if self.stepping:  # the same thread, say in a signal handler
+                raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:
                 if self._handle is not None:
                     self.drain()
@@ -302,10 +307,11 @@ class Engine:
                 self._close_stores()
 
     def _close_stores(self) -> None:
-        for store in self._stores:
-            if store:
-                store.close()
-        self._stores.clear()
+        with contextlib.ExitStack() as stack:  # all of them, whatever happens to one
+            for store in self._stores:
+                if store:
+                    stack.callback(store.close)
+            self._stores.clear()
 
     def check_open(self) -> None:
         if self.closed:

@@ -27,7 +27,7 @@ class Source:
     grad: torch.Tensor  # 1-D, any device
     param: torch.Tensor  # 1-D, same device, written in place
     grad_dtype: torch.dtype  # on the link
-    in_place: bool = False  # the parameter is its own master: the device needs it as well
+    is_master: bool = False  # the parameter is its own master: the device needs it as well
     back: tuple[torch.Tensor, torch.Tensor] | None = (
         None  # after the step: a strided parameter, and `param` to copy there
     )
@@ -124,7 +124,7 @@ class ImageRing:
             else:
                 image = slot.grad[4 * tile_first :].view(source.grad_dtype)[:n]
                 there, pairs = source.grad, (image, source.grad[first : first + n])
-                if source.in_place:
+                if source.is_master:
                     slot.wait()  # copies of the last parameters out of the slot
                     slot.param[4 * tile_first :].view(source.param.dtype)[:n].copy_(source.param[first : first + n])
             stream = streams.get(there.device)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 
 from .adamw import hyper
-from .bindings import DTYPE_CODES, HYPER, PARAM
+from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
 from .bound import Bound, check_entry, check_param, manifest, numel
 from .devices import parse_devices
 from .engine import SECTIONS, Engine
@@ -346,15 +346,15 @@ class CSDAdam(AdamW):
         for b in bounds:
             if b.direct:
                 table[b.index] = (0, b.pointer, DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype], 0, 0)
-        pointers, times = np.unique(table["param"], return_counts=True)
+        pointers, times = np.unique([b.param.data_ptr() for b in bounds], return_counts=True)
         if (twice := pointers[(times > 1) & (pointers > 0)]).size:
-            names = " and ".join(b.name for b in bounds if b.direct and b.pointer == twice[0])
+            names = " and ".join(b.name for b in bounds if b.param.data_ptr() == twice[0])
             raise CSDRuntimeError(
                 f"parameters {names} share their memory, and would be updated at the same time; "
                 "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
             )
         rows = np.array([b.index for b in bounds])
-        table["is_master"][rows] = [b.in_place or b.direct is torch.float32 for b in bounds]
+        table["master"][rows] = [IN_PARAM if b.in_place else FROM_PARAM if b.is_master else IN_SECTION for b in bounds]
         self._plan = _Plan(params, bounds, rows, np.array([b.sections for b in bounds]), table, self.grad_dtype)
         return self._plan
 
@@ -413,7 +413,7 @@ class CSDAdam(AdamW):
         except BaseException:
             with contextlib.suppress(CSDError):
                 engine.finish(keep=False)  # a finish() that failed has undone the step already
-            self._restore(engine)
+            self._restore(engine, table["grad"] != 0)
             raise
 
     def _image_ring(self, engine: Engine, prepared: dict[int, Source]) -> ImageRing:
@@ -423,12 +423,13 @@ class CSDAdam(AdamW):
             self._ring = ImageRing(tile_elems, SLOTS_PER_DEVICE * len(engine.specs), pinned=pinned)
         return self._ring
 
-    def _restore(self, engine: Engine) -> None:
+    def _restore(self, engine: Engine, took_part: np.ndarray[Any, Any]) -> None:
         """Gives the parameters of an undone step the values they had: those of the masters, back in their place."""
         engine.drain()  # the windows show the masters as they were
         for tile in engine.undone().tolist():
             for row, _, first, _, n in engine.pieces_of(tile).tolist():
-                self._by_index[row].restore(first, n)
+                if took_part[row]:
+                    self._by_index[row].restore(first, n)
 
     # ---- binding: parameters to places, `state` to windows --------------------------
 
@@ -472,6 +473,7 @@ class CSDAdam(AdamW):
     def _fill(self, engine: Engine) -> None:
         """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
         for bound, fresh in self._unfilled.items():
+            self._unfilled[bound] = False
             bound.fill(self._state.get(bound.param) or {}, seed=engine.keeps_state, fresh=fresh)
         engine.sync()
         for bound in self._unfilled:
@@ -504,13 +506,13 @@ class CSDAdam(AdamW):
         for p, k in places:
             bound, held = self._bound.get(id(p)), self._state.get(p)
             if bound is not None and bound.sections == 3 and held and "max_exp_avg_sq" in held:
-                del self._bound[id(p)]  # needs more room than it has
+                self._bound.pop(id(p)).alive = False  # needs more room than it has
                 bound = None
             if bound is None:
                 if held:
                     new.append((p, k))
             elif not held or any(held.get(key) is not window for key, window in bound.windows.items()):
-                self._unfilled.setdefault(bound, False)
+                self._unfilled[bound] = False
         if new:
             self._bind(engine, new)
         self._fill(engine)

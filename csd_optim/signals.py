@@ -1,14 +1,15 @@
-"""Ctrl-C, and other signals that programs turn into exceptions, wait until a step is whole."""
+"""Ctrl-C, and every other signal that Python code handles, waits until a step is whole."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
-HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+_ALL = sorted(signal.valid_signals())
 
 
 @contextlib.contextmanager
@@ -16,17 +17,14 @@ def signals_held() -> Iterator[None]:
     """Handlers of signals that arrive within run at the end. Python runs handlers in the main thread only."""
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
-            for number in HELD:
-                stack.enter_context(_held(number))
+            for number in _ALL:
+                if callable(handler := signal.getsignal(number)):  # else ignored, or the system's own business
+                    stack.enter_context(_held(number, handler))
         yield
 
 
 @contextlib.contextmanager
-def _held(number: signal.Signals) -> Iterator[None]:
-    handler = signal.getsignal(number)
-    if not callable(handler):  # ignored, or the system's own business
-        yield
-        return
+def _held(number: int, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     holding = True
     arrived: list[FrameType | None] = []
 

@@ -134,16 +134,23 @@ def read_contents(path: Path) -> Contents:
 def _read_contents(file: Path) -> Contents:
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        current = _superblocks(fd, str(file))
-        if not current:
+        blocks = _superblocks(fd, str(file))
+        if not blocks:
             raise CSDStoreError(f"{file} is no csd_optim store, or both of its superblocks are damaged")
-        manifest = json.loads(_read_region(fd, current[0].manifest, "manifest", str(file)))
-        table = _read_region(fd, current[0].table, "slot table", str(file))
+        for block in blocks:
+            try:
+                data = _read_region(fd, block.manifest, "manifest", str(file))
+                table = _read_region(fd, block.table, "slot table", str(file))
+                break
+            except CSDStoreError:
+                if block is blocks[-1]:
+                    raise
+        manifest = json.loads(data)
         n_tiles, n_params = manifest["tiles"], len(manifest["params"])
         tiles = np.frombuffer(table, _TILE_ENTRY, n_tiles)
         steps = np.frombuffer(table, "<f8", n_params, offset=tiles.nbytes)
         stat = os.fstat(fd)
-        return Contents(current[0], manifest, tiles, steps, stat.st_size, 512 * stat.st_blocks)
+        return Contents(block, manifest, tiles, steps, stat.st_size, 512 * stat.st_blocks)
     finally:
         os.close(fd)
 
@@ -211,9 +218,9 @@ class StoreFile:
                 self.path = self._open_durable(directory.resolve(), overwrite)
             else:
                 self.path = self._open_scratch(directory.resolve())
-        except OSError as e:
+        except BaseException as e:
             self.close()
-            if isinstance(e, CSDOSError):
+            if isinstance(e, CSDOSError) or not isinstance(e, OSError):
                 raise
             where = directory.resolve() if directory else "memory"
             raise CSDOSError(e.errno, f"cannot open a store in {where}: {e.strerror}") from e
@@ -400,11 +407,13 @@ class StoreFile:
 
     def close(self) -> None:
         """Lets go of the file. One that never became a store leaves no trace."""
-        if self.fd >= 0 and self.durable and self._is_new and self.sequence == 0 and self._has_name(self.path):
-            self.path.unlink()
-        if self.fd >= 0:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)  # a forked child may keep the file open
-        for fd in (self.io_fd, self.fd):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self.io_fd = -1
+        try:
+            if self.fd >= 0 and self.durable and self._is_new and self.sequence == 0 and self._has_name(self.path):
+                self.path.unlink()
+        finally:
+            if self.fd >= 0:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # a forked child may keep the file open
+            for fd in (self.io_fd, self.fd):
+                if fd >= 0:
+                    os.close(fd)
+            self.fd = self.io_fd = -1

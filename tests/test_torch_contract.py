@@ -1208,6 +1208,125 @@ def test_fp32_parameters_written_behind_torchs_back(devices, how):
     assert_same_weights(ours, reference)
 
 
+@pytest.mark.parametrize("how", ["channels last", "grad_dtype", "beside images"])
+def test_fp32_parameters_written_behind_torchs_back_on_other_ways(devices, how):
+    p = leaf(2, 3, 40, 50) if how == "channels last" else leaf(12000)
+    if how == "channels last":
+        p = p.detach().to(memory_format=torch.channels_last).requires_grad_()
+    q = leaf(1000, dtype=torch.bfloat16)
+    options = {"grad_dtype": torch.bfloat16} if how == "grad_dtype" else {}
+    options |= {"grad_dtype": torch.float32} if how == "beside images" else {}
+    optimizer = CSDAdam([p, q], devices=devices, tile_size=1024, **options)
+    gradients([p, q], 0)
+    optimizer.step()
+    p.data.fill_(5)
+    optimizer.step()
+    assert p.min() > 4.9
+    assert torch.equal(optimizer.state[p]["master"], p)
+
+
+def test_master_follows_a_parameter_that_was_converted_twice(devices):
+    model = nn.Linear(4, 4)
+    optimizer = CSDAdam(model.parameters(), devices=devices, lr=0.1)
+    for convert in (model.float, model.half, model.float):
+        convert()
+        for i in range(2):
+            gradients(model.parameters(), i)
+            optimizer.step()
+        for p in model.parameters():
+            assert torch.equal(optimizer.state[p]["master"].to(p.dtype), p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_that_was_replaced_before_a_refused_step(devices, dtype):
+    """That the step came to nothing does not make its new value the old one."""
+    p = leaf(3000, dtype=dtype)
+    optimizer = CSDAdam([p], devices=devices, tile_size=1024)
+    gradients([p], 0)
+    optimizer.step()
+    p.data = torch.full_like(p, 5)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(CSDRuntimeError, match="amsgrad"):
+        optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = False
+    optimizer.step()
+    assert p.min() > 4.9
+
+
+def test_a_new_parameter_in_the_place_of_an_old_one(devices):
+    """The allocator gives memory out again: that is no tie."""
+    p, q = leaf(3000), leaf(3000)
+    optimizer = CSDAdam([p], devices=devices)
+    gradients([p], 0)
+    optimizer.step()
+    old = p.data
+    p.data = p.data.clone()
+    q.data = old
+    optimizer.add_param_group({"params": [q]})
+    gradients([p, q], 1)
+    optimizer.step()
+    assert optimizer.state[q]["step"] == 1
+
+
+def test_a_checkpoint_after_one_that_could_not_be_stored(devices, monkeypatch):
+    p = leaf(3000)
+    optimizer = CSDAdam([p], devices=devices)
+    state = {"step": torch.tensor(9.0), "exp_avg": torch.full((3000,), 3.0), "exp_avg_sq": torch.ones(3000)}
+    empty = optimizer.state_dict()
+
+    def fails():
+        monkeypatch.undo()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(optimizer._engine, "sync", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        optimizer.load_state_dict({**empty, "state": {0: state}})
+    optimizer.load_state_dict(empty)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+    assert not optimizer.state[p]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_undone_step_leaves_those_alone_that_took_no_part(tmp_path, dtype, monkeypatch):
+    p, q = leaf(100, dtype=dtype), leaf(100, dtype=dtype)  # in one tile
+    optimizer = CSDAdam([p, q], devices=str(tmp_path))
+    gradients([p, q], 0)
+    optimizer.step()
+    optimizer.param_groups[0]["params"][:] = [p]
+    with torch.no_grad():
+        q.fill_(7)
+    before = p.detach().clone()
+    finish = optimizer._engine.finish
+
+    def fails(keep=True):
+        finish(keep=False)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(optimizer._engine, "finish", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    assert q.eq(7).all()
+
+
+def test_close_within_a_step_is_refused(tmp_path, monkeypatch):
+    p = leaf(100)
+    optimizer = CSDAdam([p], devices=str(tmp_path))
+    gradients([p], 0)
+    push = optimizer._engine.push
+
+    def closing(tile):
+        with pytest.raises(CSDRuntimeError, match="under way"):
+            optimizer.close()
+        push(tile)
+
+    monkeypatch.setattr(optimizer._engine, "push", closing)
+    optimizer.step()
+    optimizer.close()
+
+
 def test_parameters_tied_by_their_data_are_refused(devices):
     a, b = leaf(3000), leaf(3000)
     b.data = a.data

@@ -132,6 +132,14 @@ void csd_window_release(float *window, uint64_t elems);
 
 /* ---- A step ------------------------------------------------------------- */
 
+/* Where the master of a parameter is before a step. An fp32 parameter may be its own, whoever wrote it since the last
+ * step; an image of the tile's parameters then has to hold it. */
+enum csd_master {
+  CSD_IN_SECTION = 0, /* in the tile, as usual */
+  CSD_FROM_PARAM = 1, /* in `param`, from where it is copied into the tile first */
+  CSD_IN_PARAM = 2    /* in `param`, and stays there: the section of the tile is not used (ram only) */
+};
+
 /* One parameter of this step. `grad` NULL: it has none, and keeps every bit. */
 typedef struct csd_param {
   const void *grad;   /* read; alive until csd_engine_finish */
@@ -139,9 +147,7 @@ typedef struct csd_param {
   uint32_t grad_dtype;
   uint32_t param_dtype;
   uint32_t hyper;     /* index into this step's hypers */
-  uint32_t is_master; /* 1: fp32 `param` is itself the master, whoever wrote it since the last step. On ram the
-                       * section of the tile is not used, and an image of `param` has to hold it; elsewhere it is
-                       * copied there, except where the tile is pushed with an image. */
+  uint32_t master;    /* csd_master: where the step finds it */
 } csd_param;
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after

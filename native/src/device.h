@@ -36,7 +36,6 @@ struct Work {
   const csd_adamw *hypers;
   const void *grad_image;  // null: read and write where the params say
   void *param_image;
-  bool resident;           // the states are in the windows, not in a buffer that goes back to the device
   uint64_t pushed = 0, pulled = 0, updated = 0;  // bytes, bytes, parameters: counted by Device::update
 };
 

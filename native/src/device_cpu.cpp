@@ -25,10 +25,10 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, float *con
 
   Span span{work.hypers + p.hyper, n, grad, p.grad_dtype, {}, param, p.param_dtype};
   for (uint32_t s = 0; s < n_sections; s++) span.state[s] = sections[s] + first;
-  if (p.is_master && work.resident) {
+  if (p.master == CSD_IN_PARAM) {
     span.state[CSD_MASTER] = reinterpret_cast<float *>(param);
     span.param = nullptr;
-  } else if (p.is_master && !work.param_image) {
+  } else if (p.master == CSD_FROM_PARAM) {
     memcpy(span.state[CSD_MASTER], param, param_bytes * n);
   }
   update(span, used_isa.load(std::memory_order_relaxed));

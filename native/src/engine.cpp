@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "pool.h"
@@ -259,7 +260,7 @@ void Engine::update_if_ready(Job &job) {
     const Tile &t = *job.tile;
     float *sections[4] = {};
     for (uint32_t s = 0; s < t.sections; s++) sections[s] = job.buffer ? job.buffer + s * t.elems : t.window[s];
-    Work work{params_.data(), hypers_.data(), job.grad_image, job.param_image, !job.buffer};
+    Work work{params_.data(), hypers_.data(), job.grad_image, job.param_image};
     const bool any = std::any_of(t.pieces, t.pieces + t.n_pieces, [this](const csd_piece &p) { return params_[p.param].grad; });
     if (any) {
       lane(job).device->update(t, sections, work, job.buffer ? job.sum.crc : nullptr);
@@ -391,9 +392,18 @@ void Engine::close() {
   } catch (const Failure &) {
     // no step is under way, or it had failed and is undone
   }
-  drain();
+  std::exception_ptr error;
+  const auto attempt = [&error](auto &&call) {
+    try {
+      call();
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  };
+  attempt([&] { drain(); });
   // Windows may outlive the engine; what is written to them from now on is no business of the device.
-  for (Tile &t : tiles_) show(t, false);
+  for (Tile &t : tiles_) attempt([&] { show(t, false); });
+  if (error) std::rethrow_exception(error);
 }
 
 uint32_t Engine::undone(uint32_t *tiles, uint32_t n) const {
