@@ -33,6 +33,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from csd_optim import CSDAdam
+from csd_optim.devices import days_left
 from csd_optim.probe import machine
 
 matplotlib.use("Agg")
@@ -46,6 +47,7 @@ SEED = 0
 ZERO_INFINITY = {"read": 16.0, "written": 16.0}
 STATE_BYTES = 12  # master, exp_avg, exp_avg_sq in fp32
 LARGE = 7e9  # parameters of the model that the memory table looks ahead to
+RATED = 600e12  # bytes: what makers say of a usual 1 TB drive
 FULL_TILE_BYTES = 12 << 20  # a tile of 1 Mi elements: what a large model's buffers hold
 BUFFERS = 8  # per device
 
@@ -472,6 +474,7 @@ def main() -> None:
         CSDAdam(named, lr=size.lr, weight_decay=0.1, devices=places, overwrite=again) as csd,
         Progress(*columns, console=Console(stderr=True)) as progress,
     ):
+        began = time.perf_counter()
         bar = progress.add_task("", total=size.steps, csd=math.nan, adamw=math.nan)
         for row, validation, stat in train(size, models, csd, adamw, (train_text, validation_text), compute):
             rows.append(row)
@@ -479,12 +482,19 @@ def main() -> None:
             if validation:
                 validations.append(validation)
             progress.update(bar, advance=1, csd=row.csdadam, adamw=row.adamw)
+        trained = time.perf_counter() - began
 
     report: dict[str, Any] = {
         "schema": "csd_optim.demo/1",
         "machine": here,
         "settings": {**asdict(size), "devices": options.devices, "compute": compute_name, "seed": SEED},
         **measure(rows, validations, stats),
+        "wear": {
+            "bytes_per_step": stats[-1]["flash_write_bytes"],
+            "written_bytes": stats[-1]["written_bytes"],
+            "rated_bytes": RATED,
+            "days": days_left(int(RATED), stats[-1]["written_bytes"], trained),
+        },
         "published_bytes_per_parameter": {"zero_infinity": ZERO_INFINITY},
         "host_memory_bytes": {
             "csdadam": stats[-1]["buffer_bytes"],
@@ -504,7 +514,9 @@ def main() -> None:
         loss_table: "Losses in nats per byte, training over the last steps. A step ends when its last state is stored.",
         traffic_table: "push: into the device, pull: out of it. flash: 12 B of state, and the rest of the last tile.",
         device_table: "They share one disk, which serves them in turns: GB/s of a device while it has requests "
-        "waiting, of all together over the whole step.",
+        f"waiting, of all together over the whole step. Wear: {megabytes(report['wear']['written_bytes'])} written, "
+        f"{megabytes(report['wear']['bytes_per_step'])} a step; going on like this, a drive rated for "
+        f"{RATED / 1e12:.0f} TB would last {report['wear']['days']:,.0f} days.",
         memory_table: f"AdamW: {STATE_BYTES} B per parameter. CSDAdam: {BUFFERS} tile buffers a device, at most 12 MiB "
         "each.",
     }

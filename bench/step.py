@@ -9,6 +9,8 @@ run: by their ratio, not by absolute times, two machines or two minutes can be c
 
     file   until the last state is on the disk; after each step the same requests once more without the update
            (replay); before and after, fio's best mixed read and write over a file as large as the store
+    commit several steps one after another in named directories, where each is committed, and on scratch space, where
+           none is; what was committed is resumed and compared
     ram    after each step, as much memory read and written back in place
     null   Python and the engine alone: 1000 small parameters
     peer   others do the same work in an interpreter of their own, by turns with CSDAdam
@@ -23,6 +25,7 @@ import datetime
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +42,9 @@ from csd_optim.bindings import HYPER, PARAM
 from csd_optim.devices import DeviceSpec, parse_devices
 
 Row = dict[str, Any]
+BURST = 4  # steps without a pause between them
 MEMORY = 1 << 30  # bytes, several times a last-level cache
+BACKENDS = ("file", "commit", "ram", "null")
 ON_DISK = ("deepspeed-nvme", "tensornvme")
 
 
@@ -61,6 +66,8 @@ def main() -> None:
         verify(on_disk, arguments.dtype)
         rows.append(file_row(arguments, on_disk))
         rows += [peer_row(name, arguments, on_disk, "bf16") for name in ON_DISK if name in arguments.peers]
+    if "commit" in arguments.backends:
+        rows.append(commit_row(arguments))
     if "ram" in arguments.backends:
         in_memory = parse_devices("ram:")
         for dtype in dict.fromkeys((arguments.dtype, "fp32")):
@@ -140,6 +147,43 @@ def replay_step(opt: CSDAdam) -> None:
         engine.push(tile)
     engine.finish()
     engine.drain()
+
+
+def commit_row(arguments: argparse.Namespace) -> Row:
+    """Bursts of steps with nothing between them, committed and not, by turns."""
+    params, dtype = arguments.params, DTYPES[arguments.dtype]
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        specs = parse_devices([str(Path(directory, str(d))) for d in range(arguments.devices)])
+        durable = benchmark.make_optimizer(specs, params, dtype, durable=True)
+        scratch = benchmark.make_optimizer(parse_devices([f"file:{directory}?scratch=1"] * len(specs)), params, dtype)
+
+        def burst(opt: CSDAdam) -> None:
+            for _ in range(BURST):
+                opt.step()
+            opt.stats()  # waits for the last states
+            opt.synchronize()
+
+        seconds, uncommitted = [], []
+        with scratch, durable:
+            for i in range(WARM_UP + arguments.runs):
+                pair = timed(lambda: burst(durable)) / BURST, timed(lambda: burst(scratch)) / BURST
+                if i >= WARM_UP:
+                    seconds.append(pair[0])
+                    uncommitted.append(pair[1])
+            stats = durable.stats()
+            steps = durable.committed_step
+            expected = [p.detach().clone() for p in durable.param_groups[0]["params"]]
+        with benchmark.make_optimizer(specs, params, dtype, durable=True, resume=True) as resumed:
+            same = all(map(torch.equal, resumed.param_groups[0]["params"], expected))
+            if not resumed.committed_step == steps == BURST * (WARM_UP + arguments.runs) or not same:
+                raise SystemExit("what was resumed is not what was committed: nothing is reported")
+    return {
+        "what": f"CSDAdam, {arguments.dtype}, committed, {len(specs)} file(s)",
+        "params": params,
+        "seconds": seconds,
+        "bytes": stats["flash_read_bytes"] + stats["flash_write_bytes"],
+        "ratio_to": {"the same without commits": [b / a for a, b in zip(seconds, uncommitted, strict=True)]},
+    }
 
 
 def ram_row(arguments: argparse.Namespace, specs: list[DeviceSpec], dtype: str) -> Row:
@@ -253,7 +297,7 @@ def plot(rows: list[Row], facts: Row, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     timed_rows = [r for r in rows if r.get("params", 0) > 10**6]
-    on_disk = [r for r in timed_rows if r["what"] in ON_DISK or "flash_read" in r.get("bytes_per_param", {})]
+    on_disk = [r for r in timed_rows if r["what"] in ON_DISK or "file(s)" in r["what"]]
     in_memory = [r for r in timed_rows if r not in on_disk]
     panels = {title: found for title, found in (("on disk", on_disk), ("in memory", in_memory)) if found}
     heights = [len(found) + 1 for found in panels.values()]
@@ -288,7 +332,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="on the disk to be measured")
     parser.add_argument("--devices", type=int, default=1, help="emulated CSDs on that disk")
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16", help="of parameters and gradients")
-    parser.add_argument("--backends", nargs="+", choices=("file", "ram", "null"), default=["file", "ram", "null"])
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument(
         "--peers", nargs="+", choices=[*peers.PEERS, "all", "none"], default=["torch-fp16", "torch-fp32"]
     )

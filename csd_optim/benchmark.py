@@ -151,13 +151,15 @@ def _steps(
     return seconds, returned, disk, in_memory, stats
 
 
-def make_optimizer(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> CSDAdam:
-    """One over `params` random elements with gradients, on scratch space of the devices."""
+def make_optimizer(
+    specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype, *, durable: bool = False, resume: bool = False
+) -> CSDAdam:
+    """One over `params` random elements with gradients, on scratch space of the devices unless `durable`."""
     sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
     tensors = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in sizes]
     for p in tensors:
         p.grad = torch.randn(p.numel()).to(dtype)
-    return CSDAdam(tensors, devices=[scratch(s) for s in specs])
+    return CSDAdam(tensors, devices=[str(s) if durable else scratch(s) for s in specs], resume=resume)
 
 
 def scratch(spec: DeviceSpec) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ._native import ffi, lib
-from .errors import CSDMemoryError, CSDOSError, CSDRuntimeError, CSDValueError
+from .errors import CSDMemoryError, CSDOSError, CSDRuntimeError, CSDStoreError, CSDTornError, CSDValueError
 
 DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfloat16: lib.CSD_BF16}
 IO_DEPTH: int = lib.CSD_IO_DEPTH
@@ -57,25 +57,35 @@ for _image, _struct in (
     assert _image.itemsize == ffi.sizeof(_struct), _struct
     assert {name: _image.fields[name][1] for name in _image.names} == _fields, _struct  # type: ignore[index,union-attr]
 
-DeviceNamer = Callable[[int], str]
+# (device, damaged tile or -1) → how a message calls them
+Namer = Callable[[int, int], str]
 
 
 # What an I/O error leaves behind: within a step, and when the last states of a whole one could not be written.
 _UNDONE = "The step was undone; parameters and state are those before it."
+TORN = (
+    "With shadow=False a step cannot be undone: parameters and state are a mix of two steps. Go back to a snapshot or "
+    "a checkpoint."
+)
 _KEPT = "The step before is whole; what was not written is kept in memory and tried again by the next call."
 
 
-def check(status: int, error: Any, name_device: DeviceNamer | None = None, outcome: str = _KEPT) -> None:
+def check(status: int, error: Any, name: Namer | None = None, outcome: str = _KEPT) -> None:
     """The one place where a status becomes an exception. `outcome` says what an I/O error leaves behind."""
     if status == lib.CSD_OK:
         return
     text = ffi.string(error.text).decode(errors="replace")
-    if name_device and error.device >= 0:
-        text += f" on {name_device(error.device)}"
+    if name and error.device >= 0:
+        text += f" on {name(error.device, error.tile)}"
     if status == lib.CSD_EINVAL:
         raise CSDValueError(text)
     if status == lib.CSD_ENOMEM:
         raise CSDMemoryError(text)
+    if status == lib.CSD_EDAMAGED:
+        raise CSDStoreError(f"{text}. {outcome}")
+    if status == lib.CSD_ETORN:
+        reason = os.strerror(error.os_errno) if error.os_errno else "given up"
+        raise CSDTornError(error.os_errno or errno.EIO, f"{text}: {reason}. {TORN}")
     if status == lib.CSD_EIO:
         text += f": {os.strerror(error.os_errno)}. {outcome}"
         if error.os_errno == errno.ENOSPC:
@@ -98,19 +108,19 @@ def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
     return ffi.cast(ctype, values.ctypes.data)
 
 
-def engine_create(devices: list[DeviceConfig], name_device: DeviceNamer) -> Any:
+def engine_create(devices: list[DeviceConfig], name: Namer) -> Any:
     names = [ffi.new("char[]", d.backend.encode()) for d in devices]
     configs = ffi.new("csd_device[]", len(devices))
-    for config, d, name in zip(configs, devices, names, strict=True):
-        config.backend, config.fd, config.buffers, config.block_bytes = name, d.fd, d.buffers, d.block_bytes
+    for config, d, backend in zip(configs, devices, names, strict=True):
+        config.backend, config.fd, config.buffers, config.block_bytes = backend, d.fd, d.buffers, d.block_bytes
     out, error = ffi.new("csd_engine **"), ffi.new("csd_error *")
-    check(lib.csd_engine_create(configs, len(devices), out, error), error, name_device)
+    check(lib.csd_engine_create(configs, len(devices), out, error), error, name)
     return out[0]
 
 
-def engine_close(engine: Any, name_device: DeviceNamer) -> None:
+def engine_close(engine: Any, name: Namer) -> None:
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_close(engine, error), error, name_device)
+    check(lib.csd_engine_close(engine, error), error, name)
 
 
 def engine_extend(
@@ -120,16 +130,20 @@ def engine_extend(
     sections: int,
     file_offsets: list[int],
     pieces: np.ndarray[Any, Any],
-    name_device: DeviceNamer,
+    name: Namer,
+    slots: int = 2,
+    states: np.ndarray[Any, Any] | None = None,
 ) -> list[Any]:
     """Returns one window per section: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself."""
     assert pieces.dtype == PIECE
+    assert states is None or (states.dtype == TILE_STATE and len(states) == n_tiles)
     offsets = ffi.new("uint64_t[]", file_offsets)
     extent = ffi.new("csd_extent *")
-    extent.tile_elems, extent.n_tiles, extent.sections = tile_elems, n_tiles, sections
+    extent.tile_elems, extent.n_tiles, extent.sections, extent.slots = tile_elems, n_tiles, sections, slots
+    extent.states = ffi.NULL if states is None else _array(states, "csd_tile_state *")
     extent.file_offset, extent.pieces, extent.n_pieces = offsets, _array(pieces, "csd_piece *"), len(pieces)
     windows, error = ffi.new("float *[4]"), ffi.new("csd_error *")
-    check(lib.csd_engine_extend(engine, extent, windows, error), error, name_device)
+    check(lib.csd_engine_extend(engine, extent, windows, error), error, name)
     elems = n_tiles * tile_elems
     release = lib.csd_window_release
     return [ffi.buffer(ffi.gc(windows[s], lambda w: release(w, elems)), 4 * elems) for s in range(sections)]
@@ -140,7 +154,7 @@ def engine_begin(
     params: np.ndarray[Any, Any],
     hypers: np.ndarray[Any, Any],
     tiles: np.ndarray[Any, Any],
-    name_device: DeviceNamer,
+    name: Namer,
 ) -> None:
     assert (params.dtype, hypers.dtype, tiles.dtype) == (PARAM, HYPER, np.uint32)
     error = ffi.new("csd_error *")
@@ -154,24 +168,24 @@ def engine_begin(
         len(tiles),
         error,
     )
-    check(status, error, name_device)
+    check(status, error, name)
 
 
-def engine_push(engine: Any, tile: int, grad: int, param: int, name_device: DeviceNamer) -> None:
+def engine_push(engine: Any, tile: int, grad: int, param: int, name: Namer) -> None:
     error = ffi.new("csd_error *")
     status = lib.csd_engine_push(engine, tile, ffi.cast("void *", grad), ffi.cast("void *", param), error)
-    check(status, error, name_device, _UNDONE)
+    check(status, error, name, _UNDONE)
 
 
-def engine_pull(engine: Any, name_device: DeviceNamer) -> int:
+def engine_pull(engine: Any, name: Namer) -> int:
     tile, error = ffi.new("uint32_t *"), ffi.new("csd_error *")
-    check(lib.csd_engine_pull(engine, tile, error), error, name_device, _UNDONE)
+    check(lib.csd_engine_pull(engine, tile, error), error, name, _UNDONE)
     return int(tile[0])
 
 
-def engine_finish(engine: Any, keep: bool, name_device: DeviceNamer) -> None:
+def engine_finish(engine: Any, keep: bool, name: Namer) -> None:
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_finish(engine, keep, error), error, name_device, _UNDONE)
+    check(lib.csd_engine_finish(engine, keep, error), error, name, _UNDONE)
 
 
 def engine_undone(engine: Any) -> np.ndarray[Any, Any]:
@@ -180,9 +194,14 @@ def engine_undone(engine: Any) -> np.ndarray[Any, Any]:
     return tiles
 
 
-def engine_drain(engine: Any, name_device: DeviceNamer) -> None:
+def engine_settle(engine: Any, name: Namer) -> None:
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_drain(engine, error), error, name_device)
+    check(lib.csd_engine_settle(engine, error), error, name)
+
+
+def engine_drain(engine: Any, name: Namer, *, open: bool) -> None:
+    error = ffi.new("csd_error *")
+    check(lib.csd_engine_drain(engine, open, error), error, name)
 
 
 def engine_tiles(engine: Any, first: int, n: int) -> np.ndarray[Any, Any]:
@@ -191,9 +210,10 @@ def engine_tiles(engine: Any, first: int, n: int) -> np.ndarray[Any, Any]:
     return states
 
 
-def engine_unsum(engine: Any, tiles: np.ndarray[Any, Any]) -> None:
+def engine_edited(engine: Any, tiles: np.ndarray[Any, Any]) -> None:
+    assert tiles.dtype == np.uint32
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_unsum(engine, _array(tiles, "uint32_t *"), len(tiles), error), error)
+    check(lib.csd_engine_edited(engine, _array(tiles, "uint32_t *"), len(tiles), error), error)
 
 
 def engine_stats(engine: Any, device: int) -> dict[str, float]:

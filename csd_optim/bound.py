@@ -12,7 +12,6 @@ from .bindings import DTYPE_CODES
 from .engine import SECTIONS
 from .errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from .images import Source
-from .layout import Extent
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
 # Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.
@@ -39,6 +38,11 @@ class Bound:
     pointer: int = -1
     # The dtype a contiguous gradient must have for the engine to reach it and the parameter by itself, else None.
     direct: torch.dtype | None = None
+
+    def fits(self) -> bool:
+        """Is the parameter still one whose state this could be?"""
+        p = self.param
+        return p.dtype in DTYPES and p.layout is torch.strided and not p.is_meta and p.shape == self.own_master.shape
 
     def look(self, grad_dtype: torch.dtype | None) -> None:
         """Somebody wrote, moved or converted the parameter: what is it now? `grad_dtype`: the optimizer's option."""
@@ -158,37 +162,6 @@ def check_entry(held: Mapping[str, Any], p: torch.Tensor, name: str) -> None:
         else:
             continue
         raise CSDValueError(f"state {key!r} of parameter {name} {what}")
-
-
-def manifest(bounds: Sequence[Bound], extents: Sequence[Extent], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a store says of the model; see docs/store-format.md. `bounds` in the order of the extents."""
-    group_of = {id(p): k for k, group in enumerate(groups) for p in group["params"]}
-    places = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
-    return {
-        "params": [
-            {
-                "name": b.name,
-                "shape": list(b.param.shape),
-                "stride": list(b.stride),
-                "dtype": str(b.param.dtype).removeprefix("torch."),
-                "group": group_of.get(id(b.param), -1) if b.alive else -1,
-                "extent": extent,
-                "start": start,
-                "numel": b.numel,
-            }
-            for b, (extent, start) in zip(bounds, places, strict=True)
-        ],
-        "groups": [{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")} for group in groups],
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Hyperparameters as JSON: tensors become numbers."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
 
 
 def numel(p: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,10 +23,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import benchmark, probe
-from .devices import DEFAULT_BLOCK, DeviceSpec, parse_devices
+from . import benchmark, checkpoint, convert, probe
+from .devices import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_devices
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
-from .store import CLEAN, FILE_NAME, VERSION, lock_owner, read_contents
+from .store import lock_owner
+from .store_format import CLEAN, FILE_NAME, VERSION, read_contents, store_file
 
 STORE_BYTES = 24  # of a store per parameter: three fp32 states in two slots
 MEMORY_STATE_BYTES = 12  # of `ram:` per parameter: one slot
@@ -49,6 +51,14 @@ Devices = Annotated[
     typer.Argument(
         metavar="DEVICE",
         help="Directories or device strings such as file:/mnt/nvme0 or ram: (default: CSD_OPTIM_DEVICES, else .)",
+        show_default=False,
+    ),
+]
+Stores = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="STORE...",
+        help="A snapshot's directory, or the directories of all devices of a store.",
         show_default=False,
     ),
 ]
@@ -105,15 +115,90 @@ def devices(
 def inspect(
     store: Annotated[Path, typer.Argument(help="A store's file, or the directory that holds it.", show_default=False)],
     everything: Annotated[bool, typer.Option("--all", help="List every parameter.")] = False,
+    tbw: Annotated[
+        str | None, typer.Option(help="What the drive is rated to take, for example 600TB: how long will it last?")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """What a store holds. Reads only, also while it is in use."""
     with reported():
-        held = describe_store(store)
+        held = describe_store(store, parse_bytes(tbw) if tbw else None)
         if as_json:
             print_json("inspect", **held)
         else:
             show_store(held, everything)
+
+
+@app.command()
+def verify(stores: Stores, as_json: Json = False) -> None:
+    """Reads everything in stores and snapshots that has a checksum, and names what is damaged.
+
+    Not while they are in use: make a snapshot then, by save(), and verify that.
+    """
+    with reported():
+        found = checkpoint.verify(stores, checkpoint.bar)
+        ok = not any(verdict.damage for verdict in found)
+        if as_json:
+            print_json("verify", ok=ok, stores=[asdict(verdict) for verdict in found])
+        else:
+            show_verdicts(found)
+    if not ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    stores: Stores,
+    out: Annotated[Path, typer.Argument(help="What to make; nothing is overwritten.", show_default=False)],
+    form: Annotated[
+        str, typer.Option("--format", help="torch: one file for torch.load(). safetensors: a directory of shards.")
+    ] = "torch",
+    shard_size: Annotated[str, typer.Option(help="safetensors: of a shard, at least one tensor each.")] = "5GB",
+    as_json: Json = False,
+) -> None:
+    """Turns a store or snapshot into a state dict of AdamW, with `master`, the fp32 parameters.
+
+    Takes the memory of a few tiles, whatever the size of the model, and checks every tile.
+    """
+    if form not in ("torch", "safetensors"):
+        raise typer.BadParameter(f"{form!r} is not one of torch, safetensors", param_hint="--format")
+    with reported():
+        if form == "torch":
+            files = convert.export_torch(stores, out, checkpoint.bar)
+        else:
+            files = convert.export_safetensors(stores, out, parse_bytes(shard_size), checkpoint.bar)
+        total = sum(file.stat().st_size for file in files)
+        if as_json:
+            print_json("export", format=form, files=[str(file) for file in files], bytes=total)
+        else:
+            print(f"{out}: {len(files)} file{'s' * (len(files) > 1)}, {size(total)}")
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE_OR_DIR", help="What `export` made, in either format.", show_default=False)
+    ],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DEVICE...", help="Directories of the new store, as many as you like.", show_default=False
+        ),
+    ],
+    tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="chosen")] = None,
+    as_json: Json = False,
+) -> None:
+    """Makes a store from an export: CSDAdam(..., devices=[...], resume=True) goes on from there.
+
+    To change the number of devices: export, then import.
+    """
+    with reported():
+        held = convert.import_store(source, names, tile_size, checkpoint.bar)
+        if as_json:
+            print_json("import", **held)
+        else:
+            devices = f"{len(names)} device{'s' * (len(names) > 1)}"
+            print(f"step {held['step']}, {number(held['params'])} parameters on {devices}; continue with resume=True")
 
 
 def count(text: str) -> int:
@@ -212,15 +297,16 @@ def check_speed(directory: Path, free: int) -> dict[str, float]:
         return {f"{kind}_bytes_per_second": probe.rate([scratch], kind, 1.0) for kind in ("read", "write", "mixed")}
 
 
-def describe_store(path: Path) -> dict[str, Any]:
-    """Everything `inspect` shows. Raises CSDStoreError, CSDOSError."""
+def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
+    """Everything `inspect` shows. `tbw_bytes`: the drive's rating. Raises CSDStoreError, CSDOSError."""
     try:
         contents = read_contents(path)
     except OSError as e:
         held = "there is no store" if isinstance(e, FileNotFoundError) else "cannot read the store"
         raise CSDOSError(e.errno, f"{held} in {path}: {e.strerror}") from e
     block, manifest = contents.superblock, contents.manifest
-    file = path / FILE_NAME if path.is_dir() else path
+    file = store_file(path)
+    stat = file.stat()
     total = sum(p["numel"] for p in manifest["params"])
     slots = contents.tiles["slot"]
     return {
@@ -231,19 +317,25 @@ def describe_store(path: Path) -> dict[str, Any]:
         "devices": block.devices,
         "step": block.step,
         "clean": bool(block.flags & CLEAN),
-        "owner": lock_owner(file.stat()),
+        "owner": lock_owner(stat),
         "total_params": total,
-        "file_bytes": contents.file_bytes,
-        "allocated_bytes": contents.allocated_bytes,
+        "file_bytes": stat.st_size,
+        "allocated_bytes": 512 * stat.st_blocks,
         # A device has an equal share of the parameters.
-        "bytes_per_param": contents.allocated_bytes * block.devices / max(1, total),
+        "bytes_per_param": 512 * stat.st_blocks * block.devices / max(1, total),
         "tiles": {
             "count": len(slots),
             "in_slot": [int((slots == s).sum()) for s in range(2)],
             "with_checksum": int(contents.tiles["summed"].sum()),
         },
+        "written_bytes": contents.record.written_bytes,
+        "training_seconds": contents.record.seconds,
+        "tbw_bytes": tbw_bytes,
+        "days_left": days_left(tbw_bytes, contents.record.written_bytes, contents.record.seconds)
+        if tbw_bytes
+        else None,
         "extents": manifest["extents"],
-        "groups": manifest["groups"],
+        "groups": contents.record.groups,
         "params": [
             {k: p[k] for k in ("name", "shape", "dtype", "group", "numel")} | {"step": float(step)}
             for p, step in zip(manifest["params"], contents.steps, strict=True)
@@ -334,6 +426,7 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
                     "on disk",
                     f"{size(held['allocated_bytes'])}, {held['bytes_per_param']:.2f} B per parameter of its share",
                 ),
+                ("wear", describe_wear(held)),
             ]
         )
     )
@@ -353,6 +446,28 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
             shape = " x ".join(map(str, p["shape"])) or "scalar"
             made.add_row(escape(p["name"]), shape, p["dtype"], str(p["group"]), f"{p['step']:g}")
     out.print(made)
+
+
+def show_verdicts(found: list[checkpoint.Verdict]) -> None:
+    for verdict in found:
+        for problem in verdict.damage:
+            print(problem)
+        if not verdict.damage:
+            which = f", device {verdict.device} of {verdict.devices}" if verdict.devices != 1 else ""
+            loose = f", {verdict.unchecked} of them without a checksum" if verdict.unchecked else ""
+            print(f"{verdict.file}: ok, step {verdict.step}, {verdict.tiles} tiles{loose}{which}")
+
+
+def describe_wear(held: dict[str, Any]) -> str:
+    written, seconds, rating = held["written_bytes"], held["training_seconds"], held["tbw_bytes"]
+    text = f"{size(written)} of states written"
+    if held["step"]:
+        text += f", {size(written / held['step'])} a step"
+    if seconds:
+        text += f", {size(86400 * written / seconds)} a day of training"
+    if rating:
+        text += f"; of {size(rating)} it takes, {held['days_left']:,.1f} days of training are left"
+    return text
 
 
 def show_bench(result: dict[str, Any]) -> None:

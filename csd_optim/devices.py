@@ -4,12 +4,14 @@
 file:/mnt/nvme0?scratch=1    one in a nameless file of that directory, gone with the process, however that ends
 file:                        the same in the current directory
 file:/mnt/nvme0?buffers=16&block=4MiB    tile buffers; size of one I/O request
+file:/mnt/nvme0?tbw=600TB    what the drive is rated to take: stats() then tells in how many days that is used up
 ram:                         state in host memory, updated in place (beside other devices: in two slots, like a file's)
 null:                        keeps and computes nothing; times everything else
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -22,8 +24,19 @@ from .errors import CSDTypeError, CSDValueError
 BACKENDS = ("file", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
 DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
-_OPTIONS = ("buffers", "block", "scratch")
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_OPTIONS = ("buffers", "block", "scratch", "tbw")
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "PB": 10**15,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+}
 
 
 @dataclass(frozen=True)
@@ -36,9 +49,16 @@ class DeviceSpec:
     durable: bool = False  # the store has a name and outlives the process
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
+    tbw_bytes: int | None = None  # the drive's rating: bytes that it takes in its life
 
     def __str__(self) -> str:
         return self.text
+
+
+def days_left(tbw_bytes: int, written_bytes: int, seconds: float) -> float:
+    """Days of training until a drive has taken what it is rated for, at the rate at which it was written so far."""
+    per_day = written_bytes / seconds * 86400 if seconds > 0 else 0.0
+    return max(0.0, tbw_bytes - written_bytes) / per_day if per_day else math.inf
 
 
 def parse_bytes(text: str) -> int:
@@ -80,7 +100,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
         if place or options:
             raise CSDValueError(f"Invalid device: {text!r}; {backend}: takes neither place nor options")
         return DeviceSpec(text, backend)
-    buffers, block, durable = DEFAULT_BUFFERS, DEFAULT_BLOCK, bool(place)
+    buffers, block, durable, tbw = DEFAULT_BUFFERS, DEFAULT_BLOCK, bool(place), None
     for name, value in options.items():
         if name == "buffers":
             if not value.isdecimal() or not 3 <= int(value) <= 1024:
@@ -90,13 +110,17 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
             block = parse_bytes(value)
             if block <= 0 or block % 4096:
                 raise CSDValueError(f"Invalid device: {text!r}; block is a multiple of 4096 bytes, got {value!r}")
+        elif name == "tbw":
+            tbw = parse_bytes(value)
+            if tbw <= 0:
+                raise CSDValueError(f"Invalid device: {text!r}; tbw is a number of bytes such as 600TB, got {value!r}")
         elif name == "scratch":
             if value not in ("0", "1"):
                 raise CSDValueError(f"Invalid device: {text!r}; scratch is 0 or 1, got {value!r}")
             durable = durable and value == "0"
         else:
             raise CSDValueError(f"Invalid device: {text!r}; unknown option {name!r}, there are {', '.join(_OPTIONS)}")
-    return DeviceSpec(text, "file", Path(place or ".").expanduser(), durable, buffers, block)
+    return DeviceSpec(text, "file", Path(place or ".").expanduser(), durable, buffers, block, tbw)
 
 
 def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:

@@ -1,11 +1,11 @@
-"""An engine: several devices driven as one, the stores behind them, and the windows onto their state."""
+"""An engine: several devices driven as one, and the windows onto their state. What makes it durable: durable.py."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from . import bindings
-from .bindings import DeviceConfig
+from .bindings import TORN, DeviceConfig
 from .devices import DeviceSpec
-from .errors import CSDError, CSDRuntimeError
+from .errors import CSDError, CSDRuntimeError, CSDTornError
 from .layout import Extent, plan_extent
-from .store import StoreFile
+from .store import Mode, StoreFile
+from .store_format import Contents, Record
 
 log = logging.getLogger("csd_optim")
 
@@ -31,30 +32,36 @@ class Engine:
     Raises what `StoreFile` raises when a directory cannot be had; then nothing is left open.
     """
 
-    def __init__(self, specs: Sequence[DeviceSpec], *, overwrite: bool = False, tile_elems: int | None = None) -> None:
+    durable = False  # see DurableEngine
+    committed_step = 0  # the last step that is durable
+    held: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
+
+    def __init__(
+        self, specs: Sequence[DeviceSpec], *, mode: Mode = "new", tile_elems: int | None = None, shadow: bool = True
+    ) -> None:
         self.specs = list(specs)
         self.tile_elems = tile_elems
+        self.slots = 2 if shadow else 1
         self.extents: list[Extent] = []
         self.pid = os.getpid()
         self.lock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
-        self.store_id = secrets.token_bytes(16)
         self._windows: list[list[Any]] = []  # per extent, per section: a buffer that unmaps itself
-        self._given: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
-        self._seen: list[int] = []  # their versions when the stores were last written
         self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
         self._manifest: dict[str, Any] = {}
-        self._described = True  # the stores carry it
         self.synced = True  # what was written to windows is on the devices
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
         self.step = 0  # whole steps of this engine
+        self.record = Record()  # of the last step
         self.stepping = False
+        self._torn = False  # a step in place was cut short
+        self._before = [0] * len(self.specs)  # bytes written to each device when this engine was made
         self._handle: Any = None
         self._stores: list[StoreFile | None] = []
         try:
             for spec in self.specs:
                 store: StoreFile | None = None
                 if spec.directory:
-                    store = StoreFile(spec.directory, durable=spec.durable, overwrite=overwrite)
+                    store = StoreFile(spec.directory, durable=spec.durable, mode=mode)
                 elif spec.backend == "ram" and not self.resident:
                     # Beside a device that can fail, a step must be undone in memory, too: two slots, like a file's.
                     store = StoreFile(None, durable=False)
@@ -82,7 +89,8 @@ class Engine:
     def n_tiles(self) -> int:
         return sum(e.n_tiles for e in self.extents)
 
-    def name_device(self, device: int) -> str:
+    def name_device(self, device: int, tile: int = -1) -> str:
+        """What messages call a device. `tile`: one that is damaged there, or -1."""
         store = self._stores[device]
         return f"device {device} ({store.path})" if store else f"device {device} ({self.specs[device]})"
 
@@ -100,6 +108,7 @@ class Engine:
             first_param=self.n_params,
             first_tile=self.n_tiles,
             sections=sections,
+            slots=self.slots,
             tile_elems=self.tile_elems,
         )
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
@@ -108,30 +117,40 @@ class Engine:
             offsets = [
                 store.allocate(extent.device_bytes(d, n)) if store else 0 for d, store in enumerate(self._stores)
             ]
-            if self._handle is None:
-                self._start()
-            windows = bindings.engine_extend(
-                self._handle, extent.tile_elems, extent.n_tiles, sections, offsets, extent.pieces, self.name_device
-            )
+            self._add(extent, offsets, None)
         except BaseException:
             for store, end in zip(self._stores, ends, strict=True):
                 if store and store.end != end:
                     store.shrink(end)
             raise
-        self.extents.append(extent)
-        self._windows.append(windows)
-        self._offsets.append(offsets)
-        self.steps.append(np.zeros(len(numels), np.float32))
         if extent is self.extents[0]:
             self._announce(extent)
         return extent
 
-    def _start(self) -> None:
-        configs = [
-            DeviceConfig("file", store.io_fd, spec.buffers, spec.block_bytes) if store else DeviceConfig(spec.backend)
-            for spec, store in zip(self.specs, self._stores, strict=True)
-        ]
-        self._handle = bindings.engine_create(configs, self.name_device)
+    def _add(self, extent: Extent, offsets: list[int], states: np.ndarray[Any, Any] | None) -> None:
+        if self._handle is None:
+            configs = [
+                DeviceConfig("file", store.io_fd, spec.buffers, spec.block_bytes)
+                if store
+                else DeviceConfig(spec.backend)
+                for spec, store in zip(self.specs, self._stores, strict=True)
+            ]
+            self._handle = bindings.engine_create(configs, self.name_device)
+        windows = bindings.engine_extend(
+            self._handle,
+            extent.tile_elems,
+            extent.n_tiles,
+            extent.sections,
+            offsets,
+            extent.pieces,
+            self.name_device,
+            extent.slots,
+            states,
+        )
+        self.extents.append(extent)
+        self._windows.append(windows)
+        self._offsets.append(offsets)
+        self.steps.append(np.zeros(len(extent.numels), np.float32))
 
     def _announce(self, extent: Extent) -> None:
         for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
@@ -155,10 +174,7 @@ class Engine:
         if dtype.is_complex:
             n //= 2
         buffer = self._windows[self.extents.index(extent)][section]
-        window = torch.frombuffer(buffer, dtype=dtype, count=n, offset=4 * start)
-        if self.durable:
-            self._given.append((extent.first_param + param, window))
-        return window
+        return torch.frombuffer(buffer, dtype=dtype, count=n, offset=4 * start)
 
     def _extent_of(self, tile: int) -> Extent:
         return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
@@ -179,12 +195,19 @@ class Engine:
 
     # ---- a step ------------------------------------------------------------
 
-    def begin(self, params: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
+    def begin(
+        self,
+        params: np.ndarray[Any, Any],
+        hypers: np.ndarray[Any, Any],
+        tiles: np.ndarray[Any, Any],
+        record: Record | None = None,
+    ) -> np.ndarray[Any, Any]:
+        """Begins a step over `tiles`, or more; returns all of them, to be pushed. `record`: for its commit."""
         self.check_open()
-        if not self._described:
-            self._write_stores(clean=False)
+        self.check_whole()
         bindings.engine_begin(self._handle, params, hypers, tiles, self.name_device)
         self.stepping = True
+        return tiles
 
     def push(self, tile: int, grad: int = 0, param: int = 0) -> None:
         bindings.engine_push(self._handle, tile, grad, param, self.name_device)
@@ -193,8 +216,14 @@ class Engine:
         return bindings.engine_pull(self._handle, self.name_device)
 
     def finish(self, keep: bool = True) -> None:
-        self.stepping = False
-        bindings.engine_finish(self._handle, keep, self.name_device)
+        """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""
+        try:
+            bindings.engine_finish(self._handle, keep, self.name_device)
+        except CSDTornError:
+            self._torn = True
+            raise
+        finally:
+            self.stepping = False
         self.step += keep
 
     def undone(self) -> np.ndarray[Any, Any]:
@@ -205,7 +234,23 @@ class Engine:
         """Waits until every state is on its device and the windows show it. Raises CSDOSError if one will not go."""
         self.check_open()
         if self._handle is not None:
-            bindings.engine_drain(self._handle, self.name_device)
+            bindings.engine_drain(self._handle, self.name_device, open=True)
+
+    def commit(self, record: Record | None = None) -> None:
+        """Makes the state durable as it is, in the background, with `steps` and `record`: where it can be durable."""
+
+    def wait(self) -> None:
+        """Returns when the last step is durable. Raises CSDOSError."""
+
+    # ---- writing to windows --------------------------------------------------
+
+    def open_windows(self, params: Sequence[int]) -> None:
+        """What is written to the windows of these parameters goes to the devices, until `close_windows()`."""
+        self.drain()
+
+    def close_windows(self) -> None:
+        """What was written is on the devices. Raises CSDOSError."""
+        self.sync()
 
     def sync(self) -> None:
         """Makes sure that what was written to windows got there: the system reports such errors only here."""
@@ -218,67 +263,22 @@ class Engine:
     # ---- what is known of it -------------------------------------------------
 
     def stats(self) -> list[dict[str, Any]]:
-        """Counts of the last step, one dict per device; see `csd_stats`."""
+        """Counts of the last step, one dict per device; see `csd_stats`. Totals are those since the store was made."""
         if self._handle is None:
             return []
         stats = []
         for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
             counts = bindings.engine_stats(self._handle, d)
-            if spec.directory is None:
-                counts |= {"read_bytes": 0, "write_bytes": 0}  # memory, where `ram:` moves like a file
+            counts["total_write_bytes"] += self._before[d]
+            if spec.directory is None:  # memory, where `ram:` moves like a file
+                counts |= {"read_bytes": 0, "write_bytes": 0, "total_write_bytes": 0}
             direct = store.direct if store else None
             stats.append({"device": str(spec), "backend": spec.backend, "direct_io": direct} | counts)
         return stats
 
     def describe(self, manifest: dict[str, Any]) -> None:
-        """Says what the parameters are, after `extend`; durable stores carry it from the next step on."""
-        self._manifest, self._described = manifest, False
-
-    def _write_stores(self, *, clean: bool) -> None:
-        """Writes into every durable store where its state is."""
-        n = len(self.specs)
-        self._unsum_written()
-        tiles = bindings.engine_tiles(self._handle, 0, self.n_tiles)
-        for d, store in enumerate(self._stores):
-            if store is None or not store.durable:
-                continue
-            own = [np.arange(e.first_tile + d, e.first_tile + e.n_tiles, n) for e in self.extents]
-            manifest = None
-            if not self._described:
-                extents = [
-                    {
-                        "tile_elems": e.tile_elems,
-                        "tiles": e.tiles_of(d, n),
-                        "sections": list(SECTIONS[: e.sections]),
-                        "file_offset": offsets[d],
-                    }
-                    for e, offsets in zip(self.extents, self._offsets, strict=True)
-                ]
-                manifest = self._manifest | {"extents": extents, "tiles": sum(map(len, own))}
-            store.write_superblock(
-                store_id=self.store_id,
-                device=d,
-                devices=n,
-                step=self.step,
-                clean=clean,
-                manifest=manifest,
-                tiles=tiles[np.concatenate(own)],
-                steps=np.concatenate(self.steps),
-            )
-        self._described = True
-
-    def _unsum_written(self) -> None:
-        """Forgets the checksums of tiles that were written through their windows since this was last called."""
-        versions = [w._version for _, w in self._given]
-        seen = self._seen + [-1] * (len(versions) - len(self._seen))
-        written = np.zeros(self.n_params, bool)
-        written[[param for (param, _), a, b in zip(self._given, versions, seen, strict=True) if a != b]] = True
-        bindings.engine_unsum(self._handle, self.tiles_with(written))
-        self._seen = versions
-
-    @property
-    def durable(self) -> bool:
-        return any(s.durable for s in self.specs)
+        """Says what the parameters are, after `extend`; durable stores carry it from the next commit on."""
+        self._manifest = manifest
 
     @property
     def closed(self) -> bool:
@@ -296,9 +296,8 @@ class Engine:
                 raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:
                 if self._handle is not None:
-                    self.drain()
-                    if self._manifest:
-                        self._write_stores(clean=self.synced)
+                    self._before_close()
+                    bindings.engine_settle(self._handle, self.name_device)
             finally:
                 handle, self._handle = self._handle, None
                 if handle is not None:
@@ -306,12 +305,19 @@ class Engine:
                         bindings.engine_close(handle, self.name_device)
                 self._close_stores()
 
+    def _before_close(self) -> None:
+        pass
+
     def _close_stores(self) -> None:
         with contextlib.ExitStack() as stack:  # all of them, whatever happens to one
             for store in self._stores:
                 if store:
                     stack.callback(store.close)
             self._stores.clear()
+
+    def check_whole(self) -> None:
+        if self._torn:
+            raise CSDTornError(errno.EIO, f"an earlier step was cut short. {TORN}")
 
     def check_open(self) -> None:
         if self.closed:

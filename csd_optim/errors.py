@@ -1,5 +1,9 @@
 """One base class; each error is also the builtin a user expects."""
 
+from __future__ import annotations
+
+import sys
+
 
 class CSDError(Exception):
     """Anything csd_optim raises on its own account."""
@@ -21,6 +25,10 @@ class CSDOSError(CSDError, OSError):
     """The operating system refused: `errno` and the text say what and where."""
 
 
+class CSDTornError(CSDOSError):
+    """A step of an optimizer with shadow=False was cut short: parameters and state are a mix of two steps."""
+
+
 class CSDStoreExistsError(CSDOSError, FileExistsError):
     """The directory already holds a store and nobody asked to erase it."""
 
@@ -39,3 +47,11 @@ class CSDMemoryError(CSDError, MemoryError):
 
 class CSDWarning(UserWarning):
     """Something works, but more slowly than it could."""
+
+
+def users_stacklevel() -> int:
+    """The stacklevel, for a warning from the calling function, of the line that made us do this."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("csd_optim", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -39,6 +39,7 @@ class Extent:
     tile_elems: int
     n_tiles: int
     sections: int  # 3, or 4 with amsgrad
+    slots: int  # of each tile: 2, or 1 where steps write in place
     starts: tuple[int, ...]  # element of the extent at which each parameter starts
     numels: tuple[int, ...]
     pieces: np.ndarray[Any, Any]  # of dtype PIECE, sorted by tile
@@ -53,8 +54,7 @@ class Extent:
         return 4 * self.tile_elems * self.sections
 
     def device_bytes(self, device: int, n_devices: int) -> int:
-        """Space on a device: two slots a tile."""
-        return 2 * self.slot_bytes * self.tiles_of(device, n_devices)
+        return self.slots * self.slot_bytes * self.tiles_of(device, n_devices)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -68,6 +68,7 @@ def plan_extent(
     first_param: int = 0,
     first_tile: int = 0,
     sections: int = 3,
+    slots: int = 2,
     tile_elems: int | None = None,
 ) -> Extent:
     """Lays `numels` out over `n_devices`. `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`."""
@@ -95,6 +96,7 @@ def plan_extent(
         tile_elems=tile_elems,
         n_tiles=n_tiles,
         sections=sections,
+        slots=slots,
         starts=tuple(starts),
         numels=tuple(numels),
         pieces=pieces,

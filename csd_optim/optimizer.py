@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,25 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 
+from . import checkpoint
 from .adamw import hyper
 from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
-from .bound import Bound, check_entry, check_param, manifest, numel
-from .devices import parse_devices
-from .engine import SECTIONS, Engine
-from .errors import CSDError, CSDRuntimeError, CSDValueError
+from .bound import Bound, check_param
+from .devices import days_left, parse_devices
+from .durable import DurableEngine, open_engine
+from .engine import Engine
+from .errors import CSDError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning, users_stacklevel
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
+from .manifest import changed_by_resume, first_difference, name_of, plain, put_back
+from .places import Places
 from .signals import signals_held
+from .store import Mode
+from .store_format import Record
+
+# Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
+# it; more goes to the devices at once, and is committed there by itself.
+EDIT_BYTES = 256 << 20
+USER_STATE_BYTES = 16 << 20  # of `user_state`; it is written with every step
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,7 @@ class _Plan:
     sections: np.ndarray[Any, Any]
     table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
     grad_dtype: torch.dtype | None  # the optimizer's option when this was made
+    changes: int  # of the places, when this was made
 
 
 class CSDAdam(AdamW):
@@ -57,18 +71,27 @@ class CSDAdam(AdamW):
             file, gone with the process), ``"ram:"``, ``"null:"``. None reads ``CSD_OPTIM_DEVICES``, else ``"file:"``.
         grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
         max_grad_norm: scale gradients so that their global 2-norm, in fp32, is at most this.
+        resume: go on from the last committed step of the store in these directories: parameters, hyperparameters,
+            states and `user_state` are those of that step. Where there is no store yet, a new one is begun.
         overwrite: erase a store that a named directory already holds.
+        shadow: keep two copies of the state, so that a step can be undone and a crash goes back to the last step.
+            False halves the space and gives up both: a step that is cut short is noticed, and that is all.
         tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None chooses.
 
     Raises:
         CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
         CSDStoreExistsError: a directory already holds a store.
+        CSDStoreError: the store cannot be resumed: it is damaged, incomplete, or of another model.
         CSDBusyError: a store is in use.
         CSDOSError: from the constructor or step(): disk full, I/O error. The step is undone.
 
     ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``master``, as plain
     CPU tensors that are mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again after
     a step rather than keeping a tensor from before.
+
+    In named directories every step is committed in the background of what follows it: `committed_step` says which one
+    was last. `user_state`, a small dict of plain values and tensors (epoch, position in the data, RNG state), is
+    committed with the step() that follows its assignment.
 
     A parameter that was set from outside becomes its new master, if torch counts the change: write under
     ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only.
@@ -93,7 +116,9 @@ class CSDAdam(AdamW):
         devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         grad_dtype: torch.dtype | None = None,
         max_grad_norm: float | None = None,
+        resume: bool = False,
         overwrite: bool = False,
+        shadow: bool = True,
         tile_size: int | None = None,
     ) -> None:
         if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
@@ -102,8 +127,10 @@ class CSDAdam(AdamW):
             raise CSDValueError(f"Invalid max_grad_norm: {max_grad_norm!r}")
         if tile_size is not None and not (type(tile_size) is int and tile_size > 0):
             raise CSDValueError(f"Invalid tile_size: {tile_size!r}")
+        if resume and overwrite:
+            raise CSDValueError("resume=True and overwrite=True exclude each other")
         self._unbind()
-        self._options = {"overwrite": overwrite, "tile_size": tile_size}
+        self._options = {"tile_size": tile_size, "shadow": shadow}
         self.devices = devices
         self.grad_dtype = grad_dtype
         self.max_grad_norm = max_grad_norm
@@ -123,23 +150,32 @@ class CSDAdam(AdamW):
         )
         # Declares that step() handles the loss scale itself; GradScaler then accepts fp16 gradients.
         self._step_supports_amp_scaling = True
-        self._attach(Engine(specs, overwrite=overwrite, tile_elems=tile_size))
+        mode: Mode = "resume" if resume else "overwrite" if overwrite else "new"
+        self._attach(open_engine(specs, mode=mode, tile_elems=tile_size, shadow=shadow))
+        if resume:
+            try:
+                self._resume()
+            except BaseException:
+                self.close()
+                raise
 
     def _unbind(self) -> None:
         self._engine: Engine | None = None
         self._ring: ImageRing | None = None
-        self._bound: dict[int, Bound] = {}  # by id(param); each holds its parameter, so ids stay unique
-        self._by_index: list[Bound] = []
-        self._unfilled: dict[Bound, bool] = {}  # places still to be filled; do they read as zero?
-        self._shown: list[Any] = []  # every value in `state`, as we left it
+        self._places = Places()
         self._plan: _Plan | None = None
-        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._in_flight = False
         # Of the last step
         self._seconds = 0.0
         self._moved = False
         self._skipped = False
         self._grad_norm: float | None = None
+        self._started: float | None = None  # when
+        self._given: list[dict[str, Any]] = []  # hyperparameters of the groups when they were made
+        self._just_resumed = False  # no step was made since
+        self._trained = 0.0  # seconds of training, from step to step, since the store was made
+        self._without_data: str | None = None  # a parameter that could not be given its value by resume
+        self.user_state: dict[str, Any] = {}
 
     def _attach(self, engine: Engine) -> None:
         self._engine = engine
@@ -157,11 +193,11 @@ class CSDAdam(AdamW):
             with engine.lock:
                 engine.drain()
                 self._in_flight = False
-        return self._state
+        return self._places.state
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
-        self._state = value
+        self._places.state = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -173,13 +209,14 @@ class CSDAdam(AdamW):
                     raise CSDRuntimeError(
                         f"CSDAdam does not support `{name}`: its state is not on the parameter's device"
                     )
-            for p in group["params"]:
+            for i, p in enumerate(group["params"]):
                 # A frozen one is none of our business: it may be quantized, or not even made yet.
                 if p.requires_grad and not is_lazy(p):
-                    check_param(p, self._name(p, k))
+                    check_param(p, name_of(self.param_groups, k, i))
         except BaseException:
             self.param_groups.pop()
             raise
+        self._given.append(plain(group))
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
@@ -194,6 +231,8 @@ class CSDAdam(AdamW):
             with torch.enable_grad():
                 loss = closure()
         start = time.perf_counter()
+        self._trained += 0.0 if self._started is None else start - self._started
+        self._started = start
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         engine = self._engine
         assert engine is not None
@@ -214,19 +253,21 @@ class CSDAdam(AdamW):
         handle = self.register_load_state_dict_pre_hook(
             lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
         )
-        kept = self._state, self.param_groups
+        kept = self._places.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
-            for k, group in enumerate(self.param_groups):
-                for p in group["params"]:
-                    check_entry(self._state.get(p) or {}, p, self._name(p, k))
+            self._places.check(self.param_groups)
         except BaseException:
-            self._state, self.param_groups = kept  # refused: nothing was touched
+            self._places.state, self.param_groups = kept  # refused: nothing was touched
             raise
         finally:
             handle.remove()
         with signals_held(), self._engine.lock:
-            self._adopt(self._engine)
+            if self._engine.durable:
+                self._engine.record = self._record(self._engine)
+            self._places.adopt(self._engine, self.param_groups, self.grad_dtype, loaded=True)
+            if isinstance(self._engine, DurableEngine) and self._engine.n_params:
+                self._engine.flush()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
@@ -234,7 +275,7 @@ class CSDAdam(AdamW):
                 "a CSDAdam on named devices cannot be copied or pickled: two optimizers would own one store. "
                 "Use state_dict(), and load_state_dict() in an optimizer with devices of its own."
             )
-        public = ("devices", "grad_dtype", "max_grad_norm", "_options", "_step_supports_amp_scaling")
+        public = ("devices", "grad_dtype", "max_grad_norm", "user_state", "_options", "_step_supports_amp_scaling")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in public}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -244,10 +285,13 @@ class CSDAdam(AdamW):
             self._unbind()
         if "state" in state:
             entries = state.pop("state")
-            self._state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
+            self.state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if fresh:
-            engine = Engine(parse_devices(self.devices), tile_elems=self._options["tile_size"])
+            options = self._options
+            engine = open_engine(
+                parse_devices(self.devices), tile_elems=options["tile_size"], shadow=bool(options["shadow"])
+            )
             self._attach(engine)
 
     def __repr__(self) -> str:
@@ -257,24 +301,38 @@ class CSDAdam(AdamW):
     # ---- the step ----------------------------------------------------------------
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
+        record = self._record(engine) if engine.durable else None
+        if self._just_resumed:
+            if self._without_data:
+                raise CSDRuntimeError(
+                    f"parameter {self._without_data} was on the meta device when the store was resumed; "
+                    "call restore() when it has data"
+                )
+            self._places.exchange(engine, self.param_groups)
+            self._just_resumed = False
         params, grads, groups = self._members()
-        if not self._state_intact():
-            self._adopt(engine)
+        places = self._places
+        if not places.intact():
+            places.adopt(engine, self.param_groups, self.grad_dtype)
         if not params:
             return
         plan = self._plan_for(engine, params)
-        if self._unfilled:
-            self._fill(engine)
-        # The parameters that somebody wrote, moved or converted since the last step.
-        written = [b for b in plan.bounds if b.version != b.param._version or b.pointer != b.param.data_ptr()]
+        places.fill(engine)
+        if engine.durable:
+            places.describe(engine, self.param_groups)
+        # The parameters that somebody wrote, moved or converted since the last step; without a gradient, too, if they
+        # can still be ours.
+        bounds = places.bound.values()
+        written = [b for b in bounds if b.version != b.param._version or b.pointer != b.param.data_ptr()]
         if self.grad_dtype is not plan.grad_dtype:
             written = plan.bounds
+        written = [b for b in written if b.param.grad is not None or b.fits()]
         if written:
             for bound in written:
                 bound.look(self.grad_dtype)
-                self._show(bound)
-            self._remember()
-            self._plan = None
+                places.show(bound)
+            places.remember()
+            places.changes += 1
             plan = self._plan_for(engine, params)
         if self.max_grad_norm is not None:
             grad_scale *= self._clip_scale(grads, grad_scale)
@@ -299,19 +357,25 @@ class CSDAdam(AdamW):
 
         # From here on something changes.
         if written and engine.keeps_state:
-            engine.drain()
+            many = not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES
+            if many:
+                engine.open_windows([b.index for b in written])
+            else:
+                engine.drain()
             for bound in written:
                 bound.reseed(always=not engine.synced)
-            engine.sync()
-        self._run(engine, table, hypers, prepared)
+            if many:
+                engine.close_windows()
+        self._run(engine, table, hypers, prepared, record)
+        for extent, own in zip(engine.extents, engine.steps, strict=True):
+            own[:] = steps[extent.first_param : extent.first_param + len(own)]
+        engine.commit(record)
         for source in prepared.values():
             if source.back:
                 source.back[0].copy_(source.back[1])
         torch.autograd.graph.increment_version(params)
-        for bound in plan.bounds:
+        for bound in (*written, *plan.bounds):
             bound.version = bound.param._version
-        for extent, own in zip(engine.extents, engine.steps, strict=True):
-            own[:] = steps[extent.first_param : extent.first_param + len(own)]
 
     def _members(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         """Parameters that take part in this step, their gradients, the indices of their groups."""
@@ -332,16 +396,18 @@ class CSDAdam(AdamW):
 
     def _plan_for(self, engine: Engine, params: list[torch.Tensor]) -> _Plan:
         """What stays the same from step to step while the same parameters take part. Binds those that are new."""
+        places, plan = self._places, self._plan
         if (
-            self._plan is not None
-            and len(params) == len(self._plan.params)
-            and all(map(is_, params, self._plan.params))
+            plan is not None
+            and plan.changes == places.changes
+            and len(params) == len(plan.params)
+            and all(map(is_, params, plan.params))
         ):
-            return self._plan
-        if new := [p for p in params if id(p) not in self._bound]:
-            group_of = {id(p): k for k, group in enumerate(self.param_groups) for p in group["params"]}
-            self._bind(engine, [(p, group_of[id(p)]) for p in new])
-        bounds = [self._bound[id(p)] for p in params]
+            return plan
+        if any(id(p) not in places.bound for p in params):
+            joining = set(map(id, params)).difference(places.bound)
+            places.join(engine, self.param_groups, joining, self.grad_dtype)
+        bounds = [places.bound[id(p)] for p in params]
         table = np.zeros(engine.n_params, PARAM)
         for b in bounds:
             if b.direct:
@@ -355,7 +421,8 @@ class CSDAdam(AdamW):
             )
         rows = np.array([b.index for b in bounds])
         table["master"][rows] = [IN_PARAM if b.in_place else FROM_PARAM if b.is_master else IN_SECTION for b in bounds]
-        self._plan = _Plan(params, bounds, rows, np.array([b.sections for b in bounds]), table, self.grad_dtype)
+        sections = np.array([b.sections for b in bounds])
+        self._plan = _Plan(params, bounds, rows, sections, table, self.grad_dtype, places.changes)
         return self._plan
 
     def _hypers(
@@ -385,7 +452,12 @@ class CSDAdam(AdamW):
         return min(1.0, self.max_grad_norm / (norm + 1e-6)) if norm == norm else norm
 
     def _run(
-        self, engine: Engine, table: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], prepared: dict[int, Source]
+        self,
+        engine: Engine,
+        table: np.ndarray[Any, Any],
+        hypers: np.ndarray[Any, Any],
+        prepared: dict[int, Source],
+        record: Record | None,
     ) -> None:
         """The step proper. On any failure parameters and state are put back."""
         tiles = engine.tiles_with(table["grad"] != 0)
@@ -399,10 +471,10 @@ class CSDAdam(AdamW):
         for tile in by_image:
             for row in engine.pieces_of(tile)["param"].tolist():
                 if table["grad"][row] and row not in prepared:
-                    bound = self._by_index[row]
+                    bound = self._places.by_index[row]
                     assert bound.param.grad is not None
                     prepared[row] = bound.source(bound.param.grad, self.grad_dtype)
-        engine.begin(table, hypers, tiles)
+        tiles = engine.begin(table, hypers, tiles, record)
         self._in_flight = self._moved = True
         try:
             for tile in np.setdiff1d(tiles, by_image, assume_unique=True).tolist():
@@ -429,100 +501,75 @@ class CSDAdam(AdamW):
         for tile in engine.undone().tolist():
             for row, _, first, _, n in engine.pieces_of(tile).tolist():
                 if took_part[row]:
-                    self._by_index[row].restore(first, n)
+                    self._places.by_index[row].restore(first, n)
 
-    # ---- binding: parameters to places, `state` to windows --------------------------
+    # ---- commit and resume -------------------------------------------------------------
 
-    def _bind(self, engine: Engine, new: Iterable[tuple[torch.Tensor, int]]) -> None:
-        """Gives parameters their place on the devices, to be filled."""
-        by_sections: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        for p, k in new:
-            check_param(p, self._name(p, k))
-            if p.is_meta:
-                raise CSDRuntimeError(f"parameter {self._name(p, k)} is on the meta device: it has no data yet")
-            check_entry(self._state.get(p) or {}, p, self._name(p, k))
-            amsgrad = self.param_groups[k]["amsgrad"] or "max_exp_avg_sq" in self._state.get(p, {})
-            by_sections.setdefault(4 if amsgrad else 3, []).append((p, k))
-        for sections, members in by_sections.items():
-            extent = engine.extend([numel(p) for p, _ in members], sections)
-            step_tensors = torch.from_numpy(engine.steps[-1])
-            for i, (p, k) in enumerate(members):
-                dtype = torch.complex64 if p.is_complex() else torch.float32
-                stride = torch.empty_like(p, device="meta").stride()
-                windows = {"step": step_tensors[i]}
-                for s in (1, 2, 3, 0) if sections == 4 else (1, 2, 0):
-                    windows[SECTIONS[s]] = engine.window(extent, i, s, dtype).as_strided(p.shape, stride)
-                bound = Bound(
-                    p,
-                    self._name(p, k),
-                    index=extent.first_param + i,
-                    sections=sections,
-                    stride=stride,
-                    windows=windows,
-                    own_master=windows["master"],
-                    numel=numel(p),
-                    in_place=engine.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
-                )
-                bound.look(self.grad_dtype)
-                self._bound[id(p)] = bound
-                self._by_index.append(bound)
-                self._unfilled[bound] = True
-            self._plan = None
-            engine.describe(manifest(self._by_index, engine.extents, self.param_groups))
+    @property
+    def committed_step(self) -> int:
+        """The last step that is durable on all devices: where a crash now would go back to. 0: none yet."""
+        return self._engine.committed_step if self._engine else 0
 
-    def _fill(self, engine: Engine) -> None:
-        """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
-        for bound, fresh in self._unfilled.items():
-            self._unfilled[bound] = False
-            bound.fill(self._state.get(bound.param) or {}, seed=engine.keeps_state, fresh=fresh)
-        engine.sync()
-        for bound in self._unfilled:
-            self._show(bound)
-        self._unfilled.clear()
-        self._remember()
+    def synchronize(self) -> None:
+        """Returns when the last step is durable; without named directories at once. Raises CSDOSError."""
+        engine = self._engine
+        assert engine is not None
+        engine.check_open()
+        with engine.lock:
+            engine.wait()
 
-    def _show(self, bound: Bound) -> None:
-        """Puts our tensors into `state`, beside whatever else is there."""
-        self._state[bound.param] = {**bound.windows, **self._state.get(bound.param, {}), **bound.windows}
+    def _record(self, engine: Engine) -> Record:
+        """What the next commit carries. Raises CSDTypeError, CSDValueError if `user_state` cannot be kept."""
+        return Record(
+            groups=[plain(group) for group in self.param_groups],
+            given=self._given,
+            user_state=_pack(self.user_state, engine.record.user_state),
+            seconds=self._trained,
+        )
 
-    def _values(self) -> list[Any]:
-        return [*chain.from_iterable(entry.values() for entry in self._state.values() if isinstance(entry, dict))]
+    def _resume(self) -> None:
+        """Takes up the store, if there is one. Nothing is changed, in memory or on a device, before all is checked."""
+        engine = self._engine
+        assert engine is not None
+        if not engine.held:
+            where = ", ".join(map(str, engine.specs))
+            warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
+            return
+        assert isinstance(engine, DurableEngine)
+        held = engine.held[0]
+        if difference := first_difference(held.manifest, self.param_groups):
+            raise CSDStoreError(f"{held.path} is the store of another model: {difference}")
+        user_state = checkpoint.unpack_user_state(held.record.user_state)
+        engine.check()
+        engine.settle()
+        self._places.take_up(engine, self.param_groups)
+        for changed in changed_by_resume(self._given, held.record.given):
+            warnings.warn(changed, CSDWarning, users_stacklevel())
+        self.user_state, self._trained, self._just_resumed = user_state, held.record.seconds, True
+        self._put_back(engine)
 
-    def _remember(self) -> None:
-        self._shown = self._values()
+    def _put_back(self, engine: Engine) -> None:
+        self._without_data = self._places.give_values(self.grad_dtype)
+        for group, kept in zip(self.param_groups, engine.held[0].record.groups, strict=False):
+            put_back(group, kept)
 
-    def _state_intact(self) -> bool:
-        """Does `state` hold exactly what it held when we last looked?"""
-        values = self._values()
-        return len(values) == len(self._shown) and all(map(is_, values, self._shown))
+    def restore(self) -> None:
+        """Gives parameters and hyperparameters once more the values of the step that was resumed.
 
-    def _adopt(self, engine: Engine) -> None:
-        """Takes in what somebody put into `state`: load_state_dict, ZeRO's consolidation, a plain assignment."""
-        places = [(p, k) for k, group in enumerate(self.param_groups) for p in group["params"]]
-        for p, k in places:
-            check_entry(self._state.get(p) or {}, p, self._name(p, k))
-        engine.drain()
-        new = []
-        for p, k in places:
-            bound, held = self._bound.get(id(p)), self._state.get(p)
-            if bound is not None and bound.sections == 3 and held and "max_exp_avg_sq" in held:
-                self._bound.pop(id(p)).alive = False  # needs more room than it has
-                bound = None
-            if bound is None:
-                if held:
-                    new.append((p, k))
-            elif not held or any(held.get(key) is not window for key, window in bound.windows.items()):
-                self._unfilled[bound] = False
-        if new:
-            self._bind(engine, new)
-        self._fill(engine)
-
-    def _name(self, p: torch.Tensor, k: int) -> str:
-        """The parameter's name where it has one, else its group and position."""
-        group = self.param_groups[k]
-        at = next((i for i, q in enumerate(group["params"]) if q is p), -1)
-        names = group.get("param_names")
-        return str(names[at]) if names else f"{k}.{at}"
+        For whoever exchanges parameters after constructing the optimizer (some trainers do, when they move a model),
+        or sets them. Without a resumed store nothing happens. Raises CSDRuntimeError after a step(), CSDStoreError if
+        the parameters are no longer those of the store.
+        """
+        engine = self._engine
+        assert engine is not None
+        engine.check_open()
+        with engine.lock:
+            if not engine.held:
+                return
+            if not self._just_resumed:
+                raise CSDRuntimeError("restore() goes before the first step()")
+            self._places.exchange(engine, self.param_groups)
+            self._put_back(engine)
 
     # ---- what users ask ----------------------------------------------------------------
 
@@ -530,7 +577,9 @@ class CSDAdam(AdamW):
         """Describes the last step: waits until its last states are on their devices.
 
         ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
-        ``flash_write_bytes``: to and from storage. ``params``: elements updated. ``skipped``: an overflow was found.
+        ``flash_write_bytes``: to and from storage. ``written_bytes``: states written since the stores were made.
+        ``days_left``, of a device with a rating (``tbw=600TB``): of training until that is used up, at the rate at
+        which it was written so far. ``params``: elements updated. ``skipped``: an overflow was found.
         ``grad_norm``: with max_grad_norm. ``buffer_bytes``: host memory that the engine holds, fixed.
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
@@ -551,14 +600,20 @@ class CSDAdam(AdamW):
                 "pull_bytes": happened * d["pull_bytes"],
                 "flash_read_bytes": happened * d["read_bytes"],
                 "flash_write_bytes": happened * d["write_bytes"],
+                "written_bytes": d["total_write_bytes"],
+                "days_left": days_left(spec.tbw_bytes, d["total_write_bytes"], self._trained)
+                if spec.tbw_bytes
+                else None,
                 "params": happened * d["updated"],
                 "buffer_bytes": d["buffer_bytes"],
                 "seconds": {kind: happened * d[f"{kind}_seconds"] for kind in ("read", "update", "write")},
             }
-            for d in counted
+            for spec, d in zip(engine.specs, counted, strict=False)
         ]
-        counts = ("push_bytes", "pull_bytes", "flash_read_bytes", "flash_write_bytes", "params", "buffer_bytes")
-        totals: dict[str, Any] = {name: sum(d[name] for d in devices) for name in counts}
+        link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
+        totals: dict[str, Any] = {
+            name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "buffer_bytes")
+        }
         totals["buffer_bytes"] += self._ring.bytes if self._ring else 0
         seconds = {
             kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in ("read", "update", "write")
@@ -568,6 +623,44 @@ class CSDAdam(AdamW):
         if self._grad_norm is not None:
             totals["grad_norm"] = self._grad_norm
         return {**totals, "seconds": seconds, "devices": devices}
+
+    def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
+        """Makes a snapshot of what is in named directories: `path/device-0`, `path/device-1` ..., each a store.
+
+        It holds the last step, the hyperparameters and the `user_state` of this moment, and works like the original:
+        resume it, load() it. `path` must not exist; it is there as a whole, or not at all. Where the file system has
+        reflinks that takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter, and with
+        wait=False training goes on meanwhile: the step after the next waits for the copy (with shadow=False, the
+        next). `progress` shows a bar on stderr.
+
+        Returns a future of the path; with wait=True it is done. Raises CSDStoreExistsError, CSDStoreError if a state
+        is damaged, CSDOSError, CSDRuntimeError if there is nothing to save: with wait=False some of these through the
+        future.
+        """
+        engine = self._engine
+        assert engine is not None
+        engine.check_open()
+        with signals_held(), engine.lock:
+            if self._places.unfilled or not self._places.intact():
+                self._places.adopt(engine, self.param_groups, self.grad_dtype)
+            engine.record = self._record(engine)
+            saving = checkpoint.save(engine, Path(path), checkpoint.bar if progress else checkpoint.no_bar, wait=wait)
+        if wait:
+            saving.wait()
+        return saving.future
+
+    @staticmethod
+    def load(path: checkpoint.Paths) -> dict[str, Any]:
+        """A store or snapshot as AdamW's state dict, for load_state_dict() here and there, and for torch.save().
+
+        `path`: a snapshot, the directory of a store of one device, or the list of the directories of several. Beside
+        AdamW's states there is ``master``, the parameter in fp32, and an entry ``csd_optim`` with names, dtypes, step
+        and ``user_state``. The tensors are mapped from the files: they take memory when written to only, and as long
+        as one of them is alive nobody may train on that store. Everything is read and checked once.
+
+        Raises CSDStoreError if it is damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
+        """
+        return checkpoint.load(path)
 
     def close(self) -> None:
         """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""
@@ -587,6 +680,23 @@ class _Box:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def _pack(user_state: dict[str, Any], packed: bytes) -> bytes:
+    """As torch.save writes it. `packed`: the last one, known to be readable."""
+    if not isinstance(user_state, dict):
+        raise CSDTypeError(f"user_state is a dict, got {type(user_state).__name__}")
+    try:
+        data = checkpoint.pack_user_state(user_state)
+        if data not in (b"", packed):
+            checkpoint.unpack_user_state(data)
+    except Exception as e:
+        raise CSDTypeError(f"user_state cannot be kept: it holds plain values, lists, dicts and tensors ({e})") from e
+    if len(data) > USER_STATE_BYTES:
+        raise CSDValueError(
+            f"user_state takes {len(data)} bytes; it is written with every step and limited to {USER_STATE_BYTES}"
+        )
+    return data
 
 
 def _close_quietly(engine: Engine) -> None:

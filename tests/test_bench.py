@@ -22,12 +22,13 @@ def test_step(tmp_path):
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.step/1"
     assert {"cpu", "cores", "isa", "storage", "date"} <= set(result["machine"])
-    file, fp16, fp32, null = result["rows"]
-    assert len(file["seconds"]) == len(fp16["seconds"]) == len(fp32["seconds"]) == 5
+    file, commit, fp16, fp32, null = result["rows"]
+    assert len(file["seconds"]) == len(commit["seconds"]) == len(fp16["seconds"]) == len(fp32["seconds"]) == 5
     assert len(null["seconds"]) == 50
     assert file["bytes_per_param"]["push"] == file["bytes_per_param"]["pull"] == 2
     assert file["bytes_per_param"]["flash_read"] == pytest.approx(12, rel=0.05)  # tiles are whole pages
     assert len(file["ratio_to"]["the same requests without the update"]) == 5
+    assert len(commit["ratio_to"]["the same without commits"]) == 5
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "verified fp16" in done.stderr
     assert "Mparam/s" in done.stderr

@@ -18,7 +18,7 @@ import torch
 from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
 from csd_optim.devices import parse_devices
-from csd_optim.engine import Engine
+from csd_optim.durable import open_engine
 from csd_optim.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, plan_extent
 
 ADAM = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0, 0)], HYPER)
@@ -28,7 +28,7 @@ class Driven:
     """An engine over fp32 parameters of given sizes, and a step of it by hand."""
 
     def __init__(self, devices, numels=(2500, 40, 3000), tile_elems=1024):
-        self.engine = Engine(parse_devices(devices), tile_elems=tile_elems)
+        self.engine = open_engine(parse_devices(devices), tile_elems=tile_elems)
         self.extent = self.engine.extend(numels, 3)
         self.params = [torch.arange(n, dtype=torch.float32) / 100 for n in numels]
         self.grads = [torch.linspace(-1, 1, n) for n in numels]
@@ -105,7 +105,7 @@ def same(images, others):
 )
 def test_engine_that_cannot_be(devices):
     with pytest.raises(CSDValueError, match=r"at least one device|no such back end"):
-        bindings.engine_create(devices, str)
+        bindings.engine_create(devices, lambda d, t: str(d))
 
 
 def pieces(*rows):
@@ -129,15 +129,15 @@ def pieces(*rows):
     ],
 )
 def test_bad_extent_changes_nothing(changed, message):
-    handle = bindings.engine_create([DeviceConfig("ram")], str)
+    handle = bindings.engine_create([DeviceConfig("ram")], lambda d, t: str(d))
     good = {"tile_elems": 1024, "n_tiles": 2, "sections": 3, "file_offsets": [0], "pieces": pieces((0, 0, 0, 0, 8))}
     with pytest.raises(CSDValueError, match=message):
-        bindings.engine_extend(handle, **{**good, **changed}, name_device=str)
-    assert len(bindings.engine_extend(handle, **good, name_device=str)) == 3
+        bindings.engine_extend(handle, **{**good, **changed}, name=lambda d, t: str(d))
+    assert len(bindings.engine_extend(handle, **good, name=lambda d, t: str(d))) == 3
     assert len(bindings.engine_tiles(handle, 0, 2)) == 2
     with pytest.raises(CSDValueError):
         bindings.engine_tiles(handle, 0, 3)
-    bindings.engine_close(handle, str)
+    bindings.engine_close(handle, lambda d, t: str(d))
 
 
 def test_bad_step_is_refused_before_it_begins(driven):
@@ -164,6 +164,7 @@ def test_calls_out_of_order(driven):
     for call in (lambda: driven.engine.push(0), driven.engine.pull, driven.engine.finish):
         with pytest.raises(CSDRuntimeError, match="no step is under way"):
             call()
+    driven.step()
     driven.begin(tiles=driven.tiles[1:])
     for call in (driven.begin, driven.engine.drain, lambda: driven.engine.extend([5], 3)):
         with pytest.raises(CSDRuntimeError, match="under way"):

@@ -1,5 +1,6 @@
 """Reads a store with nothing but docs/store-format.md: every field, every state, every checksum."""
 
+import io
 import json
 import struct
 
@@ -24,24 +25,21 @@ def crc32c(data):
     return crc ^ 0xFFFFFFFF
 
 
-def superblock(data):
-    """The one that counts, as a dict."""
-    found = []
-    for at in (0, 4096):
-        block = data[at : at + 4096]
-        if block[:8] == b"CSDOPTIM" and crc32c(block[:4092]) == int.from_bytes(block[4092:], "little"):
-            names = ["version", "order", "id", "device", "devices", "sequence", "step", "flags"]
-            fields = dict(zip(names, struct.unpack_from("<II16sIIQQI", block, 8), strict=True))
-            fields["manifest"], fields["table"] = (struct.unpack_from("<QQI", block, 60 + 20 * i) for i in range(2))
-            assert block[100:4092] == bytes(3992)
-            assert at == fields["sequence"] % 2 * 4096
-            found.append(fields)
-    return max(found, key=lambda f: f["sequence"])
+def superblock(data, copy):
+    block = data[4096 * copy : 4096 * copy + 4096]
+    assert block[:8] == b"CSDOPTIM"
+    assert crc32c(block[:4092]) == int.from_bytes(block[4092:], "little")
+    names = ["version", "order", "id", "device", "devices", "sequence", "step", "flags"]
+    fields = dict(zip(names, struct.unpack_from("<II16sIIQQI", block, 8), strict=True))
+    fields["manifest"], fields["table"] = (struct.unpack_from("<QQQI", block, 60 + 28 * i) for i in range(2))
+    assert block[116:4092] == bytes(3976)
+    return fields
 
 
-def region(data, place):
-    offset, size, crc = place
-    assert offset % 4096 == 0
+def region(data, place, copy):
+    base, room, size, crc = place
+    assert base % 4096 == room % 4096 == 0
+    offset = base + copy * room
     assert crc32c(data[offset : offset + size]) == crc
     return data[offset : offset + size]
 
@@ -64,6 +62,7 @@ def test_store_is_what_the_page_says(tmp_path, devices):
     for _ in range(3):
         for p in params.values():
             p.grad = torch.randn_like(p)
+        opt.user_state = {"epoch": 7}
         opt.step()
     opt.close()
 
@@ -71,13 +70,25 @@ def test_store_is_what_the_page_says(tmp_path, devices):
     ids = set()
     for d, place in enumerate(places):
         data = (place / "csd_optim.store").read_bytes()
-        block = superblock(data)
+        block = superblock(data, 0)
+        assert superblock(data, 1) == block
         assert (block["version"], block["order"]) == (1, 0x01020304)
         assert (block["device"], block["devices"], block["step"], block["flags"]) == (d, devices, 3, 1)
         ids.add(block["id"])
-        manifest = json.loads(region(data, block["manifest"]))
-        table = region(data, block["table"])
-        assert len(table) == 24 * manifest["tiles"] + 8 * len(manifest["params"])
+        manifest = json.loads(region(data, block["manifest"], 0))
+        table = region(data, block["table"], 0)
+        for what, copy0 in (("manifest", json.dumps(manifest).encode()), ("table", table)):
+            assert region(data, block[what], 1) == copy0
+        record = table[24 * manifest["tiles"] + 8 * len(manifest["params"]) :]
+        end = 4 + struct.unpack_from("<I", record)[0]
+        said = json.loads(record[4:end])
+        assert [g["amsgrad"] for g in said["groups"]] == [False, True]
+        assert said["groups"][0]["betas"] == [0.9, 0.999]
+        assert said["seconds"] > 0
+        assert said["written_bytes"] == 3 * sum(
+            e["tiles"] * e["tile_elems"] * 4 * len(e["sections"]) for e in manifest["extents"]
+        )
+        assert torch.load(io.BytesIO(record[end:]), weights_only=True) == {"epoch": 7}
         assert struct.unpack_from(f"<{len(params)}d", table, 24 * manifest["tiles"]) == (3.0,) * len(params)
         row = 0
         for e, extent in enumerate(manifest["extents"]):
@@ -86,7 +97,7 @@ def test_store_is_what_the_page_says(tmp_path, devices):
                 slot, summed, *sums = struct.unpack_from("<6I", table, 24 * row)
                 row += 1
                 assert summed == 1
-                at = extent["file_offset"] + (2 * j + slot) * n_bytes * len(extent["sections"])
+                at = extent["file_offset"] + (extent["slots"] * j + slot) * n_bytes * len(extent["sections"])
                 for k, section in enumerate(extent["sections"]):
                     content = data[at + k * n_bytes : at + (k + 1) * n_bytes]
                     assert crc32c(content) == sums[k]

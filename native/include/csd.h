@@ -20,7 +20,7 @@
  * Parameters lie one after another in a *flat space*, cut into *tiles*: the unit of
  * I/O and of update. A tile's state is [master | exp_avg | exp_avg_sq (| max_exp_avg_sq)],
  * each section `elems` fp32 values. A tile has two *slots* on its device: a step reads
- * one and writes the other, so that until the step is whole the old state is untouched.
+ * one and writes the other, so that the old state is untouched until the step after it.
  *
  * Every function returns 0 or a negative csd_status, and then fills `*error` if it is
  * not NULL. Lengths and offsets are in elements unless the name says bytes. One step
@@ -42,14 +42,17 @@ enum csd_status {
   CSD_EINVAL = -1, /* an argument is wrong; nothing was touched */
   CSD_EIO = -2,    /* the operating system refused; `os_errno` says how */
   CSD_ENOMEM = -3,
-  CSD_ESTATE = -4  /* called out of order */
+  CSD_ESTATE = -4, /* called out of order */
+  CSD_EDAMAGED = -5, /* a tile is not what was written there */
+  CSD_ETORN = -6   /* a step in place was cut short: what it wrote cannot be undone */
 };
 
 typedef struct csd_error {
   int32_t status;
   int32_t os_errno; /* 0 where the operating system had no part in it */
   int32_t device;   /* index of the device, or -1 */
-  char text[244];   /* what happened, where; NUL-terminated */
+  int32_t tile;     /* index of the damaged tile, or -1 */
+  char text[240];   /* what happened, where; NUL-terminated */
 } csd_error;
 
 enum csd_dtype { CSD_F32 = 0, CSD_F16 = 1, CSD_BF16 = 2 };
@@ -109,22 +112,31 @@ typedef struct csd_piece {
   uint64_t elems;
 } csd_piece;
 
+typedef struct csd_tile_state {
+  uint32_t slot;   /* 0 or 1: the slot that holds the tile */
+  uint32_t summed; /* 1: `crc` is that of the slot's content as the engine wrote it */
+  uint32_t crc[4]; /* CRC-32C of each section */
+} csd_tile_state;
+
 /* A run of `n_tiles` equal tiles, tile i on device (i mod n_devices): the parameters
  * that join at one time. On a file, the j-th of these tiles on device d has its slot s at
- * byte `file_offset[d] + (2*j + s) * tile_elems * sections * 4`. */
+ * byte `file_offset[d] + (slots*j + s) * tile_elems * sections * 4`. */
 typedef struct csd_extent {
   uint64_t tile_elems;         /* multiple of 1024 and of the page size / 4 */
   uint32_t n_tiles;
   uint32_t sections;           /* 3, or 4 with amsgrad */
+  uint32_t slots;              /* 2; or 1: steps write in place and cannot be undone (file only) */
+  const csd_tile_state *states; /* one per tile, of a store that is there already; NULL: new */
   const uint64_t *file_offset; /* one per device, multiples of the page size */
   const csd_piece *pieces;     /* sorted by tile, then by tile_first; tile counted from this extent's first */
   uint64_t n_pieces;
 } csd_extent;
 
-/* Adds an extent; its tiles are numbered on from those there are. States read as zero.
+/* Adds an extent; its tiles are numbered on from those there are. New states read as zero.
  * `windows` receives one address per section: `n_tiles * tile_elems` fp32 values each, the
  * state itself, readable and writable between steps, after csd_engine_drain: on a file the window of a
- * tile is a mapping of a slot, and csd_engine_drain maps the current one. */
+ * tile is a mapping of a slot, and csd_engine_drain maps the current one. Windows of a new extent are
+ * open (see there), those of one that is there already are not. */
 int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **windows, csd_error *error);
 
 /* Unmaps one window. The caller does so when nobody can look at it any more and the engine is closed. */
@@ -167,30 +179,31 @@ int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *p
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
 
 /* With keep = 1, waits until every tile has its new parameters; the last states may still
- * be on their way to the device (csd_engine_drain waits for them). If anything failed, or with
+ * be on their way to the device (csd_engine_settle waits for them). If anything failed, or with
  * keep = 0, the step is undone: every tile is back at its old slot, and the tiles whose
- * parameters had already been written are listed by csd_engine_undone, for the caller to restore. */
+ * parameters had already been written are listed by csd_engine_undone, for the caller to restore.
+ * CSD_ETORN: tiles with one slot had been written already; states and parameters are a mix. */
 int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
 
 /* Tiles of the last undone step whose parameters were given out. Returns how many; fills up to `n`. */
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint32_t n);
 
-/* Waits for all writes and makes the windows show the current slots. A write that fails keeps its data in its buffer and is tried again
- * by the next drain, so nothing is lost when the cause goes away. */
-int csd_engine_drain(csd_engine *engine, csd_error *error);
+/* Waits for all writes. One that fails keeps its data in its buffer and is tried again by the next call, so nothing
+ * is lost when the cause goes away. May be called by another thread. */
+int csd_engine_settle(csd_engine *engine, csd_error *error);
+
+/* The same, and makes the windows show the current slots: with `open`, what is written to them goes to the device.
+ * Otherwise it stays in memory, and the slot as it was, until csd_engine_edited tells of it. */
+int csd_engine_drain(csd_engine *engine, int32_t open, csd_error *error);
+
+/* Somebody wrote to the windows of these tiles. Where they are open, the tiles count as not summed until they are
+ * updated or drained again. Elsewhere the next step that they are part of begins with what the windows show, and if
+ * it is undone, so does the one after it. */
+int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
 /* ---- What is known of it ------------------------------------------------ */
 
-typedef struct csd_tile_state {
-  uint32_t slot;   /* 0 or 1: the slot that holds the tile */
-  uint32_t summed; /* 1: `crc` is that of the slot's content as the engine wrote it */
-  uint32_t crc[4]; /* CRC-32C of each section */
-} csd_tile_state;
-
 int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *out, csd_error *error);
-
-/* Somebody wrote to these tiles through their windows: they count as not summed until they are updated again. */
-int csd_engine_unsum(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
 /* Counts of the last step (since csd_engine_begin), counted where the bytes are moved. Seconds are those
  * in which at least one operation of the kind was going on. */
@@ -204,6 +217,7 @@ typedef struct csd_stats {
   double update_seconds;
   double write_seconds;
   uint64_t buffer_bytes; /* fixed memory of the device's tile buffers */
+  uint64_t total_write_bytes; /* since the engine was made */
 } csd_stats;
 
 int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error);

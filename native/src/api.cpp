@@ -25,6 +25,7 @@ int report(csd_error *error, const csd::Failure &f) {
     error->status = f.status;
     error->os_errno = f.os_errno;
     error->device = f.device;
+    error->tile = f.tile;
     strncpy(error->text, f.text.c_str(), sizeof error->text - 1);
     error->text[sizeof error->text - 1] = 0;
   }
@@ -86,16 +87,20 @@ int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error) {
 
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint32_t n) { return engine->engine.undone(tiles, n); }
 
-int csd_engine_drain(csd_engine *engine, csd_error *error) {
-  return guarded(error, [&] { engine->engine.drain(); });
+int csd_engine_settle(csd_engine *engine, csd_error *error) {
+  return guarded(error, [&] { engine->engine.settle_writes(); });
+}
+
+int csd_engine_drain(csd_engine *engine, int32_t open, csd_error *error) {
+  return guarded(error, [&] { engine->engine.drain(open != 0); });
+}
+
+int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error) {
+  return guarded(error, [&] { engine->engine.edited(tiles, n); });
 }
 
 int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *out, csd_error *error) {
   return guarded(error, [&] { engine->engine.tiles(first, n, out); });
-}
-
-int csd_engine_unsum(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error) {
-  return guarded(error, [&] { engine->engine.unsum(tiles, n); });
 }
 
 int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error) {

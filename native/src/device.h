@@ -14,6 +14,8 @@ struct Slot {
   uint32_t crc[4] = {};  // of each section, as the engine wrote it
 };
 
+constexpr uint32_t kNowhere = UINT32_MAX;
+
 struct Tile {
   uint32_t index = 0, device = 0, sections = 3;
   uint64_t elems = 0;          // per section
@@ -21,13 +23,17 @@ struct Tile {
   const csd_piece *pieces = nullptr;
   uint64_t n_pieces = 0;
   float *window[4] = {};       // the tile's part of each window
+  uint32_t n_slots = 2;
   uint32_t slot = 0;           // the one that holds the state
-  uint32_t shown = 0;          // the one that the windows show
+  uint32_t shown = 0;          // the one that the windows show as it is, or kNowhere
+  bool open = false;           // what is written to the windows goes to the device
+  bool edited = false;         // the windows hold what somebody wrote to them, and the device does not
   Slot slots[2];
 
   uint64_t section_bytes() const { return 4 * elems; }
   uint64_t bytes() const { return section_bytes() * sections; }
   uint64_t slot_offset(uint32_t s) const { return file_offset + s * bytes(); }
+  uint32_t next_slot() const { return slot ^ (n_slots - 1); }  // where a step writes
 };
 
 // The gradients and parameters of one tile in one step.
@@ -49,11 +55,11 @@ class Device {
   virtual bool resident() const = 0;
   virtual uint32_t buffers() const { return 0; }
 
-  // Makes the windows show the tile's slot `shown`; with `shared`, what is written there goes to the device.
+  // Makes the windows show the tile's slot `shown`; if it is `open`, what is written there goes to the device.
   // Returns 0 or an errno.
-  virtual int map(const Tile &, [[maybe_unused]] bool shared) { return 0; }
+  virtual int map(const Tile &) { return 0; }
 
-  // Start to read the current slot into `buffer`, to write `buffer` to the other slot, and return; another thread
+  // Start to read the current slot into `buffer`, to write `buffer` to the next slot, and return; another thread
   // calls `done` once. `buffer` holds the sections one after another. Never called on a resident device.
   virtual void load(const Tile &, float *, Done) {}
   virtual void store(const Tile &, const float *, Done) {}

@@ -21,10 +21,10 @@ class FileDevice : public Device {
   bool resident() const override { return false; }
   uint32_t buffers() const override { return buffers_; }
 
-  int map(const Tile &tile, bool shared) override {
+  int map(const Tile &tile) override {
     for (uint32_t s = 0; s < tile.sections; s++) {
       const uint64_t at = tile.slot_offset(tile.shown) + s * tile.section_bytes();
-      if (mmap(tile.window[s], tile.section_bytes(), PROT_READ | PROT_WRITE, (shared ? MAP_SHARED : MAP_PRIVATE) | MAP_FIXED, fd_,
+      if (mmap(tile.window[s], tile.section_bytes(), PROT_READ | PROT_WRITE, (tile.open ? MAP_SHARED : MAP_PRIVATE | MAP_NORESERVE) | MAP_FIXED, fd_,
                static_cast<off_t>(at)) == MAP_FAILED)
         return errno;
     }
@@ -38,7 +38,7 @@ class FileDevice : public Device {
   }
 
   void store(const Tile &tile, const float *buffer, Done done) override {
-    in_blocks(tile.bytes(), std::move(done), [fd = fd_, at = tile.slot_offset(1 - tile.slot), buffer](uint64_t first, uint64_t n) {
+    in_blocks(tile.bytes(), std::move(done), [fd = fd_, at = tile.slot_offset(tile.next_slot()), buffer](uint64_t first, uint64_t n) {
       return write_fully(fd, reinterpret_cast<const char *>(buffer) + first, n, at + first);
     });
   }

@@ -9,6 +9,7 @@
 #include <exception>
 #include <utility>
 
+#include "crc32c.h"
 #include "pool.h"
 
 namespace csd {
@@ -95,15 +96,18 @@ void Engine::extend(const csd_extent &e, float **windows) {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 3 || e.sections > 4)
     throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 3 or 4 sections"};
+  if (e.slots < 1 || e.slots > 2) throw Failure{CSD_EINVAL, "a tile has 1 or 2 slots"};
+  for (uint32_t i = 0; e.states && i < e.n_tiles; i++)
+    if (e.states[i].slot >= e.slots) throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is in a slot that there is not"};
   for (uint64_t i = 0; i < e.n_pieces; i++) {
     const csd_piece &p = e.pieces[i];
     const bool in_order = i == 0 || e.pieces[i - 1].tile < p.tile || (e.pieces[i - 1].tile == p.tile && e.pieces[i - 1].tile_first + e.pieces[i - 1].elems <= p.tile_first);
     if (p.tile >= e.n_tiles || p.tile_first > e.tile_elems || p.elems > e.tile_elems - p.tile_first || !in_order)
       throw Failure{CSD_EINVAL, "piece " + std::to_string(i) + " is out of its tile or out of order"};
   }
-  drain();
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
+  settle_writes(lock);  // buffers may be exchanged for larger ones
 
   // Windows that nothing is mapped over start at different lines of a page: streams that run through memory at equal
   // distances of pages meet in the same sets and banks, which was measured to cost 2 to 10 % of the bandwidth.
@@ -125,13 +129,19 @@ void Engine::extend(const csd_extent &e, float **windows) {
     t.device = i % n_devices;
     t.sections = e.sections;
     t.elems = e.tile_elems;
-    t.file_offset = e.file_offset[t.device] + 2 * static_cast<uint64_t>(i / n_devices) * t.bytes();
+    t.n_slots = e.slots;
+    t.file_offset = e.file_offset[t.device] + e.slots * static_cast<uint64_t>(i / n_devices) * t.bytes();
+    if (e.states) {
+      t.slot = e.states[i].slot;
+      t.slots[t.slot].summed = e.states[i].summed;
+      std::copy_n(e.states[i].crc, 4, t.slots[t.slot].crc);
+    }
     t.pieces = piece;
     while (piece != end && piece->tile == i) piece++;
     t.n_pieces = static_cast<uint64_t>(piece - t.pieces);
     for (uint32_t s = 0; s < e.sections; s++) t.window[s] = window[s] + i * e.tile_elems;
     try {
-      show(t, true);
+      show(t, !e.states);
     } catch (...) {
       tiles_.resize(first_tile);
       pieces_.pop_back();
@@ -141,11 +151,13 @@ void Engine::extend(const csd_extent &e, float **windows) {
   for (uint32_t s = 0; s < e.sections; s++) windows[s] = window[s], memory[s].release();
 }
 
-void Engine::show(Tile &t, bool shared) {
+void Engine::show(Tile &t, bool open) {
   const uint32_t before = std::exchange(t.shown, t.slot);
-  const int error = lanes_[t.device].device->map(t, shared);
+  const bool was_open = std::exchange(t.open, open);
+  const int error = lanes_[t.device].device->map(t);
   if (error == 0) return;
   t.shown = before;
+  t.open = was_open;
   const int32_t device = static_cast<int32_t>(t.device);
   if (error == ENOMEM)
     throw Failure{CSD_ENOMEM, "cannot map tile " + std::to_string(t.index) + " of " + std::to_string(tiles_.size()) + ": each takes " + std::to_string(t.sections) +
@@ -186,14 +198,16 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   not_given_ = n_tiles;
   for (Lane &l : lanes_) {
     l.waiting.clear();
-    const uint64_t buffer_bytes = l.counts.buffer_bytes;
-    l.counts = {};
-    l.counts.buffer_bytes = buffer_bytes;
+    const csd_stats last = std::exchange(l.counts, {});
+    l.counts.buffer_bytes = last.buffer_bytes;
+    l.counts.total_write_bytes = last.total_write_bytes;
     l.reading.reset(), l.updating.reset(), l.writing.reset();
   }
   for (uint32_t i = 0; i < n_tiles; i++) {
     Job &job = jobs_.emplace_back();
     job.tile = &tiles_[tiles[i]];
+    job.edited = job.tile->edited;
+    job.shown = job.tile->shown;
     job_of_tile_[tiles[i]] = &job;
     lane(job).waiting.push_back(&job);
   }
@@ -209,18 +223,20 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
 bool Engine::pump(Lane &l) {
   if (failed_ || l.waiting.empty()) return false;
   Job &job = *l.waiting.front();
-  if (l.device->resident()) {
-    job.loaded = true;
-    update_if_ready(job);
-  } else {
+  if (!l.device->resident()) {
     if (l.free.empty()) return false;
     job.buffer = l.free.back();
     l.free.pop_back();
+  }
+  l.waiting.pop_front();
+  if (l.device->resident() || job.edited) {
+    job.loaded = true;
+    update_if_ready(job);
+  } else {
     going_on_++;
     l.reading.enter();
     l.device->load(*job.tile, job.buffer, [this, &job](int error) { on_loaded(job, error); });
   }
-  l.waiting.pop_front();
   return true;
 }
 
@@ -230,7 +246,7 @@ void Engine::on_loaded(Job &job, int os_errno) {
   l.reading.leave();
   going_on_--;
   if (os_errno) {
-    fail(job, "reading", os_errno);
+    fail(job, {CSD_EIO, "reading tile " + std::to_string(job.tile->index), os_errno});
   } else {
     l.counts.read_bytes += job.tile->bytes();
     job.loaded = true;
@@ -260,9 +276,12 @@ void Engine::update_if_ready(Job &job) {
     const Tile &t = *job.tile;
     float *sections[4] = {};
     for (uint32_t s = 0; s < t.sections; s++) sections[s] = job.buffer ? job.buffer + s * t.elems : t.window[s];
+    if (job.edited && job.buffer)
+      for (uint32_t s = 0; s < t.sections; s++) memcpy(sections[s], t.window[s], t.section_bytes());
+    else if (uint32_t s; damaged(job, sections, &s)) return on_damaged(job, s);
     Work work{params_.data(), hypers_.data(), job.grad_image, job.param_image};
     const bool any = std::any_of(t.pieces, t.pieces + t.n_pieces, [this](const csd_piece &p) { return params_[p.param].grad; });
-    if (any) {
+    if (any || job.edited || !t.slots[t.slot].summed) {
       lane(job).device->update(t, sections, work, job.buffer ? job.sum.crc : nullptr);
       job.sum.summed = true;
     } else {
@@ -270,6 +289,26 @@ void Engine::update_if_ready(Job &job) {
     }
     on_updated(job, work);
   });
+}
+
+// Is what was loaded what had been stored? Nothing is trained on that a disk has changed.
+bool Engine::damaged(const Job &job, float *const *sections, uint32_t *section) const {
+  const Tile &t = *job.tile;
+  const Slot &stored = t.slots[t.slot];
+  if (!job.buffer || !stored.summed || t.open) return false;  // who holds an open window may write there
+  uint32_t crc[4] = {};
+  crc32c_sections(crc, sections, t.sections, 0, t.elems);
+  *section = static_cast<uint32_t>(std::mismatch(crc, crc + t.sections, stored.crc).first - crc);
+  return *section < t.sections;
+}
+
+void Engine::on_damaged(Job &job, uint32_t section) {
+  static const char *const kNames[] = {"master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+  Lock lock(mutex_);
+  lane(job).updating.leave();
+  going_on_--;
+  fail(job, {CSD_EDAMAGED, std::string(kNames[section]) + " of tile " + std::to_string(job.tile->index) + " is not what was written there", 0, -1, static_cast<int32_t>(job.tile->index)});
+  if (going_on_ == 0) settled_.notify_all();
 }
 
 void Engine::on_updated(Job &job, const Work &work) {
@@ -293,6 +332,7 @@ void Engine::on_updated(Job &job, const Work &work) {
 }
 
 void Engine::start_store(Job &job) {
+  job.storing = true;
   going_on_++;
   lane(job).writing.enter();
   lane(job).device->store(*job.tile, job.buffer, [this, &job](int error) { on_stored(job, error); });
@@ -304,15 +344,17 @@ void Engine::on_stored(Job &job, int os_errno) {
   l.writing.leave();
   going_on_--;
   if (os_errno && phase_ == Phase::stepping) {
-    fail(job, "writing", os_errno);
+    fail(job, {CSD_EIO, "writing tile " + std::to_string(job.tile->index), os_errno});
   } else if (os_errno) {
     // The step was whole already: keep the data in its buffer and let the next drain try again.
     failure_ = {CSD_EIO, "writing tile " + std::to_string(job.tile->index), os_errno, static_cast<int32_t>(job.tile->device)};
     unwritten_.push_back(&job);
   } else {
     l.counts.write_bytes += job.tile->bytes();
-    job.tile->slots[1 - job.tile->slot] = job.sum;
-    job.tile->slot ^= 1;
+    l.counts.total_write_bytes += job.tile->bytes();
+    job.tile->slot = job.tile->next_slot();
+    job.tile->slots[job.tile->slot] = job.sum;
+    job.tile->shown = kNowhere;  // also where there is one slot: somebody may have written to the window meanwhile
     job.stored = true;
     release_buffer(job);
     pump(l);
@@ -324,9 +366,9 @@ void Engine::release_buffer(Job &job) {
   lane(job).free.push_back(std::exchange(job.buffer, nullptr));
 }
 
-void Engine::fail(const Job &job, const char *what, int os_errno) {
-  if (!failed_)
-    failure_ = {CSD_EIO, std::string(what) + " tile " + std::to_string(job.tile->index), os_errno, static_cast<int32_t>(job.tile->device)};
+void Engine::fail(const Job &job, Failure failure) {
+  failure.device = static_cast<int32_t>(job.tile->device);
+  if (!failed_) failure_ = failure;
   failed_ = true;
   pulled_.notify_all();
 }
@@ -351,23 +393,36 @@ void Engine::finish(bool keep) {
   if (keep) pulled_.wait(lock, [this] { return not_given_ == 0 || failed_; });
   if (keep && !failed_) {
     phase_ = Phase::idle;
+    for (Job &job : jobs_)
+      if (job.edited) job.tile->edited = false;
     return;
   }
   const bool broken = failed_;
   failed_ = true;  // nothing more starts
   settle(lock);
-  undo();
+  const bool undone = undo();
   phase_ = Phase::idle;
   failed_ = false;
+  if (!undone) throw Failure{CSD_ETORN, broken ? failure_.text : "the step was given up", failure_.os_errno, failure_.device};
   if (broken) throw failure_;
 }
 
-void Engine::undo() {
+// Returns whether all of the step could be undone.
+bool Engine::undo() {
+  bool all = true;
   for (Job &job : jobs_) {
-    if (job.given) undone_.push_back(job.tile->index);
+    Tile &t = *job.tile;
+    if (job.given) undone_.push_back(t.index);
     if (job.buffer) release_buffer(job);
-    else if (job.stored && !lane(job).device->resident()) job.tile->slot ^= 1;
+    if (job.storing && t.n_slots == 1) all = false;
+    else if (job.stored && !lane(job).device->resident()) t.slot = t.next_slot(), t.shown = job.shown;
   }
+  return all;
+}
+
+void Engine::settle_writes() {
+  Lock lock(mutex_);
+  settle_writes(lock);
 }
 
 void Engine::settle_writes(Lock &lock) {
@@ -378,12 +433,30 @@ void Engine::settle_writes(Lock &lock) {
   if (!unwritten_.empty()) throw failure_;
 }
 
-void Engine::drain() {
+void Engine::drain(bool open) {
   Lock lock(mutex_);
   if (phase_ == Phase::stepping) throw Failure{CSD_ESTATE, "a step is under way"};
   settle_writes(lock);
-  for (Tile &t : tiles_)
-    if (t.shown != t.slot) show(t, true);
+  for (Tile &t : tiles_) {
+    if (t.shown == t.slot && t.open == open) continue;
+    Slot &slot = t.slots[t.slot];
+    if (t.open && !open && !slot.summed) {  // then nothing has been stored since: the windows show the current slot
+      std::fill_n(slot.crc, 4, 0);
+      crc32c_sections(slot.crc, t.window, t.sections, 0, t.elems);
+      slot.summed = true;
+    }
+    show(t, open);
+  }
+}
+
+void Engine::edited(const uint32_t *tiles, uint32_t n) {
+  Lock lock(mutex_);
+  for (uint32_t i = 0; i < n; i++) {
+    if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
+    Tile &t = tiles_[tiles[i]];
+    if (t.open) t.slots[t.slot].summed = false;
+    else if (t.shown == t.slot) t.edited = true;  // else to a window from before the last step, which shows nothing that counts
+  }
 }
 
 void Engine::close() {
@@ -400,9 +473,10 @@ void Engine::close() {
       if (!error) error = std::current_exception();
     }
   };
-  attempt([&] { drain(); });
+  attempt([&] { settle_writes(); });
   // Windows may outlive the engine; what is written to them from now on is no business of the device.
-  for (Tile &t : tiles_) attempt([&] { show(t, false); });
+  for (Tile &t : tiles_)
+    if (t.open || t.shown != t.slot) attempt([&] { show(t, false); });
   if (error) std::rethrow_exception(error);
 }
 
@@ -421,15 +495,6 @@ void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *out) {
     out[i].slot = t.slot;
     out[i].summed = slot.summed;
     memcpy(out[i].crc, slot.crc, sizeof slot.crc);
-  }
-}
-
-void Engine::unsum(const uint32_t *tiles, uint32_t n) {
-  Lock lock(mutex_);
-  for (uint32_t i = 0; i < n; i++) {
-    if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
-    Tile &t = tiles_[tiles[i]];
-    t.slots[t.slot].summed = false;
   }
 }
 

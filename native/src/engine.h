@@ -18,6 +18,7 @@ struct Failure {  // thrown inside, turned into a csd_error at the border
   std::string text;
   int os_errno = 0;
   int32_t device = -1;
+  int32_t tile = -1;  // that is damaged
 };
 
 // Anonymous memory on huge pages: direct I/O and long scans cost per page.
@@ -61,11 +62,12 @@ class Engine {
   void push(uint32_t tile, const void *grad, void *param);
   uint32_t pull();
   void finish(bool keep);
-  void drain();
+  void settle_writes();
+  void drain(bool open);
+  void edited(const uint32_t *tiles, uint32_t n);
   void close();
   uint32_t undone(uint32_t *tiles, uint32_t n) const;
   void tiles(uint32_t first, uint32_t n, csd_tile_state *out);
-  void unsum(const uint32_t *tiles, uint32_t n);
   csd_stats stats(uint32_t device);
 
  private:
@@ -75,7 +77,9 @@ class Engine {
     float *buffer = nullptr;       // null on a resident device
     const void *grad_image = nullptr;
     void *param_image = nullptr;
-    bool pushed = false, loaded = false, given = false, stored = false;
+    bool edited = false;           // it begins with what the windows show
+    uint32_t shown = 0;            // and what that was
+    bool pushed = false, loaded = false, given = false, storing = false, stored = false;
     Slot sum{};  // of the new state
   };
   struct Lane {  // a device and what is queued on it
@@ -94,14 +98,16 @@ class Engine {
   void on_loaded(Job &, int os_errno);
   void update_if_ready(Job &);
   void on_updated(Job &, const Work &);
+  void on_damaged(Job &, uint32_t section);
   void start_store(Job &);
   void on_stored(Job &, int os_errno);
-  void fail(const Job &, const char *what, int os_errno);
+  void fail(const Job &, Failure);
   void release_buffer(Job &);
   void settle(Lock &lock) { settled_.wait(lock, [this] { return going_on_ == 0; }); }
-  void undo();
+  bool damaged(const Job &, float *const *sections, uint32_t *section) const;
+  bool undo();
   void settle_writes(Lock &);
-  void show(Tile &, bool shared);
+  void show(Tile &, bool open);
   void grow_buffers(uint64_t elems);
 
   mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates

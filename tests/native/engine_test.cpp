@@ -47,7 +47,8 @@ struct File {
 
 struct Model {
   std::vector<csd_device> devices;
-  uint32_t sections, dtype;
+  uint32_t sections, dtype, slots;
+  const csd_tile_state *states;  // of a store that is there already
   csd_engine *engine = nullptr;
   csd_error error{};
   std::vector<float *> windows;
@@ -57,8 +58,9 @@ struct Model {
   std::vector<uint32_t> tiles;
   csd_adamw hyper{0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f, 0};
 
-  Model(std::vector<csd_device> d, uint32_t n_sections = 3, uint32_t of_dtype = CSD_F32)
-      : devices(std::move(d)), sections(n_sections), dtype(of_dtype) {
+  Model(std::vector<csd_device> d, uint32_t n_sections = 3, uint32_t of_dtype = CSD_F32, uint32_t n_slots = 2,
+        const csd_tile_state *held = nullptr)
+      : devices(std::move(d)), sections(n_sections), dtype(of_dtype), slots(n_slots), states(held) {
     hyper.amsgrad = sections == 4;
     OK(csd_engine_create(devices.data(), static_cast<uint32_t>(devices.size()), &engine, &error));
     extend();
@@ -82,7 +84,7 @@ struct Model {
     }
     for (uint32_t i = 0; i < kTiles; i++) tiles.push_back(first_tile + i);
     const std::vector<uint64_t> offsets(devices.size(), first ? static_cast<uint64_t>(File::kExtent) : 0);
-    const csd_extent extent{kTile, kTiles, sections, offsets.data(), pieces.data(), pieces.size()};
+    const csd_extent extent{kTile, kTiles, sections, slots, states, offsets.data(), pieces.data(), pieces.size()};
     float *got[4] = {};
     OK(csd_engine_extend(engine, &extent, got, &error));
     windows.insert(windows.end(), got, got + sections);
@@ -130,7 +132,7 @@ struct Model {
   }
 
   std::vector<float> state() {
-    OK(csd_engine_drain(engine, &error));
+    OK(csd_engine_drain(engine, 1, &error));
     std::vector<float> all;
     for (const float *window : windows) all.insert(all.end(), window, window + kTile * kTiles);
     return all;
@@ -228,6 +230,86 @@ void undo() {
   CHECK(m.state() != before);
 }
 
+// Windows that are not open: what is written there comes to the device with the next step, and not before.
+void edits() {
+  const File a;
+  std::vector<csd_tile_state> held(kTiles);
+  std::vector<float> last;
+  {
+    Model m({file(a)}), same({ram()});
+    for (Model *model : {&m, &same}) OK(model->step());
+    OK(csd_engine_drain(m.engine, 0, &m.error));
+    const uint32_t edited[] = {0, 3};
+    for (int step = 0; step < 4; step++) {
+      for (Model *model : {&m, &same})
+        for (const uint32_t tile : edited)
+          for (uint64_t i = 0; i < kTile; i += 5) model->windows[1][tile * kTile + i] += 0.5f;
+      OK(csd_engine_edited(m.engine, edited, 2, &m.error));
+      if (step == 1) {  // undone, the edit is still there
+        OK(m.begin());
+        OK(m.push(0, 5));
+        OK(csd_engine_finish(m.engine, 0, &m.error));
+      }
+      for (Model *model : {&m, &same}) OK(model->step());
+      if (step % 2) OK(m.step());  // and two slots later it is the old slot's, of which nothing may be left
+      if (step % 2) OK(same.step());
+      OK(csd_engine_drain(m.engine, 0, &m.error));
+      CHECK(memcmp(m.windows[1], same.windows[1], 4 * kTile * kTiles) == 0);
+    }
+    // To a window from before the last step: it counts for nothing.
+    OK(m.step());
+    OK(same.step());
+    OK(csd_engine_settle(m.engine, &m.error));
+    m.windows[1][0] = 1e9f;
+    OK(csd_engine_edited(m.engine, edited, 2, &m.error));
+    OK(m.step());
+    OK(same.step());
+    OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), &m.error));
+    for (const csd_tile_state &tile : held) CHECK(tile.summed);
+    last = same.state();
+  }
+  // Another engine takes it up where it is; nothing was written there meanwhile.
+  Model again({file(a)}, 3, CSD_F32, 2, held.data());
+  OK(csd_engine_drain(again.engine, 0, &again.error));
+  for (uint32_t s = 0; s < 3; s++) CHECK(memcmp(again.windows[s], last.data() + s * kTile * kTiles, 4 * kTile * kTiles) == 0);
+  again.windows[2][7] = 5;  // never told of: stays here
+  OK(again.step());
+  // A tile that is no longer what was written: the step is undone.
+  OK(csd_engine_drain(again.engine, 0, &again.error));
+  const std::vector<float> before(again.windows[1], again.windows[1] + kTile * kTiles);
+  OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), &again.error));
+  const off_t at = static_cast<off_t>((2 * 5 + held[5].slot) * 3 * 4 * kTile + 4 * kTile + 400);
+  char byte;
+  CHECK(pread(a.fd, &byte, 1, at) == 1);
+  byte ^= 1;
+  CHECK(pwrite(a.fd, &byte, 1, at) == 1);
+  CHECK(again.step() == CSD_EDAMAGED && again.error.tile == 5 && again.error.device == 0 && strstr(again.error.text, "exp_avg of tile 5"));
+  byte ^= 1;
+  CHECK(pwrite(a.fd, &byte, 1, at) == 1);
+  OK(csd_engine_drain(again.engine, 0, &again.error));
+  CHECK(memcmp(again.windows[1], before.data(), 4 * kTile * kTiles) == 0);
+  OK(again.step());
+}
+
+// One slot: the same numbers in half the space, until a step is cut short.
+void in_place() {
+  const File a;
+  Model m({file(a)}, 3, CSD_F32, 1), same({ram()});
+  for (int step = 0; step < 3; step++) {
+    OK(m.step());
+    OK(same.step());
+    if (step == 1) CHECK(m.state() == same.state());
+  }
+  OK(m.begin());
+  OK(csd_engine_finish(m.engine, 0, &m.error));  // nothing was written yet
+  CHECK(m.state() == same.state());
+  OK(m.begin());
+  OK(m.push(0, 5));
+  usleep(2000);
+  const int status = csd_engine_finish(m.engine, 0, &m.error);
+  CHECK(status == CSD_ETORN || (status == CSD_OK && m.state() == same.state()));
+}
+
 void wrong_calls() {
   const File a;
   csd_engine *none = nullptr;
@@ -243,7 +325,7 @@ void wrong_calls() {
   CHECK(csd_engine_finish(m.engine, 1, &error) == CSD_ESTATE);
   OK(m.begin());
   CHECK(m.begin() == CSD_ESTATE);
-  CHECK(csd_engine_drain(m.engine, &error) == CSD_ESTATE);
+  CHECK(csd_engine_drain(m.engine, 1, &error) == CSD_ESTATE);
   CHECK(csd_engine_push(m.engine, 9999, nullptr, nullptr, &error) == CSD_EINVAL);
   OK(m.push(0, 1));
   CHECK(m.push(0, 1) == CSD_EINVAL);
@@ -251,7 +333,7 @@ void wrong_calls() {
   OK(csd_engine_finish(m.engine, 1, &error));
   const csd_piece over{0, 0, 0, UINT64_MAX - 3, 8};
   const uint64_t offset = 0;
-  const csd_extent extent{kTile, 1, 3, &offset, &over, 1};
+  const csd_extent extent{kTile, 1, 3, 2, nullptr, &offset, &over, 1};
   float *windows[4];
   CHECK(csd_engine_extend(m.engine, &extent, windows, &error) == CSD_EINVAL);
 }
@@ -268,7 +350,7 @@ void failing_io() {
   CHECK(m.step_by_images() == CSD_EIO);
   CHECK(ftruncate(short_file.fd, File::kBytes) == 0);  // zeros now, but that is not our matter
   OK(m.step());
-  OK(csd_engine_drain(m.engine, &m.error));
+  OK(csd_engine_drain(m.engine, 1, &m.error));
 
   const int kept = dup(closed.fd), nothing = open("/dev/null", O_RDONLY);
   CHECK(dup2(nothing, closed.fd) == closed.fd);  // reads: end of file; writes: EBADF
@@ -312,7 +394,7 @@ void failing_writes() {
     Model m({file(b, kTiles)}), same({ram()});
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_drain(m.engine, &m.error));
+    OK(csd_engine_drain(m.engine, 1, &m.error));
     OK(m.begin());
     OK(m.push(0, kTiles - 1));
     usleep(500);  // most of them are written
@@ -321,7 +403,7 @@ void failing_writes() {
       const ReadOnly now(b.fd);
       OK(m.push(kTiles - 1, kTiles));
       status = csd_engine_finish(m.engine, 1, &m.error);
-      if (status == CSD_OK) CHECK(csd_engine_drain(m.engine, &m.error) == CSD_EIO && m.begin() == CSD_EIO);
+      if (status == CSD_OK) CHECK(csd_engine_drain(m.engine, 1, &m.error) == CSD_EIO && m.begin() == CSD_EIO);
     }
     if (status == CSD_OK) OK(same.step());
     CHECK(m.state() == same.state());
@@ -376,7 +458,8 @@ int main() {
     const char *name;
     void (*run)();
   } tests[] = {{"many steps", many_steps},         {"all updaters", all_updaters},
-               {"undo", undo},                     {"wrong calls", wrong_calls},
+               {"undo", undo},                     {"edits", edits},
+               {"in place", in_place},             {"wrong calls", wrong_calls},
                {"failing I/O", failing_io},        {"failing writes", failing_writes},
                {"close in flight", close_in_flight}, {"many engines and threads", many_engines_and_threads}};
   for (const auto &test : tests) {

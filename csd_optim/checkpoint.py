@@ -1,0 +1,658 @@
+"""Whole stores: copied, loaded as a state dict, verified.
+
+Everything goes tile by tile through a few buffers, whatever the size of the model. What it makes is there as a whole or
+not at all. What nobody ever wrote (a hole of a sparse file) is neither read nor written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import io
+import math
+import mmap
+import os
+import secrets
+import shutil
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from .bindings import crc32c
+from .devices import parse_devices
+from .durable import DurableEngine, Pin, common_commit
+from .engine import Engine
+from .errors import (
+    CSDError,
+    CSDOSError,
+    CSDRuntimeError,
+    CSDStoreError,
+    CSDStoreExistsError,
+    CSDWarning,
+)
+from .store import StoreFile, lock
+from .store_format import (
+    CLEAN,
+    FILE_NAME,
+    PAGE,
+    UNDER_WAY,
+    Contents,
+    Damage,
+    Superblock,
+    find_damage,
+    lying_in,
+    opened,
+    read,
+    read_region,
+)
+
+EXPORT_FORMAT = 1  # of what a state dict says of us beside AdamW's entries
+FICLONE = 0x40049409  # ioctl: this file becomes another one's reflink, in no time
+NO_REFLINK = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM)
+TILES_AT_A_TIME = 4  # and as many buffers
+SYNC_BYTES = 64 << 20  # so much is written, then it goes to the disk and out of the page cache: training wants memory
+PAUSE = 0.002  # seconds: how often a copy looks whether the step is over
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Tick = Callable[[int], None]  # so many more bytes are done
+Progress = Callable[[str, int], AbstractContextManager[Tick]]  # what is done, of how many bytes
+
+
+@contextlib.contextmanager
+def no_bar(_what: str, _total: int) -> Iterator[Tick]:
+    yield lambda _: None
+
+
+@contextlib.contextmanager
+def bar(what: str, total: int) -> Iterator[Tick]:
+    """A progress bar on stderr, gone when it is done."""
+    from rich import progress  # training scripts need not wait for this import
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(what, total=total)
+        yield lambda n: shown.advance(task, n)
+
+
+# ---- files that are whole or not there -------------------------------------------
+
+
+@contextlib.contextmanager
+def made_whole(path: Path) -> Iterator[Path]:
+    """A name beside `path` for what is made there: at the end it becomes `path`; if that fails, nothing is left."""
+    path = Path(os.path.abspath(path))
+    if os.path.lexists(path):
+        raise CSDStoreExistsError(errno.EEXIST, f"{path} exists, and nothing is overwritten; name another path")
+    if not path.parent.is_dir():
+        raise CSDOSError(errno.ENOENT, f"there is no directory {path.parent} to make {path.name} in")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        for directory in (*temporary.glob("*/"), temporary):
+            if directory.is_dir():
+                _sync_directory(directory)
+        if os.path.lexists(path):
+            raise CSDStoreExistsError(errno.EEXIST, f"{path} was made by somebody else meanwhile")
+        temporary.rename(path)
+        _sync_directory(path.parent)
+    except BaseException as e:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError) and not isinstance(e, CSDError):
+            raise CSDOSError(e.errno, f"cannot write {path}: {e.strerror}; nothing of it is left") from e
+        raise
+
+
+def _sync_directory(path: Path) -> None:
+    with opened(path, os.O_DIRECTORY) as fd:
+        os.fsync(fd)
+
+
+class Output:
+    """A file written in any order, by any thread, that does not stay in memory. `size` None: the file is there."""
+
+    def __init__(self, path: Path, size: int | None) -> None:
+        new = 0 if size is None else os.O_CREAT | os.O_EXCL
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | new, 0o644)
+        self._unsynced = 0
+        if size is not None:
+            os.ftruncate(self.fd, size)  # zeros, and none of them on the disk
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        self._unsynced += len(data)
+        while len(data):
+            n = os.pwrite(self.fd, data, offset)
+            data, offset = data[n:], offset + n
+        if self._unsynced > SYNC_BYTES:
+            self._unsynced = 0
+            os.fdatasync(self.fd)
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                os.fsync(self.fd)
+        finally:
+            os.close(self.fd)
+
+
+def need_room(directory: Path, size: int) -> None:
+    place = os.statvfs(directory)
+    if (free := place.f_bavail * place.f_frsize) < size:
+        raise CSDOSError(
+            errno.ENOSPC, f"no room in {directory}: {size / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free"
+        )
+
+
+# ---- reading stores ----------------------------------------------------------------
+
+
+def directories(paths: Paths) -> list[Path]:
+    """Those of the devices: of stores, named by their directory or file, and of snapshots."""
+    found: list[Path] = []
+    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+        place = Path(path).expanduser()
+        if place.is_dir() and not (place / FILE_NAME).exists():
+            inside = [file.parent for file in place.glob(f"device-*/{FILE_NAME}")]
+            found += sorted(inside, key=lambda d: (len(d.name), d.name)) or [place]
+        elif place.is_dir():
+            found.append(place)
+        elif place.name == FILE_NAME:
+            found.append(place.parent)
+        else:
+            raise CSDOSError(errno.ENOENT, f"there is no store in {place}: name its directory, or that of a snapshot")
+    return found
+
+
+@contextlib.contextmanager
+def at_rest(paths: Paths) -> Iterator[list[Contents]]:
+    """What the stores of an optimizer hold of the last step that all have, device by device. Nobody writes them.
+
+    Raises CSDBusyError, CSDStoreError, CSDOSError.
+    """
+    specs = parse_devices(directories(paths))
+    with contextlib.ExitStack() as stack:
+        stores = []
+        for spec in specs:
+            stores.append(StoreFile(spec.directory, durable=True, mode="read"))
+            stack.callback(stores[-1].close)
+        if not (held := common_commit(specs, stores)):
+            raise CSDStoreError(f"{stores[0].path} holds no step yet")
+        yield sorted(held, key=lambda c: c.superblock.device)
+
+
+class Tile(NamedTuple):
+    contents: Contents
+    extent: int
+    number: int  # of its extent, over all devices
+    offset: int  # in the store: where its current slot begins
+    sections: list[str]
+    section_bytes: int
+    summed: bool
+    sums: list[int]
+
+    @property
+    def size(self) -> int:
+        return self.section_bytes * len(self.sections)
+
+
+def tiles_of(held: Iterable[Contents]) -> list[Tile]:
+    """All tiles in the order of the flat space: the devices take turns."""
+    found = []
+    for contents in held:
+        extent_number = {id(extent): e for e, extent in enumerate(contents.manifest["extents"])}
+        summed, sums = contents.tiles["summed"].tolist(), contents.tiles["crc"].tolist()
+        for (extent, number, offset), checked, crc in zip(contents.slots(), summed, sums, strict=True):
+            place = (contents, extent_number[id(extent)], number, offset)
+            found.append(Tile(*place, extent["sections"], 4 * extent["tile_elems"], checked == 1, crc))
+    return sorted(found, key=lambda t: (t.extent, t.number))
+
+
+def each_tile(
+    held: Sequence[Contents],
+    use: Callable[[Tile, memoryview | None], None],
+    *,
+    gate: Callable[[], None] = lambda: None,
+    tick: Tick = lambda _: None,
+) -> None:
+    """Reads and checks every tile and has it used, on threads; None: all of it is zeros, and a hole in the store.
+
+    `gate` is called before each. Raises CSDStoreError for one that is damaged, CSDOSError.
+    """
+    tiles = tiles_of(held)
+    largest = max((t.size for t in tiles), default=0)
+    free = [mmap.mmap(-1, largest) for _ in range(TILES_AT_A_TIME)] if largest else []  # pages, for O_DIRECT
+
+    def one(tile: Tile) -> None:
+        gate()
+        buffer = free.pop()
+        try:
+            with memoryview(buffer)[: tile.size] as view:
+                use(tile, view if _read_tile(fds[tile.contents.path], tile, view) else None)
+        finally:
+            free.append(buffer)
+        tick(tile.size)
+
+    with contextlib.ExitStack() as stack:
+        fds = {c.path: stack.enter_context(_opened_direct(Path(c.path))) for c in held}
+        pool = stack.enter_context(ThreadPoolExecutor(TILES_AT_A_TIME))
+        done: Iterator[None]
+        try:
+            done = pool.map(one, tiles)
+        except RuntimeError:  # the interpreter shuts down and has no more threads to give
+            done = map(one, tiles)
+        for _ in done:  # an error cancels those that have not begun
+            pass
+
+
+@contextlib.contextmanager
+def _opened_direct(file: Path) -> Iterator[int]:
+    """Open for reading past the page cache, where the file system can: some refuse only the I/O itself."""
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = stack.enter_context(opened(file, os.O_DIRECT))
+            with mmap.mmap(-1, PAGE) as page:
+                os.preadv(fd, [page], 0)
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
+                raise
+            fd = stack.enter_context(opened(file))
+        yield fd
+
+
+def _read_tile(fd: int, tile: Tile, view: memoryview) -> bool:
+    """False, and nothing is read, if there is only a hole. Raises CSDStoreError, CSDOSError."""
+    size = tile.section_bytes
+    try:
+        if hole := _is_hole(fd, tile.offset, tile.size):
+            sums = [_sum_of_zeros(size)] * len(tile.sections)
+        else:
+            n = 0
+            while n < tile.size and (more := os.preadv(fd, [view[n:]], tile.offset + n)):
+                n += more
+            if n < tile.size:
+                raise CSDStoreError(f"{tile.contents.path} is cut off: tile {tile.number} is not all there")
+            sums = [crc32c(view[k * size : (k + 1) * size]) for k in range(len(tile.sections))]
+    except OSError as e:
+        raise CSDOSError(e.errno, f"cannot read {tile.contents.path}: {e.strerror}") from e
+    for section, now, then in zip(tile.sections, sums, tile.sums, strict=False):
+        if tile.summed and now != then:
+            params = lying_in(tile.contents.manifest, tile.extent, tile.number)
+            raise CSDStoreError(str(Damage(tile.contents.path, tile.number, section, params)))
+    return not hole
+
+
+def _is_hole(fd: int, offset: int, size: int) -> bool:
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + size
+    except OSError as e:
+        # No data up to the end of the file, if the file is that long; EINVAL: a file system that cannot tell.
+        return e.errno == errno.ENXIO and os.fstat(fd).st_size >= offset + size
+
+
+@functools.lru_cache
+def _sum_of_zeros(size: int) -> int:
+    return crc32c(bytes(size))
+
+
+def stored_bytes(contents: Contents) -> int:
+    """What its tiles take on the disk when only their current slots are copied, and holes are not."""
+    with opened(Path(contents.path)) as fd:
+        return sum(t.size for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size))
+
+
+def total_bytes(held: Iterable[Contents]) -> int:
+    return sum(t.size for t in tiles_of(held))
+
+
+# ---- snapshots ---------------------------------------------------------------------
+
+
+class Snapshot:
+    """A copy of the stores of one optimizer, each in a directory `device-0`, `device-1` ... of `path`.
+
+    Made in two parts: this, while nothing is written to the stores; and `finish()`, once, while nothing that the
+    commit holds is overwritten. Without reflinks, that is where the tiles are copied.
+    """
+
+    def __init__(self, held: list[Contents], path: Path) -> None:
+        self.to_copy: list[Contents] = []
+        self._outputs: dict[str, Output] = {}  # by the path of the store
+        self._heads: list[tuple[str, int, bytes]] = []  # store, where, what
+        store_id = secrets.token_bytes(16)  # from here on they go different ways
+        with contextlib.ExitStack() as stack:
+            place = stack.enter_context(made_whole(path))
+            place.mkdir()
+            for d, contents in enumerate(held):
+                (place / f"device-{d}").mkdir()
+                output = stack.enter_context(Output(place / f"device-{d}" / FILE_NAME, 0))
+                self._outputs[contents.path] = output
+                block = replace(contents.superblock, store_id=store_id, flags=CLEAN)
+                with opened(Path(contents.path)) as fd:
+                    if not _cloned(output.fd, fd):
+                        self.to_copy.append(contents)
+                    os.ftruncate(output.fd, contents.end)
+                    for what, region in (("manifest", block.manifest), ("slot table", block.table)):
+                        data = read_region(fd, region, contents.copy, what, contents.path)
+                        self._heads += [(contents.path, region.offset(copy), data) for copy in range(2)]
+                self._heads += [(contents.path, copy * PAGE, block.pack()) for copy in range(2)]
+            need_room(place, sum(map(stored_bytes, self.to_copy)))
+            self._stack = stack.pop_all()
+
+    def finish(self, *, gate: Callable[[], None] = lambda: None, tick: Tick = lambda _: None) -> None:
+        """Raises CSDStoreError if a tile is damaged, CSDOSError; nothing is left then."""
+
+        def copy(tile: Tile, data: memoryview | None) -> None:
+            if data is not None:
+                self._outputs[tile.contents.path].write(data, tile.offset)
+
+        with self._stack:
+            each_tile(self.to_copy, copy, gate=gate, tick=tick)
+            for store, offset, data in self._heads:
+                self._outputs[store].write(data, offset)
+
+
+def _cloned(to: int, source: int) -> bool:
+    try:
+        fcntl.ioctl(to, FICLONE, source)
+    except OSError as e:
+        if e.errno in NO_REFLINK:
+            return False
+        raise
+    return True
+
+
+def snapshot(paths: Paths, path: Path, progress: Progress = no_bar) -> None:
+    """Of stores that nobody uses."""
+    with at_rest(paths) as held:
+        made = Snapshot(held, path)
+        with progress("copying", total_bytes(made.to_copy)) as tick:
+            made.finish(tick=tick)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A snapshot that is being made of stores in use."""
+
+    future: Future[Path]
+    give_up: threading.Event
+
+    def wait(self) -> None:
+        """Returns when it is there. Raises what went wrong. Interrupted, it gives up: nothing is left then."""
+        try:
+            self.future.result()
+        except BaseException:
+            self.give_up.set()
+            wait([self.future])
+            raise
+
+
+def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Saving:
+    """Begins a snapshot of everything that the engine has. To be called with its lock held.
+
+    `wait`: the caller will; otherwise a failure is a warning, too.
+
+    Raises CSDRuntimeError, CSDStoreExistsError, CSDOSError before anything is made.
+    """
+    if temporary := [str(spec) for spec in engine.specs if not spec.durable]:
+        raise CSDRuntimeError(
+            f"{temporary[0]} keeps its state for this process only, and there is no store to copy; "
+            "name directories as devices, or use state_dict()"
+        )
+    assert isinstance(engine, DurableEngine)
+    if engine.stepping:
+        raise CSDRuntimeError("a step is under way: save() when it has returned")
+    engine.check_whole()
+    if not engine.n_params:
+        raise CSDRuntimeError("there is no state to save yet: save() goes after the first step()")
+    engine.flush()
+    held = engine.committed()
+    made = Snapshot(held, path)
+    give_up = threading.Event()
+    done: Future[Path] = Future()
+    # The step after the next is the first to write where the copied state is; with one slot per tile, the next.
+    sequence = held[0].superblock.sequence - (engine.slots == 1) if made.to_copy else math.inf
+    pin = Pin(sequence, done)
+
+    def gate() -> None:
+        # The drive is the training's while a step is under way, until one has to wait for the copy.
+        while engine.stepping and not (pin.wanted.is_set() or give_up.is_set()):
+            pin.wanted.wait(PAUSE)
+        if give_up.is_set():
+            raise CSDRuntimeError(f"saving {path} was given up; nothing of it is left")
+
+    def work() -> None:
+        try:
+            with progress(f"saving {path}", total_bytes(made.to_copy)) as tick:
+                made.finish(gate=gate, tick=tick)
+            done.set_result(path)
+        except BaseException as e:
+            try:
+                if not wait:
+                    warnings.warn(f"{path} was not saved: {e}", CSDWarning, stacklevel=1)
+            finally:
+                done.set_exception(e)
+
+    engine.pins.append(pin)
+    try:
+        threading.Thread(target=work, name=f"csd_optim save {path}").start()
+    except RuntimeError:  # the interpreter shuts down and has no more threads to give
+        work()
+    return Saving(done, give_up)
+
+
+# ---- a store as AdamW's state dict ----------------------------------------------------
+
+
+def numbered(manifest: dict[str, Any]) -> list[tuple[int, int, dict[str, Any]]]:
+    """Of every parameter that has a state: its number over all groups, as torch counts; its row; its entry."""
+    lengths: dict[int, int] = {}
+    for p in (*manifest["params"], *manifest["waiting"]):
+        lengths[p["group"]] = max(lengths.get(p["group"], 0), p["position"] + 1)
+    first = {k: sum(n for group, n in lengths.items() if 0 <= group < k) for k in lengths}
+    found = [(first[p["group"]] + p["position"], row, p) for row, p in enumerate(manifest["params"]) if p["group"] >= 0]
+    return sorted(found, key=lambda n: n[0])
+
+
+def _groups(manifest: dict[str, Any], hypers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`param_groups` of a state dict."""
+    groups, n = [], 0
+    for k, held in enumerate(hypers):
+        members = [p for p in (*manifest["params"], *manifest["waiting"]) if p["group"] == k]
+        names = [p["name"] for p in sorted(members, key=lambda p: p["position"])]
+        group = {**held, "betas": tuple(held["betas"]), "params": [*range(n, n + len(names))]}
+        if names != [f"{k}.{i}" for i in range(len(names))]:
+            group["param_names"] = names
+        groups.append(group)
+        n += len(names)
+    return groups
+
+
+def about_of(contents: Contents) -> dict[str, Any]:
+    """What a state dict has no place for: all that it takes to make the store anew."""
+    manifest, extents = contents.manifest, contents.manifest["extents"]
+    params = [{k: v for k, v in p.items() if k not in ("start", "numel")} for _, _, p in numbered(manifest)]
+    return {
+        "format": EXPORT_FORMAT,
+        "step": contents.superblock.step,
+        "seconds": contents.record.seconds,
+        "given": contents.record.given,
+        "shadow": all(extent["slots"] == 2 for extent in extents),
+        "params": params,
+        "waiting": manifest["waiting"],
+    }
+
+
+def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], torch.Tensor]) -> dict[str, Any]:
+    """AdamW's, and an entry of ours. `tensor` gives the state of a row and section."""
+    state = {}
+    for number, row, p in numbered(contents.manifest):
+        master, *moments = contents.manifest["extents"][p["extent"]]["sections"]
+        step = torch.tensor(contents.steps[row], dtype=torch.float32)
+        state[number] = {"step": step, **{s: tensor(row, s, p) for s in (*moments, master)}}
+    return {
+        "state": state,
+        "param_groups": _groups(contents.manifest, contents.record.groups),
+        "csd_optim": {**about_of(contents), "user_state": unpack_user_state(contents.record.user_state)},
+    }
+
+
+def dtype_of(p: dict[str, Any]) -> torch.dtype:
+    """Of a parameter's states."""
+    return torch.complex64 if p["dtype"] == "complex64" else torch.float32
+
+
+def unpack_user_state(data: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu") if data else {}
+    return state
+
+
+def pack_user_state(user_state: dict[str, Any]) -> bytes:
+    if not user_state:
+        return b""
+    file = io.BytesIO()
+    torch.save(user_state, file)
+    return file.getvalue()
+
+
+class _Keeper:
+    """As long as this lives, nobody writes the stores."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = contextlib.ExitStack()
+        weakref.finalize(self, self._files.close)
+        for file in files:
+            lock(self._files.enter_context(opened(file)), file, shared=True)
+
+
+def load(paths: Paths) -> dict[str, Any]:
+    """See CSDAdam.load."""
+    engine = DurableEngine(parse_devices(directories(paths)), mode="read")
+    try:
+        if not engine.held:
+            raise CSDStoreError(f"{engine.specs[0]} holds no step yet")
+        engine.check()
+        first = engine.held[0]
+        windows: dict[tuple[int, str], torch.Tensor] = {}
+        for row, p in enumerate(first.manifest["params"]):
+            extent = engine.extents[p["extent"]]
+            for k, section in enumerate(first.manifest["extents"][p["extent"]]["sections"]):
+                window = engine.window(extent, row - extent.first_param, k, dtype_of(p))
+                windows[row, section] = window.as_strided(p["shape"], p["stride"])
+        # The tensors are what lies in the files, even when the engine is closed.
+        engine.hold(_Keeper(Path(c.path) for c in engine.held))
+        return state_dict(first, lambda row, section, _: windows[row, section])
+    finally:
+        engine.close()
+
+
+# ---- verify --------------------------------------------------------------------------
+
+
+@dataclass
+class Verdict:
+    """What was found in one store."""
+
+    file: str
+    device: int | None = None
+    devices: int | None = None
+    step: int | None = None
+    tiles: int = 0
+    unchecked: int = 0  # tiles without a checksum: they were written from outside
+    damage: list[str] = field(default_factory=list)
+
+    def describe(self, newest: Contents) -> None:
+        block = newest.superblock
+        self.device, self.devices, self.step, self.tiles = block.device, block.devices, block.step, len(newest.tiles)
+        self.unchecked = int((newest.tiles["summed"] != 1).sum())
+
+
+def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
+    """Checks everything that has a checksum. Raises CSDBusyError while a store is in use, CSDOSError."""
+    specs = parse_devices(directories(paths))
+    verdicts: list[Verdict] = []
+    stores: list[StoreFile] = []
+    to_check: list[tuple[Verdict, Contents]] = []
+    with contextlib.ExitStack() as stack:
+        for spec in specs:
+            assert spec.directory is not None
+            file = spec.directory.resolve() / FILE_NAME
+            verdicts.append(verdict := Verdict(str(file)))
+            problem = f"{file} holds no step: whoever made it was stopped before the first"
+            try:
+                store = StoreFile(spec.directory, durable=True, mode="read")
+                stack.callback(store.close)
+                if store.held:
+                    problem = ""
+                    stores.append(store)
+                    verdict.describe(store.held[0])
+                    # With one slot per tile, the step before is not there any more.
+                    held = store.held if store.held[0].manifest["extents"][0]["slots"] == 2 else store.held[:1]
+                    to_check += [(verdict, contents) for contents in held]
+            except (CSDStoreError, CSDStoreExistsError) as e:
+                problem = str(e.strerror if isinstance(e, OSError) else e)
+            verdict.damage += _damaged_copies(file) or ([problem] if problem else [])
+        with progress("verifying", total_bytes(c for _, c in to_check)) as tick:
+            for verdict, contents in to_check:
+                verdict.damage += map(str, find_damage(contents, tick))
+        if len(stores) == len(specs):
+            for verdict, problem in _not_together(verdicts, stores):
+                verdict.damage.append(problem)
+    return verdicts
+
+
+def _damaged_copies(file: Path) -> list[str]:
+    """Of superblock, manifest and slot table."""
+    damaged: list[list[str]] = [[], []]
+    with opened(file) as fd:
+        for copy in range(2):
+            block = Superblock.unpack(read(fd, PAGE, copy * PAGE), str(file))
+            if block is None:
+                damaged[copy].append("superblock")
+                continue
+            for what, region in (("manifest", block.manifest), ("slot table", block.table)):
+                try:
+                    read_region(fd, region, copy, what, str(file))
+                except CSDStoreError:
+                    damaged[copy].append(what)
+    advice = "" if all(damaged) else "; the other copy is whole, and resume=True repairs this one"
+    return [f"{file}: copy {copy} of the {what} is damaged{advice}" for copy in range(2) for what in damaged[copy]]
+
+
+def _not_together(verdicts: list[Verdict], stores: list[StoreFile]) -> Iterator[tuple[Verdict, str]]:
+    """Devices of one optimizer that have no step in common, or are not all there (one by itself may be looked at)."""
+    by_id: dict[bytes, list[tuple[Verdict, StoreFile]]] = {}
+    for verdict, store in zip(verdicts, stores, strict=True):
+        by_id.setdefault(store.held[0].superblock.store_id, []).append((verdict, store))
+    for members in by_id.values():
+        block = members[0][1].held[0].superblock
+        if len(stores) == 1 < block.devices and not block.flags & UNDER_WAY:
+            continue
+        try:
+            common_commit(parse_devices([s.path.parent for _, s in members]), [s for _, s in members])
+        except CSDStoreError as e:
+            yield members[0][0], str(e)

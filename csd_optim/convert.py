@@ -1,0 +1,346 @@
+"""Stores in the formats of others: export and import, of torch.save and of safetensors."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .checkpoint import (
+    EXPORT_FORMAT,
+    Output,
+    Paths,
+    Progress,
+    Tile,
+    about_of,
+    at_rest,
+    dtype_of,
+    each_tile,
+    made_whole,
+    need_room,
+    no_bar,
+    numbered,
+    pack_user_state,
+    state_dict,
+    stored_bytes,
+    total_bytes,
+)
+from .devices import parse_devices
+from .durable import DurableEngine
+from .engine import SECTIONS
+from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
+from .layout import Extent, plan_extent
+from .manifest import plain
+from .store_format import Contents, Record, opened
+
+INDEX_NAME = "optimizer.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+
+# ---- export --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the state of a parameter goes in a file."""
+
+    output: Output
+    offset: int
+    # Where the file wants another order than the parameter's memory has: the file, mapped, in the order of the memory.
+    mapped: np.ndarray[Any, Any] | None = None
+
+    def write(self, first: int, data: memoryview) -> None:
+        """`first`: the fp32 value of the state with which `data` begins."""
+        if self.mapped is None:
+            self.output.write(data, self.offset + 4 * first)
+        else:
+            values = np.frombuffer(data, self.mapped.dtype)
+            first = 4 * first // self.mapped.itemsize
+            self.mapped[np.unravel_index(np.arange(first, first + len(values)), self.mapped.shape)] = values
+
+
+def _extents(contents: Contents) -> list[Extent]:
+    """As they were laid out, over all devices."""
+    extents: list[Extent] = []
+    for e, described in enumerate(contents.manifest["extents"]):
+        members = [p["numel"] for p in contents.manifest["params"] if p["extent"] == e]
+        n_params = sum(len(extent.numels) for extent in extents)
+        sections, tile_elems = len(described["sections"]), described["tile_elems"]
+        n = contents.superblock.devices
+        extents.append(plan_extent(members, n, first_param=n_params, sections=sections, tile_elems=tile_elems))
+    return extents
+
+
+def _pour(held: list[Contents], places: dict[tuple[int, str], Place], progress: Progress) -> None:
+    """Every tile's parts of parameters to their places, by row and section."""
+    extents = _extents(held[0])
+
+    def use(tile: Tile, data: memoryview | None) -> None:
+        if data is None:
+            return
+        extent = extents[tile.extent]
+        begin, end = extent.first_piece[tile.number : tile.number + 2]
+        for row, _, first, tile_first, elems in extent.pieces[begin:end].tolist():
+            for k, section in enumerate(tile.sections):
+                if place := places.get((row, section)):
+                    at = k * tile.section_bytes + 4 * tile_first
+                    place.write(first, data[at : at + 4 * elems])
+
+    with progress("exporting", total_bytes(held)) as tick:
+        each_tile(held, use, tick=tick)
+
+
+def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[Path]:
+    """One file, with what torch.save(CSDAdam.load(paths), out) writes. Returns it."""
+    with at_rest(paths) as held, made_whole(out) as temporary:
+        need_room(temporary.parent, sum(map(stored_bytes, held)))
+        wanted: dict[int, tuple[int, str]] = {}  # by the id of a tensor that has no data
+
+        def tensor(row: int, section: str, p: dict[str, Any]) -> torch.Tensor:
+            with FakeTensorMode():
+                empty = torch.empty_strided(p["shape"], p["stride"], dtype=dtype_of(p))
+            wanted[id(empty)] = row, section
+            return empty
+
+        content = state_dict(held[0], tensor)
+        # torch writes everything but the data, leaves room for that, and then says where.
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(content, temporary)
+        with FakeTensorMode():
+            laid_out = torch.load(temporary, weights_only=True)
+        with Output(temporary, None) as output:
+            places = {}
+            for there, here in zip(tree_leaves(laid_out), tree_leaves(content), strict=True):
+                if not isinstance(there, torch.Tensor):
+                    continue
+                offset = there.untyped_storage()._checkpoint_offset
+                assert offset is not None
+                if id(here) in wanted:
+                    places[wanted[id(here)]] = Place(output, offset)
+                else:
+                    storage = torch.empty(0, dtype=torch.uint8).set_(here.untyped_storage())
+                    output.write(storage.numpy().tobytes(), offset)
+            _pour(held, places, progress)
+    return [out]
+
+
+def export_safetensors(
+    paths: Paths, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress = no_bar
+) -> list[Path]:
+    """A directory of safetensors files of about `shard_bytes`, at least one tensor each, and an index. Returns them."""
+    with at_rest(paths) as held, made_whole(out) as temporary, contextlib.ExitStack() as stack:
+        first = held[0]
+        need_room(temporary.parent, sum(map(stored_bytes, held)))
+        temporary.mkdir()
+        shards: list[dict[str, tuple[int, str, dict[str, Any]]]] = [{}]  # names, in the order of the file
+        filled, names = 0, set()
+        for _, row, p in numbered(first.manifest):
+            for section in first.manifest["extents"][p["extent"]]["sections"]:
+                name = f"{p['name']}.{section}"
+                if name in names:
+                    raise CSDValueError(f"two parameters are called {p['name']}; export them in torch's format")
+                if filled and filled + 4 * p["numel"] > shard_bytes:
+                    shards.append({})
+                    filled = 0
+                filled += 4 * p["numel"]
+                shards[-1][name] = row, section, p
+                names.add(name)
+        places, weight_map = {}, {}
+        for i, shard in enumerate(shards):
+            file = f"optimizer-{i + 1:05}-of-{len(shards):05}.safetensors"
+            weight_map.update(dict.fromkeys(shard, file))
+            entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            end = 0
+            for name, (_, _, p) in shard.items():
+                # A complex number is two fp32 values: not every reader knows a type for it.
+                shape = [*p["shape"], 2] if p["dtype"] == "complex64" else p["shape"]
+                entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + 4 * p["numel"]]}
+                end += 4 * p["numel"]
+            header = json.dumps(entries).encode()
+            header += b" " * (-len(header) % 8)
+            begin = 8 + len(header)
+            output = stack.enter_context(Output(temporary / file, begin + end))
+            output.write(struct.pack("<Q", len(header)) + header, 0)
+            for name, (row, section, p) in shard.items():
+                offset = begin + entries[name]["data_offsets"][0]
+                places[row, section] = Place(output, offset, _mapped(output, offset, p))
+        _pour(held, places, progress)
+        steps = [float(first.steps[row]) for _, row, _ in numbered(first.manifest)]
+        about = {
+            **about_of(first),
+            "steps": steps,
+            "param_groups": first.record.groups,
+            "user_state": base64.b64encode(first.record.user_state).decode(),
+        }
+        index = {"metadata": {"csd_optim": about}, "weight_map": weight_map}
+        with Output(temporary / INDEX_NAME, 0) as output:
+            output.write(json.dumps(index, indent=1).encode(), 0)
+    return [out / name for name in (*sorted({*weight_map.values()}), INDEX_NAME)]
+
+
+def _mapped(output: Output, offset: int, p: dict[str, Any]) -> np.ndarray[Any, Any] | None:
+    """None: the elements of a state lie in memory as in the file, in the order of their indices."""
+    order = sorted(range(len(p["shape"])), key=lambda i: -p["stride"][i])
+    if not p["numel"] or [i for i in order if p["shape"][i] != 1] == [i for i, n in enumerate(p["shape"]) if n != 1]:
+        return None
+    os.posix_fallocate(output.fd, offset, 4 * p["numel"])  # a full disk is an error here, and a signal later
+    dtype = np.complex64 if p["dtype"] == "complex64" else np.float32
+    path = f"/proc/self/fd/{output.fd}"
+    mapped: np.ndarray[Any, Any] = np.memmap(path, dtype, "r+", offset=offset, shape=tuple(p["shape"])).transpose(order)
+    return mapped
+
+
+# ---- import --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an export holds."""
+
+    about: dict[str, Any]  # see about_of
+    steps: list[float]
+    groups: list[dict[str, Any]]
+    user_state: bytes
+    state: Callable[[int, str], np.ndarray[Any, Any] | None]  # of parameter and section; None: it has none
+
+
+def read_export(path: Path) -> Export:
+    """Raises CSDStoreError if it is none, or not one of ours."""
+    try:
+        return _read_safetensors(path) if path.is_dir() else _read_torch(path)
+    except CSDError:
+        raise
+    except OSError as e:
+        raise CSDOSError(e.errno, f"cannot read {path}: {e.strerror}") from e
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+        raise CSDStoreError(f"{path} is no export of a store, or damaged: {e!r}") from e
+
+
+def _read_torch(path: Path) -> Export:
+    with opened(path):
+        pass  # torch says less of a file that is not there
+    try:
+        with FakeTensorMode():  # only where the data is: mapping more than the memory holds, torch is refused
+            laid_out = torch.load(path, weights_only=True)
+    except Exception as e:
+        raise CSDStoreError(f"{path} is no file that torch.load(weights_only=True) can read: {e}") from e
+    about = laid_out.get("csd_optim") if isinstance(laid_out, dict) else None
+    if not isinstance(about, dict):
+        raise CSDStoreError(
+            f"{path} is no export of a store: the parameters in full precision, their names and dtypes are not in it. "
+            "A checkpoint of AdamW is loaded in the script: opt.load_state_dict(torch.load(...))"
+        )
+    _check_format(about, path)
+    data = np.memmap(path, np.uint8, "r")
+
+    def bytes_of(t: torch.Tensor) -> np.ndarray[Any, Any]:
+        storage = t.untyped_storage()
+        assert storage._checkpoint_offset is not None
+        return data[storage._checkpoint_offset :][: storage.nbytes()]
+
+    def small(t: torch.Tensor) -> torch.Tensor:
+        storage = torch.from_numpy(bytes_of(t).copy()).untyped_storage()
+        return torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
+
+    group_of = {n: (k, i) for k, g in enumerate(laid_out["param_groups"]) for i, n in enumerate(g["params"])}
+    entries = {group_of[n]: entry for n, entry in laid_out["state"].items()}
+    states = [entries[p["group"], p["position"]] for p in about["params"]]
+
+    def state(i: int, section: str) -> np.ndarray[Any, Any] | None:
+        if (t := states[i].get(section)) is None:
+            return None
+        size = t.element_size()
+        dtype = {torch.float32: np.float32, torch.complex64: np.complex64}[t.dtype]
+        strides, first = [size * n for n in t.stride()], size * t.storage_offset()
+        array: np.ndarray[Any, Any] = np.ndarray(tuple(t.shape), dtype, bytes_of(t), first, strides)
+        return array
+
+    steps = [float(small(entry["step"])) for entry in states]
+    groups = [plain(group) for group in laid_out["param_groups"]]
+    user_state = pack_user_state(tree_map_only(torch.Tensor, small, about["user_state"]))
+    return Export(about, steps, groups, user_state, state)
+
+
+def _read_safetensors(path: Path) -> Export:
+    if not (path / INDEX_NAME).exists():
+        raise CSDStoreError(f"{path} is no export of a store: there is no {INDEX_NAME} in it")
+    index = json.loads((path / INDEX_NAME).read_bytes())
+    about = index["metadata"]["csd_optim"]
+    _check_format(about, path)
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for file in sorted({*index["weight_map"].values()}):
+        data = np.memmap(path / Path(file).name, np.uint8, "r")
+        begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        entries = json.loads(data[8:begin].tobytes())
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            first, end = entry["data_offsets"]
+            arrays[name] = data[begin + first : begin + end].view(np.float32).reshape(entry["shape"])
+
+    def state(i: int, section: str) -> np.ndarray[Any, Any] | None:
+        p = about["params"][i]
+        array = arrays.get(f"{p['name']}.{section}")
+        if array is not None and p["dtype"] == "complex64":
+            array = array.view(np.complex64)[..., 0]
+        return array
+
+    user_state = base64.b64decode(about["user_state"])
+    return Export(about, about["steps"], about["param_groups"], user_state, state)
+
+
+def _check_format(about: dict[str, Any], path: Path) -> None:
+    if about["format"] > EXPORT_FORMAT:
+        raise CSDStoreError(f"{path} has format {about['format']}; this csd_optim reads {EXPORT_FORMAT}: upgrade it")
+
+
+def import_store(
+    source: Path,
+    devices: Sequence[str | os.PathLike[str]],
+    tile_elems: int | None = None,
+    progress: Progress = no_bar,
+) -> dict[str, Any]:
+    """Makes a store from an export; the number of devices is free. Returns what it holds, for a message."""
+    export = read_export(source)
+    specs = parse_devices(devices)
+    if temporary := [str(spec) for spec in specs if not spec.durable]:
+        raise CSDValueError(f"{temporary[0]} keeps nothing; name a directory for the store")
+    about = export.about
+    numels = [math.prod(p["shape"]) * (2 if p["dtype"] == "complex64" else 1) for p in about["params"]]
+    engine = DurableEngine(specs, mode="new", tile_elems=tile_elems, shadow=about["shadow"])
+    try:
+        params = []
+        with progress("importing", 12 * sum(numels)) as tick:
+            for e, number in enumerate(sorted({p["extent"] for p in about["params"]})):
+                # What joined together lies together again.
+                rows = [i for i, p in enumerate(about["params"]) if p["extent"] == number]
+                sections = 4 if export.state(rows[0], "max_exp_avg_sq") is not None else 3
+                extent = engine.extend([numels[i] for i in rows], sections)
+                for at, i in enumerate(rows):
+                    p = about["params"][i]
+                    for k, section in enumerate(SECTIONS[:sections]):
+                        window = engine.window(extent, at, k, dtype_of(p)).as_strided(p["shape"], p["stride"]).numpy()
+                        value = export.state(i, section)
+                        if value is None or (value.dtype, value.shape) != (window.dtype, window.shape):
+                            raise CSDStoreError(f"{source} is damaged: {section} of {p['name']} is missing or another")
+                        np.copyto(window, value)
+                        tick(4 * numels[i])
+                    engine.steps[e][at] = export.steps[i]
+                    params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
+            engine.sync()
+        engine.step = about["step"]
+        engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
+        engine.describe({"params": params, "waiting": about["waiting"]})  # without this, close() leaves nothing
+    finally:
+        engine.close()
+    return {"devices": [str(spec) for spec in specs], "step": about["step"], "params": sum(numels)}

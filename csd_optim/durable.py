@@ -1,0 +1,456 @@
+"""The engine of durable stores: what is committed stays as it is until the next commit, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import bindings
+from .bindings import HYPER, PARAM, TILE_STATE
+from .commit import Background, Commit
+from .devices import DeviceSpec
+from .engine import SECTIONS, Engine
+from .errors import CSDStoreError
+from .layout import Extent, plan_extent
+from .store import Mode, Staged, StoreFile
+from .store_format import (
+    CLEAN,
+    TILE_ENTRY,
+    UNDER_WAY,
+    Contents,
+    Record,
+    Region,
+    Superblock,
+    find_damage,
+    lying_in,
+    pack_table,
+    read_commits,
+)
+
+
+def open_engine(
+    specs: Sequence[DeviceSpec], *, mode: Mode = "new", tile_elems: int | None = None, shadow: bool = True
+) -> Engine:
+    """The engine for these devices. Raises what it raises."""
+    kind = DurableEngine if any(s.durable for s in specs) else Engine
+    if mode in ("resume", "read") and (temporary := [str(s) for s in specs if not s.durable]):
+        raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
+    return kind(specs, mode=mode, tile_elems=tile_elems, shadow=shadow)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Somebody copies what a commit holds: it is not to be overwritten meanwhile."""
+
+    sequence: float  # of the commit; what follows a later one writes over it
+    done: Future[Any]
+    wanted: threading.Event = field(default_factory=threading.Event)  # somebody waits for it
+
+
+class DurableEngine(Engine):
+    """An engine of which at least one device has a store with a name.
+
+    Each step is committed (see commit.py), and what a commit holds is not touched before the next one: a step reads
+    the slots that it names and writes the others; windows are private, and what somebody writes to them goes to the
+    device with the next step.
+
+    With mode "resume" or "read" an existing store is taken up: `held` is then what it says of itself at the last step
+    that all devices have. Raises CSDStoreError when the stores do not belong together.
+    """
+
+    durable = True
+
+    def __init__(
+        self, specs: Sequence[DeviceSpec], *, mode: Mode = "new", tile_elems: int | None = None, shadow: bool = True
+    ) -> None:
+        self.store_id = secrets.token_bytes(16)
+        self.pins: list[Pin] = []
+        self._commits = Background(len(specs))
+        self._sequence = 0
+        self._described = True  # the stores carry the manifest
+        self._changed = False  # since the store was last closed in order
+        self._uncommitted = False  # current slots of committed tiles changed since the last commit began
+        self._open = np.zeros(0, bool)  # per tile: what is written to its windows goes to the device
+        self._loose = np.zeros(0, bool)  # per tile: its slot is part of no commit
+        self._given: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
+        self._seen: list[int] = []  # their versions when the native engine was last told of what was written to them
+        self._committed_steps = np.zeros(0, np.float32)
+        self._mode = mode
+        super().__init__(specs, mode=mode, tile_elems=tile_elems, shadow=shadow)
+        if mode in ("resume", "read"):
+            try:
+                self._take_up()
+            except BaseException:
+                self._close_stores()
+                raise
+
+    # ---- layout ------------------------------------------------------------
+
+    def name_device(self, device: int, tile: int = -1) -> str:
+        name = super().name_device(device)
+        if tile >= 0 and self._manifest:
+            extent = self._extent_of(tile)
+            manifest = self._described_on(device)
+            name += ": " + ", ".join(lying_in(manifest, self.extents.index(extent), tile - extent.first_tile))
+        return name
+
+    def extend(self, numels: Sequence[int], sections: int) -> Extent:
+        self.check_open()
+        self._commits.wait()  # it may still be allocating
+        extent = super().extend(numels, sections)
+        self._changed = True
+        return extent
+
+    def _add(self, extent: Extent, offsets: list[int], states: np.ndarray[Any, Any] | None) -> None:
+        super()._add(extent, offsets, states)
+        new = np.full(extent.n_tiles, states is None)
+        self._open, self._loose = np.append(self._open, new), np.append(self._loose, new)
+
+    def window(self, extent: Extent, param: int, section: int, dtype: torch.dtype) -> torch.Tensor:
+        window = super().window(extent, param, section, dtype)
+        self._given.append((extent.first_param + param, window))
+        self._seen.append(window._version)
+        return window
+
+    def hold(self, keeper: object) -> None:
+        """Keeps `keeper` alive as long as somebody has a window."""
+        for window in chain.from_iterable(self._windows):
+            weakref.finalize(window, id, keeper).atexit = False
+
+    def describe(self, manifest: dict[str, Any]) -> None:
+        super().describe(manifest)
+        self._described, self._changed = False, True
+
+    # ---- a step ------------------------------------------------------------
+
+    def begin(
+        self,
+        params: np.ndarray[Any, Any],
+        hypers: np.ndarray[Any, Any],
+        tiles: np.ndarray[Any, Any],
+        record: Record | None = None,
+    ) -> np.ndarray[Any, Any]:
+        """Begins a step over `tiles`, and those that somebody wrote to; returns all of them, to be pushed.
+
+        Raises CSDOSError if the step before cannot be committed; nothing has been touched then.
+        """
+        self.check_open()
+        self.check_whole()
+        if self._uncommitted:
+            self.commit()
+        self._commits.wait()  # this step writes where the one before the last committed one lies
+        self._make_way()
+        self._reserve(record or self.record)
+        if len(written := self._note_written()):
+            tiles = np.union1d(tiles, written)
+        if self.slots == 1 and not self._loose[tiles].all():
+            self._announce_step()
+        self._changed = True
+        return super().begin(params, hypers, tiles, record)
+
+    def finish(self, keep: bool = True) -> None:
+        """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""
+        super().finish(keep)
+        self._uncommitted |= keep
+
+    def drain(self) -> None:
+        self.check_open()
+        if self._handle is not None:
+            self._show(open=False)
+
+    def _show(self, *, open: bool) -> None:
+        bindings.engine_drain(self._handle, self.name_device, open=open)
+        self._open[:] = open
+
+    # ---- writing to windows --------------------------------------------------
+
+    def open_windows(self, params: Sequence[int]) -> None:
+        """What is written to the windows of these parameters goes to the devices, until `close_windows()`.
+
+        What is committed stays as it is: these tiles move to their other slots first.
+        """
+        self.check_open()
+        if self._handle is None:
+            return
+        mask = np.zeros(self.n_params, bool)
+        mask[params] = True
+        tiles = self.tiles_with(mask)
+        if self._open[tiles].all():
+            return
+        self._commits.wait()
+        self._make_way()
+        self._changed = True
+        edited = self._note_written()
+        if self.slots == 1:
+            self._announce_step()
+            self._pass_through(edited)
+        else:
+            tiles = np.union1d(tiles, edited)
+            self._pass_through(tiles[~self._loose[tiles]])
+        self._uncommitted = True
+        self._show(open=True)
+
+    def close_windows(self) -> None:
+        """What was written is on the devices, and committed where it replaces something. Raises CSDOSError."""
+        super().close_windows()
+        if self._uncommitted:
+            self._note_written()
+            self.drain()
+            self.commit(background=False)
+
+    def _pass_through(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Reads tiles and writes them as they are to their next slots; what somebody wrote to windows with them."""
+        if not len(tiles):
+            return
+        self._make_way()
+        bindings.engine_begin(self._handle, np.zeros(self.n_params, PARAM), np.zeros(0, HYPER), tiles, self.name_device)
+        for tile in tiles.tolist():
+            bindings.engine_push(self._handle, tile, 0, 0, self.name_device)
+        bindings.engine_finish(self._handle, True, self.name_device)
+        bindings.engine_settle(self._handle, self.name_device)
+        self._loose[tiles] = True
+        self._uncommitted = True
+
+    def _note_written(self) -> np.ndarray[Any, Any]:
+        """Tells the engine which tiles were written through their windows since this was last called."""
+        versions = self._versions()
+        written = np.zeros(self.n_params, bool)
+        written[[param for (param, _), a, b in zip(self._given, versions, self._seen, strict=True) if a != b]] = True
+        tiles = self.tiles_with(written)
+        bindings.engine_edited(self._handle, tiles)
+        self._seen = versions
+        return tiles
+
+    def _versions(self) -> list[int]:
+        return [window._version for _, window in self._given]
+
+    # ---- commits -------------------------------------------------------------
+
+    def commit(self, record: Record | None = None, *, clean: bool = False, background: bool = True) -> None:
+        """Makes the state durable as it is; `steps` and `record` with it, which None leaves as it is.
+
+        In the background, which `wait()` waits for, or before it returns. Raises CSDOSError if the commit before had
+        failed and fails again.
+        """
+        self._commits.wait()
+        self._sequence += 1
+        self.record = record = record or self.record
+        sequence, step, flags, n = self._sequence, self.step, CLEAN * clean, len(self.specs)
+        durable = {d: store for d, store in enumerate(self._stores) if store and store.durable}
+        self._committed_steps = steps = np.concatenate(self.steps)
+        manifests = {}
+        if not self._described:
+            manifests = {d: json.dumps(self._described_on(d)).encode() for d in durable}
+        own = {
+            d: np.concatenate([np.arange(e.first_tile + d, e.first_tile + e.n_tiles, n) for e in self.extents])
+            for d in durable
+        }
+
+        def stage() -> list[Staged]:
+            if self._open.any():
+                self.drain()  # what is committed is not to be written to
+            else:
+                bindings.engine_settle(self._handle, self.name_device)
+            tiles = bindings.engine_tiles(self._handle, 0, len(self._loose))
+            nothing = Region(0, 0, 0, 0)
+            written = [int(device["total_write_bytes"]) for device in self.stats()]
+            staged = []
+            for d, store in durable.items():
+                record_of = replace(record, written_bytes=written[d])
+                table = pack_table(tiles[own[d].astype(int)], steps, record_of)
+                block = Superblock(self.store_id, d, n, sequence, step, flags, nothing, nothing)
+                staged.append(store.stage(block, manifests.get(d), table))
+            return staged
+
+        def done() -> None:
+            self.committed_step = step
+
+        commit = Commit(f"step {step}", [*durable.values()], stage, done)
+        self._described, self._uncommitted = True, False
+        self._loose[:] = False
+        (self._commits.start if background else self._commits.run)(commit)
+
+    def wait(self) -> None:
+        """Returns when the last step is durable. Raises CSDOSError."""
+        self._commits.wait()
+
+    def flush(self, *, clean: bool = False) -> None:
+        """Commits everything, also what somebody wrote to windows since the last step, and waits. Raises CSDOSError.
+
+        `clean`: the store is closed next.
+        """
+        self._commits.wait()
+        self._changed = True
+        edited = self._note_written()
+        edited = edited[~self._open[edited]]
+        if self.slots == 1 and len(edited):
+            self._announce_step()
+        self._pass_through(edited)
+        self.commit(clean=clean and self.synced, background=False)
+
+    def committed(self) -> list[Contents]:
+        """What the stores hold of the last commit, when it has come to its end."""
+        return [read_commits(store.fd, str(store.path))[0] for store in self._stores if store]
+
+    def _make_way(self) -> None:
+        """Waits until nobody copies what is to be written over now."""
+        for pin in self.pins:
+            if self._sequence > pin.sequence:
+                pin.wanted.set()
+                wait([pin.done])
+        self.pins = [pin for pin in self.pins if not pin.done.done()]
+
+    def _reserve(self, record: Record) -> None:
+        """Takes the room that the next commit needs, while a full disk is only the caller's business."""
+        rest = 8 * self.n_params + len(record.pack()) + 64  # `written_bytes` may have some digits more
+        for d, store in enumerate(self._stores):
+            if store and store.durable:
+                tiles = sum(e.tiles_of(d, len(self.specs)) for e in self.extents)
+                store.reserve("table", TILE_ENTRY.itemsize * tiles + rest)
+                if not self._described:
+                    store.reserve("manifest", len(json.dumps(self._described_on(d))))
+
+    def _described_on(self, device: int) -> dict[str, Any]:
+        extents: list[dict[str, Any]] = [
+            {
+                "tile_elems": e.tile_elems,
+                "tiles": e.tiles_of(device, len(self.specs)),
+                "slots": e.slots,
+                "sections": list(SECTIONS[: e.sections]),
+                "file_offset": offsets[device],
+            }
+            for e, offsets in zip(self.extents, self._offsets, strict=True)
+        ]
+        return self._manifest | {"extents": extents, "tiles": sum(e["tiles"] for e in extents)}
+
+    def _announce_step(self) -> None:
+        """Before a step writes in place: whoever finds this, and not the commit after it, finds a mix of two steps."""
+        self._sequence += 1
+        for store in self._stores:
+            if store and store.durable:
+                store.mark(self._sequence, UNDER_WAY)
+
+    # ---- resume ----------------------------------------------------------------
+
+    def _take_up(self) -> None:
+        """Finds the last step that all devices have, and the places of the states."""
+        stores = [s for s in self._stores if s]
+        self.held = common_commit(self.specs, stores)
+        if not self.held:
+            return
+        # The order of the devices is that of the store.
+        order = sorted(range(len(stores)), key=lambda d: self.held[d].superblock.device)
+        self.specs, self.held = [self.specs[d] for d in order], [self.held[d] for d in order]
+        self._stores = [stores[d] for d in order]
+        first, n = self.held[0], len(self.specs)
+        block, manifest = first.superblock, first.manifest
+        self.store_id, self._sequence = block.store_id, block.sequence
+        self.step = self.committed_step = block.step
+        self.record = first.record
+        self._before = [c.record.written_bytes for c in self.held]
+        self.slots = manifest["extents"][0]["slots"] if manifest["extents"] else self.slots
+        self._manifest = {k: v for k, v in manifest.items() if k not in ("extents", "tiles")}
+        rows = [0] * n
+        for d, contents in zip(order, self.held, strict=True):
+            stores[d].take_up(contents)
+        for e, described in enumerate(manifest["extents"]):
+            members = [p for p in manifest["params"] if p["extent"] == e]
+            extent = plan_extent(
+                [p["numel"] for p in members],
+                n,
+                first_param=self.n_params,
+                first_tile=self.n_tiles,
+                sections=len(described["sections"]),
+                slots=described["slots"],
+                tile_elems=described["tile_elems"],
+            )
+            tiles = [extent.tiles_of(d, n) for d in range(n)]
+            if [p["start"] for p in members] != list(extent.starts) or tiles != [
+                c.manifest["extents"][e]["tiles"] for c in self.held
+            ]:
+                raise CSDStoreError(f"{first.path}: the manifest contradicts itself")
+            states = np.zeros(extent.n_tiles, TILE_STATE)
+            for d, contents in enumerate(self.held):
+                states[d::n] = contents.tiles[rows[d] : rows[d] + tiles[d]].astype(TILE_STATE)
+                rows[d] += tiles[d]
+            self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in self.held], states)
+            self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(members)]
+        self._committed_steps = np.concatenate(self.steps)
+
+    def check(self) -> None:
+        """Reads all states that were taken up. Raises CSDStoreError, naming tile and parameters, if one is damaged."""
+        with ThreadPoolExecutor(len(self.held)) as pool:
+            damage = [d for found in pool.map(find_damage, self.held) for d in found]
+        if damage:
+            more = f" (and {len(damage) - 1} more: `csd-optim verify` lists them)" if len(damage) > 1 else ""
+            raise CSDStoreError(f"{damage[0]}{more}. Go back to a snapshot or a checkpoint")
+
+    def settle(self) -> None:
+        """Forgets what some of the devices have and others have not, before something new is written."""
+        for store, commit in zip(self._stores, self.held, strict=True):
+            assert store is not None
+            store.settle(commit)
+
+    def _before_close(self) -> None:
+        for pin in self.pins:
+            pin.wanted.set()
+        wait([pin.done for pin in self.pins])
+        edited = self._seen != self._versions() or not np.array_equal(np.concatenate(self.steps), self._committed_steps)
+        if (self._changed or edited) and self._manifest and not self._torn and self._mode != "read":
+            self.flush(clean=True)
+
+    def _close_stores(self) -> None:
+        self._commits.close()
+        super()._close_stores()
+
+
+def common_commit(specs: Sequence[DeviceSpec], stores: Sequence[StoreFile]) -> list[Contents]:
+    """What each store holds of the last step that all of them have; empty if none of them has any.
+
+    Raises CSDStoreError when one is missing, when they are not the devices of one optimizer, or have no step in common.
+    """
+    if temporary := [str(spec) for spec in specs if not spec.durable]:
+        raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
+    # Killed before all of them had a first commit: then there is nothing to go on from.
+    if not all(s.held for s in stores) and all(c.superblock.sequence == 1 for s in stores for c in s.held):
+        return []
+    for store in stores:
+        if not store.held:
+            raise CSDStoreError(f"{store.path} holds no store, but {next(s.path for s in stores if s.held)} does")
+    newest = [s.held[0].superblock for s in stores]
+    first = newest[0]
+    for store, block in zip(stores, newest, strict=True):
+        if block.store_id != first.store_id:
+            raise CSDStoreError(f"{store.path} belongs to another optimizer than {stores[0].path}")
+    if len(stores) != first.devices or sorted(b.device for b in newest) != list(range(first.devices)):
+        raise CSDStoreError(
+            f"{stores[0].path} is device {first.device} of {first.devices}; "
+            f"name all {first.devices} of them, each once, not {len(stores)}"
+        )
+    # Marks of a step in place that not all devices have: it had written nothing, and what they mark is whole.
+    known = [{c.superblock.sequence: c for c in reversed(s.held)} for s in stores]
+    for commits in known:
+        for c in [c for c in commits.values() if c.superblock.flags & UNDER_WAY]:
+            before = replace(c.superblock, sequence=c.superblock.sequence - 1, flags=0)
+            commits.setdefault(before.sequence, replace(c, superblock=before))
+    common = set.intersection(*map(set, known))
+    if not common:
+        steps = ", ".join(f"{s.path}: {[c.superblock.step for c in s.held]}" for s in stores)
+        raise CSDStoreError(f"the devices have no step in common ({steps}); go back to a snapshot or a checkpoint")
+    held = [commits[max(common)] for commits in known]
+    if any(c.superblock.flags & UNDER_WAY for c in held):
+        raise CSDStoreError(
+            f"{held[0].path}: a step after step {first.step} was cut short, and with shadow=False that leaves a mix of "
+            "two steps; go back to a snapshot or a checkpoint"
+        )
+    return held

@@ -1,0 +1,115 @@
+"""What a store says of the model, and whether a model is the one it speaks of. See docs/store-format.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from .bound import Bound
+from .layout import Extent
+
+Groups = Sequence[dict[str, Any]]
+
+
+def name_of(groups: Groups, k: int, i: int) -> str:
+    """A parameter's name where it has one, else its group and position."""
+    names = groups[k].get("param_names")
+    return str(names[i]) if names else f"{k}.{i}"
+
+
+def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Every parameter with its group and its position there."""
+    for k, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            yield k, i, p
+
+
+def manifest(bounds: Sequence[Bound], extents: Sequence[Extent], groups: Groups) -> dict[str, Any]:
+    """`bounds` in the order of the extents."""
+    places = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
+    place_of = {id(p): (k, i) for k, i, p in members(groups)}
+    params = []
+    for b, (extent, start) in zip(bounds, places, strict=True):
+        k, i = place_of.get(id(b.param), (-1, -1)) if b.alive else (-1, -1)
+        about = {"name": b.name, "group": k, "position": i, **_about(b.param)}
+        params.append(about | {"stride": list(b.stride), "extent": extent, "start": start, "numel": b.numel})
+    placed = {id(b.param) for b in bounds if b.alive}
+    waiting = [
+        {"name": name_of(groups, k, i), "group": k, "position": i, **_about(p)}
+        for k, i, p in members(groups)
+        if id(p) not in placed
+    ]
+    return {"params": params, "waiting": waiting}
+
+
+def _about(p: torch.Tensor) -> dict[str, Any]:
+    shape = None if is_lazy(p) else list(p.shape)
+    return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch.")}
+
+
+def first_difference(held: dict[str, Any], groups: Groups) -> str | None:
+    """What a manifest says otherwise than the optimizer's groups; None if they agree."""
+    placed = {(e["group"], e["position"]) for e in held["params"]}
+    there = {(e["group"], e["position"]): e for e in (*held["params"], *held["waiting"]) if e["group"] >= 0}
+    here = {(k, i): {"name": name_of(groups, k, i), **_about(p)} for k, i, p in members(groups)}
+    for k, i in sorted({*there, *here}):
+        a, b, by_place = there.get((k, i)), here.get((k, i)), f"{k}.{i}"
+        if a is None or b is None:
+            entry, where = (b, "the model has") if b else (a, "the store has")
+            assert entry is not None
+            return f"only {where} a parameter {i} in group {k}: {entry['name']}, of shape {entry['shape']}"
+        if a["name"] != b["name"] and by_place not in (a["name"], b["name"]):  # unless one of them has no names
+            return f"parameter {i} of group {k} is {a['name']} there and {b['name']} here"
+        if b["shape"] is None and (k, i) in placed:
+            return f"{b['name']} has no shape here yet: run the model once before the optimizer is made"
+        for what in ("shape", "dtype"):
+            if a[what] != b[what] and None not in (a[what], b[what]):
+                return f"{what} of parameter {b['name']} is {a[what]} there and {b[what]} here"
+    return None
+
+
+def plain(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out."""
+    held = {}
+    for name, value in group.items():
+        if name in ("params", "param_names"):
+            continue
+        if isinstance(value, torch.Tensor):
+            value = value.tolist()
+        elif isinstance(value, (list, tuple)):
+            value = [v.item() if isinstance(v, torch.Tensor) else v for v in value]
+        of = value if isinstance(value, list) else [value]
+        if all(isinstance(v, (int, float, str, type(None))) for v in of):
+            held[name] = value
+    return held
+
+
+def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Gives a group the hyperparameters that `plain` has kept; its tensors stay the same tensors."""
+    for name, value in kept.items():
+        now = group.get(name)
+        if name in ("foreach", "fused", "capturable", "differentiable"):
+            continue  # no hyperparameters: how torch computes
+        if isinstance(now, torch.Tensor):
+            now.fill_(value)
+        elif name == "initial_lr" and isinstance(group["lr"], torch.Tensor):
+            group[name] = torch.full_like(group["lr"], value)  # as a schedule has it
+        elif isinstance(now, tuple):
+            pairs = zip(now, value, strict=True)
+            group[name] = tuple(a.fill_(b) if isinstance(a, torch.Tensor) else b for a, b in pairs)
+        else:
+            group[name] = value
+
+
+def changed_by_resume(given: Groups, before: Groups) -> Iterator[str]:
+    """Says of each hyperparameter that is given otherwise than when the store was made, that the store's counts."""
+    for k, (now, then) in enumerate(zip(given, before, strict=True)):
+        for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"):
+            if now[name] != then[name]:
+                yield (
+                    f"{name} of group {k} was {then[name]} when the store was made and is not {now[name]} now; "
+                    f"to change it, set opt.param_groups[{k}][{name!r}] after the construction"
+                )

@@ -1,0 +1,196 @@
+"""Which parameter has which place on the devices, and `state`, which shows it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+
+from .bound import Bound, check_entry, check_param, numel
+from .engine import SECTIONS, Engine
+from .errors import CSDRuntimeError, CSDStoreError
+from .manifest import Groups, manifest, members, name_of
+
+
+class Places:
+    """`groups` is the optimizer's `param_groups`, `grad_dtype` its option, wherever they are asked for."""
+
+    def __init__(self) -> None:
+        self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self.bound: dict[int, Bound] = {}  # by id(param); each holds its parameter, so ids stay unique
+        self.by_index: list[Bound] = []  # as the engine counts parameters
+        self.unfilled: dict[Bound, bool] = {}  # places still to be filled; do they read as zero?
+        self.changes = 0  # of anything here that the plan of a step was made of
+        self._shown: list[Any] = []  # every value in `state`, as we left it
+        self._said: list[list[tuple[int, torch.dtype]]] | None = None  # of what the stores were told
+
+    def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
+        """Gives parameters, named by their id, a place on the devices, to be filled."""
+        by_sections: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for k, i, p in members(groups):
+            if id(p) not in joining:
+                continue
+            name, held = name_of(groups, k, i), self.state.get(p) or {}
+            check_param(p, name)
+            if p.is_meta:
+                raise CSDRuntimeError(f"parameter {name} is on the meta device: it has no data yet")
+            check_entry(held, p, name)
+            amsgrad = groups[k]["amsgrad"] or "max_exp_avg_sq" in held
+            by_sections.setdefault(4 if amsgrad else 3, []).append((name, p))
+        for sections, new in by_sections.items():
+            engine.extend([numel(p) for _, p in new], sections)
+            for name, p in new:
+                stride = torch.empty_like(p, device="meta").stride()
+                bound = self._give(engine, p, name, len(engine.extents) - 1, stride)
+                bound.look(grad_dtype)
+                self.unfilled[bound] = True
+        self._said = None
+        self.describe(engine, groups)
+
+    def describe(self, engine: Engine, groups: Groups) -> None:
+        """Tells the stores what the parameters are, when that is no longer what they were told."""
+        to_say = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
+        if to_say != self._said:
+            engine.describe(manifest(self.by_index, engine.extents, groups))
+            self._said = to_say
+
+    def _give(self, engine: Engine, p: torch.Tensor, name: str, extent: int, stride: tuple[int, ...]) -> Bound:
+        """Gives a parameter the next place of an extent. `stride`: of its states."""
+        place = engine.extents[extent]
+        i = len(self.by_index) - place.first_param
+        dtype = torch.complex64 if p.is_complex() else torch.float32
+        windows = {"step": torch.from_numpy(engine.steps[extent])[i]}
+        for s in (1, 2, 3, 0) if place.sections == 4 else (1, 2, 0):
+            windows[SECTIONS[s]] = engine.window(place, i, s, dtype).as_strided(p.shape, stride)
+        bound = Bound(
+            p,
+            name,
+            index=len(self.by_index),
+            sections=place.sections,
+            stride=stride,
+            windows=windows,
+            own_master=windows["master"],
+            numel=numel(p),
+            in_place=engine.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
+        )
+        self.bound[id(p)] = bound
+        self.by_index.append(bound)
+        self.changes += 1
+        return bound
+
+    def fill(self, engine: Engine) -> None:
+        """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
+        if not self.unfilled:
+            return
+        engine.open_windows([b.index for b in self.unfilled])
+        for bound, fresh in self.unfilled.items():
+            self.unfilled[bound] = False
+            bound.fill(self.state.get(bound.param) or {}, seed=engine.keeps_state, fresh=fresh)
+        engine.close_windows()
+        for bound in self.unfilled:
+            self.show(bound)
+        self.unfilled.clear()
+        self.remember()
+
+    def check(self, groups: Groups) -> None:
+        """Raises CSDValueError if an entry of `state` does not fit its parameter."""
+        for k, i, p in members(groups):
+            check_entry(self.state.get(p) or {}, p, name_of(groups, k, i))
+
+    def adopt(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None, *, loaded: bool = False) -> None:
+        """Takes in what somebody put into `state`: load_state_dict (`loaded`), an assignment, ZeRO's consolidation."""
+        self.check(groups)
+        joining = set()
+        for _, _, p in members(groups):
+            bound, held = self.bound.get(id(p)), self.state.get(p)
+            if bound is not None and bound.sections == 3 and held and "max_exp_avg_sq" in held:
+                self.bound.pop(id(p)).alive = False  # needs more room than it has
+                bound = None
+            if bound is None:
+                if held:
+                    joining.add(id(p))
+            elif not held or any(held.get(key) is not window for key, window in bound.windows.items()):
+                self.unfilled[bound] = False
+        if joining:
+            self.join(engine, groups, joining, grad_dtype)
+        if loaded and self.unfilled:  # the checkpoint's step is the one we are at
+            engine.step = max(int(self.state[b.param].get("step", 0)) for b in self.unfilled)
+        self.fill(engine)
+
+    # ---- `state` ---------------------------------------------------------------------
+
+    def show(self, bound: Bound) -> None:
+        """Puts our tensors into `state`, beside whatever else is there."""
+        self.state[bound.param] = {**bound.windows, **self.state.get(bound.param, {}), **bound.windows}
+
+    def remember(self) -> None:
+        self._shown = self._values()
+
+    def intact(self) -> bool:
+        """Does `state` hold exactly what it held when we last looked?"""
+        values = self._values()
+        return len(values) == len(self._shown) and all(map(is_, values, self._shown))
+
+    def _values(self) -> list[Any]:
+        return [*chain.from_iterable(entry.values() for entry in self.state.values() if isinstance(entry, dict))]
+
+    # ---- of a store that is resumed --------------------------------------------------
+
+    def take_up(self, engine: Engine, groups: Groups) -> None:
+        """The places that a store has given, to parameters that are known to be its own."""
+        here = {(k, i): p for k, i, p in members(groups)}
+        for entry in engine.held[0].manifest["params"]:
+            gone = entry["group"] < 0  # it got another place later
+            p = here.get((entry["group"], entry["position"]))
+            if p is None or gone:
+                p = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta")
+            bound = self._give(engine, p, entry["name"], entry["extent"], tuple(entry["stride"]))
+            if gone:
+                self.bound.pop(id(p)).alive = False
+            else:
+                self.show(bound)
+        self.remember()
+
+    def exchange(self, engine: Engine, groups: Groups) -> None:
+        """Parameters that were exchanged since then take the places of those before them. Raises CSDStoreError."""
+        here = {(k, i): p for k, i, p in members(groups)}
+        entries = engine.held[0].manifest["params"]
+        changed = [
+            (entry, bound, p)
+            for entry, bound in zip(entries, self.by_index, strict=False)
+            if bound.alive and (p := here.get((entry["group"], entry["position"]))) is not None and p is not bound.param
+        ]
+        for entry, bound, p in changed:
+            if p.shape != bound.param.shape or p.dtype is not bound.param.dtype:
+                raise CSDStoreError(
+                    f"parameter {entry['name']} is {tuple(p.shape)} {p.dtype} now; in the store that was resumed it is "
+                    f"{tuple(bound.param.shape)} {bound.param.dtype}"
+                )
+        for _, bound, _ in changed:  # first all of them: they may have exchanged places among themselves
+            del self.bound[id(bound.param)]
+            self.state.pop(bound.param, None)
+        for _, bound, p in changed:
+            bound.param = p
+            self.bound[id(p)] = bound
+            self.show(bound)
+            self.changes += 1
+        if changed:
+            self.remember()
+
+    def give_values(self, grad_dtype: torch.dtype | None) -> str | None:
+        """Gives the parameters the values of their masters. Returns the name of one that has no data yet."""
+        without_data = None
+        for bound in self.bound.values():
+            p = bound.param
+            if p.is_meta:
+                without_data = bound.name
+                continue
+            with torch.no_grad():
+                p.copy_(bound.windows["master"])
+            bound.look(grad_dtype)
+            bound.version = p._version
+        self.changes += 1
+        return without_data

@@ -1,0 +1,285 @@
+"""What a store looks like on a disk: pack and unpack, read and check. Byte by byte: docs/store-format.md.
+
+    superblock 0 | superblock 1 | extents, and spaces for two manifests and two tables, as they were made
+
+The manifest says what the store holds (names, shapes, dtypes, places), the table where its state is at a step: the
+current slot and the checksums of every tile, the step counters, the hyperparameters, what the user added. Superblock,
+manifest and table exist twice; each copy is whole only if all three are. A commit writes copy 0, on all devices, and
+then copy 1: one of them is whole at any time, and at rest both are.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .bindings import IO_DEPTH, crc32c
+from .errors import CSDStoreError
+
+FILE_NAME = "csd_optim.store"
+MAGIC = b"CSDOPTIM"
+VERSION = 1
+ENDIAN = 0x01020304
+PAGE = 4096
+CLEAN = 1  # flag: closed in order, nothing written since
+UNDER_WAY = 2  # flag: a step in place has begun, and may have written some of its tiles
+
+_REGION = struct.Struct("<QQQI")
+# magic, version, endianness, store id, device index, devices, sequence, step, flags; then the regions of manifest and
+# table, then zeros up to the checksum of all that in the last 4 bytes.
+_SUPERBLOCK = struct.Struct("<8sII16sIIQQI")
+TILE_ENTRY = np.dtype([("slot", "<u4"), ("summed", "<u4"), ("crc", "<u4", 4)])
+
+
+class Region(NamedTuple):
+    """Where a manifest or table is: two spaces of `room` bytes, one after the other from `base` on, one a copy."""
+
+    base: int
+    room: int
+    size: int
+    crc: int
+
+    def offset(self, copy: int) -> int:
+        return self.base + copy * self.room
+
+
+@dataclass(frozen=True)
+class Superblock:
+    store_id: bytes
+    device: int
+    devices: int
+    sequence: int
+    step: int
+    flags: int
+    manifest: Region
+    table: Region
+
+    def pack(self) -> bytes:
+        head = _SUPERBLOCK.pack(
+            MAGIC, VERSION, ENDIAN, self.store_id, self.device, self.devices, self.sequence, self.step, self.flags
+        )
+        body = (head + _REGION.pack(*self.manifest) + _REGION.pack(*self.table)).ljust(PAGE - 4, b"\0")
+        return body + struct.pack("<I", crc32c(body))
+
+    @classmethod
+    def unpack(cls, block: bytes, path: str) -> Superblock | None:
+        """None if the block is no valid superblock. Raises CSDStoreError for a format we do not know."""
+        if len(block) < PAGE or block[:8] != MAGIC:
+            return None
+        if crc32c(block[: PAGE - 4]) != struct.unpack("<I", block[PAGE - 4 : PAGE])[0]:
+            return None
+        _, version, endian, *fields = _SUPERBLOCK.unpack_from(block)
+        if endian != ENDIAN:
+            raise CSDStoreError(f"{path} was written on a machine of the other endianness")
+        if version != VERSION:
+            raise CSDStoreError(f"{path} has store format {version}; this csd_optim reads format {VERSION}: upgrade it")
+        regions = [Region(*_REGION.unpack_from(block, _SUPERBLOCK.size + i * _REGION.size)) for i in range(2)]
+        return cls(*fields, *regions)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a commit carries besides the state itself; the same on all devices but for `written_bytes`."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters, as the step used them
+    given: list[dict[str, Any]] = field(default_factory=list)  # and as they were when the groups were made
+    user_state: bytes = b""  # as torch.save writes it; empty: none
+    seconds: float = 0.0  # that training took so far, from step to step
+    written_bytes: int = 0  # of states, to this device, since the store was made
+
+    def pack(self) -> bytes:
+        head = {k: v for k, v in vars(self).items() if k != "user_state"}
+        data = json.dumps(head).encode()
+        return struct.pack("<I", len(data)) + data + self.user_state
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Record:
+        end = 4 + struct.unpack_from("<I", data)[0]
+        return cls(**json.loads(data[4:end]), user_state=data[end:])
+
+
+def pack_table(tiles: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], record: Record) -> bytes:
+    """`tiles` has the fields of TILE_ENTRY, `steps` a number per parameter."""
+    return tiles.astype(TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes() + record.pack()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a store says of itself at one commit."""
+
+    path: str
+    copy: int  # 0 or 1: which one says so
+    superblock: Superblock
+    manifest: dict[str, Any]
+    tiles: np.ndarray[Any, Any]  # of TILE_ENTRY: those of this device, extent by extent
+    steps: np.ndarray[Any, Any]
+    record: Record
+
+    def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
+        """Of each tile, in the order of `tiles`: its extent, its number there over all devices, its slot's offset."""
+        entries = iter(self.tiles["slot"].tolist())
+        for extent in self.manifest["extents"]:
+            size = 4 * extent["tile_elems"] * len(extent["sections"])
+            for j in range(extent["tiles"]):
+                at = extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
+                yield extent, j * self.superblock.devices + self.superblock.device, at
+
+    @property
+    def end(self) -> int:
+        """Where everything that it names ends: byte of the file."""
+        ends = [r.offset(2) for r in (self.superblock.manifest, self.superblock.table)]
+        for e in self.manifest["extents"]:
+            ends.append(e["file_offset"] + e["slots"] * e["tiles"] * 4 * e["tile_elems"] * len(e["sections"]))
+        return max(ends)
+
+
+# ---- reading -------------------------------------------------------------------
+
+
+def read(fd: int, size: int, offset: int) -> bytes:
+    """Up to `size` bytes: less only where the file ends. The system may cut a transfer short."""
+    data = b""
+    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
+        data += more
+    return data
+
+
+def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
+    """A manifest or table. Raises CSDStoreError if it is not whole."""
+    data = read(fd, region.size, region.offset(copy))
+    if len(data) != region.size or crc32c(data) != region.crc:
+        raise CSDStoreError(f"{path}: the {what} is damaged")
+    return data
+
+
+def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
+    """The whole ones with their copy, the newest first."""
+    found = [(copy, Superblock.unpack(read(fd, PAGE, copy * PAGE), path)) for copy in range(2)]
+    return sorted(((copy, s) for copy, s in found if s), key=lambda pair: -pair[1].sequence)
+
+
+def read_commits(fd: int, path: str) -> list[Contents]:
+    """The commits that are whole, tiles apart, the newest first. Raises CSDStoreError if there is none."""
+    blocks = superblocks(fd, path)
+    if not blocks:
+        raise CSDStoreError(f"{path} is no csd_optim store, or both of its superblocks are damaged")
+    commits: list[Contents] = []
+    damage: CSDStoreError | None = None
+    for copy, block in blocks:
+        if commits and commits[-1].superblock.sequence == block.sequence:
+            continue
+        try:
+            manifest = json.loads(read_region(fd, block.manifest, copy, "manifest", path))
+            table = read_region(fd, block.table, copy, "slot table", path)
+        except CSDStoreError as e:
+            damage = damage or e
+            continue
+        tiles = np.frombuffer(table, TILE_ENTRY, manifest["tiles"])
+        steps = np.frombuffer(table, "<f8", len(manifest["params"]), offset=tiles.nbytes)
+        record = Record.unpack(table[tiles.nbytes + steps.nbytes :])
+        commits.append(Contents(path, copy, block, manifest, tiles, steps, record))
+    if damage and not commits:
+        raise damage
+    return commits
+
+
+def store_file(path: Path) -> Path:
+    """The store's file, of the file itself or of the directory that holds it."""
+    return path / FILE_NAME if path.is_dir() else path
+
+
+@contextmanager
+def opened(file: Path, flags: int = 0) -> Iterator[int]:
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_contents(path: Path) -> Contents:
+    """The newest commit of a store, read without changing or locking it.
+
+    `path` is the store's directory or the file. Raises FileNotFoundError, CSDStoreError.
+    """
+    file = store_file(path)
+    with opened(file) as fd:
+        try:
+            return read_commits(fd, str(file))[0]
+        except CSDStoreError:
+            return read_commits(fd, str(file))[0]  # its owner may have written a newer table while we read the old one
+
+
+# ---- checking ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A section of a tile that is not what was written there."""
+
+    path: str
+    tile: int  # of its extent, over all devices
+    section: str
+    params: list[str]  # what lies there: "elements 0 to 4095 of layer.weight"
+
+    def __str__(self) -> str:
+        where = f"{self.path}: {self.section} of tile {self.tile} is damaged"
+        return f"{where}: {', '.join(self.params)}" if self.params else f"{where}; no parameter lies there"
+
+
+def lying_in(manifest: dict[str, Any], extent: int, tile: int) -> list[str]:
+    """The parameters of a tile, each with the range of its elements (of fp32 values: complex numbers are two)."""
+    elems = manifest["extents"][extent]["tile_elems"]
+    first, last = tile * elems, (tile + 1) * elems
+    return [
+        f"elements {max(first - p['start'], 0)} to {min(last - p['start'], p['numel']) - 1} of {p['name']}"
+        for p in manifest["params"]
+        if p["extent"] == extent and p["start"] < last and first < p["start"] + p["numel"]
+    ]
+
+
+def find_damage(contents: Contents, tick: Callable[[int], None] = lambda _: None) -> list[Damage]:
+    """Reads every tile of the commit past the page cache and compares checksums. `tick` counts the bytes read."""
+    flags = os.O_DIRECT
+    try:
+        os.close(os.open(contents.path, os.O_RDONLY | os.O_CLOEXEC | flags))
+    except OSError:
+        flags = 0
+    extents = contents.manifest["extents"]
+    largest = max((4 * e["tile_elems"] * len(e["sections"]) for e in extents), default=0)
+    free = [mmap.mmap(-1, largest) for _ in range(IO_DEPTH)] if largest else []  # pages: what O_DIRECT wants
+
+    def check(task: tuple[Any, tuple[dict[str, Any], int, int]]) -> list[Damage]:
+        entry, (extent, tile, at) = task
+        size = 4 * extent["tile_elems"]
+        buffer = free.pop()
+        try:
+            with memoryview(buffer)[: size * len(extent["sections"])] as view:
+                n = 0
+                # A page at least, or the file ends there: O_DIRECT would refuse to go on in the middle of one.
+                while n < len(view) and n % PAGE == 0 and (more := os.preadv(fd, [view[n:]], at + n)):
+                    n += more
+                sums = [crc32c(view[k * size : (k + 1) * size]) for k in range(len(extent["sections"]))]
+            tick(n)
+            if entry["summed"] != 1:
+                return []
+            bad = [k for k, s in enumerate(sums) if s != int(entry["crc"][k]) or n < (k + 1) * size]
+            if not bad:
+                return []
+            params = lying_in(contents.manifest, extents.index(extent), tile)
+            return [Damage(contents.path, tile, extent["sections"][k], params) for k in bad]
+        finally:
+            free.append(buffer)
+
+    with opened(Path(contents.path), flags) as fd, ThreadPoolExecutor(IO_DEPTH) as pool:
+        return [d for found in pool.map(check, zip(contents.tiles, contents.slots(), strict=True)) for d in found]
