@@ -1,4 +1,4 @@
-"""Whole stores: copied, loaded as a state dict, verified.
+"""Whole stores: copied, loaded as a state dict.
 
 Everything goes tile by tile through a few buffers, whatever the size of the model. What it makes is there as a whole or
 not at all. What nobody ever wrote (a hole of a sparse file) is neither read nor written.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import io
 import math
-import mmap
 import os
 import secrets
 import shutil
@@ -20,16 +18,15 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .bindings import crc32c
 from .devices import parse_devices
 from .durable import DurableEngine, Pin, common_commit
 from .engine import Engine
@@ -42,30 +39,16 @@ from .errors import (
     CSDWarning,
 )
 from .store import StoreFile, lock
-from .store_format import (
-    CLEAN,
-    FILE_NAME,
-    PAGE,
-    UNDER_WAY,
-    Contents,
-    Damage,
-    Superblock,
-    find_damage,
-    lying_in,
-    opened,
-    read,
-    read_region,
-)
+from .store_format import CLEAN, FILE_NAME, PAGE, Contents, opened, read_region
+from .tiles import Tick, Tile, each_tile, stored_bytes, total_bytes
 
 EXPORT_FORMAT = 1  # of what a state dict says of us beside AdamW's entries
 FICLONE = 0x40049409  # ioctl: this file becomes another one's reflink, in no time
 NO_REFLINK = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM)
-TILES_AT_A_TIME = 4  # and as many buffers
 SYNC_BYTES = 64 << 20  # so much is written, then it goes to the disk and out of the page cache: training wants memory
 PAUSE = 0.002  # seconds: how often a copy looks whether the step is over
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-Tick = Callable[[int], None]  # so many more bytes are done
 Progress = Callable[[str, int], AbstractContextManager[Tick]]  # what is done, of how many bytes
 
 
@@ -203,130 +186,6 @@ def at_rest(paths: Paths) -> Iterator[list[Contents]]:
         if not (held := common_commit(specs, stores)):
             raise CSDStoreError(f"{stores[0].path} holds no step yet")
         yield sorted(held, key=lambda c: c.superblock.device)
-
-
-class Tile(NamedTuple):
-    contents: Contents
-    extent: int
-    number: int  # of its extent, over all devices
-    offset: int  # in the store: where its current slot begins
-    sections: list[str]
-    section_bytes: int
-    summed: bool
-    sums: list[int]
-
-    @property
-    def size(self) -> int:
-        return self.section_bytes * len(self.sections)
-
-
-def tiles_of(held: Iterable[Contents]) -> list[Tile]:
-    """All tiles in the order of the flat space: the devices take turns."""
-    found = []
-    for contents in held:
-        extent_number = {id(extent): e for e, extent in enumerate(contents.manifest["extents"])}
-        summed, sums = contents.tiles["summed"].tolist(), contents.tiles["crc"].tolist()
-        for (extent, number, offset), checked, crc in zip(contents.slots(), summed, sums, strict=True):
-            place = (contents, extent_number[id(extent)], number, offset)
-            found.append(Tile(*place, extent["sections"], 4 * extent["tile_elems"], checked == 1, crc))
-    return sorted(found, key=lambda t: (t.extent, t.number))
-
-
-def each_tile(
-    held: Sequence[Contents],
-    use: Callable[[Tile, memoryview | None], None],
-    *,
-    gate: Callable[[], None] = lambda: None,
-    tick: Tick = lambda _: None,
-) -> None:
-    """Reads and checks every tile and has it used, on threads; None: all of it is zeros, and a hole in the store.
-
-    `gate` is called before each. Raises CSDStoreError for one that is damaged, CSDOSError.
-    """
-    tiles = tiles_of(held)
-    largest = max((t.size for t in tiles), default=0)
-    free = [mmap.mmap(-1, largest) for _ in range(TILES_AT_A_TIME)] if largest else []  # pages, for O_DIRECT
-
-    def one(tile: Tile) -> None:
-        gate()
-        buffer = free.pop()
-        try:
-            with memoryview(buffer)[: tile.size] as view:
-                use(tile, view if _read_tile(fds[tile.contents.path], tile, view) else None)
-        finally:
-            free.append(buffer)
-        tick(tile.size)
-
-    with contextlib.ExitStack() as stack:
-        fds = {c.path: stack.enter_context(_opened_direct(Path(c.path))) for c in held}
-        pool = stack.enter_context(ThreadPoolExecutor(TILES_AT_A_TIME))
-        done: Iterator[None]
-        try:
-            done = pool.map(one, tiles)
-        except RuntimeError:  # the interpreter shuts down and has no more threads to give
-            done = map(one, tiles)
-        for _ in done:  # an error cancels those that have not begun
-            pass
-
-
-@contextlib.contextmanager
-def _opened_direct(file: Path) -> Iterator[int]:
-    """Open for reading past the page cache, where the file system can: some refuse only the I/O itself."""
-    with contextlib.ExitStack() as stack:
-        try:
-            fd = stack.enter_context(opened(file, os.O_DIRECT))
-            with mmap.mmap(-1, PAGE) as page:
-                os.preadv(fd, [page], 0)
-        except OSError as e:
-            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
-                raise
-            fd = stack.enter_context(opened(file))
-        yield fd
-
-
-def _read_tile(fd: int, tile: Tile, view: memoryview) -> bool:
-    """False, and nothing is read, if there is only a hole. Raises CSDStoreError, CSDOSError."""
-    size = tile.section_bytes
-    try:
-        if hole := _is_hole(fd, tile.offset, tile.size):
-            sums = [_sum_of_zeros(size)] * len(tile.sections)
-        else:
-            n = 0
-            while n < tile.size and (more := os.preadv(fd, [view[n:]], tile.offset + n)):
-                n += more
-            if n < tile.size:
-                raise CSDStoreError(f"{tile.contents.path} is cut off: tile {tile.number} is not all there")
-            sums = [crc32c(view[k * size : (k + 1) * size]) for k in range(len(tile.sections))]
-    except OSError as e:
-        raise CSDOSError(e.errno, f"cannot read {tile.contents.path}: {e.strerror}") from e
-    for section, now, then in zip(tile.sections, sums, tile.sums, strict=False):
-        if tile.summed and now != then:
-            params = lying_in(tile.contents.manifest, tile.extent, tile.number)
-            raise CSDStoreError(str(Damage(tile.contents.path, tile.number, section, params)))
-    return not hole
-
-
-def _is_hole(fd: int, offset: int, size: int) -> bool:
-    try:
-        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + size
-    except OSError as e:
-        # No data up to the end of the file, if the file is that long; EINVAL: a file system that cannot tell.
-        return e.errno == errno.ENXIO and os.fstat(fd).st_size >= offset + size
-
-
-@functools.lru_cache
-def _sum_of_zeros(size: int) -> int:
-    return crc32c(bytes(size))
-
-
-def stored_bytes(contents: Contents) -> int:
-    """What its tiles take on the disk when only their current slots are copied, and holes are not."""
-    with opened(Path(contents.path)) as fd:
-        return sum(t.size for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size))
-
-
-def total_bytes(held: Iterable[Contents]) -> int:
-    return sum(t.size for t in tiles_of(held))
 
 
 # ---- snapshots ---------------------------------------------------------------------
@@ -568,91 +427,3 @@ def load(paths: Paths) -> dict[str, Any]:
         return state_dict(first, lambda row, section, _: windows[row, section])
     finally:
         engine.close()
-
-
-# ---- verify --------------------------------------------------------------------------
-
-
-@dataclass
-class Verdict:
-    """What was found in one store."""
-
-    file: str
-    device: int | None = None
-    devices: int | None = None
-    step: int | None = None
-    tiles: int = 0
-    unchecked: int = 0  # tiles without a checksum: they were written from outside
-    damage: list[str] = field(default_factory=list)
-
-    def describe(self, newest: Contents) -> None:
-        block = newest.superblock
-        self.device, self.devices, self.step, self.tiles = block.device, block.devices, block.step, len(newest.tiles)
-        self.unchecked = int((newest.tiles["summed"] != 1).sum())
-
-
-def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
-    """Checks everything that has a checksum. Raises CSDBusyError while a store is in use, CSDOSError."""
-    specs = parse_devices(directories(paths))
-    verdicts: list[Verdict] = []
-    stores: list[StoreFile] = []
-    to_check: list[tuple[Verdict, Contents]] = []
-    with contextlib.ExitStack() as stack:
-        for spec in specs:
-            assert spec.directory is not None
-            file = spec.directory.resolve() / FILE_NAME
-            verdicts.append(verdict := Verdict(str(file)))
-            problem = f"{file} holds no step: whoever made it was stopped before the first"
-            try:
-                store = StoreFile(spec.directory, durable=True, mode="read")
-                stack.callback(store.close)
-                if store.held:
-                    problem = ""
-                    stores.append(store)
-                    verdict.describe(store.held[0])
-                    # With one slot per tile, the step before is not there any more.
-                    held = store.held if store.held[0].manifest["extents"][0]["slots"] == 2 else store.held[:1]
-                    to_check += [(verdict, contents) for contents in held]
-            except (CSDStoreError, CSDStoreExistsError) as e:
-                problem = str(e.strerror if isinstance(e, OSError) else e)
-            verdict.damage += _damaged_copies(file) or ([problem] if problem else [])
-        with progress("verifying", total_bytes(c for _, c in to_check)) as tick:
-            for verdict, contents in to_check:
-                verdict.damage += map(str, find_damage(contents, tick))
-        if len(stores) == len(specs):
-            for verdict, problem in _not_together(verdicts, stores):
-                verdict.damage.append(problem)
-    return verdicts
-
-
-def _damaged_copies(file: Path) -> list[str]:
-    """Of superblock, manifest and slot table."""
-    damaged: list[list[str]] = [[], []]
-    with opened(file) as fd:
-        for copy in range(2):
-            block = Superblock.unpack(read(fd, PAGE, copy * PAGE), str(file))
-            if block is None:
-                damaged[copy].append("superblock")
-                continue
-            for what, region in (("manifest", block.manifest), ("slot table", block.table)):
-                try:
-                    read_region(fd, region, copy, what, str(file))
-                except CSDStoreError:
-                    damaged[copy].append(what)
-    advice = "" if all(damaged) else "; the other copy is whole, and resume=True repairs this one"
-    return [f"{file}: copy {copy} of the {what} is damaged{advice}" for copy in range(2) for what in damaged[copy]]
-
-
-def _not_together(verdicts: list[Verdict], stores: list[StoreFile]) -> Iterator[tuple[Verdict, str]]:
-    """Devices of one optimizer that have no step in common, or are not all there (one by itself may be looked at)."""
-    by_id: dict[bytes, list[tuple[Verdict, StoreFile]]] = {}
-    for verdict, store in zip(verdicts, stores, strict=True):
-        by_id.setdefault(store.held[0].superblock.store_id, []).append((verdict, store))
-    for members in by_id.values():
-        block = members[0][1].held[0].superblock
-        if len(stores) == 1 < block.devices and not block.flags & UNDER_WAY:
-            continue
-        try:
-            common_commit(parse_devices([s.path.parent for _, s in members]), [s for _, s in members])
-        except CSDStoreError as e:
-            yield members[0][0], str(e)

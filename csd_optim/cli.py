@@ -28,6 +28,8 @@ from .devices import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_de
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from .store import lock_owner
 from .store_format import CLEAN, FILE_NAME, VERSION, read_contents, store_file
+from .verify import Verdict
+from .verify import verify as verify_stores
 
 STORE_BYTES = 24  # of a store per parameter: three fp32 states in two slots
 MEMORY_STATE_BYTES = 12  # of `ram:` per parameter: one slot
@@ -136,7 +138,7 @@ def verify(stores: Stores, as_json: Json = False) -> None:
     Not while they are in use: make a snapshot then, by save(), and verify that.
     """
     with reported():
-        found = checkpoint.verify(stores, checkpoint.bar)
+        found = verify_stores(stores, checkpoint.bar)
         ok = not any(verdict.damage for verdict in found)
         if as_json:
             print_json("verify", ok=ok, stores=[asdict(verdict) for verdict in found])
@@ -448,7 +450,7 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
     out.print(made)
 
 
-def show_verdicts(found: list[checkpoint.Verdict]) -> None:
+def show_verdicts(found: list[Verdict]) -> None:
     for verdict in found:
         for problem in verdict.damage:
             print(problem)

@@ -23,19 +23,15 @@ from .checkpoint import (
     Output,
     Paths,
     Progress,
-    Tile,
     about_of,
     at_rest,
     dtype_of,
-    each_tile,
     made_whole,
     need_room,
     no_bar,
     numbered,
     pack_user_state,
     state_dict,
-    stored_bytes,
-    total_bytes,
 )
 from .devices import parse_devices
 from .durable import DurableEngine
@@ -44,6 +40,7 @@ from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from .layout import Extent, plan_extent
 from .manifest import plain
 from .store_format import Contents, Record, opened
+from .tiles import Tile, each_tile, stored_bytes, total_bytes
 
 INDEX_NAME = "optimizer.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9

@@ -7,7 +7,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -31,11 +31,10 @@ from .store_format import (
     Record,
     Region,
     Superblock,
-    find_damage,
-    lying_in,
     pack_table,
     read_commits,
 )
+from .tiles import find_damage, lying_in
 
 
 def open_engine(
@@ -389,8 +388,7 @@ class DurableEngine(Engine):
 
     def check(self) -> None:
         """Reads all states that were taken up. Raises CSDStoreError, naming tile and parameters, if one is damaged."""
-        with ThreadPoolExecutor(len(self.held)) as pool:
-            damage = [d for found in pool.map(find_damage, self.held) for d in found]
+        damage = find_damage(self.held)
         if damage:
             more = f" (and {len(damage) - 1} more: `csd-optim verify` lists them)" if len(damage) > 1 else ""
             raise CSDStoreError(f"{damage[0]}{more}. Go back to a snapshot or a checkpoint")

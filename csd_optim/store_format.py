@@ -11,11 +11,9 @@ then copy 1: one of them is whole at any time, and at rest both are.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .bindings import IO_DEPTH, crc32c
+from .bindings import crc32c
 from .errors import CSDStoreError
 
 FILE_NAME = "csd_optim.store"
@@ -218,68 +216,3 @@ def read_contents(path: Path) -> Contents:
             return read_commits(fd, str(file))[0]
         except CSDStoreError:
             return read_commits(fd, str(file))[0]  # its owner may have written a newer table while we read the old one
-
-
-# ---- checking ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A section of a tile that is not what was written there."""
-
-    path: str
-    tile: int  # of its extent, over all devices
-    section: str
-    params: list[str]  # what lies there: "elements 0 to 4095 of layer.weight"
-
-    def __str__(self) -> str:
-        where = f"{self.path}: {self.section} of tile {self.tile} is damaged"
-        return f"{where}: {', '.join(self.params)}" if self.params else f"{where}; no parameter lies there"
-
-
-def lying_in(manifest: dict[str, Any], extent: int, tile: int) -> list[str]:
-    """The parameters of a tile, each with the range of its elements (of fp32 values: complex numbers are two)."""
-    elems = manifest["extents"][extent]["tile_elems"]
-    first, last = tile * elems, (tile + 1) * elems
-    return [
-        f"elements {max(first - p['start'], 0)} to {min(last - p['start'], p['numel']) - 1} of {p['name']}"
-        for p in manifest["params"]
-        if p["extent"] == extent and p["start"] < last and first < p["start"] + p["numel"]
-    ]
-
-
-def find_damage(contents: Contents, tick: Callable[[int], None] = lambda _: None) -> list[Damage]:
-    """Reads every tile of the commit past the page cache and compares checksums. `tick` counts the bytes read."""
-    flags = os.O_DIRECT
-    try:
-        os.close(os.open(contents.path, os.O_RDONLY | os.O_CLOEXEC | flags))
-    except OSError:
-        flags = 0
-    extents = contents.manifest["extents"]
-    largest = max((4 * e["tile_elems"] * len(e["sections"]) for e in extents), default=0)
-    free = [mmap.mmap(-1, largest) for _ in range(IO_DEPTH)] if largest else []  # pages: what O_DIRECT wants
-
-    def check(task: tuple[Any, tuple[dict[str, Any], int, int]]) -> list[Damage]:
-        entry, (extent, tile, at) = task
-        size = 4 * extent["tile_elems"]
-        buffer = free.pop()
-        try:
-            with memoryview(buffer)[: size * len(extent["sections"])] as view:
-                n = 0
-                # A page at least, or the file ends there: O_DIRECT would refuse to go on in the middle of one.
-                while n < len(view) and n % PAGE == 0 and (more := os.preadv(fd, [view[n:]], at + n)):
-                    n += more
-                sums = [crc32c(view[k * size : (k + 1) * size]) for k in range(len(extent["sections"]))]
-            tick(n)
-            if entry["summed"] != 1:
-                return []
-            bad = [k for k, s in enumerate(sums) if s != int(entry["crc"][k]) or n < (k + 1) * size]
-            if not bad:
-                return []
-            params = lying_in(contents.manifest, extents.index(extent), tile)
-            return [Damage(contents.path, tile, extent["sections"][k], params) for k in bad]
-        finally:
-            free.append(buffer)
-
-    with opened(Path(contents.path), flags) as fd, ThreadPoolExecutor(IO_DEPTH) as pool:
-        return [d for found in pool.map(check, zip(contents.tiles, contents.slots(), strict=True)) for d in found]

@@ -32,6 +32,7 @@ from csd_optim import (
     cli,
     convert,
     engine,
+    tiles,
 )
 from csd_optim.bindings import crc32c
 from csd_optim.layout import plan_extent, round_up
@@ -46,6 +47,7 @@ from csd_optim.store_format import (
     pack_table,
     read_contents,
 )
+from csd_optim.verify import verify
 
 GIB = 1 << 30
 
@@ -150,7 +152,7 @@ def test_snapshot_is_a_store_of_the_last_step(tmp_path, n, named):
     for d, place in enumerate(made):
         contents = read_contents(place)
         assert (contents.superblock.device, contents.superblock.step, contents.superblock.flags) == (d, 3, CLEAN)
-    assert all(not v.damage for v in checkpoint.verify(tmp_path / "snap"))
+    assert all(not v.damage for v in verify(tmp_path / "snap"))
     _, again = resumed(made, named)
     assert again.user_state["epoch"] == 7
     assert torch.equal(again.user_state["seen"], torch.arange(5))
@@ -182,7 +184,7 @@ def test_snapshot_has_what_was_written_since_the_step(tmp_path):
     assert (held[2]["exp_avg_sq"] == 2).all()
     train(opt, params, 3, 5)
     opt.close()
-    assert all(not v.damage for v in checkpoint.verify(places(tmp_path / "a", 2)))
+    assert all(not v.damage for v in verify(places(tmp_path / "a", 2)))
 
 
 def test_snapshot_after_load_state_dict_and_before_any_step(tmp_path):
@@ -264,7 +266,7 @@ def test_training_goes_on_while_a_snapshot_is_copied(tmp_path, slow, shadow):
     assert_same(state_of(again, others), before)
     again.close()
     opt.close()
-    assert all(not v.damage for v in checkpoint.verify(places(tmp_path / "a", 2)))
+    assert all(not v.damage for v in verify(places(tmp_path / "a", 2)))
     others, again = resumed(places(tmp_path / "a", 2))
     assert_same(state_of(again, others), state_of(opt, params))
     again.close()
@@ -308,7 +310,7 @@ def test_close_waits_for_a_copy(tmp_path, slow):
 
 def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
     params, opt = make(tmp_path / "a", 1)
-    copied, read, finish = [], checkpoint._read_tile, engine.bindings.engine_finish
+    copied, read, finish = [], tiles._read, engine.bindings.engine_finish
     during = []
 
     def slowly(*arguments):
@@ -323,16 +325,16 @@ def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
         during.append(len(copied) - before)
         finish(*arguments)
 
-    monkeypatch.setattr(checkpoint, "_read_tile", slowly)
-    monkeypatch.setattr(checkpoint, "TILES_AT_A_TIME", 1)
+    monkeypatch.setattr(tiles, "_read", slowly)
+    monkeypatch.setattr(tiles, "IO_DEPTH", 1)
     monkeypatch.setattr(engine.bindings, "engine_finish", long_step)
     future = opt.save(tmp_path / "snap", wait=False)
     train(opt, params, 3, 4)
     assert during[0] <= 1  # not the ten that it has time for
-    tiles = len(read_contents(tmp_path / "a" / "csd0").tiles)
+    n = len(read_contents(tmp_path / "a" / "csd0").tiles)
     opt.close()
     assert future.done()
-    assert len(copied) == tiles
+    assert len(copied) == n
 
 
 def test_interrupted_save_leaves_nothing(tmp_path, slow, monkeypatch):
@@ -422,7 +424,7 @@ def test_without_reflinks_it_copies(tmp_path, monkeypatch, error):
     _, opt = make(tmp_path / "a", 1)
     opt.save(tmp_path / "snap")
     opt.close()
-    assert not checkpoint.verify(tmp_path / "snap")[0].damage
+    assert not verify(tmp_path / "snap")[0].damage
 
 
 def test_copy_takes_half_the_room(tmp_path):
@@ -670,7 +672,7 @@ def test_export_and_import_are_the_same_bits(tmp_path, run, form, n, m, named):
     assert (code, err) == (0, "")
     assert "step 3" in out
     assert f"on {m} device" in out
-    assert not any(v.damage or v.unchecked for v in checkpoint.verify(places(tmp_path, m)))
+    assert not any(v.damage or v.unchecked for v in verify(places(tmp_path, m)))
     a, b = read_contents(tmp_path / "snap" / "device-0"), read_contents(tmp_path / "csd0")
     assert (a.record.groups, a.record.seconds, a.superblock.step) == (b.record.groups, b.record.seconds, 3)
     assert {e["tile_elems"] for e in b.manifest["extents"]} == {4096}
@@ -696,7 +698,7 @@ def test_torch_export_is_what_torch_save_writes(tmp_path, run):
             assert torch.equal(ours["state"][i][key], value)
             assert ours["state"][i][key].stride() == value.stride()
     convert.import_store(tmp_path / "torchs.pt", [tmp_path / "b"])  # so users may write it, too
-    assert not checkpoint.verify(tmp_path / "b")[0].damage
+    assert not verify(tmp_path / "b")[0].damage
 
 
 def test_safetensors_are_read_by_the_library(tmp_path, run):

@@ -1,0 +1,186 @@
+"""A store read tile by tile, past the page cache, with every checksum compared."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .bindings import IO_DEPTH, crc32c
+from .errors import CSDOSError, CSDStoreError
+from .store_format import PAGE, Contents, opened
+
+Tick = Callable[[int], None]  # so many more bytes are done
+
+
+class Tile(NamedTuple):
+    contents: Contents
+    extent: int
+    number: int  # of its extent, over all devices
+    offset: int  # in the store: where its current slot begins
+    sections: list[str]
+    section_bytes: int
+    summed: bool
+    sums: list[int]
+
+    @property
+    def size(self) -> int:
+        return self.section_bytes * len(self.sections)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A section of a tile that is not what was written there."""
+
+    path: str
+    tile: int  # of its extent, over all devices
+    section: str
+    params: list[str]  # what lies there: "elements 0 to 4095 of layer.weight"
+
+    def __str__(self) -> str:
+        where = f"{self.path}: {self.section} of tile {self.tile} is damaged"
+        return f"{where}: {', '.join(self.params)}" if self.params else f"{where}; no parameter lies there"
+
+
+def lying_in(manifest: dict[str, Any], extent: int, tile: int) -> list[str]:
+    """The parameters of a tile, each with the range of its elements (of fp32 values: complex numbers are two)."""
+    elems = manifest["extents"][extent]["tile_elems"]
+    first, last = tile * elems, (tile + 1) * elems
+    return [
+        f"elements {max(first - p['start'], 0)} to {min(last - p['start'], p['numel']) - 1} of {p['name']}"
+        for p in manifest["params"]
+        if p["extent"] == extent and p["start"] < last and first < p["start"] + p["numel"]
+    ]
+
+
+def tiles_of(held: Iterable[Contents]) -> list[Tile]:
+    """All tiles in the order of the flat space: the devices take turns."""
+    found = []
+    for contents in held:
+        extent_number = {id(extent): e for e, extent in enumerate(contents.manifest["extents"])}
+        summed, sums = contents.tiles["summed"].tolist(), contents.tiles["crc"].tolist()
+        for (extent, number, offset), checked, crc in zip(contents.slots(), summed, sums, strict=True):
+            place = (contents, extent_number[id(extent)], number, offset)
+            found.append(Tile(*place, extent["sections"], 4 * extent["tile_elems"], checked == 1, crc))
+    return sorted(found, key=lambda t: (t.extent, t.number))
+
+
+def total_bytes(held: Iterable[Contents]) -> int:
+    return sum(t.size for t in tiles_of(held))
+
+
+def stored_bytes(contents: Contents) -> int:
+    """What its tiles take on the disk when only their current slots are copied, and holes are not."""
+    with opened(Path(contents.path)) as fd:
+        return sum(t.size for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size))
+
+
+def _refuse(damage: list[Damage]) -> None:
+    raise CSDStoreError(str(damage[0]))
+
+
+def each_tile(
+    held: Sequence[Contents],
+    use: Callable[[Tile, memoryview | None], None],
+    *,
+    damaged: Callable[[list[Damage]], None] = _refuse,
+    gate: Callable[[], None] = lambda: None,
+    tick: Tick = lambda _: None,
+) -> None:
+    """Reads and checks every tile and has it used, on threads; None: all of it is zeros, and a hole in the store.
+
+    `gate` is called before each; `damaged`, instead of `use`, where a checksum does not fit, and raises CSDStoreError
+    unless told otherwise. Raises CSDOSError.
+    """
+    tiles = tiles_of(held)
+    largest = max((t.size for t in tiles), default=0)
+    free = [mmap.mmap(-1, largest) for _ in range(IO_DEPTH)] if largest else []  # pages, for O_DIRECT
+
+    def one(tile: Tile) -> None:
+        gate()
+        buffer = free.pop()
+        try:
+            with memoryview(buffer)[: tile.size] as view:
+                hole, damage = _read(fds[tile.contents.path], tile, view)
+                if damage:
+                    damaged(damage)
+                else:
+                    use(tile, None if hole else view)
+        finally:
+            free.append(buffer)
+        tick(tile.size)
+
+    with contextlib.ExitStack() as stack:
+        fds = {c.path: stack.enter_context(_opened_direct(Path(c.path))) for c in held}
+        pool = stack.enter_context(ThreadPoolExecutor(IO_DEPTH))
+        done: Iterator[None]
+        try:
+            done = pool.map(one, tiles)
+        except RuntimeError:  # the interpreter shuts down and has no more threads to give
+            done = map(one, tiles)
+        for _ in done:  # an error cancels those that have not begun
+            pass
+
+
+def find_damage(held: Sequence[Contents], tick: Tick = lambda _: None) -> list[Damage]:
+    """Everything in these stores that is not what was written there."""
+    found: list[Damage] = []
+    each_tile(held, lambda _, __: None, damaged=found.extend, tick=tick)
+    return sorted(found, key=lambda d: (d.path, d.tile))
+
+
+def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
+    """Is it a hole, of which nothing is read? What is damaged? Raises CSDOSError."""
+    size, n = tile.section_bytes, 0
+    try:
+        if hole := _is_hole(fd, tile.offset, tile.size):
+            n, sums = tile.size, [_sum_of_zeros(size)] * len(tile.sections)
+        else:
+            # A page at least, or the file ends there: O_DIRECT would refuse to go on in the middle of one.
+            while n < tile.size and n % PAGE == 0 and (more := os.preadv(fd, [view[n:]], tile.offset + n)):
+                n += more
+            sums = [crc32c(view[k * size : (k + 1) * size]) for k in range(len(tile.sections))]
+    except OSError as e:
+        raise CSDOSError(e.errno, f"cannot read {tile.contents.path}: {e.strerror}") from e
+    bad = [
+        section
+        for k, (section, now, then) in enumerate(zip(tile.sections, sums, tile.sums, strict=False))
+        if n < (k + 1) * size or (tile.summed and now != then)
+    ]
+    params = lying_in(tile.contents.manifest, tile.extent, tile.number) if bad else []
+    return hole, [Damage(tile.contents.path, tile.number, section, params) for section in bad]
+
+
+@contextlib.contextmanager
+def _opened_direct(file: Path) -> Iterator[int]:
+    """Open for reading past the page cache, where the file system can: some refuse only the I/O itself."""
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = stack.enter_context(opened(file, os.O_DIRECT))
+            with mmap.mmap(-1, PAGE) as page:
+                os.preadv(fd, [page], 0)
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
+                raise
+            fd = stack.enter_context(opened(file))
+        yield fd
+
+
+def _is_hole(fd: int, offset: int, size: int) -> bool:
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + size
+    except OSError as e:
+        # No data up to the end of the file, if the file is that long; EINVAL: a file system that cannot tell.
+        return e.errno == errno.ENXIO and os.fstat(fd).st_size >= offset + size
+
+
+@functools.lru_cache
+def _sum_of_zeros(size: int) -> int:
+    return crc32c(bytes(size))
