@@ -27,7 +27,7 @@ from . import benchmark, checkpoint, convert, probe
 from .devices import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_devices
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from .store import lock_owner
-from .store_format import CLEAN, FILE_NAME, VERSION, read_contents, store_file
+from .store_format import CLEAN, FILE_NAME, UNDER_WAY, VERSION, read_contents, store_file
 from .verify import Verdict
 from .verify import verify as verify_stores
 
@@ -288,6 +288,7 @@ def describe_held(file: Path) -> dict[str, Any] | None:
         "device": block.device,
         "devices": block.devices,
         "clean": bool(block.flags & CLEAN),
+        "torn": bool(block.flags & UNDER_WAY),
         "bytes": file.stat().st_size,
     }
 
@@ -319,6 +320,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         "devices": block.devices,
         "step": block.step,
         "clean": bool(block.flags & CLEAN),
+        "torn": bool(block.flags & UNDER_WAY),
         "owner": lock_owner(stat),
         "total_params": total,
         "file_bytes": stat.st_size,
@@ -399,14 +401,14 @@ def describe_held_text(held: dict[str, Any] | None) -> str:
     owner = f"in use by process {held['owner']}" if held["owner"] is not None else ""
     if "problem" in held:
         return ", ".join(filter(None, (held["problem"], owner)))
-    state = owner or ("closed cleanly" if held["clean"] else "not closed cleanly")
+    state = owner or describe_end(held)
     return f"step {held['step']}, device {held['device']} of {held['devices']}, {size(held['bytes'])}, {state}"
 
 
 def show_store(held: dict[str, Any], everything: bool) -> None:
     out = console()
     owner = f", in use by process {held['owner']}" if held["owner"] is not None else ""
-    closed = "closed cleanly" if held["clean"] else "not closed cleanly"
+    closed = describe_end(held)
     tiles, params = held["tiles"], held["params"]
     sizes = sorted({e["tile_elems"] for e in held["extents"]})
     out.print(escape(held["file"]), style="bold")
@@ -448,6 +450,13 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
             shape = " x ".join(map(str, p["shape"])) or "scalar"
             made.add_row(escape(p["name"]), shape, p["dtype"], str(p["group"]), f"{p['step']:g}")
     out.print(made)
+
+
+def describe_end(held: dict[str, Any]) -> str:
+    """How a store was left that nobody uses."""
+    if held["torn"]:
+        return "cut short in the middle of a step, which shadow=False cannot undo"
+    return "closed cleanly" if held["clean"] else "not closed cleanly: resume=True goes on from this step"
 
 
 def show_verdicts(found: list[Verdict]) -> None:
@@ -534,7 +543,7 @@ def facts(rows: list[tuple[str, str]]) -> Table:
 
 def size(n: float) -> str:
     """Bytes as people and as machines count them."""
-    for unit, binary, power in (("GB", "GiB", 3), ("MB", "MiB", 2)):
+    for unit, binary, power in (("TB", "TiB", 4), ("GB", "GiB", 3), ("MB", "MiB", 2)):
         if n >= 1000**power:
             return f"{n / 1000**power:.1f} {unit} ({n / 1024**power:.1f} {binary})"
     return f"{n / 1e3:.1f} kB ({n / 1024:.1f} KiB)"

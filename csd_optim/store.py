@@ -300,10 +300,12 @@ class StoreFile:
         """
         block = staged.superblock
         with self._naming("write the superblock"):
+            if copy == 0:
+                os.fdatasync(self.fd)
+            # In any order: a superblock whose manifest and table are not there yet does not count.
             if staged.manifest is not None:
                 _write(self.fd, staged.manifest, block.manifest.offset(copy))
             _write(self.fd, staged.table, block.table.offset(copy))
-            os.fdatasync(self.fd)
             _write(self.fd, block.pack(), copy * PAGE)
             os.fdatasync(self.fd)
             if self._is_new:
