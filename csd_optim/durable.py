@@ -223,6 +223,8 @@ class DurableEngine(Engine):
     def _note_written(self) -> np.ndarray[Any, Any]:
         """Tells the engine which tiles were written through their windows since this was last called."""
         versions = self._versions()
+        if versions == self._seen:  # as nearly always
+            return np.zeros(0, np.uint32)
         written = np.zeros(self.n_params, bool)
         written[[param for (param, _), a, b in zip(self._given, versions, self._seen, strict=True) if a != b]] = True
         tiles = self.tiles_with(written)
@@ -395,6 +397,8 @@ class DurableEngine(Engine):
 
     def settle(self) -> None:
         """Forgets what some of the devices have and others have not, before something new is written."""
+        # What was found may be in the page cache only; nothing else is given up before it is on all disks.
+        self.sync()
         for store, commit in zip(self._stores, self.held, strict=True):
             assert store is not None
             store.settle(commit)

@@ -522,7 +522,7 @@ class CSDAdam(AdamW):
         """What the next commit carries. Raises CSDTypeError, CSDValueError if `user_state` cannot be kept."""
         return Record(
             groups=[plain(group) for group in self.param_groups],
-            given=self._given,
+            given=[*self._given],
             user_state=_pack(self.user_state, engine.record.user_state),
             seconds=self._trained,
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from .bindings import crc32c
-from .errors import CSDBusyError, CSDOSError, CSDStoreExistsError, CSDWarning, users_stacklevel
+from .errors import CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDWarning, users_stacklevel
 from .layout import round_up
 from .store_format import (
     FILE_NAME,
@@ -32,6 +32,7 @@ from .store_format import (
     superblocks,
 )
 
+SECTOR = 512  # bytes that a disk writes as a whole
 # What is to become of a store that is there already: an error, erased at the first write, taken up, only looked at.
 Mode = Literal["new", "overwrite", "resume", "read"]
 
@@ -154,8 +155,7 @@ class StoreFile:
         if self._is_new:
             return path
         heads = [read(self.fd, PAGE, i * PAGE) for i in range(2)]
-        # All zero: the process that began to make it was killed before it could say what it is.
-        unborn = not any(map(any, heads))
+        unborn = self._is_unborn(path, *heads)
         if MAGIC not in (head[:8] for head in heads) and not unborn:
             raise CSDStoreExistsError(errno.EEXIST, f"{path} exists and is no csd_optim store; move it away")
         if mode in ("resume", "read") and not unborn:
@@ -169,6 +169,22 @@ class StoreFile:
                 "name another directory",
             )
         return path
+
+    def _is_unborn(self, path: Path, first: bytes, second: bytes) -> bool:
+        """Was the process that began to make this store stopped before the first commit?
+
+        Then copy 1 is zeros, and copy 0, of which only the first and last sector are anything else, is not whole.
+        """
+        sectors = [first[i : i + SECTOR] for i in range(0, PAGE, SECTOR)]
+        if any(second) or any(map(any, sectors[1:-1])) or (any(sectors[0]) and first[: len(MAGIC)] != MAGIC):
+            return False
+        if not superblocks(self.fd, str(path)):  # raises if it is one that we do not know
+            return True
+        try:
+            read_commits(self.fd, str(path))
+        except CSDStoreError:
+            return True
+        return False
 
     def _has_name(self, path: Path) -> bool:
         try:
@@ -255,6 +271,10 @@ class StoreFile:
             with self._naming("write"):
                 if not self._is_new:
                     self._replace()
+                if self.durable:
+                    for directory in (self.path.parent, self.path.parent.parent):  # so that the file has its name
+                        with opened(directory) as fd:
+                            os.fsync(fd)
                 self._open_direct()
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
         offset, size = round_up(self.end, unit), round_up(size, unit)
@@ -308,10 +328,6 @@ class StoreFile:
             _write(self.fd, staged.table, block.table.offset(copy))
             _write(self.fd, block.pack(), copy * PAGE)
             os.fdatasync(self.fd)
-            if self._is_new:
-                for directory in (self.path.parent, self.path.parent.parent):  # so that the file has its name
-                    with opened(directory) as fd:
-                        os.fsync(fd)
         self._is_new = False
         self.current = block
 

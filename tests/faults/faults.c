@@ -1,11 +1,12 @@
-/* faults.c -- an LD_PRELOAD library that makes file I/O fail on command.
+/* faults.c -- an LD_PRELOAD library that makes file I/O fail, or the process die in it, on command.
  *
- * The file named by CSD_FAULTS holds kRules rules and is mapped here and by the test (tests/test_faults.py), which
- * switches them on and off while the process runs. Calls that no active rule picks go through untouched. */
+ * The file named by CSD_FAULTS holds kRules rules and is mapped here and by the test (tests/test_faults.py, tests/crash),
+ * which switches them on and off while the process runs. Calls that no active rule picks go through untouched. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -19,14 +20,16 @@ enum { kRules = 4, kPage = 4096 };
 
 /* What a call is. A tile's transfer is aligned in memory and file and longer than a page; everything else that reads or
  * writes is metadata (superblock, manifest, table), or the trial of direct I/O. */
-enum { kTileRead = 1, kTileWrite = 2, kMetaRead = 4, kMetaWrite = 8, kAllocate = 16, kSync = 32, kDirectIo = 64, kDirectOpen = 128 };
+enum { kTileRead = 1, kTileWrite = 2, kMetaRead = 4, kMetaWrite = 8, kAllocate = 16, kSync = 32, kDirectIo = 64, kDirectOpen = 128,
+       kTruncate = 256, kRename = 512 };
 
-enum { kError = 0, kShort = 1, kEof = 2 };
+/* The last three kill the process: before the call, when half of its transfer is done, after it. */
+enum { kError = 0, kShort = 1, kEof = 2, kKillBefore = 3, kKillMiddle = 4, kKillAfter = 5 };
 
 struct rule {          /* the numpy dtype RULE in test_faults.py */
   uint32_t active;
   uint32_t calls;      /* kTileRead | ... */
-  uint32_t effect;     /* fail with `error`, move at most a page, or end of file */
+  uint32_t effect;     /* fail with `error`, move at most a page, end of file, or kill */
   int32_t error;
   uint64_t skip;       /* let so many matching calls through first */
   uint64_t times;      /* then strike so many */
@@ -81,6 +84,25 @@ static size_t cut(size_t n, uint32_t calls) {
   return calls & kDirectIo || n == 1 ? n : n / 2;
 }
 
+/* As above, but half of it. */
+static size_t half(size_t n, uint32_t calls) {
+  return n > kPage ? n / 2 / kPage * kPage : cut(n, calls);
+}
+
+static void kill_if(const struct rule *r, uint32_t effect) {
+  if (!r || r->effect != effect) return;
+  kill(getpid(), SIGKILL);
+  for (;;) pause();
+}
+
+/* A call that has no middle: whatever is not "before" is "after". */
+static void kill_after(const struct rule *r) {
+  kill_if(r, kKillMiddle);
+  kill_if(r, kKillAfter);
+}
+
+static int fails(const struct rule *r) { return r && r->effect < kKillBefore; }
+
 /* The function behind the one that is interposed. */
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
@@ -90,7 +112,12 @@ static size_t cut(size_t n, uint32_t calls) {
     const struct rule *r = struck(calls, fd, NULL);                 \
     if (r && r->effect == kError) return errno = r->error, -1;      \
     if (r && r->effect == kEof) return 0;                           \
-    return REAL(name)(fd, buffer, r ? cut(n, calls) : n, at);       \
+    kill_if(r, kKillBefore);                                        \
+    if (fails(r)) n = cut(n, calls);                                \
+    if (r && r->effect == kKillMiddle) n = half(n, calls);          \
+    const ssize_t moved = REAL(name)(fd, buffer, n, at);            \
+    kill_after(r);                                                  \
+    return moved;                                                   \
   }
 TRANSFER(pread, 0, void *, off_t)
 TRANSFER(pread64, 0, void *, off64_t)
@@ -102,7 +129,10 @@ TRANSFER(pwrite64, 1, const void *, off64_t)
   ssize_t name parameters {                                                           \
     const struct rule *r = struck(kind(fd, writes, v->iov_base, v->iov_len, at), fd, NULL); \
     if (r && r->effect == kError) return errno = r->error, -1;                        \
-    return REAL(name) arguments;                                                      \
+    kill_if(r, kKillBefore);                                                          \
+    const ssize_t moved = REAL(name) arguments;                                       \
+    kill_after(r);                                                                    \
+    return moved;                                                                     \
   }
 VECTOR(preadv, 0, (int fd, const struct iovec *v, int n, off_t at), (fd, v, n, at))
 VECTOR(preadv64, 0, (int fd, const struct iovec *v, int n, off64_t at), (fd, v, n, at))
@@ -116,18 +146,30 @@ VECTOR(pwritev64v2, 1, (int fd, const struct iovec *v, int n, off64_t at, int fl
 #define ALLOCATE(name, offset_type)                                  \
   int name(int fd, offset_type at, offset_type n) {                  \
     const struct rule *r = struck(kAllocate, fd, NULL);              \
-    return r ? r->error : REAL(name)(fd, at, n);                     \
+    if (fails(r)) return r->error;                                   \
+    kill_if(r, kKillBefore);                                         \
+    if (r && r->effect == kKillMiddle && n > kPage) n /= 2;          \
+    const int error = REAL(name)(fd, at, n);                         \
+    kill_after(r);                                                   \
+    return error;                                                    \
   }
 ALLOCATE(posix_fallocate, off_t)
 ALLOCATE(posix_fallocate64, off64_t)
 
-#define SYNC(name)                                       \
-  int name(int fd) {                                     \
-    const struct rule *r = struck(kSync, fd, NULL);      \
-    return r ? (errno = r->error, -1) : REAL(name)(fd);  \
+#define CHANGE(name, calls, parameters, arguments, fd, path)  \
+  int name parameters {                                        \
+    const struct rule *r = struck(calls, fd, path);            \
+    if (fails(r)) return errno = r->error, -1;                 \
+    kill_if(r, kKillBefore);                                   \
+    const int result = REAL(name) arguments;                   \
+    kill_after(r);                                             \
+    return result;                                             \
   }
-SYNC(fsync)
-SYNC(fdatasync)
+CHANGE(fsync, kSync, (int fd), (fd), fd, NULL)
+CHANGE(fdatasync, kSync, (int fd), (fd), fd, NULL)
+CHANGE(ftruncate, kTruncate, (int fd, off_t size), (fd, size), fd, NULL)
+CHANGE(ftruncate64, kTruncate, (int fd, off64_t size), (fd, size), fd, NULL)
+CHANGE(rename, kRename, (const char *from, const char *to), (from, to), -1, to)
 
 #define OPEN(name)                                                                  \
   int name(const char *path, int flags, ...) {                                      \

@@ -1,0 +1,122 @@
+"""Stops training in every way there is, and looks whether it goes on: see __init__.py."""
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch._dynamo  # what step() would import: once, not in every child
+
+if __package__ in (None, ""):  # python tests/crash
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from crash.kills import KillsAtCalls, RandomKills
+from crash.power import PowerLosses, Recording
+from crash.processes import KILL_EFFECTS, in_child, preloaded
+from crash.training import Violation
+
+SHOTS = 50  # images per recording, about
+
+
+class Progress:
+    """Counts on stderr."""
+
+    def __init__(self, what, total):
+        self.what, self.total, self.done, self.shown = what, total, 0, 0.0
+
+    def __call__(self, n):
+        self.done += n
+        now = time.monotonic()
+        if now - self.shown > 1 or self.done == self.total:
+            self.shown = now
+            print(f"\r{self.what}: {self.done}/{self.total} ", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self):
+        self(0)
+        return self
+
+    def __exit__(self, *_):
+        print(file=sys.stderr)
+
+
+def parse():
+    parser = argparse.ArgumentParser(prog="crash", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="at random moments")
+    parser.add_argument("--calls", type=int, default=-1, help="kills at calls that change a file; -1: all of them")
+    parser.add_argument("--images", type=int, default=2000, help="of disks after a power loss")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--keep", type=Path, help="where to keep the store that shows a violation")
+    return parser.parse_args()
+
+
+def run(arguments, directory):
+    torch.set_num_threads(1)  # the same sums everywhere; and a child has no other threads
+    choose = random.Random(arguments.seed)
+
+    def keep(store):
+        if arguments.keep:
+            shutil.copytree(store, arguments.keep, dirs_exist_ok=True)
+
+    parts = []
+    if arguments.kills:
+        kills = RandomKills(choose.randrange(1 << 30), directory, keep)
+        with Progress("random kills", arguments.kills) as tick:
+            kills.run(arguments.kills, tick)
+        where = ", ".join(f"{n} while {phase}" for phase, n in kills.where.items())
+        parts.append(f"{arguments.kills} kills at random ({where}; {kills.runs} runs)")
+    if arguments.calls:
+        at_calls = KillsAtCalls(choose.randrange(1 << 30), directory, keep)
+        every = [(call, effect) for call in range(in_child(at_calls.calls)) for effect in KILL_EFFECTS]
+        if 0 < arguments.calls < len(every):
+            every = sorted(choose.sample(every, arguments.calls))
+        struck = 0
+        with Progress("kills at calls", len(every)) as tick:
+            for call, effect in every:
+                struck += at_calls.at(call, effect)
+                tick(1)
+        parts.append(f"{struck} kills at calls")
+    if arguments.images:
+        # Images lie in memory where that is possible: what is on a disk is not what is tested here.
+        images = "/dev/shm" if os.access("/dev/shm", os.W_OK) else directory
+        fresh, left, recordings = 0, arguments.images, 0
+        n = max(2, arguments.images // SHOTS)
+        with TemporaryDirectory(dir=images) as place, Progress("power losses", arguments.images) as tick:
+            for i in range(n):
+                seed, devices = choose.randrange(1 << 30), 1 + i % (2 if i < 2 else 3)
+                recording = Recording(seed, devices, directory, killed=i >= 2 and i % 4 != 3, choose=choose)
+                losses = PowerLosses(arguments.seed, recording, place, keep)
+                share = left // (n - i)
+                losses.run(share, tick)
+                left, fresh, recordings = left - share, fresh + losses.fresh, recordings + 1
+        parts.append(f"{arguments.images} power losses in {recordings} recordings ({fresh} before the first commit)")
+    return ", ".join(parts)
+
+
+def main():
+    arguments = parse()
+    if "CSD_RECORD" not in os.environ:  # once more, with the libraries
+        with TemporaryDirectory() as directory:
+            command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--seed", str(arguments.seed)]
+            code = os.spawnve(os.P_WAIT, sys.executable, command, preloaded(Path(directory)))
+        sys.exit(code)
+    began = time.monotonic()
+    print(f"seed {arguments.seed}", file=sys.stderr)
+    with TemporaryDirectory() as directory:
+        try:
+            done = run(arguments, directory)
+        except Violation as e:
+            cause = f"\n{e.__cause__}" if e.__cause__ else ""
+            print(f"VIOLATION with --seed {arguments.seed}: {e}{cause}", file=sys.stderr)
+            print(f"crash: seed {arguments.seed}: a promise was broken; see above")
+            sys.exit(1)
+    seconds = time.monotonic() - began
+    print(f"crash: seed {arguments.seed}: {done}: every one went on from a committed step ({seconds:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()

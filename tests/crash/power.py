@@ -1,0 +1,473 @@
+"""Power loss: what a run did to its files is recorded, and cut short at any instant.
+
+What a completed flush covers is on the disk. Of everything else, each sector holds what it held before, or what any of
+the writes under way would have put there. An image of the disks that results must open at a committed step.
+"""
+
+import ctypes
+import os
+import random
+import shutil
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from csd_optim.store_format import FILE_NAME, PAGE, Superblock
+
+from .kills import devices_in
+from .processes import CHANGES, COMMITS, KILL_EFFECTS, Child, Shared, in_child, kill_at
+from .training import LAST, Training, Violation, named, reference
+
+SECTOR = 512
+# As in faults/record.c.
+WRITE, ALLOCATE, TRUNCATE, SYNC, SYNC_DIRECTORY, RENAME, MARK, DONE, OTHER, CREATE, SEEN = range(1, 12)
+NAMES = (
+    "",
+    "write",
+    "allocate",
+    "truncate",
+    "flush",
+    "flush of the directory",
+    "rename",
+    "mark",
+    "",
+    "unlink",
+    "create",
+    "the end of a process that wrote",
+)
+HEAD = np.dtype([("active", "u8"), ("end", "u8"), ("room", "u8"), ("root", "S232")])
+ENTRY = np.dtype(
+    [(name, "u8") for name in ("bytes", "what", "process", "call", "at", "n", "data")] + [("path", "S136")]
+)
+
+
+# ---- recording -----------------------------------------------------------------
+
+
+@dataclass
+class Entry:
+    """One entry of the log: a call before it is made, or (`done`) that it has returned."""
+
+    what: int
+    done: bool
+    process: int
+    call: int
+    at: int
+    n: int
+    path: str
+    data: bytes = b""
+    mapped: list = field(default_factory=list)  # of a flush: pages that were written without a call
+    ahead: list = field(default_factory=list)  # the same of the next flush of the file
+
+    def __str__(self):
+        file, what = Path(self.path).parent.name, NAMES[self.what]
+        where = f" of {self.n} bytes at {self.at}" if self.what in (WRITE, ALLOCATE) else ""
+        return f"{'the end of ' if self.done else ''}{what}{where} to {file}" if file else f"{what} {self.n}"
+
+
+class Recording:
+    """What a run did to its stores: all of it, in one order. It is stopped and resumed several times.
+
+    `killed`: the first two of its processes are killed at some call; otherwise they close.
+    """
+
+    def __init__(self, seed, n_devices, directory, *, killed, choose):
+        self.seed, self.n_devices, self.killed = seed, n_devices, killed
+        self.expected = in_child(reference, seed)
+        with TemporaryDirectory(dir=directory) as store:
+            log = np.memmap(os.environ["CSD_RECORD"], np.uint8, "r+")
+            head = log[: HEAD.itemsize].view(HEAD)[0]
+            head["end"], head["room"], head["root"] = HEAD.itemsize, len(log), os.fsencode(store)
+            head["active"] = 1
+            try:
+                self._run(store, choose)
+            finally:
+                head["active"] = 0
+            self.entries = _entries(log[: int(head["end"])])
+            _find_mapped(self.entries)
+            self._check_fidelity(store)
+
+    def _run(self, store, choose):
+        shared = Shared()
+        for until in (18, 22) if not self.killed else (choose.randint(4, 16), choose.randint(17, 22)):
+            # A run makes some 20 calls per event, and some 50 to its first commit.
+            call = choose.randrange(choose.choice([50, 20 * until])) if self.killed else 1 << 60
+            # Half of the time in a commit, or not at all if there are fewer calls of that kind.
+            kinds = choose.choice([CHANGES, COMMITS])
+            with kill_at(call, KILL_EFFECTS[choose.choice([*KILL_EFFECTS])], store, kinds):
+                self._process(shared, store, until)
+        self._process(shared, store, LAST)
+
+    def _process(self, shared, store, until):
+        with Child(shared, lambda: _train(self.seed, devices_in(store, self.n_devices), until)) as child:
+            if child.wait() not in (0, -signal.SIGKILL):
+                raise Violation(f"{self}: {shared.said()}")
+        for device in devices_in(store, self.n_devices):
+            ctypes.CDLL(None).csd_record_seen(os.fsencode(f"{device}/{FILE_NAME}"))
+
+    def _check_fidelity(self, store):
+        """The last state of the files follows from the log: nothing was missed."""
+        disk = Disk(self)
+        for entry in self.entries:
+            disk.pass_by(entry)
+        for path, file in disk.files.items():
+            content, _ = file.image(None)
+            if content != Path(store + path).read_bytes():
+                raise RuntimeError(f"{self}: the recorder missed something that happened to {path}")
+
+    def __str__(self):
+        how = "killed twice" if self.killed else "closed twice"
+        return f"recording (training seed {self.seed}, {self.n_devices} devices, {how})"
+
+
+def _train(seed, devices, until):
+    mark = ctypes.CDLL(None).csd_record_mark
+    training = Training(seed, devices)
+    while training.event < until:
+        mark(ctypes.c_uint64(2 * training.opt.committed_step))
+        event = training.next_event()
+        mark(ctypes.c_uint64(event if event % 2 else 2 * training.opt.committed_step))
+    training.opt.close()
+    mark(ctypes.c_uint64(training.event))
+
+
+def _entries(log):
+    entries, begun, at = [], {}, HEAD.itemsize
+    while at < len(log):
+        row = log[at : at + ENTRY.itemsize].view(ENTRY)[0]
+        what, call, data = int(row["what"]), int(row["call"]), int(row["data"])
+        path = os.fsdecode(row["path"])
+        if what == OTHER and FILE_NAME in path:
+            raise RuntimeError(f"{path} was removed, or linked: the replay does not know how")
+        entry = Entry(
+            begun[call].what if what == DONE else what,
+            what == DONE,
+            int(row["process"]),
+            call,
+            int(row["at"]),
+            int(row["n"].astype(np.int64)),
+            path,
+            log[at + ENTRY.itemsize :][:data].tobytes(),
+        )
+        if what == WRITE:
+            entry.n = data
+        if what != DONE:
+            begun[call] = entry
+        entries.append(entry)
+        at += int(row["bytes"])
+    return entries
+
+
+def _find_mapped(entries):
+    """Finds, for every flush, the pages that changed since the one before without a call."""
+    shadows, under_way, last = {}, {}, {}
+    for entry in entries:
+        if entry.what in (SYNC_DIRECTORY, MARK, OTHER) or Path(entry.path).name != FILE_NAME:
+            continue  # a temporary file is empty
+        if entry.done:
+            under_way.pop(entry.call, None)
+            continue
+        if entry.what == RENAME:  # an empty file takes its place
+            shadows[entry.path], last[entry.path] = bytearray(), entry
+            continue
+        shadow = shadows.setdefault(entry.path, bytearray())
+        last.setdefault(entry.path, entry)
+        if entry.what not in (SYNC, SEEN):
+            _apply(shadow, entry)
+            under_way[entry.call] = entry
+            continue
+        # Of a write under way the file may show a part.
+        calls = [other for other in under_way.values() if other.path == entry.path]
+        busy = {
+            page
+            for other in calls
+            if other.what == WRITE
+            for page in range(other.at // PAGE, -(-(other.at + other.n) // PAGE))
+        }
+        seen = entry.data
+        if entry.what == SEEN:
+            for other in calls:
+                _correct(other, seen)
+                del under_way[other.call]
+            shadow[:], busy = shadow[: len(seen)].ljust(len(seen), b"\0"), {}
+            for other in calls:
+                _apply(shadow, other)
+        for page in range(-(-len(seen) // PAGE)):
+            now = seen[page * PAGE : (page + 1) * PAGE]
+            if page not in busy and shadow[page * PAGE : (page + 1) * PAGE] != now:
+                entry.mapped.append((page * PAGE, now))
+                _put(shadow, page * PAGE, now)
+        last[entry.path].ahead, last[entry.path] = entry.mapped, entry
+
+
+def _correct(call, seen):
+    """Of a call in which its process was killed, only what the file shows has happened."""
+    if call.what == WRITE:
+        call.data = seen[call.at : call.at + call.n]
+        call.n = len(call.data)
+    elif call.what == ALLOCATE:
+        call.n = max(0, min(call.n, len(seen) - call.at))
+        call.at = min(call.at, len(seen))
+    elif call.what == TRUNCATE:
+        call.n = len(seen)
+
+
+def _put(content, at, data):
+    if len(content) < at:
+        content.extend(bytes(at - len(content)))
+    content[at : at + len(data)] = data
+
+
+def _apply(content, entry):
+    if entry.what == WRITE:
+        _put(content, entry.at, entry.data)
+    elif entry.what == ALLOCATE:
+        content.extend(bytes(max(0, entry.at + entry.n - len(content))))
+    elif entry.what == TRUNCATE:
+        if entry.n < len(content):
+            del content[entry.n :]
+        else:
+            content.extend(bytes(entry.n - len(content)))
+
+
+# ---- a disk, as time goes by -----------------------------------------------------
+
+
+@dataclass
+class Pending:
+    """A write, or a change of size, that need not have reached the disk yet."""
+
+    entry: Entry
+    returned: bool = False
+
+
+class File:
+    """One store: what is on the disk for certain, and what may be."""
+
+    def __init__(self, before, mapped):
+        self.safe = bytearray()
+        self.pending = {}  # by call
+        self.mapped = mapped  # pages written through mappings before the next flush, as it will see them
+        self.covered = {}  # by flush under way: the calls that it covers
+        self.named = set()  # directories that were flushed since it was made
+        self.before = before  # the file that had its name, and may have it still
+
+    def image(self, choose):
+        """One thing that may be on the disk, and a word on it. `choose` None: everything, in order."""
+        writes = [p.entry for p in self.pending.values()]
+        writes += [Entry(WRITE, False, 0, 0, at, len(data), "", data) for at, data in self.mapped if choose]
+        content = bytearray(self.safe)
+        how = choose.choice(HOW) if choose else "all"
+        # Changes of size come in order, as a file system's journal has them.
+        sizes = [w for w in writes if w.what != WRITE]
+        kept = sizes if how == "all" else sizes[: choose.randint(0, len(sizes))]
+        if how not in ("all", "superblocks only") and not sizes:
+            choose.shuffle(writes)
+        for entry in writes:
+            if entry.what != WRITE:
+                if any(entry is k for k in kept):
+                    _apply(content, entry)
+                continue
+            is_superblock = entry.at < 2 * PAGE
+            whole = {
+                "none": False,
+                "all": True,
+                "superblocks only": is_superblock,
+                "all but superblocks": not is_superblock,
+                "some": choose and choose.random() < 0.5,
+            }.get(how)
+            torn = whole is None and (how == "torn" or is_superblock)
+            if torn:
+                share = choose.choice([0.1, 0.5, 0.9])
+                for first in range(0, entry.n, SECTOR):
+                    if choose.random() < share:
+                        _put(content, entry.at + first, entry.data[first : first + SECTOR])
+            elif whole or whole is None:
+                _apply(content, entry)
+        return content, how
+
+
+HOW = ("none", "all", "superblocks only", "all but superblocks", "some", "torn", "torn", "torn superblocks")
+
+
+class Disk:
+    """The disks of a recording at one instant of it."""
+
+    def __init__(self, recording):
+        self.recording = recording
+        self.files = {}  # by path
+        self.flushed = {}  # path: the last step whose superblock is safe there
+        self.promised = 0  # what the optimizer has said is durable
+
+    def pass_by(self, entry):
+        """Time goes on beyond this entry."""
+        if entry.what == MARK:
+            self.promised = max(self.promised, entry.n)
+        elif entry.what == SYNC_DIRECTORY:
+            if entry.done and entry.n == 0:
+                for path, file in self.files.items():
+                    if entry.path in ("", str(Path(path).parent)):
+                        file.named.add(entry.path)
+        elif entry.what == RENAME:
+            # If the process is killed before it happens, the next one does it again.
+            if not entry.done:
+                self.files[entry.path] = File(self.files.get(entry.path), entry.ahead)
+        elif entry.what != OTHER and Path(entry.path).name == FILE_NAME:
+            self._pass_file(entry)
+
+    def _pass_file(self, entry):
+        if entry.path not in self.files:
+            self.files[entry.path] = File(None, entry.ahead)
+        file = self.files[entry.path]
+        if entry.what == CREATE:
+            return
+        if entry.what == SEEN:
+            for pending in file.pending.values():
+                pending.returned = True  # or will never
+            file.mapped = file.mapped + entry.ahead
+            return
+        if entry.what != SYNC:
+            if not entry.done:
+                file.pending[entry.call] = Pending(entry)
+            elif entry.call in file.pending:
+                # A short write has written what it says; what came to nothing, nothing.
+                pending = file.pending[entry.call]
+                pending.returned = True
+                if entry.what == WRITE and entry.n < pending.entry.n:
+                    raise RuntimeError(f"{self.recording}: a short write, which the replay does not know")
+        elif not entry.done:
+            file.covered[entry.call] = [c for c, p in file.pending.items() if p.returned], file.mapped
+            file.mapped = entry.ahead  # they may have been written from now on
+        elif entry.n == 0:
+            calls, mapped = file.covered.pop(entry.call)
+            for call in calls:
+                if pending := file.pending.pop(call, None):
+                    _apply(file.safe, pending.entry)
+            for at, data in mapped:
+                _put(file.safe, at, data)
+            if block := Superblock.unpack(bytes(file.safe[:PAGE]), entry.path):
+                self.flushed[entry.path] = block.step
+
+    @property
+    def durable(self):
+        """The event that a power loss now must not undo."""
+        files = self.files.items()
+        if len(files) < self.recording.n_devices or not all(len(f.named) == 2 for _, f in files):
+            return self.promised
+        return max(self.promised, 2 * min(self.flushed.get(path, 0) for path, _ in files))
+
+    def lose_power(self, directory, choose):
+        """Writes an image of all devices to `directory`; returns what it did."""
+        said = []
+        alike = choose.random() < 0.3  # the disks are at the same point
+        seed = choose.random()
+        for path, file in self.files.items():
+            of_file = random.Random(seed) if alike else choose
+            if len(file.named) < 2 and of_file.random() < 0.3:
+                if file.before is None:
+                    said.append(f"{path}: not there")
+                    continue
+                said.append(f"{path}: the one before")
+                file = file.before
+            content, how = file.image(of_file)
+            target = Path(f"{directory}{path}")
+            target.parent.mkdir()
+            target.write_bytes(content)
+            said.append(f"{path}: {how} of {len(file.pending)} writes and {len(file.mapped)} pages")
+        return "; ".join(said)
+
+
+# ---- checking ------------------------------------------------------------------
+
+
+def check_image(recording, directory, durable, choose):
+    training = Training(recording.seed, devices_in(directory, recording.n_devices))
+    training.check(recording.expected, durable)
+    event = training.event
+    if event == 0 or choose.random() < 0.15:
+        training.check_next(recording.expected)
+    training.opt.close()
+    return event
+
+
+class PowerLosses:
+    """Images of one recording, made and checked by several children at once."""
+
+    LANES = 2
+
+    def __init__(self, seed, recording, directory, keep):
+        self.seed, self.recording = seed, recording
+        self.directory = directory
+        self.keep = keep
+        self.fresh = 0
+
+    def run(self, images, tick):
+        choose = random.Random(f"{self.seed} {self.recording}")
+        points = sorted(choose.choice([*self._moments()])(choose) for _ in range(images))
+        lanes = []
+        try:
+            for lane in range(self.LANES):
+                shared = Shared()
+                mine = points[lane :: self.LANES]
+                lanes.append(Child(shared, lambda s=shared, m=mine, k=lane: self._lane(s, m, k)))
+            done = 0
+            while True:
+                ended = [child.ended() for child in lanes]
+                now = sum(int(child.shared.numbers[Shared.EVENT]) for child in lanes)
+                tick(now - done)
+                done = now
+                if all(ended):
+                    break
+                time.sleep(0.05)
+            for child in lanes:
+                if child.code != 0:
+                    raise Violation(f"power loss, seed {self.seed}, {self.recording}: {child.shared.said()}")
+                self.fresh += int(child.shared.numbers[Shared.DURABLE])
+        finally:
+            for child in lanes:
+                child.kill()
+
+    def _moments(self):
+        """Ways to choose one: at any time; and where it is delicate, too."""
+        entries = self.recording.entries
+        yield lambda choose: choose.randint(0, len(entries))
+        # Superblocks, and whatever flushes.
+        delicate = [
+            i
+            for i, e in enumerate(entries)
+            if e.what in (SYNC, SYNC_DIRECTORY) or (e.what == WRITE and e.at < 2 * PAGE)
+        ]
+        yield lambda choose: choose.choice(delicate) + choose.randint(0, 1)
+        # Before the first commit.
+        first = next(i for i, e in enumerate(entries) if e.what == MARK and e.n)
+        yield lambda choose: choose.randint(0, first)
+        # While a process takes up what one before it has left.
+        begins = [i for i in range(1, len(entries)) if entries[i - 1].what == SEEN != entries[i].what]
+        ends = [next(i for i in range(b, len(entries)) if entries[i].what == MARK) for b in begins]
+        windows = [*zip(begins, ends, strict=True)]
+        yield lambda choose: choose.randint(*choose.choice(windows))
+
+    def _lane(self, shared, points, lane):
+        disk, at = Disk(self.recording), 0
+        for number, point in enumerate(points):
+            for entry in self.recording.entries[at:point]:
+                disk.pass_by(entry)
+            at = point
+            choose = random.Random(f"{self.seed} {lane} {number}")
+            with TemporaryDirectory(dir=self.directory) as image:
+                said = disk.lose_power(image, choose)
+                before = str(self.recording.entries[point - 1]) if point else "the beginning"
+                copy = shutil.copytree(image, Path(image) / "copy", ignore=shutil.ignore_patterns("copy"))
+                try:
+                    event = check_image(self.recording, image, disk.durable, choose)
+                except Exception as e:
+                    self.keep(copy)
+                    what = f"entry {point} of {len(self.recording.entries)}, after {before}"
+                    durable = f"{named(disk.durable)} was durable"
+                    raise Violation(f"image {number} of lane {lane}, at {what}; {durable}; {said}") from e
+            shared.numbers[Shared.EVENT] += 1
+            shared.numbers[Shared.DURABLE] += event == 0

@@ -1,0 +1,148 @@
+"""Children that may be killed, and the libraries that are preloaded into them: faults/faults.c and faults/record.c.
+
+Children are forked, so that torch is imported once; the parent itself never makes an optimizer, as a child would
+inherit its locks but not its threads.
+"""
+
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+FAULTS = Path(__file__).parent.parent / "faults"
+# As in faults.c.
+TILE_WRITE, META_WRITE, ALLOCATE, SYNC, TRUNCATE, RENAME = 2, 8, 16, 32, 256, 512
+CHANGES = TILE_WRITE | META_WRITE | ALLOCATE | SYNC | TRUNCATE | RENAME
+COMMITS = META_WRITE | SYNC  # the calls that make up a commit
+KILL_EFFECTS = {"before": 3, "in the middle of": 4, "after": 5}
+FOREVER = 1 << 62
+RULE = np.dtype(
+    [("active", "u4"), ("calls", "u4"), ("effect", "u4"), ("error", "i4")]
+    + [(name, "u8") for name in ("skip", "times", "hold", "seen", "struck")]
+    + [("path", "S192")]
+)
+N_RULES = 4
+LOG_BYTES = 1 << 30  # of a sparse file: a recording takes some 50 MB
+
+
+def preloaded(directory):
+    """The environment in which a process has both libraries."""
+    for name in ("faults", "record"):
+        command = [os.environ.get("CC", "cc"), "-Wall", "-O1", "-shared", "-fPIC", "-o", directory / f"{name}.so"]
+        subprocess.run([*command, FAULTS / f"{name}.c", "-ldl", "-lpthread"], check=True)
+    np.zeros(N_RULES, RULE).tofile(directory / "rules")
+    with open(directory / "log", "wb") as log:
+        log.truncate(LOG_BYTES)
+    # What is recorded is what the process asked for, whether or not it is killed in it.
+    libraries = f"{directory / 'record.so'}:{directory / 'faults.so'}"
+    files = {"CSD_RECORD": str(directory / "log"), "CSD_FAULTS": str(directory / "rules")}
+    return {**os.environ, "LD_PRELOAD": libraries, **files}
+
+
+@contextmanager
+def kill_at(call, effect, path, calls=CHANGES):
+    """Kills who makes the call number `call` (from 0) of this kind on a file below `path`. Yields the rule."""
+    rules = np.memmap(os.environ["CSD_FAULTS"], RULE, "r+")
+    rules[0] = (0, calls, effect, 0, call, 1, 0, 0, 0, os.fsencode(path))
+    rules["active"][0] = 1
+    try:
+        yield rules[0]
+    finally:
+        rules["active"][0] = 0
+
+
+class Shared:
+    """Numbers that a child leaves behind, whatever becomes of it, and what it has to say."""
+
+    PHASE, EVENT, DURABLE = range(3)
+    CONSTRUCTING, TRAINING, CLOSING = range(1, 4)
+
+    def __init__(self):
+        self._memory = mmap.mmap(-1, 1 << 16)
+        self.numbers = np.frombuffer(self._memory, np.int64, 8)
+
+    def say(self, text):
+        data = text.encode()[:60_000]
+        self._memory[64 : 72 + len(data)] = len(data).to_bytes(8, "little") + data
+
+    def said(self):
+        return self._memory[72 : 72 + int.from_bytes(self._memory[64:72], "little")].decode(errors="replace")
+
+
+def start(shared, body, *arguments):
+    """Forks a child that calls `body` and ends: with 0, or with 3 when it has said what was wrong."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 3
+    try:
+        body(*arguments)
+        code = 0
+    except BaseException:
+        shared.say(traceback.format_exc())
+    finally:
+        os._exit(code)  # as abruptly as that: no destructors, no handlers of the parent's
+
+
+class Child:
+    """A child under way; killed at the end of the `with` if it still is."""
+
+    def __init__(self, shared, body, *arguments):
+        self.shared = shared
+        self.pid = start(shared, body, *arguments)
+        self.code = None  # as os.waitstatus_to_exitcode has it, when it has ended
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def ended(self, flags=os.WNOHANG):
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, flags)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is not None
+
+    def kill(self):
+        if not self.ended():
+            os.kill(self.pid, signal.SIGKILL)
+            self.ended(0)
+
+    def wait(self, seconds=60):
+        """Its exit code. Raises TimeoutError if it does not end."""
+        end = time.monotonic() + seconds
+        pause = 0.0002
+        while not self.ended():
+            if time.monotonic() > end:
+                raise TimeoutError(f"a child has not ended for {seconds} seconds")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+        return self.code
+
+
+def in_child(function, *arguments):
+    """What the function returns, from a child."""
+    reading, writing = os.pipe()
+
+    def body():
+        with open(writing, "wb") as pipe:
+            pickle.dump(function(*arguments), pipe)
+
+    shared = Shared()
+    with Child(shared, body) as child, open(reading, "rb") as pipe:
+        os.close(writing)
+        data = pipe.read()
+        if child.wait() != 0:
+            raise RuntimeError(f"{function.__name__} failed:\n{shared.said()}")
+    return pickle.loads(data)

@@ -1,0 +1,200 @@
+"""The training that is stopped and taken up again: everything about it follows from its seed."""
+
+import copy
+import hashlib
+import math
+import warnings
+
+import torch
+from torch.nn.functional import dropout, embedding
+
+from csd_optim import CSDAdam, CSDStoreError, CSDWarning
+
+STEPS = 12
+LATE = 3  # the step in which a parameter gets its first gradient
+LOAD = 4  # after this step a state dict is loaded
+JOIN = 6  # before this step a parameter group joins
+WRITE = 7  # before this step parameters are set from outside
+JOINED = 8  # the first gradient of that group
+SAMPLES, BATCH = 56, 8
+LAST = 2 * STEPS
+
+
+class Violation(Exception):
+    """A promise was broken."""
+
+
+class Training:
+    """A small model, its optimizer, and how far they are.
+
+    `event` counts what is committed: 2 * s is step s, 2 * LOAD + 1 the state dict after that step, 0 nothing yet.
+    """
+
+    def __init__(self, seed, devices):
+        self.seed = seed
+        self.generator = torch.Generator().manual_seed(seed)
+        self.params = {
+            "embed": self._param(SAMPLES, 24),
+            "first": self._param(24, 48, dtype=torch.bfloat16),
+            "scale": self._param(48, dtype=torch.float16),
+            "second": self._param(48, 64),
+            "late": self._param(64, 40),
+            "joined": self._param(40, 33, dtype=torch.bfloat16),
+        }
+        self.targets = torch.randn(SAMPLES, 33, generator=self.generator)
+        torch.manual_seed(seed)
+        self.position, self.order = SAMPLES, torch.arange(SAMPLES)
+        self.resumes = devices != "ram:"
+        self.opt = self._open(devices)
+        self.event = self.opt.user_state["event"] if self.opt.user_state else 0
+        # What was found, before anything is done with it.
+        self.found = self.image() if self.event else {}
+        if self.event:
+            state = self.opt.user_state
+            self.position, self.order = state["position"], state["order"].clone()
+            torch.set_rng_state(state["rng"])
+        self._schedule()
+
+    def _param(self, *shape, dtype=torch.float32):
+        value = torch.randn(shape, generator=self.generator) / math.sqrt(shape[0])
+        return torch.nn.Parameter(value.to(dtype))
+
+    @property
+    def steps(self):
+        return self.event // 2
+
+    def _groups(self):
+        first = [p for name, p in self.params.items() if name != "joined"]
+        return [{"params": first, "lr": 0.02, "weight_decay": 0.1}]
+
+    def _joining(self):
+        return {"params": [self.params["joined"]], "lr": 0.01, "initial_lr": 0.01, "amsgrad": True}
+
+    def _open(self, devices):
+        if not self.resumes:
+            return CSDAdam(self._groups(), devices=devices, tile_size=1024)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                opt = CSDAdam(self._groups(), devices=devices, tile_size=1024, resume=True)
+            except CSDStoreError as e:
+                if "only the store has" not in str(e):
+                    raise
+                opt = CSDAdam([*self._groups(), self._joining()], devices=devices, tile_size=1024, resume=True)
+        said = any(issubclass(w.category, CSDWarning) and "a new one is begun" in str(w.message) for w in caught)
+        if said == bool(opt.user_state):
+            raise Violation(f"user_state is {opt.user_state}, but a warning that a new store is begun: {said}")
+        return opt
+
+    def _schedule(self):
+        # Its last_epoch counts from 0, and it makes a step when it is made.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "optimizer.step() before lr_scheduler.step()": in the process before
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+                self.opt, lambda t: 1 / (1 + 0.1 * t), last_epoch=self.steps - 1
+            )
+
+    def next_event(self):
+        """Trains up to the next state that is committed, and returns its number."""
+        if self.event == 2 * LOAD:
+            self._load()
+        else:
+            self._step(self.steps + 1)
+        return self.event
+
+    def _step(self, number):
+        params, opt = self.params, self.opt
+        if number == JOIN:
+            opt.add_param_group(self._joining())
+            self._schedule()
+        if number == WRITE:
+            with torch.no_grad():
+                params["embed"].mul_(0.9)
+                params["first"][3:5] = 0.25
+        if self.position + BATCH > SAMPLES:
+            self.position, self.order = 0, torch.randperm(SAMPLES)
+        rows = self.order[self.position : self.position + BATCH]
+        self.position += BATCH
+        hidden = dropout(embedding(rows, params["embed"]), 0.2)
+        hidden = torch.relu(hidden @ params["first"].float()) * params["scale"].float()
+        hidden = torch.tanh(hidden @ params["second"])
+        hidden = hidden @ params["late"] if number >= LATE else hidden[:, :40]
+        hidden = hidden @ params["joined"].float() if number >= JOINED else hidden[:, :33]
+        loss = (hidden - self.targets[rows]).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        self.event = 2 * number
+        opt.user_state = self._user_state()
+        opt.step()
+        self._image = self.image()  # with the hyperparameters that the step used
+        self.scheduler.step()
+
+    def _load(self):
+        held = copy.deepcopy(self.opt.state_dict())
+        for entry in held["state"].values():
+            entry["exp_avg"] *= 0.5
+        self.event += 1
+        self.opt.user_state = self._user_state()
+        self.opt.load_state_dict(held)
+        self._image = self.image()
+
+    def _user_state(self):
+        state = {"event": self.event, "position": self.position, "order": self.order}
+        return {**state, "rng": torch.get_rng_state()}
+
+    def image(self):
+        """What must come back: a checksum of every tensor's bits, and every number."""
+        image = {}
+        for name, p in self.params.items():
+            image[name] = _sum(p)
+            for key, value in self.opt.state.get(p, {}).items():
+                image[f"{key} of {name}"] = _sum(value)
+        for k, group in enumerate(self.opt.param_groups):
+            names = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+            image[f"group {k}"] = repr([group.get(name) for name in names])
+        for key, value in self.opt.user_state.items():
+            image[f"user_state[{key!r}]"] = _sum(value) if isinstance(value, torch.Tensor) else repr(value)
+        return image
+
+    def check(self, reference, at_least):
+        """What was found is the state of a committed step, and of none before event `at_least`."""
+        if self.event < at_least:
+            raise Violation(f"resumed {named(self.event)}, but {named(at_least)} was durable")
+        if self.event and self.opt.committed_step != self.steps:
+            raise Violation(f"resumed {named(self.event)}, but committed_step is {self.opt.committed_step}")
+        _compare(self.found, reference.get(self.event, {}), f"resumed {named(self.event)}")
+
+    def check_next(self, reference):
+        """It goes on as if it had never stopped."""
+        if self.event < LAST:
+            _compare(self.next_image(), reference[self.event], f"resumed, and trained on to {named(self.event)}")
+
+    def next_image(self):
+        self.next_event()
+        return self._image
+
+
+def _sum(t):
+    return hashlib.blake2b(t.detach().contiguous().view(-1).view(torch.uint8).numpy(), digest_size=12).hexdigest()
+
+
+def _compare(found, expected, what):
+    different = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
+    if different:
+        raise Violation(f"{what}: {', '.join(different)} differ from the run that was never stopped")
+
+
+def named(event):
+    if event == 0:
+        return "nothing"
+    return f"the state dict after step {event // 2}" if event % 2 else f"step {event // 2}"
+
+
+def reference(seed):
+    """What the run looks like that is never stopped, event by event. In memory: without a store."""
+    training, images = Training(seed, "ram:"), {}
+    while training.event < LAST:
+        image = training.next_image()
+        images[training.event] = image
+    training.opt.close()
+    return images
