@@ -62,6 +62,10 @@ class Background:
         with contextlib.suppress(RuntimeError):  # the interpreter shuts down and has no more threads: wait() does it
             self._running = self._pool.submit(commit, self._in_parallel)
 
+    @property
+    def idle(self) -> bool:
+        return self._running is None or self._running.done()
+
     def run(self, commit: Commit) -> None:
         """The same on the calling thread, to the end. Raises CSDOSError."""
         self.wait()

@@ -81,6 +81,7 @@ class DurableEngine(Engine):
         self._uncommitted = False  # current slots of committed tiles changed since the last commit began
         self._open = np.zeros(0, bool)  # per tile: what is written to its windows goes to the device
         self._loose = np.zeros(0, bool)  # per tile: its slot is part of no commit
+        self._edited = np.zeros(0, bool)  # per tile: somebody wrote to its windows, and no step has begun with that
         self._given: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
         self._seen: list[int] = []  # their versions when the native engine was last told of what was written to them
         self._committed_steps = np.zeros(0, np.float32)
@@ -114,6 +115,7 @@ class DurableEngine(Engine):
         super()._add(extent, offsets, states)
         new = np.full(extent.n_tiles, states is None)
         self._open, self._loose = np.append(self._open, new), np.append(self._loose, new)
+        self._edited = np.append(self._edited, np.zeros(extent.n_tiles, bool))
 
     def window(self, extent: Extent, param: int, section: int, dtype: torch.dtype) -> torch.Tensor:
         window = super().window(extent, param, section, dtype)
@@ -151,7 +153,7 @@ class DurableEngine(Engine):
         self._make_way()
         self._reserve(record or self.record)
         if len(written := self._note_written()):
-            tiles = np.union1d(tiles, written)
+            tiles = np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)]))
         if self.slots == 1 and not self._loose[tiles].all():
             self._announce_step()
         self._changed = True
@@ -161,6 +163,8 @@ class DurableEngine(Engine):
         """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""
         super().finish(keep)
         self._uncommitted |= keep
+        if keep:
+            self._edited[:] = False
 
     def drain(self) -> None:
         self.check_open()
@@ -184,9 +188,10 @@ class DurableEngine(Engine):
         mask = np.zeros(self.n_params, bool)
         mask[params] = True
         tiles = self.tiles_with(mask)
+        self.check_whole()
+        self._commits.wait()  # it closes windows that are still open
         if self._open[tiles].all():
             return
-        self._commits.wait()
         self._make_way()
         self._changed = True
         edited = self._note_written()
@@ -217,20 +222,25 @@ class DurableEngine(Engine):
             bindings.engine_push(self._handle, tile, 0, 0, self.name_device)
         bindings.engine_finish(self._handle, True, self.name_device)
         bindings.engine_settle(self._handle, self.name_device)
+        self._edited[tiles] = False
         self._loose[tiles] = True
         self._uncommitted = True
 
     def _note_written(self) -> np.ndarray[Any, Any]:
-        """Tells the engine which tiles were written through their windows since this was last called."""
+        """Tells the native engine which tiles were written through their windows since this was last called.
+
+        Returns them, and those before them of which no step has taken account since.
+        """
         versions = self._versions()
         if versions == self._seen:  # as nearly always
-            return np.zeros(0, np.uint32)
+            return np.flatnonzero(self._edited).astype(np.uint32)
         written = np.zeros(self.n_params, bool)
         written[[param for (param, _), a, b in zip(self._given, versions, self._seen, strict=True) if a != b]] = True
         tiles = self.tiles_with(written)
         bindings.engine_edited(self._handle, tiles)
         self._seen = versions
-        return tiles
+        self._edited[tiles[~self._open[tiles]]] = True
+        return np.union1d(tiles, np.flatnonzero(self._edited)).astype(np.uint32)
 
     def _versions(self) -> list[int]:
         return [window._version for _, window in self._given]
@@ -243,6 +253,7 @@ class DurableEngine(Engine):
         In the background, which `wait()` waits for, or before it returns. Raises CSDOSError if the commit before had
         failed and fails again.
         """
+        self.check_whole()
         self._commits.wait()
         self._sequence += 1
         self.record = record = record or self.record
@@ -407,9 +418,19 @@ class DurableEngine(Engine):
         for pin in self.pins:
             pin.wanted.set()
         wait([pin.done for pin in self.pins])
-        edited = self._seen != self._versions() or not np.array_equal(np.concatenate(self.steps), self._committed_steps)
+        if not self.steps:
+            return
+        edited = (
+            self._edited.any()
+            or self._seen != self._versions()
+            or not np.array_equal(np.concatenate(self.steps), self._committed_steps)
+        )
         if (self._changed or edited) and self._manifest and not self._torn and self._mode != "read":
             self.flush(clean=True)
+
+    @property
+    def idle(self) -> bool:
+        return self._commits.idle and not self.pins
 
     def _close_stores(self) -> None:
         self._commits.close()

@@ -281,6 +281,11 @@ class Engine:
         self._manifest = manifest
 
     @property
+    def idle(self) -> bool:
+        """Nothing goes on in the background that close() would wait for."""
+        return True
+
+    @property
     def closed(self) -> bool:
         return not self._stores
 

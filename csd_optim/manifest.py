@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from .bound import Bound
+from .errors import CSDTypeError
 from .layout import Extent
 
 Groups = Sequence[dict[str, Any]]
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
 def name_of(groups: Groups, k: int, i: int) -> str:
@@ -71,19 +74,25 @@ def first_difference(held: dict[str, Any], groups: Groups) -> str | None:
     return None
 
 
+def _item(value: Any) -> Any:
+    """A number as Python has it, from where it may have come."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def plain(group: dict[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out."""
     held = {}
     for name, value in group.items():
         if name in ("params", "param_names"):
             continue
-        if isinstance(value, torch.Tensor):
-            value = value.tolist()
-        elif isinstance(value, (list, tuple)):
-            value = [v.item() if isinstance(v, torch.Tensor) else v for v in value]
+        value = [_item(v) for v in value] if isinstance(value, (list, tuple)) else _item(value)
         of = value if isinstance(value, list) else [value]
         if all(isinstance(v, (int, float, str, type(None))) for v in of):
             held[name] = value
+        elif name in HYPERPARAMETERS:
+            raise CSDTypeError(f"Invalid {name}: {group[name]!r}; a store keeps numbers")
     return held
 
 
@@ -106,8 +115,8 @@ def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
 
 def changed_by_resume(given: Groups, before: Groups) -> Iterator[str]:
     """Says of each hyperparameter that is given otherwise than when the store was made, that the store's counts."""
-    for k, (now, then) in enumerate(zip(given, before, strict=True)):
-        for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"):
+    for k, (now, then) in enumerate(zip(given, before, strict=False)):
+        for name in HYPERPARAMETERS:
             if now[name] != then[name]:
                 yield (
                     f"{name} of group {k} was {then[name]} when the store was made and is not {now[name]} now; "

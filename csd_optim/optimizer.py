@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -32,12 +33,13 @@ from .images import SLOTS_PER_DEVICE, ImageRing, Source
 from .manifest import changed_by_resume, first_difference, name_of, plain, put_back
 from .places import Places
 from .signals import signals_held
-from .store import Mode
+from .store import CLOSING, Mode
 from .store_format import Record
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
 # it; more goes to the devices at once, and is committed there by itself.
 EDIT_BYTES = 256 << 20
+CLOSE_SECONDS = 5.0  # that a dropped optimizer waits for its last commit, if it cannot know that it may
 USER_STATE_BYTES = 16 << 20  # of `user_state`; it is written with every step
 
 
@@ -249,6 +251,8 @@ class CSDAdam(AdamW):
         """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter."""
         assert self._engine is not None
         self._engine.check_open()
+        if self._engine.durable:
+            self._record(self._engine)  # raises if there is something that it could not commit
         # The base class would cast every entry to the parameter's dtype and copy it; in a box it does neither.
         handle = self.register_load_state_dict_pre_hook(
             lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
@@ -265,6 +269,7 @@ class CSDAdam(AdamW):
         with signals_held(), self._engine.lock:
             if self._engine.durable:
                 self._engine.record = self._record(self._engine)
+                self._places.describe(self._engine, self.param_groups)
             self._places.adopt(self._engine, self.param_groups, self.grad_dtype, loaded=True)
             if isinstance(self._engine, DurableEngine) and self._engine.n_params:
                 self._engine.flush()
@@ -627,8 +632,8 @@ class CSDAdam(AdamW):
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
         """Makes a snapshot of what is in named directories: `path/device-0`, `path/device-1` ..., each a store.
 
-        It holds the last step, the hyperparameters and the `user_state` of this moment, and works like the original:
-        resume it, load() it. `path` must not exist; it is there as a whole, or not at all. Where the file system has
+        It holds the last step, with its hyperparameters and `user_state`, and works like the original: resume it,
+        load() it. `path` must not exist; it is there as a whole, or not at all. Where the file system has
         reflinks that takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter, and with
         wait=False training goes on meanwhile: the step after the next waits for the copy (with shadow=False, the
         next). `progress` shows a bar on stderr.
@@ -643,7 +648,6 @@ class CSDAdam(AdamW):
         with signals_held(), engine.lock:
             if self._places.unfilled or not self._places.intact():
                 self._places.adopt(engine, self.param_groups, self.grad_dtype)
-            engine.record = self._record(engine)
             saving = checkpoint.save(engine, Path(path), checkpoint.bar if progress else checkpoint.no_bar, wait=wait)
         if wait:
             saving.wait()
@@ -700,5 +704,17 @@ def _pack(user_state: dict[str, Any], packed: bytes) -> bytes:
 
 
 def _close_quietly(engine: Engine) -> None:
-    with contextlib.suppress(CSDError):
-        engine.close()
+    def close() -> None:
+        with contextlib.suppress(CSDError):
+            engine.close()
+
+    if engine.idle:
+        return close()
+    # The collector may call this on the very thread for which close() waits, or while this one holds what that needs.
+    closer = threading.Thread(target=close, name="csd_optim closes")
+    try:
+        closer.start()
+    except RuntimeError:  # the interpreter shuts down: nobody holds anything
+        return close()
+    CLOSING.add(closer)
+    closer.join(CLOSE_SECONDS)

@@ -40,15 +40,17 @@ class Places:
             check_entry(held, p, name)
             amsgrad = groups[k]["amsgrad"] or "max_exp_avg_sq" in held
             by_sections.setdefault(4 if amsgrad else 3, []).append((name, p))
-        for sections, new in by_sections.items():
-            engine.extend([numel(p) for _, p in new], sections)
-            for name, p in new:
-                stride = torch.empty_like(p, device="meta").stride()
-                bound = self._give(engine, p, name, len(engine.extents) - 1, stride)
-                bound.look(grad_dtype)
-                self.unfilled[bound] = True
-        self._said = None
-        self.describe(engine, groups)
+        try:
+            for sections, new in by_sections.items():
+                engine.extend([numel(p) for _, p in new], sections)
+                for name, p in new:
+                    stride = torch.empty_like(p, device="meta").stride()
+                    bound = self._give(engine, p, name, len(engine.extents) - 1, stride)
+                    bound.look(grad_dtype)
+                    self.unfilled[bound] = True
+        finally:  # also of what has its place when there is none for the rest
+            self._said = None
+            self.describe(engine, groups)
 
     def describe(self, engine: Engine, groups: Groups) -> None:
         """Tells the stores what the parameters are, when that is no longer what they were told."""

@@ -9,6 +9,7 @@ import gc
 import mmap
 import os
 import secrets
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from .store_format import (
     superblocks,
 )
 
+CLOSING: set[threading.Thread] = set()  # threads that close optimizers that were dropped
 SECTOR = 512  # bytes that a disk writes as a whole
 # What is to become of a store that is there already: an error, erased at the first write, taken up, only looked at.
 Mode = Literal["new", "overwrite", "resume", "read"]
@@ -68,6 +70,9 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
             if owner != os.getpid():
                 break
             gc.collect()  # an optimizer that was dropped, and hangs on a reference cycle, say with its scheduler
+            for thread in list(CLOSING):
+                thread.join()
+                CLOSING.discard(thread)
     if owner == os.getpid():
         who = "another optimizer of this process, or by tensors from load(); close() or drop those"
     else:

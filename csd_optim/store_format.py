@@ -179,12 +179,15 @@ def read_commits(fd: int, path: str) -> list[Contents]:
         try:
             manifest = json.loads(read_region(fd, block.manifest, copy, "manifest", path))
             table = read_region(fd, block.table, copy, "slot table", path)
+            tiles = np.frombuffer(table, TILE_ENTRY, manifest["tiles"])
+            steps = np.frombuffer(table, "<f8", len(manifest["params"]), offset=tiles.nbytes)
+            record = Record.unpack(table[tiles.nbytes + steps.nbytes :])
         except CSDStoreError as e:
             damage = damage or e
             continue
-        tiles = np.frombuffer(table, TILE_ENTRY, manifest["tiles"])
-        steps = np.frombuffer(table, "<f8", len(manifest["params"]), offset=tiles.nbytes)
-        record = Record.unpack(table[tiles.nbytes + steps.nbytes :])
+        except (KeyError, TypeError, ValueError, struct.error) as e:
+            damage = damage or CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})")
+            continue
         commits.append(Contents(path, copy, block, manifest, tiles, steps, record))
     if damage and not commits:
         raise damage

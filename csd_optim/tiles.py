@@ -7,6 +7,7 @@ import errno
 import functools
 import mmap
 import os
+import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -101,11 +102,13 @@ def each_tile(
     """
     tiles = tiles_of(held)
     largest = max((t.size for t in tiles), default=0)
-    free = [mmap.mmap(-1, largest) for _ in range(IO_DEPTH)] if largest else []  # pages, for O_DIRECT
+    free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    for _ in range(IO_DEPTH if largest else 0):
+        free.put(mmap.mmap(-1, largest))  # pages, for O_DIRECT
 
     def one(tile: Tile) -> None:
         gate()
-        buffer = free.pop()
+        buffer = free.get()
         try:
             with memoryview(buffer)[: tile.size] as view:
                 hole, damage = _read(fds[tile.contents.path], tile, view)
@@ -114,19 +117,25 @@ def each_tile(
                 else:
                     use(tile, None if hole else view)
         finally:
-            free.append(buffer)
+            free.put(buffer)
         tick(tile.size)
 
     with contextlib.ExitStack() as stack:
         fds = {c.path: stack.enter_context(_opened_direct(Path(c.path))) for c in held}
-        pool = stack.enter_context(ThreadPoolExecutor(IO_DEPTH))
-        done: Iterator[None]
+        pool = stack.enter_context(ThreadPoolExecutor(IO_DEPTH, thread_name_prefix="csd_optim"))
+        futures = []
         try:
-            done = pool.map(one, tiles)
-        except RuntimeError:  # the interpreter shuts down and has no more threads to give
-            done = map(one, tiles)
-        for _ in done:  # an error cancels those that have not begun
-            pass
+            for tile in tiles:
+                try:
+                    futures.append(pool.submit(one, tile))
+                except RuntimeError:  # the interpreter shuts down and has no more threads to give
+                    one(tile)
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:  # that have not begun
+                future.cancel()
+            raise
 
 
 def find_damage(held: Sequence[Contents], tick: Tick = lambda _: None) -> list[Damage]:

@@ -141,9 +141,11 @@ def continues_like(params, opt, devices, named=True):
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 def test_snapshot_is_a_store_of_the_last_step(tmp_path, n, named):
-    params, opt = make(tmp_path / "a", n, named)
+    params, opt = make(tmp_path / "a", n, named, steps=2)
     opt.user_state = {"epoch": 7, "seen": torch.arange(5)}
     opt.param_groups[0]["lr"] = 5e-4
+    train(opt, params, 2, 3)
+    opt.user_state = {"epoch": "of the next step"}
     future = opt.save(tmp_path / "snap")
     assert future.result() == tmp_path / "snap"
     made = in_snapshot(tmp_path / "snap")
@@ -662,8 +664,9 @@ def run(capsys):
 @pytest.mark.parametrize(("n", "m"), [(1, 3), (3, 1)])
 @pytest.mark.parametrize("form", ["torch", "safetensors"])
 def test_export_and_import_are_the_same_bits(tmp_path, run, form, n, m, named):
-    params, opt = make(tmp_path / "a", n, named)
+    params, opt = make(tmp_path / "a", n, named, steps=2)
     opt.user_state = {"epoch": 4, "rng": torch.arange(100)}
+    train(opt, params, 2, 3)
     opt.save(tmp_path / "snap")
     code, out, err = run("export", tmp_path / "snap", tmp_path / "out", "--format", form, "--shard-size", "50kB")
     assert (code, err) == (0, "")
@@ -685,8 +688,9 @@ def test_export_and_import_are_the_same_bits(tmp_path, run, form, n, m, named):
 
 
 def test_torch_export_is_what_torch_save_writes(tmp_path, run):
-    _, opt = make(tmp_path / "a", 2)
+    params, opt = make(tmp_path / "a", 2)
     opt.user_state = {"list": [torch.arange(3), {"x": torch.ones(2).half()}], "none": None}
+    train(opt, params, 3, 4)
     opt.save(tmp_path / "snap")
     opt.close()
     assert run("export", tmp_path / "snap", tmp_path / "ours.pt")[0] == 0
