@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+import csd_optim.durable
 import csd_optim.optimizer
 from csd_optim import CSDAdam, CSDOSError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning
 from csd_optim.errors import CSDTornError
@@ -1064,3 +1065,119 @@ def test_many_dropped_in_cycles_while_others_step(tmp_path):
         assert block.step == 3
         assert block.flags & CLEAN
     assert len([*tmp_path.glob("*/" + FILE_NAME)]) == 48
+
+
+COLLECTED = """
+import faulthandler, gc, sys, torch
+import csd_optim.durable
+from csd_optim import CSDAdam
+faulthandler.dump_traceback_later(40, exit=True)
+gc.disable()
+def collecting(*arguments, plain=csd_optim.durable.pack_table):
+    gc.collect()  # on the thread of the commit, when its optimizer is garbage
+    return plain(*arguments)
+csd_optim.optimizer.CLOSE_SECONDS = 0.2
+csd_optim.durable.pack_table = collecting
+p = torch.nn.Parameter(torch.ones(3000))
+p.grad = torch.ones(3000)
+opt = CSDAdam([p], devices=sys.argv[1])
+opt.cycle = opt
+opt.step()
+del opt
+"""
+
+
+def test_collected_by_its_own_commit(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-c", COLLECTED, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert process.returncode == 0, process.stderr
+    assert read_contents(tmp_path).superblock.step == 1
+
+
+# ---- what failures leave behind ------------------------------------------------------
+
+
+class Full(Exception):
+    pass
+
+
+def failing(monkeypatch, where, call=0):
+    """The engine's method `where` raises, once, the `call`-th time."""
+    calls = iter(range(1000))
+    plain = getattr(csd_optim.durable.DurableEngine, where)
+
+    def full(*arguments, **named):
+        if next(calls) == call:
+            raise Full
+        return plain(*arguments, **named)
+
+    monkeypatch.setattr(csd_optim.durable.DurableEngine, where, full)
+
+
+@pytest.mark.parametrize("what", ["state", "parameter"])
+@pytest.mark.parametrize("then", ["close", "steps without its gradient"])
+def test_edits_survive_a_step_that_was_undone(tmp_path, monkeypatch, what, then):
+    [device] = csds(tmp_path)
+    a, b = parameters((3000,), (3000,), dtype=bf16)
+    with CSDAdam([a, b], devices=device, tile_size=1024) as opt:
+        train(opt, 2)
+        if what == "state":
+            opt.state[b]["exp_avg"].fill_(7)
+        else:
+            with torch.no_grad():
+                b.fill_(7)
+        failing(monkeypatch, "finish")
+        with pytest.raises(Full):
+            train(opt, only=[a])
+        if then != "close" or what == "parameter":  # a parameter's is noticed by a step
+            train(opt, 2, only=[a])
+    a, b = parameters((3000,), (3000,), dtype=bf16)
+    with CSDAdam([a, b], devices=device, resume=True) as opt:
+        assert ((b if what == "parameter" else opt.state[b]["exp_avg"]) == 7).all()
+
+
+def test_a_join_that_fails_half_way(tmp_path, monkeypatch):
+    [device] = csds(tmp_path)
+
+    def groups():
+        a, b, c = parameters((300,), (2000,), (2000,))
+        return [{"params": [a]}, {"params": [b]}, {"params": [c], "amsgrad": True}]
+
+    with CSDAdam(first := groups(), devices=device) as opt:
+        train(opt, 2, only=first[0]["params"])
+        failing(monkeypatch, "extend", call=1)
+        with pytest.raises(Full):
+            train(opt)
+    with CSDAdam(groups(), devices=device, resume=True) as opt:
+        assert opt.committed_step == 2
+        train(opt)
+    assert read_contents(Path(device)).superblock.step == 3
+
+
+@pytest.mark.parametrize("then", ["close", "save", "load_state_dict"])
+def test_a_group_that_joined_after_the_last_step(tmp_path, then):
+    [device] = csds(tmp_path)
+    p, q = parameters((300,), (20,))
+    with CSDAdam([p], devices=device) as opt:
+        train(opt)
+        opt.add_param_group({"params": [q]})
+        if then == "save":
+            opt.save(tmp_path / "snap")
+        elif then == "load_state_dict":
+            opt.load_state_dict(opt.state_dict())
+    p, q = parameters((300,), (20,))
+    known = [{"params": [p]}, {"params": [q]}] if then == "load_state_dict" else [p]
+    with CSDAdam(known, devices=device, resume=True) as opt:
+        assert opt.committed_step == 1
+
+
+def test_numbers_of_numpy_are_kept(tmp_path):
+    [device] = csds(tmp_path)
+    with CSDAdam(parameters((30,)), lr=np.float32(0.5), betas=(np.float64(0.5), 0.9), devices=device) as opt:
+        train(opt)
+        opt.param_groups[0]["lr"] = np.float32(0.25)
+        train(opt)
+    with CSDAdam(parameters((30,)), lr=0.5, betas=(0.5, 0.9), devices=device, resume=True) as opt:
+        assert opt.param_groups[0]["lr"] == 0.25
+        assert opt.param_groups[0]["betas"] == (0.5, 0.9)
