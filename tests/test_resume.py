@@ -925,7 +925,7 @@ def test_written_bytes_accumulate(tmp_path):
             assert 0 < opt.stats()["devices"][0]["days_left"] < 1
     assert written[0] >= 2 * 3 * 12 * 1024
     assert np.diff(written).tolist() == [2 * 3 * 12 * 1024] * 2
-    command = ["csd-optim", "inspect", device, "--tbw", "1MB"]
+    command = [sys.executable, "-m", "csd_optim", "inspect", device, "--tbw", "1MB"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert said.returncode == 0, said.stderr
     assert "day" in said.stdout
