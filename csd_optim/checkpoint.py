@@ -183,7 +183,7 @@ def at_rest(paths: Paths) -> Iterator[list[Contents]]:
         for spec in specs:
             stores.append(StoreFile(spec.directory, durable=True, mode="read"))
             stack.callback(stores[-1].close)
-        if not (held := common_commit(specs, stores)):
+        if not (held := common_commit(stores)):
             raise CSDStoreError(f"{stores[0].path} holds no step yet")
         yield sorted(held, key=lambda c: c.superblock.device)
 

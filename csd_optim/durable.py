@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -20,7 +21,7 @@ from .bindings import HYPER, PARAM, TILE_STATE
 from .commit import Background, Commit
 from .devices import DeviceSpec
 from .engine import SECTIONS, Engine
-from .errors import CSDStoreError
+from .errors import CSDError, CSDStoreError
 from .layout import Extent, plan_extent
 from .store import Mode, Staged, StoreFile
 from .store_format import (
@@ -76,7 +77,8 @@ class DurableEngine(Engine):
         self.pins: list[Pin] = []
         self._commits = Background(len(specs))
         self._sequence = 0
-        self._described = True  # the stores carry the manifest
+        self._manifest: dict[str, Any] = {}
+        self._described = True  # the stores carry it
         self._changed = False  # since the store was last closed in order
         self._uncommitted = False  # current slots of committed tiles changed since the last commit began
         self._open = np.zeros(0, bool)  # per tile: what is written to its windows goes to the device
@@ -129,24 +131,15 @@ class DurableEngine(Engine):
             weakref.finalize(window, id, keeper).atexit = False
 
     def describe(self, manifest: dict[str, Any]) -> None:
-        super().describe(manifest)
-        self._described, self._changed = False, True
+        self._manifest, self._described, self._changed = manifest, False, True
 
     # ---- a step ------------------------------------------------------------
 
-    def begin(
-        self,
-        params: np.ndarray[Any, Any],
-        hypers: np.ndarray[Any, Any],
-        tiles: np.ndarray[Any, Any],
-        record: Record | None = None,
-    ) -> np.ndarray[Any, Any]:
-        """Begins a step over `tiles`, and those that somebody wrote to; returns all of them, to be pushed.
+    def _before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
+        """Adds the tiles that somebody wrote to.
 
         Raises CSDOSError if the step before cannot be committed; nothing has been touched then.
         """
-        self.check_open()
-        self.check_whole()
         if self._uncommitted:
             self.commit()
         self._commits.wait()  # this step writes where the one before the last committed one lies
@@ -157,7 +150,7 @@ class DurableEngine(Engine):
         if self.slots == 1 and not self._loose[tiles].all():
             self._announce_step()
         self._changed = True
-        return super().begin(params, hypers, tiles, record)
+        return tiles
 
     def finish(self, keep: bool = True) -> None:
         """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""
@@ -177,11 +170,27 @@ class DurableEngine(Engine):
 
     # ---- writing to windows --------------------------------------------------
 
-    def open_windows(self, params: Sequence[int]) -> None:
-        """What is written to the windows of these parameters goes to the devices, until `close_windows()`.
+    @contextlib.contextmanager
+    def writing(self, params: Sequence[int]) -> Iterator[None]:
+        """What is written to the windows of these parameters within is on the devices at the end, and committed there.
 
-        What is committed stays as it is: these tiles move to their other slots first.
+        What is committed before stays as it is until then: these tiles move to their other slots first. The commit of
+        tiles that are new is that of the next step. Raises CSDOSError.
         """
+        self._open_windows(params)
+        try:
+            yield
+            self.sync()
+            if self._uncommitted:
+                self._note_written()
+                self.drain()
+                self.commit(background=False)
+        except BaseException:
+            with contextlib.suppress(CSDError):
+                self.drain()  # others' windows were opened, too, and theirs are committed
+            raise
+
+    def _open_windows(self, params: Sequence[int]) -> None:
         self.check_open()
         if self._handle is None:
             return
@@ -203,14 +212,6 @@ class DurableEngine(Engine):
             self._pass_through(tiles[~self._loose[tiles]])
         self._uncommitted = True
         self._show(open=True)
-
-    def close_windows(self) -> None:
-        """What was written is on the devices, and committed where it replaces something. Raises CSDOSError."""
-        super().close_windows()
-        if self._uncommitted:
-            self._note_written()
-            self.drain()
-            self.commit(background=False)
 
     def _pass_through(self, tiles: np.ndarray[Any, Any]) -> None:
         """Reads tiles and writes them as they are to their next slots; what somebody wrote to windows with them."""
@@ -357,7 +358,7 @@ class DurableEngine(Engine):
     def _take_up(self) -> None:
         """Finds the last step that all devices have, and the places of the states."""
         stores = [s for s in self._stores if s]
-        self.held = common_commit(self.specs, stores)
+        self.held = common_commit(stores)
         if not self.held:
             return
         # The order of the devices is that of the store.
@@ -437,13 +438,11 @@ class DurableEngine(Engine):
         super()._close_stores()
 
 
-def common_commit(specs: Sequence[DeviceSpec], stores: Sequence[StoreFile]) -> list[Contents]:
+def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
     """What each store holds of the last step that all of them have; empty if none of them has any.
 
     Raises CSDStoreError when one is missing, when they are not the devices of one optimizer, or have no step in common.
     """
-    if temporary := [str(spec) for spec in specs if not spec.durable]:
-        raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
     # Killed before all of them had a first commit: then there is nothing to go on from.
     if not all(s.held for s in stores) and all(c.superblock.sequence == 1 for s in stores for c in s.held):
         return []

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,6 @@ class Engine:
         self.lock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
         self._windows: list[list[Any]] = []  # per extent, per section: a buffer that unmaps itself
         self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
-        self._manifest: dict[str, Any] = {}
         self.synced = True  # what was written to windows is on the devices
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
         self.step = 0  # whole steps of this engine
@@ -97,7 +96,7 @@ class Engine:
     def extend(self, numels: Sequence[int], sections: int) -> Extent:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
 
-        To be followed by `describe()`, and by `sync()` when they have been filled.
+        To be followed by `describe()`, and to be filled within `writing()`.
         """
         self.check_open()
         self.synced = False
@@ -205,8 +204,12 @@ class Engine:
         """Begins a step over `tiles`, or more; returns all of them, to be pushed. `record`: for its commit."""
         self.check_open()
         self.check_whole()
+        tiles = self._before_step(tiles, record)
         bindings.engine_begin(self._handle, params, hypers, tiles, self.name_device)
         self.stepping = True
+        return tiles
+
+    def _before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
         return tiles
 
     def push(self, tile: int, grad: int = 0, param: int = 0) -> None:
@@ -244,12 +247,11 @@ class Engine:
 
     # ---- writing to windows --------------------------------------------------
 
-    def open_windows(self, params: Sequence[int]) -> None:
-        """What is written to the windows of these parameters goes to the devices, until `close_windows()`."""
+    @contextlib.contextmanager
+    def writing(self, params: Sequence[int]) -> Iterator[None]:
+        """What is written to the windows of these parameters within is on the devices at the end. Raises CSDOSError."""
         self.drain()
-
-    def close_windows(self) -> None:
-        """What was written is on the devices. Raises CSDOSError."""
+        yield
         self.sync()
 
     def sync(self) -> None:
@@ -277,8 +279,7 @@ class Engine:
         return stats
 
     def describe(self, manifest: dict[str, Any]) -> None:
-        """Says what the parameters are, after `extend`; durable stores carry it from the next commit on."""
-        self._manifest = manifest
+        """Says what the parameters are; durable stores carry it from the next commit on."""
 
     @property
     def idle(self) -> bool:

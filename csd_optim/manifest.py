@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from .bound import Bound
 from .errors import CSDTypeError
 from .layout import Extent
+from .store_format import Record
 
 Groups = Sequence[dict[str, Any]]
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
@@ -113,12 +114,12 @@ def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
             group[name] = value
 
 
-def changed_by_resume(given: Groups, before: Groups) -> Iterator[str]:
+def changed_by_resume(given: Groups, record: Record) -> Iterator[str]:
     """Says of each hyperparameter that is given otherwise than when the store was made, that the store's counts."""
-    for k, (now, then) in enumerate(zip(given, before, strict=False)):
+    for k, (now, then, goes_on) in enumerate(zip(given, record.given, record.groups, strict=False)):
         for name in HYPERPARAMETERS:
-            if now[name] != then[name]:
+            if now[name] not in (then[name], goes_on[name]):
                 yield (
-                    f"{name} of group {k} was {then[name]} when the store was made and is not {now[name]} now; "
-                    f"to change it, set opt.param_groups[{k}][{name!r}] after the construction"
+                    f"{name} of group {k} goes on as {goes_on[name]}, not {now[name]}; it was {then[name]} when the store "
+                    f"was made. To change it, set opt.param_groups[{k}][{name!r}] after the construction"
                 )

@@ -323,8 +323,7 @@ class CSDAdam(AdamW):
             return
         plan = self._plan_for(engine, params)
         places.fill(engine)
-        if engine.durable:
-            places.describe(engine, self.param_groups)
+        places.describe(engine, self.param_groups)
         # The parameters that somebody wrote, moved or converted since the last step; without a gradient, too, if they
         # can still be ours.
         bounds = places.bound.values()
@@ -362,15 +361,13 @@ class CSDAdam(AdamW):
 
         # From here on something changes.
         if written and engine.keeps_state:
+            always = not engine.synced
             many = not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES
-            if many:
-                engine.open_windows([b.index for b in written])
-            else:
-                engine.drain()
-            for bound in written:
-                bound.reseed(always=not engine.synced)
-            if many:
-                engine.close_windows()
+            if not many:
+                engine.drain()  # the windows show the masters, and keep what is written to them for the step
+            with engine.writing([b.index for b in written]) if many else contextlib.nullcontext():
+                for bound in written:
+                    bound.reseed(always=always)
         self._run(engine, table, hypers, prepared, record)
         for extent, own in zip(engine.extents, engine.steps, strict=True):
             own[:] = steps[extent.first_param : extent.first_param + len(own)]
@@ -548,7 +545,7 @@ class CSDAdam(AdamW):
         engine.check()
         engine.settle()
         self._places.take_up(engine, self.param_groups)
-        for changed in changed_by_resume(self._given, held.record.given):
+        for changed in changed_by_resume(self._given, held.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
         self.user_state, self._trained, self._just_resumed = user_state, held.record.seconds, True
         self._put_back(engine)

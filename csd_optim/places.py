@@ -54,6 +54,8 @@ class Places:
 
     def describe(self, engine: Engine, groups: Groups) -> None:
         """Tells the stores what the parameters are, when that is no longer what they were told."""
+        if not engine.durable:
+            return
         to_say = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
         if to_say != self._said:
             engine.describe(manifest(self.by_index, engine.extents, groups))
@@ -87,11 +89,10 @@ class Places:
         """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
         if not self.unfilled:
             return
-        engine.open_windows([b.index for b in self.unfilled])
-        for bound, fresh in self.unfilled.items():
-            self.unfilled[bound] = False
-            bound.fill(self.state.get(bound.param) or {}, seed=engine.keeps_state, fresh=fresh)
-        engine.close_windows()
+        with engine.writing([b.index for b in self.unfilled]):
+            for bound, fresh in self.unfilled.items():
+                self.unfilled[bound] = False
+                bound.fill(self.state.get(bound.param) or {}, seed=engine.keeps_state, fresh=fresh)
         for bound in self.unfilled:
             self.show(bound)
         self.unfilled.clear()

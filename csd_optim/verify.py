@@ -96,6 +96,6 @@ def _not_together(verdicts: list[Verdict], stores: list[StoreFile]) -> Iterator[
         if len(stores) == 1 < block.devices and not block.flags & UNDER_WAY:
             continue
         try:
-            common_commit(parse_devices([s.path.parent for _, s in members]), [s for _, s in members])
+            common_commit([s for _, s in members])
         except CSDStoreError as e:
             yield members[0][0], str(e)

@@ -279,7 +279,7 @@ def test_a_group_that_joined_and_still_waits(tmp_path):
         opt.add_param_group({"params": [q], "lr": 0.5})
         train(opt, 1, only=[p])
     p, q = parameters((300,), (20,))
-    with CSDAdam([{"params": [p]}, {"params": [q]}], devices=device, resume=True) as opt:
+    with CSDAdam([{"params": [p]}, {"params": [q], "lr": 0.5}], devices=device, resume=True) as opt:
         assert opt.param_groups[1]["lr"] == 0.5
         assert opt.state[p]["step"] == 3
 
@@ -596,7 +596,7 @@ def test_hyperparameters_given_otherwise(tmp_path):
         script(**given).close()
     for name, other in [("lr", 0.2), ("betas", (0.8, 0.95)), ("eps", 1e-8), ("weight_decay", 0.0), ("maximize", False)]:
         with (
-            pytest.warns(CSDWarning, match=f"^{name} of group 0 was") as caught,
+            pytest.warns(CSDWarning, match=f"^{name} of group 0 goes on as") as caught,
             script(**given | {name: other}) as opt,
         ):
             assert opt.param_groups[0][name] == given[name]
