@@ -120,6 +120,6 @@ def changed_by_resume(given: Groups, record: Record) -> Iterator[str]:
         for name in HYPERPARAMETERS:
             if now[name] not in (then[name], goes_on[name]):
                 yield (
-                    f"{name} of group {k} goes on as {goes_on[name]}, not {now[name]}; it was {then[name]} when the store "
-                    f"was made. To change it, set opt.param_groups[{k}][{name!r}] after the construction"
+                    f"{name} of group {k} goes on as {goes_on[name]}, not {now[name]}; it was {then[name]} when the "
+                    f"store was made. To change it, set opt.param_groups[{k}][{name!r}] after the construction"
                 )
