@@ -1,6 +1,6 @@
-"""Builds the native sources and tests/native/engine_test.cpp with sanitizers and runs it: `make sanitize`.
+"""Builds the native sources with sanitizers, and what drives them in tests/native, and runs it: `make sanitize`.
 
-Exits non-zero if the program fails or a sanitizer reports anything: bad memory, undefined behaviour, leaks, data races.
+Exits non-zero if a program fails or a sanitizer reports anything: bad memory, undefined behaviour, leaks, data races.
 """
 
 import os
@@ -12,31 +12,37 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
-SOURCES = [*sorted((ROOT / "native" / "src").glob("*.cpp")), ROOT / "tests" / "native" / "engine_test.cpp"]
+PROGRAMS = {  # in tests/native, and what each drives
+    "engine_test": sorted((ROOT / "native" / "src").glob("*.cpp")),
+    "kernels_test": sorted((ROOT / "hls_kernels").glob("*.cpp")),
+}
+INCLUDE = [f"-I{ROOT}/{d}" for d in ("native/include", "native/src", "hls_kernels", "hls_kernels/csim")]
 FLAGS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-sanitize-recover=all"]
+FLAGS += ["-Wno-unknown-pragmas"]  # those of HLS
 SANITIZERS = {
     "address,undefined": {"ASAN_OPTIONS": "detect_leaks=1:check_initialization_order=1:strict_init_order=1"},
     "thread": {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"},
 }
 
 
-def build(compiler: str, sanitizer: str) -> Path:
+def build(compiler: str, sanitizer: str, name: str) -> Path:
     """Compiles what has changed since the last time, all files at once."""
     directory = BUILD / sanitizer.replace(",", "-")
     directory.mkdir(parents=True, exist_ok=True)
-    headers = [*(ROOT / "native").rglob("*.h"), Path(__file__)]
+    sources = [*PROGRAMS[name], ROOT / "tests" / "native" / f"{name}.cpp"]
+    headers = [*(ROOT / "native").rglob("*.h"), *(ROOT / "hls_kernels").rglob("*.h"), Path(__file__)]
     newest = max(h.stat().st_mtime for h in headers)
-    flags = [*FLAGS, f"-fsanitize={sanitizer}", "-pthread", f"-I{ROOT}/native/include", f"-I{ROOT}/native/src"]
+    flags = [*FLAGS, f"-fsanitize={sanitizer}", "-pthread", *INCLUDE]
     jobs = []
-    for source in SOURCES:
+    for source in sources:
         out = directory / f"{source.stem}.o"
         if not out.exists() or out.stat().st_mtime < max(newest, source.stat().st_mtime):
             jobs.append(subprocess.Popen([compiler, *flags, "-c", source, "-o", out]))
     codes = [job.wait() for job in jobs]
     if any(codes):
         sys.exit(f"sanitize: {sanitizer}: does not compile")
-    program = directory / "engine_test"
-    objects = [directory / f"{source.stem}.o" for source in SOURCES]
+    program = directory / name
+    objects = [directory / f"{source.stem}.o" for source in sources]
     subprocess.run([compiler, *flags, *objects, "-o", program], check=True)
     return program
 
@@ -50,27 +56,31 @@ def runs_here(compiler: str, sanitizer: str) -> bool:
         return built.returncode == 0 and subprocess.run([program], capture_output=True).returncode == 0
 
 
+def run(compiler: str, sanitizer: str, options: dict[str, str], name: str) -> bool:
+    """Whether the program does what it should and the sanitizer has nothing to say."""
+    start = time.monotonic()
+    program = build(compiler, sanitizer, name)
+    built = time.monotonic()
+    environment = {**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1", **options}
+    with tempfile.TemporaryDirectory(dir=BUILD) as directory:
+        command = ["timeout", "-s", "ABRT", "60", program]  # a deadlock is a failure too
+        result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    clean = result.returncode == 0 and not result.stderr
+    print(f"sanitize: {sanitizer}: {'clean' if clean else f'FAILED ({result.returncode})'}: {result.stdout.strip()}")
+    print(f"          built in {built - start:.0f} s, ran in {time.monotonic() - built:.1f} s")
+    print(result.stderr, end="")
+    return clean
+
+
 def main() -> None:
     compiler = os.environ.get("CXX", "g++")
     failed = False
     for sanitizer, options in SANITIZERS.items():
-        start = time.monotonic()
         if not runs_here(compiler, sanitizer):
             print(f"sanitize: {sanitizer}: SKIPPED, does not run on this machine with {compiler}")
             continue
-        program = build(compiler, sanitizer)
-        built = time.monotonic()
-        environment = {**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1", **options}
-        with tempfile.TemporaryDirectory(dir=BUILD) as directory:
-            command = ["timeout", "-s", "ABRT", "60", program]  # a deadlock is a failure too
-            result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
-        clean = result.returncode == 0 and not result.stderr
-        failed |= not clean
-        print(
-            f"sanitize: {sanitizer}: {'clean' if clean else f'FAILED ({result.returncode})'}: {result.stdout.strip()}"
-        )
-        print(f"          built in {built - start:.0f} s, ran in {time.monotonic() - built:.1f} s")
-        print(result.stderr, end="")
+        for name in PROGRAMS:
+            failed |= not run(compiler, sanitizer, options, name)
     sys.exit(failed)
 
 

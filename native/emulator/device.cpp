@@ -1,0 +1,598 @@
+// A card for XRT's software emulation (sw_emu): the process that XRT starts in place of each card, and that runs the
+// HLS kernels as g++ compiled them. XRT's driver library `libxrt_swemu` listens on a Unix socket and sends requests:
+//
+//   request  {0x09, uint64 size, 0x15, uint32 number}, then a protobuf message of that size
+//   answer   {0x09, uint64 size}, then a message
+//
+// The numbers are those of xcl_macros.h; what is in the messages stands at each function below.
+//
+// Device memory is one nameless file, which both sides map: what the host sees in a buffer *is* device memory, as it is
+// with P2P. (Buffers that XRT calls cacheable it keeps apart, and syncs through the socket.) A kernel runs in a child
+// process, one for each run: one that goes astray harms nobody else, and its run never ends, as on a card that hangs.
+//
+// CSD_OPTIM_EMULATOR_FAULT makes a card fail, the first one or with @N card N; runs are counted from 1:
+//
+//   hang:5     the 5th run never ends
+//   garble:5   a bit of what the 5th run wrote to the tile is turned over
+//   exit:5     instead of the 5th run, this process leaves without a word
+//   kill:5     instead of the 5th run, this process is killed; XRT then ends the host's process group by SIGTERM
+//   nop2p      buffers cannot be mapped by the host: as where P2P is off
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "emulator.h"
+#include "registers.h"
+#include "wire.h"
+
+namespace csd::emulator {
+namespace {
+
+constexpr uint64_t kMemoryBytes = uint64_t(1) << 31;  // what the driver library maps; emulation.py says the same
+constexpr uint64_t kGuardBytes = uint64_t(1) << 30;   // before and behind a buffer, for kernels that run beyond it
+constexpr uint64_t kPageBytes = 4096;
+constexpr uint64_t kUnitBytes = 0x10000;  // of control registers
+constexpr long kPollNanoseconds = 200000;
+
+void say(const char *format, ...) {
+  char text[400];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  dprintf(STDERR_FILENO, "csd_optim emulator: %s\n", text);
+}
+
+// Something that must not be. The host must not go on either: see `watch`.
+[[noreturn]] void die(const char *format, ...) {
+  char text[400];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  say("%s", text);
+  kill(getpid(), SIGKILL);
+  _exit(1);  // never reached
+}
+
+// The signal of a child's end, for sigtimedwait.
+sigset_t child_signal() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGCHLD);
+  return signals;
+}
+
+// ---- Faults ------------------------------------------------------------------------
+
+struct Fault {
+  std::string kind;
+  uint64_t run = 0;
+
+  bool is(std::string_view what, uint64_t at = 0) const { return kind == what && run == at; }
+};
+
+Fault fault_of_this_card(unsigned card) {
+  const char *set = getenv("CSD_OPTIM_EMULATOR_FAULT");
+  if (!set || !*set) return {};
+  char kind[16] = "";
+  unsigned long long run = 0;
+  unsigned at = 0;
+  const bool counted = sscanf(set, "%15[a-z0-9]:%llu@%u", kind, &run, &at) >= 2;
+  if (!counted) sscanf(set, "%15[a-z0-9]@%u", kind, &at);
+  const std::string_view name = kind;
+  const bool of_a_run = name == "hang" || name == "lost" || name == "garble" || name == "kill";
+  if (!(of_a_run ? counted && run : name == "nop2p" && !counted))
+    die("CSD_OPTIM_EMULATOR_FAULT is hang:N, lost:N, garble:N, kill:N or nop2p, then @CARD; got '%s'", set);
+  return at == card ? Fault{kind, run} : Fault{};
+}
+
+// ---- Device memory ------------------------------------------------------------------
+
+class Memory {
+ public:
+  struct Buffer {
+    uint64_t bytes;
+    char *data;  // guards lie on both sides, where there is nothing
+  };
+
+  Memory() {
+    fd_ = memfd_create("csd_optim_card", MFD_CLOEXEC);
+    if (fd_ < 0 || ftruncate(fd_, kMemoryBytes)) die("no memory for the card: %s", strerror(errno));
+    path_ = "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(fd_);
+  }
+
+  const std::string &path() const { return path_; }  // for the host, to map it
+
+  void allocate(uint64_t address, uint64_t bytes) {
+    bytes = (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+    if (!bytes || address % kPageBytes || address > kMemoryBytes || bytes > kMemoryBytes - address)
+      die("a buffer of %" PRIu64 " bytes at 0x%" PRIx64 ", which is beyond the card's memory", bytes, address);
+    if (find(address) != buffers_.end()) die("two buffers at 0x%" PRIx64, address);
+    void *guarded = mmap(nullptr, bytes + 2 * kGuardBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (guarded == MAP_FAILED) die("cannot map a buffer: %s", strerror(errno));
+    char *data = static_cast<char *>(guarded) + kGuardBytes;
+    if (mmap(data, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, off_t(address)) == MAP_FAILED)
+      die("cannot map a buffer: %s", strerror(errno));
+    buffers_[address] = {bytes, data};
+  }
+
+  // Gives the pages back even where the host forgot that it had mapped them.
+  void release(uint64_t address) {
+    const auto found = buffers_.find(address);
+    if (found == buffers_.end()) return;  // XRT asks for it, as of what was freed before a bitstream
+    const Buffer &buffer = found->second;
+    fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(address), off_t(buffer.bytes));
+    munmap(buffer.data - kGuardBytes, buffer.bytes + 2 * kGuardBytes);
+    buffers_.erase(found);
+  }
+
+  void release_all() {
+    while (!buffers_.empty()) release(buffers_.begin()->first);
+  }
+
+  // `bytes` bytes at an address; nullptr if they are not all in one buffer.
+  char *at(uint64_t address, uint64_t bytes) const {
+    const auto found = find(address);
+    if (found == buffers_.end()) return nullptr;
+    const uint64_t offset = address - found->first;
+    return bytes <= found->second.bytes - offset ? found->second.data + offset : nullptr;
+  }
+
+  // For messages: what of the card's memory is at, or next to, this address of ours?
+  void describe(const void *ours, char *text, size_t size) const {
+    const char *place = static_cast<const char *>(ours);
+    for (const auto &[address, buffer] : buffers_) {
+      if (place < buffer.data - kGuardBytes || place >= buffer.data + buffer.bytes + kGuardBytes) continue;
+      const bool before = place < buffer.data;
+      snprintf(text, size, "%td bytes %s the buffer of %" PRIu64 " bytes at 0x%" PRIx64,
+               before ? buffer.data - place : place - buffer.data, before ? "before" : "from the beginning of",
+               buffer.bytes, address);
+      return;
+    }
+    snprintf(text, size, "%p, which is near no buffer", ours);
+  }
+
+ private:
+  std::map<uint64_t, Buffer>::const_iterator find(uint64_t address) const {
+    auto found = buffers_.upper_bound(address);
+    if (found == buffers_.begin()) return buffers_.end();
+    --found;
+    return address - found->first < found->second.bytes ? found : buffers_.end();
+  }
+
+  std::map<uint64_t, Buffer> buffers_;  // by address
+  std::string path_;
+  int fd_;
+};
+
+// ---- Kernels --------------------------------------------------------------------------
+
+struct Kernel {
+  const char *(*run)(const uint8_t *registers, const Memory &memory);  // nullptr, or why it never ends
+  uint32_t tile_out, report;                                           // registers of `tile_out_0` and `report`
+};
+
+constexpr uint32_t buffer_register(uint32_t argument) { return kFirstArgument + argument * kPointerBytes; }
+
+
+template <auto kernel>
+const char *run_kernel(const uint8_t *registers, const Memory &memory) {
+  return call(kernel, registers, [&memory](uint64_t address) {
+    void *place = memory.at(address, 1);
+    if (!place) {
+      say("a kernel was given the address 0x%" PRIx64 ", which is in no buffer", address);
+      _exit(1);
+    }
+    return place;
+  });
+}
+
+const std::map<std::string, Kernel, std::less<>> kKernels = {
+    {"csd_adamw_update", {run_kernel<csd_csim_update>, buffer_register(6), buffer_register(11)}},
+    {"csd_adamw_topk_update", {run_kernel<csd_csim_topk_update>, buffer_register(7), buffer_register(12)}},
+};
+
+const Memory *memory_of_run;  // in the child of a run: for the handler below
+const char *kernel_of_run;
+
+void on_bad_access(int, siginfo_t *info, void *) {
+  char where[200];
+  memory_of_run->describe(info->si_addr, where, sizeof where);
+  say("%s went astray: it touched what lies %s", kernel_of_run, where);
+  _exit(1);
+}
+
+// ---- A compute unit -------------------------------------------------------------------
+
+// One kernel and its registers. A run is a child process.
+class Unit {
+ public:
+  Unit(std::string name, const Kernel &kernel, const Memory &memory)
+      : name_(std::move(name)), kernel_(kernel), memory_(memory), registers_(kUnitBytes) {}
+  Unit(const Unit &) = delete;
+
+  ~Unit() {
+    if (state_ != State::kRunning) return;
+    kill(child_, SIGKILL);
+    waitpid(child_, nullptr, 0);
+  }
+
+  // Whoever writes here starts the kernel by the control register; `starts` is then true.
+  bool write(uint64_t offset, std::string_view data, bool &starts) {
+    if (offset % 4 || data.size() % 4 || offset > kUnitBytes || data.size() > kUnitBytes - offset) return false;
+    memcpy(registers_.data() + offset, data.data(), data.size());
+    uint32_t control = 0;
+    if (offset == 0 && !data.empty()) memcpy(&control, data.data(), sizeof control);
+    starts = control & kStart;
+    if (control & kContinue && state_ == State::kDone) state_ = State::kIdle;
+    return true;
+  }
+
+  bool read(uint64_t offset, uint64_t bytes, std::string &data) {
+    if (offset > kUnitBytes || bytes > kUnitBytes - offset) return false;
+    data.assign(reinterpret_cast<const char *>(registers_.data()) + offset, bytes);
+    if (offset == 0 && bytes >= sizeof(uint32_t)) {
+      look();
+      const bool busy = state_ == State::kRunning || state_ == State::kHung;
+      const uint32_t control = busy ? kStart : state_ == State::kDone ? kDone | kIdle : kIdle;
+      memcpy(data.data(), &control, sizeof control);
+    }
+    return true;
+  }
+
+  void start(bool garble) {
+    if (state_ == State::kRunning || state_ == State::kHung) die("%s was started while it runs", name_.c_str());
+    state_ = State::kRunning;
+    garble_ = garble;
+    child_ = fork();
+    if (child_ < 0) die("cannot start a run: %s", strerror(errno));
+    if (child_ == 0) run();
+  }
+
+  void hang() { state_ = State::kHung; }
+
+  // The host reads from memory.
+  void on_read(uint64_t address, uint64_t bytes) {
+    if (state_ != State::kHung) return;
+    const uint64_t report = buffer(kernel_.report);
+    if (address <= report && report - address < bytes) state_ = State::kDone;
+  }
+
+ private:
+  enum class State { kIdle, kRunning, kHung, kDone };
+
+  [[noreturn]] void run() {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    memory_of_run = &memory_;
+    kernel_of_run = name_.c_str();
+    struct sigaction action = {};
+    action.sa_sigaction = on_bad_access;
+    action.sa_flags = SA_SIGINFO;
+    sigaction(SIGSEGV, &action, nullptr);
+    sigaction(SIGBUS, &action, nullptr);
+    const char *why_not = kernel_.run(registers_.data(), memory_);
+    if (why_not) say("%s", why_not);
+    _exit(why_not ? 1 : 0);
+  }
+
+  // Has the run ended? XRT asks all the time: waiting a little saves both sides most of that.
+  void look() {
+    if (state_ != State::kRunning) return;
+    int status = 0;
+    pid_t ended = waitpid(child_, &status, WNOHANG);
+    if (!ended) {
+      const sigset_t signals = child_signal();
+      const timespec wait = {0, kPollNanoseconds};
+      sigtimedwait(&signals, nullptr, &wait);
+      ended = waitpid(child_, &status, WNOHANG);
+    }
+    if (!ended) return;
+    if (ended < 0 || !WIFEXITED(status) || WEXITSTATUS(status)) {
+      say("this run of %s hangs", name_.c_str());
+      state_ = State::kHung;
+      return;
+    }
+    state_ = State::kDone;
+    if (garble_) *memory_.at(buffer(kernel_.tile_out), 1) ^= 1;
+  }
+
+  uint64_t buffer(uint32_t at) const {
+    uint64_t address;
+    memcpy(&address, registers_.data() + at, sizeof address);
+    return address;
+  }
+
+  const std::string name_;
+  const Kernel &kernel_;
+  const Memory &memory_;
+  std::vector<uint8_t> registers_;
+  State state_ = State::kIdle;
+  pid_t child_ = 0;  // while it runs
+  bool garble_ = false;
+};
+
+// ---- The card -------------------------------------------------------------------------
+
+class Card {
+ public:
+  Card(int socket, const Fault &fault) : socket_(socket), fault_(fault) {}
+
+  [[noreturn]] void serve();
+
+ private:
+  struct Request {
+    const char *name;
+    Answer (Card::*answer)(const Fields &);
+  };
+  static const std::map<uint32_t, Request> kRequests;
+
+  // {3: is it for good?} -> {1: done}
+  Answer close(const Fields &fields) {
+    units_.clear();
+    memory_.release_all();
+    leaving_ = fields.number(3);
+    return Answer().number(1, 1);
+  }
+
+  // {1: file with the metadata, 2: file with the bitstream, ...} -> {1: done}. Our bitstream is text: a line with kernel
+  // and address for each compute unit. Both files are nameless if a buffer is asked for before there is an xclbin.
+  Answer load(const Fields &fields) {
+    units_.clear();
+    if (const std::string path(fields.bytes(2)); !path.empty()) {
+      std::ifstream lines(path);
+      std::string kernel;
+      uint64_t address;
+      while (lines >> kernel >> std::hex >> address)
+        if (const auto found = kKernels.find(kernel); found != kKernels.end())  // others are there, but do nothing
+          units_.try_emplace(address, kernel, found->second, memory_);
+      if (!lines.eof()) {
+        say("the xclbin was not made for this emulator");
+        return Answer().number(1, 0);
+      }
+    }
+    return Answer().number(1, 1);
+  }
+
+  // {1: address, 2: bytes, 3: to be mapped by the host?} -> {1: done, 2: file to be mapped}
+  Answer allocate(const Fields &fields) {
+    memory_.allocate(fields.number(1), fields.number(2));
+    Answer answer = Answer().number(1, 1);
+    // XRT has no way to say no; a file that is not there it takes for one. Commands are a page, and have to be mapped.
+    const bool refused = fault_.is("nop2p") && fields.number(2) > kPageBytes;
+    if (fields.number(3)) answer.bytes(2, refused ? "/nonexistent/P2P is off" : memory_.path());
+    return answer;
+  }
+
+  // {1: address} -> {1: done}
+  Answer release(const Fields &fields) {
+    memory_.release(fields.number(1));
+    return Answer().number(1, 1);
+  }
+
+  // {3: address, 4: data, 5: bytes} -> {1: bytes}
+  Answer write_memory(const Fields &fields) {
+    const std::string_view data = fields.bytes(4);
+    if (lost_) return Answer().number(1, data.size());
+    char *place = memory_.at(fields.number(3), data.size());
+    if (!place) die("the host writes to 0x%" PRIx64 ", where it has no buffer", fields.number(3));
+    memcpy(place, data.data(), data.size());
+    return Answer().number(1, data.size());
+  }
+
+  // {4: address, 5: bytes} -> {1: bytes, 2: data}
+  Answer read_memory(const Fields &fields) {
+    const uint64_t bytes = fields.number(5);
+    for (auto &[base, unit] : units_) unit.on_read(fields.number(4), bytes);
+    if (lost_) return Answer().number(1, bytes).bytes(2, std::string(bytes, '\xff'));
+    const char *place = memory_.at(fields.number(4), bytes);
+    if (!place) die("the host reads from 0x%" PRIx64 ", where it has no buffer", fields.number(4));
+    return Answer().number(1, bytes).bytes(2, {place, bytes});
+  }
+
+  // {2: address, 4: data} -> {1: done}
+  Answer write_registers(const Fields &fields) { return write_at(fields.number(2), fields.bytes(4)); }
+
+  // {2: address, 3: bytes} -> {1: done, 2: data}
+  Answer read_registers(const Fields &fields) { return read_at(fields.number(2), fields.number(3)); }
+
+  // {1: address of a unit, 2: register, 3: data} -> {}
+  Answer write_register(const Fields &fields) {
+    return write_at(fields.number(1) + fields.number(2), fields.bytes(3));
+  }
+
+  // {1: address of a unit, 2: register, 3: bytes} -> {1: done, 2: data}
+  Answer read_register(const Fields &fields) {
+    return read_at(fields.number(1) + fields.number(2), fields.number(3));
+  }
+
+  // Streams between kernels, of which we have none. {...} -> {1: done}
+  Answer connect(const Fields &) { return Answer().number(1, 1); }
+
+  Answer write_at(uint64_t address, std::string_view data) {
+    const auto [base, unit] = unit_at(address);
+    bool starts = false;
+    const bool written = unit && unit->write(address - base, data, starts);
+    if (starts) start(*unit);
+    return Answer().number(1, written);
+  }
+
+  void start(Unit &unit) {
+    const uint64_t run = ++runs_;
+    if (fault_.is("kill", run)) die("killed, as asked for");
+    if (fault_.is("lost", run)) lost_ = true;
+    if (fault_.is("hang", run)) return unit.hang();
+    if (!lost_) unit.start(fault_.is("garble", run));
+  }
+
+  Answer read_at(uint64_t address, uint64_t bytes) {
+    const auto [base, unit] = unit_at(address);
+    std::string data;
+    if (!unit || !unit->read(address - base, bytes, data)) return Answer().number(1, 0);
+    return Answer().number(1, 1).bytes(2, data);
+  }
+
+  std::pair<uint64_t, Unit *> unit_at(uint64_t address) {
+    auto found = units_.upper_bound(address);
+    if (found == units_.begin()) return {};
+    --found;
+    return {found->first, &found->second};
+  }
+
+  void receive(void *to, uint64_t bytes);
+  void send(const void *from, uint64_t bytes);
+
+  const int socket_;
+  const Fault fault_;
+  Memory memory_;
+  std::map<uint64_t, Unit> units_;  // by the address of their registers
+  uint64_t runs_ = 0;
+  bool lost_ = false;
+  bool leaving_ = false;
+};
+
+const std::map<uint32_t, Card::Request> Card::kRequests = {
+    {1, {"Close", &Card::close}},
+    {3, {"LoadBitstream", &Card::load}},
+    {4, {"AllocDeviceBuffer", &Card::allocate}},
+    {5, {"FreeDeviceBuffer", &Card::release}},
+    {6, {"CopyBufferHost2Device", &Card::write_memory}},
+    {7, {"CopyBufferDevice2Host", &Card::read_memory}},
+    {9, {"WriteAddrKernelCtrl", &Card::write_registers}},
+    {11, {"ReadAddrKernelCtrl", &Card::read_registers}},
+    {28, {"SetupInstance", &Card::connect}},
+    {51, {"RegWrite", &Card::write_register}},
+    {52, {"RegRead", &Card::read_register}},
+};
+
+void Card::receive(void *to, uint64_t bytes) {
+  for (char *at = static_cast<char *>(to); bytes;) {
+    const ssize_t n = read(socket_, at, bytes);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) _exit(0);  // the host is gone
+    at += n;
+    bytes -= uint64_t(n);
+  }
+}
+
+void Card::send(const void *from, uint64_t bytes) {
+  for (const char *at = static_cast<const char *>(from); bytes;) {
+    const ssize_t n = ::send(socket_, at, bytes, MSG_NOSIGNAL);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) _exit(0);
+    at += n;
+    bytes -= uint64_t(n);
+  }
+}
+
+void Card::serve() {
+  std::string message;
+  for (;;) {
+    uint8_t head[14];
+    receive(head, sizeof head);
+    uint64_t size;
+    uint32_t number;
+    memcpy(&size, head + 1, sizeof size);
+    memcpy(&number, head + 10, sizeof number);
+    if (head[0] != 0x09 || head[9] != 0x15) die("XRT speaks another language than that of 2.13");
+    message.resize(size);
+    receive(message.data(), size);
+    const auto request = kRequests.find(number);
+    if (request == kRequests.end()) die("XRT asks for request %" PRIu32 ", which this card does not know", number);
+    Answer answer;
+    try {
+      answer = (this->*request->second.answer)(Fields(message));
+    } catch (const std::exception &e) {
+      die("%s: %s", request->second.name, e.what());
+    }
+    uint8_t answer_head[9] = {0x09};
+    size = answer.message().size();
+    memcpy(answer_head + 1, &size, sizeof size);
+    send(answer_head, sizeof answer_head);
+    send(answer.message().data(), size);
+    if (leaving_) _exit(0);
+  }
+}
+
+int connect_to_host(const std::string &path) {
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof address.sun_path) die("the socket's name is too long: %s", path.c_str());
+  path.copy(address.sun_path, path.size());
+  for (;;) {  // it may not listen yet
+    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) die("no socket: %s", strerror(errno));
+    if (!connect(fd, reinterpret_cast<const sockaddr *>(&address), sizeof address)) {
+      unlink(path.c_str());  // nobody else is to find it; if the host dies, it does not stay behind
+      return fd;
+    }
+    if (errno != ENOENT && errno != ECONNREFUSED && errno != EINTR) die("%s: %s", path.c_str(), strerror(errno));
+    ::close(fd);
+    usleep(1000);
+  }
+}
+
+// Waits for the card's process. XRT's driver library waits for ever for the answer of one that is gone, and does so
+// again when its host wants to leave; so that one is killed.
+[[noreturn]] void watch(pid_t card, pid_t host) {
+  const sigset_t ended = child_signal();
+  for (;;) {
+    int status;
+    if (waitpid(card, &status, WNOHANG) == card) {
+      if (WIFSIGNALED(status)) {
+        say("a card was killed by signal %d: so is process %d, which would wait for it for ever", WTERMSIG(status), host);
+        kill(host, SIGKILL);
+      }
+      _exit(0);
+    }
+    // Its end of the socket lives on in processes that it forked.
+    if (getppid() != host) {
+      kill(card, SIGKILL);
+      _exit(0);
+    }
+    const timespec wait = {1, 0};
+    sigtimedwait(&ended, nullptr, &wait);
+  }
+}
+
+}  // namespace
+}  // namespace csd::emulator
+
+extern "C" __attribute__((visibility("default"))) int csd_emulator_main(void) {
+  using namespace csd::emulator;
+  // Ctrl-C and the like go to the whole process group; the host still needs its card to leave in good order.
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) signal(number, SIG_IGN);
+  const sigset_t signals = child_signal();
+  sigprocmask(SIG_BLOCK, &signals, nullptr);  // for sigtimedwait
+  const char *user = getenv("USER");
+  const char *id = getenv("EMULATION_SOCKETID");  // device<N>_<...>
+  unsigned number;
+  if (!user || !id || sscanf(id, "device%u_", &number) != 1) die("this is to be started by XRT, with USER set");
+  const pid_t host = getppid();
+  const pid_t card = fork();
+  if (card < 0) die("cannot start a card: %s", strerror(errno));
+  if (card > 0) watch(card, host);
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  const int socket = connect_to_host(std::string("/tmp/") + user + "/" + id);
+  Card(socket, fault_of_this_card(number)).serve();
+}

@@ -1,0 +1,63 @@
+// What host and FPGA say to each other: the memory that one run of a kernel reads and writes. Shared by the back end
+// (native/src/device_xrt.cpp), the kernels (hls_kernels/) and their tests. Everything is little-endian and in units of
+// one *word*: 512 bits, what a port of the FPGA moves in a cycle.
+//
+// One run updates one tile, whatever lies in it. Each argument is one linear array, so that the FPGA reads and writes
+// long bursts:
+//
+//   tile      the state: `sections` sections of `n_words` words of 16 fp32 values, one after another
+//   segments  one word for each part of a parameter that has a gradient, in the order of the tile. Elements that lie in
+//             no segment keep every bit
+//   grad      the gradients of the dense segments in the same order, each from a new word on: 16 fp32 values a word,
+//             or 32 of 16 bits
+//   param     the rounded masters of all segments, in the same way, in the dtype of the parameter
+//   entries   Top-K only: the gradients of the sparse segments, see below
+//   report    one word that the kernel writes at the end
+#pragma once
+#include <stdint.h>
+
+#include "csd.h"
+
+constexpr uint32_t kKernelVersion = 1;  // of all this; a kernel reports its own
+constexpr uint32_t kLanes = 16;         // fp32 values in a word
+constexpr uint32_t kWordBytes = 4 * kLanes;
+
+struct csd_segment {
+  uint32_t first_word;   // where it begins in each section; segments neither overlap nor share a word
+  uint32_t elems;        // at least 1
+  uint32_t grad_dtype;   // csd_dtype
+  uint32_t param_dtype;
+  csd_adamw hyper;
+  uint32_t sparse;       // 1: its gradients are among the entries; 16 bits each
+  uint32_t reserved;     // 0
+};
+static_assert(sizeof(csd_segment) == kWordBytes, "a segment is one word");
+
+// Entries come in blocks of kBlockElems elements of the tile; every block is there, if need be empty. A block is a
+// count (uint32) and that many entries (uint32 each), padded to whole words. An entry is an index into the block in its
+// lower half and the 16 bits of the gradient, in the dtype of the segment, in its upper half; indices ascend. Elements
+// of sparse segments without an entry have the gradient zero. An entry out of order or beyond the tile is counted in
+// `bad_entries` and has no effect. So is, once, a count that runs beyond the words that there are, with all that
+// follows it, and so are words after the last block.
+constexpr uint32_t kBlockElems = 1 << 16;
+constexpr uint32_t kBlockWords = kBlockElems / kLanes;
+
+struct csd_report {
+  uint32_t version;      // kKernelVersion
+  uint32_t n_words;      // as given: the run has come to its end
+  uint32_t nonfinite;    // gradients that are inf or nan, before scaling; their elements were updated all the same
+  uint32_t bad_entries;
+  uint32_t crc_in[4];    // CRC-32C of each section as it was read
+  uint32_t crc_out[4];   // and as it was written
+  uint32_t reserved[4];  // 0
+};
+static_assert(sizeof(csd_report) == kWordBytes, "a report is one word");
+
+// The kernels. `tile_in` and `tile_out` may be the same memory: a word is read before it is written. Each is given four
+// times, once per section, because that is four ports, which work at the same time; all four are the tile's first byte.
+// The fourth is not touched where sections = 3.
+//
+//   csd_adamw_update(tile_in_0 .. tile_in_3, grad, segments, tile_out_0 .. tile_out_3, param, report,
+//                    n_words, sections, n_segments, grad_words, param_words)
+//   csd_adamw_topk_update(tile_in_0 .. tile_in_3, grad, entries, segments, tile_out_0 .. tile_out_3, param, report,
+//                         n_words, sections, n_segments, grad_words, entry_words, param_words)
