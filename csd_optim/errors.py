@@ -25,6 +25,10 @@ class CSDOSError(CSDError, OSError):
     """The operating system refused: `errno` and the text say what and where."""
 
 
+class CSDUnavailableError(CSDOSError, RuntimeError):
+    """A card, or something that it takes to use it, is not there; or it has stopped to answer."""
+
+
 class CSDTornError(CSDOSError):
     """A step of an optimizer with shadow=False was cut short: parameters and state are a mix of two steps."""
 
