@@ -15,9 +15,13 @@ SOURCES = [
     "transfer",
     "updater",
     "crc32c",
+    "memory",
     "device_cpu",
     "device_file",
     "device_ram",
+    "device_xrt",
+    "card",
+    "xrt",
     "device_null",
 ]
 
@@ -50,7 +54,7 @@ ffibuilder.set_source(
         "-pthread",
         *os.environ.get("CSD_OPTIM_CFLAGS", "").split(),
     ],
-    extra_link_args=["-pthread", *os.environ.get("CSD_OPTIM_LDFLAGS", "").split()],
+    extra_link_args=["-pthread", "-ldl", *os.environ.get("CSD_OPTIM_LDFLAGS", "").split()],
     py_limited_api=True,
 )
 

@@ -11,16 +11,26 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
 
 from ._native import ffi, lib
-from .errors import CSDMemoryError, CSDOSError, CSDRuntimeError, CSDStoreError, CSDTornError, CSDValueError
+from .errors import (
+    CSDMemoryError,
+    CSDOSError,
+    CSDRuntimeError,
+    CSDStoreError,
+    CSDTornError,
+    CSDUnavailableError,
+    CSDValueError,
+)
 
 DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfloat16: lib.CSD_BF16}
 IO_DEPTH: int = lib.CSD_IO_DEPTH
 IN_SECTION, FROM_PARAM, IN_PARAM = lib.CSD_IN_SECTION, lib.CSD_FROM_PARAM, lib.CSD_IN_PARAM
+P2P = {"auto": lib.CSD_P2P_AUTO, "1": lib.CSD_P2P_ON, "0": lib.CSD_P2P_OFF}
 ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CSD_ISA_AVX512}
 
 # numpy images of the structs that travel as arrays; checked against the compiler's layout below.
@@ -75,6 +85,11 @@ def check(status: int, error: Any, name: Namer | None = None, outcome: str = _KE
     if status == lib.CSD_OK:
         return
     text = ffi.string(error.text).decode(errors="replace")
+    if status == lib.CSD_EDEVICE:
+        device = f"{name(error.device, -1)}: " if name and error.device >= 0 else ""
+        reason = f" ({os.strerror(error.os_errno)})" if error.os_errno else ""
+        end = f" {outcome}" if outcome == _UNDONE else ""
+        raise CSDUnavailableError(error.os_errno, f"{device}{text}{reason}.{end}")
     if name and error.device >= 0:
         text += f" on {name(error.device, error.tile)}"
     if status == lib.CSD_EINVAL:
@@ -102,10 +117,39 @@ class DeviceConfig:
     fd: int = -1
     buffers: int = 0
     block_bytes: int = 0
+    card: Any = None  # of card_open()
+    p2p: str = "auto"
 
 
 def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
     return ffi.cast(ctype, values.ctypes.data)
+
+
+def card_open(name: str, xclbin: os.PathLike[str], seconds: float) -> Any:
+    """Raises CSDUnavailableError."""
+    out, error = ffi.new("csd_card **"), ffi.new("csd_error *")
+    status = lib.csd_card_open(name.encode(), os.fsencode(xclbin), int(1000 * seconds), out, error)
+    error.device = 0
+    check(status, error, lambda *_: f"card {name}")
+    return out[0]
+
+
+def card_close(card: Any, name: str) -> None:
+    error = ffi.new("csd_error *")
+    status = lib.csd_card_close(card, error)
+    error.device = 0
+    check(status, error, lambda *_: f"card {name}")
+
+
+def card_has_p2p(card: Any) -> bool:
+    return bool(lib.csd_card_has_p2p(card))
+
+
+def card_uuid(card: Any) -> UUID:
+    """Of the xclbin that is loaded."""
+    uuid = ffi.new("uint8_t[16]")
+    lib.csd_card_uuid(card, uuid)
+    return UUID(bytes=bytes(uuid))
 
 
 def engine_create(devices: list[DeviceConfig], name: Namer) -> Any:
@@ -113,6 +157,7 @@ def engine_create(devices: list[DeviceConfig], name: Namer) -> Any:
     configs = ffi.new("csd_device[]", len(devices))
     for config, d, backend in zip(configs, devices, names, strict=True):
         config.backend, config.fd, config.buffers, config.block_bytes = backend, d.fd, d.buffers, d.block_bytes
+        config.card, config.p2p = d.card or ffi.NULL, P2P[d.p2p]
     out, error = ffi.new("csd_engine **"), ffi.new("csd_error *")
     check(lib.csd_engine_create(configs, len(devices), out, error), error, name)
     return out[0]

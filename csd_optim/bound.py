@@ -31,6 +31,7 @@ class Bound:
     own_master: torch.Tensor  # the engine's place for the master, used unless in_place
     numel: int  # fp32 values; a complex number counts two
     in_place: bool  # the parameter is its own master and the only one, windows["master"] an alias of it
+    reachable: bool  # the devices can take the master from a parameter
     is_master: bool = False  # an fp32 parameter in host memory: its own master at the beginning of a step
     alive: bool = True  # no: the parameter got another place
     # What was true of `param` after the last step; anything else is looked at closely.
@@ -55,7 +56,7 @@ class Bound:
             self.version = -1  # it counts as written until a step has come to its end
         self.pointer = p.data_ptr()
         on_host, in_order = p.device.type == "cpu", same_order(p.stride(), self.stride, p.shape)
-        self.is_master = on_host and in_order and p.dtype is torch.float32
+        self.is_master = self.reachable and on_host and in_order and p.dtype is torch.float32
         reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES
         self.direct = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
         if self.in_place:

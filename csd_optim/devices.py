@@ -5,6 +5,10 @@ file:/mnt/nvme0?scratch=1    one in a nameless file of that directory, gone with
 file:                        the same in the current directory
 file:/mnt/nvme0?buffers=16&block=4MiB    tile buffers; size of one I/O request
 file:/mnt/nvme0?tbw=600TB    what the drive is rated to take: stats() then tells in how many days that is used up
+xrt:0                        a SmartSSD: its FPGA by XRT's index, or by PCIe address (xrt:0000:65:00.1); durable, on
+                             its own drive, which is found
+xrt:0?nvme=/mnt/nvme0        ... in this directory, which should be on its own drive; also with scratch, buffers, ...
+xrt:0?xclbin=PATH&p2p=0&timeout=60       the kernels' file; state by way of host memory; seconds until a kernel hangs
 ram:                         state in host memory, updated in place (beside other devices: in two slots, like a file's)
 null:                        keeps and computes nothing; times everything else
 """
@@ -14,17 +18,18 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 from .errors import CSDTypeError, CSDValueError
 
-BACKENDS = ("file", "ram", "null")
+BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
 DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
-_OPTIONS = ("buffers", "block", "scratch", "tbw")
+DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
 _UNITS = {
     "": 1,
     "B": 1,
@@ -45,11 +50,16 @@ class DeviceSpec:
 
     text: str
     backend: str
-    directory: Path | None = None  # file only
+    directory: Path | None = None  # file; xrt, where it is known
     durable: bool = False  # the store has a name and outlives the process
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
     tbw_bytes: int | None = None  # the drive's rating: bytes that it takes in its life
+    # xrt only
+    card: str = ""  # XRT's index or a PCIe address
+    xclbin: Path | None = None  # None: where it is looked for
+    p2p: str = "auto"  # "1": insist, "0": by way of host memory
+    timeout: float = DEFAULT_TIMEOUT  # seconds
 
     def __str__(self) -> str:
         return self.text
@@ -96,31 +106,68 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
         )
     place, _, query = text[scheme.end() :].partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
-    if backend != "file":
+    known = _OPTIONS.get(backend, ())
+    if not known:
         if place or options:
             raise CSDValueError(f"Invalid device: {text!r}; {backend}: takes neither place nor options")
         return DeviceSpec(text, backend)
-    buffers, block, durable, tbw = DEFAULT_BUFFERS, DEFAULT_BLOCK, bool(place), None
+    values: dict[str, Any] = {}
     for name, value in options.items():
-        if name == "buffers":
-            if not value.isdecimal() or not 3 <= int(value) <= 1024:
-                raise CSDValueError(f"Invalid device: {text!r}; buffers is a number from 3 to 1024, got {value!r}")
-            buffers = int(value)
-        elif name == "block":
-            block = parse_bytes(value)
-            if block <= 0 or block % 4096:
-                raise CSDValueError(f"Invalid device: {text!r}; block is a multiple of 4096 bytes, got {value!r}")
-        elif name == "tbw":
-            tbw = parse_bytes(value)
-            if tbw <= 0:
-                raise CSDValueError(f"Invalid device: {text!r}; tbw is a number of bytes such as 600TB, got {value!r}")
-        elif name == "scratch":
-            if value not in ("0", "1"):
-                raise CSDValueError(f"Invalid device: {text!r}; scratch is 0 or 1, got {value!r}")
-            durable = durable and value == "0"
-        else:
-            raise CSDValueError(f"Invalid device: {text!r}; unknown option {name!r}, there are {', '.join(_OPTIONS)}")
-    return DeviceSpec(text, "file", Path(place or ".").expanduser(), durable, buffers, block, tbw)
+        option = next((o for o in known if o.name == name), None)
+        if option is None:
+            names = ", ".join(o.name for o in known)
+            raise CSDValueError(f"Invalid device: {text!r}; unknown option {name!r}, there are {names}")
+        try:
+            values[option.field or name] = option.read(value)
+        except ValueError:
+            raise CSDValueError(f"Invalid device: {text!r}; {name} is {option.what}, got {value!r}") from None
+    scratch = values.pop("scratch", False)
+    if backend == "file":
+        directory = Path(place or ".").expanduser()
+        return DeviceSpec(text, "file", directory, durable=bool(place) and not scratch, **values)
+    if not re.fullmatch(r"[0-9]{1,4}|([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", place, re.I):
+        raise CSDValueError(f"Invalid device: {text!r}; write a card's index, xrt:0, or its address, xrt:0000:65:00.1")
+    return DeviceSpec(text, "xrt", durable=not scratch, card=place.lower(), **values)
+
+
+@dataclass(frozen=True)
+class _Option:
+    name: str
+    what: str
+    read: Callable[[str], Any]  # raises ValueError
+    field: str = ""  # of DeviceSpec, if it has another name there
+
+
+def _within(value: float, low: float, high: float) -> Any:
+    if not low <= value <= high:
+        raise ValueError
+    return value
+
+
+def _block(value: str) -> int:
+    size = parse_bytes(value)
+    if size % 4096:
+        raise ValueError
+    return int(_within(size, 4096, math.inf))
+
+
+def _choice(*choices: str) -> Callable[[str], str]:
+    return lambda value: choices[choices.index(value)]
+
+
+_FILE_OPTIONS = (
+    _Option("buffers", "a number from 3 to 1024", lambda v: _within(int(v), 3, 1024)),
+    _Option("block", "a multiple of 4096 bytes", _block, "block_bytes"),
+    _Option("scratch", "0 or 1", lambda v: _choice("0", "1")(v) == "1"),
+    _Option("tbw", "a number of bytes such as 600TB", lambda v: _within(parse_bytes(v), 1, math.inf), "tbw_bytes"),
+)
+_XRT_OPTIONS = (
+    _Option("nvme", "a directory on the card's drive", lambda v: Path(v).expanduser(), "directory"),
+    _Option("xclbin", "a file", lambda v: Path(v).expanduser()),
+    _Option("p2p", "0, 1 or auto", _choice("0", "1", "auto")),
+    _Option("timeout", "a number of seconds from 0.1 to 3600", lambda v: _within(float(v), 0.1, 3600)),
+)
+_OPTIONS = {"file": _FILE_OPTIONS, "xrt": _FILE_OPTIONS + _XRT_OPTIONS}
 
 
 def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:
@@ -135,6 +182,9 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
     specs = [parse_device(d) for d in devices]
     if not specs:
         raise CSDValueError("Invalid devices: []; name at least one, or leave the argument out")
+    cards = [s.card for s in specs if s.card]
+    if twice := next((card for card in cards if cards.count(card) > 1), None):
+        raise CSDValueError(f"Invalid devices: card {twice} is named twice")
     places = [s.directory.resolve() for s in specs if s.directory and s.durable]
     for place in places:
         if places.count(place) > 1:

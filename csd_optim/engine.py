@@ -7,7 +7,9 @@ import errno
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,13 @@ import torch
 
 from . import bindings
 from .bindings import TORN, DeviceConfig
+from .cards import find as find_card
 from .devices import DeviceSpec
-from .errors import CSDError, CSDRuntimeError, CSDTornError
+from .errors import CSDError, CSDRuntimeError, CSDTornError, CSDWarning, users_stacklevel
 from .layout import Extent, plan_extent
 from .store import Mode, StoreFile
 from .store_format import Contents, Record
+from .xclbin import find_kernels
 
 log = logging.getLogger("csd_optim")
 
@@ -56,7 +60,9 @@ class Engine:
         self._before = [0] * len(self.specs)  # bytes written to each device when this engine was made
         self._handle: Any = None
         self._stores: list[StoreFile | None] = []
+        self._cards: dict[str, Any] = {}  # by the name in the spec
         try:
+            self.specs = [self._open_card(spec) if spec.backend == "xrt" else spec for spec in self.specs]
             for spec in self.specs:
                 store: StoreFile | None = None
                 if spec.directory:
@@ -69,12 +75,33 @@ class Engine:
             self._close_stores()
             raise
 
+    def _open_card(self, spec: DeviceSpec) -> DeviceSpec:
+        """Returns the spec with a directory."""
+        card = find_card(spec.card)
+        directory = card.place(spec.directory)
+        self._cards[spec.card] = handle = bindings.card_open(card.name, find_kernels(spec.xclbin), spec.timeout)
+        slow = list(card.warnings)
+        if directory.is_dir() and not card.holds(directory):
+            slow.append(f"{directory} is not on this card's drive: the state goes through the host")
+        elif not slow and spec.p2p == "auto" and not bindings.card_has_p2p(handle):
+            slow.append(
+                f"its drive cannot reach its memory (P2P, the driver says: {card.p2p}): the host stands between"
+            )
+        for text in slow:
+            warnings.warn(f"{spec}: {text} (docs/smartssd.md)", CSDWarning, stacklevel=users_stacklevel())
+        return replace(spec, directory=directory)
+
     # ---- layout ------------------------------------------------------------
 
     @property
     def resident(self) -> bool:
         """The state lies in host memory, on every device, and is updated there."""
         return all(s.backend == "ram" for s in self.specs)
+
+    @property
+    def reaches_params(self) -> bool:
+        """Can every device take a master from an fp32 parameter in host memory? A card would have to be sent it."""
+        return not self._cards
 
     @property
     def keeps_state(self) -> bool:
@@ -90,8 +117,9 @@ class Engine:
 
     def name_device(self, device: int, tile: int = -1) -> str:
         """What messages call a device. `tile`: one that is damaged there, or -1."""
-        store = self._stores[device]
-        return f"device {device} ({store.path})" if store else f"device {device} ({self.specs[device]})"
+        spec, store = self.specs[device], self._stores[device]
+        card = f"xrt:{spec.card}, " if spec.card else ""
+        return f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
 
     def extend(self, numels: Sequence[int], sections: int) -> Extent:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
@@ -129,7 +157,14 @@ class Engine:
     def _add(self, extent: Extent, offsets: list[int], states: np.ndarray[Any, Any] | None) -> None:
         if self._handle is None:
             configs = [
-                DeviceConfig("file", store.io_fd, spec.buffers, spec.block_bytes)
+                DeviceConfig(
+                    "xrt" if spec.card else "file",
+                    store.io_fd,
+                    spec.buffers,
+                    spec.block_bytes,
+                    self._cards.get(spec.card),
+                    spec.p2p,
+                )
                 if store
                 else DeviceConfig(spec.backend)
                 for spec, store in zip(self.specs, self._stores, strict=True)
@@ -319,7 +354,10 @@ class Engine:
             for store in self._stores:
                 if store:
                     stack.callback(store.close)
+            for name, card in self._cards.items():
+                stack.callback(bindings.card_close, card, name)
             self._stores.clear()
+            self._cards.clear()
 
     def check_whole(self) -> None:
         if self._torn:

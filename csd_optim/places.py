@@ -79,6 +79,7 @@ class Places:
             own_master=windows["master"],
             numel=numel(p),
             in_place=engine.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
+            reachable=engine.reaches_params,
         )
         self.bound[id(p)] = bound
         self.by_index.append(bound)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 BACKENDS = ["file", "files", "ram", "mixed"]
+# Those of a run under emulated cards (test_xrt.py): pytest --xrt
+XRT_BACKENDS = ["xrt", "xrts"]
 TILE = 2048  # elements: small, so that a handful of parameters crosses tiles and devices
 
 
@@ -11,13 +13,37 @@ def device_strings(backend, directory):
     """Devices of one back end for a test; named ones lie below `directory`."""
     if backend == "files":
         return [str(directory / f"csd{i}") for i in range(3)]
-    return {"file": ["file:"], "ram": ["ram:"], "mixed": ["ram:", "file:"], "null": ["null:"]}[backend]
+    if backend == "xrts":
+        return [f"xrt:{i}?nvme={directory}/csd{i}" for i in range(3)]
+    return {
+        "file": ["file:"],
+        "ram": ["ram:"],
+        "mixed": ["ram:", "file:"],
+        "null": ["null:"],
+        "xrt": [f"xrt:0?nvme={directory}&scratch=1"],
+    }[backend]
 
 
-@pytest.fixture(params=BACKENDS)
-def devices(request, tmp_path):
-    """Device strings of each back end in turn: one file, three named files, memory, memory beside a file."""
-    return device_strings(request.param, tmp_path)
+def pytest_addoption(parser):
+    parser.addoption("--xrt", action="store_true", help="on cards, and only the tests that run on every back end")
+
+
+def pytest_generate_tests(metafunc):
+    """`backend`: each in turn: one file, three named files, memory, memory beside a file; or one card, and three."""
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", XRT_BACKENDS if metafunc.config.getoption("--xrt") else BACKENDS)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--xrt"):
+        config.hook.pytest_deselected(items=[item for item in items if "backend" not in item.fixturenames])
+        items[:] = [item for item in items if "backend" in item.fixturenames]
+
+
+@pytest.fixture
+def devices(backend, tmp_path):
+    """Device strings of each back end."""
+    return device_strings(backend, tmp_path)
 
 
 @pytest.fixture(autouse=True)

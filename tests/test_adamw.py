@@ -7,7 +7,7 @@ Against torch: largest difference over largest magnitude, parameter and each sta
 import numpy as np
 import pytest
 import torch
-from conftest import BACKENDS, TILE, device_strings
+from conftest import TILE
 
 from csd_optim import CSDAdam, bindings
 
@@ -478,11 +478,8 @@ def test_bits_do_not_depend_on_the_number_of_devices(expected, device, n):
     assert_same_bits(final_bits([device] * n), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bits_with_amsgrad_do_not_depend_on_back_end(tmp_path, backend):
-    assert_same_bits(
-        final_bits(device_strings(backend, tmp_path), amsgrad=True), final_bits(["ram:"] * 2, amsgrad=True)
-    )
+def test_bits_with_amsgrad_do_not_depend_on_back_end(devices):
+    assert_same_bits(final_bits(devices, amsgrad=True), final_bits(["ram:"] * 2, amsgrad=True))
 
 
 # ---- The updater alone ---------------------------------------------------------------

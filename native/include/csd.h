@@ -44,7 +44,8 @@ enum csd_status {
   CSD_ENOMEM = -3,
   CSD_ESTATE = -4, /* called out of order */
   CSD_EDAMAGED = -5, /* a tile is not what was written there */
-  CSD_ETORN = -6   /* a step in place was cut short: what it wrote cannot be undone */
+  CSD_ETORN = -6,  /* a step in place was cut short: what it wrote cannot be undone */
+  CSD_EDEVICE = -7 /* a card cannot be used, or no longer; `os_errno` says more where it can */
 };
 
 typedef struct csd_error {
@@ -84,11 +85,27 @@ typedef struct csd_adamw {
  * the drives we measured; twice that keeps reads and writes going at the same time. */
 #define CSD_IO_DEPTH 8
 
+/* The FPGA of a SmartSSD, through the Xilinx runtime (XRT), which is loaded when the first one is opened. */
+typedef struct csd_card csd_card;
+
+/* Opens a card by XRT's index ("0") or its PCIe address ("0000:65:00.1"), and loads the kernels in the file `xclbin`.
+ * All who open one share it. A kernel that has not come to its end after `timeout_ms` hangs, and the card is lost to
+ * this process. */
+int csd_card_open(const char *name, const char *xclbin, uint32_t timeout_ms, csd_card **out, csd_error *error);
+int csd_card_close(csd_card *card, csd_error *error);
+int32_t csd_card_has_p2p(const csd_card *card);            /* can a drive reach its memory? */
+void csd_card_uuid(const csd_card *card, uint8_t uuid[16]); /* of the xclbin */
+
+/* Between drive and card: directly where that works, insist on it, or through host memory. */
+enum csd_p2p { CSD_P2P_AUTO = 0, CSD_P2P_ON = 1, CSD_P2P_OFF = 2 };
+
 typedef struct csd_device {
-  const char *backend; /* "file": tiles in a file; "ram": in memory; "null": nowhere */
-  int32_t fd;          /* file: open for reading and writing, belongs to the caller, outlives the engine */
-  uint32_t buffers;    /* file: tile buffers, allocated once and fixed; at least 3 */
-  uint64_t block_bytes; /* file: size of one I/O request, a multiple of 4096 */
+  const char *backend; /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "ram": in memory; "null": nowhere */
+  int32_t fd;          /* file, xrt: open for reading and writing, belongs to the caller, outlives the engine */
+  uint32_t buffers;    /* file, xrt: tile buffers, allocated once and fixed; at least 3 */
+  uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096 */
+  csd_card *card;      /* xrt: belongs to the caller, outlives the engine */
+  uint32_t p2p;        /* xrt: csd_p2p */
 } csd_device;
 
 typedef struct csd_engine csd_engine;
@@ -99,6 +116,15 @@ int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine 
  * what is written to them from now on stays private. A step that is under way is undone.
  * Returns the error of a write that never succeeded; the engine is gone all the same. */
 int csd_engine_close(csd_engine *engine, csd_error *error);
+
+typedef struct csd_card_rates {
+  double drive_to_card, card_to_drive; /* bytes per second of states, as the engine moves them */
+  double to_card, from_card;           /* bytes per second by DMA */
+  double kernel;                       /* parameters per second: fp16 gradients and parameters, tiles of 1 Mi elements */
+} csd_card_rates;
+
+/* Measures a device with a card that no engine uses at the time. `bytes` of its file from `offset` on are overwritten. */
+int csd_card_measure(const csd_device *device, uint64_t offset, uint64_t bytes, csd_card_rates *out, csd_error *error);
 
 /* ---- Layout ------------------------------------------------------------- */
 
@@ -213,6 +239,7 @@ typedef struct csd_stats {
   uint64_t read_bytes;
   uint64_t write_bytes;
   uint64_t updated; /* parameters */
+  uint64_t nonfinite; /* gradients that are inf or nan */
   double read_seconds;
   double update_seconds;
   double write_seconds;

@@ -8,6 +8,7 @@
 #include <new>
 #include <system_error>
 
+#include "card.h"
 #include "crc32c.h"
 #include "csd.h"
 #include "engine.h"
@@ -49,6 +50,23 @@ int guarded(csd_error *error, Call call) {
 }
 
 }  // namespace
+
+int csd_card_open(const char *name, const char *xclbin, uint32_t timeout_ms, csd_card **out, csd_error *error) {
+  return guarded(error, [&] { *out = new csd_card{csd::Card::open(name, xclbin, std::chrono::milliseconds(timeout_ms))}; });
+}
+
+int csd_card_close(csd_card *card, csd_error *error) {
+  const std::unique_ptr<csd_card> gone(card);
+  return guarded(error, [&] { csd::Card::close(std::move(card->card)); });
+}
+
+int32_t csd_card_has_p2p(const csd_card *card) { return card->card->has_p2p(); }
+
+void csd_card_uuid(const csd_card *card, uint8_t uuid[16]) { memcpy(uuid, card->card->uuid(), 16); }
+
+int csd_card_measure(const csd_device *device, uint64_t offset, uint64_t bytes, csd_card_rates *out, csd_error *error) {
+  return guarded(error, [&] { *out = csd::measure_card(*device, offset, bytes); });
+}
 
 int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine **out, csd_error *error) {
   return guarded(error, [&] { *out = new csd_engine{csd::Engine(devices, n_devices)}; });

@@ -3,9 +3,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "csd.h"
-#include "updater.h"
+#include "failure.h"
 
 namespace csd {
 
@@ -36,16 +37,38 @@ struct Tile {
   uint32_t next_slot() const { return slot ^ (n_slots - 1); }  // where a step writes
 };
 
-// The gradients and parameters of one tile in one step.
+// What a step does with one tile, and what came of it.
 struct Work {
-  const csd_param *params;
-  const csd_adamw *hypers;
-  const void *grad_image;  // null: read and write where the params say
-  void *param_image;
-  uint64_t pushed = 0, pulled = 0, updated = 0;  // bytes, bytes, parameters: counted by Device::update
+  const csd_param *params = nullptr;
+  const csd_adamw *hypers = nullptr;
+  const void *grad_image = nullptr;  // null: read and write where the params say
+  void *param_image = nullptr;
+  bool from_windows = false;  // it begins with what the windows show, and not with what was loaded
+  bool verify = false;        // what was loaded must have the checksums of the tile's slot
+  // What Device::update fills in: bytes, bytes, parameters, gradients that are inf or nan, and the new state's sums.
+  uint64_t pushed = 0, pulled = 0, updated = 0, nonfinite = 0;
+  Slot sum{};
 };
 
+inline uint64_t dtype_bytes(uint32_t dtype) { return dtype == CSD_F32 ? 4 : 2; }
+
+// Where the gradient and the parameter of a piece's element `i` lie.
+inline const void *grad_at(const csd_piece &p, const Work &work, uint64_t i) {
+  const csd_param &param = work.params[p.param];
+  const uint64_t bytes = dtype_bytes(param.grad_dtype);
+  return work.grad_image ? static_cast<const char *>(work.grad_image) + 4 * p.tile_first + bytes * i
+                         : static_cast<const char *>(param.grad) + bytes * (p.param_first + i);
+}
+
+inline void *param_at(const csd_piece &p, const Work &work, uint64_t i) {
+  const csd_param &param = work.params[p.param];
+  const uint64_t bytes = dtype_bytes(param.param_dtype);
+  return work.grad_image ? static_cast<char *>(work.param_image) + 4 * p.tile_first + bytes * i
+                         : static_cast<char *>(param.param) + bytes * (p.param_first + i);
+}
+
 using Done = std::function<void(int os_errno)>;
+using Updated = std::function<void(const Failure &)>;  // with status CSD_OK: none
 
 class Device {
  public:
@@ -53,7 +76,12 @@ class Device {
 
   // A resident device updates the state where it lies, in the windows: no buffers, no load, no store.
   virtual bool resident() const = 0;
-  virtual uint32_t buffers() const { return 0; }
+
+  // Can it reach a parameter that is its own master (csd_master), or does every master lie in the tile?
+  virtual bool reaches_params() const { return true; }
+
+  // Makes its tile buffers, of `bytes` each, and returns their addresses; those from before are gone.
+  virtual std::vector<float *> allocate(uint64_t) { return {}; }
 
   // Makes the windows show the tile's slot `shown`; if it is `open`, what is written there goes to the device.
   // Returns 0 or an errno.
@@ -64,21 +92,28 @@ class Device {
   virtual void load(const Tile &, float *, Done) {}
   virtual void store(const Tile &, const float *, Done) {}
 
-  // Applies the rule to the tile, on an update thread, and sums the new state into `crc` where it is not null.
-  virtual void update(const Tile &tile, float *const *sections, Work &work, uint32_t *crc) = 0;
+  // Starts to apply the rule to the tile in `buffer` (null on a resident device: in the windows), and returns; another
+  // thread calls `done` once. `tile` and `work` live until then.
+  virtual void update(const Tile &tile, float *buffer, Work &work, Updated done) = 0;
 };
 
 // The updater of every device whose update runs on the CPU.
-void update_on_cpu(const Tile &tile, float *const *sections, Work &work, uint32_t *crc);
+void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done);
+
+// What to report when a section is not what was stored there.
+Failure damaged(const Tile &tile, uint32_t section);
 
 std::unique_ptr<Device> make_file_device(const csd_device &);
 std::unique_ptr<Device> make_ram_device(const csd_device &);
 std::unique_ptr<Device> make_null_device(const csd_device &);
+std::unique_ptr<Device> make_xrt_device(const csd_device &);
+csd_card_rates measure_card(const csd_device &, uint64_t offset, uint64_t bytes);
 
 // The registry. Returns null for a name that nobody has.
 inline std::unique_ptr<Device> make_device(const csd_device &d) {
   const std::string name = d.backend ? d.backend : "";
   if (name == "file") return make_file_device(d);
+  if (name == "xrt") return make_xrt_device(d);
   if (name == "ram") return make_ram_device(d);
   if (name == "null") return make_null_device(d);
   return nullptr;

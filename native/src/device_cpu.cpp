@@ -4,6 +4,8 @@
 
 #include "crc32c.h"
 #include "device.h"
+#include "pool.h"
+#include "updater.h"
 
 namespace csd {
 namespace {
@@ -15,31 +17,23 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, float *con
                   Work &work) {
   const csd_param &p = work.params[piece.param];
   if (!p.grad) return;
-  const uint64_t in_piece = first - piece.tile_first, in_param = piece.param_first + in_piece;
-  const uint64_t grad_bytes = dtype_bytes(p.grad_dtype), param_bytes = dtype_bytes(p.param_dtype);
-  const char *grad = work.grad_image
-                         ? static_cast<const char *>(work.grad_image) + 4 * piece.tile_first + grad_bytes * in_piece
-                         : static_cast<const char *>(p.grad) + grad_bytes * in_param;
-  char *param = work.grad_image ? static_cast<char *>(work.param_image) + 4 * piece.tile_first + param_bytes * in_piece
-                                : static_cast<char *>(p.param) + param_bytes * in_param;
-
-  Span span{work.hypers + p.hyper, n, grad, p.grad_dtype, {}, param, p.param_dtype};
+  const uint64_t in_piece = first - piece.tile_first, param_bytes = dtype_bytes(p.param_dtype);
+  void *param = param_at(piece, work, in_piece);
+  Span span{work.hypers + p.hyper, n, grad_at(piece, work, in_piece), p.grad_dtype, {}, param, p.param_dtype};
   for (uint32_t s = 0; s < n_sections; s++) span.state[s] = sections[s] + first;
   if (p.master == CSD_IN_PARAM) {
-    span.state[CSD_MASTER] = reinterpret_cast<float *>(param);
+    span.state[CSD_MASTER] = static_cast<float *>(param);
     span.param = nullptr;
   } else if (p.master == CSD_FROM_PARAM) {
     memcpy(span.state[CSD_MASTER], param, param_bytes * n);
   }
-  update(span, used_isa.load(std::memory_order_relaxed));
-  work.pushed += grad_bytes * n;
+  work.nonfinite += update(span, used_isa.load(std::memory_order_relaxed));
+  work.pushed += dtype_bytes(p.grad_dtype) * n;
   work.pulled += param_bytes * n;
   work.updated += n;
 }
 
-}  // namespace
-
-void update_on_cpu(const Tile &tile, float *const *sections, Work &work, uint32_t *crc) {
+void update_pieces(const Tile &tile, float *const *sections, Work &work, uint32_t *crc) {
   const csd_piece *piece = tile.pieces, *const end = tile.pieces + tile.n_pieces;
   for (uint64_t first = 0; first < tile.elems; first += kChunk) {
     const uint64_t last = std::min(first + kChunk, tile.elems);
@@ -50,6 +44,41 @@ void update_on_cpu(const Tile &tile, float *const *sections, Work &work, uint32_
     }
     if (crc) crc32c_sections(crc, sections, tile.sections, first, last - first);
   }
+}
+
+Failure update_tile(const Tile &tile, float *buffer, Work &work) {
+  float *sections[4] = {};
+  for (uint32_t s = 0; s < tile.sections; s++) sections[s] = buffer ? buffer + s * tile.elems : tile.window[s];
+  if (buffer && work.from_windows) {
+    for (uint32_t s = 0; s < tile.sections; s++) memcpy(sections[s], tile.window[s], tile.section_bytes());
+  } else if (buffer && work.verify) {
+    uint32_t crc[4] = {};
+    crc32c_sections(crc, sections, tile.sections, 0, tile.elems);
+    const uint32_t *const stored = tile.slots[tile.slot].crc;
+    const auto section = static_cast<uint32_t>(std::mismatch(crc, crc + tile.sections, stored).first - crc);
+    if (section < tile.sections) return damaged(tile, section);
+  }
+  const bool any = std::any_of(tile.pieces, tile.pieces + tile.n_pieces, [&work](const csd_piece &p) { return work.params[p.param].grad; });
+  if (any || work.from_windows || !tile.slots[tile.slot].summed) {
+    update_pieces(tile, sections, work, buffer ? work.sum.crc : nullptr);
+    work.sum.summed = true;
+  } else {
+    work.sum = tile.slots[tile.slot];  // passed through as it is
+  }
+  return {};
+}
+
+}  // namespace
+
+void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done) {
+  Pool::updates().submit([&tile, buffer, &work, done = std::move(done)] { done(update_tile(tile, buffer, work)); });
+}
+
+Failure damaged(const Tile &tile, uint32_t section) {
+  static const char *const kNames[] = {"master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+  Failure failure{CSD_EDAMAGED, std::string(kNames[section]) + " of tile " + std::to_string(tile.index) + " is not what was written there"};
+  failure.tile = static_cast<int32_t>(tile.index);
+  return failure;
 }
 
 }  // namespace csd

@@ -1,5 +1,6 @@
 // null: keeps nothing, computes nothing, leaves the parameters alone. What remains is the time of everything else.
 #include "device.h"
+#include "pool.h"
 
 namespace csd {
 namespace {
@@ -7,7 +8,9 @@ namespace {
 class NullDevice : public Device {
  public:
   bool resident() const override { return true; }
-  void update(const Tile &, float *const *, Work &, uint32_t *) override {}
+  void update(const Tile &, float *, Work &, Updated done) override {
+    Pool::updates().submit([done = std::move(done)] { done({}); });
+  }
 };
 
 }  // namespace

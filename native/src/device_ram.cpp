@@ -7,8 +7,8 @@ namespace {
 class RamDevice : public Device {
  public:
   bool resident() const override { return true; }
-  void update(const Tile &tile, float *const *sections, Work &work, uint32_t *) override {
-    update_on_cpu(tile, sections, work, nullptr);
+  void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
+    update_on_cpu(tile, buffer, work, std::move(done));
   }
 };
 

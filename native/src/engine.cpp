@@ -10,42 +10,13 @@
 #include <utility>
 
 #include "crc32c.h"
+#include "memory.h"
 #include "pool.h"
 
 namespace csd {
 
-constexpr uint64_t kHugePage = 2 << 20;
 constexpr uint64_t kStagger = 272;  // elements: 17 lines of a cache; three of them are less than a page
 static_assert(4 * 3 * kStagger < 4096);
-
-HugeMemory::HugeMemory(uint64_t bytes) : bytes_(bytes) {
-  if (bytes == 0) return;
-  // Mapped larger by a huge page and trimmed, so that it begins on one. Nothing is reserved: untouched pages cost nothing.
-  void *raw = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (raw == MAP_FAILED) throw Failure{CSD_ENOMEM, "cannot map " + std::to_string(bytes) + " bytes of memory", errno};
-  const uintptr_t from = reinterpret_cast<uintptr_t>(raw), begin = (from + kHugePage - 1) / kHugePage * kHugePage;
-  if (begin > from) munmap(raw, begin - from);
-  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  const uintptr_t end = begin + (bytes + page - 1) / page * page, raw_end = from + bytes + kHugePage;
-  if (raw_end > end) munmap(reinterpret_cast<void *>(end), raw_end - end);
-  address_ = reinterpret_cast<void *>(begin);
-  madvise(address_, bytes, MADV_HUGEPAGE);  // a wish: without it everything works, more slowly
-}
-
-HugeMemory::~HugeMemory() {
-  if (address_) munmap(address_, bytes_);
-}
-
-HugeMemory::HugeMemory(HugeMemory &&o) noexcept
-    : address_(std::exchange(o.address_, nullptr)), bytes_(std::exchange(o.bytes_, 0)) {}
-
-HugeMemory &HugeMemory::operator=(HugeMemory &&o) noexcept {
-  std::swap(address_, o.address_);
-  std::swap(bytes_, o.bytes_);
-  return *this;
-}
-
-float *HugeMemory::release() { return static_cast<float *>(std::exchange(address_, nullptr)); }
 
 void BusyTime::enter() {
   if (going_on_++ == 0) since_ = Clock::now();
@@ -77,18 +48,14 @@ Engine::~Engine() {
 
 // ---- Layout -----------------------------------------------------------------
 
-void Engine::grow_buffers(uint64_t elems) {
+void Engine::grow_buffers(uint64_t bytes) {
   for (Lane &lane : lanes_) {
-    const uint32_t n = lane.device->buffers();
-    if (n == 0 || elems <= lane.buffer_elems) continue;
-    lane.memory = HugeMemory(4 * elems * n);
-    // After a fork, copying on write would cost the parent its huge pages for good.
-    madvise(lane.memory.floats(), lane.memory.bytes(), MADV_DONTFORK);
-    memset(lane.memory.floats(), 0, lane.memory.bytes());  // all of it now, not in the first step
-    lane.buffer_elems = elems;
-    lane.free.clear();
-    for (uint32_t i = 0; i < n; i++) lane.free.push_back(lane.memory.floats() + i * elems);
-    lane.counts.buffer_bytes = lane.memory.bytes();
+    if (bytes <= lane.buffer_bytes) continue;
+    lane.free = {};
+    lane.buffer_bytes = 0;
+    lane.free = lane.device->allocate(bytes);
+    lane.buffer_bytes = bytes;
+    lane.counts.buffer_bytes = bytes * lane.free.size();
   }
 }
 
@@ -118,7 +85,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
     memory[s] = HugeMemory(4 * e.tile_elems * e.n_tiles + page);
     window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
   }
-  grow_buffers(e.tile_elems * e.sections);
+  grow_buffers(4 * e.tile_elems * e.sections);
 
   const uint32_t n_devices = static_cast<uint32_t>(lanes_.size()), first_tile = static_cast<uint32_t>(tiles_.size());
   const std::vector<csd_piece> &pieces = pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
@@ -185,6 +152,8 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
       if (const uint32_t param = t.pieces[p].param; param >= n_params) throw Failure{CSD_EINVAL, "no parameter " + std::to_string(param)};
       else if (params[param].grad && hypers[params[param].hyper].amsgrad && t.sections == 3)
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has no max_exp_avg_sq for amsgrad"};
+      else if (params[param].grad && params[param].master != CSD_IN_SECTION && !lanes_[t.device].device->reaches_params())
+        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " cannot be its own master on this device"};
   }
 
   params_.assign(params, params + n_params);
@@ -206,7 +175,10 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   for (uint32_t i = 0; i < n_tiles; i++) {
     Job &job = jobs_.emplace_back();
     job.tile = &tiles_[tiles[i]];
-    job.edited = job.tile->edited;
+    job.work.params = params_.data();
+    job.work.hypers = hypers_.data();
+    job.work.from_windows = job.tile->edited;
+    job.work.verify = job.tile->slots[job.tile->slot].summed && !job.tile->open;  // who holds an open window may write there
     job.shown = job.tile->shown;
     job_of_tile_[tiles[i]] = &job;
     lane(job).waiting.push_back(&job);
@@ -229,7 +201,7 @@ bool Engine::pump(Lane &l) {
     l.free.pop_back();
   }
   l.waiting.pop_front();
-  if (l.device->resident() || job.edited) {
+  if (l.device->resident() || job.work.from_windows) {
     job.loaded = true;
     update_if_ready(job);
   } else {
@@ -262,8 +234,8 @@ void Engine::push(uint32_t tile, const void *grad, void *param) {
   if (!job || job->pushed || !grad != !param)
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is not part of this step, was pushed before, or has half an image"};
   job->pushed = true;
-  job->grad_image = grad;
-  job->param_image = param;
+  job->work.grad_image = grad;
+  job->work.param_image = param;
   if (grad) images_out_++;
   update_if_ready(*job);
 }
@@ -272,62 +244,31 @@ void Engine::update_if_ready(Job &job) {
   if (failed_ || !job.loaded || !job.pushed) return;
   going_on_++;
   lane(job).updating.enter();
-  Pool::updates().submit([this, &job] {
-    const Tile &t = *job.tile;
-    float *sections[4] = {};
-    for (uint32_t s = 0; s < t.sections; s++) sections[s] = job.buffer ? job.buffer + s * t.elems : t.window[s];
-    if (job.edited && job.buffer)
-      for (uint32_t s = 0; s < t.sections; s++) memcpy(sections[s], t.window[s], t.section_bytes());
-    else if (uint32_t s; damaged(job, sections, &s)) return on_damaged(job, s);
-    Work work{params_.data(), hypers_.data(), job.grad_image, job.param_image};
-    const bool any = std::any_of(t.pieces, t.pieces + t.n_pieces, [this](const csd_piece &p) { return params_[p.param].grad; });
-    if (any || job.edited || !t.slots[t.slot].summed) {
-      lane(job).device->update(t, sections, work, job.buffer ? job.sum.crc : nullptr);
-      job.sum.summed = true;
-    } else {
-      job.sum = t.slots[t.slot];  // passed through as it is
-    }
-    on_updated(job, work);
-  });
+  lane(job).device->update(*job.tile, job.buffer, job.work, [this, &job](const Failure &failure) { on_updated(job, failure); });
 }
 
-// Is what was loaded what had been stored? Nothing is trained on that a disk has changed.
-bool Engine::damaged(const Job &job, float *const *sections, uint32_t *section) const {
-  const Tile &t = *job.tile;
-  const Slot &stored = t.slots[t.slot];
-  if (!job.buffer || !stored.summed || t.open) return false;  // who holds an open window may write there
-  uint32_t crc[4] = {};
-  crc32c_sections(crc, sections, t.sections, 0, t.elems);
-  *section = static_cast<uint32_t>(std::mismatch(crc, crc + t.sections, stored.crc).first - crc);
-  return *section < t.sections;
-}
-
-void Engine::on_damaged(Job &job, uint32_t section) {
-  static const char *const kNames[] = {"master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
-  Lock lock(mutex_);
-  lane(job).updating.leave();
-  going_on_--;
-  fail(job, {CSD_EDAMAGED, std::string(kNames[section]) + " of tile " + std::to_string(job.tile->index) + " is not what was written there", 0, -1, static_cast<int32_t>(job.tile->index)});
-  if (going_on_ == 0) settled_.notify_all();
-}
-
-void Engine::on_updated(Job &job, const Work &work) {
+void Engine::on_updated(Job &job, const Failure &failure) {
   Lock lock(mutex_);
   Lane &l = lane(job);
   l.updating.leave();
   going_on_--;
-  l.counts.push_bytes += work.pushed;
-  l.counts.pull_bytes += work.pulled;
-  l.counts.updated += work.updated;
-  job.given = true;
-  not_given_--;
-  if (job.grad_image) {
-    images_out_--;
-    to_pull_.push_back(job.tile->index);
+  if (failure.status != CSD_OK) {
+    fail(job, failure);
+  } else {
+    l.counts.push_bytes += job.work.pushed;
+    l.counts.pull_bytes += job.work.pulled;
+    l.counts.updated += job.work.updated;
+    l.counts.nonfinite += job.work.nonfinite;
+    job.given = true;
+    not_given_--;
+    if (job.work.grad_image) {
+      images_out_--;
+      to_pull_.push_back(job.tile->index);
+    }
+    if (!job.buffer) job.stored = true;
+    else if (!failed_) start_store(job);
+    pulled_.notify_all();
   }
-  if (!job.buffer) job.stored = true;
-  else if (!failed_) start_store(job);
-  pulled_.notify_all();
   if (going_on_ == 0) settled_.notify_all();
 }
 
@@ -353,7 +294,7 @@ void Engine::on_stored(Job &job, int os_errno) {
     l.counts.write_bytes += job.tile->bytes();
     l.counts.total_write_bytes += job.tile->bytes();
     job.tile->slot = job.tile->next_slot();
-    job.tile->slots[job.tile->slot] = job.sum;
+    job.tile->slots[job.tile->slot] = job.work.sum;
     job.tile->shown = kNowhere;  // also where there is one slot: somebody may have written to the window meanwhile
     job.stored = true;
     release_buffer(job);
@@ -394,7 +335,7 @@ void Engine::finish(bool keep) {
   if (keep && !failed_) {
     phase_ = Phase::idle;
     for (Job &job : jobs_)
-      if (job.edited) job.tile->edited = false;
+      if (job.work.from_windows) job.tile->edited = false;
     return;
   }
   const bool broken = failed_;

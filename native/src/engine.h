@@ -10,33 +10,9 @@
 
 #include "csd.h"
 #include "device.h"
+#include "failure.h"
 
 namespace csd {
-
-struct Failure {  // thrown inside, turned into a csd_error at the border
-  int32_t status;
-  std::string text;
-  int os_errno = 0;
-  int32_t device = -1;
-  int32_t tile = -1;  // that is damaged
-};
-
-// Anonymous memory on huge pages: direct I/O and long scans cost per page.
-class HugeMemory {
- public:
-  HugeMemory() = default;
-  explicit HugeMemory(uint64_t bytes);
-  ~HugeMemory();
-  HugeMemory(HugeMemory &&) noexcept;
-  HugeMemory &operator=(HugeMemory &&) noexcept;
-  float *floats() const { return static_cast<float *>(address_); }
-  uint64_t bytes() const { return bytes_; }
-  float *release();  // the caller unmaps
-
- private:
-  void *address_ = nullptr;
-  uint64_t bytes_ = 0;
-};
 
 // Seconds in which at least one operation of a kind was going on.
 class BusyTime {
@@ -74,18 +50,14 @@ class Engine {
   // A tile on its way through a step.
   struct Job {
     Tile *tile;
-    float *buffer = nullptr;       // null on a resident device
-    const void *grad_image = nullptr;
-    void *param_image = nullptr;
-    bool edited = false;           // it begins with what the windows show
-    uint32_t shown = 0;            // and what that was
+    float *buffer = nullptr;  // null on a resident device
+    Work work{};
+    uint32_t shown = 0;       // the slot that the windows showed when the step began
     bool pushed = false, loaded = false, given = false, storing = false, stored = false;
-    Slot sum{};  // of the new state
   };
   struct Lane {  // a device and what is queued on it
     std::unique_ptr<Device> device;
-    HugeMemory memory;
-    uint64_t buffer_elems = 0;
+    uint64_t buffer_bytes = 0;     // of each
     std::vector<float *> free;
     std::deque<Job *> waiting;     // not yet loading
     csd_stats counts{};
@@ -97,18 +69,16 @@ class Engine {
   bool pump(Lane &);
   void on_loaded(Job &, int os_errno);
   void update_if_ready(Job &);
-  void on_updated(Job &, const Work &);
-  void on_damaged(Job &, uint32_t section);
+  void on_updated(Job &, const Failure &);
   void start_store(Job &);
   void on_stored(Job &, int os_errno);
   void fail(const Job &, Failure);
   void release_buffer(Job &);
   void settle(Lock &lock) { settled_.wait(lock, [this] { return going_on_ == 0; }); }
-  bool damaged(const Job &, float *const *sections, uint32_t *section) const;
   bool undo();
   void settle_writes(Lock &);
   void show(Tile &, bool open);
-  void grow_buffers(uint64_t elems);
+  void grow_buffers(uint64_t bytes);
 
   mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates
   std::condition_variable settled_, pulled_;

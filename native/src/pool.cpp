@@ -20,6 +20,12 @@ uint32_t usable_cpus() {
 
 }  // namespace
 
+void block_signals() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+}
+
 void Pool::start() {
   std::lock_guard lock(mutex_);
   add_threads();
@@ -50,22 +56,27 @@ void Pool::resize(uint32_t threads) {
   wake_.notify_all();
 }
 
+void Pool::stop() {
+  std::unique_lock lock(mutex_);
+  wanted_ = 0;
+  wake_.notify_all();
+  stopped_.wait(lock, [this] { return running_ == 0; });
+}
+
 uint32_t Pool::size() {
   std::lock_guard lock(mutex_);
   return wanted_;
 }
 
 void Pool::work() {
-  // Signals are for the program's own threads.
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  block_signals();
   std::unique_lock lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return !tasks_.empty() || running_ > wanted_; });
     if (running_ > wanted_) {
       running_--;
       wake_.notify_one();
+      if (running_ == 0) stopped_.notify_all();
       return;
     }
     std::function<void()> task = std::move(tasks_.front());

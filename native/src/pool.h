@@ -13,6 +13,8 @@
 
 namespace csd {
 
+void block_signals();  // in this thread: they are for the program's own
+
 class Pool {
  public:
   explicit Pool(uint32_t threads) : wanted_(threads) {}
@@ -20,6 +22,7 @@ class Pool {
   void start();
   void submit(std::function<void()> task);
   void resize(uint32_t threads);  // from the next task on
+  void stop();                    // when all tasks are done; for pools that are not the process's own
   uint32_t size();
 
   static Pool &updates();               // as many threads as CPUs this process may run on
@@ -30,7 +33,7 @@ class Pool {
   void add_threads();
   void work();
   std::mutex mutex_;
-  std::condition_variable wake_;
+  std::condition_variable wake_, stopped_;
   std::deque<std::function<void()>> tasks_;
   uint32_t wanted_, running_ = 0;
 };

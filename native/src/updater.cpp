@@ -76,12 +76,12 @@ int32_t best_isa() {
 
 std::atomic<int32_t> used_isa{best_isa()};
 
-void update(const Span &span, [[maybe_unused]] int32_t isa) {
+uint64_t update(const Span &span, [[maybe_unused]] int32_t isa) {
 #if CSD_X86
   if (isa == CSD_ISA_AVX512) return avx512::update(span);
   if (isa == CSD_ISA_AVX2) return avx2::update(span);
 #endif
-  scalar::update(span);
+  return scalar::update(span);
 }
 
 }  // namespace csd

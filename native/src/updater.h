@@ -16,9 +16,8 @@ struct Span {          // n elements of one parameter
   uint32_t param_dtype;
 };
 
-inline uint64_t dtype_bytes(uint32_t dtype) { return dtype == CSD_F32 ? 4 : 2; }
-
-void update(const Span &span, int32_t isa);
+// Returns how many gradients are inf or nan; their elements are updated all the same.
+uint64_t update(const Span &span, int32_t isa);
 
 int32_t best_isa();
 extern std::atomic<int32_t> used_isa;

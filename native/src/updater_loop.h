@@ -62,15 +62,23 @@ static inline void rule(const csd_adamw &h, uint64_t n, const float *__restrict 
   }
 }
 
-static void update(const Span &s) {
+static inline uint32_t nonfinite(const float *grad, uint64_t n) {
+  uint32_t count = 0;
+  for (uint64_t i = 0; i < n; i++) count += (float_bits(grad[i]) & 0x7f800000u) == 0x7f800000u;
+  return count;
+}
+
+static uint64_t update(const Span &s) {
   alignas(64) float wide[kBlock];
   alignas(64) uint16_t narrow[kBlock];
+  uint64_t bad = 0;
   for (uint64_t i = 0; i < s.n; i += kBlock) {
     const uint64_t n = s.n - i < kBlock ? s.n - i : kBlock;
     const float *grad = wide;
     if (s.grad_dtype == CSD_F16) widen_f16((const uint16_t *)s.grad + i, wide, n);
     else if (s.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)s.grad + i, wide, n);
     else grad = (const float *)s.grad + i;
+    bad += nonfinite(grad, n);
 
     float *master = s.state[CSD_MASTER] + i;
     if (s.hyper->amsgrad)
@@ -91,4 +99,5 @@ static void update(const Span &s) {
 #if CSD_SIMD
   _mm_sfence();
 #endif
+  return bad;
 }

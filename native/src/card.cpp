@@ -1,0 +1,241 @@
+#include "card.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <future>
+#include <map>
+#include <thread>
+
+#include "pool.h"
+
+namespace csd {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr const char *kKernel = "csd_adamw_update";
+constexpr uint64_t kPage = 4096;
+
+std::string seconds(milliseconds t) {
+  const std::string text = std::to_string(t.count() / 1000.0);
+  return text.substr(0, text.find_last_not_of('0') + (text.find_last_not_of('0') == text.find('.') ? 0 : 1)) + " s";
+}
+
+// XRT's software emulation takes signals over for the whole process, and when its device is gone ends the process
+// group. They are not its to take.
+class HandlersKept {
+ public:
+  HandlersKept() {
+    for (size_t i = 0; i < kCount; i++) sigaction(kSignals[i], nullptr, &kept_[i]);
+  }
+  ~HandlersKept() {
+    for (size_t i = 0; i < kCount; i++) sigaction(kSignals[i], &kept_[i], nullptr);
+  }
+
+ private:
+  static constexpr int kSignals[] = {SIGSEGV, SIGFPE, SIGABRT, SIGUSR1, SIGCHLD, SIGTERM, SIGINT};
+  static constexpr size_t kCount = std::size(kSignals);
+  struct sigaction kept_[kCount];
+};
+
+}  // namespace
+
+// ---- Opened once per process ------------------------------------------------
+
+namespace {
+
+// Never destroyed: a card may be lost, and threads still be waiting for it when the process ends.
+struct Cards {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<Card>> opened;
+  pid_t owner = 0;
+
+  static Cards &get() {
+    static Cards *const all = new Cards;
+    return *all;
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xclbin, milliseconds timeout) {
+  Cards &all = Cards::get();
+  if (all.owner && all.owner != getpid())
+    throw Failure{CSD_EDEVICE, "a card was opened before this process was forked, and XRT does not survive that: fork first"};
+  std::lock_guard lock(all.mutex);
+  std::shared_ptr<Card> card = all.opened[name];
+  if (!card) {
+    card.reset(new Card(name, xclbin, timeout));
+    all.owner = getpid();
+    card->guarded("being opened", [card] { card->open_now(); });
+    all.opened[name] = card;
+  }
+  if (card->xclbin_ != xclbin) fail("it is in use in this process with the kernels of " + card->xclbin_, EBUSY);
+  card->check();
+  card->users_++;
+  return card;
+}
+
+void Card::close(std::shared_ptr<Card> card) {
+  Cards &all = Cards::get();
+  std::lock_guard lock(all.mutex);
+  if (--card->users_ > 0 || card->lost_) return;
+  all.opened.erase(card->name_);
+  card->guarded("being closed", [card] { card->close_now(); });
+}
+
+Card::Card(std::string name, std::string xclbin, milliseconds timeout)
+    : xrt_(Xrt::get()), name_(std::move(name)), xclbin_(std::move(xclbin)), timeout_(timeout) {
+  const char *mode = getenv("XCL_EMULATION_MODE");
+  emulated_ = mode && *mode;
+}
+
+void Card::open_now() try {
+  const HandlersKept kept;
+  errno = 0;
+  const bool is_index = std::all_of(name_.begin(), name_.end(), [](char c) { return c >= '0' && c <= '9'; });
+  device_ = is_index ? xrt_.device_open(static_cast<unsigned>(strtoul(name_.c_str(), nullptr, 10))) : xrt_.device_open_by_bdf(name_.c_str());
+  if (!device_) fail("XRT cannot open it; `csd-optim devices` lists the cards that there are", errno ? errno : ENODEV);
+  errno = 0;
+  if (xrt_.device_load_xclbin(device_, xclbin_.c_str())) {
+    const int error = errno;
+    const char *why = error == EKEYREJECTED ? " (its shell takes signed files only)"
+                      : error == EBUSY      ? " (another process uses other kernels on it)"
+                      : error == EINVAL || error == EOPNOTSUPP ? " (it has to be built for the card's shell)" : "";
+    fail("XRT cannot load " + xclbin_ + why, error ? error : EIO);
+  }
+  if (xrt_.device_xclbin_uuid(device_, uuid_)) fail("XRT does not say which kernels are loaded", errno);
+  errno = 0;
+  kernel_ = xrt_.kernel_open(device_, uuid_, kKernel);
+  if (!kernel_) fail(xclbin_ + " has no kernel " + kKernel + ": it is another program's; build ours (docs/smartssd.md)", errno ? errno : ENOENT);
+  has_p2p_ = try_p2p();
+} catch (...) {
+  close_now();
+  throw;
+}
+
+bool Card::try_p2p() const {
+  const Xrt::Handle buffer = xrt_.buffer_alloc(device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernel_, kTileIn)));
+  if (!buffer) return false;
+  // Direct I/O needs a whole page; XRT's `noop` driver, for one, returns something else.
+  void *const map = xrt_.buffer_map(buffer);
+  const bool usable = map && reinterpret_cast<uintptr_t>(map) % kPage == 0;
+  xrt_.buffer_free(buffer);
+  return usable;
+}
+
+void Card::close_now() {
+  if (kernel_) xrt_.kernel_close(kernel_);
+  if (device_) xrt_.device_close(device_);
+  kernel_ = device_ = nullptr;
+}
+
+// ---- Calls ------------------------------------------------------------------
+
+void Card::guarded(const char *what, std::function<void()> call) {
+  check();
+  std::packaged_task<void()> task([call = std::move(call)]() mutable {
+    const std::function<void()> own = std::move(call);  // what it owns goes before anybody learns that it is done
+    own();
+  });
+  std::future<void> end = task.get_future();
+  std::thread([self = shared_from_this(), task = std::move(task)]() mutable {
+    block_signals();
+    task();
+  }).detach();
+  // Whoever waits for a kernel notices by himself that it hangs: leave him the time.
+  const auto deadline = std::chrono::steady_clock::now() + 4 * timeout_;
+  while (end.wait_for(milliseconds(50)) != std::future_status::ready) {
+    if (std::chrono::steady_clock::now() > deadline) lose("it has not answered for " + seconds(4 * timeout_) + " while " + what);
+    check();
+  }
+  end.get();
+}
+
+void Card::check() {
+  if (!lost_) return;
+  std::lock_guard lock(mutex_);
+  throw Failure{CSD_EDEVICE, why_ + ". This process has lost the card: start again when it is well", ENODEV};
+}
+
+void Card::close_run(Xrt::Handle run) const {
+  if (!lost_) xrt_.run_close(run);
+}
+
+void Card::lose(const std::string &why) {
+  std::lock_guard lock(mutex_);
+  if (lost_.exchange(true)) return;
+  why_ = why;
+  // XRT's destructors would wait for it, for ever, or crash over what was not closed. This runs before them.
+  on_exit([](int status, void *) {
+    fflush(nullptr);
+    _exit(status);
+  }, nullptr);
+}
+
+void Card::fail(const std::string &what, int os_errno) {
+  throw Failure{CSD_EDEVICE, what, os_errno};
+}
+
+Xrt::Handle Card::open_run() const {
+  const Xrt::Handle run = xrt_.run_open(kernel_);
+  if (!run) fail("cannot make a run of its kernel", errno);
+  return run;
+}
+
+void Card::set_arg(Xrt::Handle run, int index, Xrt::Handle buffer) const {
+  if (xrt_.run_set_arg(run, index, buffer)) fail("the kernel does not take argument " + std::to_string(index), errno);
+}
+
+void Card::set_arg(Xrt::Handle run, int index, uint32_t value) const {
+  if (xrt_.run_set_arg(run, index, value)) fail("the kernel does not take argument " + std::to_string(index), errno);
+}
+
+void Card::execute(Xrt::Handle run) {
+  const std::unique_lock in_use(kernel_in_use_, 3 * timeout_);
+  if (!in_use) lose("it has not come to an end with a tile in " + seconds(3 * timeout_));
+  check();
+  if (xrt_.run_start(run)) fail("cannot start its kernel", errno);
+  // Asked again and again, because not every driver of XRT keeps the deadline of a wait.
+  const auto start = std::chrono::steady_clock::now();
+  for (auto pause = std::chrono::microseconds(20);; pause = std::min(2 * pause, std::chrono::microseconds(500))) {
+    const int state = xrt_.run_state(run);
+    if (state == kCompleted) return;
+    if (state == kError || state == kAborted || state >= kTimedOut) fail("its kernel has failed, with state " + std::to_string(state), EIO);
+    if (std::chrono::steady_clock::now() - start > timeout_) break;
+    std::this_thread::sleep_for(pause);
+  }
+  lose("its kernel has not come to an end in " + seconds(timeout_));
+  check();
+}
+
+// ---- Memory -----------------------------------------------------------------
+
+CardBuffer::CardBuffer(std::shared_ptr<Card> card, uint64_t bytes, KernelArg arg, bool p2p) : card_(std::move(card)) {
+  // In emulation ordinary buffers are shared with the device, and a forgotten copy would go unnoticed; these are not.
+  const uint64_t flags = p2p ? kP2p : card_->emulated_ ? kCacheable : kNormal;
+  const uint64_t size = (bytes + kPage - 1) / kPage * kPage;
+  const auto group = static_cast<uint32_t>(card_->xrt_.kernel_arg_group(card_->kernel_, arg));
+  handle_ = card_->xrt_.buffer_alloc(card_->device_, size, flags, group);
+  if (!handle_) Card::fail("no room for " + std::to_string(size) + " bytes in its memory", ENOMEM);
+  map_ = static_cast<char *>(card_->xrt_.buffer_map(handle_));
+  if (map_) return;
+  card_->xrt_.buffer_free(handle_);
+  Card::fail("its memory cannot be mapped", errno);
+}
+
+CardBuffer::~CardBuffer() {
+  if (!card_->lost()) card_->xrt_.buffer_free(handle_);
+}
+
+void CardBuffer::sync(int direction, uint64_t bytes) const {
+  if (bytes && card_->xrt_.buffer_sync(handle_, direction, bytes, 0)) Card::fail(direction == kToDevice ? "DMA to it failed" : "DMA from it failed", errno);
+}
+
+}  // namespace csd

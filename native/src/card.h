@@ -1,0 +1,93 @@
+// A card: the FPGA of a SmartSSD with our kernel on it, opened once per process and shared by all engines.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "csd.h"
+#include "failure.h"
+#include "xrt.h"
+
+namespace csd {
+
+// The kernel's arguments that are memory; see csd_kernel.h. The tile has an argument per section.
+enum KernelArg { kTileIn = 0, kGrad = 4, kSegments = 5, kTileOut = 6, kParam = 10, kReport = 11, kScalars = 12 };
+
+class Card : public std::enable_shared_from_this<Card> {
+ public:
+  // `name`: XRT's index, or a PCIe address. Throws Failure. To be closed as often as it was opened; its buffers and runs
+  // first, because XRT crashes otherwise.
+  static std::shared_ptr<Card> open(const std::string &name, const std::string &xclbin, std::chrono::milliseconds timeout);
+  static void close(std::shared_ptr<Card>);
+
+  const std::string &name() const { return name_; }
+  bool has_p2p() const { return has_p2p_; }
+  const unsigned char *uuid() const { return uuid_; }
+
+  // XRT may never return: a driver hangs, an emulated device is gone. So whatever calls it runs on a thread of its own,
+  // which is left to itself when the time is up; `call` therefore has to own all that it touches. From then on the card
+  // is lost, and every call fails at once. Throws Failure: what `call` throws, or that.
+  void guarded(const char *what, std::function<void()> call);
+
+  // The calls themselves, all from within guarded().
+  Xrt::Handle open_run() const;
+  void set_arg(Xrt::Handle run, int index, Xrt::Handle buffer) const;
+  void set_arg(Xrt::Handle run, int index, uint32_t value) const;
+  void execute(Xrt::Handle run);  // one run at a time: there is one kernel; waits for its end
+  void close_run(Xrt::Handle run) const;
+  [[noreturn]] static void fail(const std::string &what, int os_errno);
+
+ private:
+  friend class CardBuffer;
+  Card(std::string name, std::string xclbin, std::chrono::milliseconds timeout);
+  void open_now();
+  void close_now();
+  bool try_p2p() const;
+  void lose(const std::string &why);
+  void check();  // throws if it is lost
+  bool lost() const { return lost_; }
+
+  const Xrt &xrt_;
+  const std::string name_, xclbin_;
+  const std::chrono::milliseconds timeout_;
+  Xrt::Handle device_ = nullptr, kernel_ = nullptr;
+  unsigned char uuid_[16] = {};
+  bool has_p2p_ = false, emulated_ = false;
+  uint32_t users_ = 0;  // guarded by the mutex of all cards
+  std::timed_mutex kernel_in_use_;
+  std::mutex mutex_;  // guards why_
+  std::atomic<bool> lost_{false};
+  std::string why_;
+};
+
+// Memory of a card, mapped into ours. Made, used and destroyed within Card::guarded().
+class CardBuffer {
+ public:
+  // P2P: the map is the card's memory itself, for a drive to read and write; the CPU must not (70 MB/s). Otherwise it is
+  // ours, and to_device and from_device copy by DMA. `arg`: the kernel's argument that it is for.
+  CardBuffer(std::shared_ptr<Card>, uint64_t bytes, KernelArg arg, bool p2p = false);
+  ~CardBuffer();
+  CardBuffer(const CardBuffer &) = delete;
+  CardBuffer &operator=(const CardBuffer &) = delete;
+
+  char *bytes() const { return map_; }
+  Xrt::Handle handle() const { return handle_; }
+  void to_device(uint64_t bytes) const { sync(kToDevice, bytes); }
+  void from_device(uint64_t bytes) const { sync(kFromDevice, bytes); }
+
+ private:
+  void sync(int direction, uint64_t bytes) const;
+  const std::shared_ptr<Card> card_;
+  Xrt::Handle handle_ = nullptr;
+  char *map_ = nullptr;
+};
+
+}  // namespace csd
+
+struct csd_card {
+  std::shared_ptr<csd::Card> card;
+};

@@ -1,0 +1,36 @@
+// Tiles in a file, read and written past the page cache where the file system allows it. What updates them in their
+// buffers is not said here.
+#pragma once
+#include <atomic>
+
+#include "device.h"
+#include "pool.h"
+
+namespace csd {
+
+class FileDevice : public Device {
+ public:
+  FileDevice(const csd_device &d, Pool &io) : fd_(d.fd), buffers_(d.buffers), block_(d.block_bytes), io_(io) {}
+
+  bool resident() const override { return false; }
+  int map(const Tile &) override;
+  void load(const Tile &, float *buffer, Done) override;
+  void store(const Tile &, const float *buffer, Done) override;
+
+  // The I/O threads of the file system that the device's file is on; null if the device's options are wrong.
+  static Pool *io_of(const csd_device &);
+
+ protected:
+  uint32_t buffers() const { return buffers_; }
+
+ private:
+  template <typename Io>
+  void in_blocks(uint64_t bytes, Done, Io);
+
+  const int fd_;
+  const uint32_t buffers_;
+  const uint64_t block_;
+  Pool &io_;
+};
+
+}  // namespace csd

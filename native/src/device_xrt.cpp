@@ -1,0 +1,295 @@
+// xrt: a SmartSSD. Tiles move between its drive and its FPGA's memory; gradients come in and parameters go out by DMA;
+// the kernel updates (csd_kernel.h says how we speak to it).
+//
+//   load    drive → P2P buffer         pread past the page cache into the card's memory: the host sees none of it
+//   update  gradients → card, kernel, parameters ← card
+//   store   P2P buffer → drive
+//
+// Where there is no P2P, tile buffers are ordinary ones, and the state bounces through host memory.
+#include <string.h>
+
+#include <chrono>
+#include <deque>
+#include <exception>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "card.h"
+#include "csd_kernel.h"
+#include "device_file.h"
+
+namespace csd {
+namespace {
+
+// Tiles between their gradients and their parameters: one that goes in, one in the kernel, one that comes out.
+constexpr uint32_t kFrames = 3;
+
+// What a tile takes along to the kernel and back.
+struct Frame {
+  CardBuffer grad, param, segments, report;
+  std::unique_ptr<CardBuffer> windows;  // a tile that begins with what the windows show; made when there is one
+  const std::shared_ptr<Card> card;
+  const Xrt::Handle run;
+
+  Frame(const std::shared_ptr<Card> &c, uint64_t bytes)
+      : grad(c, bytes, kGrad), param(c, bytes, kParam), segments(c, bytes, kSegments), report(c, sizeof(csd_report), kReport), card(c), run(c->open_run()) {}
+  ~Frame() { card->close_run(run); }
+};
+
+// What gather() found: sizes in words.
+struct Load {
+  uint32_t segments = 0, grad_words = 0, param_words = 0;
+};
+
+uint32_t words(uint64_t elems, uint32_t dtype) {
+  return static_cast<uint32_t>((elems * dtype_bytes(dtype) + kWordBytes - 1) / kWordBytes);
+}
+
+void set_args(const Frame &frame, const CardBuffer &in, const CardBuffer &out, const Load &load, uint32_t n_words, uint32_t sections) {
+  const Card &card = *frame.card;
+  for (int s = 0; s < 4; s++) {
+    card.set_arg(frame.run, kTileIn + s, in.handle());
+    card.set_arg(frame.run, kTileOut + s, out.handle());
+  }
+  card.set_arg(frame.run, kGrad, frame.grad.handle());
+  card.set_arg(frame.run, kSegments, frame.segments.handle());
+  card.set_arg(frame.run, kParam, frame.param.handle());
+  card.set_arg(frame.run, kReport, frame.report.handle());
+  const uint32_t scalars[] = {n_words, sections, load.segments, load.grad_words, load.param_words};
+  for (int i = 0; i < 5; i++) card.set_arg(frame.run, kScalars + i, scalars[i]);
+}
+
+class XrtDevice : public FileDevice {
+ public:
+  XrtDevice(const csd_device &d, Pool &io, std::shared_ptr<Card> card)
+      : FileDevice(d, io), card_(std::move(card)), p2p_(d.p2p != CSD_P2P_OFF && card_->has_p2p()), workers_(kFrames) {
+    workers_.start();
+  }
+
+  ~XrtDevice() override {
+    workers_.stop();
+    try {
+      release();
+    } catch (const Failure &) {  // the card is lost, and what it had with it
+    }
+  }
+
+  bool reaches_params() const override { return false; }
+
+  std::vector<float *> allocate(uint64_t bytes) override {
+    release();
+    tile_bytes_ = bytes;
+    const uint64_t section_bytes = bytes / 3;  // as many elements as a tile can have: 3 sections at least
+    auto made = std::make_shared<std::pair<std::vector<std::shared_ptr<CardBuffer>>, std::vector<std::shared_ptr<Frame>>>>();
+    card_->guarded("making buffers", [card = card_, made, bytes, section_bytes, p2p = p2p_, n = buffers()] {
+      for (uint32_t i = 0; i < n; i++) made->first.push_back(std::make_shared<CardBuffer>(card, bytes, kTileIn, p2p));
+      for (uint32_t i = 0; i < kFrames; i++) made->second.push_back(std::make_shared<Frame>(card, section_bytes));
+    });
+    frames_ = std::move(made->second);
+    std::vector<float *> addresses;
+    for (auto &buffer : made->first) {
+      addresses.push_back(reinterpret_cast<float *>(buffer->bytes()));
+      tiles_[addresses.back()] = std::move(buffer);
+    }
+    return addresses;
+  }
+
+  void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
+    workers_.submit([this, &tile, buffer, &work, done = std::move(done)] {
+      Failure failure;
+      try {
+        update_now(tile, buffer, work);
+      } catch (const Failure &f) {
+        failure = f;
+      } catch (const std::exception &e) {
+        failure = {CSD_ENOMEM, std::string("updating a tile: ") + e.what(), ENOMEM};
+      }
+      done(failure);
+    });
+  }
+
+ private:
+  void release() {
+    auto all = std::make_shared<std::pair<decltype(tiles_), decltype(frames_)>>(std::move(tiles_), std::move(frames_));
+    tiles_.clear(), frames_.clear();
+    if (all->first.empty() && all->second.empty()) return;
+    card_->guarded("freeing buffers", [all = std::move(all)]() mutable { all.reset(); });
+  }
+
+  void update_now(const Tile &tile, float *buffer, Work &work) {
+    const std::shared_ptr<Frame> frame = take_frame();
+    const std::shared_ptr<void> give_back(nullptr, [this, &frame](void *) { give_frame(frame); });
+    const std::shared_ptr<CardBuffer> state = tiles_.at(buffer);
+    const Load load = gather(tile, work, *frame);
+    const bool bounce = !p2p_;
+    if (work.from_windows) {
+      char *to = reinterpret_cast<char *>(buffer);
+      if (p2p_) {
+        if (!frame->windows)
+          card_->guarded("making a buffer", [frame, bytes = tile_bytes_] { frame->windows = std::make_unique<CardBuffer>(frame->card, bytes, kTileIn); });
+        to = frame->windows->bytes();
+      }
+      for (uint32_t s = 0; s < tile.sections; s++) memcpy(to + s * tile.section_bytes(), tile.window[s], tile.section_bytes());
+    }
+    memset(frame->report.bytes(), 0, sizeof(csd_report));
+
+    const CardBuffer *const from = work.from_windows && p2p_ ? frame->windows.get() : state.get();
+    card_->guarded("updating a tile", [frame, state, from, bounce, load, bytes = tile.bytes(), n_words = static_cast<uint32_t>(tile.elems / kLanes), sections = tile.sections] {
+      Card &card = *frame->card;
+      frame->grad.to_device(uint64_t{kWordBytes} * load.grad_words);
+      frame->segments.to_device(uint64_t{kWordBytes} * load.segments);
+      frame->report.to_device(sizeof(csd_report));
+      if (bounce || from != state.get()) from->to_device(bytes);
+      set_args(*frame, *from, *state, load, n_words, sections);
+      card.execute(frame->run);
+      frame->report.from_device(sizeof(csd_report));
+      frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
+      if (bounce) state->from_device(bytes);
+    });
+
+    check(tile, work, *reinterpret_cast<const csd_report *>(frame->report.bytes()));
+    scatter(tile, work, *frame);
+  }
+
+  // Lays the gradients and what is to be done with them out for the kernel.
+  static Load gather(const Tile &tile, const Work &work, Frame &frame) {
+    Load load;
+    auto *segments = reinterpret_cast<csd_segment *>(frame.segments.bytes());
+    for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
+      const csd_param &param = work.params[p->param];
+      if (!param.grad || !p->elems) continue;
+      if (p->tile_first % kLanes) throw Failure{CSD_EINVAL, "parameter " + std::to_string(p->param) + " does not begin with a word of the kernel's"};
+      segments[load.segments++] = {static_cast<uint32_t>(p->tile_first / kLanes), static_cast<uint32_t>(p->elems), param.grad_dtype,
+                                   param.param_dtype, work.hypers[param.hyper], 0, 0};
+      memcpy(frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words, grad_at(*p, work, 0), p->elems * dtype_bytes(param.grad_dtype));
+      load.grad_words += words(p->elems, param.grad_dtype);
+      load.param_words += words(p->elems, param.param_dtype);
+    }
+    return load;
+  }
+
+  // Gives the parameters to whom they belong.
+  static void scatter(const Tile &tile, Work &work, const Frame &frame) {
+    const char *from = frame.param.bytes();
+    for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
+      const csd_param &param = work.params[p->param];
+      if (!param.grad || !p->elems) continue;
+      memcpy(param_at(*p, work, 0), from, p->elems * dtype_bytes(param.param_dtype));
+      from += uint64_t{kWordBytes} * words(p->elems, param.param_dtype);
+      work.pushed += p->elems * dtype_bytes(param.grad_dtype);
+      work.pulled += p->elems * dtype_bytes(param.param_dtype);
+      work.updated += p->elems;
+    }
+  }
+
+  void check(const Tile &tile, Work &work, const csd_report &report) const {
+    if (report.version != kKernelVersion)
+      Card::fail("its kernel speaks version " + std::to_string(report.version) + ", and we " + std::to_string(kKernelVersion) + ": build both from the same source", EPROTO);
+    if (report.n_words != tile.elems / kLanes || report.bad_entries) Card::fail("its kernel has not done what it was told", EIO);
+    if (work.verify && !work.from_windows)
+      for (uint32_t s = 0; s < tile.sections; s++)
+        if (report.crc_in[s] != tile.slots[tile.slot].crc[s]) throw damaged(tile, s);
+    work.nonfinite = report.nonfinite;
+    work.sum.summed = true;
+    memcpy(work.sum.crc, report.crc_out, sizeof report.crc_out);
+  }
+
+  // There are as many as workers.
+  std::shared_ptr<Frame> take_frame() {
+    std::lock_guard lock(mutex_);
+    std::shared_ptr<Frame> frame = std::move(frames_.back());
+    frames_.pop_back();
+    return frame;
+  }
+
+  void give_frame(std::shared_ptr<Frame> frame) {
+    std::lock_guard lock(mutex_);
+    frames_.push_back(std::move(frame));
+  }
+
+  const std::shared_ptr<Card> card_;
+  const bool p2p_;
+  uint64_t tile_bytes_ = 0;
+  std::unordered_map<const float *, std::shared_ptr<CardBuffer>> tiles_;  // by where they are mapped
+  std::mutex mutex_;                                                      // guards frames_
+  std::vector<std::shared_ptr<Frame>> frames_;
+  Pool workers_;
+};
+
+// ---- How fast -----------------------------------------------------------------
+
+// Seconds from the beginning of all to the end of the last; `start(i, done)` starts one.
+template <typename Start>
+double seconds_of(size_t n, Start start) {
+  std::vector<std::promise<int>> ends(n);
+  const auto begin = std::chrono::steady_clock::now();
+  for (size_t i = 0; i < n; i++) start(i, [&end = ends[i]](int os_errno) { end.set_value(os_errno); });
+  int error = 0;
+  for (std::promise<int> &end : ends)
+    if (const int e = end.get_future().get()) error = e;
+  if (error) throw Failure{CSD_EIO, "measuring", error};
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+}  // namespace
+
+csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes) {
+  constexpr uint64_t kElems = 1 << 20, kRuns = 4;
+  Pool *io = FileDevice::io_of(d);
+  if (!io || !d.card || bytes < 12 * kElems) throw Failure{CSD_EINVAL, "bad options of a device, or too little to measure with"};
+  const std::shared_ptr<Card> &card = d.card->card;
+  XrtDevice device(d, *io, card);
+  const std::vector<float *> buffers = device.allocate(12 * kElems);
+  std::deque<Tile> tiles;
+  for (uint64_t at = 0; at + 12 * kElems <= bytes; at += 12 * kElems) {
+    Tile &tile = tiles.emplace_back();
+    tile.elems = kElems;
+    tile.file_offset = offset + at;
+    tile.n_slots = 1;
+  }
+  csd_card_rates rates{};
+  const auto moved = static_cast<double>(tiles.size() * 12 * kElems);
+  // As many requests in flight as the file system's threads make of them, buffers used in turns: what is in them does
+  // not matter.
+  rates.card_to_drive = moved / seconds_of(tiles.size(), [&](size_t i, Done done) { device.store(tiles[i], buffers[i % buffers.size()], done); });
+  rates.drive_to_card = moved / seconds_of(tiles.size(), [&](size_t i, Done done) { device.load(tiles[i], buffers[i % buffers.size()], done); });
+  struct Seconds {
+    double in, out, kernel;
+  };
+  auto seconds = std::make_shared<Seconds>();
+  card->guarded("measuring", [card, seconds] {
+    const auto timed = [](auto &&call) {
+      const auto begin = std::chrono::steady_clock::now();
+      call();
+      return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    };
+    auto frame = std::make_shared<Frame>(card, 4 * kElems);
+    const auto state = std::make_shared<CardBuffer>(card, 12 * kElems, kTileIn);
+    memset(state->bytes(), 0, 12 * kElems);
+    state->to_device(12 * kElems);
+    memset(frame->grad.bytes(), 0, 4 * kElems);
+    seconds->in = timed([&] { for (uint64_t i = 0; i < kRuns; i++) frame->grad.to_device(4 * kElems); });
+    *reinterpret_cast<csd_segment *>(frame->segments.bytes()) = {0, kElems, CSD_F16, CSD_F16, {1, 0.9f, 0.1f, 0.999f, 0.001f, 0.001f, 1, 1e-8f, 1, 0}, 0, 0};
+    frame->segments.to_device(kWordBytes);
+    set_args(*frame, *state, *state, {1, kElems / 2 / kLanes, kElems / 2 / kLanes}, kElems / kLanes, 3);
+    seconds->kernel = timed([&] { for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->run); });
+    seconds->out = timed([&] { for (uint64_t i = 0; i < kRuns; i++) frame->param.from_device(4 * kElems); });
+  });
+  rates.to_card = kRuns * 4 * kElems / seconds->in;
+  rates.from_card = kRuns * 4 * kElems / seconds->out;
+  rates.kernel = kRuns * kElems / seconds->kernel;
+  return rates;
+}
+
+std::unique_ptr<Device> make_xrt_device(const csd_device &d) {
+  Pool *io = FileDevice::io_of(d);
+  if (!io || !d.card) return nullptr;
+  const std::shared_ptr<Card> &card = d.card->card;
+  if (d.p2p == CSD_P2P_ON && !card->has_p2p()) Card::fail("peer-to-peer transfers are off; turn them on (docs/smartssd.md), or leave out p2p=1", EOPNOTSUPP);
+  return std::make_unique<XrtDevice>(d, *io, card);
+}
+
+}  // namespace csd

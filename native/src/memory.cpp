@@ -1,0 +1,45 @@
+#include "memory.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <string>
+#include <utility>
+
+#include "failure.h"
+
+namespace csd {
+
+constexpr uint64_t kHugePage = 2 << 20;
+
+HugeMemory::HugeMemory(uint64_t bytes) : bytes_(bytes) {
+  if (bytes == 0) return;
+  // Mapped larger by a huge page and trimmed, so that it begins on one. Nothing is reserved: untouched pages cost nothing.
+  void *raw = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) throw Failure{CSD_ENOMEM, "cannot map " + std::to_string(bytes) + " bytes of memory", errno};
+  const uintptr_t from = reinterpret_cast<uintptr_t>(raw), begin = (from + kHugePage - 1) / kHugePage * kHugePage;
+  if (begin > from) munmap(raw, begin - from);
+  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t end = begin + (bytes + page - 1) / page * page, raw_end = from + bytes + kHugePage;
+  if (raw_end > end) munmap(reinterpret_cast<void *>(end), raw_end - end);
+  address_ = reinterpret_cast<void *>(begin);
+  madvise(address_, bytes, MADV_HUGEPAGE);  // a wish: without it everything works, more slowly
+}
+
+HugeMemory::~HugeMemory() {
+  if (address_) munmap(address_, bytes_);
+}
+
+HugeMemory::HugeMemory(HugeMemory &&o) noexcept
+    : address_(std::exchange(o.address_, nullptr)), bytes_(std::exchange(o.bytes_, 0)) {}
+
+HugeMemory &HugeMemory::operator=(HugeMemory &&o) noexcept {
+  std::swap(address_, o.address_);
+  std::swap(bytes_, o.bytes_);
+  return *this;
+}
+
+float *HugeMemory::release() { return static_cast<float *>(std::exchange(address_, nullptr)); }
+
+}  // namespace csd

@@ -1,0 +1,119 @@
+// The kernels and their C-simulation, for compilers and sanitizers: tests/sanitize.py builds and runs this, and so does
+// tests/test_kernels.py, once more with streams that are no threads' (SEQUENTIAL), as Vitis simulates them.
+// That the numbers are right to the last bit is checked by pytest at length; here that they are at all.
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <string>
+#include <vector>
+
+#include "adamw.h"
+#include "float16.h"
+#include "kernels.h"
+
+#define CHECK(condition)                                                          \
+  do {                                                                            \
+    if (!(condition)) {                                                           \
+      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);   \
+      exit(1);                                                                    \
+    }                                                                             \
+  } while (0)
+
+namespace {
+
+constexpr uint32_t kWords = 700, kElems = 16 * 300 + 5, kEvery = 7;  // one gradient in seven is not zero
+const csd_adamw kHyper{0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f, 0};
+
+// One bf16 segment in the middle of a tile, its gradients dense or sparse.
+void check_kernel(bool topk) {
+  constexpr uint32_t kFirst = 20, kHalves = (kElems + 31) / 32, kSection = 16 * kWords;
+  alignas(64) static float tile[3 * kSection], expected[3 * kSection];
+  alignas(64) static uint16_t grad[32 * kHalves], param[32 * kHalves];
+  alignas(64) static uint32_t entries[kElems];
+  alignas(64) csd_segment segment{kFirst, kElems, CSD_BF16, CSD_BF16, kHyper, topk, 0};
+  alignas(64) csd_report report;
+  for (size_t i = 0; i < 3 * kSection; i++) tile[i] = expected[i] = (float)(i % 1013) / 512;
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < kElems; i++) {
+    const uint32_t e = 16 * kFirst + i;
+    const float g = i % kEvery ? 0 : (float)(i % 11) - 5;
+    grad[i] = f32_to_bf16(g);
+    if (g != 0) entries[++count] = e | (uint32_t)grad[i] << 16;
+    float *master = expected + e, *exp_avg = master + kSection, *exp_avg_sq = exp_avg + kSection, unused = 0;
+    const AdamWElement updated = adamw({*master, *exp_avg, *exp_avg_sq}, unused, g, kHyper, false);
+    *master = updated.master, *exp_avg = updated.exp_avg, *exp_avg_sq = updated.exp_avg_sq;
+  }
+  entries[0] = count;
+
+  auto words = [](void *memory) { return static_cast<Word *>(memory); };
+  Word *const t = words(tile), *const s = words(&segment), *const p = words(param), *const r = words(&report);
+  if (topk)
+    csd_adamw_topk_update(t, t, t, nullptr, nullptr, words(entries), s, t, t, t, nullptr, p, r, kWords, 3, 1, 0,
+                          count / 16 + 1, kHalves);
+  else
+    csd_adamw_update(t, t, t, nullptr, words(grad), s, t, t, t, nullptr, p, r, kWords, 3, 1, kHalves, kHalves);
+  CHECK(memcmp(tile, expected, sizeof tile) == 0);
+  for (uint32_t i = 0; i < kElems; i++) CHECK(param[i] == f32_to_bf16(expected[16 * kFirst + i]));
+  CHECK(report.version == kKernelVersion && report.n_words == kWords && report.nonfinite == 0);
+  CHECK(report.bad_entries == 0);
+}
+
+#ifndef SEQUENTIAL
+// Streams that part and join again: `gather` wants eight numbers before it passes on the first, and until then those
+// of the short way have to stay in their stream.
+constexpr uint32_t kNumbers = 64, kGathered = 8;
+using Numbers = hls::stream<uint32_t>;
+
+void fork_numbers(Numbers &to_gather, Numbers &past_it) {
+  for (uint32_t i = 0; i < kNumbers; i++) to_gather.write(i), past_it.write(i);
+}
+void gather(Numbers &in, Numbers &out) {
+  for (uint32_t i = 0; i < kNumbers; i += kGathered) {
+    uint32_t held[kGathered];
+    for (uint32_t &h : held) h = in.read();
+    for (uint32_t h : held) out.write(h);
+  }
+}
+void join(Numbers &gathered, Numbers &past_it, uint32_t *sum) {
+  for (uint32_t i = 0; i < kNumbers; i++) *sum += gathered.read() == past_it.read();
+}
+
+template <int depth>
+std::string diamond() {
+  uint32_t same = 0;
+  try {
+    Numbers to_gather("to_gather"), gathered("gathered");
+    hls::stream<uint32_t, depth> past_it("past_it");
+    CSD_DATAFLOW
+    CSD_STAGE(fork_numbers, to_gather, past_it)
+    CSD_STAGE(gather, to_gather, gathered)
+    CSD_STAGE(join, gathered, past_it, &same)
+  } catch (const std::runtime_error &e) {
+    return e.what();
+  }
+  CHECK(same == kNumbers);
+  return "";
+}
+
+void check_streams() {
+  const std::string deadlock =
+      "deadlock: fork_numbers waits for room in past_it; gather waits for to_gather; join waits for gathered.";
+  for (int i = 0; i < 100; i++) {
+    CHECK(diamond<2>() == deadlock);
+    CHECK(diamond<kGathered - 2>() == deadlock);
+    CHECK(diamond<kGathered - 1>() == "");  // the eighth need not be there: it follows what is gathered
+  }
+}
+#endif
+
+}  // namespace
+
+int main() {
+  check_kernel(false);
+  check_kernel(true);
+#ifndef SEQUENTIAL
+  check_streams();
+#endif
+  puts("kernels: done");
+}
