@@ -325,7 +325,8 @@ class DurableEngine(Engine):
 
     def _reserve(self, record: Record) -> None:
         """Takes the room that the next commit needs, while a full disk is only the caller's business."""
-        rest = 8 * self.n_params + len(record.pack()) + 64  # `written_bytes` may have some digits more
+        spare = 64  # `written_bytes` may have some digits more
+        rest = 8 * self.n_params + len(record.head()) + len(record.user_state) + spare
         for d, store in enumerate(self._stores):
             if store and store.durable:
                 tiles = sum(e.tiles_of(d, len(self.specs)) for e in self.extents)

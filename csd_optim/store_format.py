@@ -95,10 +95,10 @@ class Record:
     seconds: float = 0.0  # that training took so far, from step to step
     written_bytes: int = 0  # of states, to this device, since the store was made
 
-    def pack(self) -> bytes:
-        head = {k: v for k, v in vars(self).items() if k != "user_state"}
-        data = json.dumps(head).encode()
-        return struct.pack("<I", len(data)) + data + self.user_state
+    def head(self) -> bytes:
+        """The packed record up to `user_state`, which may be large."""
+        data = json.dumps({k: v for k, v in vars(self).items() if k != "user_state"}).encode()
+        return struct.pack("<I", len(data)) + data
 
     @classmethod
     def unpack(cls, data: bytes) -> Record:
@@ -108,7 +108,8 @@ class Record:
 
 def pack_table(tiles: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], record: Record) -> bytes:
     """`tiles` has the fields of TILE_ENTRY, `steps` a number per parameter."""
-    return tiles.astype(TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes() + record.pack()
+    state = tiles.astype(TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes()
+    return b"".join((state, record.head(), record.user_state))
 
 
 @dataclass(frozen=True)
