@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
 import math
 import os
 import secrets
@@ -41,6 +40,7 @@ from .errors import (
 from .store import StoreFile, lock
 from .store_format import CLEAN, FILE_NAME, PAGE, Contents, opened, read_region
 from .tiles import Tick, Tile, each_tile, stored_bytes, total_bytes
+from .user_state import unpack_user_state
 
 EXPORT_FORMAT = 1  # of what a state dict says of us beside AdamW's entries
 FICLONE = 0x40049409  # ioctl: this file becomes another one's reflink, in no time
@@ -383,19 +383,6 @@ def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], 
 def dtype_of(p: dict[str, Any]) -> torch.dtype:
     """Of a parameter's states."""
     return torch.complex64 if p["dtype"] == "complex64" else torch.float32
-
-
-def unpack_user_state(data: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu") if data else {}
-    return state
-
-
-def pack_user_state(user_state: dict[str, Any]) -> bytes:
-    if not user_state:
-        return b""
-    file = io.BytesIO()
-    torch.save(user_state, file)
-    return file.getvalue()
 
 
 class _Keeper:

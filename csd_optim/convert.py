@@ -30,7 +30,6 @@ from .checkpoint import (
     need_room,
     no_bar,
     numbered,
-    pack_user_state,
     state_dict,
 )
 from .devices import parse_devices
@@ -41,6 +40,7 @@ from .layout import Extent, plan_extent
 from .manifest import plain
 from .store_format import Contents, Record, opened
 from .tiles import Tile, each_tile, stored_bytes, total_bytes
+from .user_state import pack_user_state
 
 INDEX_NAME = "optimizer.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9

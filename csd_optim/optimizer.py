@@ -28,19 +28,19 @@ from .bound import Bound, check_param
 from .devices import days_left, parse_devices
 from .durable import DurableEngine, open_engine
 from .engine import Engine
-from .errors import CSDError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning, users_stacklevel
+from .errors import CSDError, CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
 from .manifest import changed_by_resume, first_difference, name_of, plain, put_back
 from .places import Places
 from .signals import signals_held
 from .store import CLOSING, Mode
 from .store_format import Record
+from .user_state import checked_user_state, unpack_user_state
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
 # it; more goes to the devices at once, and is committed there by itself.
 EDIT_BYTES = 256 << 20
 CLOSE_SECONDS = 5.0  # that a dropped optimizer waits for its last commit, if it cannot know that it may
-USER_STATE_BYTES = 16 << 20  # of `user_state`; it is written with every step
 
 
 @dataclass(frozen=True)
@@ -525,7 +525,7 @@ class CSDAdam(AdamW):
         return Record(
             groups=[plain(group) for group in self.param_groups],
             given=[*self._given],
-            user_state=_pack(self.user_state, engine.record.user_state),
+            user_state=checked_user_state(self.user_state, engine.record.user_state),
             seconds=self._trained,
         )
 
@@ -541,7 +541,7 @@ class CSDAdam(AdamW):
         held = engine.held[0]
         if difference := first_difference(held.manifest, self.param_groups):
             raise CSDStoreError(f"{held.path} is the store of another model: {difference}")
-        user_state = checkpoint.unpack_user_state(held.record.user_state)
+        user_state = unpack_user_state(held.record.user_state)
         engine.check()
         engine.settle()
         self._places.take_up(engine, self.param_groups)
@@ -681,23 +681,6 @@ class _Box:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def _pack(user_state: dict[str, Any], packed: bytes) -> bytes:
-    """As torch.save writes it. `packed`: the last one, known to be readable."""
-    if not isinstance(user_state, dict):
-        raise CSDTypeError(f"user_state is a dict, got {type(user_state).__name__}")
-    try:
-        data = checkpoint.pack_user_state(user_state)
-        if data not in (b"", packed):
-            checkpoint.unpack_user_state(data)
-    except Exception as e:
-        raise CSDTypeError(f"user_state cannot be kept: it holds plain values, lists, dicts and tensors ({e})") from e
-    if len(data) > USER_STATE_BYTES:
-        raise CSDValueError(
-            f"user_state takes {len(data)} bytes; it is written with every step and limited to {USER_STATE_BYTES}"
-        )
-    return data
 
 
 def _close_quietly(engine: Engine) -> None:
