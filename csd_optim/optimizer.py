@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import warnings
 import weakref
@@ -25,6 +24,7 @@ from . import checkpoint
 from .adamw import hyper
 from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
 from .bound import Bound, check_param
+from .closing import close_quietly
 from .devices import days_left, parse_devices
 from .durable import DurableEngine, open_engine
 from .engine import Engine
@@ -33,14 +33,13 @@ from .images import SLOTS_PER_DEVICE, ImageRing, Source
 from .manifest import changed_by_resume, first_difference, name_of, plain, put_back
 from .places import Places
 from .signals import signals_held
-from .store import CLOSING, Mode
+from .store import Mode
 from .store_format import Record
 from .user_state import checked_user_state, unpack_user_state
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
 # it; more goes to the devices at once, and is committed there by itself.
 EDIT_BYTES = 256 << 20
-CLOSE_SECONDS = 5.0  # that a dropped optimizer waits for its last commit, if it cannot know that it may
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ class CSDAdam(AdamW):
     def _attach(self, engine: Engine) -> None:
         self._engine = engine
         # Dropped, or forgotten at exit: closes without a word.
-        self._finalizer = weakref.finalize(self, _close_quietly, engine)
+        self._finalizer = weakref.finalize(self, close_quietly, engine)
 
     # ---- torch's contract ------------------------------------------------------
 
@@ -681,20 +680,3 @@ class _Box:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def _close_quietly(engine: Engine) -> None:
-    def close() -> None:
-        with contextlib.suppress(CSDError):
-            engine.close()
-
-    if engine.idle:
-        return close()
-    # The collector may call this on the very thread for which close() waits, or while this one holds what that needs.
-    closer = threading.Thread(target=close, name="csd_optim closes")
-    try:
-        closer.start()
-    except RuntimeError:  # the interpreter shuts down: nobody holds anything
-        return close()
-    CLOSING.add(closer)
-    closer.join(CLOSE_SECONDS)

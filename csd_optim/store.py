@@ -9,7 +9,6 @@ import gc
 import mmap
 import os
 import secrets
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from .bindings import crc32c
+from .closing import wait_for_dropped
 from .errors import CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDWarning, users_stacklevel
 from .layout import round_up
 from .store_format import (
@@ -33,7 +33,6 @@ from .store_format import (
     superblocks,
 )
 
-CLOSING: set[threading.Thread] = set()  # threads that close optimizers that were dropped
 SECTOR = 512  # bytes that a disk writes as a whole
 # What is to become of a store that is there already: an error, erased at the first write, taken up, only looked at.
 Mode = Literal["new", "overwrite", "resume", "read"]
@@ -70,9 +69,7 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
             if owner != os.getpid():
                 break
             gc.collect()  # an optimizer that was dropped, and hangs on a reference cycle, say with its scheduler
-            for thread in list(CLOSING):
-                thread.join()
-                CLOSING.discard(thread)
+            wait_for_dropped()
     if owner == os.getpid():
         who = "another optimizer of this process, or by tensors from load(); close() or drop those"
     else:

@@ -1138,14 +1138,14 @@ def test_many_dropped_in_cycles_while_others_step(tmp_path):
 
 COLLECTED = """
 import faulthandler, gc, sys, torch
-import csd_optim.durable
+import csd_optim.closing, csd_optim.durable
 from csd_optim import CSDAdam
 faulthandler.dump_traceback_later(40, exit=True)
 gc.disable()
 def collecting(*arguments, plain=csd_optim.durable.pack_table):
     gc.collect()  # on the thread of the commit, when its optimizer is garbage
     return plain(*arguments)
-csd_optim.optimizer.CLOSE_SECONDS = 0.2
+csd_optim.closing.CLOSE_SECONDS = 0.2
 csd_optim.durable.pack_table = collecting
 p = torch.nn.Parameter(torch.ones(3000))
 p.grad = torch.ones(3000)
