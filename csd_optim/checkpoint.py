@@ -38,7 +38,7 @@ from .errors import (
     CSDWarning,
 )
 from .store import StoreFile, lock
-from .store_format import CLEAN, FILE_NAME, PAGE, Contents, opened, read_region
+from .store_format import CLEAN, FILE_NAME, PAGE, Contents, opened, read_region, sync_directory, write
 from .tiles import Tick, Tile, each_tile, stored_bytes, total_bytes
 from .user_state import unpack_user_state
 
@@ -92,11 +92,11 @@ def made_whole(path: Path) -> Iterator[Path]:
         yield temporary
         for directory in (*temporary.glob("*/"), temporary):
             if directory.is_dir():
-                _sync_directory(directory)
+                sync_directory(directory)
         if os.path.lexists(path):
             raise CSDStoreExistsError(errno.EEXIST, f"{path} was made by somebody else meanwhile")
         temporary.rename(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except BaseException as e:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -105,11 +105,6 @@ def made_whole(path: Path) -> Iterator[Path]:
         if isinstance(e, OSError) and not isinstance(e, CSDError):
             raise CSDOSError(e.errno, f"cannot write {path}: {e.strerror}; nothing of it is left") from e
         raise
-
-
-def _sync_directory(path: Path) -> None:
-    with opened(path, os.O_DIRECTORY) as fd:
-        os.fsync(fd)
 
 
 class Output:
@@ -124,9 +119,7 @@ class Output:
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         self._unsynced += len(data)
-        while len(data):
-            n = os.pwrite(self.fd, data, offset)
-            data, offset = data[n:], offset + n
+        write(self.fd, data, offset)
         if self._unsynced > SYNC_BYTES:
             self._unsynced = 0
             os.fdatasync(self.fd)

@@ -26,22 +26,17 @@ from .store_format import (
     Contents,
     Region,
     Superblock,
-    opened,
     read,
     read_commits,
     read_region,
     superblocks,
+    sync_directory,
+    write,
 )
 
 SECTOR = 512  # bytes that a disk writes as a whole
 # What is to become of a store that is there already: an error, erased at the first write, taken up, only looked at.
 Mode = Literal["new", "overwrite", "resume", "read"]
-
-
-def _write(fd: int, data: bytes, offset: int) -> None:
-    while data:
-        n = os.pwrite(fd, data, offset)
-        data, offset = data[n:], offset + n
 
 
 def lock_owner(stat: os.stat_result) -> int | None:
@@ -275,8 +270,7 @@ class StoreFile:
                     self._replace()
                 if self.durable:
                     for directory in (self.path.parent, self.path.parent.parent):  # so that the file has its name
-                        with opened(directory) as fd:
-                            os.fsync(fd)
+                        sync_directory(directory)
                 self._open_direct()
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
         offset, size = round_up(self.end, unit), round_up(size, unit)
@@ -326,9 +320,9 @@ class StoreFile:
                 os.fdatasync(self.fd)
             # In any order: a superblock whose manifest and table are not there yet does not count.
             if staged.manifest is not None:
-                _write(self.fd, staged.manifest, block.manifest.offset(copy))
-            _write(self.fd, staged.table, block.table.offset(copy))
-            _write(self.fd, block.pack(), copy * PAGE)
+                write(self.fd, staged.manifest, block.manifest.offset(copy))
+            write(self.fd, staged.table, block.table.offset(copy))
+            write(self.fd, block.pack(), copy * PAGE)
             os.fdatasync(self.fd)
         self._is_new = False
         self.current = block
@@ -339,7 +333,7 @@ class StoreFile:
             self.current = replace(self.current, sequence=sequence, flags=flags)
             with self._naming("write the superblock"):
                 for copy in range(2):
-                    _write(self.fd, self.current.pack(), copy * PAGE)
+                    write(self.fd, self.current.pack(), copy * PAGE)
                     os.fdatasync(self.fd)
 
     def _region(self, what: str, data: bytes) -> Region:

@@ -142,7 +142,7 @@ class Contents:
         return max(ends)
 
 
-# ---- reading -------------------------------------------------------------------
+# ---- reading and writing -------------------------------------------------------
 
 
 def read(fd: int, size: int, offset: int) -> bytes:
@@ -151,6 +151,13 @@ def read(fd: int, size: int, offset: int) -> bytes:
     while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
         data += more
     return data
+
+
+def write(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """All of it: the system may cut a transfer short."""
+    while len(data):
+        n = os.pwrite(fd, data, offset)
+        data, offset = data[n:], offset + n
 
 
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
@@ -207,6 +214,12 @@ def opened(file: Path, flags: int = 0) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in it are on the disk."""
+    with opened(path, os.O_DIRECTORY) as fd:
+        os.fsync(fd)
 
 
 def read_contents(path: Path) -> Contents:
