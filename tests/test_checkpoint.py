@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -761,6 +762,34 @@ def test_export_of_a_damaged_store_leaves_nothing(tmp_path, run, form):
     code, _, err = run("export", tmp_path / "a" / "csd0", tmp_path / "out", "--format", form)
     assert code == 1
     assert "exp_avg_sq of tile 0 is damaged: elements 0 to 2047 of weight" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("what", ["start", "tiles"])
+def test_a_manifest_that_contradicts_itself(tmp_path, run, what):
+    _, opt = make(tmp_path / "a", 1)
+    opt.close()
+    store = tmp_path / "a" / "csd0"
+    held = read_contents(store)
+    if what == "start":
+        held.manifest["params"][1]["start"] += 16
+    else:
+        held.manifest["extents"][0]["tiles"] -= 1
+        held.manifest["extents"][1]["tiles"] += 1
+    about = json.dumps(held.manifest).encode()
+    region = held.superblock.manifest._replace(size=len(about), crc=crc32c(about))
+    block = replace(held.superblock, manifest=region).pack()
+    with (store / FILE_NAME).open("r+b") as file:
+        for copy in range(2):
+            for at, data in ((region.offset(copy), about), (copy * PAGE, block)):
+                file.seek(at)
+                file.write(data)
+    with pytest.raises(CSDStoreError, match="the manifest contradicts itself"):
+        resumed([store])
+    for form in ("torch", "safetensors"):
+        code, _, err = run("export", store, tmp_path / "out", "--format", form)
+        assert code == 1
+        assert "the manifest contradicts itself" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
