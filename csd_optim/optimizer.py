@@ -183,6 +183,13 @@ class CSDAdam(AdamW):
         # Dropped, or forgotten at exit: closes without a word.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
 
+    @property
+    def _live_engine(self) -> Engine:
+        """Raises CSDRuntimeError if it is closed, or another process's."""
+        assert self._engine is not None
+        self._engine.check_open()
+        return self._engine
+
     # ---- torch's contract ------------------------------------------------------
 
     @property  # type: ignore[override]
@@ -235,9 +242,7 @@ class CSDAdam(AdamW):
         self._trained += 0.0 if self._started is None else start - self._started
         self._started = start
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        engine = self._engine
-        assert engine is not None
-        engine.check_open()
+        engine = self._live_engine
         with signals_held(), engine.lock:
             self._moved, self._grad_norm = False, None
             self._skipped = found_inf is not None and bool(found_inf.item())
@@ -248,10 +253,9 @@ class CSDAdam(AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter."""
-        assert self._engine is not None
-        self._engine.check_open()
-        if self._engine.durable:
-            self._record(self._engine)  # raises if there is something that it could not commit
+        engine = self._live_engine
+        if engine.durable:
+            self._record(engine)  # raises if there is something that it could not commit
         # The base class would cast every entry to the parameter's dtype and copy it; in a box it does neither.
         handle = self.register_load_state_dict_pre_hook(
             lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
@@ -265,13 +269,13 @@ class CSDAdam(AdamW):
             raise
         finally:
             handle.remove()
-        with signals_held(), self._engine.lock:
-            if self._engine.durable:
-                self._engine.record = self._record(self._engine)
-                self._places.describe(self._engine, self.param_groups)
-            self._places.adopt(self._engine, self.param_groups, self.grad_dtype, loaded=True)
-            if isinstance(self._engine, DurableEngine) and self._engine.n_params:
-                self._engine.flush()
+        with signals_held(), engine.lock:
+            if engine.durable:
+                engine.record = self._record(engine)
+                self._places.describe(engine, self.param_groups)
+            self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
+            if isinstance(engine, DurableEngine) and engine.n_params:
+                engine.flush()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
@@ -513,9 +517,7 @@ class CSDAdam(AdamW):
 
     def synchronize(self) -> None:
         """Returns when the last step is durable; without named directories at once. Raises CSDOSError."""
-        engine = self._engine
-        assert engine is not None
-        engine.check_open()
+        engine = self._live_engine
         with engine.lock:
             engine.wait()
 
@@ -530,8 +532,7 @@ class CSDAdam(AdamW):
 
     def _resume(self) -> None:
         """Takes up the store, if there is one. Nothing is changed, in memory or on a device, before all is checked."""
-        engine = self._engine
-        assert engine is not None
+        engine = self._live_engine
         if not engine.held:
             where = ", ".join(map(str, engine.specs))
             warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
@@ -561,9 +562,7 @@ class CSDAdam(AdamW):
         or sets them. Without a resumed store nothing happens. Raises CSDRuntimeError after a step(), CSDStoreError if
         the parameters are no longer those of the store.
         """
-        engine = self._engine
-        assert engine is not None
-        engine.check_open()
+        engine = self._live_engine
         with engine.lock:
             if not engine.held:
                 return
@@ -585,9 +584,7 @@ class CSDAdam(AdamW):
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         """
-        engine = self._engine
-        assert engine is not None
-        engine.check_open()
+        engine = self._live_engine
         with engine.lock:
             engine.drain()
             counted = engine.stats()
@@ -638,9 +635,7 @@ class CSDAdam(AdamW):
         is damaged, CSDOSError, CSDRuntimeError if there is nothing to save: with wait=False some of these through the
         future.
         """
-        engine = self._engine
-        assert engine is not None
-        engine.check_open()
+        engine = self._live_engine
         with signals_held(), engine.lock:
             if self._places.unfilled or not self._places.intact():
                 self._places.adopt(engine, self.param_groups, self.grad_dtype)
