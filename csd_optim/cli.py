@@ -332,6 +332,8 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
             "in_slot": [int((slots == s).sum()) for s in range(2)],
             "with_checksum": int(contents.tiles["summed"].sum()),
         },
+        # When every parameter has a gradient.
+        "step_bytes": sum(4 * e["tile_elems"] * len(e["sections"]) * e["tiles"] for e in manifest["extents"]),
         "written_bytes": contents.record.written_bytes,
         "training_seconds": contents.record.seconds,
         "tbw_bytes": tbw_bytes,
@@ -471,9 +473,7 @@ def show_verdicts(found: list[Verdict]) -> None:
 
 def describe_wear(held: dict[str, Any]) -> str:
     written, seconds, rating = held["written_bytes"], held["training_seconds"], held["tbw_bytes"]
-    text = f"{size(written)} of states written"
-    if held["step"]:
-        text += f", {size(written / held['step'])} a step"
+    text = f"{size(written)} of states written, {size(held['step_bytes'])} a step"
     if seconds:
         text += f", {size(86400 * written / seconds)} a day of training"
     if rating:

@@ -706,6 +706,24 @@ def test_torch_export_is_what_torch_save_writes(tmp_path, run):
     assert not verify(tmp_path / "b")[0].damage
 
 
+def test_inspect_tells_what_a_step_writes(tmp_path, run):
+    """Of what was imported, too, of which this store has written the last step only."""
+    params, opt = make(tmp_path / "a", 2, steps=9)
+    opt.close()
+    convert.export_torch(places(tmp_path / "a", 2), tmp_path / "out.pt")
+    convert.import_store(tmp_path / "out.pt", [tmp_path / "b"], TILE)
+    for store in (tmp_path / "a" / "csd0", tmp_path / "b"):
+        code, out, _ = run("inspect", store, "--json")
+        told = json.loads(out)["step_bytes"]
+        code, out, _ = run("inspect", store)
+        assert code == 0
+        assert f", {cli.size(told)} a step" in out
+    params, opt = resumed([tmp_path / "b"])
+    train(opt, params, 9, 10)
+    assert opt.stats()["flash_write_bytes"] == told
+    opt.close()
+
+
 def test_safetensors_are_read_by_the_library(tmp_path, run):
     safe = pytest.importorskip("safetensors.torch")
     params, opt = make(tmp_path / "a", 2)
