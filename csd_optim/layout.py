@@ -19,6 +19,8 @@ from .bindings import PIECE
 from .errors import CSDStoreError
 from .store_format import Contents
 
+STORE_BYTES = 24  # of a store per parameter: three fp32 states in two slots
+MEMORY_STATE_BYTES = 12  # of `ram:` per parameter: one slot
 # One 512-bit vector of fp32: a parameter starts where the updater, or an FPGA's port, likes to start.
 ALIGN = 16
 # Tiles are a multiple of this many elements, so that each section of each slot can be mapped by itself.

@@ -33,6 +33,7 @@ from csd_optim import (
     cli,
     convert,
     engine,
+    show,
     tiles,
 )
 from csd_optim.bindings import crc32c
@@ -717,7 +718,7 @@ def test_inspect_tells_what_a_step_writes(tmp_path, run):
         told = json.loads(out)["step_bytes"]
         code, out, _ = run("inspect", store)
         assert code == 0
-        assert f", {cli.size(told)} a step" in out
+        assert f", {show.size(told)} a step" in out
     params, opt = resumed([tmp_path / "b"])
     train(opt, params, 9, 10)
     assert opt.stats()["flash_write_bytes"] == told
