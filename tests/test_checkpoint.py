@@ -30,7 +30,6 @@ from csd_optim import (
     CSDValueError,
     CSDWarning,
     checkpoint,
-    cli,
     convert,
     engine,
     show,
@@ -645,21 +644,6 @@ def test_load_refuses_what_is_no_whole_store(tmp_path):
 
 
 # ---- export and import ---------------------------------------------------------------
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs a command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.app([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return exit_.value.code, out, err
-
-    return run
 
 
 @pytest.mark.parametrize("named", [True, False])
