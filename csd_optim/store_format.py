@@ -6,6 +6,11 @@ The manifest says what the store holds (names, shapes, dtypes, places), the tabl
 current slot and the checksums of every tile, the step counters, the hyperparameters, what the user added. Superblock,
 manifest and table exist twice; each copy is whole only if all three are. A commit writes copy 0, on all devices, and
 then copy 1: one of them is whole at any time, and at rest both are.
+
+Both copies are of the last step, not one of it and one of the step before, written by turns. A crash leaves a whole one
+either way; but here any one of the six may also be lost at rest, to a sector that cannot be read again, and the other
+copy serves. By turns, the last step would be lost with the newer one, and everything if the next step has begun: it
+writes where the state of the older one lies. The price is a second small write and flush, beside the next forward.
 """
 
 from __future__ import annotations
