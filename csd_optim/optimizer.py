@@ -653,7 +653,7 @@ class CSDAdam(AdamW):
         and ``user_state``. The tensors are mapped from the files: they take memory when written to only, and as long
         as one of them is alive nobody may train on that store. Everything is read and checked once.
 
-        Raises CSDStoreError if it is damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
+        Raises CSDStoreError if it is none, damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
         """
         return checkpoint.load(path)
 

@@ -153,7 +153,7 @@ class StoreFile:
             return path
         heads = [read(self.fd, PAGE, i * PAGE) for i in range(2)]
         unborn = self._is_unborn(path, *heads)
-        if MAGIC not in (head[:8] for head in heads) and not unborn:
+        if mode != "read" and MAGIC not in (head[:8] for head in heads) and not unborn:
             raise CSDStoreExistsError(errno.EEXIST, f"{path} exists and is no csd_optim store; move it away")
         if mode in ("resume", "read") and not unborn:
             self.held = read_commits(self.fd, str(path))

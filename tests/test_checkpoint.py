@@ -638,6 +638,13 @@ def test_load_refuses_what_is_no_whole_store(tmp_path):
     with pytest.raises(CSDStoreError, match="no step"):
         CSDAdam.load(tmp_path / "empty")
     assert (tmp_path / "empty" / FILE_NAME).exists()  # looking removes nothing
+    (tmp_path / "other").mkdir()
+    for content in (b"mine", b"mine" * 5000):
+        (tmp_path / "other" / FILE_NAME).write_bytes(content)
+        for path in (tmp_path / "other", tmp_path / "other" / FILE_NAME):
+            with pytest.raises(CSDStoreError, match=r"other/.* is no csd_optim store"):
+                CSDAdam.load(path)
+        assert (tmp_path / "other" / FILE_NAME).read_bytes() == content
     flip(tmp_path / "a" / "csd1", "master", tile=1)
     with pytest.raises(CSDStoreError, match="master of tile 1 is damaged"):
         CSDAdam.load(places(tmp_path / "a", 3))
@@ -980,7 +987,7 @@ def test_verify_of_files_that_are_no_stores(tmp_path, run):
     (tmp_path / FILE_NAME).write_bytes(b"mine" * 5000)
     code, out, _ = run("verify", tmp_path)
     assert code == 1
-    assert out
+    assert "copy 0 of the superblock is damaged" in out
     (tmp_path / FILE_NAME).write_bytes(b"")
     code, out, _ = run("verify", tmp_path)
     assert code == 1
