@@ -93,6 +93,10 @@ class DurableEngine(Engine):
             try:
                 self._take_up()
             except BaseException:
+                if self._handle is not None:
+                    with contextlib.suppress(CSDError):  # what it was closed for says more
+                        bindings.engine_close(self._handle, self.name_device)
+                    self._handle = None
                 self._close_stores()
                 raise
 

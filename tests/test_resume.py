@@ -31,6 +31,7 @@ from csd_optim import (
     CSDTypeError,
     CSDValueError,
     CSDWarning,
+    bindings,
     user_state,
 )
 from csd_optim.errors import CSDTornError
@@ -1204,6 +1205,29 @@ def test_edits_survive_a_step_that_was_undone(tmp_path, monkeypatch, what, then)
     a, b = parameters((3000,), (3000,), dtype=bf16)
     with CSDAdam([a, b], devices=device, resume=True) as opt:
         assert ((b if what == "parameter" else opt.state[b]["exp_avg"]) == 7).all()
+
+
+def test_a_resume_that_fails_half_way(tmp_path, monkeypatch):
+    [device] = csds(tmp_path)
+
+    def groups():
+        a, b = parameters((3000,), (3000,))
+        return [{"params": [a]}, {"params": [b], "amsgrad": True}]
+
+    with CSDAdam(groups(), devices=device) as opt:
+        train(opt)
+    made, closed = [], []
+    create, close = bindings.engine_create, bindings.engine_close
+    monkeypatch.setattr(bindings, "engine_create", lambda *a: made.append(create(*a)) or made[-1])
+    monkeypatch.setattr(bindings, "engine_close", lambda engine, *a: closed.append(engine) or close(engine, *a))
+    failing(monkeypatch, "_add", call=1)
+    with pytest.raises(Full):
+        CSDAdam(groups(), devices=device, resume=True)
+    assert made == closed
+    assert len(made) == 1
+    with CSDAdam(groups(), devices=device, resume=True) as opt:
+        assert opt.committed_step == 1
+    assert made == closed
 
 
 def test_a_join_that_fails_half_way(tmp_path, monkeypatch):
