@@ -158,6 +158,8 @@ def check_entry(held: Mapping[str, Any], p: torch.Tensor, name: str) -> None:
             what = f"is a {type(value).__name__}"
         elif value.shape != shape and not (key == "step" and value.numel() == 1):
             what = f"has shape {tuple(value.shape)}, not {tuple(shape)}"
+        elif value.is_meta:
+            what = "is on the meta device: it has no data"
         elif value.is_complex() and not p.is_complex():
             what = f"is {value.dtype}"
         else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
 import math
 import os
 import secrets
@@ -39,8 +38,9 @@ from .errors import (
     CSDWarning,
 )
 from .store import StoreFile, lock
-from .store_format import CLEAN, FILE_NAME, PAGE, Contents, opened, read_region
+from .store_format import CLEAN, FILE_NAME, PAGE, Contents, opened, read_region, sync_directory, write
 from .tiles import Tick, Tile, each_tile, stored_bytes, total_bytes
+from .user_state import unpack_user_state
 
 EXPORT_FORMAT = 1  # of what a state dict says of us beside AdamW's entries
 FICLONE = 0x40049409  # ioctl: this file becomes another one's reflink, in no time
@@ -92,11 +92,11 @@ def made_whole(path: Path) -> Iterator[Path]:
         yield temporary
         for directory in (*temporary.glob("*/"), temporary):
             if directory.is_dir():
-                _sync_directory(directory)
+                sync_directory(directory)
         if os.path.lexists(path):
             raise CSDStoreExistsError(errno.EEXIST, f"{path} was made by somebody else meanwhile")
         temporary.rename(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except BaseException as e:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -105,11 +105,6 @@ def made_whole(path: Path) -> Iterator[Path]:
         if isinstance(e, OSError) and not isinstance(e, CSDError):
             raise CSDOSError(e.errno, f"cannot write {path}: {e.strerror}; nothing of it is left") from e
         raise
-
-
-def _sync_directory(path: Path) -> None:
-    with opened(path, os.O_DIRECTORY) as fd:
-        os.fsync(fd)
 
 
 class Output:
@@ -124,9 +119,7 @@ class Output:
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         self._unsynced += len(data)
-        while len(data):
-            n = os.pwrite(self.fd, data, offset)
-            data, offset = data[n:], offset + n
+        write(self.fd, data, offset)
         if self._unsynced > SYNC_BYTES:
             self._unsynced = 0
             os.fdatasync(self.fd)
@@ -383,19 +376,6 @@ def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], 
 def dtype_of(p: dict[str, Any]) -> torch.dtype:
     """Of a parameter's states."""
     return torch.complex64 if p["dtype"] == "complex64" else torch.float32
-
-
-def unpack_user_state(data: bytes) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu") if data else {}
-    return state
-
-
-def pack_user_state(user_state: dict[str, Any]) -> bytes:
-    if not user_state:
-        return b""
-    file = io.BytesIO()
-    torch.save(user_state, file)
-    return file.getvalue()
 
 
 class _Keeper:

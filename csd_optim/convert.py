@@ -30,17 +30,17 @@ from .checkpoint import (
     need_room,
     no_bar,
     numbered,
-    pack_user_state,
     state_dict,
 )
 from .devices import parse_devices
 from .durable import DurableEngine
 from .engine import SECTIONS
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
-from .layout import Extent, plan_extent
+from .layout import extents_of
 from .manifest import plain
 from .store_format import Contents, Record, opened
 from .tiles import Tile, each_tile, stored_bytes, total_bytes
+from .user_state import pack_user_state
 
 INDEX_NAME = "optimizer.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -67,21 +67,9 @@ class Place:
             self.mapped[np.unravel_index(np.arange(first, first + len(values)), self.mapped.shape)] = values
 
 
-def _extents(contents: Contents) -> list[Extent]:
-    """As they were laid out, over all devices."""
-    extents: list[Extent] = []
-    for e, described in enumerate(contents.manifest["extents"]):
-        members = [p["numel"] for p in contents.manifest["params"] if p["extent"] == e]
-        n_params = sum(len(extent.numels) for extent in extents)
-        sections, tile_elems = len(described["sections"]), described["tile_elems"]
-        n = contents.superblock.devices
-        extents.append(plan_extent(members, n, first_param=n_params, sections=sections, tile_elems=tile_elems))
-    return extents
-
-
 def _pour(held: list[Contents], places: dict[tuple[int, str], Place], progress: Progress) -> None:
     """Every tile's parts of parameters to their places, by row and section."""
-    extents = _extents(held[0])
+    extents = extents_of(held)
 
     def use(tile: Tile, data: memoryview | None) -> None:
         if data is None:

@@ -22,7 +22,7 @@ from .commit import Background, Commit
 from .devices import DeviceSpec
 from .engine import SECTIONS, Engine
 from .errors import CSDError, CSDStoreError
-from .layout import Extent, plan_extent
+from .layout import Extent, extents_of
 from .store import Mode, Staged, StoreFile
 from .store_format import (
     CLEAN,
@@ -93,6 +93,10 @@ class DurableEngine(Engine):
             try:
                 self._take_up()
             except BaseException:
+                if self._handle is not None:
+                    with contextlib.suppress(CSDError):  # what it was closed for says more
+                        bindings.engine_close(self._handle, self.name_device)
+                    self._handle = None
                 self._close_stores()
                 raise
 
@@ -325,7 +329,8 @@ class DurableEngine(Engine):
 
     def _reserve(self, record: Record) -> None:
         """Takes the room that the next commit needs, while a full disk is only the caller's business."""
-        rest = 8 * self.n_params + len(record.pack()) + 64  # `written_bytes` may have some digits more
+        spare = 64  # `written_bytes` may have some digits more
+        rest = 8 * self.n_params + len(record.head()) + len(record.user_state) + spare
         for d, store in enumerate(self._stores):
             if store and store.durable:
                 tiles = sum(e.tiles_of(d, len(self.specs)) for e in self.extents)
@@ -376,28 +381,14 @@ class DurableEngine(Engine):
         rows = [0] * n
         for d, contents in zip(order, self.held, strict=True):
             stores[d].take_up(contents)
-        for e, described in enumerate(manifest["extents"]):
-            members = [p for p in manifest["params"] if p["extent"] == e]
-            extent = plan_extent(
-                [p["numel"] for p in members],
-                n,
-                first_param=self.n_params,
-                first_tile=self.n_tiles,
-                sections=len(described["sections"]),
-                slots=described["slots"],
-                tile_elems=described["tile_elems"],
-            )
-            tiles = [extent.tiles_of(d, n) for d in range(n)]
-            if [p["start"] for p in members] != list(extent.starts) or tiles != [
-                c.manifest["extents"][e]["tiles"] for c in self.held
-            ]:
-                raise CSDStoreError(f"{first.path}: the manifest contradicts itself")
+        for e, extent in enumerate(extents_of(self.held)):
             states = np.zeros(extent.n_tiles, TILE_STATE)
             for d, contents in enumerate(self.held):
-                states[d::n] = contents.tiles[rows[d] : rows[d] + tiles[d]].astype(TILE_STATE)
-                rows[d] += tiles[d]
+                tiles = extent.tiles_of(d, n)
+                states[d::n] = contents.tiles[rows[d] : rows[d] + tiles].astype(TILE_STATE)
+                rows[d] += tiles
             self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in self.held], states)
-            self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(members)]
+            self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
         self._committed_steps = np.concatenate(self.steps)
 
     def check(self) -> None:

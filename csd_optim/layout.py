@@ -16,7 +16,11 @@ from typing import Any
 import numpy as np
 
 from .bindings import PIECE
+from .errors import CSDStoreError
+from .store_format import Contents
 
+STORE_BYTES = 24  # of a store per parameter: three fp32 states in two slots
+MEMORY_STATE_BYTES = 12  # of `ram:` per parameter: one slot
 # One 512-bit vector of fp32: a parameter starts where the updater, or an FPGA's port, likes to start.
 ALIGN = 16
 # Tiles are a multiple of this many elements, so that each section of each slot can be mapped by itself.
@@ -102,3 +106,25 @@ def plan_extent(
         pieces=pieces,
         first_piece=np.searchsorted(pieces["tile"], np.arange(n_tiles + 1)),
     )
+
+
+def extents_of(held: Sequence[Contents]) -> list[Extent]:
+    """As they were planned for a store, from what its devices hold, in their order. Raises CSDStoreError."""
+    first, n = held[0], len(held)
+    extents: list[Extent] = []
+    for e, described in enumerate(first.manifest["extents"]):
+        members = [p for p in first.manifest["params"] if p["extent"] == e]
+        extent = plan_extent(
+            [p["numel"] for p in members],
+            n,
+            first_param=sum(len(before.numels) for before in extents),
+            first_tile=sum(before.n_tiles for before in extents),
+            sections=len(described["sections"]),
+            slots=described["slots"],
+            tile_elems=described["tile_elems"],
+        )
+        tiles = [c.manifest["extents"][e]["tiles"] for c in held]
+        if [p["start"] for p in members] != [*extent.starts] or tiles != [extent.tiles_of(d, n) for d in range(n)]:
+            raise CSDStoreError(f"{first.path}: the manifest contradicts itself")
+        extents.append(extent)
+    return extents

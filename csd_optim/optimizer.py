@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import warnings
 import weakref
@@ -25,22 +24,22 @@ from . import checkpoint
 from .adamw import hyper
 from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
 from .bound import Bound, check_param
+from .closing import close_quietly
 from .devices import days_left, parse_devices
 from .durable import DurableEngine, open_engine
 from .engine import Engine
-from .errors import CSDError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning, users_stacklevel
+from .errors import CSDError, CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
 from .manifest import changed_by_resume, first_difference, name_of, plain, put_back
 from .places import Places
 from .signals import signals_held
-from .store import CLOSING, Mode
+from .store import Mode
 from .store_format import Record
+from .user_state import checked_user_state, unpack_user_state
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
 # it; more goes to the devices at once, and is committed there by itself.
 EDIT_BYTES = 256 << 20
-CLOSE_SECONDS = 5.0  # that a dropped optimizer waits for its last commit, if it cannot know that it may
-USER_STATE_BYTES = 16 << 20  # of `user_state`; it is written with every step
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,14 @@ class CSDAdam(AdamW):
     def _attach(self, engine: Engine) -> None:
         self._engine = engine
         # Dropped, or forgotten at exit: closes without a word.
-        self._finalizer = weakref.finalize(self, _close_quietly, engine)
+        self._finalizer = weakref.finalize(self, close_quietly, engine)
+
+    @property
+    def _live_engine(self) -> Engine:
+        """Raises CSDRuntimeError if it is closed, or another process's."""
+        assert self._engine is not None
+        self._engine.check_open()
+        return self._engine
 
     # ---- torch's contract ------------------------------------------------------
 
@@ -236,9 +242,7 @@ class CSDAdam(AdamW):
         self._trained += 0.0 if self._started is None else start - self._started
         self._started = start
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        engine = self._engine
-        assert engine is not None
-        engine.check_open()
+        engine = self._live_engine
         with signals_held(), engine.lock:
             self._moved, self._grad_norm = False, None
             self._skipped = found_inf is not None and bool(found_inf.item())
@@ -249,10 +253,9 @@ class CSDAdam(AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter."""
-        assert self._engine is not None
-        self._engine.check_open()
-        if self._engine.durable:
-            self._record(self._engine)  # raises if there is something that it could not commit
+        engine = self._live_engine
+        if engine.durable:
+            self._record(engine)  # raises if there is something that it could not commit
         # The base class would cast every entry to the parameter's dtype and copy it; in a box it does neither.
         handle = self.register_load_state_dict_pre_hook(
             lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
@@ -266,13 +269,13 @@ class CSDAdam(AdamW):
             raise
         finally:
             handle.remove()
-        with signals_held(), self._engine.lock:
-            if self._engine.durable:
-                self._engine.record = self._record(self._engine)
-                self._places.describe(self._engine, self.param_groups)
-            self._places.adopt(self._engine, self.param_groups, self.grad_dtype, loaded=True)
-            if isinstance(self._engine, DurableEngine) and self._engine.n_params:
-                self._engine.flush()
+        with signals_held(), engine.lock:
+            if engine.durable:
+                engine.record = self._record(engine)
+                self._places.describe(engine, self.param_groups)
+            self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
+            if isinstance(engine, DurableEngine) and engine.n_params:
+                engine.flush()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
@@ -514,9 +517,7 @@ class CSDAdam(AdamW):
 
     def synchronize(self) -> None:
         """Returns when the last step is durable; without named directories at once. Raises CSDOSError."""
-        engine = self._engine
-        assert engine is not None
-        engine.check_open()
+        engine = self._live_engine
         with engine.lock:
             engine.wait()
 
@@ -525,14 +526,13 @@ class CSDAdam(AdamW):
         return Record(
             groups=[plain(group) for group in self.param_groups],
             given=[*self._given],
-            user_state=_pack(self.user_state, engine.record.user_state),
+            user_state=checked_user_state(self.user_state, engine.record.user_state),
             seconds=self._trained,
         )
 
     def _resume(self) -> None:
         """Takes up the store, if there is one. Nothing is changed, in memory or on a device, before all is checked."""
-        engine = self._engine
-        assert engine is not None
+        engine = self._live_engine
         if not engine.held:
             where = ", ".join(map(str, engine.specs))
             warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
@@ -541,7 +541,7 @@ class CSDAdam(AdamW):
         held = engine.held[0]
         if difference := first_difference(held.manifest, self.param_groups):
             raise CSDStoreError(f"{held.path} is the store of another model: {difference}")
-        user_state = checkpoint.unpack_user_state(held.record.user_state)
+        user_state = unpack_user_state(held.record.user_state)
         engine.check()
         engine.settle()
         self._places.take_up(engine, self.param_groups)
@@ -562,9 +562,7 @@ class CSDAdam(AdamW):
         or sets them. Without a resumed store nothing happens. Raises CSDRuntimeError after a step(), CSDStoreError if
         the parameters are no longer those of the store.
         """
-        engine = self._engine
-        assert engine is not None
-        engine.check_open()
+        engine = self._live_engine
         with engine.lock:
             if not engine.held:
                 return
@@ -586,9 +584,7 @@ class CSDAdam(AdamW):
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         """
-        engine = self._engine
-        assert engine is not None
-        engine.check_open()
+        engine = self._live_engine
         with engine.lock:
             engine.drain()
             counted = engine.stats()
@@ -639,9 +635,7 @@ class CSDAdam(AdamW):
         is damaged, CSDOSError, CSDRuntimeError if there is nothing to save: with wait=False some of these through the
         future.
         """
-        engine = self._engine
-        assert engine is not None
-        engine.check_open()
+        engine = self._live_engine
         with signals_held(), engine.lock:
             if self._places.unfilled or not self._places.intact():
                 self._places.adopt(engine, self.param_groups, self.grad_dtype)
@@ -659,7 +653,7 @@ class CSDAdam(AdamW):
         and ``user_state``. The tensors are mapped from the files: they take memory when written to only, and as long
         as one of them is alive nobody may train on that store. Everything is read and checked once.
 
-        Raises CSDStoreError if it is damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
+        Raises CSDStoreError if it is none, damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
         """
         return checkpoint.load(path)
 
@@ -681,37 +675,3 @@ class _Box:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def _pack(user_state: dict[str, Any], packed: bytes) -> bytes:
-    """As torch.save writes it. `packed`: the last one, known to be readable."""
-    if not isinstance(user_state, dict):
-        raise CSDTypeError(f"user_state is a dict, got {type(user_state).__name__}")
-    try:
-        data = checkpoint.pack_user_state(user_state)
-        if data not in (b"", packed):
-            checkpoint.unpack_user_state(data)
-    except Exception as e:
-        raise CSDTypeError(f"user_state cannot be kept: it holds plain values, lists, dicts and tensors ({e})") from e
-    if len(data) > USER_STATE_BYTES:
-        raise CSDValueError(
-            f"user_state takes {len(data)} bytes; it is written with every step and limited to {USER_STATE_BYTES}"
-        )
-    return data
-
-
-def _close_quietly(engine: Engine) -> None:
-    def close() -> None:
-        with contextlib.suppress(CSDError):
-            engine.close()
-
-    if engine.idle:
-        return close()
-    # The collector may call this on the very thread for which close() waits, or while this one holds what that needs.
-    closer = threading.Thread(target=close, name="csd_optim closes")
-    try:
-        closer.start()
-    except RuntimeError:  # the interpreter shuts down: nobody holds anything
-        return close()
-    CLOSING.add(closer)
-    closer.join(CLOSE_SECONDS)

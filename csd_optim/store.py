@@ -9,7 +9,6 @@ import gc
 import mmap
 import os
 import secrets
-import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from .bindings import crc32c
+from .closing import wait_for_dropped
 from .errors import CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDWarning, users_stacklevel
 from .layout import round_up
 from .store_format import (
@@ -26,23 +26,17 @@ from .store_format import (
     Contents,
     Region,
     Superblock,
-    opened,
     read,
     read_commits,
     read_region,
     superblocks,
+    sync_directory,
+    write,
 )
 
-CLOSING: set[threading.Thread] = set()  # threads that close optimizers that were dropped
 SECTOR = 512  # bytes that a disk writes as a whole
 # What is to become of a store that is there already: an error, erased at the first write, taken up, only looked at.
 Mode = Literal["new", "overwrite", "resume", "read"]
-
-
-def _write(fd: int, data: bytes, offset: int) -> None:
-    while data:
-        n = os.pwrite(fd, data, offset)
-        data, offset = data[n:], offset + n
 
 
 def lock_owner(stat: os.stat_result) -> int | None:
@@ -70,9 +64,7 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
             if owner != os.getpid():
                 break
             gc.collect()  # an optimizer that was dropped, and hangs on a reference cycle, say with its scheduler
-            for thread in list(CLOSING):
-                thread.join()
-                CLOSING.discard(thread)
+            wait_for_dropped()
     if owner == os.getpid():
         who = "another optimizer of this process, or by tensors from load(); close() or drop those"
     else:
@@ -161,7 +153,7 @@ class StoreFile:
             return path
         heads = [read(self.fd, PAGE, i * PAGE) for i in range(2)]
         unborn = self._is_unborn(path, *heads)
-        if MAGIC not in (head[:8] for head in heads) and not unborn:
+        if mode != "read" and MAGIC not in (head[:8] for head in heads) and not unborn:
             raise CSDStoreExistsError(errno.EEXIST, f"{path} exists and is no csd_optim store; move it away")
         if mode in ("resume", "read") and not unborn:
             self.held = read_commits(self.fd, str(path))
@@ -278,8 +270,7 @@ class StoreFile:
                     self._replace()
                 if self.durable:
                     for directory in (self.path.parent, self.path.parent.parent):  # so that the file has its name
-                        with opened(directory) as fd:
-                            os.fsync(fd)
+                        sync_directory(directory)
                 self._open_direct()
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
         offset, size = round_up(self.end, unit), round_up(size, unit)
@@ -329,9 +320,9 @@ class StoreFile:
                 os.fdatasync(self.fd)
             # In any order: a superblock whose manifest and table are not there yet does not count.
             if staged.manifest is not None:
-                _write(self.fd, staged.manifest, block.manifest.offset(copy))
-            _write(self.fd, staged.table, block.table.offset(copy))
-            _write(self.fd, block.pack(), copy * PAGE)
+                write(self.fd, staged.manifest, block.manifest.offset(copy))
+            write(self.fd, staged.table, block.table.offset(copy))
+            write(self.fd, block.pack(), copy * PAGE)
             os.fdatasync(self.fd)
         self._is_new = False
         self.current = block
@@ -342,7 +333,7 @@ class StoreFile:
             self.current = replace(self.current, sequence=sequence, flags=flags)
             with self._naming("write the superblock"):
                 for copy in range(2):
-                    _write(self.fd, self.current.pack(), copy * PAGE)
+                    write(self.fd, self.current.pack(), copy * PAGE)
                     os.fdatasync(self.fd)
 
     def _region(self, what: str, data: bytes) -> Region:

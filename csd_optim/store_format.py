@@ -6,6 +6,11 @@ The manifest says what the store holds (names, shapes, dtypes, places), the tabl
 current slot and the checksums of every tile, the step counters, the hyperparameters, what the user added. Superblock,
 manifest and table exist twice; each copy is whole only if all three are. A commit writes copy 0, on all devices, and
 then copy 1: one of them is whole at any time, and at rest both are.
+
+Both copies are of the last step, not one of it and one of the step before, written by turns. A crash leaves a whole one
+either way; but here any one of the six may also be lost at rest, to a sector that cannot be read again, and the other
+copy serves. By turns, the last step would be lost with the newer one, and everything if the next step has begun: it
+writes where the state of the older one lies. The price is a second small write and flush, beside the next forward.
 """
 
 from __future__ import annotations
@@ -95,10 +100,10 @@ class Record:
     seconds: float = 0.0  # that training took so far, from step to step
     written_bytes: int = 0  # of states, to this device, since the store was made
 
-    def pack(self) -> bytes:
-        head = {k: v for k, v in vars(self).items() if k != "user_state"}
-        data = json.dumps(head).encode()
-        return struct.pack("<I", len(data)) + data + self.user_state
+    def head(self) -> bytes:
+        """The packed record up to `user_state`, which may be large."""
+        data = json.dumps({k: v for k, v in vars(self).items() if k != "user_state"}).encode()
+        return struct.pack("<I", len(data)) + data
 
     @classmethod
     def unpack(cls, data: bytes) -> Record:
@@ -108,7 +113,8 @@ class Record:
 
 def pack_table(tiles: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], record: Record) -> bytes:
     """`tiles` has the fields of TILE_ENTRY, `steps` a number per parameter."""
-    return tiles.astype(TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes() + record.pack()
+    state = tiles.astype(TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes()
+    return b"".join((state, record.head(), record.user_state))
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ class Contents:
         return max(ends)
 
 
-# ---- reading -------------------------------------------------------------------
+# ---- reading and writing -------------------------------------------------------
 
 
 def read(fd: int, size: int, offset: int) -> bytes:
@@ -150,6 +156,13 @@ def read(fd: int, size: int, offset: int) -> bytes:
     while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
         data += more
     return data
+
+
+def write(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """All of it: the system may cut a transfer short."""
+    while len(data):
+        n = os.pwrite(fd, data, offset)
+        data, offset = data[n:], offset + n
 
 
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
@@ -206,6 +219,12 @@ def opened(file: Path, flags: int = 0) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in it are on the disk."""
+    with opened(path, os.O_DIRECTORY) as fd:
+        os.fsync(fd)
 
 
 def read_contents(path: Path) -> Contents:

@@ -10,7 +10,7 @@ from pathlib import Path
 from .checkpoint import Paths, Progress, directories, no_bar
 from .devices import parse_devices
 from .durable import common_commit
-from .errors import CSDStoreError, CSDStoreExistsError
+from .errors import CSDStoreError
 from .store import StoreFile
 from .store_format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, opened, read, read_region
 from .tiles import find_damage, total_bytes
@@ -56,8 +56,8 @@ def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
                     # With one slot per tile, the step before is not there any more.
                     held = store.held if store.held[0].manifest["extents"][0]["slots"] == 2 else store.held[:1]
                     to_check += [(verdict, contents) for contents in held]
-            except (CSDStoreError, CSDStoreExistsError) as e:
-                problem = str(e.strerror if isinstance(e, OSError) else e)
+            except CSDStoreError as e:
+                problem = str(e)
             verdict.damage += _damaged_copies(file) or ([problem] if problem else [])
         with progress("verifying", total_bytes(c for _, c in to_check)) as tick:
             for verdict, contents in to_check:

@@ -1,7 +1,9 @@
-"""Fixtures: every back end, and files that go away with the test."""
+"""Fixtures: every back end, files that go away with the test, the command line."""
 
 import pytest
 import torch
+
+from csd_optim import cli
 
 BACKENDS = ["file", "files", "ram", "mixed"]
 # Those of a run under emulated cards (test_xrt.py): pytest --xrt
@@ -56,3 +58,20 @@ def in_tmp_path(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs a command of csd-optim in this process: (exit code, stdout, stderr)."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.app([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        assert "\x1b" not in out + err  # no terminal, no colours
+        return exit_.value.code, out, err
+
+    return run

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,9 @@ from csd_optim import (
     CSDValueError,
     CSDWarning,
     checkpoint,
-    cli,
     convert,
     engine,
+    show,
     tiles,
 )
 from csd_optim.bindings import crc32c
@@ -637,27 +638,19 @@ def test_load_refuses_what_is_no_whole_store(tmp_path):
     with pytest.raises(CSDStoreError, match="no step"):
         CSDAdam.load(tmp_path / "empty")
     assert (tmp_path / "empty" / FILE_NAME).exists()  # looking removes nothing
+    (tmp_path / "other").mkdir()
+    for content in (b"mine", b"mine" * 5000):
+        (tmp_path / "other" / FILE_NAME).write_bytes(content)
+        for path in (tmp_path / "other", tmp_path / "other" / FILE_NAME):
+            with pytest.raises(CSDStoreError, match=r"other/.* is no csd_optim store"):
+                CSDAdam.load(path)
+        assert (tmp_path / "other" / FILE_NAME).read_bytes() == content
     flip(tmp_path / "a" / "csd1", "master", tile=1)
     with pytest.raises(CSDStoreError, match="master of tile 1 is damaged"):
         CSDAdam.load(places(tmp_path / "a", 3))
 
 
 # ---- export and import ---------------------------------------------------------------
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs a command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.app([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return exit_.value.code, out, err
-
-    return run
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -703,6 +696,24 @@ def test_torch_export_is_what_torch_save_writes(tmp_path, run):
             assert ours["state"][i][key].stride() == value.stride()
     convert.import_store(tmp_path / "torchs.pt", [tmp_path / "b"])  # so users may write it, too
     assert not verify(tmp_path / "b")[0].damage
+
+
+def test_inspect_tells_what_a_step_writes(tmp_path, run):
+    """Of what was imported, too, of which this store has written the last step only."""
+    params, opt = make(tmp_path / "a", 2, steps=9)
+    opt.close()
+    convert.export_torch(places(tmp_path / "a", 2), tmp_path / "out.pt")
+    convert.import_store(tmp_path / "out.pt", [tmp_path / "b"], TILE)
+    for store in (tmp_path / "a" / "csd0", tmp_path / "b"):
+        code, out, _ = run("inspect", store, "--json")
+        told = json.loads(out)["step_bytes"]
+        code, out, _ = run("inspect", store)
+        assert code == 0
+        assert f", {show.size(told)} a step" in out
+    params, opt = resumed([tmp_path / "b"])
+    train(opt, params, 9, 10)
+    assert opt.stats()["flash_write_bytes"] == told
+    opt.close()
 
 
 def test_safetensors_are_read_by_the_library(tmp_path, run):
@@ -761,6 +772,34 @@ def test_export_of_a_damaged_store_leaves_nothing(tmp_path, run, form):
     code, _, err = run("export", tmp_path / "a" / "csd0", tmp_path / "out", "--format", form)
     assert code == 1
     assert "exp_avg_sq of tile 0 is damaged: elements 0 to 2047 of weight" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize("what", ["start", "tiles"])
+def test_a_manifest_that_contradicts_itself(tmp_path, run, what):
+    _, opt = make(tmp_path / "a", 1)
+    opt.close()
+    store = tmp_path / "a" / "csd0"
+    held = read_contents(store)
+    if what == "start":
+        held.manifest["params"][1]["start"] += 16
+    else:
+        held.manifest["extents"][0]["tiles"] -= 1
+        held.manifest["extents"][1]["tiles"] += 1
+    about = json.dumps(held.manifest).encode()
+    region = held.superblock.manifest._replace(size=len(about), crc=crc32c(about))
+    block = replace(held.superblock, manifest=region).pack()
+    with (store / FILE_NAME).open("r+b") as file:
+        for copy in range(2):
+            for at, data in ((region.offset(copy), about), (copy * PAGE, block)):
+                file.seek(at)
+                file.write(data)
+    with pytest.raises(CSDStoreError, match="the manifest contradicts itself"):
+        resumed([store])
+    for form in ("torch", "safetensors"):
+        code, _, err = run("export", store, tmp_path / "out", "--format", form)
+        assert code == 1
+        assert "the manifest contradicts itself" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
@@ -948,7 +987,7 @@ def test_verify_of_files_that_are_no_stores(tmp_path, run):
     (tmp_path / FILE_NAME).write_bytes(b"mine" * 5000)
     code, out, _ = run("verify", tmp_path)
     assert code == 1
-    assert out
+    assert "copy 0 of the superblock is damaged" in out
     (tmp_path / FILE_NAME).write_bytes(b"")
     code, out, _ = run("verify", tmp_path)
     assert code == 1

@@ -15,23 +15,6 @@ STEPS = 3
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    """Runs a command in this process: (exit code, stdout, stderr)."""
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.app([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        assert "\x1b" not in out + err  # no terminal, no colours
-        return exit_.value.code, out, err
-
-    return run
-
-
-@pytest.fixture
 def quick(monkeypatch):
     """Small speed checks: a test asks whether they work, not how fast the disk is."""
     monkeypatch.setattr(cli, "PROBE_BYTES", 16 << 20)

@@ -10,29 +10,31 @@ import gc
 import itertools
 import multiprocessing
 import os
-import subprocess
 import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import numpy as np
+import faults
 import pytest
 import torch
+from faults import (
+    ALLOCATE,
+    DIRECT_IO,
+    DIRECT_OPEN,
+    EOF,
+    ERROR,
+    FOREVER,
+    META_READ,
+    META_WRITE,
+    SHORT,
+    SYNC,
+    TILE_READ,
+    TILE_WRITE,
+)
 
 from csd_optim import CSDAdam, CSDOSError, CSDWarning
 from csd_optim.store_format import CLEAN, read_contents
-
-HERE = Path(__file__).parent
-TILE_READ, TILE_WRITE, META_READ, META_WRITE, ALLOCATE, SYNC, DIRECT_IO, DIRECT_OPEN = (1 << i for i in range(8))
-ERROR, SHORT, EOF = range(3)
-FOREVER = 1 << 62
-RULE = np.dtype(
-    [("active", "u4"), ("calls", "u4"), ("effect", "u4"), ("error", "i4")]
-    + [(name, "u8") for name in ("skip", "times", "hold", "seen", "struck")]
-    + [("path", "S192")]
-)
-N_RULES = 4
 
 DEVICES = ["file", "files", "mixed", "scratch"]  # of which csd1 is the one that fails, where there are several
 
@@ -44,15 +46,10 @@ def child(tmp_path_factory):
     """The process in which the bodies run."""
     global _child
     directory = tmp_path_factory.mktemp("faults")
-    library, rules = directory / "faults.so", directory / "rules"
-    compiler = os.environ.get("CC", "cc")
-    subprocess.run(
-        [compiler, "-Wall", "-O1", "-shared", "-fPIC", "-o", library, HERE / "faults/faults.c", "-ldl"], check=True
-    )
-    np.zeros(N_RULES, RULE).tofile(rules)
+    environment = faults.preloaded(directory, "faults")
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        patch.setenv("LD_PRELOAD", str(library))
-        patch.setenv("CSD_FAULTS", str(rules))
+        for name, value in environment.items():
+            patch.setenv(name, value)
         pool.submit(os.getpid).result()  # started: the environment may go back
         _child = pool
         yield
@@ -81,15 +78,9 @@ def fault(calls, path, error=0, *, effect=ERROR, skip=0, times=FOREVER, hold=Fal
 
     With `hold` they wait, and fail when the function that this yields is called.
     """
-    rules = np.memmap(os.environ["CSD_FAULTS"], RULE, "r+")
-    at = int(np.flatnonzero(rules["active"] == 0)[0])
-    rules[at] = (0, calls, effect, error, skip, times, hold, 0, 0, str(path).encode())
-    rules["active"][at] = 1
-    try:
-        yield lambda: rules["hold"].__setitem__(at, 0)
-    finally:
-        rules["active"][at] = rules["hold"][at] = 0
-    assert not must_strike or rules["struck"][at] > 0, "the fault never struck"
+    with faults.rule(calls, path, effect, error, skip=skip, times=times, hold=hold) as rule:
+        yield lambda: rule.__setitem__("hold", 0)
+    assert not must_strike or rule["struck"] > 0, "the fault never struck"
 
 
 def device_strings(kind, directory, options=""):

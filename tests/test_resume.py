@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,17 @@ import torch
 
 import csd_optim.durable
 import csd_optim.optimizer
-from csd_optim import CSDAdam, CSDOSError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning
+from csd_optim import (
+    CSDAdam,
+    CSDOSError,
+    CSDRuntimeError,
+    CSDStoreError,
+    CSDTypeError,
+    CSDValueError,
+    CSDWarning,
+    bindings,
+    user_state,
+)
 from csd_optim.errors import CSDTornError
 from csd_optim.store import StoreFile
 from csd_optim.store_format import CLEAN, FILE_NAME, read_contents
@@ -418,18 +430,26 @@ def test_user_state_is_that_of_the_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "error"),
+    ("state", "error", "said"),
     [
-        (None, CSDTypeError),
-        ([1], CSDTypeError),
-        ({"f": lambda: 0}, CSDTypeError),
-        ({"array": np.ones(3)}, CSDTypeError),
-        ({"object": threading.Lock()}, CSDTypeError),
-        ({"large": torch.zeros(17 << 20, dtype=torch.uint8)}, CSDValueError),
+        (None, CSDTypeError, "user_state is a dict, got NoneType"),
+        ([1], CSDTypeError, "user_state is a dict, got list"),
+        ({"f": lambda: 0}, CSDTypeError, "user_state['f'], of type function, cannot be kept"),
+        ({"a": 1, "array": np.ones(3)}, CSDTypeError, "user_state['array'], of type numpy.ndarray, cannot"),
+        ({"object": threading.Lock()}, CSDTypeError, "user_state['object'], of type _thread.lock, cannot"),
+        (
+            {"x": [1, {"y": (2, np.float64(3))}]},
+            CSDTypeError,
+            "user_state['x'][1]['y'][1], of type numpy.float64, cannot",
+        ),
+        ({"x": OrderedDict(y=np.float64(3))}, CSDTypeError, "user_state['x']['y'], of type numpy.float64, cannot"),
+        ({"x": {np.int64(3): 1}}, CSDTypeError, "a key of user_state['x'], of type numpy.int64, cannot"),
+        ({"x": functools.reduce(lambda inner, _: [inner], range(5000), 1)}, CSDTypeError, "cannot be kept"),
+        ({"large": torch.zeros(17 << 20, dtype=torch.uint8)}, CSDValueError, "user_state takes 178"),
     ],
-    ids=["None", "list", "lambda", "array", "lock", "large"],
+    ids=range(10),
 )
-def test_user_state_that_cannot_be_kept(tmp_path, state, error):
+def test_user_state_that_cannot_be_kept(tmp_path, state, error, said):
     [device] = csds(tmp_path)
     ps = parameters((3000,), (20,))
     with CSDAdam(ps, devices=device) as opt:
@@ -439,8 +459,9 @@ def test_user_state_that_cannot_be_kept(tmp_path, state, error):
         before, file = image(opt, dict(enumerate(ps))), stored(device)
         opt.user_state = state
         for _ in range(2):
-            with pytest.raises(error, match="user_state"):
+            with pytest.raises(error, match=re.escape(said)) as caught:
                 train(opt)
+            assert len(str(caught.value)) < 200
         opt.synchronize()
         assert_same(image(opt, dict(enumerate(ps))), before)
         assert stored(device) == file
@@ -449,6 +470,55 @@ def test_user_state_that_cannot_be_kept(tmp_path, state, error):
     with CSDAdam(ps, devices=device, resume=True) as opt:
         assert opt.user_state == {"at": 2}
         assert opt.committed_step == 2
+
+
+def test_user_state_is_kept_if_torch_reads_it_again():
+    itself = ([],)
+    itself[0].append(itself)
+    marked = torch.ones(2)
+    marked.mark = np.float64(1)
+    integers = [sign * ((1 << bits) + more) for bits in (0, 63, 64, 2031, 3000) for sign in (1, -1) for more in (-1, 0)]
+    tensors = [
+        marked,
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, dtype=c64).conj().imag,
+    ]
+    others = [b"", b"x", bytearray(2), 1j, {1, 2}, itself, torch.Size([1]), bf16, OrderedDict(a=1), np.float64(1)]
+    refused = 0
+    for value in (*integers, *tensors, *others):
+        state = {"x": value}
+        try:
+            user_state.unpack_user_state(user_state.pack_user_state(state))
+        except Exception:
+            refused += 1
+            with pytest.raises(CSDTypeError, match=re.escape("user_state['x'], of type ")):
+                user_state.checked_user_state(state, b"")
+        else:
+            user_state.checked_user_state(state, b"")
+    assert 2 <= refused < len(integers)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_plain_user_state_is_not_read_to_know_that_it_can_be(read, monkeypatch):
+    state = {
+        "scalars": [None, True, -(1 << 63), (1 << 63) - 1, 0.5, float("inf"), "text", "\ud800", ""],
+        "containers": [{}, [], (), (1,), (1, (2, [3])), {(1, "x"): {2.5: None}}],
+        "tensors": [torch.ones(2, 3).t()[1:], torch.ones((), dtype=bf16), torch.nn.Linear(2, 2)(torch.ones(2))],
+        "many": {str(i): i for i in range(70000)},
+    }
+    if read:
+        state["ordered"] = OrderedDict(a=1)
+    asked = []
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **k: asked.append(1) or load(*a, **k))
+    packed = user_state.checked_user_state(state, b"")
+    assert len(asked) == read
+    assert user_state.checked_user_state(state, packed) == packed
+    assert len(asked) == read  # the one before could be read: so can the same again
+    found = user_state.unpack_user_state(packed)
+    assert all(torch.equal(a, b) for a, b in zip(found.pop("tensors"), state.pop("tensors"), strict=True))
+    assert found == state
 
 
 class Stop(Exception):
@@ -1069,14 +1139,14 @@ def test_many_dropped_in_cycles_while_others_step(tmp_path):
 
 COLLECTED = """
 import faulthandler, gc, sys, torch
-import csd_optim.durable
+import csd_optim.closing, csd_optim.durable
 from csd_optim import CSDAdam
 faulthandler.dump_traceback_later(40, exit=True)
 gc.disable()
 def collecting(*arguments, plain=csd_optim.durable.pack_table):
     gc.collect()  # on the thread of the commit, when its optimizer is garbage
     return plain(*arguments)
-csd_optim.optimizer.CLOSE_SECONDS = 0.2
+csd_optim.closing.CLOSE_SECONDS = 0.2
 csd_optim.durable.pack_table = collecting
 p = torch.nn.Parameter(torch.ones(3000))
 p.grad = torch.ones(3000)
@@ -1135,6 +1205,29 @@ def test_edits_survive_a_step_that_was_undone(tmp_path, monkeypatch, what, then)
     a, b = parameters((3000,), (3000,), dtype=bf16)
     with CSDAdam([a, b], devices=device, resume=True) as opt:
         assert ((b if what == "parameter" else opt.state[b]["exp_avg"]) == 7).all()
+
+
+def test_a_resume_that_fails_half_way(tmp_path, monkeypatch):
+    [device] = csds(tmp_path)
+
+    def groups():
+        a, b = parameters((3000,), (3000,))
+        return [{"params": [a]}, {"params": [b], "amsgrad": True}]
+
+    with CSDAdam(groups(), devices=device) as opt:
+        train(opt)
+    made, closed = [], []
+    create, close = bindings.engine_create, bindings.engine_close
+    monkeypatch.setattr(bindings, "engine_create", lambda *a: made.append(create(*a)) or made[-1])
+    monkeypatch.setattr(bindings, "engine_close", lambda engine, *a: closed.append(engine) or close(engine, *a))
+    failing(monkeypatch, "_add", call=1)
+    with pytest.raises(Full):
+        CSDAdam(groups(), devices=device, resume=True)
+    assert made == closed
+    assert len(made) == 1
+    with CSDAdam(groups(), devices=device, resume=True) as opt:
+        assert opt.committed_step == 1
+    assert made == closed
 
 
 def test_a_join_that_fails_half_way(tmp_path, monkeypatch):

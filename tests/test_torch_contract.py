@@ -1398,9 +1398,17 @@ def test_grad_dtype_may_change():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("step", torch.ones(3)), ("exp_avg", torch.ones(5, dtype=torch.complex64)), ("master", 1.0)]
+    ("key", "value", "what"),
+    [
+        ("step", torch.ones(3), "has shape"),
+        ("exp_avg", torch.ones(5, dtype=torch.complex64), "is torch.complex64"),
+        ("master", 1.0, "is a float"),
+        ("exp_avg_sq", torch.ones(5, device="meta"), "is on the meta device"),
+        ("step", torch.ones((), device="meta"), "is on the meta device"),
+    ],
+    ids=["shape", "complex", "number", "meta", "meta-step"],
 )
-def test_a_checkpoint_of_another_kind_is_refused(devices, key, value):
+def test_a_checkpoint_of_another_kind_is_refused(devices, key, value, what):
     p = leaf(5)
     optimizer = CSDAdam([p], devices=devices)
     gradients([p], 0)
@@ -1408,7 +1416,7 @@ def test_a_checkpoint_of_another_kind_is_refused(devices, key, value):
     wrong = copy.deepcopy(optimizer.state_dict())
     wrong["state"][0][key] = value
     before = everything(optimizer)
-    with pytest.raises(CSDValueError, match=key):
+    with pytest.raises(CSDValueError, match=f"'{key}' of parameter .* {what}"):
         optimizer.load_state_dict(wrong)
     assert_same_bits(everything(optimizer), before)
 

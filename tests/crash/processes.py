@@ -1,4 +1,4 @@
-"""Children that may be killed, and the libraries that are preloaded into them: faults/faults.c and faults/record.c.
+"""Children that may be killed, and the libraries that are preloaded into them: see ../faults.
 
 Children are forked, so that torch is imported once; the parent itself never makes an optimizer, as a child would
 inherit its locks but not its threads.
@@ -8,55 +8,32 @@ import mmap
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import time
 import traceback
-from contextlib import contextmanager
-from pathlib import Path
 
+import faults
 import numpy as np
+from faults import ALLOCATE, KILL_AFTER, KILL_BEFORE, KILL_MIDDLE, META_WRITE, RENAME, SYNC, TILE_WRITE, TRUNCATE
 
-FAULTS = Path(__file__).parent.parent / "faults"
-# As in faults.c.
-TILE_WRITE, META_WRITE, ALLOCATE, SYNC, TRUNCATE, RENAME = 2, 8, 16, 32, 256, 512
 CHANGES = TILE_WRITE | META_WRITE | ALLOCATE | SYNC | TRUNCATE | RENAME
 COMMITS = META_WRITE | SYNC  # the calls that make up a commit
-KILL_EFFECTS = {"before": 3, "in the middle of": 4, "after": 5}
-FOREVER = 1 << 62
-RULE = np.dtype(
-    [("active", "u4"), ("calls", "u4"), ("effect", "u4"), ("error", "i4")]
-    + [(name, "u8") for name in ("skip", "times", "hold", "seen", "struck")]
-    + [("path", "S192")]
-)
-N_RULES = 4
+KILL_EFFECTS = {"before": KILL_BEFORE, "in the middle of": KILL_MIDDLE, "after": KILL_AFTER}
 LOG_BYTES = 1 << 30  # of a sparse file: a recording takes some 50 MB
 
 
 def preloaded(directory):
     """The environment in which a process has both libraries."""
-    for name in ("faults", "record"):
-        command = [os.environ.get("CC", "cc"), "-Wall", "-O1", "-shared", "-fPIC", "-o", directory / f"{name}.so"]
-        subprocess.run([*command, FAULTS / f"{name}.c", "-ldl", "-lpthread"], check=True)
-    np.zeros(N_RULES, RULE).tofile(directory / "rules")
     with open(directory / "log", "wb") as log:
         log.truncate(LOG_BYTES)
     # What is recorded is what the process asked for, whether or not it is killed in it.
-    libraries = f"{directory / 'record.so'}:{directory / 'faults.so'}"
-    files = {"CSD_RECORD": str(directory / "log"), "CSD_FAULTS": str(directory / "rules")}
-    return {**os.environ, "LD_PRELOAD": libraries, **files}
+    libraries = faults.preloaded(directory, "record", "faults")
+    return {**os.environ, **libraries, "CSD_RECORD": str(directory / "log")}
 
 
-@contextmanager
 def kill_at(call, effect, path, calls=CHANGES):
     """Kills who makes the call number `call` (from 0) of this kind on a file below `path`. Yields the rule."""
-    rules = np.memmap(os.environ["CSD_FAULTS"], RULE, "r+")
-    rules[0] = (0, calls, effect, 0, call, 1, 0, 0, 0, os.fsencode(path))
-    rules["active"][0] = 1
-    try:
-        yield rules[0]
-    finally:
-        rules["active"][0] = 0
+    return faults.rule(calls, path, effect, skip=call, times=1)
 
 
 class Shared:

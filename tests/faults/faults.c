@@ -26,7 +26,7 @@ enum { kTileRead = 1, kTileWrite = 2, kMetaRead = 4, kMetaWrite = 8, kAllocate =
 /* The last three kill the process: before the call, when half of its transfer is done, after it. */
 enum { kError = 0, kShort = 1, kEof = 2, kKillBefore = 3, kKillMiddle = 4, kKillAfter = 5 };
 
-struct rule {          /* the numpy dtype RULE in test_faults.py */
+struct rule {          /* the numpy dtype RULE in __init__.py */
   uint32_t active;
   uint32_t calls;      /* kTileRead | ... */
   uint32_t effect;     /* fail with `error`, move at most a page, end of file, or kill */

@@ -1,0 +1,236 @@
+"""What the commands show to people; programs get the same facts as JSON."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from . import benchmark
+from .layout import MEMORY_STATE_BYTES, STORE_BYTES
+from .verify import Verdict
+
+LONG = 16  # parameters; more are listed in part
+BACKENDS = {
+    "file": "an emulated CSD: tiles in a file, updated by the CPU",
+    "ram": "states in host memory, updated by the CPU",
+    "null": "keeps and computes nothing: times the rest",
+}
+
+
+def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    out = console()
+    out.print(describe_machine(machine))
+    out.print(f"updater: {updater['isa']} ({', '.join(updater['isas'])} available), {updater['threads']} threads")
+    for entry in found:
+        rows = [("back end", f"{entry['backend']}, {BACKENDS[entry['backend']]}")]
+        if place := entry.get("storage"):
+            disk = ", ".join(filter(None, (place["source"], place["model"])))
+            in_memory = "; this is memory, not a disk" if place["filesystem"] in ("tmpfs", "ramfs") else ""
+            rows += [
+                ("directory", entry["directory"] + ("" if entry["exists"] else " (the device's own is made there)")),
+                ("file system", f"{place['filesystem']} on {disk}, mounted at {place['mounted_at']}{in_memory}"),
+            ]
+            free = place["free_bytes"]
+        else:
+            free = entry.get("free_bytes")
+        if free is not None:
+            each = STORE_BYTES if place else MEMORY_STATE_BYTES
+            rows.append(("free", f"{size(free)}: room for {number(free // each)} parameters, {each} B each"))
+        if "direct_io" in entry:
+            direct = "yes" if entry["direct_io"] else "no: slower, through the page cache; ext4 and xfs have it"
+            rows += [("direct I/O", direct), ("store", describe_held_text(entry["store"]))]
+        if speed := entry.get("speed"):
+            read, write, mixed = (speed[f"{k}_bytes_per_second"] / 1e9 for k in ("read", "write", "mixed"))
+            rows += [
+                ("speed", f"read {read:.2f} GB/s, write {write:.2f} GB/s, both at once {mixed:.2f} GB/s"),
+                ("", f"so at most {1e3 * mixed / STORE_BYTES:.0f} M parameters per second"),
+            ]
+        if "problem" in entry:
+            rows.append(("problem", entry["problem"]))
+        out.print()
+        out.print(escape(entry["device"]), style="bold")
+        out.print(facts(rows))
+    places = [(e["storage"]["mounted_at"]) for e in found if "storage" in e]
+    if len(set(places)) < len(places):
+        out.print("\nDevices on one file system share its room and its speed.")
+
+
+def describe_machine(machine: dict[str, Any]) -> str:
+    return (
+        f"machine: {machine['cpu']}, {machine['cores']} cores, {size(machine['memory_bytes'])} of memory; "
+        f"torch {machine['torch']}"
+    )
+
+
+def describe_held_text(held: dict[str, Any] | None) -> str:
+    if held is None:
+        return "none"
+    owner = f"in use by process {held['owner']}" if held["owner"] is not None else ""
+    if "problem" in held:
+        return ", ".join(filter(None, (held["problem"], owner)))
+    state = owner or describe_end(held)
+    return f"step {held['step']}, device {held['device']} of {held['devices']}, {size(held['bytes'])}, {state}"
+
+
+def show_store(held: dict[str, Any], everything: bool) -> None:
+    out = console()
+    owner = f", in use by process {held['owner']}" if held["owner"] is not None else ""
+    closed = describe_end(held)
+    tiles, params = held["tiles"], held["params"]
+    sizes = sorted({e["tile_elems"] for e in held["extents"]})
+    out.print(escape(held["file"]), style="bold")
+    out.print(
+        facts(
+            [
+                ("format", f"{held['format']}, store {held['store_id']}"),
+                ("device", f"{held['device']} of {held['devices']}"),
+                ("step", f"{held['step']}{owner or ', ' + closed}"),
+                ("model", f"{len(params)} parameters of {number(held['total_params'])} elements on all devices"),
+                ("states", ", ".join(dict.fromkeys(s for e in held["extents"] for s in e["sections"])) + " in fp32"),
+                (
+                    "tiles",
+                    f"{tiles['count']} here, of {' and '.join(f'{n:,}' for n in sizes)} elements; "
+                    f"{tiles['in_slot'][0]} in slot 0, {tiles['in_slot'][1]} in slot 1, "
+                    f"{tiles['with_checksum']} with a checksum",
+                ),
+                (
+                    "on disk",
+                    f"{size(held['allocated_bytes'])}, {held['bytes_per_param']:.2f} B per parameter of its share",
+                ),
+                ("wear", describe_wear(held)),
+            ]
+        )
+    )
+    out.print()
+    for k, group in enumerate(held["groups"]):
+        shown = {name: v for name, v in group.items() if v is not None and v is not False}
+        values = ", ".join(f"{name} {v:g}" if isinstance(v, float) else f"{name} {v}" for name, v in shown.items())
+        out.print(f"group {k}: {sum(p['group'] == k for p in params)} parameters; {escape(values)}")
+    made = Table(box=box.SIMPLE_HEAD)
+    for head in ("parameter", "shape", "dtype", "group", "step"):
+        made.add_column(head, justify="right" if head in ("group", "step") else "left")
+    listed = params if everything or len(params) <= LONG else [*params[: LONG - 4], None, *params[-3:]]
+    for p in listed:
+        if p is None:
+            made.add_row(f"... {len(params) - LONG + 1} more; --all lists them")
+        else:
+            shape = " x ".join(map(str, p["shape"])) or "scalar"
+            made.add_row(escape(p["name"]), shape, p["dtype"], str(p["group"]), f"{p['step']:g}")
+    out.print(made)
+
+
+def describe_end(held: dict[str, Any]) -> str:
+    """How a store was left that nobody uses."""
+    if held["torn"]:
+        return "cut short in the middle of a step, which shadow=False cannot undo"
+    return "closed cleanly" if held["clean"] else "not closed cleanly: resume=True goes on from this step"
+
+
+def show_verdicts(found: list[Verdict]) -> None:
+    for verdict in found:
+        for problem in verdict.damage:
+            print(problem)
+        if not verdict.damage:
+            which = f", device {verdict.device} of {verdict.devices}" if verdict.devices != 1 else ""
+            loose = f", {verdict.unchecked} of them without a checksum" if verdict.unchecked else ""
+            print(f"{verdict.file}: ok, step {verdict.step}, {verdict.tiles} tiles{loose}{which}")
+
+
+def describe_wear(held: dict[str, Any]) -> str:
+    written, seconds, rating = held["written_bytes"], held["training_seconds"], held["tbw_bytes"]
+    text = f"{size(written)} of states written, {size(held['step_bytes'])} a step"
+    if seconds:
+        text += f", {size(86400 * written / seconds)} a day of training"
+    if rating:
+        text += f"; of {size(rating)} it takes, {held['days_left']:,.1f} days of training are left"
+    return text
+
+
+def show_bench(result: dict[str, Any]) -> None:
+    out = console()
+    out.print(describe_machine(result["machine"]))
+    out.print(
+        f"{number(result['params'])} {result['dtype']} parameters on {len(result['devices'])} device(s), "
+        f"{result['steps']} steps; all rates: median (least to largest)"
+    )
+    difference = result["largest_relative_difference"]
+    out.print(
+        "nothing to verify: null: computes nothing"
+        if difference is None
+        else f"verified against torch.optim.AdamW: largest relative difference {difference:.1e} after 10 steps"
+    )
+    rows: list[tuple[str, str]] = []
+    for d in result["devices"]:
+        out.print()
+        out.print(escape(d["device"]), style="bold")
+        rows = [("back end", f"{d['backend']}, {BACKENDS[d['backend']]}")]
+        if place := d.get("storage"):
+            disk = ", ".join(filter(None, (place["source"], place["model"])))
+            direct = "direct I/O" if d["direct_io"] else "no direct I/O: through the page cache"
+            rows.append(("storage", f"{place['filesystem']} on {disk}, {direct}"))
+            for kind, label in (("read", "read alone"), ("write", "write alone"), ("mixed", "both at once")):
+                rows.append((label, span(d[f"{kind}_bytes_per_second"], 1e9, "GB/s", 2)))
+        if d["params"]:
+            rows.append(("in the step", span(d["params_per_second"], 1e6, "Mparam/s", 1)))
+        out.print(facts(rows))
+    updater, moved = result["updater"], result["bytes_per_param"]
+    on = f"{updater['threads']} threads, {updater['isa']}"
+    rows = [
+        ("step", span(result["step_seconds"], 1e-3, "ms", 1) + ", until the last state is in its place"),
+        ("", span(result["params_per_second"], 1e6, "Mparam/s", 1)),
+        ("updater alone", f"{span(updater['params_per_second'], 1e6, 'Mparam/s', 0)}: {on}"),
+        (
+            "moved",
+            f"push {moved['push']:.2f}, pull {moved['pull']:.2f}, flash read {moved['flash_read']:.2f}, "
+            f"flash write {moved['flash_write']:.2f} B per parameter",
+        ),
+        ("tile buffers", size(result["buffer_bytes"])),
+    ]
+    each = {"disk": benchmark.DISK_BYTES, "memory": benchmark.MEMORY_BYTES}
+    for name, limit in result["limits"].items():
+        what = "requests alone, both at once, all devices" if name == "disk" else "read and written back in place"
+        rows.append((f"{name} alone", f"{span(limit['bytes_per_second'], 1e9, 'GB/s', 2)}: {what}"))
+        rows.append(("", f"{span(limit['seconds'], 1e-3, 'ms', 1)} for {each[name]} B per parameter"))
+    if ratio := result["ratio_to_limit"]:
+        rows.append(("ratio", f"{span(ratio, 1, '', 2)} of that speed, step by step"))
+    out.print()
+    out.print("CSDAdam.step(), all devices", style="bold")
+    out.print(facts(rows))
+
+
+def facts(rows: list[tuple[str, str]]) -> Table:
+    """Names and values below each other."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(f"  {name}", escape(value))
+    return grid
+
+
+def size(n: float) -> str:
+    """Bytes as people and as machines count them."""
+    for unit, binary, power in (("TB", "TiB", 4), ("GB", "GiB", 3), ("MB", "MiB", 2)):
+        if n >= 1000**power:
+            return f"{n / 1000**power:.1f} {unit} ({n / 1024**power:.1f} {binary})"
+    return f"{n / 1e3:.1f} kB ({n / 1024:.1f} KiB)"
+
+
+def number(n: float) -> str:
+    for unit, power in (("B", 9), ("M", 6), ("k", 3)):
+        if n >= 10**power:
+            return f"{n / 10**power:.2f} {unit}"
+    return str(n)
+
+
+def span(values: dict[str, float], scale: float, unit: str, digits: int) -> str:
+    median, least, most = (f"{values[k] / scale:.{digits}f}" for k in ("median", "min", "max"))
+    return f"{median}{' ' + unit if unit else ''} ({least} to {most})"
+
+
+def console() -> Console:
+    """stdout; where that is no terminal, wide enough that nothing is cut (rich would assume 80 columns)."""
+    return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 120)
