@@ -1,4 +1,5 @@
 # make demo   trains a small GPT with CSDAdam on four emulated CSDs, beside torch.optim.AdamW
+# make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make test   everything CI runs: tests, sanitizers, lint, types
 # make soak   kills training more than 200 times, and replays 4000 power losses: a few minutes
 # All set up a virtual environment below build/ first; nothing else on the machine is touched.
@@ -7,12 +8,16 @@ PYTHON ?= python3
 VENV := build/venv
 BIN := $(VENV)/bin
 # The compiler's output depends on these; editing one of them rebuilds the extension.
-NATIVE := $(wildcard native/include/*.h native/src/*.h native/src/*.cpp) csd_optim/_build_native.py setup.py setup.cfg
+NATIVE := $(wildcard native/*/*.h native/*/*.cpp hls_kernels/*.h hls_kernels/*.cpp hls_kernels/csim/*.h) \
+    $(wildcard csd_optim/_build_*.py) setup.py setup.cfg
 
-.PHONY: demo test soak check pytest sanitize clean
+.PHONY: demo emu-demo test soak check pytest sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
+
+emu-demo: $(VENV)/.installed
+	$(BIN)/csd-optim emu --devices 2 -- $(BIN)/python bench/demo.py --cards --devices 2 --out build/emu-demo
 
 test: pytest sanitize check
 
@@ -40,4 +45,4 @@ $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(NATIVE)
 	touch $@
 
 clean:
-	rm -rf build dist *.egg-info csd_optim/_native.cpp csd_optim/_native*.so
+	rm -rf build dist *.egg-info csd_optim/_native* csd_optim/_emulator*

@@ -2,6 +2,7 @@
 
     python bench/demo.py                  about two minutes on two cores, into build/demo/
     python bench/demo.py --devices 2 --steps 100 --out DIR --json
+    python bench/demo.py --cards --devices 2        on SmartSSDs; `csd-optim emu --devices 2 --` before it emulates them
 
 Both start from the same weights and see the same batches: bytes of the Python standard library's own source, which
 every machine has. Weights are bf16. AdamW keeps fp32 masters and moments in memory; CSDAdam keeps them in files, one
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import sysconfig
@@ -332,13 +334,13 @@ def traffic_table(report: dict[str, Any]) -> Table:
 
 
 def device_table(report: dict[str, Any]) -> Table:
-    made = table("Emulated CSDs, median", "device", "parameters", "Mparam/s", "read GB/s", "write GB/s", "direct I/O")
+    made = table("CSDs, median", "device", "parameters", "Mparam/s", "read GB/s", "write GB/s", "direct I/O")
     for d in [*report["devices"], report["together"]]:
         rates = (d["params_per_second"] / 1e6, d["read_bytes_per_second"] / 1e9, d["write_bytes_per_second"] / 1e9)
         figures = (f"{rates[0]:.1f}", f"{rates[1]:.2f}", f"{rates[2]:.2f}")
         if d is report["together"]:
             made.add_section()
-        name = Path(d["device"]).name
+        name = Path(d["device"]).name.partition("?")[0]
         made.add_row(name, f"{d['params']:,}", *figures, "yes" if d["direct_io"] else "no")
     return made
 
@@ -411,7 +413,8 @@ def measure(rows: list[Row], validations: list[Validation], stats: list[dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, help=f"training steps ({FULL.steps})")
-    parser.add_argument("--devices", type=int, default=4, metavar="N", help="emulated CSDs (4)")
+    parser.add_argument("--devices", type=int, default=4, metavar="N", help="CSDs (4)")
+    parser.add_argument("--cards", action="store_true", help="SmartSSDs, instead of files updated by the CPU")
     parser.add_argument("--compute", choices=("bfloat16", "float32"), help="calculate in this (the faster one here)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where files go")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: seconds, for tests")
@@ -454,10 +457,17 @@ def main() -> None:
     say(f"  model    {params / 1e6:.2f} M bfloat16 parameters, computed in {compute_name}, {why}")
     say(f"  text     {files} files of Python's standard library, {len(train_text) / 1e6:.1f} MB to train on,")
     say(f"           {len(validation_text) / 1e6:.1f} MB of other files to validate on")
-    say(f"  CSDAdam  {options.devices} emulated CSDs: directories {shown}/csd*")
+    emulated = bool(os.environ.get("XCL_EMULATION_MODE"))
+    if options.cards:
+        devices: list[str | Path] = [f"xrt:{i}?scratch=1" for i in range(options.devices)]
+        what = f"{options.devices} SmartSSDs{', emulated by the Xilinx runtime' * emulated}"
+        say(f"  CSDAdam  {what}: xrt:0 to xrt:{options.devices - 1}, in scratch files")
+    else:
+        devices = [options.out / f"csd{i}" for i in range(options.devices)]
+        what = f"{options.devices} emulated CSDs"
+        say(f"  CSDAdam  {what}: directories {shown}/csd*")
     say("  AdamW    torch.optim.AdamW on fp32 masters, in memory")
 
-    places = [options.out / f"csd{i}" for i in range(options.devices)]
     adamw = AdamWOnMasters(list(models[1].parameters()), size.lr)
     rows: list[Row] = []
     validations: list[Validation] = []
@@ -471,7 +481,7 @@ def main() -> None:
     )
     named = models[0].named_parameters()
     with (
-        CSDAdam(named, lr=size.lr, weight_decay=0.1, devices=places, overwrite=again) as csd,
+        CSDAdam(named, lr=size.lr, weight_decay=0.1, devices=devices, overwrite=again) as csd,
         Progress(*columns, console=Console(stderr=True)) as progress,
     ):
         began = time.perf_counter()
@@ -525,19 +535,24 @@ def main() -> None:
         say(make(report))
         say(note, style="dim")
     say()
+    real = "These CSDs are emulated: here the flash bytes, too, went through the host; with real ones only the link "
+    real += "bytes would."
+    if options.cards and emulated:
+        real += " And a CPU did the work of the FPGAs: times and rates mean nothing."
     say(
         "A model this small fits in memory many times over: there AdamW is the better choice. But its state grows with "
-        "the model, and the buffers of CSDAdam do not. These CSDs are emulated: here the flash bytes, too, went "
-        "through the host; with real ones only the link bytes would."
+        f"the model, and the buffers of CSDAdam do not. {real if emulated or not options.cards else ''}"
     )
     say(f"\n  loss curves     {shown}/loss.png", soft_wrap=True)
-    command = Path(sys.executable).with_name("csd-optim")  # not on everybody's PATH
-    command = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
-    say(f"  inside a store  {command} inspect {shown}/csd0\n", soft_wrap=True)
+    if not options.cards:
+        command = Path(sys.executable).with_name("csd-optim")  # not on everybody's PATH
+        command = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
+        say(f"  inside a store  {command} inspect {shown}/csd0", soft_wrap=True)
+    say()
     difference = abs(report["final"]["validation"]["csdadam"] - report["final"]["validation"]["adamw"])
     t = report["bytes_per_parameter"]
     say(
-        f"[bold]Shown in {report['seconds']:.0f} s:[/] with its state in files on {options.devices} emulated CSDs, "
+        f"[bold]Shown in {report['seconds']:.0f} s:[/] with its state in files on {what}, "
         f"CSDAdam trained this model to within {difference:.4f} nats per byte of AdamW's validation loss, moving "
         f"{t['push']:.0f} B to and {t['pull']:.0f} B from the devices per parameter and step."
     )

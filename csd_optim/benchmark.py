@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import bindings
+from .cards import find, located
 from .devices import DeviceSpec
 from .errors import CSDRuntimeError, CSDValueError
 from .layout import round_up
@@ -30,7 +31,7 @@ Tick = Callable[[str], None]
 
 def ticks(specs: Sequence[DeviceSpec], steps: int) -> int:
     """How often `bench` calls its `tick`."""
-    files = sum(s.backend == "file" for s in specs)
+    files = sum(s.backend in ("file", "xrt") for s in specs)
     return 1 + 1 + files * (1 + 3) + 1 + WARM_UP + steps
 
 
@@ -40,6 +41,7 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
     `tick` is called at the beginning of each part with what it is. Raises CSDError: no room, a device fails, or the
     result is not torch's.
     """
+    specs = [located(spec) for spec in specs]
     check_room(specs, params, DTYPES[dtype])
     tick("verifying")
     difference = verify(specs, DTYPES[dtype])
@@ -54,8 +56,7 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
     memory: Memory | None = None
     try:
         for d, spec in enumerate(specs):
-            if spec.backend == "file":
-                assert spec.directory is not None
+            if spec.directory is not None:
                 tick(f"filling scratch space {d}")
                 size = max(64 << 20, round_up(DISK_BYTES * params // len(specs), spec.block_bytes))
                 files[d] = Scratch(spec.directory, size, spec.block_bytes)
@@ -76,29 +77,31 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
         for file in files.values():
             file.close()
 
-    share = {kind: sum(d["params"] for d in stats["devices"] if d["backend"] == kind) for kind in ("file", "ram")}
+    on_disk = sum(d["params"] for d, spec in zip(stats["devices"], specs, strict=True) if spec.directory)
+    in_memory = sum(d["params"] for d in stats["devices"] if d["backend"] == "ram")
     limits: dict[str, Any] = {}
     if disk:
         limits["disk"] = {
             "bytes_per_second": spread(disk),
-            "seconds": spread([DISK_BYTES * share["file"] / r for r in disk]),
+            "seconds": spread([DISK_BYTES * on_disk / r for r in disk]),
         }
     if memory_rates:
         limits["memory"] = {
             "bytes_per_second": spread(memory_rates),
-            "seconds": spread([MEMORY_BYTES * share["ram"] / r for r in memory_rates]),
+            "seconds": spread([MEMORY_BYTES * in_memory / r for r in memory_rates]),
         }
     for entry, measured in zip(devices, stats["devices"], strict=True):
         entry["params"] = measured["params"]
         entry["params_per_second"] = spread([measured["params"] / s for s in seconds])
     # Each step is compared with the limit measured right after it: the speed of a shared machine drifts.
     floors = [
-        max(DISK_BYTES * share["file"] / d if d else 0.0, MEMORY_BYTES * share["ram"] / m if m else 0.0)
+        max(DISK_BYTES * on_disk / d if d else 0.0, MEMORY_BYTES * in_memory / m if m else 0.0)
         for d, m in zip(disk or [0.0] * steps, memory_rates or [0.0] * steps, strict=True)
     ]
     ratios = [f / s for f, s in zip(floors, seconds, strict=True)]
     return {
         "machine": machine(),
+        "emulated": any(spec.card and find(spec.card).emulated for spec in specs),
         "updater": updater() | {"params_per_second": spread(updater_rates)},
         "params": params,
         "dtype": dtype,
@@ -164,6 +167,8 @@ def make_optimizer(
 
 def scratch(spec: DeviceSpec) -> str:
     """The device as the user named it, but with a nameless store: a store that is there is never touched."""
+    if spec.card:
+        return f"{spec}{'&' if '?' in spec.text else '?'}scratch=1"
     if spec.backend != "file":
         return str(spec)
     return f"file:{spec.directory}?scratch=1&buffers={spec.buffers}&block={spec.block_bytes}"

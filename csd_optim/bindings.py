@@ -152,14 +152,31 @@ def card_uuid(card: Any) -> UUID:
     return UUID(bytes=bytes(uuid))
 
 
+def card_measure(config: DeviceConfig, offset: int, nbytes: int, name: Namer) -> dict[str, float]:
+    """Rates of a device with a card, see `csd_card_rates`. Overwrites `nbytes` of its file from `offset` on."""
+    device, out, error = ffi.new("csd_device *"), ffi.new("csd_card_rates *"), ffi.new("csd_error *")
+    keep = _fill(device, config)
+    status = lib.csd_card_measure(device, offset, nbytes, out, error)
+    error.device = 0
+    check(status, error, name)
+    del keep
+    return {field: getattr(out, field) for field, _ in ffi.typeof(out[0]).fields}
+
+
+def _fill(device: Any, config: DeviceConfig) -> Any:
+    """Returns what has to live as long as the struct is read."""
+    device.backend = backend = ffi.new("char[]", config.backend.encode())
+    device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
+    device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
+    return backend
+
+
 def engine_create(devices: list[DeviceConfig], name: Namer) -> Any:
-    names = [ffi.new("char[]", d.backend.encode()) for d in devices]
-    configs = ffi.new("csd_device[]", len(devices))
-    for config, d, backend in zip(configs, devices, names, strict=True):
-        config.backend, config.fd, config.buffers, config.block_bytes = backend, d.fd, d.buffers, d.block_bytes
-        config.card, config.p2p = d.card or ffi.NULL, P2P[d.p2p]
+    structs = ffi.new("csd_device[]", len(devices))
+    keep = [_fill(struct, config) for struct, config in zip(structs, devices, strict=True)]
     out, error = ffi.new("csd_engine **"), ffi.new("csd_error *")
-    check(lib.csd_engine_create(configs, len(devices), out, error), error, name)
+    check(lib.csd_engine_create(structs, len(devices), out, error), error, name)
+    del keep
     return out[0]
 
 

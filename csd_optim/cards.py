@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .devices import DeviceSpec
 from .errors import CSDUnavailableError, CSDValueError
 
 XILINX = 0x10EE
@@ -68,6 +69,10 @@ class Card:
     problems: tuple[str, ...] = ()  # what keeps the FPGA from being used
     no_directory: str = ""  # why there is no `directory`, and the way out
     warnings: tuple[str, ...] = ()  # what works, but more slowly than it could
+
+    @property
+    def emulated(self) -> bool:
+        return not self.bdf
 
     @property
     def name(self) -> str:
@@ -120,6 +125,14 @@ def cards(told: Mapping[str, Facts] | None = None, system: System = HERE) -> lis
     return [_completed(c, told[c.bdf]) if told and c.bdf in told else c for c in found]
 
 
+def there_are() -> list[Card]:
+    """All cards; none in an emulation that names no drives, where `find` says why."""
+    try:
+        return cards()
+    except CSDUnavailableError:
+        return []
+
+
 def find(name: str, system: System = HERE) -> Card:
     """The card that a user calls `name`: XRT's index, or a PCIe address, in full or short (65:00.1).
 
@@ -149,6 +162,11 @@ def find(name: str, system: System = HERE) -> Card:
     if not chosen:
         raise CSDValueError(f"{wrong}there is no such card; {there_are}")
     return chosen[0]
+
+
+def located(spec: DeviceSpec) -> DeviceSpec:
+    """The same device, with the directory of its store. Raises what `find` and `Card.place` raise."""
+    return replace(spec, directory=find(spec.card).place(spec.directory)) if spec.card else spec
 
 
 # ---- what XRT itself says ------------------------------------------------------------

@@ -9,8 +9,8 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,15 +20,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import benchmark, checkpoint, convert, probe
-from .devices import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_devices
+from . import benchmark, cards, checkpoint, convert, emulation, probe
+from .devices import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_device, parse_devices
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from .layout import MEMORY_STATE_BYTES, STORE_BYTES
 from .show import number, show_bench, show_devices, show_store, show_verdicts, size
 from .store import lock_owner
 from .store_format import CLEAN, FILE_NAME, UNDER_WAY, VERSION, read_contents, store_file
 from .verify import verify as verify_stores
+from .xclbin import find_kernels, read_xclbin
 
+P2P_SHARE = 0.6  # of the drive's rate, at which a way to the card is suspected to be a detour
 PROBE_BYTES = 1 << 30  # of scratch space for a speed check; less where it does not last a second
 
 app = typer.Typer(
@@ -87,13 +89,17 @@ def devices(
 ) -> None:
     """What is there: devices, the disks behind them, room, stores, the updater."""
     with reported():
-        found = [describe_device(spec) for spec in specs_of(names)]
+        specs = specs_of(names)
+        if not names and not os.environ.get("CSD_OPTIM_DEVICES"):
+            specs += [parse_device(f"xrt:{card.name}") for card in cards.there_are()]
+        known = cards.ask_pyxrt() if any(spec.card for spec in specs) else {}
+        found = [describe_device(spec, known) for spec in specs]
         if check:
-            with progress(sum(e["backend"] == "file" and "problem" not in e for e in found)) as tick:
-                for entry in found:
-                    if entry["backend"] == "file" and "problem" not in entry:
-                        tick(f"measuring {entry['device']}")
-                        entry["speed"] = check_speed(Path(entry["directory"]), entry["storage"]["free_bytes"])
+            measurable = [(s, e) for s, e in zip(specs, found, strict=True) if "storage" in e and "problem" not in e]
+            with progress(len(measurable)) as tick:
+                for spec, entry in measurable:
+                    tick(f"measuring {spec}")
+                    entry |= measure_device(spec, entry)
         machine, updater = probe.machine(), probe.updater()
         if as_json:
             print_json("devices", machine=machine, updater=updater, devices=found)
@@ -230,6 +236,35 @@ def bench(
             show_bench(result)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def emu(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="A program and its arguments.", show_default=False)
+    ],
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", min=1, max=emulation.MAX_DEVICES, help="Emulated cards.", show_default="1"),
+    ] = None,
+    drives: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--drive", metavar="DIR", help="Stands for a card's NVMe, once for each card.", show_default="temporary"
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, metavar="S", help="Seconds until it is ended, with status 124.")
+    ] = None,
+) -> None:
+    """Runs a command with emulated SmartSSDs: devices=["xrt:0"] works without a card.
+
+    XRT is the real one, in its software emulation (apt install libxrt1); the FPGA's kernels run on the CPU. For trying
+    things out: times mean nothing. Example: csd-optim emu --devices 2 -- python train.py
+    """
+    with reported():
+        status = emulation.run(command, devices, drives, timeout)
+    raise typer.Exit(status)
+
+
 # ---- facts ---------------------------------------------------------------------------
 
 
@@ -238,9 +273,18 @@ def specs_of(names: list[str] | None) -> list[DeviceSpec]:
     return parse_devices(names or (None if os.environ.get("CSD_OPTIM_DEVICES") else "."))
 
 
-def describe_device(spec: DeviceSpec) -> dict[str, Any]:
-    """What is known of a device; `problem` says what keeps it from being used."""
+def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[str, Any]:
+    """What is known of a device, and by pyxrt; `problem` says what keeps it from being used."""
     entry: dict[str, Any] = {"device": str(spec), "backend": spec.backend}
+    if spec.card:
+        try:
+            card = cards.find(spec.card)
+            card = next(c for c in cards.cards(told) if c.name == card.name)
+            entry["card"] = json.loads(json.dumps(asdict(card) | {"emulated": card.emulated}, default=str))
+            spec = cards.located(spec)
+            entry["xclbin"] = describe_xclbin(find_kernels(spec.xclbin))
+        except CSDError as e:
+            return entry | {"problem": message(e)}
     if spec.backend == "ram":
         entry["free_bytes"] = probe.available_memory()
         entry["room_for_params"] = entry["free_bytes"] // MEMORY_STATE_BYTES  # as the only device
@@ -261,6 +305,32 @@ def describe_device(spec: DeviceSpec) -> dict[str, Any]:
     except (CSDError, OSError) as e:
         entry["problem"] = message(e)
     return entry
+
+
+def describe_xclbin(path: Path) -> dict[str, Any]:
+    """The program that is going to be loaded."""
+    program = read_xclbin(path)
+    return {"file": str(path), "uuid": str(program.uuid), "platform": program.platform, "mode": program.mode}
+
+
+def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
+    """What `--probe` adds to what is known of a device: how fast it is."""
+    directory, free = Path(entry["directory"]), entry["storage"]["free_bytes"]
+    speed = check_speed(directory, free)
+    if not spec.card:
+        return {"speed": speed}
+    try:
+        rates = probe.card_rates(replace(spec, directory=directory), free)
+    except CSDError as e:
+        return {"speed": speed, "problem": message(e)}
+    added: dict[str, Any] = {"speed": speed, "card_speed": rates}
+    # The card's drive as the host reads it, beside the way to the card: that should be no slower.
+    slow = rates["drive_to_card"] < P2P_SHARE * speed["read_bytes_per_second"]
+    if rates["drive_to_card"] and slow and not entry["card"]["emulated"]:
+        added["warning"] = (
+            "P2P is much slower than the drive: it goes through the host, or the IOMMU (docs/smartssd.md, step 1)"
+        )
+    return added
 
 
 def describe_held(file: Path) -> dict[str, Any] | None:

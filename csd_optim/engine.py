@@ -85,7 +85,7 @@ class Engine:
             slow.append(f"{directory} is not on this card's drive: the state goes through the host")
         elif not slow and spec.p2p == "auto" and not bindings.card_has_p2p(handle):
             slow.append(
-                f"its drive cannot reach its memory (P2P, the driver says: {card.p2p}): the host stands between"
+                f"its drive cannot reach its memory (P2P, says the driver: {card.p2p}): the host stands between"
             )
         for text in slow:
             warnings.warn(f"{spec}: {text} (docs/smartssd.md)", CSDWarning, stacklevel=users_stacklevel())

@@ -579,8 +579,9 @@ class CSDAdam(AdamW):
         ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
         ``flash_write_bytes``: to and from storage. ``written_bytes``: states written since the stores were made.
         ``days_left``, of a device with a rating (``tbw=600TB``): of training until that is used up, at the rate at
-        which it was written so far. ``params``: elements updated. ``skipped``: an overflow was found.
-        ``grad_norm``: with max_grad_norm. ``buffer_bytes``: host memory that the engine holds, fixed.
+        which it was written so far. ``params``: elements updated. ``nonfinite_grads``: gradients that were inf or nan
+        (their elements are updated all the same). ``skipped``: an overflow was found.
+        ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed: the host's, or a card's.
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         """
@@ -603,6 +604,7 @@ class CSDAdam(AdamW):
                 if spec.tbw_bytes
                 else None,
                 "params": happened * d["updated"],
+                "nonfinite_grads": happened * d["nonfinite"],
                 "buffer_bytes": d["buffer_bytes"],
                 "seconds": {kind: happened * d[f"{kind}_seconds"] for kind in ("read", "update", "write")},
             }
@@ -610,7 +612,7 @@ class CSDAdam(AdamW):
         ]
         link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
         totals: dict[str, Any] = {
-            name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "buffer_bytes")
+            name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "nonfinite_grads", "buffer_bytes")
         }
         totals["buffer_bytes"] += self._ring.bytes if self._ring else 0
         seconds = {

@@ -24,11 +24,15 @@ import numpy as np
 import torch
 
 from . import bindings
-from .bindings import HYPER, IO_DEPTH
+from .bindings import HYPER, IO_DEPTH, DeviceConfig
+from .cards import find as find_card
+from .devices import DeviceSpec
 from .errors import CSDOSError, CSDWarning
 from .store import StoreFile
+from .xclbin import find_kernels
 
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
+CARD_BYTES = 1 << 30  # of scratch space on a card's drive
 Kind = Literal["read", "write", "mixed"]
 
 
@@ -241,6 +245,26 @@ def _huge_array(nbytes: int) -> np.ndarray[Any, Any]:
     raw = np.frombuffer(mapping, np.uint8)
     first = -raw.ctypes.data % HUGE_PAGE
     return raw[first : first + nbytes]
+
+
+# ---- a card --------------------------------------------------------------------
+
+
+def card_rates(spec: DeviceSpec, free: int) -> dict[str, float]:
+    """Bytes per second between card, drive and host, parameters per second of its kernel; see `csd_card_rates`.
+
+    `spec`: with a directory, of which `free` bytes are free. Raises CSDUnavailableError, CSDOSError.
+    """
+    assert spec.directory is not None
+    name = find_card(spec.card).name
+    card = bindings.card_open(name, find_kernels(spec.xclbin), spec.timeout)
+    try:
+        with Scratch(spec.directory, min(CARD_BYTES, free // 4), spec.block_bytes) as scratch:
+            config = DeviceConfig("xrt", scratch.fd, spec.buffers, spec.block_bytes, card, spec.p2p)
+            size = scratch.blocks * scratch.block
+            return bindings.card_measure(config, scratch.first, size, lambda *_: f"card {name}")
+    finally:
+        bindings.card_close(card, name)
 
 
 # ---- memory and updater ----------------------------------------------------------

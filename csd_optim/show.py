@@ -17,6 +17,7 @@ from .verify import Verdict
 LONG = 16  # parameters; more are listed in part
 BACKENDS = {
     "file": "an emulated CSD: tiles in a file, updated by the CPU",
+    "xrt": "a SmartSSD: tiles on its drive, updated by its FPGA",
     "ram": "states in host memory, updated by the CPU",
     "null": "keeps and computes nothing: times the rest",
 }
@@ -28,6 +29,8 @@ def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[d
     out.print(f"updater: {updater['isa']} ({', '.join(updater['isas'])} available), {updater['threads']} threads")
     for entry in found:
         rows = [("back end", f"{entry['backend']}, {BACKENDS[entry['backend']]}")]
+        if card := entry.get("card"):
+            rows += describe_card(card, entry.get("xclbin"))
         if place := entry.get("storage"):
             disk = ", ".join(filter(None, (place["source"], place["model"])))
             in_memory = "; this is memory, not a disk" if place["filesystem"] in ("tmpfs", "ramfs") else ""
@@ -50,6 +53,17 @@ def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[d
                 ("speed", f"read {read:.2f} GB/s, write {write:.2f} GB/s, both at once {mixed:.2f} GB/s"),
                 ("", f"so at most {1e3 * mixed / STORE_BYTES:.0f} M parameters per second"),
             ]
+        if speed := entry.get("card_speed"):
+            rates = {name: f"{speed[name] / 1e9:.2f} GB/s" for name in speed}
+            emulated = "; emulated: these rates mean nothing" if entry["card"]["emulated"] else ""
+            p2p = f"drive to card {rates['drive_to_card']}, card to drive {rates['card_to_drive']}"
+            rows += [
+                ("P2P speed", (p2p if speed["drive_to_card"] else "none: the host stands between") + emulated),
+                ("DMA", f"host to card {rates['to_card']}, card to host {rates['from_card']}"),
+                ("kernel", f"{speed['kernel'] / 1e6:.0f} M parameters per second"),
+            ]
+        if "warning" in entry:
+            rows.append(("warning", entry["warning"]))
         if "problem" in entry:
             rows.append(("problem", entry["problem"]))
         out.print()
@@ -58,6 +72,23 @@ def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[d
     places = [(e["storage"]["mounted_at"]) for e in found if "storage" in e]
     if len(set(places)) < len(places):
         out.print("\nDevices on one file system share its room and its speed.")
+
+
+def describe_card(card: dict[str, Any], xclbin: dict[str, Any] | None) -> list[tuple[str, str]]:
+    known = (("index", "XRT's number"), ("bdf", "at"), ("serial", "serial number"))
+    rows = [
+        ("card", ", ".join(f"{what} {card[key]}" for key, what in known if card[key] not in ("", None))),
+        ("shell", card["shell"] or "unknown"),
+    ]
+    if card["xclbin_uuid"]:
+        rows.append(("loaded", f"xclbin {card['xclbin_uuid']}"))
+    if xclbin:
+        rows.append(("kernels", f"{xclbin['file']}, {xclbin['uuid']}, for {xclbin['platform']}"))
+    if nvme := card["nvme"]:
+        rows.append(("drive", ", ".join(filter(None, (nvme["name"], nvme["bdf"], nvme["model"], *nvme["blocks"])))))
+    rows.append(("P2P", card["p2p"]))
+    rows += [("warning", text) for text in card["warnings"]]
+    return rows
 
 
 def describe_machine(machine: dict[str, Any]) -> str:
@@ -164,6 +195,8 @@ def show_bench(result: dict[str, Any]) -> None:
         if difference is None
         else f"verified against torch.optim.AdamW: largest relative difference {difference:.1e} after 10 steps"
     )
+    if result["emulated"]:
+        out.print("cards are emulated: times and rates mean nothing", style="bold")
     rows: list[tuple[str, str]] = []
     for d in result["devices"]:
         out.print()

@@ -86,20 +86,20 @@ READ_SECTION:
 // ---- Streams to memory --------------------------------------------------------
 
 // Not inlined: a function that writes to memory returns after the memory's last response, so that whoever uses its
-// result knows that everything has arrived.
+// result knows that everything has arrived. Without a sum the result is something else that comes from the last word.
 template <bool summed>
 uint32_t store(Word *to, size_t first, uint32_t n, Words &words) {
 #pragma HLS INLINE off
-  uint32_t crc = kCrcBegin;
+  uint32_t result = kCrcBegin;
 STORE:
   for (uint32_t i = 0; i < n; i++) {
 #pragma HLS PIPELINE II = 2
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
     const Word word = words.read();
-    if (summed) crc = crc_of(crc, word);
+    result = summed ? crc_of(result, word) : word[0];
     to[first + i] = word;
   }
-  return ~crc;
+  return ~result;
 }
 
 inline void write_section(Word *tile, uint32_t section, uint32_t n_words, uint32_t sections, Words &words,
@@ -134,10 +134,12 @@ inline void write_report(Word *report, uint32_t n_words, Number &crc_in_0, Numbe
 
 // ---- The update ---------------------------------------------------------------
 
+constexpr uint32_t kPairs = kLanes / 2;  // lanes that 16 values of 16 bits fill: half a word
+
 // Gradient `lane` of a tile's word; of 16 bits, the `upper` or lower half of a gradient word.
 inline float widen(const Word &grad, uint32_t dtype, bool upper, uint32_t lane) {
 #pragma HLS INLINE
-  const uint32_t pair = grad[(upper ? kLanes / 2 : 0) + lane / 2];
+  const uint32_t pair = grad[(upper ? kPairs : 0) + lane / 2];
   const uint16_t half = (uint16_t)(lane % 2 ? pair >> 16 : pair);
   return dtype == CSD_F32 ? bits_float(grad[lane]) : dtype == CSD_F16 ? f16_to_f32(half) : bf16_to_f32(half);
 }
@@ -210,10 +212,10 @@ UPDATE:
   PACK:
     for (uint32_t i = 0; i < kLanes; i++) {
 #pragma HLS UNROLL
-      const uint32_t pair = rounded[i % 8 * 2] | rounded[i % 8 * 2 + 1] << 16;
+      const uint32_t first = i % kPairs * 2, pair = rounded[first] | rounded[first + 1] << 16;
       if (s.param_dtype == CSD_F32) param[i] = i < elems ? master[i] : 0;
-      else if (!upper) param[i] = i < 8 ? pair : 0;
-      else if (i >= 8) param[i] = pair;
+      else if (!upper) param[i] = i < kPairs ? pair : 0;
+      else if (i >= kPairs) param[i] = pair;
     }
     if (inside && (s.param_dtype == CSD_F32 || upper || at + 1 == end)) params.write(param);
   }
@@ -270,7 +272,6 @@ BLOCKS:
 REST:
   for (; left != 0; left--) {
 #pragma HLS PIPELINE II = 1
-#pragma HLS LOOP_TRIPCOUNT min = 0 max = 0
     words.read();
   }
   entries.write({kNoElement, 0});
@@ -315,7 +316,6 @@ SEGMENTS:
 REST:
   while (entry.element != kNoElement) {
 #pragma HLS PIPELINE II = 1
-#pragma HLS LOOP_TRIPCOUNT min = 0 max = 0
     entry = entries.read();
   }
 }

@@ -283,6 +283,8 @@ def test_no_segments(sections, in_place):
     state[0, :3] = torch.tensor([float("nan"), -0.0, 1e-45])
     simulate(state, [], in_place=in_place)
     simulate(state, [], in_place=in_place, entries=np.zeros(LANES, np.uint32))
+    simulate(state[:, :0], [], in_place=in_place)
+    simulate(state[:, :0], [], in_place=in_place, entries=np.zeros(0, np.uint32))
 
 
 def test_a_tile_of_several_bursts_and_blocks():

@@ -1193,6 +1193,8 @@ def test_a_parameter_of_another_shape_is_refused(devices):
 @pytest.mark.parametrize("how", ["clamp", "replace", "numpy"])
 def test_fp32_parameters_written_behind_torchs_back(devices, how):
     """An fp32 parameter in host memory is its own master: idioms such as p.data.clamp_() work as with AdamW."""
+    if how != "replace" and devices[0].startswith("xrt:"):
+        pytest.skip("a card notices only what torch counts")
     model, twin = (small_model() for _ in range(2))
     twin.load_state_dict(model.state_dict())
     ours, reference = CSDAdam(model.parameters(), lr=0.1, devices=devices), AdamW(twin.parameters(), lr=0.1)
@@ -1210,6 +1212,8 @@ def test_fp32_parameters_written_behind_torchs_back(devices, how):
 
 @pytest.mark.parametrize("how", ["channels last", "grad_dtype", "beside images"])
 def test_fp32_parameters_written_behind_torchs_back_on_other_ways(devices, how):
+    if devices[0].startswith("xrt:"):
+        pytest.skip("a card notices only what torch counts")
     p = leaf(2, 3, 40, 50) if how == "channels last" else leaf(12000)
     if how == "channels last":
         p = p.detach().to(memory_format=torch.channels_last).requires_grad_()

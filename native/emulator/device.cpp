@@ -8,14 +8,17 @@
 //
 // Device memory is one nameless file, which both sides map: what the host sees in a buffer *is* device memory, as it is
 // with P2P. (Buffers that XRT calls cacheable it keeps apart, and syncs through the socket.) A kernel runs in a child
-// process, one for each run: one that goes astray harms nobody else, and its run never ends, as on a card that hangs.
+// process, one for each run: one that goes astray harms nobody else, and its run hangs.
+//
+// A run that hangs does so until the host gives up and looks at its report. Then it ends, because XRT can neither close
+// a run nor end in good order while its scheduler waits for one.
 //
 // CSD_OPTIM_EMULATOR_FAULT makes a card fail, the first one or with @N card N; runs are counted from 1:
 //
-//   hang:5     the 5th run never ends
+//   hang:5     the 5th run does nothing and hangs
+//   lost:5     from the 5th run on the card is gone: runs end at once and do nothing, and what is read is all ones
 //   garble:5   a bit of what the 5th run wrote to the tile is turned over
-//   exit:5     instead of the 5th run, this process leaves without a word
-//   kill:5     instead of the 5th run, this process is killed; XRT then ends the host's process group by SIGTERM
+//   kill:5     instead of the 5th run, this process is killed. So is its host then, as it would wait for it for ever
 //   nop2p      buffers cannot be mapped by the host: as where P2P is off
 #include <errno.h>
 #include <fcntl.h>
@@ -34,9 +37,7 @@
 #include <unistd.h>
 
 #include <fstream>
-#include <iterator>
 #include <map>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -63,16 +64,15 @@ void say(const char *format, ...) {
   dprintf(STDERR_FILENO, "csd_optim emulator: %s\n", text);
 }
 
-// Something that must not be. The host must not go on either: see `watch`.
-[[noreturn]] void die(const char *format, ...) {
-  char text[400];
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(text, sizeof text, format, arguments);
-  va_end(arguments);
-  say("%s", text);
-  kill(getpid(), SIGKILL);
-  _exit(1);  // never reached
+pid_t host;  // the process that uses the card
+
+// Something that must not be. The host must not go on either: from a card that is gone, XRT's driver library takes
+// anything for an answer, or waits for one for ever.
+template <typename... Arguments>
+[[noreturn]] void die(const char *format, Arguments... arguments) {
+  say(format, arguments...);
+  kill(host, SIGKILL);
+  _exit(1);
 }
 
 // The signal of a child's end, for sigtimedwait.
@@ -129,7 +129,8 @@ class Memory {
     if (!bytes || address % kPageBytes || address > kMemoryBytes || bytes > kMemoryBytes - address)
       die("a buffer of %" PRIu64 " bytes at 0x%" PRIx64 ", which is beyond the card's memory", bytes, address);
     if (find(address) != buffers_.end()) die("two buffers at 0x%" PRIx64, address);
-    void *guarded = mmap(nullptr, bytes + 2 * kGuardBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    constexpr int kNothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *guarded = mmap(nullptr, bytes + 2 * kGuardBytes, PROT_NONE, kNothing, -1, 0);
     if (guarded == MAP_FAILED) die("cannot map a buffer: %s", strerror(errno));
     char *data = static_cast<char *>(guarded) + kGuardBytes;
     if (mmap(data, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, off_t(address)) == MAP_FAILED)
@@ -140,7 +141,7 @@ class Memory {
   // Gives the pages back even where the host forgot that it had mapped them.
   void release(uint64_t address) {
     const auto found = buffers_.find(address);
-    if (found == buffers_.end()) return;  // XRT asks for it, as of what was freed before a bitstream
+    if (found == buffers_.end()) return;  // it went with all others when a program was loaded
     const Buffer &buffer = found->second;
     fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(address), off_t(buffer.bytes));
     munmap(buffer.data - kGuardBytes, buffer.bytes + 2 * kGuardBytes);
@@ -195,7 +196,6 @@ struct Kernel {
 
 constexpr uint32_t buffer_register(uint32_t argument) { return kFirstArgument + argument * kPointerBytes; }
 
-
 template <auto kernel>
 const char *run_kernel(const uint8_t *registers, const Memory &memory) {
   return call(kernel, registers, [&memory](uint64_t address) {
@@ -238,7 +238,7 @@ class Unit {
     waitpid(child_, nullptr, 0);
   }
 
-  // Whoever writes here starts the kernel by the control register; `starts` is then true.
+  // `starts`: does this start a run? Then start() or hang() is to be called. Returns false beyond the registers.
   bool write(uint64_t offset, std::string_view data, bool &starts) {
     if (offset % 4 || data.size() % 4 || offset > kUnitBytes || data.size() > kUnitBytes - offset) return false;
     memcpy(registers_.data() + offset, data.data(), data.size());
@@ -272,7 +272,7 @@ class Unit {
 
   void hang() { state_ = State::kHung; }
 
-  // The host reads from memory.
+  // The host reads device memory.
   void on_read(uint64_t address, uint64_t bytes) {
     if (state_ != State::kHung) return;
     const uint64_t report = buffer(kernel_.report);
@@ -355,8 +355,8 @@ class Card {
     return Answer().number(1, 1);
   }
 
-  // {1: file with the metadata, 2: file with the bitstream, ...} -> {1: done}. Our bitstream is text: a line with kernel
-  // and address for each compute unit. Both files are nameless if a buffer is asked for before there is an xclbin.
+  // {1: file with the metadata, 2: file with the bitstream, ...} -> {1: done}. Our bitstream is text: a line with
+  // kernel and address for each compute unit. There are no files if a buffer is asked for before an xclbin is loaded.
   Answer load(const Fields &fields) {
     units_.clear();
     if (const std::string path(fields.bytes(2)); !path.empty()) {
@@ -416,7 +416,7 @@ class Card {
   // {2: address, 3: bytes} -> {1: done, 2: data}
   Answer read_registers(const Fields &fields) { return read_at(fields.number(2), fields.number(3)); }
 
-  // {1: address of a unit, 2: register, 3: data} -> {}
+  // {1: address of a unit, 2: register, 3: data} -> {1: done}
   Answer write_register(const Fields &fields) {
     return write_at(fields.number(1) + fields.number(2), fields.bytes(3));
   }
@@ -439,7 +439,7 @@ class Card {
 
   void start(Unit &unit) {
     const uint64_t run = ++runs_;
-    if (fault_.is("kill", run)) die("killed, as asked for");
+    if (fault_.is("kill", run)) kill(getpid(), SIGKILL);
     if (fault_.is("lost", run)) lost_ = true;
     if (fault_.is("hang", run)) return unit.hang();
     if (!lost_) unit.start(fault_.is("garble", run));
@@ -552,17 +552,14 @@ int connect_to_host(const std::string &path) {
   }
 }
 
-// Waits for the card's process. XRT's driver library waits for ever for the answer of one that is gone, and does so
-// again when its host wants to leave; so that one is killed.
-[[noreturn]] void watch(pid_t card, pid_t host) {
+// Waits for the card's process, and ends with it or its host.
+[[noreturn]] void watch(pid_t card) {
   const sigset_t ended = child_signal();
   for (;;) {
     int status;
     if (waitpid(card, &status, WNOHANG) == card) {
-      if (WIFSIGNALED(status)) {
-        say("a card was killed by signal %d: so is process %d, which would wait for it for ever", WTERMSIG(status), host);
-        kill(host, SIGKILL);
-      }
+      if (WIFSIGNALED(status))
+        die("a card was killed by signal %d: so is its host %d, which would wait for ever", WTERMSIG(status), host);
       _exit(0);
     }
     // Its end of the socket lives on in processes that it forked.
@@ -580,18 +577,21 @@ int connect_to_host(const std::string &path) {
 
 extern "C" __attribute__((visibility("default"))) int csd_emulator_main(void) {
   using namespace csd::emulator;
+  const char *user = getenv("USER");
+  const char *id = getenv("EMULATION_SOCKETID");
+  unsigned number;
+  if (!user || !id || sscanf(id, "device%u_%*u_%d", &number, &host) != 2) {
+    say("this is to be started by XRT, with USER set");
+    return 1;
+  }
+  if (getppid() != host) return 0;  // it is gone already
   // Ctrl-C and the like go to the whole process group; the host still needs its card to leave in good order.
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) signal(number, SIG_IGN);
   const sigset_t signals = child_signal();
   sigprocmask(SIG_BLOCK, &signals, nullptr);  // for sigtimedwait
-  const char *user = getenv("USER");
-  const char *id = getenv("EMULATION_SOCKETID");  // device<N>_<...>
-  unsigned number;
-  if (!user || !id || sscanf(id, "device%u_", &number) != 1) die("this is to be started by XRT, with USER set");
-  const pid_t host = getppid();
   const pid_t card = fork();
   if (card < 0) die("cannot start a card: %s", strerror(errno));
-  if (card > 0) watch(card, host);
+  if (card > 0) watch(card);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   const int socket = connect_to_host(std::string("/tmp/") + user + "/" + id);
   Card(socket, fault_of_this_card(number)).serve();

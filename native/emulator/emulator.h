@@ -24,7 +24,7 @@ const char *csd_csim_topk_update(const void *tile_in_0, const void *tile_in_1, c
                                  void *report, uint32_t n_words, uint32_t sections, uint32_t n_segments,
                                  uint32_t grad_words, uint32_t entry_words, uint32_t param_words);
 
-/* The process that XRT starts in place of a card (sw_emu). Does not return. */
+/* The process that XRT starts in place of a card, in sw_emu. Does not return, unless somebody else starts it. */
 int csd_emulator_main(void);
 
 /* end of cdef */

@@ -118,7 +118,7 @@ int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine 
 int csd_engine_close(csd_engine *engine, csd_error *error);
 
 typedef struct csd_card_rates {
-  double drive_to_card, card_to_drive; /* bytes per second of states, as the engine moves them */
+  double drive_to_card, card_to_drive; /* bytes per second by P2P, as the engine moves states; 0 where there is no P2P */
   double to_card, from_card;           /* bytes per second by DMA */
   double kernel;                       /* parameters per second: fp16 gradients and parameters, tiles of 1 Mi elements */
 } csd_card_rates;

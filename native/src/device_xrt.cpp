@@ -77,6 +77,7 @@ class XrtDevice : public FileDevice {
     }
   }
 
+  bool p2p() const { return p2p_; }
   bool reaches_params() const override { return false; }
 
   std::vector<float *> allocate(uint64_t bytes) override {
@@ -186,6 +187,7 @@ class XrtDevice : public FileDevice {
   }
 
   void check(const Tile &tile, Work &work, const csd_report &report) const {
+    if (report.version == UINT32_MAX) Card::fail("it reads as all ones: it has dropped off the bus", ENODEV);
     if (report.version != kKernelVersion)
       Card::fail("its kernel speaks version " + std::to_string(report.version) + ", and we " + std::to_string(kKernelVersion) + ": build both from the same source", EPROTO);
     if (report.n_words != tile.elems / kLanes || report.bad_entries) Card::fail("its kernel has not done what it was told", EIO);
@@ -254,8 +256,10 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
   const auto moved = static_cast<double>(tiles.size() * 12 * kElems);
   // As many requests in flight as the file system's threads make of them, buffers used in turns: what is in them does
   // not matter.
-  rates.card_to_drive = moved / seconds_of(tiles.size(), [&](size_t i, Done done) { device.store(tiles[i], buffers[i % buffers.size()], done); });
-  rates.drive_to_card = moved / seconds_of(tiles.size(), [&](size_t i, Done done) { device.load(tiles[i], buffers[i % buffers.size()], done); });
+  if (device.p2p()) {
+    rates.card_to_drive = moved / seconds_of(tiles.size(), [&](size_t i, Done done) { device.store(tiles[i], buffers[i % buffers.size()], done); });
+    rates.drive_to_card = moved / seconds_of(tiles.size(), [&](size_t i, Done done) { device.load(tiles[i], buffers[i % buffers.size()], done); });
+  }
   struct Seconds {
     double in, out, kernel;
   };

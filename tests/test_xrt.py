@@ -1,0 +1,335 @@
+"""CSDAdam on SmartSSDs: the real XRT in software emulation, the real kernels as g++ compiles them.
+
+XRT wants to be alone in its process group, and may take it down with it: everything here runs under `csd-optim emu`.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDError
+from csd_optim.emulation import find_xrt
+
+HERE = Path(__file__).parent
+SECONDS = 300  # for anything that runs here; none takes half of it
+
+
+def why_not():
+    try:
+        find_xrt()
+    except CSDError as e:
+        return str(e)
+
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def on_cards(*command, cards=1, fault=""):
+    """Runs a command with emulated cards, one of which may fail."""
+    emulated = [sys.executable, "-m", "csd_optim", "emu", "--devices", str(cards), "--timeout", str(SECONDS), "--"]
+    environment = os.environ | {"CSD_OPTIM_EMULATOR_FAULT": fault}
+    return subprocess.run([*emulated, *command], env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
+
+
+def script(text, *arguments, **options):
+    """Runs a Python script with emulated cards; it has to end well. Returns what it prints."""
+    done = on_cards(sys.executable, "-c", PRELUDE + textwrap.dedent(text), *map(str, arguments), **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# What every script begins with: a small model of mixed precision, and how it is trained.
+PRELUDE = """
+import sys, time, torch
+from csd_optim import CSDAdam, CSDError, CSDOSError, CSDStoreError, CSDUnavailableError
+
+def model():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Tanh(), torch.nn.Linear(70, 30))
+    net[0].to(torch.bfloat16)
+    return net
+
+def train(net, opt, steps):
+    for i in steps:
+        x = torch.randn(16, 40, generator=torch.Generator().manual_seed(i)).bfloat16()
+        net[2](net[:2](x).float()).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+def bits(net, opt):
+    return [p.detach().clone() for p in net.parameters()] + [
+        opt.state[p][key].clone() for p in net.parameters() for key in ("master", "exp_avg", "exp_avg_sq", "step")]
+
+def same(a, b):
+    assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+"""
+
+
+# ---- the whole optimizer suite ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["test_adamw.py", "test_torch_contract.py", "test_histories.py", "test_store.py"])
+def test_the_suite_on_one_card_and_on_three(file):
+    """All tests that run on every back end, with one card and with three: conftest.py's `backend`."""
+    done = on_cards(sys.executable, "-m", "pytest", "-q", "--xrt", "-p", "no:cacheprovider", HERE / file, cards=3)
+    print(done.stdout[-3000:])  # the summary, with -rP
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("cards", [1, 3])
+def test_fifty_steps_give_the_bits_of_a_file(cards):
+    script(
+        """
+        runs = []
+        for devices in ["file:"] * int(sys.argv[1]), [f"xrt:{i}" for i in range(int(sys.argv[1]))]:
+            net = model()
+            with CSDAdam(net.parameters(), lr=1e-2, devices=devices, tile_size=1024) as opt:
+                train(net, opt, range(50))
+                runs.append(bits(net, opt))
+        same(*runs)
+        """,
+        cards,
+        cards=cards,
+    )
+
+
+# ---- durable -----------------------------------------------------------------------------
+
+
+def test_a_store_is_the_same_whoever_made_it(tmp_path):
+    """Begun by a card, gone on with by the CPU in the same file, then by the card again: the bits of one run."""
+    script(
+        """
+        places = [f"xrt:0?nvme={sys.argv[1]}", sys.argv[1], f"xrt:0?nvme={sys.argv[1]}"]
+        for i, device in enumerate(places):
+            net = model()
+            with CSDAdam(net.parameters(), lr=1e-2, devices=[device], resume=i > 0) as opt:
+                assert opt.committed_step == 5 * i
+                train(net, opt, range(5 * i, 5 * i + 5))
+                last = bits(net, opt)
+        net = model()
+        with CSDAdam(net.parameters(), lr=1e-2, devices=["file:"]) as opt:
+            train(net, opt, range(15))
+            same(last, bits(net, opt))
+        """,
+        tmp_path / "csd",
+    )
+
+
+def test_the_drive_of_a_card_is_found(tmp_path):
+    """Without `nvme=` a store is durable, on the card's own drive."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    done = on_cards("sh", "-c", "echo $CSD_OPTIM_EMULATED_DRIVES", cards=2)
+    assert len(done.stdout.split(os.pathsep)) == 2
+    emulated = [sys.executable, "-m", "csd_optim", "emu", "--drive", tmp_path / "a", "--drive", tmp_path / "b", "--"]
+    text = """
+        net = model()
+        with CSDAdam(net.parameters(), devices=["xrt:0", "xrt:1"]) as opt:
+            train(net, opt, range(3))
+        """
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(text)]
+    subprocess.run([*emulated, *command], check=True, timeout=SECONDS)
+    state = CSDAdam.load([tmp_path / "a", tmp_path / "b"])
+    assert [float(entry["step"]) for entry in state["state"].values()] == [3] * 4
+
+
+# ---- what may go wrong: the step is undone, the store is at the step before ---------------
+
+FAULT = """
+place, error, says = sys.argv[1:4]
+net = model()
+opt = CSDAdam(net.parameters(), lr=1e-2, devices=[f"xrt:0?nvme={place}&timeout=1.5"], tile_size=1024)
+failed = None
+for i in range(10):
+    before = [p.detach().clone() for p in net.parameters()]
+    try:
+        train(net, opt, [i])
+    except CSDError as e:
+        failed = e
+        break
+assert type(failed).__name__ == error, failed
+assert says in str(failed) and place in str(failed) and "The step was undone" in str(failed), failed
+same(before, [p.detach() for p in net.parameters()])
+print(i, flush=True)
+try:
+    opt.step()
+    raise SystemExit("the card is well again")
+except CSDError as e:
+    assert says in str(e), e
+opt.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        ("hang:14", "CSDUnavailableError", "has not come to an end"),
+        ("lost:14", "CSDUnavailableError", "dropped off the bus"),
+        ("kill:14", "CSDUnavailableError", "has not"),
+        ("garble:14", "CSDStoreError", "is not what was written there"),
+    ],
+)
+def test_a_card_that_fails(tmp_path, fault, error, says):
+    """A kernel that hangs, a card that drops off the bus, a device process that is killed, memory that loses a bit."""
+    place = tmp_path / "csd"
+    whole = int(script(FAULT, place, error, says, fault=fault).split()[-1])
+    assert 1 <= whole < 10
+    # The store is at the last whole step, and the CPU goes on from there as if nothing had been.
+    script(
+        """
+        place, whole = sys.argv[1], int(sys.argv[2])
+        runs = []
+        for devices, first, options in ([place], whole, {"resume": True}), (["file:"], 0, {}):
+            net = model()
+            with CSDAdam(net.parameters(), lr=1e-2, devices=devices, **options) as opt:
+                assert opt.committed_step == first
+                train(net, opt, range(first, 12))
+                runs.append(bits(net, opt))
+        same(*runs)
+        """,
+        place,
+        whole,
+    )
+
+
+def test_one_of_three_cards_fails(tmp_path):
+    text = FAULT.replace(
+        'devices=[f"xrt:0?nvme={place}&timeout=1.5"]',
+        'devices=[f"xrt:{i}?nvme={place}{i}&timeout=1.5" for i in range(3)]',
+    )
+    script(text, tmp_path / "csd", "CSDUnavailableError", "has not come to an end", cards=3, fault="hang:7@1")
+
+
+def test_without_p2p_the_state_bounces_through_the_host(tmp_path):
+    """... and says so once; `p2p=1` insists, `p2p=0` does not even try."""
+    text = """
+        import warnings
+        runs = []
+        for devices in ["file:"], ["xrt:0"], ["xrt:0?p2p=0&scratch=1"]:
+            net = model()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with CSDAdam(net.parameters(), lr=1e-2, devices=devices, tile_size=1024) as opt:
+                    train(net, opt, range(5))
+                    opt.state[net[2].bias]["exp_avg"].add_(1)  # a tile that begins with what the windows show
+                    train(net, opt, range(5, 10))
+                    runs.append(bits(net, opt))
+            said = [str(w.message) for w in caught]
+            assert len(said) == (devices == ["xrt:0"]), said
+            assert all("its drive cannot reach its memory" in text for text in said), said
+        same(runs[0], runs[1])
+        same(runs[0], runs[2])
+        try:
+            CSDAdam(net.parameters(), devices=["xrt:0?p2p=1&scratch=1"])
+            raise SystemExit("not refused")
+        except CSDUnavailableError as e:
+            assert "peer-to-peer" in str(e), e
+        """
+    script(text, fault="nop2p")
+
+
+def test_programs_that_are_not_ours(tmp_path):
+    """No xclbin, none, and one without our kernel: refused when the optimizer is made, before anything is."""
+    (tmp_path / "none.xclbin").write_bytes(b"nothing" * 100)
+    out = script(
+        """
+        from pathlib import Path
+        from csd_optim.xclbin import KERNELS, write_emulated
+        here = Path(sys.argv[1])
+        other = {"somebody_elses": KERNELS["csd_adamw_update"]}
+        write_emulated(here / "other.xclbin", "xilinx_u2_gen3x4_xdma_emulated", 2 << 30, other)
+        for name in "missing", "none", "other":
+            try:
+                CSDAdam(model().parameters(), devices=[f"xrt:0?nvme={here}/csd&xclbin={here}/{name}.xclbin"])
+                raise SystemExit("not refused")
+            except CSDUnavailableError as e:
+                print(e)
+        """,
+        tmp_path,
+    )
+    missing, none, other = out.splitlines()
+    assert "missing.xclbin: No such file" in missing
+    assert "none.xclbin is no xclbin" in none
+    assert "has no kernel csd_adamw_topk_update; it has somebody_elses" in other
+    assert not (tmp_path / "csd").exists()
+
+
+def test_cards_that_are_not_there():
+    script(
+        """
+        for device, says in ("xrt:1", "there is no such card"), ("xrt:0000:65:00.1", "there is no such card"):
+            try:
+                CSDAdam(model().parameters(), devices=[device])
+                raise SystemExit("not refused")
+            except ValueError as e:
+                assert says in str(e), e
+        """
+    )
+
+
+def test_without_xrt(tmp_path):
+    """Everything else works; who asks for a card is told what is missing."""
+    with pytest.raises(CSDError, match="card"):
+        CSDAdam([torch.nn.Parameter(torch.zeros(3))], devices=["xrt:0"])
+
+
+def test_forked(tmp_path):
+    """XRT does not survive a fork: the child is told so, the parent goes on."""
+    script(
+        """
+        import os
+        net = model()
+        opt = CSDAdam(net.parameters(), lr=1e-2, devices=["xrt:0"])
+        train(net, opt, range(3))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                CSDAdam(model().parameters(), devices=["xrt:0?scratch=1"])
+            except CSDUnavailableError as e:
+                code = 0 if "forked" in str(e) else 2
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        train(net, opt, range(3, 6))
+        opt.close()
+        """
+    )
+
+
+def test_several_optimizers_share_a_card():
+    script(
+        """
+        nets = [model() for _ in range(3)]
+        opts = [CSDAdam(net.parameters(), lr=1e-2, devices=["xrt:0?scratch=1"]) for net in nets]
+        for i in range(5):
+            for net, opt in zip(nets, opts):
+                train(net, opt, [i])
+        same(bits(nets[0], opts[0]), bits(nets[2], opts[2]))
+        opts.pop(1).close()
+        train(nets[0], opts[0], [5])
+        train(nets[2], opts[1], [5])
+        same(bits(nets[0], opts[0]), bits(nets[2], opts[1]))
+        """
+    )
+
+
+def test_nonfinite_gradients_are_counted():
+    script(
+        """
+        for device in "xrt:0?scratch=1", "file:", "ram:":
+            p = torch.nn.Parameter(torch.zeros(5000, dtype=torch.float16))
+            opt = CSDAdam([p], devices=[device], tile_size=1024)
+            p.grad = torch.zeros_like(p)
+            bad = [float("inf"), float("nan"), -float("inf"), 65504]
+            p.grad[[0, 1023, 1024, 4999]] = torch.tensor(bad, dtype=p.dtype)
+            opt.step()
+            assert opt.stats()["nonfinite_grads"] == 3, (device, opt.stats())
+            opt.close()
+        """
+    )
