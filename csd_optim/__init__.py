@@ -13,6 +13,7 @@ from .errors import (
     CSDStoreExistsError,
     CSDTornError,
     CSDTypeError,
+    CSDUnavailableError,
     CSDValueError,
     CSDWarning,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "CSDStoreExistsError",
     "CSDTornError",
     "CSDTypeError",
+    "CSDUnavailableError",
     "CSDValueError",
     "CSDWarning",
 ]

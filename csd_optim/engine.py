@@ -19,7 +19,7 @@ from . import bindings
 from .bindings import TORN, DeviceConfig
 from .cards import find as find_card
 from .devices import DeviceSpec
-from .errors import CSDError, CSDRuntimeError, CSDTornError, CSDWarning, users_stacklevel
+from .errors import CSDError, CSDRuntimeError, CSDTornError, CSDUnavailableError, CSDWarning, users_stacklevel
 from .layout import Extent, plan_extent
 from .store import Mode, StoreFile
 from .store_format import Contents, Record
@@ -80,6 +80,12 @@ class Engine:
         card = find_card(spec.card)
         directory = card.place(spec.directory)
         self._cards[spec.card] = handle = bindings.card_open(card.name, find_kernels(spec.xclbin), spec.timeout)
+        if spec.p2p == "1" and not bindings.card_has_p2p(handle):
+            raise CSDUnavailableError(
+                errno.EOPNOTSUPP,
+                f"{spec}: peer-to-peer transfers do not work (P2P, says the driver: {card.p2p}); turn them on "
+                "(docs/smartssd.md), or leave out p2p=1",
+            )
         slow = list(card.warnings)
         if directory.is_dir() and not card.holds(directory):
             slow.append(f"{directory} is not on this card's drive: the state goes through the host")

@@ -581,7 +581,7 @@ class CSDAdam(AdamW):
         ``days_left``, of a device with a rating (``tbw=600TB``): of training until that is used up, at the rate at
         which it was written so far. ``params``: elements updated. ``nonfinite_grads``: gradients that were inf or nan
         (their elements are updated all the same). ``skipped``: an overflow was found.
-        ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed: the host's, or a card's.
+        ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed; a card's, if it has.
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         """

@@ -38,8 +38,15 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--xrt"):
-        config.hook.pytest_deselected(items=[item for item in items if "backend" not in item.fixturenames])
-        items[:] = [item for item in items if "backend" in item.fixturenames]
+        chosen = [item for item in items if {"backend", "on_cards"} & set(item.fixturenames)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
+@pytest.fixture
+def on_cards(pytestconfig):
+    """Is this a run under emulated cards?"""
+    return pytestconfig.getoption("--xrt")
 
 
 @pytest.fixture

@@ -269,16 +269,16 @@ def again():
 
 
 def hang(*, words=None):
-    """The second run hangs until its report is looked at; then everything can be closed."""
-    with Card(0) as card:
-        u = Update(card, 16, 256)
-        assert u.did()
-        if words:  # the tile is said to be larger than its buffer
-            assert xrt.xrtRunSetArg(u.run, 12, ffi.cast("unsigned int", words)) == 0
-        u.start()
-        assert u.wait(1.0) < COMPLETED
-        assert u.read_report()[1] == 0
-        assert u.wait(10.0) == COMPLETED
+    """The second run never ends. XRT can neither close it nor end in good order."""
+    card = Card(0)
+    u = Update(card, 16, 256)
+    assert u.did()
+    if words:  # the tile is said to be larger than its buffer
+        assert xrt.xrtRunSetArg(u.run, 12, ffi.cast("unsigned int", words)) == 0
+    u.start()
+    assert u.wait(1.0) < COMPLETED
+    assert u.read_report()[1] == 0
+    os._exit(0)
 
 
 def astray():
@@ -313,17 +313,26 @@ def garble():
 
 
 def kill():
-    """Does not survive the second run, although it wants no signal to do it any harm."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    """The card's process is killed by the second run, and XRT takes ours along."""
+    u = Update(Card(0), 16, 256)
+    assert u.did()
+    u.start()
+    u.wait()
+
+
+def kill_kept():
+    """With the handlers as they were, we stay; what is asked of the card is never answered."""
     with handlers_kept():
         card = Card(0)
     u = Update(card, 16, 256)
     assert u.did()
     u.start()
-    print("started", flush=True)
-    u.wait()
-    xrt.xrtBOFree(u.tile)  # XRT would wait here, and at the end of the process, for ever
+    assert u.wait(1.0) < COMPLETED
+    asked = threading.Thread(target=xrt.xrtBOFree, args=[u.tile], daemon=True)
+    asked.start()
+    asked.join(1.0)
+    assert asked.is_alive()
+    os._exit(0)
 
 
 def child():
@@ -358,6 +367,10 @@ def not_a_program(path):
     handle = xrt.xrtDeviceOpen(0)
     assert xrt.xrtDeviceLoadXclbinFile(handle, path.encode()) != 0
     assert xrt.xrtDeviceClose(handle) == 0
+
+
+def not_a_fault():
+    not_a_program(os.environ["CSD_OPTIM_XCLBIN"])
 
 
 if __name__ == "__main__":

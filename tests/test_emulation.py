@@ -128,10 +128,11 @@ def test_cards_do_what_cards_do(name, devices, places):
         ("lost", "lost:2", 0, ""),
         ("garble", "garble:2", 0, ""),
         ("no_p2p", "nop2p", 0, ""),
-        ("kill", "kill:2", 128 + signal.SIGKILL, "a card was killed by signal 9"),
+        ("kill", "kill:2", 128 + signal.SIGTERM, "exited unexpectedly"),
+        ("kill_kept", "kill:2", 0, ""),
         ("astray", "", 0, "csd_adamw_update went astray"),
         ("sync", "hang:2@1", 0, ""),  # another card's
-        ("sync", "hang", 128 + signal.SIGKILL, "CSD_OPTIM_EMULATOR_FAULT is hang:N"),
+        ("not_a_fault", "hang", 0, "CSD_OPTIM_EMULATOR_FAULT is hang:N"),
     ],
 )
 def test_faults(name, fault, status, said, places, monkeypatch, capfd):
@@ -141,13 +142,14 @@ def test_faults(name, fault, status, said, places, monkeypatch, capfd):
 
 
 @needs_xrt
-def test_a_vitis_that_is_set_up_does_not_matter(places, tmp_path, monkeypatch):
+def test_what_else_is_set_up_does_not_matter(places, tmp_path, monkeypatch, capfd):
     for name in ("XILINX_VITIS", "XILINX_HLS", "XILINX_VIVADO", "XILINX_OPENCL", "XILINX_SDX"):
         monkeypatch.setenv(name, str(tmp_path))
     (tmp_path / "lib/lnx64.o").mkdir(parents=True)
     (tmp_path / "lib/lnx64.o/libstdc++.so.6").write_text("an old one")  # before ours on XRT's library path
-    (tmp_path / "xrt.ini").write_text("[Runtime]\nkds=false\n")  # in the current directory
+    (tmp_path / "xrt.ini").write_text("[Emulation]\nno_such_option=true\n")  # in the current directory
     assert program("sync") == 0
+    assert capfd.readouterr() == ("", "")
 
 
 @needs_xrt

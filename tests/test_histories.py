@@ -15,16 +15,25 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 
 
 class Twins:
-    """The same optimizer on files and in memory."""
+    """The same optimizer on files, or cards among them, and in memory."""
 
-    def __init__(self, choose, directory):
+    def __init__(self, choose, directory, on_cards):
         self.choose = choose
-        files = [
-            [f"file:{directory}/a?buffers=3&block=4096"],
-            [f"{directory}/a", f"file:{directory}/b?buffers=4&block=12KiB", f"{directory}/c"],
-            ["ram:", f"file:{directory}/a?buffers=3"],
-            ["file:", f"{directory}/a"],
-        ]
+        files = (
+            [
+                [f"xrt:0?nvme={directory}/a&buffers=3&block=4096"],
+                [f"{directory}/a", f"xrt:1?nvme={directory}/b&buffers=4&block=12KiB", f"xrt:0?nvme={directory}/c"],
+                ["ram:", f"xrt:0?nvme={directory}/a&buffers=3"],
+                [f"xrt:0?nvme={directory}/a&p2p=0", f"xrt:1?nvme={directory}&scratch=1"],
+            ]
+            if on_cards
+            else [
+                [f"file:{directory}/a?buffers=3&block=4096"],
+                [f"{directory}/a", f"file:{directory}/b?buffers=4&block=12KiB", f"{directory}/c"],
+                ["ram:", f"file:{directory}/a?buffers=3"],
+                ["file:", f"{directory}/a"],
+            ]
+        )
         self.pairs = self.new_pairs()
         options = {"amsgrad": choose.random() < 0.3, "grad_dtype": choose.choice([None, torch.bfloat16])}
         options |= {"tile_size": choose.choice([1024, 2048, 5120, None]), "lr": 0.01}
@@ -89,10 +98,10 @@ class Twins:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_history(tmp_path, seed):
+def test_random_history(tmp_path, on_cards, seed):
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    twins = Twins(choose, tmp_path)
+    twins = Twins(choose, tmp_path, on_cards)
     for _ in range(choose.randint(2, 12)):
         for happens in (twins.join, twins.edit_state, twins.load, twins.write_parameter, twins.look):
             if choose.random() < 0.15:

@@ -10,19 +10,21 @@
 // with P2P. (Buffers that XRT calls cacheable it keeps apart, and syncs through the socket.) A kernel runs in a child
 // process, one for each run: one that goes astray harms nobody else, and its run hangs.
 //
-// A run that hangs does so until the host gives up and looks at its report. Then it ends, because XRT can neither close
-// a run nor end in good order while its scheduler waits for one.
-//
 // CSD_OPTIM_EMULATOR_FAULT makes a card fail, the first one or with @N card N; runs are counted from 1:
 //
-//   hang:5     the 5th run does nothing and hangs
+//   hang:5     the 5th run does nothing and never ends
 //   lost:5     from the 5th run on the card is gone: runs end at once and do nothing, and what is read is all ones
 //   garble:5   a bit of what the 5th run wrote to the tile is turned over
-//   kill:5     instead of the 5th run, this process is killed. So is its host then, as it would wait for it for ever
+//   kill:5     instead of the 5th run, this process is killed
 //   nop2p      buffers cannot be mapped by the host: as where P2P is off
+//
+// XRT does not expect all that. While a run hangs, its scheduler cannot be stopped: closing the run ends in a crash, and
+// so does leaving in good order. For an answer of a process that is gone it waits for ever, at exit too. And where its
+// handler of SIGCHLD is in place, a child of the host that is killed ends the host's process group.
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -64,15 +66,12 @@ void say(const char *format, ...) {
   dprintf(STDERR_FILENO, "csd_optim emulator: %s\n", text);
 }
 
-pid_t host;  // the process that uses the card
-
-// Something that must not be. The host must not go on either: from a card that is gone, XRT's driver library takes
-// anything for an answer, or waits for one for ever.
+// Something that must not be.
 template <typename... Arguments>
 [[noreturn]] void die(const char *format, Arguments... arguments) {
   say(format, arguments...);
-  kill(host, SIGKILL);
-  _exit(1);
+  kill(getpid(), SIGKILL);  // XRT takes no notice of a process that merely leaves
+  _exit(1);                 // never reached
 }
 
 // The signal of a child's end, for sigtimedwait.
@@ -88,6 +87,7 @@ sigset_t child_signal() {
 struct Fault {
   std::string kind;
   uint64_t run = 0;
+  bool known = true;
 
   bool is(std::string_view what, uint64_t at = 0) const { return kind == what && run == at; }
 };
@@ -102,9 +102,9 @@ Fault fault_of_this_card(unsigned card) {
   if (!counted) sscanf(set, "%15[a-z0-9]@%u", kind, &at);
   const std::string_view name = kind;
   const bool of_a_run = name == "hang" || name == "lost" || name == "garble" || name == "kill";
-  if (!(of_a_run ? counted && run : name == "nop2p" && !counted))
-    die("CSD_OPTIM_EMULATOR_FAULT is hang:N, lost:N, garble:N, kill:N or nop2p, then @CARD; got '%s'", set);
-  return at == card ? Fault{kind, run} : Fault{};
+  const bool known = of_a_run ? counted && run : name == "nop2p" && !counted;
+  if (!known) say("CSD_OPTIM_EMULATOR_FAULT is hang:N, lost:N, garble:N, kill:N or nop2p, then @CARD; got '%s'", set);
+  return at == card || !known ? Fault{kind, run, known} : Fault{};
 }
 
 // ---- Device memory ------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Memory {
 
 struct Kernel {
   const char *(*run)(const uint8_t *registers, const Memory &memory);  // nullptr, or why it never ends
-  uint32_t tile_out, report;                                           // registers of `tile_out_0` and `report`
+  uint32_t tile_out;                                                   // the register of `tile_out_0`
 };
 
 constexpr uint32_t buffer_register(uint32_t argument) { return kFirstArgument + argument * kPointerBytes; }
@@ -209,8 +209,8 @@ const char *run_kernel(const uint8_t *registers, const Memory &memory) {
 }
 
 const std::map<std::string, Kernel, std::less<>> kKernels = {
-    {"csd_adamw_update", {run_kernel<csd_csim_update>, buffer_register(6), buffer_register(11)}},
-    {"csd_adamw_topk_update", {run_kernel<csd_csim_topk_update>, buffer_register(7), buffer_register(12)}},
+    {"csd_adamw_update", {run_kernel<csd_csim_update>, buffer_register(6)}},
+    {"csd_adamw_topk_update", {run_kernel<csd_csim_topk_update>, buffer_register(7)}},
 };
 
 const Memory *memory_of_run;  // in the child of a run: for the handler below
@@ -272,13 +272,6 @@ class Unit {
 
   void hang() { state_ = State::kHung; }
 
-  // The host reads device memory.
-  void on_read(uint64_t address, uint64_t bytes) {
-    if (state_ != State::kHung) return;
-    const uint64_t report = buffer(kernel_.report);
-    if (address <= report && report - address < bytes) state_ = State::kDone;
-  }
-
  private:
   enum class State { kIdle, kRunning, kHung, kDone };
 
@@ -314,13 +307,10 @@ class Unit {
       return;
     }
     state_ = State::kDone;
-    if (garble_) *memory_.at(buffer(kernel_.tile_out), 1) ^= 1;
-  }
-
-  uint64_t buffer(uint32_t at) const {
-    uint64_t address;
-    memcpy(&address, registers_.data() + at, sizeof address);
-    return address;
+    if (!garble_) return;
+    uint64_t tile;
+    memcpy(&tile, registers_.data() + kernel_.tile_out, sizeof tile);
+    *memory_.at(tile, 1) ^= 1;
   }
 
   const std::string name_;
@@ -336,7 +326,7 @@ class Unit {
 
 class Card {
  public:
-  Card(int socket, const Fault &fault) : socket_(socket), fault_(fault) {}
+  Card(int socket, pid_t host, const Fault &fault) : socket_(socket), host_(host), fault_(fault) {}
 
   [[noreturn]] void serve();
 
@@ -358,6 +348,7 @@ class Card {
   // {1: file with the metadata, 2: file with the bitstream, ...} -> {1: done}. Our bitstream is text: a line with
   // kernel and address for each compute unit. There are no files if a buffer is asked for before an xclbin is loaded.
   Answer load(const Fields &fields) {
+    if (!fault_.known) return Answer().number(1, 0);
     units_.clear();
     if (const std::string path(fields.bytes(2)); !path.empty()) {
       std::ifstream lines(path);
@@ -403,7 +394,6 @@ class Card {
   // {4: address, 5: bytes} -> {1: bytes, 2: data}
   Answer read_memory(const Fields &fields) {
     const uint64_t bytes = fields.number(5);
-    for (auto &[base, unit] : units_) unit.on_read(fields.number(4), bytes);
     if (lost_) return Answer().number(1, bytes).bytes(2, std::string(bytes, '\xff'));
     const char *place = memory_.at(fields.number(4), bytes);
     if (!place) die("the host reads from 0x%" PRIx64 ", where it has no buffer", fields.number(4));
@@ -463,6 +453,7 @@ class Card {
   void send(const void *from, uint64_t bytes);
 
   const int socket_;
+  const pid_t host_;
   const Fault fault_;
   Memory memory_;
   std::map<uint64_t, Unit> units_;  // by the address of their registers
@@ -487,6 +478,12 @@ const std::map<uint32_t, Card::Request> Card::kRequests = {
 
 void Card::receive(void *to, uint64_t bytes) {
   for (char *at = static_cast<char *>(to); bytes;) {
+    // The host's end of the socket may live on in processes that it forked.
+    pollfd ready = {socket_, POLLIN, 0};
+    if (poll(&ready, 1, 1000) == 0) {
+      if (getppid() != host_) _exit(0);
+      continue;
+    }
     const ssize_t n = read(socket_, at, bytes);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) _exit(0);  // the host is gone
@@ -534,12 +531,12 @@ void Card::serve() {
   }
 }
 
-int connect_to_host(const std::string &path) {
+int connect_to_host(const std::string &path, pid_t host) {
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof address.sun_path) die("the socket's name is too long: %s", path.c_str());
   path.copy(address.sun_path, path.size());
-  for (;;) {  // it may not listen yet
+  while (getppid() == host) {  // it may not listen yet
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd < 0) die("no socket: %s", strerror(errno));
     if (!connect(fd, reinterpret_cast<const sockaddr *>(&address), sizeof address)) {
@@ -550,26 +547,7 @@ int connect_to_host(const std::string &path) {
     ::close(fd);
     usleep(1000);
   }
-}
-
-// Waits for the card's process, and ends with it or its host.
-[[noreturn]] void watch(pid_t card) {
-  const sigset_t ended = child_signal();
-  for (;;) {
-    int status;
-    if (waitpid(card, &status, WNOHANG) == card) {
-      if (WIFSIGNALED(status))
-        die("a card was killed by signal %d: so is its host %d, which would wait for ever", WTERMSIG(status), host);
-      _exit(0);
-    }
-    // Its end of the socket lives on in processes that it forked.
-    if (getppid() != host) {
-      kill(card, SIGKILL);
-      _exit(0);
-    }
-    const timespec wait = {1, 0};
-    sigtimedwait(&ended, nullptr, &wait);
-  }
+  _exit(0);
 }
 
 }  // namespace
@@ -580,19 +558,15 @@ extern "C" __attribute__((visibility("default"))) int csd_emulator_main(void) {
   const char *user = getenv("USER");
   const char *id = getenv("EMULATION_SOCKETID");
   unsigned number;
+  pid_t host;
   if (!user || !id || sscanf(id, "device%u_%*u_%d", &number, &host) != 2) {
     say("this is to be started by XRT, with USER set");
     return 1;
   }
-  if (getppid() != host) return 0;  // it is gone already
   // Ctrl-C and the like go to the whole process group; the host still needs its card to leave in good order.
-  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) signal(number, SIG_IGN);
+  for (const int signal_number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) signal(signal_number, SIG_IGN);
   const sigset_t signals = child_signal();
   sigprocmask(SIG_BLOCK, &signals, nullptr);  // for sigtimedwait
-  const pid_t card = fork();
-  if (card < 0) die("cannot start a card: %s", strerror(errno));
-  if (card > 0) watch(card);
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  const int socket = connect_to_host(std::string("/tmp/") + user + "/" + id);
-  Card(socket, fault_of_this_card(number)).serve();
+  const int socket = connect_to_host(std::string("/tmp/") + user + "/" + id, host);
+  Card(socket, host, fault_of_this_card(number)).serve();
 }

@@ -292,7 +292,7 @@ std::unique_ptr<Device> make_xrt_device(const csd_device &d) {
   Pool *io = FileDevice::io_of(d);
   if (!io || !d.card) return nullptr;
   const std::shared_ptr<Card> &card = d.card->card;
-  if (d.p2p == CSD_P2P_ON && !card->has_p2p()) Card::fail("peer-to-peer transfers are off; turn them on (docs/smartssd.md), or leave out p2p=1", EOPNOTSUPP);
+  if (d.p2p == CSD_P2P_ON && !card->has_p2p()) Card::fail("peer-to-peer transfers do not work", EOPNOTSUPP);
   return std::make_unique<XrtDevice>(d, *io, card);
 }
 
