@@ -5,6 +5,7 @@ XRT wants to be alone in its process group, and may take it down with it: everyt
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -355,4 +356,37 @@ def test_nonfinite_gradients_are_counted():
             assert opt.stats()["nonfinite_grads"] == 3, (device, opt.stats())
             opt.close()
         """
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_process_that_is_killed_goes_on(tmp_path, seed):
+    """SIGKILL somewhere in training on two cards; then resumed: the bits of a run that was never stopped."""
+    text = """
+        import os, random, signal, threading
+        place, seed = sys.argv[1], int(sys.argv[2])
+        devices = [f"xrt:{i}?nvme={place}{i}" for i in range(2)]
+        net = model()
+        opt = CSDAdam(net.parameters(), lr=1e-2, devices=devices, tile_size=1024)
+        train(net, opt, range(2))
+        threading.Timer(random.Random(seed).random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        train(net, opt, range(2, 100_000))
+        """
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(text), str(tmp_path / "csd"), str(seed)]
+    assert on_cards(*command, cards=2).returncode == 128 + signal.SIGKILL
+    script(
+        """
+        place, runs = sys.argv[1], []
+        on_cards = [f"xrt:{i}?nvme={place}{i}" for i in range(2)]
+        for devices, options in (on_cards, {"resume": True}), (["ram:"], {}):
+            net = model()
+            with CSDAdam(net.parameters(), lr=1e-2, devices=devices, **options) as opt:
+                whole = opt.committed_step or whole
+                train(net, opt, range(opt.committed_step, whole + 3))
+                runs.append(bits(net, opt))
+        assert whole >= 1
+        same(*runs)
+        """,
+        tmp_path / "csd",
+        cards=2,
     )
