@@ -97,7 +97,7 @@ class Card:
 class Update:
     """A run over a tile with one segment, and its buffers."""
 
-    def __init__(self, card, n_words, elems, grad_dtype=F32, param_dtype=F32, kernel=DENSE):
+    def __init__(self, card, n_words, elems, grad_dtype=F32, param_dtype=F32, kernel=DENSE, sparse=False):
         self.n_words = n_words
         tile_bytes = 3 * 64 * n_words
         self.tile, self.tile_map = card.buffer(tile_bytes, P2P)
@@ -107,11 +107,11 @@ class Update:
         self.segment, segment_map = card.buffer(PAGE, CACHEABLE)
         self.param, self.param_map = card.buffer(64 * n_words, CACHEABLE)
         self.report, self.report_map = card.buffer(PAGE, CACHEABLE)
-        segment_map[:64].view(SEGMENT)[0] = (0, elems, grad_dtype, param_dtype, HYPER, 0, 0, 0)
+        segment_map[:64].view(SEGMENT)[0] = (0, elems, grad_dtype, param_dtype, HYPER, 0, sparse, 0)
         to_card(self.segment, 64)
         words = [-(-elems // (16 if dtype == F32 else 32)) for dtype in (grad_dtype, param_dtype)]
         entries = [] if kernel == DENSE else [self.entries]
-        counts = [n_words, 3, 1, words[0], *([1] if entries else []), words[1]]
+        counts = [n_words, 3, 1, 0 if sparse else words[0], *([1] if entries else []), words[1]]
         self.run = xrt.xrtRunOpen(card.kernel(kernel))
         card.runs.append(self.run)
         buffers = [*[self.tile] * 4, self.grad, *entries, self.segment, *[self.out] * 4, self.param, self.report]
@@ -224,6 +224,28 @@ def queue():
         assert second.wait() == COMPLETED
         assert xrt.xrtRunState(first.run) == COMPLETED
         assert first.read_report()[1] == second.read_report()[1] == 16384
+
+
+def out_of_range():
+    """An entry beyond the tile is counted, and changes nothing."""
+    with Card(0) as card:
+        u = Update(card, 16, 200, F16, F16, TOPK, sparse=True)
+        half = np.float16(0.5).view("u2").astype("u4") << 16
+        seen = []
+        for entries in [], [5, 199], [5, 199, 256], [5, 199, 65535]:
+            u.tile_map[:], u.out_map[:], u.param_map[:] = 0, 7, 7
+            words = np.zeros(16, "u4")
+            words[0], words[1 : 1 + len(entries)] = len(entries), [index | half for index in entries]
+            u.entry_map[:64] = words.view("u1")
+            to_card(u.entries, 64)
+            assert u.did()
+            from_card(u.param, len(u.param_map))
+            seen.append((u.read_report()[3], u.out_map.copy()))
+        assert [bad for bad, _ in seen] == [0, 0, 1, 1]
+        assert np.flatnonzero(seen[1][1].view("f4")[:256]).tolist() == [5, 199]
+        assert not np.array_equal(seen[0][1], seen[1][1])
+        assert np.array_equal(seen[1][1], seen[2][1])
+        assert np.array_equal(seen[1][1], seen[3][1])
 
 
 def threads():

@@ -114,7 +114,8 @@ def test_a_tile_is_updated_beside_its_drive(devices, places, tmp_path, capfd):
 
 @needs_xrt
 @pytest.mark.parametrize(
-    ("name", "devices"), [("sync", 1), ("queue", 1), ("threads", 3), ("others", 2), ("again", 1), ("child", 1)]
+    ("name", "devices"),
+    [("sync", 1), ("queue", 1), ("out_of_range", 1), ("threads", 3), ("others", 2), ("again", 1), ("child", 1)],
 )
 def test_cards_do_what_cards_do(name, devices, places):
     assert program(name, devices=devices) == 0
