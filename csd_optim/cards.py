@@ -26,6 +26,7 @@ from .errors import CSDUnavailableError, CSDValueError
 XILINX = 0x10EE
 ACCELERATOR = 0x12  # PCI classes
 NVME = 0x0108
+OLDEST_XRT = (2, 13)  # see native/src/xrt.h
 ASK_SECONDS = 30.0  # for pyxrt to answer
 
 
@@ -93,7 +94,7 @@ class Card:
 
     def holds(self, directory: Path, system: System = HERE) -> bool:
         """Does an existing directory lie on this card's drive? If not, its data go through the host."""
-        if not self.bdf:
+        if self.emulated:
             return True  # in emulation any directory is as good
         where = directory.resolve()
         over = [m for m in _mounts(system) if where.is_relative_to(m.at)]
@@ -252,6 +253,9 @@ def _card(function: Path, index: int | None, node: Path | None, system: System) 
         problems.append(f"{what} is missing: in a container, pass the device in; else load the driver xocl again")
     elif node and not os.access(system.dev / "dri" / node.name, os.R_OK | os.W_OK):
         problems.append(f"no permission for {system.dev}/dri/{node.name}: join the group that owns it, often `render`")
+    version = _xrt_version(system)
+    if version < OLDEST_XRT:
+        problems.append(f"its driver is of XRT {version[0]}.{version[1]}; 2.13 or later is needed")
     if not (ready := bool(_number(function / "ready"))):
         problems.append("it is not ready: `xbmgmt examine` as root says why; often the shell must be flashed")
     p2p = _p2p(function)

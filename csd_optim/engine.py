@@ -19,8 +19,17 @@ from . import bindings
 from .bindings import TORN, DeviceConfig
 from .cards import find as find_card
 from .devices import DeviceSpec
-from .errors import CSDError, CSDRuntimeError, CSDTornError, CSDUnavailableError, CSDWarning, users_stacklevel
+from .errors import (
+    CSDError,
+    CSDRuntimeError,
+    CSDTornError,
+    CSDUnavailableError,
+    CSDValueError,
+    CSDWarning,
+    users_stacklevel,
+)
 from .layout import Extent, plan_extent
+from .signals import signals_held
 from .store import Mode, StoreFile
 from .store_format import Contents, Record
 from .xclbin import find_kernels
@@ -60,7 +69,7 @@ class Engine:
         self._before = [0] * len(self.specs)  # bytes written to each device when this engine was made
         self._handle: Any = None
         self._stores: list[StoreFile | None] = []
-        self._cards: dict[str, Any] = {}  # by the name in the spec
+        self._cards: dict[str, Any] = {}  # by name
         try:
             self.specs = [self._open_card(spec) if spec.backend == "xrt" else spec for spec in self.specs]
             for spec in self.specs:
@@ -76,10 +85,14 @@ class Engine:
             raise
 
     def _open_card(self, spec: DeviceSpec) -> DeviceSpec:
-        """Returns the spec with a directory."""
+        """Returns the spec with the card's own name and a directory."""
         card = find_card(spec.card)
+        if card.name in self._cards:
+            raise CSDValueError(f"Invalid devices: card {card.name} is named twice, the second time as '{spec}'")
         directory = card.place(spec.directory)
-        self._cards[spec.card] = handle = bindings.card_open(card.name, find_kernels(spec.xclbin), spec.timeout)
+        with signals_held():  # else nobody would close it
+            handle = bindings.card_open(card.name, find_kernels(spec.xclbin), spec.timeout)
+            self._cards[card.name] = handle
         if spec.p2p == "1" and not bindings.card_has_p2p(handle):
             raise CSDUnavailableError(
                 errno.EOPNOTSUPP,
@@ -95,7 +108,7 @@ class Engine:
             )
         for text in slow:
             warnings.warn(f"{spec}: {text} (docs/smartssd.md)", CSDWarning, stacklevel=users_stacklevel())
-        return replace(spec, directory=directory)
+        return replace(spec, card=card.name, directory=directory)
 
     # ---- layout ------------------------------------------------------------
 

@@ -69,7 +69,8 @@ class CSDAdam(AdamW):
     Args:
         params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or a CUDA device.
         devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (one in a nameless
-            file, gone with the process), ``"ram:"``, ``"null:"``. None reads ``CSD_OPTIM_DEVICES``, else ``"file:"``.
+            file, gone with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. None reads
+            ``CSD_OPTIM_DEVICES``, else ``"file:"``.
         grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
         max_grad_norm: scale gradients so that their global 2-norm, in fp32, is at most this.
         resume: go on from the last committed step of the store in these directories: parameters, hyperparameters,
@@ -95,7 +96,8 @@ class CSDAdam(AdamW):
     committed with the step() that follows its assignment.
 
     A parameter that was set from outside becomes its new master, if torch counts the change: write under
-    ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only.
+    ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only, and
+    not where a device is a SmartSSD.
 
     Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
     """

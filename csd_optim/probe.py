@@ -7,6 +7,7 @@ same memory reaches with nothing to compute, measured in the same run, it does.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import mmap
 import os
@@ -32,7 +33,7 @@ from .store import StoreFile
 from .xclbin import find_kernels
 
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
-CARD_BYTES = 1 << 30  # of scratch space on a card's drive
+CARD_BYTES, LEAST_CARD_BYTES = 1 << 30, 48 << 20  # of scratch space on a card's drive
 Kind = Literal["read", "write", "mixed"]
 
 
@@ -256,13 +257,17 @@ def card_rates(spec: DeviceSpec, free: int) -> dict[str, float]:
     `spec`: with a directory, of which `free` bytes are free. Raises CSDUnavailableError, CSDOSError.
     """
     assert spec.directory is not None
+    size = min(CARD_BYTES, free // 4)
+    if size < LEAST_CARD_BYTES:
+        raise CSDOSError(errno.ENOSPC, f"{spec.directory}: {free / 1e6:.0f} MB are free, measuring takes 200 MB")
     name = find_card(spec.card).name
     card = bindings.card_open(name, find_kernels(spec.xclbin), spec.timeout)
     try:
-        with Scratch(spec.directory, min(CARD_BYTES, free // 4), spec.block_bytes) as scratch:
+        with Scratch(spec.directory, size, spec.block_bytes) as scratch:
             config = DeviceConfig("xrt", scratch.fd, spec.buffers, spec.block_bytes, card, spec.p2p)
-            size = scratch.blocks * scratch.block
-            return bindings.card_measure(config, scratch.first, size, lambda *_: f"card {name}")
+            return bindings.card_measure(
+                config, scratch.first, scratch.blocks * scratch.block, lambda *_: f"card {name}"
+            )
     finally:
         bindings.card_close(card, name)
 

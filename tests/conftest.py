@@ -1,5 +1,7 @@
 """Fixtures: every back end, files that go away with the test, the command line."""
 
+import signal
+
 import pytest
 import torch
 
@@ -24,6 +26,12 @@ def device_strings(backend, directory):
         "null": ["null:"],
         "xrt": [f"xrt:0?nvme={directory}&scratch=1"],
     }[backend]
+
+
+def pytest_configure():
+    # Tests send these. A shell ignores them for what it starts in the background, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):

@@ -244,6 +244,13 @@ def test_a_card_without_its_drive_takes_nobody_elses(machine):
         card.place()
 
 
+def test_a_driver_that_is_too_old(tmp_path):
+    machine = Machine(tmp_path, "2.12.427,0000000")
+    machine.smartssd("d5", 0)
+    with pytest.raises(CSDUnavailableError, match=r"its driver is of XRT 2\.12; 2\.13 or later is needed"):
+        machine.find("0").place(tmp_path)
+
+
 @pytest.mark.parametrize(("xrt", "order"), [("2.13.466,f5505e40", [3, 1, 0, 2]), ("2.14.354,43926231", [3, 1, 0, 2])])
 def test_until_xrt_2_14_ready_cards_count_backwards(tmp_path, xrt, order):
     machine = Machine(tmp_path, xrt)

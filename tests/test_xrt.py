@@ -303,8 +303,44 @@ def test_without_xrt(tmp_path):
         CSDAdam([torch.nn.Parameter(torch.zeros(3))], devices=["xrt:0"])
 
 
+def test_one_card_by_two_names():
+    script(
+        """
+        try:
+            CSDAdam(model().parameters(), devices=["xrt:0?scratch=1", "xrt:00?scratch=1"])
+            raise SystemExit("not refused")
+        except ValueError as e:
+            assert "card 0 is named twice" in str(e), e
+        """
+    )
+
+
+def test_larger_tiles_that_do_not_fit_into_the_card(tmp_path):
+    """A group that joins later is refused, with the card's name and a way out; the optimizer goes on without it."""
+    script(
+        """
+        first, second = torch.nn.Parameter(torch.ones(5000)), torch.nn.Parameter(torch.ones(16 << 20))
+        opt = CSDAdam([first], devices=["xrt:0?scratch=1&buffers=180"])  # of 12 MiB: 2 GiB, all that it has
+        first.grad = torch.ones_like(first)
+        opt.step()
+        opt.add_param_group({"params": [second]})
+        second.grad = torch.zeros_like(second)
+        for _ in range(2):
+            try:
+                opt.step()
+                raise SystemExit("it fits")
+            except CSDUnavailableError as e:
+                assert "device 0 (xrt:0" in str(e) and "no room" in str(e) and "fewer buffers" in str(e), e
+        second.grad = None
+        opt.step()
+        assert opt.state[first]["step"] == 2
+        opt.close()
+        """
+    )
+
+
 def test_forked(tmp_path):
-    """XRT does not survive a fork: the child is told so, the parent goes on."""
+    """XRT does not survive a fork: a child is told so, and can leave as it likes; the parent goes on."""
     script(
         """
         import os
@@ -318,7 +354,7 @@ def test_forked(tmp_path):
                 CSDAdam(model().parameters(), devices=["xrt:0?scratch=1"])
             except CSDUnavailableError as e:
                 code = 0 if "forked" in str(e) else 2
-            os._exit(code)
+            sys.exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         train(net, opt, range(3, 6))
         opt.close()

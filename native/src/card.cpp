@@ -3,8 +3,10 @@
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,8 +25,9 @@ constexpr const char *kKernel = "csd_adamw_update";
 constexpr uint64_t kPage = 4096;
 
 std::string seconds(milliseconds t) {
-  const std::string text = std::to_string(t.count() / 1000.0);
-  return text.substr(0, text.find_last_not_of('0') + (text.find_last_not_of('0') == text.find('.') ? 0 : 1)) + " s";
+  char text[32];
+  snprintf(text, sizeof text, "%g s", static_cast<double>(t.count()) / 1000);
+  return text;
 }
 
 // XRT's software emulation takes signals over for the whole process, and when its device is gone ends the process
@@ -53,8 +56,8 @@ namespace {
 // Never destroyed: a card may be lost, and threads still be waiting for it when the process ends.
 struct Cards {
   std::mutex mutex;
-  std::map<std::string, std::shared_ptr<Card>> opened;
-  pid_t owner = 0;
+  std::map<std::string, std::shared_ptr<Card>> opened;  // or lost
+  std::atomic<pid_t> owner{0};
 
   static Cards &get() {
     static Cards *const all = new Cards;
@@ -62,19 +65,35 @@ struct Cards {
   }
 };
 
+// XRT's destructors wait for a card that is lost, for ever, and in a forked child for threads that are not there. So
+// the process ends without them: this comes before them.
+void leave_without_destructors() {
+  on_exit([](int status, void *) {
+    fflush(nullptr);
+    _exit(status);
+  }, nullptr);
+}
+
 }  // namespace
 
 std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xclbin, milliseconds timeout) {
   Cards &all = Cards::get();
-  if (all.owner && all.owner != getpid())
+  if (all.owner == 0) pthread_atfork(nullptr, nullptr, leave_without_destructors);
+  if (all.owner != 0 && all.owner != getpid())
     throw Failure{CSD_EDEVICE, "a card was opened before this process was forked, and XRT does not survive that: fork first"};
   std::lock_guard lock(all.mutex);
-  std::shared_ptr<Card> card = all.opened[name];
+  const auto found = all.opened.find(name);
+  std::shared_ptr<Card> card = found != all.opened.end() ? found->second : nullptr;
   if (!card) {
     card.reset(new Card(name, xclbin, timeout));
     all.owner = getpid();
-    card->guarded("being opened", [card] { card->open_now(); });
     all.opened[name] = card;
+    try {
+      card->guarded("being opened", [card] { card->open_now(); });
+    } catch (...) {
+      if (!card->lost_) all.opened.erase(name);
+      throw;
+    }
   }
   if (card->xclbin_ != xclbin) fail("it is in use in this process with the kernels of " + card->xclbin_, EBUSY);
   card->check();
@@ -86,8 +105,8 @@ void Card::close(std::shared_ptr<Card> card) {
   Cards &all = Cards::get();
   std::lock_guard lock(all.mutex);
   if (--card->users_ > 0 || card->lost_) return;
-  all.opened.erase(card->name_);
   card->guarded("being closed", [card] { card->close_now(); });
+  all.opened.erase(card->name_);
 }
 
 Card::Card(std::string name, std::string xclbin, milliseconds timeout)
@@ -108,7 +127,7 @@ void Card::open_now() try {
     const char *why = error == EKEYREJECTED ? " (its shell takes signed files only)"
                       : error == EBUSY      ? " (another process uses other kernels on it)"
                       : error == EINVAL || error == EOPNOTSUPP ? " (it has to be built for the card's shell)" : "";
-    fail("XRT cannot load " + xclbin_ + why, error ? error : EIO);
+    fail(std::string("XRT cannot load the kernels") + why + ", " + xclbin_, error ? error : EIO);
   }
   if (xrt_.device_xclbin_uuid(device_, uuid_)) fail("XRT does not say which kernels are loaded", errno);
   errno = 0;
@@ -138,7 +157,7 @@ void Card::close_now() {
 
 // ---- Calls ------------------------------------------------------------------
 
-void Card::guarded(const char *what, std::function<void()> call) {
+void Card::guarded(const char *what, std::function<void()> call, milliseconds limit) {
   check();
   std::packaged_task<void()> task([call = std::move(call)]() mutable {
     const std::function<void()> own = std::move(call);  // what it owns goes before anybody learns that it is done
@@ -149,10 +168,9 @@ void Card::guarded(const char *what, std::function<void()> call) {
     block_signals();
     task();
   }).detach();
-  // Whoever waits for a kernel notices by himself that it hangs: leave him the time.
-  const auto deadline = std::chrono::steady_clock::now() + 4 * timeout_;
+  const auto deadline = std::chrono::steady_clock::now() + limit;
   while (end.wait_for(milliseconds(50)) != std::future_status::ready) {
-    if (std::chrono::steady_clock::now() > deadline) lose("it has not answered for " + seconds(4 * timeout_) + " while " + what);
+    if (std::chrono::steady_clock::now() > deadline) lose("it has not answered for " + seconds(limit) + " while " + what);
     check();
   }
   end.get();
@@ -172,11 +190,7 @@ void Card::lose(const std::string &why) {
   std::lock_guard lock(mutex_);
   if (lost_.exchange(true)) return;
   why_ = why;
-  // XRT's destructors would wait for it, for ever, or crash over what was not closed. This runs before them.
-  on_exit([](int status, void *) {
-    fflush(nullptr);
-    _exit(status);
-  }, nullptr);
+  leave_without_destructors();
 }
 
 void Card::fail(const std::string &what, int os_errno) {
@@ -217,21 +231,32 @@ void Card::execute(Xrt::Handle run) {
 
 // ---- Memory -----------------------------------------------------------------
 
-CardBuffer::CardBuffer(std::shared_ptr<Card> card, uint64_t bytes, KernelArg arg, bool p2p) : card_(std::move(card)) {
+CardBuffer::CardBuffer(std::shared_ptr<Card> card, uint64_t bytes, KernelArg arg, bool p2p)
+    : card_(std::move(card)), size_((bytes + kPage - 1) / kPage * kPage), p2p_(p2p) {
   // In emulation ordinary buffers are shared with the device, and a forgotten copy would go unnoticed; these are not.
   const uint64_t flags = p2p ? kP2p : card_->emulated_ ? kCacheable : kNormal;
-  const uint64_t size = (bytes + kPage - 1) / kPage * kPage;
   const auto group = static_cast<uint32_t>(card_->xrt_.kernel_arg_group(card_->kernel_, arg));
-  handle_ = card_->xrt_.buffer_alloc(card_->device_, size, flags, group);
-  if (!handle_) Card::fail("no room for " + std::to_string(size) + " bytes in its memory", ENOMEM);
+  handle_ = card_->xrt_.buffer_alloc(card_->device_, size_, flags, group);
+  if (!handle_) Card::fail("no room for " + std::to_string(size_) + " bytes in its memory; fewer buffers or a smaller tile_size take less", ENOMEM);
   map_ = static_cast<char *>(card_->xrt_.buffer_map(handle_));
-  if (map_) return;
+  if (map_) {
+    share_with_children(false);
+    return;
+  }
   card_->xrt_.buffer_free(handle_);
   Card::fail("its memory cannot be mapped", errno);
 }
 
 CardBuffer::~CardBuffer() {
-  if (!card_->lost()) card_->xrt_.buffer_free(handle_);
+  if (card_->lost()) return;
+  share_with_children(true);  // it goes back to the heap
+  card_->xrt_.buffer_free(handle_);
+}
+
+// Ordinary buffers are memory of this process that the driver has pinned for DMA. After a fork, the first to write to a
+// shared page gets a copy: were that us, DMA would go on with the old one.
+void CardBuffer::share_with_children(bool yes) const {
+  if (!p2p_) madvise(map_, size_, yes ? MADV_DOFORK : MADV_DONTFORK);
 }
 
 void CardBuffer::sync(int direction, uint64_t bytes) const {

@@ -31,7 +31,10 @@ class Card : public std::enable_shared_from_this<Card> {
   // XRT may never return: a driver hangs, an emulated device is gone. So whatever calls it runs on a thread of its own,
   // which is left to itself when the time is up; `call` therefore has to own all that it touches. From then on the card
   // is lost, and every call fails at once. Throws Failure: what `call` throws, or that.
-  void guarded(const char *what, std::function<void()> call);
+  void guarded(const char *what, std::function<void()> call, std::chrono::milliseconds limit = std::chrono::minutes(2));
+
+  // The limit for a call that executes the kernel: who waits for it notices earlier by himself that it hangs.
+  std::chrono::milliseconds run_limit() const { return 4 * timeout_; }
 
   // The calls themselves, all from within guarded().
   Xrt::Handle open_run() const;
@@ -81,7 +84,10 @@ class CardBuffer {
 
  private:
   void sync(int direction, uint64_t bytes) const;
+  void share_with_children(bool yes) const;
   const std::shared_ptr<Card> card_;
+  const uint64_t size_;
+  const bool p2p_;
   Xrt::Handle handle_ = nullptr;
   char *map_ = nullptr;
 };

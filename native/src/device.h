@@ -82,6 +82,7 @@ class Device {
 
   // Makes its tile buffers, of `bytes` each, and returns their addresses; those from before are gone.
   virtual std::vector<float *> allocate(uint64_t) { return {}; }
+  virtual uint64_t memory_bytes() const { return 0; }  // of these and whatever else is fixed
 
   // Makes the windows show the tile's slot `shown`; if it is `open`, what is written there goes to the device.
   // Returns 0 or an errno.

@@ -80,6 +80,8 @@ class EmulatedDevice : public FileDevice {
     return all;
   }
 
+  uint64_t memory_bytes() const override { return memory_.bytes(); }
+
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
     update_on_cpu(tile, buffer, work, std::move(done));
   }

@@ -73,7 +73,7 @@ class XrtDevice : public FileDevice {
     workers_.stop();
     try {
       release();
-    } catch (const Failure &) {  // the card is lost, and what it had with it
+    } catch (...) {  // the card is lost, and what it had with it
     }
   }
 
@@ -86,8 +86,10 @@ class XrtDevice : public FileDevice {
     const uint64_t section_bytes = bytes / 3;  // as many elements as a tile can have: 3 sections at least
     auto made = std::make_shared<std::pair<std::vector<std::shared_ptr<CardBuffer>>, std::vector<std::shared_ptr<Frame>>>>();
     card_->guarded("making buffers", [card = card_, made, bytes, section_bytes, p2p = p2p_, n = buffers()] {
-      for (uint32_t i = 0; i < n; i++) made->first.push_back(std::make_shared<CardBuffer>(card, bytes, kTileIn, p2p));
-      for (uint32_t i = 0; i < kFrames; i++) made->second.push_back(std::make_shared<Frame>(card, section_bytes));
+      auto own = decltype(made)::element_type();  // so that what was made before a failure goes here, too
+      for (uint32_t i = 0; i < n; i++) own.first.push_back(std::make_shared<CardBuffer>(card, bytes, kTileIn, p2p));
+      for (uint32_t i = 0; i < kFrames; i++) own.second.push_back(std::make_shared<Frame>(card, section_bytes));
+      *made = std::move(own);
     });
     frames_ = std::move(made->second);
     std::vector<float *> addresses;
@@ -97,6 +99,8 @@ class XrtDevice : public FileDevice {
     }
     return addresses;
   }
+
+  uint64_t memory_bytes() const override { return buffers() * tile_bytes_ + kFrames * 3 * (tile_bytes_ / 3); }
 
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
     workers_.submit([this, &tile, buffer, &work, done = std::move(done)] {
@@ -121,8 +125,8 @@ class XrtDevice : public FileDevice {
   }
 
   void update_now(const Tile &tile, float *buffer, Work &work) {
-    const std::shared_ptr<Frame> frame = take_frame();
-    const std::shared_ptr<void> give_back(nullptr, [this, &frame](void *) { give_frame(frame); });
+    const Lease lease(*this);
+    const std::shared_ptr<Frame> &frame = lease.frame;
     const std::shared_ptr<CardBuffer> state = tiles_.at(buffer);
     const Load load = gather(tile, work, *frame);
     const bool bounce = !p2p_;
@@ -149,7 +153,7 @@ class XrtDevice : public FileDevice {
       frame->report.from_device(sizeof(csd_report));
       frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
       if (bounce) state->from_device(bytes);
-    });
+    }, card_->run_limit());
 
     check(tile, work, *reinterpret_cast<const csd_report *>(frame->report.bytes()));
     scatter(tile, work, *frame);
@@ -199,18 +203,22 @@ class XrtDevice : public FileDevice {
     memcpy(work.sum.crc, report.crc_out, sizeof report.crc_out);
   }
 
-  // There are as many as workers.
-  std::shared_ptr<Frame> take_frame() {
-    std::lock_guard lock(mutex_);
-    std::shared_ptr<Frame> frame = std::move(frames_.back());
-    frames_.pop_back();
-    return frame;
-  }
+  // A frame for as long as a tile needs one; there are as many as workers.
+  struct Lease {
+    XrtDevice &device;
+    std::shared_ptr<Frame> frame;
 
-  void give_frame(std::shared_ptr<Frame> frame) {
-    std::lock_guard lock(mutex_);
-    frames_.push_back(std::move(frame));
-  }
+    explicit Lease(XrtDevice &d) : device(d) {
+      std::lock_guard lock(device.mutex_);
+      frame = std::move(device.frames_.back());
+      device.frames_.pop_back();
+    }
+    ~Lease() {
+      std::lock_guard lock(device.mutex_);
+      device.frames_.push_back(std::move(frame));
+    }
+    Lease(const Lease &) = delete;
+  };
 
   const std::shared_ptr<Card> card_;
   const bool p2p_;

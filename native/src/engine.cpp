@@ -48,14 +48,20 @@ Engine::~Engine() {
 
 // ---- Layout -----------------------------------------------------------------
 
+// If that fails, a device may be left without any; whoever needs them asks again.
 void Engine::grow_buffers(uint64_t bytes) {
   for (Lane &lane : lanes_) {
     if (bytes <= lane.buffer_bytes) continue;
     lane.free = {};
-    lane.buffer_bytes = 0;
-    lane.free = lane.device->allocate(bytes);
+    lane.buffer_bytes = lane.counts.buffer_bytes = 0;
+    try {
+      lane.free = lane.device->allocate(bytes);
+    } catch (Failure &failure) {
+      failure.device = static_cast<int32_t>(&lane - lanes_.data());
+      throw;
+    }
     lane.buffer_bytes = bytes;
-    lane.counts.buffer_bytes = bytes * lane.free.size();
+    lane.counts.buffer_bytes = lane.device->memory_bytes();
   }
 }
 
@@ -85,7 +91,8 @@ void Engine::extend(const csd_extent &e, float **windows) {
     memory[s] = HugeMemory(4 * e.tile_elems * e.n_tiles + page);
     window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
   }
-  grow_buffers(4 * e.tile_elems * e.sections);
+  const uint64_t largest = std::max(largest_tile_, 4 * e.tile_elems * e.sections);
+  grow_buffers(largest);
 
   const uint32_t n_devices = static_cast<uint32_t>(lanes_.size()), first_tile = static_cast<uint32_t>(tiles_.size());
   const std::vector<csd_piece> &pieces = pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
@@ -116,6 +123,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
     }
   }
   for (uint32_t s = 0; s < e.sections; s++) windows[s] = window[s], memory[s].release();
+  largest_tile_ = largest;
 }
 
 void Engine::show(Tile &t, bool open) {
@@ -155,6 +163,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
       else if (params[param].grad && params[param].master != CSD_IN_SECTION && !lanes_[t.device].device->reaches_params())
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " cannot be its own master on this device"};
   }
+  grow_buffers(largest_tile_);
 
   params_.assign(params, params + n_params);
   hypers_.assign(hypers, hypers + n_hypers);

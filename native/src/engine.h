@@ -85,6 +85,7 @@ class Engine {
   std::deque<Tile> tiles_;    // a deque: tiles never move
   std::deque<std::vector<csd_piece>> pieces_;
   std::vector<Lane> lanes_;
+  uint64_t largest_tile_ = 0;  // bytes
 
   // The step
   enum class Phase { idle, stepping } phase_ = Phase::idle;

@@ -24,7 +24,7 @@ void *open_library() {
 template <typename Function>
 void find(void *library, Function &function, const char *name) {
   function = reinterpret_cast<Function>(dlsym(library, name));
-  if (!function) throw Failure{CSD_EDEVICE, std::string("this XRT has no function ") + name + "; it has to be 2.6 or later"};
+  if (!function) throw Failure{CSD_EDEVICE, std::string("this XRT has no function ") + name + "; it has to be 2.13 or later"};
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The part of the Xilinx runtime's C API that we use, found at run time: every machine builds everything, and only who
 // opens a card needs XRT. Handles are XRT's own, null on failure; functions return 0 or something else, and then set
-// errno and write to stderr. The prototypes are XRT's ABI since 2.6.
+// errno and write to stderr. 2.13 or later: before, its handles
+// are not safe between threads, and a run cannot be started twice without a wait.
 #pragma once
 #include <cstddef>
 #include <cstdint>
