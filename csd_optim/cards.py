@@ -93,7 +93,7 @@ class Card:
         return where
 
     def holds(self, directory: Path, system: System = HERE) -> bool:
-        """Does an existing directory lie on this card's drive? If not, its data go through the host."""
+        """Does a directory lie on this card's drive, or will it? If not, its data go through the host."""
         if self.emulated:
             return True  # in emulation any directory is as good
         where = directory.resolve()
@@ -144,7 +144,7 @@ def find(name: str, system: System = HERE) -> Card:
         raise CSDUnavailableError(errno.ENODEV, _why_none(system))
     there_are = "there are " + ", ".join(c.name if c.index is None else f"xrt:{c.index} ({c.name})" for c in found)
     if not found[0].bdf:
-        there_are = f"the emulation has xrt:0 to xrt:{len(found) - 1}"
+        there_are = "the emulation has " + ", ".join(f"xrt:{c.index}" for c in found)
     wrong = f"Invalid device: 'xrt:{name}'; "
     if name.isdecimal():
         chosen = [c for c in found if c.index == int(name)]

@@ -44,7 +44,7 @@ Devices = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="DEVICE",
-        help="Directories or device strings such as file:/mnt/nvme0 or ram: (default: CSD_OPTIM_DEVICES, else .)",
+        help="Directories, or device strings such as file:/mnt/nvme0, xrt:0, ram: (default: CSD_OPTIM_DEVICES or .)",
         show_default=False,
     ),
 ]
@@ -84,10 +84,10 @@ def options(
 @app.command()
 def devices(
     names: Devices = None,
-    check: Annotated[bool, typer.Option("--probe", help="Measure each disk for a few seconds.")] = False,
+    check: Annotated[bool, typer.Option("--probe", help="Measure each disk and card for a few seconds.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What is there: devices, the disks behind them, room, stores, the updater."""
+    """What is there: devices, the disks behind them, room, stores, the updater; unless some are named, all cards."""
     with reported():
         specs = specs_of(names)
         if not names and not os.environ.get("CSD_OPTIM_DEVICES"):
@@ -257,8 +257,9 @@ def emu(
 ) -> None:
     """Runs a command with emulated SmartSSDs: devices=["xrt:0"] works without a card.
 
-    XRT is the real one, in its software emulation (apt install libxrt1); the FPGA's kernels run on the CPU. For trying
-    things out: times mean nothing. Example: csd-optim emu --devices 2 -- python train.py
+    XRT is the real one, in its software emulation (apt install libxrt1); the FPGA's kernels run on the CPU.
+
+    For trying things out: times mean nothing. Example: csd-optim emu --devices 2 -- python train.py
     """
     with reported():
         status = emulation.run(command, devices, drives, timeout)
@@ -296,7 +297,7 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
     entry["directory"] = str((directory if entry["exists"] else directory.parent).resolve())
     try:
         if not entry["exists"] and (directory.exists() or not directory.parent.is_dir()):
-            raise CSDValueError("no such directory")
+            raise CSDValueError(f"no such directory: {directory}")
         entry["storage"] = probe.storage(Path(entry["directory"]))
         entry["room_for_params"] = entry["storage"]["free_bytes"] // STORE_BYTES
         entry["store"] = describe_held(directory / FILE_NAME) if entry["exists"] and spec.durable else None
@@ -325,6 +326,10 @@ def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
         return {"speed": speed, "problem": message(e)}
     added: dict[str, Any] = {"speed": speed, "card_speed": rates}
     # The card's drive as the host reads it, beside the way to the card: that should be no slower.
+    if not rates["drive_to_card"] and spec.p2p != "0":
+        added["problem" if spec.p2p == "1" else "warning"] = (
+            f"its drive cannot reach its memory (P2P, says the driver: {entry['card']['p2p']}): the host stands between"
+        )
     slow = rates["drive_to_card"] < P2P_SHARE * speed["read_bytes_per_second"]
     if rates["drive_to_card"] and slow and not entry["card"]["emulated"]:
         added["warning"] = (

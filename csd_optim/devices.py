@@ -92,7 +92,8 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     if not text:
         raise CSDValueError("Invalid device: ''; name a directory, or 'ram:'")
     if text.lower() in BACKENDS:
-        raise CSDValueError(f"Invalid device: {text!r}; write '{text.lower()}:', or './{text}' for the directory")
+        example = {"xrt": "xrt:0"}.get(text.lower(), f"{text.lower()}:")
+        raise CSDValueError(f"Invalid device: {text!r}; write '{example}', or './{text}' for the directory")
     # A scheme has two letters or more and no slash before its colon; everything else is a directory.
     scheme = re.match(r"([A-Za-z][A-Za-z0-9_]+):", text)
     if not scheme:

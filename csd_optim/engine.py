@@ -99,8 +99,8 @@ class Engine:
                 f"{spec}: peer-to-peer transfers do not work (P2P, says the driver: {card.p2p}); turn them on "
                 "(docs/smartssd.md), or leave out p2p=1",
             )
-        slow = list(card.warnings)
-        if directory.is_dir() and not card.holds(directory):
+        slow = [] if spec.p2p == "0" else list(card.warnings)
+        if not slow and not card.holds(directory):
             slow.append(f"{directory} is not on this card's drive: the state goes through the host")
         elif not slow and spec.p2p == "auto" and not bindings.card_has_p2p(handle):
             slow.append(

@@ -1,11 +1,13 @@
 """Fixtures: every back end, files that go away with the test, the command line."""
 
+import os
 import signal
 
 import pytest
 import torch
 
 from csd_optim import cli
+from csd_optim.devices import parse_device
 
 BACKENDS = ["file", "files", "ram", "mixed"]
 # Those of a run under emulated cards (test_xrt.py): pytest --xrt
@@ -13,12 +15,25 @@ XRT_BACKENDS = ["xrt", "xrts"]
 TILE = 2048  # elements: small, so that a handful of parameters crosses tiles and devices
 
 
+def on_cards():
+    """Is this a run under emulated cards? (--xrt; and what such a run starts)"""
+    return "CSD_OPTIM_TEST_XRT" in os.environ
+
+
+def named_devices(directory, n):
+    """Device strings of durable stores, csd0, csd1 ... below `directory`."""
+    return [f"xrt:{i}?nvme={directory}/csd{i}" if on_cards() else str(directory / f"csd{i}") for i in range(n)]
+
+
+def place(device):
+    """The directory of a named device."""
+    return parse_device(device).directory
+
+
 def device_strings(backend, directory):
     """Devices of one back end for a test; named ones lie below `directory`."""
-    if backend == "files":
-        return [str(directory / f"csd{i}") for i in range(3)]
-    if backend == "xrts":
-        return [f"xrt:{i}?nvme={directory}/csd{i}" for i in range(3)]
+    if backend in ("files", "xrts"):
+        return named_devices(directory, 3)
     return {
         "file": ["file:"],
         "ram": ["ram:"],
@@ -28,7 +43,9 @@ def device_strings(backend, directory):
     }[backend]
 
 
-def pytest_configure():
+def pytest_configure(config):
+    if config.getoption("--xrt"):
+        os.environ["CSD_OPTIM_TEST_XRT"] = "1"
     # Tests send these. A shell ignores them for what it starts in the background, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -41,20 +58,14 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     """`backend`: each in turn: one file, three named files, memory, memory beside a file; or one card, and three."""
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", XRT_BACKENDS if metafunc.config.getoption("--xrt") else BACKENDS)
+        metafunc.parametrize("backend", XRT_BACKENDS if on_cards() else BACKENDS)
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--xrt"):
-        chosen = [item for item in items if {"backend", "on_cards"} & set(item.fixturenames)]
+    if on_cards():
+        chosen = [item for item in items if "backend" in item.fixturenames or item.get_closest_marker("cards")]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
-
-
-@pytest.fixture
-def on_cards(pytestconfig):
-    """Is this a run under emulated cards?"""
-    return pytestconfig.getoption("--xrt")
 
 
 @pytest.fixture

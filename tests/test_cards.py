@@ -623,7 +623,7 @@ def test_emulated_cards(tmp_path, monkeypatch):
     assert card.holds(drives[1] / "below")
     assert card.holds(tmp_path)  # any directory is as good
     for name in ("2", "0000:d8:00.1"):
-        with pytest.raises(CSDValueError, match="the emulation has xrt:0 to xrt:1"):
+        with pytest.raises(CSDValueError, match="the emulation has xrt:0, xrt:1"):
             find(name)
 
 

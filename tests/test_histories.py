@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import on_cards
 
 from csd_optim import CSDAdam
 from csd_optim.bindings import crc32c
@@ -17,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 class Twins:
     """The same optimizer on files, or cards among them, and in memory."""
 
-    def __init__(self, choose, directory, on_cards):
+    def __init__(self, choose, directory):
         self.choose = choose
         files = (
             [
@@ -26,7 +27,7 @@ class Twins:
                 ["ram:", f"xrt:0?nvme={directory}/a&buffers=3"],
                 [f"xrt:0?nvme={directory}/a&p2p=0", f"xrt:1?nvme={directory}&scratch=1"],
             ]
-            if on_cards
+            if on_cards()
             else [
                 [f"file:{directory}/a?buffers=3&block=4096"],
                 [f"{directory}/a", f"file:{directory}/b?buffers=4&block=12KiB", f"{directory}/c"],
@@ -97,11 +98,12 @@ class Twins:
                     assert torch.equal(value, theirs[key]), key
 
 
+@pytest.mark.cards
 @pytest.mark.parametrize("seed", range(40))
-def test_random_history(tmp_path, on_cards, seed):
+def test_random_history(tmp_path, seed):
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    twins = Twins(choose, tmp_path, on_cards)
+    twins = Twins(choose, tmp_path)
     for _ in range(choose.randint(2, 12)):
         for happens in (twins.join, twins.edit_state, twins.load, twins.write_parameter, twins.look):
             if choose.random() < 0.15:

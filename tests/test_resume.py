@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import device_strings, named_devices, on_cards, place
 
 import csd_optim.durable
 import csd_optim.optimizer
@@ -37,6 +38,8 @@ from csd_optim import (
 from csd_optim.errors import CSDTornError
 from csd_optim.store import StoreFile
 from csd_optim.store_format import CLEAN, FILE_NAME, read_contents
+
+pytestmark = pytest.mark.cards
 
 LATE = 3  # the step in which a parameter has its first gradient
 JOIN = 5  # before this step a group joins
@@ -145,10 +148,6 @@ def never_stopped(steps):
     return training.close()
 
 
-def csds(directory, n=1):
-    return [str(directory / f"csd{i}") for i in range(n)]
-
-
 def resumed(devices, done=0, **options):
     """In a model that knows nothing of the one before."""
     return Training(devices, done, seed=2, resume=True, **options)
@@ -159,8 +158,8 @@ def crashed(devices, to):
     copies = []
     for i, device in enumerate([devices] if isinstance(devices, (str, Path)) else devices):
         to.mkdir(exist_ok=True)
-        copies.append(str(to / f"copy{i}"))
-        shutil.copytree(device, copies[-1])
+        shutil.copytree(place(device), to / f"copy{i}")
+        copies.append(str(device).replace(str(place(device)), str(to / f"copy{i}")))
     return copies
 
 
@@ -177,7 +176,7 @@ def train(opt, steps=1, only=None):
 
 
 def stored(*devices):
-    return [(Path(d) / FILE_NAME).read_bytes() for d in devices]
+    return [(place(d) / FILE_NAME).read_bytes() for d in devices]
 
 
 # ---- going on --------------------------------------------------------------------------
@@ -186,7 +185,7 @@ def stored(*devices):
 @pytest.mark.parametrize(("n", "end"), [(1, "close"), (3, "crash"), (3, "drop")])
 @pytest.mark.parametrize("at", [1, LATE, JOIN - 1, JOIN + 1])
 def test_goes_on_bit_for_bit(tmp_path, n, end, at):
-    devices = csds(tmp_path, n)
+    devices = named_devices(tmp_path, n)
     training = Training(devices).steps(at)
     if end == "close":
         training.close()
@@ -208,12 +207,12 @@ def test_goes_on_bit_for_bit(tmp_path, n, end, at):
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "sys.exit()", "tr.opt.cycle = tr.opt"])
 def test_a_process_that_ends_without_close(tmp_path, how):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     script = f"import os, sys, test_resume as t; tr = t.Training({device!r}).steps(6); tr.opt.synchronize(); {how}"
     process = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, timeout=60)
     assert process.returncode == (-signal.SIGKILL if "kill" in how else 0)
     assert not process.stderr
-    assert bool(read_contents(Path(device)).superblock.flags & CLEAN) == ("kill" not in how)
+    assert bool(read_contents(place(device)).superblock.flags & CLEAN) == ("kill" not in how)
     training = resumed(device, 6)
     assert_same(training.image(), never_stopped(6))
     assert_same(training.steps(1).close(), never_stopped(7))
@@ -221,7 +220,7 @@ def test_a_process_that_ends_without_close(tmp_path, how):
 
 def test_every_instant_of_a_commit_leaves_a_common_step(tmp_path, monkeypatch):
     """The devices are copied before and after each thing that a commit writes."""
-    devices, lock, copies = csds(tmp_path, 3), threading.Lock(), []
+    devices, lock, copies = named_devices(tmp_path, 3), threading.Lock(), []
     training = Training(devices).steps(3)
     training.opt.synchronize()
     publish = StoreFile.publish
@@ -248,7 +247,7 @@ def test_every_instant_of_a_commit_leaves_a_common_step(tmp_path, monkeypatch):
 
 
 def test_devices_too_far_apart(tmp_path):
-    devices = csds(tmp_path, 2)
+    devices = named_devices(tmp_path, 2)
     training = Training(devices)
     for behind in (1, 2):
         training.steps(1)
@@ -266,7 +265,7 @@ def test_devices_too_far_apart(tmp_path):
 
 
 def test_more_parameters_join_after_a_resume(tmp_path):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     with CSDAdam(parameters((300,)), devices=device) as opt:
         train(opt, 2)
     for k in range(1, 4):
@@ -284,7 +283,7 @@ def test_more_parameters_join_after_a_resume(tmp_path):
 
 
 def test_a_group_that_joined_and_still_waits(tmp_path):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     p, q = parameters((300,), (20,))
     with CSDAdam([p], devices=device) as opt:
         train(opt, 2)
@@ -298,7 +297,7 @@ def test_a_group_that_joined_and_still_waits(tmp_path):
 
 def test_a_parameter_that_got_another_place(tmp_path):
     """amsgrad's state was loaded later, and needs more room."""
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     runs = {}
     for name, where in (("mine", device), ("reference", "ram:")):
         torch.manual_seed(0)
@@ -374,7 +373,7 @@ def test_the_same_script_goes_on_with_a_schedule(tmp_path, schedule, lr, kept):
 
 
 def test_skipped_steps_commit_nothing(tmp_path):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     [p] = parameters((300,), dtype=fp16)
     opt = CSDAdam([p], devices=device)
     train(opt, 2)
@@ -400,7 +399,7 @@ def test_skipped_steps_commit_nothing(tmp_path):
 
 
 def test_user_state_is_that_of_the_step(tmp_path):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     opt = CSDAdam(parameters((300,)), devices=device)
     state = {
         "epoch": 3,
@@ -450,7 +449,7 @@ def test_user_state_is_that_of_the_step(tmp_path):
     ids=range(10),
 )
 def test_user_state_that_cannot_be_kept(tmp_path, state, error, said):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     ps = parameters((3000,), (20,))
     with CSDAdam(ps, devices=device) as opt:
         opt.user_state = {"at": 1}
@@ -528,7 +527,7 @@ class Stop(Exception):
 @pytest.mark.parametrize("how", ["failed", "state assigned", "large edit"])
 def test_record_of_a_step_that_never_was(tmp_path, monkeypatch, how):
     """A commit of step 1 that is made in, or after, a step 2 that does not come to its end says what step 1 was."""
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     [p] = parameters((300,), dtype=bf16)
     opt = CSDAdam([p], lr=0.1, devices=device)
     opt.user_state = {"at": 1}
@@ -564,23 +563,23 @@ def test_record_of_a_step_that_never_was(tmp_path, monkeypatch, how):
 
 def test_where_no_store_is_a_new_one_is_begun_and_said_so(tmp_path):
     with pytest.warns(CSDWarning, match="a new one is begun") as caught:
-        opt = CSDAdam(parameters((30,)), devices=csds(tmp_path, 2), resume=True)
+        opt = CSDAdam(parameters((30,)), devices=named_devices(tmp_path, 2), resume=True)
     assert caught[0].filename == __file__
     assert opt.committed_step == 0
     assert opt.user_state == {}
     opt.restore()
     train(opt)
     opt.close()
-    with CSDAdam(parameters((30,)), devices=csds(tmp_path, 2), resume=True) as opt:
+    with CSDAdam(parameters((30,)), devices=named_devices(tmp_path, 2), resume=True) as opt:
         assert opt.committed_step == 1
 
 
 def test_devices_that_do_not_belong_together(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
-        with CSDAdam(parameters((3000,)), devices=csds(tmp_path / name, 3)) as opt:
+        with CSDAdam(parameters((3000,)), devices=named_devices(tmp_path / name, 3)) as opt:
             train(opt)
-    a, b = csds(tmp_path / "a", 3), csds(tmp_path / "b", 3)
+    a, b = named_devices(tmp_path / "a", 3), named_devices(tmp_path / "b", 3)
     empty = str(tmp_path / "empty")
     before = stored(*a, *b)
     for devices, message in [
@@ -595,7 +594,7 @@ def test_devices_that_do_not_belong_together(tmp_path):
     ]:
         with pytest.raises(CSDStoreError, match=message):
             CSDAdam(parameters((3000,)), devices=devices, resume=True)
-    shutil.copytree(a[0], empty, dirs_exist_ok=True)
+    shutil.copytree(place(a[0]), place(empty), dirs_exist_ok=True)
     with pytest.raises(CSDStoreError, match="each once"):
         CSDAdam(parameters((3000,)), devices=[*a[:2], empty], resume=True)
     with pytest.raises(CSDValueError, match="exclude"):
@@ -633,7 +632,7 @@ RIGHT = ([(30,), (4, 5)], [(6,)])
     ids=["name", "shape", "dtype", "group missing", "group more", "more", "fewer", "membership"],
 )
 def test_another_model_is_refused_by_its_first_difference(tmp_path, model, message):
-    devices = csds(tmp_path, 2)
+    devices = named_devices(tmp_path, 2)
     with CSDAdam(groups_of(*RIGHT, names="abc"), devices=devices) as opt:
         train(opt)
     before, groups = stored(*devices), model()
@@ -653,7 +652,7 @@ def named_values(groups):
 
 
 def test_hyperparameters_given_otherwise(tmp_path):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
 
     def script(**options):
         return CSDAdam(parameters((30,)), devices=device, resume=(tmp_path / "csd0").exists(), **options)
@@ -677,7 +676,7 @@ def test_hyperparameters_given_otherwise(tmp_path):
 
 
 def test_restore(tmp_path):
-    device = csds(tmp_path)
+    device = named_devices(tmp_path, 1)
     Training(device).steps(4).close()
     training = resumed(device, 4)
     with torch.no_grad():
@@ -701,7 +700,7 @@ def test_restore(tmp_path):
 
 
 def test_restore_of_parameters_in_another_order(tmp_path):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     a, b = parameters((300,), (300,))
     with CSDAdam([a, b], devices=device) as opt:
         train(opt, 2)
@@ -718,7 +717,7 @@ def test_restore_of_parameters_in_another_order(tmp_path):
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_meta_device(tmp_path, swap):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     module = torch.nn.Linear(30, 40)
     with CSDAdam(module.parameters(), devices=device) as opt:
         train(opt, 2)
@@ -743,7 +742,7 @@ def test_meta_device(tmp_path, swap):
 
 @pytest.mark.parametrize("meta", [False, True])
 def test_the_first_step_after_a_resume_overflows(tmp_path, meta):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     with CSDAdam(parameters((300,)), devices=device) as opt:
         train(opt, 2)
     with torch.device("meta" if meta else "cpu"):
@@ -766,7 +765,7 @@ def test_the_first_step_after_a_resume_overflows(tmp_path, meta):
 
 
 def flip(device, section, element, *, current=True, tile=0):
-    file = Path(device) / FILE_NAME
+    file = place(device) / FILE_NAME
     contents = read_contents(file)
     extent, _, at = [*contents.slots()][tile]
     size = 4 * extent["tile_elems"] * len(extent["sections"])
@@ -781,7 +780,7 @@ def flip(device, section, element, *, current=True, tile=0):
 
 @pytest.mark.parametrize("section", range(4))
 def test_damaged_state_is_named(tmp_path, section):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     ps = dict(zip("abc", parameters((100,), (2000,), (3,)), strict=True))
 
     def script(**options):
@@ -803,7 +802,7 @@ def test_damaged_state_is_named(tmp_path, section):
             [p.zero_() for p in ps.values()]
         with pytest.raises(CSDStoreError, match=f"{names[section]} of tile {tile} is damaged: .*{lying}") as caught:
             script(resume=True)
-        assert device in str(caught.value)
+        assert str(place(device)) in str(caught.value)
         assert not any(p.any() for p in ps.values())
         assert stored(device) == file
         flip(device, section, element, tile=tile)
@@ -814,7 +813,7 @@ def test_damaged_state_is_named(tmp_path, section):
 
 @pytest.mark.parametrize("section", range(3))
 def test_damage_while_training(tmp_path, section):
-    devices = csds(tmp_path, 3)
+    devices = named_devices(tmp_path, 3)
     training = Training(devices).steps(JOIN)
     training.opt.synchronize()
     before = training.image()
@@ -822,7 +821,7 @@ def test_damage_while_training(tmp_path, section):
     for _ in range(2):
         with pytest.raises(CSDStoreError, match="of fp32") as caught:
             training.step()
-        assert devices[1] in str(caught.value)
+        assert str(place(devices[1])) in str(caught.value)
     flip(devices[1], section, 3)
     assert_same(training.image(), before)
     assert_same(training.steps(2).close(), never_stopped(JOIN + 2))
@@ -862,8 +861,9 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_count_from_the_next_step_on(tmp_path, monkeypatch, edit, name, shadow, edit_bytes):
     monkeypatch.setattr(csd_optim.optimizer, "EDIT_BYTES", edit_bytes)
-    device = csds(tmp_path)
-    mine, other = Training(device, shadow=shadow), Training("file:")
+    device = named_devices(tmp_path, 1)
+    # Of the same kind: on a card an fp32 master can be edited, elsewhere the parameter itself is the master.
+    mine, other = Training(device, shadow=shadow), Training(device_strings("xrt" if on_cards() else "file", tmp_path))
     for training in (mine, other):
         training.steps(3)
         training.opt.synchronize()
@@ -884,7 +884,7 @@ def test_edits_count_from_the_next_step_on(tmp_path, monkeypatch, edit, name, sh
 @pytest.mark.parametrize("edit", ["exp_avg", "step"])
 @pytest.mark.parametrize("then", ["close", "step"])
 def test_edits_without_a_gradient_are_kept(tmp_path, edit, shadow, then):
-    device = csds(tmp_path)
+    device = named_devices(tmp_path, 1)
     training = Training(device, shadow=shadow).steps(3)
     EDITS[edit](training.opt, training.params["bf16"])
     if then == "step":
@@ -896,7 +896,7 @@ def test_edits_without_a_gradient_are_kept(tmp_path, edit, shadow, then):
 
 @pytest.mark.parametrize("dtype", [torch.float32, bf16])
 def test_a_parameter_set_from_outside_without_a_gradient_is_kept(tmp_path, dtype):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     p, q = parameters((300,), (20,), dtype=dtype)
     with CSDAdam([p, q], devices=device) as opt:
         train(opt, 2)
@@ -912,7 +912,7 @@ def test_a_parameter_set_from_outside_without_a_gradient_is_kept(tmp_path, dtype
 @pytest.mark.parametrize("then", ["look", "edit"])
 def test_an_edit_through_a_tensor_from_before_the_last_step(tmp_path, then, shadow):
     """It is lost, and does no harm."""
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     mine, other = Training(device, shadow=shadow), Training("file:")
     for training in (mine, other):
         p, opt = training.params["fp32"], training.opt
@@ -930,7 +930,7 @@ def test_an_edit_through_a_tensor_from_before_the_last_step(tmp_path, then, shad
 
 @pytest.mark.parametrize("edit", ["exp_avg", "step"])
 def test_edits_between_resume_and_close_are_kept(tmp_path, edit):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     Training(device).steps(2).close()
     training = resumed(device)
     EDITS[edit](training.opt, training.params["bf16"])
@@ -940,7 +940,7 @@ def test_edits_between_resume_and_close_are_kept(tmp_path, edit):
 
 @pytest.mark.parametrize("how", ["converted", "removed"])
 def test_a_model_that_changed_while_training_is_the_one_that_resumes(tmp_path, how):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     ps = parameters((300,), (20,))
     with CSDAdam(ps, devices=device) as opt:
         train(opt, 2)
@@ -964,7 +964,7 @@ def test_committed_step(tmp_path, monkeypatch):
             train(opt, 2)
             opt.synchronize()
             assert opt.committed_step == 0
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     opt = CSDAdam(parameters((30,)), devices=device)
     seen, finish = [], opt._engine.finish
     monkeypatch.setattr(opt._engine, "finish", lambda keep=True: (seen.append(opt.committed_step), finish(keep)))
@@ -985,24 +985,24 @@ def test_committed_step(tmp_path, monkeypatch):
 
 
 def test_written_bytes_accumulate(tmp_path):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     written = []
     for resume in (False, True, True):
-        with CSDAdam(parameters((3000,)), devices=f"file:{device}?tbw=1MB", resume=resume, tile_size=1024) as opt:
+        with CSDAdam(parameters((3000,)), devices=f"file:{place(device)}?tbw=1MB", resume=resume) as opt:
             assert opt.stats()["written_bytes"] == (written[-1] if written else 0)
             train(opt, 2)
             written.append(opt.stats()["written_bytes"])
             assert 0 < opt.stats()["devices"][0]["days_left"] < 1
     assert written[0] >= 2 * 3 * 12 * 1024
     assert np.diff(written).tolist() == [2 * 3 * 12 * 1024] * 2
-    command = [sys.executable, "-m", "csd_optim", "inspect", device, "--tbw", "1MB"]
+    command = [sys.executable, "-m", "csd_optim", "inspect", str(place(device)), "--tbw", "1MB"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert said.returncode == 0, said.stderr
     assert "day" in said.stdout
 
 
 def test_seconds_of_training_pass_once(tmp_path):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     begun = time.monotonic()
     with CSDAdam(parameters((30,)), devices=device) as opt:
         train(opt)
@@ -1013,7 +1013,7 @@ def test_seconds_of_training_pass_once(tmp_path):
                 train(opt)
         opt.user_state = {}
         train(opt)
-    assert read_contents(Path(device)).record.seconds <= time.monotonic() - begun
+    assert read_contents(place(device)).record.seconds <= time.monotonic() - begun
 
 
 # ---- shadow=False --------------------------------------------------------------------------
@@ -1022,21 +1022,21 @@ def test_seconds_of_training_pass_once(tmp_path):
 def test_without_shadow_half_the_space_and_the_same_bits(tmp_path):
     for name in ("with", "without"):
         (tmp_path / name).mkdir()
-    with_ = Training(csds(tmp_path / "with")).steps(6)
-    without = Training(csds(tmp_path / "without"), shadow=False).steps(6)
+    with_ = Training(named_devices(tmp_path / "with", 1)).steps(6)
+    without = Training(named_devices(tmp_path / "without", 1), shadow=False).steps(6)
     without.opt.synchronize()
-    copies = crashed(csds(tmp_path / "without"), tmp_path / "crash")
+    copies = crashed(named_devices(tmp_path / "without", 1), tmp_path / "crash")
     assert_same(with_.close(), without.close())
     size = [(tmp_path / name / "csd0" / FILE_NAME).stat().st_blocks for name in ("with", "without")]
     assert size[1] < 0.62 * size[0]
-    for devices in (copies, csds(tmp_path / "without")):
+    for devices in (copies, named_devices(tmp_path / "without", 1)):
         training = resumed(devices, 6)
         assert_same(training.image(), never_stopped(6))
         assert_same(training.steps(2).close(), never_stopped(8))
 
 
 def test_without_shadow_a_step_cut_short_is_noticed(tmp_path, monkeypatch):
-    devices, copies = csds(tmp_path, 2), []
+    devices, copies = named_devices(tmp_path, 2), []
     training = Training(devices, shadow=False).steps(3)
     finish = training.opt._engine.finish
 
@@ -1056,7 +1056,7 @@ def test_without_shadow_a_step_cut_short_is_noticed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_without_shadow_a_torn_step_is_final(tmp_path, monkeypatch, end):
-    devices = csds(tmp_path, 2)
+    devices = named_devices(tmp_path, 2)
     training = Training(devices, shadow=False).steps(3)
     training.opt.synchronize()
     real = csd_optim.engine.bindings.engine_finish
@@ -1082,17 +1082,17 @@ def test_without_shadow_a_torn_step_is_final(tmp_path, monkeypatch, end):
         training.opt.close()
     del training, caught
     gc.collect()
-    assert not read_contents(Path(devices[0])).superblock.flags & CLEAN
+    assert not read_contents(place(devices[0])).superblock.flags & CLEAN
     with pytest.raises(CSDStoreError, match="cut short"):
         resumed(devices)
 
 
 def test_without_shadow_an_error_before_the_first_write_undoes_the_step(tmp_path):
-    devices = csds(tmp_path, 2)
+    devices = named_devices(tmp_path, 2)
     training = Training(devices, shadow=False).steps(3)
     training.opt.synchronize()
     before = training.image()
-    every = [(device, tile) for device in devices for tile in range(len(read_contents(Path(device)).tiles))]
+    every = [(device, tile) for device in devices for tile in range(len(read_contents(place(device)).tiles))]
     for device, tile in every:  # so that none of them is written
         flip(device, 0, 0, tile=tile)
     with pytest.raises(CSDStoreError, match="is not what was written"):
@@ -1188,7 +1188,7 @@ def failing(monkeypatch, where, call=0):
 @pytest.mark.parametrize("what", ["state", "parameter"])
 @pytest.mark.parametrize("then", ["close", "steps without its gradient"])
 def test_edits_survive_a_step_that_was_undone(tmp_path, monkeypatch, what, then):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     a, b = parameters((3000,), (3000,), dtype=bf16)
     with CSDAdam([a, b], devices=device, tile_size=1024) as opt:
         train(opt, 2)
@@ -1208,7 +1208,7 @@ def test_edits_survive_a_step_that_was_undone(tmp_path, monkeypatch, what, then)
 
 
 def test_a_resume_that_fails_half_way(tmp_path, monkeypatch):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
 
     def groups():
         a, b = parameters((3000,), (3000,))
@@ -1231,7 +1231,7 @@ def test_a_resume_that_fails_half_way(tmp_path, monkeypatch):
 
 
 def test_a_join_that_fails_half_way(tmp_path, monkeypatch):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
 
     def groups():
         a, b, c = parameters((300,), (2000,), (2000,))
@@ -1245,12 +1245,12 @@ def test_a_join_that_fails_half_way(tmp_path, monkeypatch):
     with CSDAdam(groups(), devices=device, resume=True) as opt:
         assert opt.committed_step == 2
         train(opt)
-    assert read_contents(Path(device)).superblock.step == 3
+    assert read_contents(place(device)).superblock.step == 3
 
 
 @pytest.mark.parametrize("then", ["close", "save", "load_state_dict"])
 def test_a_group_that_joined_after_the_last_step(tmp_path, then):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     p, q = parameters((300,), (20,))
     with CSDAdam([p], devices=device) as opt:
         train(opt)
@@ -1266,7 +1266,7 @@ def test_a_group_that_joined_after_the_last_step(tmp_path, then):
 
 
 def test_numbers_of_numpy_are_kept(tmp_path):
-    [device] = csds(tmp_path)
+    [device] = named_devices(tmp_path, 1)
     with CSDAdam(parameters((30,)), lr=np.float32(0.5), betas=(np.float64(0.5), 0.9), devices=device) as opt:
         train(opt)
         opt.param_groups[0]["lr"] = np.float32(0.25)

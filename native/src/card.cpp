@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -65,20 +64,20 @@ struct Cards {
   }
 };
 
-// XRT's destructors wait for a card that is lost, for ever, and in a forked child for threads that are not there. So
-// the process ends without them: this comes before them.
-void leave_without_destructors() {
-  on_exit([](int status, void *) {
-    fflush(nullptr);
-    _exit(status);
-  }, nullptr);
+// XRT's destructors crash over a card that is still open, wait for one that is lost, for ever, and in a forked child for
+// threads that are not there. This comes before them: in such a case the process ends without.
+void leave(int status, void *) {
+  Cards &all = Cards::get();
+  const std::unique_lock lock(all.mutex, std::try_to_lock);
+  if (all.owner == getpid() && lock && all.opened.empty()) return;
+  fflush(nullptr);
+  _exit(status);
 }
 
 }  // namespace
 
 std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xclbin, milliseconds timeout) {
   Cards &all = Cards::get();
-  if (all.owner == 0) pthread_atfork(nullptr, nullptr, leave_without_destructors);
   if (all.owner != 0 && all.owner != getpid())
     throw Failure{CSD_EDEVICE, "a card was opened before this process was forked, and XRT does not survive that: fork first"};
   std::lock_guard lock(all.mutex);
@@ -86,7 +85,7 @@ std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xcl
   std::shared_ptr<Card> card = found != all.opened.end() ? found->second : nullptr;
   if (!card) {
     card.reset(new Card(name, xclbin, timeout));
-    all.owner = getpid();
+    if (all.owner.exchange(getpid()) == 0) on_exit(leave, nullptr);
     all.opened[name] = card;
     try {
       card->guarded("being opened", [card] { card->open_now(); });
@@ -190,7 +189,6 @@ void Card::lose(const std::string &why) {
   std::lock_guard lock(mutex_);
   if (lost_.exchange(true)) return;
   why_ = why;
-  leave_without_destructors();
 }
 
 void Card::fail(const std::string &what, int os_errno) {

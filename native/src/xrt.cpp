@@ -1,6 +1,7 @@
 #include "xrt.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <stdlib.h>
 
 #include <mutex>
@@ -18,13 +19,13 @@ void *open_library() {
   if (const char *root = getenv("XILINX_XRT"))
     if (void *library = dlopen((std::string(root) + "/lib/" + kLibrary).c_str(), RTLD_NOW | RTLD_GLOBAL)) return library;
   if (void *library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL)) return library;
-  throw Failure{CSD_EDEVICE, std::string("the Xilinx runtime (XRT) is not here: ") + dlerror() + ". Install it (docs/smartssd.md), and source its setup.sh"};
+  throw Failure{CSD_EDEVICE, std::string("the Xilinx runtime (XRT) is not here: ") + dlerror() + ". docs/smartssd.md says how to install it", ENOENT};
 }
 
 template <typename Function>
 void find(void *library, Function &function, const char *name) {
   function = reinterpret_cast<Function>(dlsym(library, name));
-  if (!function) throw Failure{CSD_EDEVICE, std::string("this XRT has no function ") + name + "; it has to be 2.13 or later"};
+  if (!function) throw Failure{CSD_EDEVICE, std::string("this XRT has no function ") + name + "; it has to be 2.13 or later", ENOSYS};
 }
 
 }  // namespace
