@@ -91,7 +91,7 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
             "seconds": spread([MEMORY_BYTES * in_memory / r for r in memory_rates]),
         }
     for entry, measured in zip(devices, stats["devices"], strict=True):
-        entry["params"] = measured["params"]
+        entry["params"], entry["p2p"] = measured["params"], measured["p2p"]
         entry["params_per_second"] = spread([measured["params"] / s for s in seconds])
     # Each step is compared with the limit measured right after it: the speed of a shared machine drifts.
     floors = [

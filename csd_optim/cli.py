@@ -262,7 +262,11 @@ def emu(
     For trying things out: times mean nothing. Example: csd-optim emu --devices 2 -- python train.py
     """
     with reported():
-        status = emulation.run(command, devices, drives, timeout)
+        try:
+            status = emulation.run(command, devices, drives, timeout)
+        except (FileNotFoundError, PermissionError) as e:  # as env(1) and timeout(1) do
+            typer.echo(f"error: {message(e)}", err=True)
+            status = 127 if isinstance(e, FileNotFoundError) else 126
     raise typer.Exit(status)
 
 

@@ -329,7 +329,9 @@ class Engine:
             if spec.directory is None:  # memory, where `ram:` moves like a file
                 counts |= {"read_bytes": 0, "write_bytes": 0, "total_write_bytes": 0}
             direct = store.direct if store else None
-            stats.append({"device": str(spec), "backend": spec.backend, "direct_io": direct} | counts)
+            card = self._cards.get(spec.card)
+            p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
+            stats.append({"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p} | counts)
         return stats
 
     def describe(self, manifest: dict[str, Any]) -> None:

@@ -597,6 +597,7 @@ class CSDAdam(AdamW):
                 "device": d["device"],
                 "backend": d["backend"],
                 "direct_io": d["direct_io"],
+                "p2p": d["p2p"],
                 "push_bytes": happened * d["push_bytes"],
                 "pull_bytes": happened * d["pull_bytes"],
                 "flash_read_bytes": happened * d["read_bytes"],

@@ -209,6 +209,8 @@ def show_bench(result: dict[str, Any]) -> None:
             rows.append(("storage", f"{place['filesystem']} on {disk}, {direct}"))
             for kind, label in (("read", "read alone"), ("write", "write alone"), ("mixed", "both at once")):
                 rows.append((label, span(d[f"{kind}_bytes_per_second"], 1e9, "GB/s", 2)))
+        if d["p2p"] is not None:
+            rows.append(("P2P", "yes" if d["p2p"] else "no: the host stands between drive and card"))
         if d["params"]:
             rows.append(("in the step", span(d["params_per_second"], 1e6, "Mparam/s", 1)))
         out.print(facts(rows))

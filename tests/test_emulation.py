@@ -256,7 +256,8 @@ def test_options_of_the_command_are_its_own(separator, places, tmp_path):
 @needs_xrt
 def test_command_line(places, run):
     assert run("emu", "--timeout", "0.1", "--", "sleep", "60")[0] == emulation.TIMED_OUT
-    assert run("emu", "no-such-command") == (1, "", "error: no-such-command: No such file or directory\n")
+    assert run("emu", "no-such-command") == (127, "", "error: no-such-command: No such file or directory\n")
+    assert run("emu", str(places))[0] == 126
     assert run("emu", "--devices", "2", "--drive", places, "true")[0] == 1
     assert run("emu")[0] == run("emu", "--devices", "99", "--", "true")[0] == 2
 

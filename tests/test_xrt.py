@@ -3,6 +3,8 @@
 XRT wants to be alone in its process group, and may take it down with it: everything here runs under `csd-optim emu`.
 """
 
+import errno
+import json
 import os
 import re
 import signal
@@ -14,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from csd_optim import CSDAdam, CSDError
+from csd_optim import CSDAdam, CSDError, CSDUnavailableError
 from csd_optim.emulation import find_xrt
 from csd_optim.verify import verify
+from csd_optim.xclbin import write_emulated
 
 HERE = Path(__file__).parent
 SECONDS = 300  # for anything that runs here; none takes half of it
@@ -29,7 +32,7 @@ def why_not():
         return str(e)
 
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+needs_xrt = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def on_cards(*command, cards=1, fault=""):
@@ -76,7 +79,10 @@ def same(a, b):
 # ---- the whole optimizer suite ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", ["adamw", "torch_contract", "pytorch_suite", "histories", "engine", "signals"])
+@needs_xrt
+@pytest.mark.parametrize(
+    "file", ["adamw", "torch_contract", "pytorch_suite", "resume", "histories", "engine", "signals"]
+)
 def test_the_suite_on_one_card_and_on_three(file):
     """All tests that run on every back end, with one card and with three: conftest.py's `backend`."""
     done = on_cards(
@@ -84,8 +90,10 @@ def test_the_suite_on_one_card_and_on_three(file):
     )
     print(done.stdout[-3000:])  # the summary, with -rP
     assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout)
 
 
+@needs_xrt
 @pytest.mark.parametrize("cards", [1, 3])
 def test_fifty_steps_give_the_bits_of_a_file(cards):
     script(
@@ -106,6 +114,7 @@ def test_fifty_steps_give_the_bits_of_a_file(cards):
 # ---- durable -----------------------------------------------------------------------------
 
 
+@needs_xrt
 def test_a_store_is_the_same_whoever_made_it(tmp_path):
     """Begun by a card, gone on with by the CPU in the same file, then by the card again: the bits of one run."""
     script(
@@ -126,12 +135,11 @@ def test_a_store_is_the_same_whoever_made_it(tmp_path):
     )
 
 
+@needs_xrt
 def test_the_drive_of_a_card_is_found(tmp_path):
     """Without `nvme=` a store is durable, on the card's own drive."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    done = on_cards("sh", "-c", "echo $CSD_OPTIM_EMULATED_DRIVES", cards=2)
-    assert len(done.stdout.split(os.pathsep)) == 2
     emulated = [sys.executable, "-m", "csd_optim", "emu", "--drive", tmp_path / "a", "--drive", tmp_path / "b", "--"]
     text = """
         net = model()
@@ -142,6 +150,41 @@ def test_the_drive_of_a_card_is_found(tmp_path):
     subprocess.run([*emulated, *command], check=True, timeout=SECONDS)
     state = CSDAdam.load([tmp_path / "a", tmp_path / "b"])
     assert [float(entry["step"]) for entry in state["state"].values()] == [3] * 4
+
+
+@needs_xrt
+def test_snapshots():
+    script(
+        """
+        net = model()
+        opt = CSDAdam(net.parameters(), lr=1e-2, devices=["xrt:0", "xrt:1"], shadow=False)
+        train(net, opt, range(3))
+        opt.save("snapshot", wait=False)
+        train(net, opt, range(3, 6))
+        last = bits(net, opt)
+        opt.close()
+        assert all(float(entry["step"]) == 3 for entry in CSDAdam.load("snapshot")["state"].values())
+        again = model()
+        places = [f"xrt:{i}?nvme=snapshot/device-{i}" for i in range(2)]
+        with CSDAdam(again.parameters(), lr=1e-2, devices=places, resume=True) as opt:
+            train(again, opt, range(3, 6))
+            same(last, bits(again, opt))
+        """,
+        cards=2,
+    )
+
+
+@needs_xrt
+def test_the_demo(tmp_path):
+    pytest.importorskip("matplotlib", reason="the demo draws: pip install csd_optim[bench]")
+    demo = [sys.executable, HERE.parent / "bench/demo.py", "--quick", "--json", "--cards", "--devices=2"]
+    done = on_cards(*demo, "--compute=float32", f"--out={tmp_path}", cards=2)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert "2 SmartSSDs, emulated by the Xilinx runtime" in done.stderr
+    assert [d["device"] for d in report["devices"]] == ["xrt:0?scratch=1", "xrt:1?scratch=1"]
+    for row in report["rows"]:
+        assert abs(row["csdadam"] - row["adamw"]) < 1e-3
 
 
 # ---- what may go wrong: the step is undone, the store is at the step before ---------------
@@ -171,6 +214,7 @@ opt.close()
 """
 
 
+@needs_xrt
 @pytest.mark.parametrize(
     ("fault", "error", "says"),
     [
@@ -202,6 +246,7 @@ def test_a_card_that_fails(tmp_path, fault, error, says):
     )
 
 
+@needs_xrt
 def test_memory_that_loses_a_bit(tmp_path):
     """... between kernel and drive: the next step finds it, undoes itself, and nobody goes on from there."""
     place = tmp_path / "csd"
@@ -222,6 +267,7 @@ def test_memory_that_loses_a_bit(tmp_path):
     )
 
 
+@needs_xrt
 def test_one_of_three_cards_fails(tmp_path):
     text = FAULT.replace(
         'devices=[f"xrt:0?nvme={place}&timeout=1.5"]',
@@ -230,6 +276,7 @@ def test_one_of_three_cards_fails(tmp_path):
     script(text, tmp_path / "csd", "CSDUnavailableError", "has not come to an end", cards=3, fault="hang:7@1")
 
 
+@needs_xrt
 def test_without_p2p_the_state_bounces_through_the_host(tmp_path):
     """... and says so once; `p2p=1` insists, `p2p=0` does not even try."""
     text = """
@@ -258,6 +305,7 @@ def test_without_p2p_the_state_bounces_through_the_host(tmp_path):
     script(text, fault="nop2p")
 
 
+@needs_xrt
 def test_programs_that_are_not_ours(tmp_path):
     """No xclbin, none, and one without our kernel: refused when the optimizer is made, before anything is."""
     (tmp_path / "none.xclbin").write_bytes(b"nothing" * 100)
@@ -284,6 +332,7 @@ def test_programs_that_are_not_ours(tmp_path):
     assert not (tmp_path / "csd").exists()
 
 
+@needs_xrt
 def test_cards_that_are_not_there():
     script(
         """
@@ -297,12 +346,70 @@ def test_cards_that_are_not_there():
     )
 
 
-def test_without_xrt(tmp_path):
-    """Everything else works; who asks for a card is told what is missing."""
-    with pytest.raises(CSDError, match="card"):
+def test_no_card():
+    with pytest.raises(CSDUnavailableError, match="there is no Xilinx card on the PCIe bus; without one, run it under"):
         CSDAdam([torch.nn.Parameter(torch.zeros(3))], devices=["xrt:0"])
 
 
+# A runtime that cannot load the program, as a card's would: with the errno that it is told.
+REFUSES = """
+#include <errno.h>
+#include <stdlib.h>
+void *xrtDeviceOpen(unsigned i) { return malloc(1); }
+int xrtDeviceLoadXclbinFile(void *d, const char *p) { errno = atoi(getenv("REFUSES_WITH")); return -1; }
+int xrtDeviceClose(void *d) { free(d); return 0; }
+#define OTHER(name) void *name(void) { abort(); }
+OTHER(xrtDeviceOpenByBDF) OTHER(xrtDeviceGetXclbinUUID) OTHER(xrtPLKernelOpen) OTHER(xrtKernelClose)
+OTHER(xrtKernelArgGroupId) OTHER(xrtBOAlloc) OTHER(xrtBOFree) OTHER(xrtBOMap) OTHER(xrtBOSync) OTHER(xrtRunOpen)
+OTHER(xrtRunClose) OTHER(xrtRunSetArg) OTHER(xrtRunStart) OTHER(xrtRunState)
+"""
+
+
+@pytest.mark.parametrize(
+    ("refuses", "says"),
+    [
+        (None, "the Xilinx runtime (XRT) is not here"),
+        ("", "this XRT has no function xrtDeviceOpen"),
+        (errno.EKEYREJECTED, "its shell takes signed files only"),
+        (errno.EBUSY, "another process uses other kernels on it"),
+        (errno.EINVAL, "it has to be built for the card's shell"),
+        (errno.EACCES, "Permission denied"),
+    ],
+)
+def test_a_runtime_that_refuses(tmp_path, refuses, says):
+    """No XRT, one that is too old, an unsigned shell, somebody else's kernels, the wrong shell, no permission."""
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib/libxrt_coreutil.so.2"
+    if refuses is None:
+        library.write_bytes(b"no library")
+    else:
+        source = tmp_path / "refuses.c"
+        source.write_text(REFUSES if refuses else "int nothing;")
+        subprocess.run([os.environ.get("CC", "gcc"), "-shared", "-fPIC", "-o", library, source], check=True)
+    write_emulated(tmp_path / "ours.xclbin", "a_platform", 1 << 30)
+    environment = os.environ | {
+        "XCL_EMULATION_MODE": "sw_emu",
+        "CSD_OPTIM_EMULATED_DRIVES": str(tmp_path),
+        "CSD_OPTIM_XCLBIN": str(tmp_path / "ours.xclbin"),
+        "XILINX_XRT": str(tmp_path),
+        "LD_LIBRARY_PATH": str(tmp_path / "lib"),
+        "REFUSES_WITH": str(refuses or 0),
+    }
+    text = """
+        try:
+            CSDAdam(model().parameters(), devices=["xrt:0"])
+        except CSDUnavailableError as e:
+            print(e)
+        """
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(text)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert says in done.stdout
+    assert "card 0" in done.stdout
+    assert not list(tmp_path.glob("*.store"))
+
+
+@needs_xrt
 def test_one_card_by_two_names():
     script(
         """
@@ -315,6 +422,7 @@ def test_one_card_by_two_names():
     )
 
 
+@needs_xrt
 def test_larger_tiles_that_do_not_fit_into_the_card(tmp_path):
     """A group that joins later is refused, with the card's name and a way out; the optimizer goes on without it."""
     script(
@@ -339,6 +447,7 @@ def test_larger_tiles_that_do_not_fit_into_the_card(tmp_path):
     )
 
 
+@needs_xrt
 def test_forked(tmp_path):
     """XRT does not survive a fork: a child is told so, and can leave as it likes; the parent goes on."""
     script(
@@ -362,6 +471,7 @@ def test_forked(tmp_path):
     )
 
 
+@needs_xrt
 def test_several_optimizers_share_a_card():
     script(
         """
@@ -379,6 +489,7 @@ def test_several_optimizers_share_a_card():
     )
 
 
+@needs_xrt
 def test_nonfinite_gradients_are_counted():
     script(
         """
@@ -395,6 +506,7 @@ def test_nonfinite_gradients_are_counted():
     )
 
 
+@needs_xrt
 @pytest.mark.parametrize("seed", range(3))
 def test_a_process_that_is_killed_goes_on(tmp_path, seed):
     """SIGKILL somewhere in training on two cards; then resumed: the bits of a run that was never stopped."""
