@@ -1,7 +1,7 @@
-# make demo   trains a small GPT with CSDAdam on four emulated CSDs, beside torch.optim.AdamW
+# make demo       trains a small GPT with CSDAdam on four emulated CSDs, beside torch.optim.AdamW
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
-# make test   everything CI runs: tests, sanitizers, lint, types
-# make soak   kills training more than 200 times, and replays 4000 power losses: a few minutes
+# make test       everything CI runs: tests, sanitizers, lint, types
+# make soak       kills training more than 200 times, and replays 4000 power losses: a few minutes
 # All set up a virtual environment below build/ first; nothing else on the machine is touched.
 
 PYTHON ?= python3

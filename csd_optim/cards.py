@@ -134,12 +134,12 @@ def there_are() -> list[Card]:
         return []
 
 
-def find(name: str, system: System = HERE) -> Card:
-    """The card that a user calls `name`: XRT's index, or a PCIe address, in full or short (65:00.1).
+def find(name: str, system: System = HERE, told: Mapping[str, Facts] | None = None) -> Card:
+    """The card that a user calls `name`: XRT's index, or a PCIe address, in full or short (65:00.1); `told`: `cards`.
 
     Raises CSDValueError if it is wrong, with those there are; CSDUnavailableError if there are no cards, and why.
     """
-    found = cards(system=system)
+    found = cards(told, system)
     if not found:
         raise CSDUnavailableError(errno.ENODEV, _why_none(system))
     there_are = "there are " + ", ".join(c.name if c.index is None else f"xrt:{c.index} ({c.name})" for c in found)

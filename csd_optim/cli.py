@@ -283,10 +283,10 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
     entry: dict[str, Any] = {"device": str(spec), "backend": spec.backend}
     if spec.card:
         try:
-            card = cards.find(spec.card)
-            card = next(c for c in cards.cards(told) if c.name == card.name)
-            entry["card"] = json.loads(json.dumps(asdict(card) | {"emulated": card.emulated}, default=str))
-            spec = cards.located(spec)
+            card = cards.find(spec.card, told=told)
+            facts = asdict(card) | {"emulated": card.emulated}
+            entry["card"] = json.loads(json.dumps(facts, default=str))  # paths as text
+            spec = replace(spec, directory=card.place(spec.directory))
             entry["xclbin"] = describe_xclbin(find_kernels(spec.xclbin))
         except CSDError as e:
             return entry | {"problem": message(e)}

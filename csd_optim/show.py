@@ -54,15 +54,7 @@ def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[d
                 ("", f"so at most {1e3 * mixed / STORE_BYTES:.0f} M parameters per second"),
             ]
         if speed := entry.get("card_speed"):
-            rates = {name: f"{speed[name] / 1e9:.2f} GB/s" for name in speed}
-            p2p = f"drive to card {rates['drive_to_card']}, card to drive {rates['card_to_drive']}"
-            rows += [
-                ("P2P speed", p2p if speed["drive_to_card"] else "none"),
-                ("DMA", f"host to card {rates['to_card']}, card to host {rates['from_card']}"),
-                ("kernel", f"{speed['kernel'] / 1e6:.0f} M parameters per second"),
-            ]
-            if entry["card"]["emulated"]:
-                rows.append(("", "the card is emulated: these rates mean nothing"))
+            rows += describe_card_speed(speed, entry["card"])
         if "warning" in entry:
             rows.append(("warning", entry["warning"]))
         if "problem" in entry:
@@ -89,6 +81,19 @@ def describe_card(card: dict[str, Any], xclbin: dict[str, Any] | None) -> list[t
         rows.append(("drive", ", ".join(filter(None, (nvme["name"], nvme["bdf"], nvme["model"], *nvme["blocks"])))))
     rows.append(("P2P", card["p2p"]))
     rows += [("warning", text) for text in card["warnings"]]
+    return rows
+
+
+def describe_card_speed(speed: dict[str, float], card: dict[str, Any]) -> list[tuple[str, str]]:
+    rates = {name: f"{speed[name] / 1e9:.2f} GB/s" for name in speed}
+    p2p = f"drive to card {rates['drive_to_card']}, card to drive {rates['card_to_drive']}"
+    rows = [
+        ("P2P speed", p2p if speed["drive_to_card"] else "none"),
+        ("DMA", f"host to card {rates['to_card']}, card to host {rates['from_card']}"),
+        ("kernel", f"{speed['kernel'] / 1e6:.0f} M parameters per second"),
+    ]
+    if card["emulated"]:
+        rows.append(("", "the card is emulated: these rates mean nothing"))
     return rows
 
 

@@ -246,7 +246,7 @@ def test_a_card_without_its_drive_takes_nobody_elses(machine):
 
 def test_a_driver_that_is_too_old(tmp_path):
     machine = Machine(tmp_path, "2.12.427,0000000")
-    machine.smartssd("d5", 0)
+    machine.smartssd()
     with pytest.raises(CSDUnavailableError, match=r"its driver is of XRT 2\.12; 2\.13 or later is needed"):
         machine.find("0").place(tmp_path)
 

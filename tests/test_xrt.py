@@ -464,7 +464,8 @@ def test_forked(tmp_path):
             except CSDUnavailableError as e:
                 code = 0 if "forked" in str(e) else 2
             sys.exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status == 0, status
         train(net, opt, range(3, 6))
         opt.close()
         """
@@ -538,3 +539,57 @@ def test_a_process_that_is_killed_goes_on(tmp_path, seed):
         tmp_path / "csd",
         cards=2,
     )
+
+
+# ---- the command line ----------------------------------------------------------------------
+
+
+def command_line(*arguments, **options):
+    done = on_cards(sys.executable, "-m", "csd_optim", *arguments, "--json", **options)
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_xrt
+def test_devices_are_all_cards_and_what_they_are():
+    status, shown = command_line("devices", cards=2)
+    assert (status, [d["device"] for d in shown["devices"]]) == (0, [".", "xrt:0", "xrt:1"])
+    for i, device in enumerate(shown["devices"][1:]):
+        assert (device["card"]["index"], device["card"]["emulated"], device["card"]["p2p"]) == (i, True, "enabled")
+        assert device["xclbin"]["mode"] == "sw_emu"
+        assert device["directory"] == device["card"]["directory"]
+        assert device["store"] is None
+        assert device["room_for_params"] > 0
+
+
+@needs_xrt
+@pytest.mark.parametrize(
+    ("device", "fault", "status", "said"),
+    [
+        ("xrt:0", "", 0, None),
+        ("xrt:0?p2p=0", "", 0, None),
+        ("xrt:0", "nop2p", 0, "warning"),
+        ("xrt:0?p2p=0", "nop2p", 0, None),
+        ("xrt:0?p2p=1", "nop2p", 1, "problem"),
+    ],
+)
+def test_probe(device, fault, status, said):
+    exit_status, shown = command_line("devices", "--probe", device, fault=fault)
+    [entry] = shown["devices"]
+    assert exit_status == status
+    assert {"warning", "problem"} & set(entry) == ({said} if said else set())
+    if said:
+        assert "its drive cannot reach its memory" in entry[said]
+    speed = entry["card_speed"]
+    direct = ("drive_to_card", "card_to_drive")
+    assert all((speed[name] > 0) == (device == "xrt:0" and not fault) for name in direct)
+    assert all(speed[name] > 0 for name in ("to_card", "from_card", "kernel"))
+
+
+@needs_xrt
+def test_bench():
+    status, result = command_line("bench", "xrt:0", "file:", "--params", "200000")
+    assert status == 0
+    assert result["emulated"]
+    assert result["largest_relative_difference"] < 1e-6
+    assert [d["p2p"] for d in result["devices"]] == [True, None]
+    assert sum(d["params"] for d in result["devices"]) == 200_000

@@ -1,6 +1,7 @@
 #include "card.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -85,7 +86,8 @@ std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xcl
   std::shared_ptr<Card> card = found != all.opened.end() ? found->second : nullptr;
   if (!card) {
     card.reset(new Card(name, xclbin, timeout));
-    if (all.owner.exchange(getpid()) == 0) on_exit(leave, nullptr);
+    // What is registered last comes first: in a child, before everything that it has from its parent.
+    if (all.owner.exchange(getpid()) == 0) pthread_atfork(nullptr, nullptr, [] { on_exit(leave, nullptr); });
     all.opened[name] = card;
     try {
       card->guarded("being opened", [card] { card->open_now(); });
@@ -119,6 +121,7 @@ void Card::open_now() try {
   errno = 0;
   const bool is_index = std::all_of(name_.begin(), name_.end(), [](char c) { return c >= '0' && c <= '9'; });
   device_ = is_index ? xrt_.device_open(static_cast<unsigned>(strtoul(name_.c_str(), nullptr, 10))) : xrt_.device_open_by_bdf(name_.c_str());
+  on_exit(leave, nullptr);  // now that XRT has loaded its driver: what is registered last comes first
   if (!device_) fail("XRT cannot open it; `csd-optim devices` lists the cards that there are", errno ? errno : ENODEV);
   errno = 0;
   if (xrt_.device_load_xclbin(device_, xclbin_.c_str())) {
@@ -189,6 +192,7 @@ void Card::lose(const std::string &why) {
   std::lock_guard lock(mutex_);
   if (lost_.exchange(true)) return;
   why_ = why;
+  on_exit(leave, nullptr);  // it may not have come back from being opened
 }
 
 void Card::fail(const std::string &what, int os_errno) {
