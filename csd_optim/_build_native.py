@@ -26,6 +26,21 @@ SOURCES = [
 ]
 
 
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    # The same bits on every machine, and on an FPGA: no fused multiply-add, IEEE division and square root.
+    "-ffp-contract=off",
+    # errno and traps of the mathematics are not looked at; without this sqrtf is not vectorised.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-pthread",
+    *os.environ.get("CSD_OPTIM_CFLAGS", "").split(),
+]
+LINK_FLAGS = ["-pthread", "-ldl", *os.environ.get("CSD_OPTIM_LDFLAGS", "").split()]
+
+
 def cdef(header: str) -> str:
     """The declarations of csd.h between its two cdef marks."""
     declarations = re.search(r"/\* cdef:.*?\*/(.*?)/\* end of cdef \*/", header, re.S)
@@ -42,19 +57,8 @@ ffibuilder.set_source(
     # Relative: setuptools refuses absolute paths in an sdist, and builds from the project's root.
     sources=[f"native/src/{name}.cpp" for name in SOURCES],
     include_dirs=[str(NATIVE / "include"), str(NATIVE / "src")],
-    extra_compile_args=[
-        "-std=c++17",
-        "-O3",
-        # The same bits on every machine: no fused multiply-add, IEEE division and square root.
-        "-ffp-contract=off",
-        # errno and traps of the mathematics are not looked at; without this sqrtf is not vectorised.
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fvisibility=hidden",
-        "-pthread",
-        *os.environ.get("CSD_OPTIM_CFLAGS", "").split(),
-    ],
-    extra_link_args=["-pthread", "-ldl", *os.environ.get("CSD_OPTIM_LDFLAGS", "").split()],
+    extra_compile_args=FLAGS,
+    extra_link_args=LINK_FLAGS,
     py_limited_api=True,
 )
 
