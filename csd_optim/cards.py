@@ -206,7 +206,12 @@ sys.stdout.write("\\n" + json.dumps(cards) + "\\n")
 
 
 def ask_pyxrt(seconds: float = ASK_SECONDS) -> dict[str, dict[str, str]]:
-    """What pyxrt says of each card, by BDF; empty without pyxrt, or if it fails or takes longer than `seconds`."""
+    """What pyxrt says of each card, by BDF; empty without pyxrt, or if it fails or takes longer than `seconds`.
+
+    In emulation it is not asked: it would start cards of its own, and they have no BDF.
+    """
+    if os.environ.get("XCL_EMULATION_MODE"):
+        return {}
     try:
         done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=seconds)
         answer = json.loads(done.stdout.strip().rpartition("\n")[2])  # XRT may crash at exit: no matter
