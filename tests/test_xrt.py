@@ -35,16 +35,16 @@ def why_not():
 needs_xrt = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
-def on_cards(*command, cards=1, fault=""):
+def emulated(*command, cards=1, fault=""):
     """Runs a command with emulated cards, one of which may fail."""
-    emulated = [sys.executable, "-m", "csd_optim", "emu", "--devices", str(cards), "--timeout", str(SECONDS), "--"]
+    emu = [sys.executable, "-m", "csd_optim", "emu", "--devices", str(cards), "--timeout", str(SECONDS), "--"]
     environment = os.environ | {"CSD_OPTIM_EMULATOR_FAULT": fault}
-    return subprocess.run([*emulated, *command], env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
+    return subprocess.run([*emu, *command], env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
 
 
 def script(text, *arguments, **options):
     """Runs a Python script with emulated cards; it has to end well. Returns what it prints."""
-    done = on_cards(sys.executable, "-c", PRELUDE + textwrap.dedent(text), *map(str, arguments), **options)
+    done = emulated(sys.executable, "-c", PRELUDE + textwrap.dedent(text), *map(str, arguments), **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -85,7 +85,7 @@ def same(a, b):
 )
 def test_the_suite_on_one_card_and_on_three(file):
     """All tests that run on every back end, with one card and with three: conftest.py's `backend`."""
-    done = on_cards(
+    done = emulated(
         sys.executable, "-m", "pytest", "-q", "--xrt", "-p", "no:cacheprovider", HERE / f"test_{file}.py", cards=3
     )
     print(done.stdout[-3000:])  # the summary, with -rP
@@ -178,7 +178,7 @@ def test_snapshots():
 def test_the_demo(tmp_path):
     pytest.importorskip("matplotlib", reason="the demo draws: pip install csd_optim[bench]")
     demo = [sys.executable, HERE.parent / "bench/demo.py", "--quick", "--json", "--cards", "--devices=2"]
-    done = on_cards(*demo, "--compute=float32", f"--out={tmp_path}", cards=2)
+    done = emulated(*demo, "--compute=float32", f"--out={tmp_path}", cards=2)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert "2 SmartSSDs, emulated by the Xilinx runtime" in done.stderr
@@ -522,7 +522,7 @@ def test_a_process_that_is_killed_goes_on(tmp_path, seed):
         train(net, opt, range(2, 100_000))
         """
     command = [sys.executable, "-c", PRELUDE + textwrap.dedent(text), str(tmp_path / "csd"), str(seed)]
-    assert on_cards(*command, cards=2).returncode == 128 + signal.SIGKILL
+    assert emulated(*command, cards=2).returncode == 128 + signal.SIGKILL
     script(
         """
         place, runs = sys.argv[1], []
@@ -545,7 +545,7 @@ def test_a_process_that_is_killed_goes_on(tmp_path, seed):
 
 
 def command_line(*arguments, **options):
-    done = on_cards(sys.executable, "-m", "csd_optim", *arguments, "--json", **options)
+    done = emulated(sys.executable, "-m", "csd_optim", *arguments, "--json", **options)
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
