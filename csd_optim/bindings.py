@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
 
 import numpy as np
 import torch
@@ -143,13 +142,6 @@ def card_close(card: Any, name: str) -> None:
 
 def card_has_p2p(card: Any) -> bool:
     return bool(lib.csd_card_has_p2p(card))
-
-
-def card_uuid(card: Any) -> UUID:
-    """Of the xclbin that is loaded."""
-    uuid = ffi.new("uint8_t[16]")
-    lib.csd_card_uuid(card, uuid)
-    return UUID(bytes=bytes(uuid))
 
 
 def card_measure(config: DeviceConfig, offset: int, nbytes: int, name: Namer) -> dict[str, float]:

@@ -93,8 +93,7 @@ typedef struct csd_card csd_card;
  * this process. */
 int csd_card_open(const char *name, const char *xclbin, uint32_t timeout_ms, csd_card **out, csd_error *error);
 int csd_card_close(csd_card *card, csd_error *error);
-int32_t csd_card_has_p2p(const csd_card *card);            /* can a drive reach its memory? */
-void csd_card_uuid(const csd_card *card, uint8_t uuid[16]); /* of the xclbin */
+int32_t csd_card_has_p2p(const csd_card *card); /* can a drive reach its memory? */
 
 /* Between drive and card: directly where that works, insist on it, or through host memory. */
 enum csd_p2p { CSD_P2P_AUTO = 0, CSD_P2P_ON = 1, CSD_P2P_OFF = 2 };

@@ -62,8 +62,6 @@ int csd_card_close(csd_card *card, csd_error *error) {
 
 int32_t csd_card_has_p2p(const csd_card *card) { return card->card->has_p2p(); }
 
-void csd_card_uuid(const csd_card *card, uint8_t uuid[16]) { memcpy(uuid, card->card->uuid(), 16); }
-
 int csd_card_measure(const csd_device *device, uint64_t offset, uint64_t bytes, csd_card_rates *out, csd_error *error) {
   return guarded(error, [&] { *out = csd::measure_card(*device, offset, bytes); });
 }

@@ -42,16 +42,10 @@ class HandlersKept {
   }
 
  private:
-  static constexpr int kSignals[] = {SIGSEGV, SIGFPE, SIGABRT, SIGUSR1, SIGCHLD, SIGTERM, SIGINT};
+  static constexpr int kSignals[] = {SIGSEGV, SIGFPE, SIGABRT, SIGUSR1, SIGCHLD};
   static constexpr size_t kCount = std::size(kSignals);
   struct sigaction kept_[kCount];
 };
-
-}  // namespace
-
-// ---- Opened once per process ------------------------------------------------
-
-namespace {
 
 // Never destroyed: a card may be lost, and threads still be waiting for it when the process ends.
 struct Cards {
@@ -75,7 +69,13 @@ void leave(int status, void *) {
   _exit(status);
 }
 
+void leave_first() {  // what is registered last comes first
+  on_exit(leave, nullptr);
+}
+
 }  // namespace
+
+// ---- Opened once per process ------------------------------------------------
 
 std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xclbin, milliseconds timeout) {
   Cards &all = Cards::get();
@@ -86,8 +86,7 @@ std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xcl
   std::shared_ptr<Card> card = found != all.opened.end() ? found->second : nullptr;
   if (!card) {
     card.reset(new Card(name, xclbin, timeout));
-    // What is registered last comes first: in a child, before everything that it has from its parent.
-    if (all.owner.exchange(getpid()) == 0) pthread_atfork(nullptr, nullptr, [] { on_exit(leave, nullptr); });
+    if (all.owner.exchange(getpid()) == 0) pthread_atfork(nullptr, nullptr, leave_first);
     all.opened[name] = card;
     try {
       card->guarded("being opened", [card] { card->open_now(); });
@@ -121,7 +120,8 @@ void Card::open_now() try {
   errno = 0;
   const bool is_index = std::all_of(name_.begin(), name_.end(), [](char c) { return c >= '0' && c <= '9'; });
   device_ = is_index ? xrt_.device_open(static_cast<unsigned>(strtoul(name_.c_str(), nullptr, 10))) : xrt_.device_open_by_bdf(name_.c_str());
-  on_exit(leave, nullptr);  // now that XRT has loaded its driver: what is registered last comes first
+  static std::once_flag driver_is_loaded;
+  std::call_once(driver_is_loaded, leave_first);
   if (!device_) fail("XRT cannot open it; `csd-optim devices` lists the cards that there are", errno ? errno : ENODEV);
   errno = 0;
   if (xrt_.device_load_xclbin(device_, xclbin_.c_str())) {
@@ -131,9 +131,10 @@ void Card::open_now() try {
                       : error == EINVAL || error == EOPNOTSUPP ? " (it has to be built for the card's shell)" : "";
     fail(std::string("XRT cannot load the kernels") + why + ", " + xclbin_, error ? error : EIO);
   }
-  if (xrt_.device_xclbin_uuid(device_, uuid_)) fail("XRT does not say which kernels are loaded", errno);
+  unsigned char uuid[16];
+  if (xrt_.device_xclbin_uuid(device_, uuid)) fail("XRT does not say which kernels are loaded", errno);
   errno = 0;
-  kernel_ = xrt_.kernel_open(device_, uuid_, kKernel);
+  kernel_ = xrt_.kernel_open(device_, uuid, kKernel);
   if (!kernel_) fail(xclbin_ + " has no kernel " + kKernel + ": it is another program's; build ours (docs/smartssd.md)", errno ? errno : ENOENT);
   has_p2p_ = try_p2p();
 } catch (...) {
@@ -192,7 +193,7 @@ void Card::lose(const std::string &why) {
   std::lock_guard lock(mutex_);
   if (lost_.exchange(true)) return;
   why_ = why;
-  on_exit(leave, nullptr);  // it may not have come back from being opened
+  leave_first();  // it may not have come back from being opened
 }
 
 void Card::fail(const std::string &what, int os_errno) {

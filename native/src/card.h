@@ -24,9 +24,7 @@ class Card : public std::enable_shared_from_this<Card> {
   static std::shared_ptr<Card> open(const std::string &name, const std::string &xclbin, std::chrono::milliseconds timeout);
   static void close(std::shared_ptr<Card>);
 
-  const std::string &name() const { return name_; }
   bool has_p2p() const { return has_p2p_; }
-  const unsigned char *uuid() const { return uuid_; }
 
   // XRT may never return: a driver hangs, an emulated device is gone. So whatever calls it runs on a thread of its own,
   // which is left to itself when the time is up; `call` therefore has to own all that it touches. From then on the card
@@ -58,7 +56,6 @@ class Card : public std::enable_shared_from_this<Card> {
   const std::string name_, xclbin_;
   const std::chrono::milliseconds timeout_;
   Xrt::Handle device_ = nullptr, kernel_ = nullptr;
-  unsigned char uuid_[16] = {};
   bool has_p2p_ = false, emulated_ = false;
   uint32_t users_ = 0;  // guarded by the mutex of all cards
   std::timed_mutex kernel_in_use_;
