@@ -144,6 +144,14 @@ def card_has_p2p(card: Any) -> bool:
     return bool(lib.csd_card_has_p2p(card))
 
 
+def card_try_p2p(card: Any, fd: int, offset: int, name: str) -> None:
+    """Reads a page of an O_DIRECT file into the card's memory and writes it back; then `card_has_p2p` knows."""
+    error = ffi.new("csd_error *")
+    status = lib.csd_card_try_p2p(card, fd, offset, error)
+    error.device = 0
+    check(status, error, lambda *_: f"card {name}")
+
+
 def card_measure(config: DeviceConfig, offset: int, nbytes: int, name: Namer) -> dict[str, float]:
     """Rates of a device with a card, see `csd_card_rates`. Overwrites `nbytes` of its file from `offset` on."""
     device, out, error = ffi.new("csd_device *"), ffi.new("csd_card_rates *"), ffi.new("csd_error *")

@@ -31,7 +31,7 @@ from .errors import (
 from .layout import Extent, plan_extent
 from .signals import signals_held
 from .store import Mode, StoreFile
-from .store_format import Contents, Record
+from .store_format import PAGE, Contents, Record
 from .xclbin import find_kernels
 
 log = logging.getLogger("csd_optim")
@@ -93,6 +93,13 @@ class Engine:
         with signals_held():  # else nobody would close it
             handle = bindings.card_open(card.name, find_kernels(spec.xclbin), spec.timeout)
             self._cards[card.name] = handle
+        if spec.p2p != "0" and bindings.card_has_p2p(handle):
+            place = directory if directory.is_dir() else directory.parent
+            with contextlib.closing(StoreFile(place, durable=False)) as page, warnings.catch_warnings():
+                warnings.simplefilter("ignore", CSDWarning)  # of no direct I/O: the store itself says so
+                offset = page.allocate(PAGE)
+                if page.direct:
+                    bindings.card_try_p2p(handle, page.io_fd, offset, card.name)
         if spec.p2p == "1" and not bindings.card_has_p2p(handle):
             raise CSDUnavailableError(
                 errno.EOPNOTSUPP,

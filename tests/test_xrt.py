@@ -306,6 +306,32 @@ def test_without_p2p_the_state_bounces_through_the_host(tmp_path):
 
 
 @needs_xrt
+def test_p2p_that_is_there_but_fails(tmp_path):
+    """Where the drive's transfers to the card fail, the state goes through the host, too."""
+    script(
+        """
+        import os, warnings
+        from csd_optim import bindings
+        from csd_optim.xclbin import find_kernels
+        card = bindings.card_open("0", find_kernels(), 30)
+        assert bindings.card_has_p2p(card)
+        fd = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)  # it cannot be read
+        bindings.card_try_p2p(card, fd, 0, "0")
+        assert not bindings.card_has_p2p(card)
+        net = model()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with CSDAdam(net.parameters(), lr=1e-2, devices=["xrt:0"]) as opt:
+                train(net, opt, range(3))
+                assert opt.stats()["devices"][0]["p2p"] is False
+        assert "its drive cannot reach its memory" in str(caught[0].message), caught
+        bindings.card_close(card, "0")
+        """,
+        tmp_path / "file",
+    )
+
+
+@needs_xrt
 def test_programs_that_are_not_ours(tmp_path):
     """No xclbin, none, and one without our kernel: refused when the optimizer is made, before anything is."""
     (tmp_path / "none.xclbin").write_bytes(b"nothing" * 100)

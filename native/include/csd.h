@@ -95,6 +95,10 @@ int csd_card_open(const char *name, const char *xclbin, uint32_t timeout_ms, csd
 int csd_card_close(csd_card *card, csd_error *error);
 int32_t csd_card_has_p2p(const csd_card *card); /* can a drive reach its memory? */
 
+/* Tries that out: reads a page of an O_DIRECT file on its drive at `offset`, and writes it back. Where that fails, the
+ * card counts as one without P2P from now on. */
+int csd_card_try_p2p(csd_card *card, int32_t fd, uint64_t offset, csd_error *error);
+
 /* Between drive and card: directly where that works, insist on it, or through host memory. */
 enum csd_p2p { CSD_P2P_AUTO = 0, CSD_P2P_ON = 1, CSD_P2P_OFF = 2 };
 

@@ -62,6 +62,10 @@ int csd_card_close(csd_card *card, csd_error *error) {
 
 int32_t csd_card_has_p2p(const csd_card *card) { return card->card->has_p2p(); }
 
+int csd_card_try_p2p(csd_card *card, int32_t fd, uint64_t offset, csd_error *error) {
+  return guarded(error, [&] { card->card->try_p2p(fd, offset); });
+}
+
 int csd_card_measure(const csd_device *device, uint64_t offset, uint64_t bytes, csd_card_rates *out, csd_error *error) {
   return guarded(error, [&] { *out = csd::measure_card(*device, offset, bytes); });
 }

@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "pool.h"
+#include "transfer.h"
 
 namespace csd {
 namespace {
@@ -136,13 +137,13 @@ void Card::open_now() try {
   errno = 0;
   kernel_ = xrt_.kernel_open(device_, uuid, kKernel);
   if (!kernel_) fail(xclbin_ + " has no kernel " + kKernel + ": it is another program's; build ours (docs/smartssd.md)", errno ? errno : ENOENT);
-  has_p2p_ = try_p2p();
+  has_p2p_ = maps_p2p();
 } catch (...) {
   close_now();
   throw;
 }
 
-bool Card::try_p2p() const {
+bool Card::maps_p2p() const {
   const Xrt::Handle buffer = xrt_.buffer_alloc(device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernel_, kTileIn)));
   if (!buffer) return false;
   // Direct I/O needs a whole page; XRT's `noop` driver, for one, returns something else.
@@ -150,6 +151,14 @@ bool Card::try_p2p() const {
   const bool usable = map && reinterpret_cast<uintptr_t>(map) % kPage == 0;
   xrt_.buffer_free(buffer);
   return usable;
+}
+
+// There are systems on which P2P memory is mapped, and transfers fail.
+void Card::try_p2p(int fd, uint64_t offset) {
+  guarded("trying P2P", [card = shared_from_this(), fd, offset] {
+    const CardBuffer page(card, kPage, kTileIn, true);
+    if (read_fully(fd, page.bytes(), kPage, offset) || write_fully(fd, page.bytes(), kPage, offset)) card->has_p2p_ = false;
+  });
 }
 
 void Card::close_now() {

@@ -25,6 +25,7 @@ class Card : public std::enable_shared_from_this<Card> {
   static void close(std::shared_ptr<Card>);
 
   bool has_p2p() const { return has_p2p_; }
+  void try_p2p(int fd, uint64_t offset);  // see csd_card_try_p2p
 
   // XRT may never return: a driver hangs, an emulated device is gone. So whatever calls it runs on a thread of its own,
   // which is left to itself when the time is up; `call` therefore has to own all that it touches. From then on the card
@@ -47,7 +48,7 @@ class Card : public std::enable_shared_from_this<Card> {
   Card(std::string name, std::string xclbin, std::chrono::milliseconds timeout);
   void open_now();
   void close_now();
-  bool try_p2p() const;
+  bool maps_p2p() const;
   void lose(const std::string &why);
   void check();  // throws if it is lost
   bool lost() const { return lost_; }
@@ -56,7 +57,8 @@ class Card : public std::enable_shared_from_this<Card> {
   const std::string name_, xclbin_;
   const std::chrono::milliseconds timeout_;
   Xrt::Handle device_ = nullptr, kernel_ = nullptr;
-  bool has_p2p_ = false, emulated_ = false;
+  std::atomic<bool> has_p2p_{false};
+  bool emulated_ = false;
   uint32_t users_ = 0;  // guarded by the mutex of all cards
   std::timed_mutex kernel_in_use_;
   std::mutex mutex_;  // guards why_
