@@ -14,6 +14,7 @@ SOURCES = [
     "pool",
     "transfer",
     "updater",
+    "topk",
     "crc32c",
     "memory",
     "device_cpu",

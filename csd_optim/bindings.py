@@ -35,7 +35,17 @@ ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CS
 # numpy images of the structs that travel as arrays; checked against the compiler's layout below.
 PIECE = np.dtype([("param", "u4"), ("tile", "u4"), ("param_first", "u8"), ("tile_first", "u8"), ("elems", "u8")])
 PARAM = np.dtype(
-    [("grad", "u8"), ("param", "u8"), ("grad_dtype", "u4"), ("param_dtype", "u4"), ("hyper", "u4"), ("master", "u4")]
+    [
+        *(
+            ("grad", "u8"),
+            ("param", "u8"),
+            ("grad_dtype", "u4"),
+            ("param_dtype", "u4"),
+            ("hyper", "u4"),
+            ("master", "u4"),
+        ),
+        *(("topk", "f8"), ("residual", "u8"), ("topk_dtype", "u4"), ("reserved", "u4")),
+    ]
 )
 HYPER = np.dtype(
     [
@@ -233,9 +243,10 @@ def engine_begin(
     check(status, error, name)
 
 
-def engine_push(engine: Any, tile: int, grad: int, param: int, name: Namer) -> None:
+def engine_push(engine: Any, tile: int, grad: int, param: int, entries: int, n_entries: int, name: Namer) -> None:
     error = ffi.new("csd_error *")
-    status = lib.csd_engine_push(engine, tile, ffi.cast("void *", grad), ffi.cast("void *", param), error)
+    images = ffi.cast("void *", grad), ffi.cast("void *", param), ffi.cast("uint32_t *", entries)
+    status = lib.csd_engine_push(engine, tile, *images, n_entries, error)
     check(status, error, name, _UNDONE)
 
 
@@ -316,6 +327,37 @@ def update(
         error,
     )
     check(status, error)
+
+
+def topk_count(ratio: float, n: int) -> int:
+    """How many of the n gradients of a piece are sent: max(1, ratio * n rounded to nearest even), 0 of 0."""
+    return int(lib.csd_topk_count(ratio, n))
+
+
+def topk_select(
+    grad: torch.Tensor, k: int, dtype: torch.dtype, residual: torch.Tensor | None = None, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The selection alone, on the calling thread: up to k indices (int32, ascending) and values (`dtype`, 16 bits).
+
+    `grad`: contiguous, 1-D, on the CPU; `residual`: bfloat16 of the same length, in units of `scale` * gradient.
+    """
+    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k, dtype=dtype)
+    selected, error = ffi.new("uint64_t *"), ffi.new("csd_error *")
+    status = lib.csd_topk_select(
+        ffi.cast("void *", grad.data_ptr()),
+        DTYPE_CODES[grad.dtype],
+        grad.numel(),
+        ffi.NULL if residual is None else ffi.cast("uint16_t *", residual.data_ptr()),
+        scale,
+        DTYPE_CODES[dtype],
+        k,
+        ffi.cast("uint32_t *", indices.data_ptr()),
+        ffi.cast("uint16_t *", values.data_ptr()),
+        selected,
+        error,
+    )
+    check(status, error)
+    return indices[: selected[0]], values[: selected[0]]
 
 
 def isas() -> list[str]:

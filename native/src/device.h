@@ -43,6 +43,9 @@ struct Work {
   const csd_adamw *hypers = nullptr;
   const void *grad_image = nullptr;  // null: read and write where the params say
   void *param_image = nullptr;
+  const uint32_t *entries = nullptr;  // of the sparse gradients (csd_kernel.h): came with an image, or provide_entries()
+  uint64_t n_entries = 0;             // words of 32 bits
+  std::vector<uint32_t> selected;     // those that were selected here
   bool from_windows = false;  // it begins with what the windows show, and not with what was loaded
   bool verify = false;        // what was loaded must have the checksums of the tile's slot
   // What Device::update fills in: bytes, bytes, parameters, gradients that are inf or nan, and the new state's sums.

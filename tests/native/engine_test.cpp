@@ -89,7 +89,7 @@ struct Model {
     OK(csd_engine_extend(engine, &extent, got, &error));
     windows.insert(windows.end(), got, got + sections);
     table.clear();
-    for (size_t i = 0; i < params.size(); i++) table.push_back({grads[i].data(), params[i].data(), dtype, dtype, 0, 0});
+    for (size_t i = 0; i < params.size(); i++) table.push_back({grads[i].data(), params[i].data(), dtype, dtype, 0, 0, 0, nullptr, 0, 0});
   }
 
   void fill(std::vector<char> &grad, uint32_t seed) const {
@@ -108,7 +108,7 @@ struct Model {
 
   int push(size_t from, size_t to) {
     for (size_t i = from; i < to; i++)
-      if (const int status = csd_engine_push(engine, tiles[i], nullptr, nullptr, &error)) return status;
+      if (const int status = csd_engine_push(engine, tiles[i], nullptr, nullptr, nullptr, 0, &error)) return status;
     return CSD_OK;
   }
 
@@ -122,7 +122,7 @@ struct Model {
     std::vector<std::vector<char>> images(2 * tiles.size(), std::vector<char>(4 * kTile, 0));
     if (const int status = begin()) return status;
     for (size_t i = tiles.size(); i-- > 0;)
-      OK(csd_engine_push(engine, tiles[i], images[2 * i].data(), images[2 * i + 1].data(), &error));
+      OK(csd_engine_push(engine, tiles[i], images[2 * i].data(), images[2 * i + 1].data(), nullptr, 0, &error));
     for (size_t i = 0; i < tiles.size(); i++) {
       uint32_t tile = 0;
       if (csd_engine_pull(engine, &tile, &error)) return csd_engine_finish(engine, 0, &error);
@@ -320,13 +320,13 @@ void wrong_calls() {
 
   Model m({file(a)});
   uint32_t tile;
-  CHECK(csd_engine_push(m.engine, 0, nullptr, nullptr, &error) == CSD_ESTATE);
+  CHECK(csd_engine_push(m.engine, 0, nullptr, nullptr, nullptr, 0, &error) == CSD_ESTATE);
   CHECK(csd_engine_pull(m.engine, &tile, &error) == CSD_ESTATE);
   CHECK(csd_engine_finish(m.engine, 1, &error) == CSD_ESTATE);
   OK(m.begin());
   CHECK(m.begin() == CSD_ESTATE);
   CHECK(csd_engine_drain(m.engine, 1, &error) == CSD_ESTATE);
-  CHECK(csd_engine_push(m.engine, 9999, nullptr, nullptr, &error) == CSD_EINVAL);
+  CHECK(csd_engine_push(m.engine, 9999, nullptr, nullptr, nullptr, 0, &error) == CSD_EINVAL);
   OK(m.push(0, 1));
   CHECK(m.push(0, 1) == CSD_EINVAL);
   OK(m.push(1, m.tiles.size()));
