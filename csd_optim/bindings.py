@@ -44,7 +44,7 @@ PARAM = np.dtype(
             ("hyper", "u4"),
             ("master", "u4"),
         ),
-        *(("topk", "f8"), ("residual", "u8"), ("topk_dtype", "u4"), ("reserved", "u4")),
+        *(("topk", "f8"), ("residual", "u8"), ("topk_dtype", "u4"), ("seed", "u4")),
     ]
 )
 HYPER = np.dtype(

@@ -289,6 +289,9 @@ class CSDAdam(AdamW):
         kept = self._places.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
+            for before, group in zip(kept[1], self.param_groups, strict=True):
+                if "topk" in before:  # AdamW's checkpoints do not have it
+                    group.setdefault("topk", before["topk"])
             self._places.check(self.param_groups)
         except BaseException:
             self._places.state, self.param_groups = kept  # refused: nothing was touched
@@ -498,7 +501,7 @@ class CSDAdam(AdamW):
         topk = shares(plan.bounds, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup)
         if not topk.any():
             return []
-        owed = []
+        owed, new = [], False
         for bound, grad, share in zip(plan.bounds, grads, topk.tolist(), strict=True):
             if not share:
                 continue
@@ -507,8 +510,13 @@ class CSDAdam(AdamW):
             if bound.index in prepared:  # the engine selects from the gradient as it is
                 row["grad_dtype"] = DTYPE_CODES[prepared[bound.index].grad.dtype]
             if self.error_feedback:
-                row["residual"] = self._places.owe(engine, bound).data_ptr()
+                if self._places.owe(engine, bound):
+                    self._places.show(bound)
+                    new = True
+                row["residual"], row["seed"] = bound.windows["residual"].data_ptr(), int(steps[bound.index])
                 owed.append(bound)
+        if new:
+            self._places.remember()
         return owed
 
     def _clip_scale(self, grads: list[torch.Tensor], grad_scale: float) -> float:

@@ -86,21 +86,20 @@ class Places:
         self.changes += 1
         return bound
 
-    def owe(self, engine: Engine, bound: Bound) -> torch.Tensor:
-        """The residual of a parameter, on its device; made, of zeros, where there is none. Raises CSDOSError."""
+    def owe(self, engine: Engine, bound: Bound) -> bool:
+        """Sees to it that a parameter has a residual, on its device. Was there none? Raises CSDOSError."""
         p, residual = bound.param, bound.residual
         if residual is None:
             residual = torch.empty_strided(p.shape, bound.stride, dtype=torch.bfloat16, device=p.device).zero_()
         elif residual.device == p.device:
-            return residual
+            return False
         residual = residual.to(p.device)
         engine.keep_residual(bound.index, flat(residual))
         bound.windows["residual"] = residual
-        self.show(bound)
-        self.remember()
-        return residual
+        return True
 
     def forgive(self, engine: Engine, bound: Bound) -> None:
+        """The parameter has a residual no more."""
         engine.drop_residual(bound.index)
         del bound.windows["residual"]
         self.state[bound.param].pop("residual", None)

@@ -2,9 +2,9 @@
 
 Of each part of a parameter (what lies in one tile, n elements) the `round(topk * n)` gradients of the largest magnitude
 are sent, at least one: as they are in 16 bits; among equal ones the first; zeros never. The device takes the others as
-zero. With error feedback what was not sent is *owed*: the residual, bfloat16, is added to the next gradient. It is kept
-in the units of the update, that is after loss scale and clipping, so that both may change from step to step; and it
-changes only when a step is whole.
+zero. With error feedback what was not sent is *owed*: the residual, bfloat16, is added to the next gradient. It is in
+the units of the update, that is after loss scale and clipping, so that both may change from step to step; it is rounded
+at random, so that small gradients add up, too; and it changes only when a step is whole.
 
 The engine selects where gradients lie in host memory (native/src/topk.h), compression.py where they do not, by the same
 definitions and to the same bits.

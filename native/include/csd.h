@@ -194,7 +194,7 @@ typedef struct csd_param {
   double topk;
   void *residual;     /* bf16, one per element, where `grad` has it: what is owed of the gradient; NULL: nothing ever */
   uint32_t topk_dtype; /* CSD_F16 or CSD_BF16: of what is sent */
-  uint32_t reserved;
+  uint32_t seed;      /* for the rounding of the residual: another one in each step */
 } csd_param;
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after

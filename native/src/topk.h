@@ -7,7 +7,9 @@
 //
 //     owed      = gradient + residual / s      in the units of the gradient, which a loss scale may change any time
 //     sent      = owed, rounded to 16 bits     but finite if it is
-//     residual' = (owed - sent) * s            in the units of the update, once the step is whole
+//     residual' = (owed - sent) * s            in the units of the update, once the step is whole; rounded to bf16 at
+//                                              random (see narrow_residual), for a small gradient that is added to a
+//                                              large residual again and again would otherwise be lost each time
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -24,6 +26,7 @@ struct Part {
   uint16_t *residual;  // bf16; null: nothing is owed
   float scale;         // of the gradient
   uint32_t dtype;      // of what is sent: CSD_F16 or CSD_BF16
+  uint32_t seed = 0;   // of the rounding, for element 0
 
   // A scale that is nothing to divide by leaves the residual alone.
   bool owes() const { return residual && scale != 0 && std::isfinite(scale) && std::isfinite(1.0f / scale); }

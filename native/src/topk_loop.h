@@ -31,6 +31,19 @@ static void round_part(const Part &part, uint64_t n, uint16_t *values) {
   }
 }
 
+// Rounds to one of the two neighbours in bf16, each with the probability that makes the mean exact (Gupta et al., "Deep
+// Learning with Limited Numerical Precision", 2015). Chance is a hash of element and step: the same on every machine.
+static inline void narrow_residual(const float *from, uint16_t *to, uint64_t n, uint32_t seed) {
+  for (uint64_t i = 0; i < n; i++) {
+    uint32_t hash = seed + (uint32_t)i;  // mixed by Wellons' "lowbias32"
+    hash = (hash ^ hash >> 16) * 0x7feb352du;
+    hash = (hash ^ hash >> 15) * 0x846ca68bu;
+    hash = hash ^ hash >> 16;
+    const uint32_t u = float_bits(from[i]), rounded = (u + (hash & 0xffffu)) >> 16;
+    to[i] = (u & 0x7f800000u) == 0x7f800000u ? f32_to_bf16(from[i]) : (uint16_t)rounded;
+  }
+}
+
 static void feed_back_part(const Part &part, uint64_t first, uint64_t n, const uint16_t *sent) {
   alignas(64) float wide[kBlock], was_sent[kBlock];
   for (uint64_t i = 0; i < n; i += kBlock) {
@@ -39,7 +52,7 @@ static void feed_back_part(const Part &part, uint64_t first, uint64_t n, const u
     if (part.dtype == CSD_F16) widen_f16(sent + i, was_sent, some);
     else widen_bf16(sent + i, was_sent, some);
     for (uint64_t j = 0; j < some; j++) wide[j] = (wide[j] - was_sent[j]) * part.scale;
-    narrow_bf16(wide, part.residual + first + i, some);
+    narrow_residual(wide, part.residual + first + i, some, part.seed + (uint32_t)(first + i));
   }
 }
 
