@@ -23,6 +23,7 @@ SOURCES = [
     "card",
     "xrt",
     "device_null",
+    "device_paced",
 ]
 
 
