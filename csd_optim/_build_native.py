@@ -24,6 +24,7 @@ SOURCES = [
     "card",
     "xrt",
     "device_null",
+    "device_paced",
 ]
 
 

@@ -171,7 +171,8 @@ def scratch(spec: DeviceSpec) -> str:
         return f"{spec}{'&' if '?' in spec.text else '?'}scratch=1"
     if spec.backend != "file":
         return str(spec)
-    return f"file:{spec.directory}?scratch=1&buffers={spec.buffers}&block={spec.block_bytes}"
+    options = spec.text.partition("?")[2] if spec.text.lower().startswith("file:") else ""
+    return f"file:{spec.directory}?{options}&scratch=1"
 
 
 def verify(specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from ._native import ffi, lib
+from .devices import UNPACED, Pace
 from .errors import (
     CSDMemoryError,
     CSDOSError,
@@ -128,6 +129,7 @@ class DeviceConfig:
     block_bytes: int = 0
     card: Any = None  # of card_open()
     p2p: str = "auto"
+    pace: Pace = UNPACED
 
 
 def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
@@ -178,6 +180,7 @@ def _fill(device: Any, config: DeviceConfig) -> Any:
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
+    device.pace = asdict(config.pace)
     return backend
 
 

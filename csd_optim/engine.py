@@ -191,9 +191,10 @@ class Engine:
                     spec.block_bytes,
                     self._cards.get(spec.card),
                     spec.p2p,
+                    spec.pace,
                 )
                 if store
-                else DeviceConfig(spec.backend)
+                else DeviceConfig(spec.backend, pace=spec.pace)
                 for spec, store in zip(self.specs, self._stores, strict=True)
             ]
             self._handle = bindings.engine_create(configs, self.name_device)

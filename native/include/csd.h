@@ -102,6 +102,16 @@ int csd_card_try_p2p(csd_card *card, int32_t fd, uint64_t offset, csd_error *err
 /* Between drive and card: directly where that works, insist on it, or through host memory. */
 enum csd_p2p { CSD_P2P_AUTO = 0, CSD_P2P_ON = 1, CSD_P2P_OFF = 2 };
 
+/* Rates that an emulated device does not exceed, so that it is timed like another. 0: as fast as it goes; else a rate is
+ * at least 1000. What can go on at the same time does. */
+typedef struct csd_pace {
+  double read, write; /* bytes of state per second, each of them by itself */
+  double latency;     /* seconds before the first byte of each read and write of a tile; at most 3600 */
+  double update;      /* parameters per second */
+  double link;        /* bytes per second each way: gradients come, parameters go, at the same time. All devices of an
+                       * engine that name it share it, and name the same rate */
+} csd_pace;
+
 typedef struct csd_device {
   const char *backend; /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "ram": in memory; "null": nowhere */
   int32_t fd;          /* file, xrt: open for reading and writing, belongs to the caller, outlives the engine */
@@ -109,6 +119,7 @@ typedef struct csd_device {
   uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096 */
   csd_card *card;      /* xrt: belongs to the caller, outlives the engine */
   uint32_t p2p;        /* xrt: csd_p2p */
+  csd_pace pace;       /* not xrt */
 } csd_device;
 
 typedef struct csd_engine csd_engine;

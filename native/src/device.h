@@ -111,6 +111,12 @@ std::unique_ptr<Device> make_file_device(const csd_device &);
 std::unique_ptr<Device> make_ram_device(const csd_device &);
 std::unique_ptr<Device> make_null_device(const csd_device &);
 std::unique_ptr<Device> make_xrt_device(const csd_device &);
+
+// The device, kept to `d.pace`; itself, if it has none, and null if that is no pace for it. The paced devices of an
+// engine share `pacer`, which the first of them makes.
+class Pacer;
+std::unique_ptr<Device> paced(std::unique_ptr<Device>, const csd_device &d, std::shared_ptr<Pacer> &pacer);
+
 csd_card_rates measure_card(const csd_device &, uint64_t offset, uint64_t bytes);
 
 // The registry. Returns null for a name that nobody has.

@@ -35,8 +35,9 @@ double BusyTime::seconds() const {
 Engine::Engine(const csd_device *devices, uint32_t n) : lanes_(n) {
   if (n == 0) throw Failure{CSD_EINVAL, "an engine needs at least one device"};
   Pool::updates().start();
+  std::shared_ptr<Pacer> pacer;
   for (uint32_t i = 0; i < n; i++) {
-    lanes_[i].device = make_device(devices[i]);
+    lanes_[i].device = paced(make_device(devices[i]), devices[i], pacer);
     if (!lanes_[i].device)
       throw Failure{CSD_EINVAL, std::string("no such back end, or bad options for it: ") + (devices[i].backend ? devices[i].backend : "(null)"), 0, static_cast<int32_t>(i)};
   }

@@ -2,6 +2,7 @@
 // What it computes is checked by pytest; here only what must hold whatever the numbers are.
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -148,6 +149,12 @@ struct Model {
 csd_device file(const File &f, uint32_t buffers = 3) { return {"file", f.fd, buffers, 4096}; }
 csd_device ram() { return {"ram", -1, 0, 0}; }
 csd_device null() { return {"null", -1, 0, 0}; }
+
+// About a millisecond per tile for each of what it does.
+csd_device paced(csd_device d) {
+  d.pace = {2e7, 1e7, 0.0005, 1e6, 5e6};
+  return d;
+}
 
 bool finite(const std::vector<float> &values) {
   for (const float v : values)
@@ -431,6 +438,52 @@ void close_in_flight() {
   }
 }
 
+// Paced devices do the same, only later: also when a step fails or is undone, or the engine is closed, in mid-wait.
+void paced_devices() {
+  for (int i = 0; i < 8; i++) {
+    const File a, b, c;
+    Model m({paced(file(a)), paced(ram()), file(b), paced(null()), paced(file(c, kTiles))});
+    Model same({ram(), ram(), ram(), null(), ram()});
+    for (Model *model : {&m, &same}) OK(i % 2 ? model->step() : model->step_by_images());
+    CHECK(m.state() == same.state());
+    if (i % 4 == 0) OK(m.step());   // writes are on their way
+    if (i % 4 == 1) OK(m.begin());  // reads
+    if (i % 4 == 2) {               // everything
+      OK(m.begin());
+      OK(m.push(0, 7));
+      usleep(3000);
+    }
+    if (i % 4 == 3) {
+      CHECK(ftruncate(a.fd, 0) == 0);
+      CHECK(m.step() == CSD_EIO && m.error.device == 0);
+      CHECK(m.step_by_images() == CSD_EIO);
+      CHECK(ftruncate(a.fd, File::kBytes) == 0);
+    }
+    OK(m.close_engine());
+  }
+
+  const File a, b;
+  Model m({paced(file(a)), paced(file(b))});
+  OK(m.step());
+  const std::vector<float> before = m.state();
+  for (size_t pushed = 0; pushed <= m.tiles.size(); pushed += 4) {
+    OK(m.begin());
+    OK(m.push(0, pushed));
+    usleep(1000);
+    OK(csd_engine_finish(m.engine, 0, &m.error));
+    CHECK(m.state() == before);
+  }
+
+  csd_engine *none = nullptr;
+  csd_device wrong[] = {paced(ram()), paced(ram())};
+  wrong[1].pace.link++;
+  CHECK(csd_engine_create(wrong, 2, &none, &m.error) == CSD_EINVAL && m.error.device == 1);
+  for (const csd_pace &pace : {csd_pace{-1, 0, 0, 0, 0}, {0, 10, 0, 0, 0}, {0, 0, -1, 0, 0}, {0, 0, 1e9, 0, 0}, {0, 0, 0, HUGE_VAL, 0}, {0, 0, 0, 0, NAN}}) {
+    wrong[0].pace = pace;
+    CHECK(csd_engine_create(wrong, 1, &none, nullptr) == CSD_EINVAL);
+  }
+}
+
 void many_engines_and_threads() {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; t++)
@@ -461,7 +514,7 @@ int main() {
                {"undo", undo},                     {"edits", edits},
                {"in place", in_place},             {"wrong calls", wrong_calls},
                {"failing I/O", failing_io},        {"failing writes", failing_writes},
-               {"close in flight", close_in_flight}, {"many engines and threads", many_engines_and_threads}};
+               {"close in flight", close_in_flight}, {"paced devices", paced_devices}, {"many engines and threads", many_engines_and_threads}};
   for (const auto &test : tests) {
     test.run();
     printf("%s, ", test.name);
