@@ -101,6 +101,9 @@ class Device {
   virtual void update(const Tile &tile, float *buffer, Work &work, Updated done) = 0;
 };
 
+// Runs `update` on a thread of the pool, and calls `done` with what it returns or throws.
+void submit_update(std::function<Failure()> update, Updated done);
+
 // The updater of every device whose update runs on the CPU.
 void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done);
 

@@ -81,11 +81,11 @@ Failure update_tile(const Tile &tile, float *buffer, Work &work) {
 
 }  // namespace
 
-void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done) {
-  Pool::updates().submit([&tile, buffer, &work, done = std::move(done)] {
+void submit_update(std::function<Failure()> update, Updated done) {
+  Pool::updates().submit([update = std::move(update), done = std::move(done)] {
     Failure failure;
     try {
-      failure = update_tile(tile, buffer, work);
+      failure = update();
     } catch (const Failure &f) {
       failure = f;
     } catch (const std::bad_alloc &) {
@@ -93,6 +93,10 @@ void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done) {
     }
     done(failure);
   });
+}
+
+void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done) {
+  submit_update([&tile, buffer, &work] { return update_tile(tile, buffer, work); }, std::move(done));
 }
 
 Failure damaged(const Tile &tile, uint32_t section) {
