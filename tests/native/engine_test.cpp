@@ -298,6 +298,54 @@ void edits() {
   OK(again.step());
 }
 
+// Top-K with residuals: files and memory agree, an undone step leaves what is owed, malformed entries touch nothing.
+void sparse_steps() {
+  for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16}) {
+    const File a, b;
+    Model files({file(a), file(b, 4)}, 3, dtype), memory({ram(), ram()}, 3, dtype);
+    std::vector<std::vector<uint16_t>> owed[2];
+    Model *const models[] = {&files, &memory};
+    for (int i = 0; i < 2; i++) {
+      owed[i].assign(models[i]->params.size(), std::vector<uint16_t>(kParam));
+      for (size_t p = 0; p < models[i]->table.size(); p++) {
+        csd_param &param = models[i]->table[p];
+        param.topk = p % 3 ? 0.05 * static_cast<double>(p) : 0;  // some are dense
+        param.topk_dtype = dtype == CSD_F16 ? CSD_F16 : CSD_BF16;
+        param.residual = p % 2 ? owed[i][p].data() : nullptr;
+      }
+    }
+    for (uint32_t step = 1; step <= 4; step++) {
+      for (Model *m : models) {
+        for (csd_param &param : m->table) param.seed = step;
+        OK(m->step());
+      }
+      CHECK(files.state() == memory.state() && owed[0] == owed[1]);
+    }
+    const std::vector<std::vector<uint16_t>> before = owed[0];
+    for (size_t pushed = 0; pushed <= files.tiles.size(); pushed += 3) {
+      OK(files.begin());
+      OK(files.push(0, pushed));
+      OK(csd_engine_finish(files.engine, 0, &files.error));
+      CHECK(owed[0] == before && files.state() == memory.state());
+    }
+
+    std::vector<char> grad(4 * kTile), param(4 * kTile);
+    for (size_t words = 0; words < 64; words += 16)
+      for (const uint32_t count : {0u, 1u, 15u, 16u, 31u, 0xffffffffu}) {
+        std::vector<uint32_t> entries(words + 1);  // one more, so that there is an address; the end is right behind
+        for (size_t i = 0; i < words; i++) entries[1 + i] = static_cast<uint32_t>(i == 0 ? count : 7 * i);
+        OK(files.begin());
+        OK(csd_engine_push(files.engine, 2, grad.data(), param.data(), entries.data() + 1, words, &files.error));
+        uint32_t tile;
+        const bool well = words == (uint64_t{count} + 16) / 16 * 16;
+        CHECK(csd_engine_pull(files.engine, &tile, &files.error) == (well ? CSD_OK : CSD_EINVAL));
+        CHECK(well || strstr(files.error.text, "malformed"));
+        csd_engine_finish(files.engine, 0, &files.error);
+        CHECK(files.state() == memory.state());
+      }
+  }
+}
+
 // One slot: the same numbers in half the space, until a step is cut short.
 void in_place() {
   const File a;
@@ -512,7 +560,8 @@ int main() {
     void (*run)();
   } tests[] = {{"many steps", many_steps},         {"all updaters", all_updaters},
                {"undo", undo},                     {"edits", edits},
-               {"in place", in_place},             {"wrong calls", wrong_calls},
+               {"in place", in_place},             {"sparse steps", sparse_steps},
+               {"wrong calls", wrong_calls},
                {"failing I/O", failing_io},        {"failing writes", failing_writes},
                {"close in flight", close_in_flight}, {"paced devices", paced_devices}, {"many engines and threads", many_engines_and_threads}};
   for (const auto &test : tests) {
