@@ -654,6 +654,7 @@ class CSDAdam(AdamW):
         which it was written so far. ``params``: elements updated. ``nonfinite_grads``: gradients that were inf or nan
         (their elements are updated all the same). ``skipped``: an overflow was found.
         ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed; a card's, if it has.
+        ``residual_bytes``: memory, beside the parameters, of what Top-K owes them.
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         """
@@ -688,6 +689,7 @@ class CSDAdam(AdamW):
             name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "nonfinite_grads", "buffer_bytes")
         }
         totals["buffer_bytes"] += self._ring.bytes if self._ring else 0
+        totals["residual_bytes"] = sum(residual.nbytes for residual in engine.residuals.values())
         seconds = {
             kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in ("read", "update", "write")
         }

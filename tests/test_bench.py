@@ -35,6 +35,25 @@ def test_step(tmp_path):
     assert list(tmp_path.iterdir()) == [png]
 
 
+def test_topk(tmp_path):
+    png = tmp_path / "topk.png"
+    done = run("bench.topk", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.topk/1"
+    parts = {part: [r for r in result["rows"] if r["part"] == part] for part in ("link", "selection", "step")}
+    pushed = {(r["dtype"], r["topk"]): r["bytes_per_param"]["push"] for r in parts["link"]}
+    assert (pushed["fp16", None], pushed["fp32", None]) == (2, 4)
+    for dtype in ("fp16", "fp32"):
+        for share in (0.1, 0.05, 0.02, 0.01):
+            assert 4 * share <= pushed[dtype, share] <= 4 * share + 0.002
+    assert len(parts["selection"]) >= 6
+    assert len(parts["step"]) == 6
+    assert all(len(v) == 5 for r in parts["step"] for v in (r["seconds"], r["dense_seconds"], *r["ratio_to"].values()))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "verified: the engine" in done.stderr
+    assert list(tmp_path.iterdir()) == [png]
+
+
 def test_peers(tmp_path):
     for name in ("torch-fp16", "torch-fp32"):
         done = run("bench.peers", name, "--params=100000", f"--directory={tmp_path}", "--json")

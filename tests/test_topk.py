@@ -142,6 +142,8 @@ def test_ten_steps(devices, dtype, feedback):
         opt.step()
         oracle.step()
     oracle.check()
+    owed = sum(2 * p.numel() for p in params_of(opt) if oracle.share_of(p) < 0.5)
+    assert opt.stats()["residual_bytes"] == feedback * owed
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.49])
@@ -347,6 +349,31 @@ def test_parameters_without_gradient_keep_what_they_are_owed(devices):
         if step % 2:
             assert torch.equal(before, opt.state[params[0]]["residual"])
             assert opt.state[params[0]]["step"] == (step + 1) // 2
+
+
+def test_an_undone_step_owes_nothing_new(backend, devices, monkeypatch):
+    opt = make(devices)
+    set_grads(params_of(opt))
+    opt.step()
+    before, engine = image(opt), opt._live_engine
+    push, calls = engine.push, []
+
+    def fails(tile, *args):
+        calls.append(tile)
+        if len(calls) == engine.n_tiles - 1:
+            raise InterruptedError
+        push(tile, *args)
+
+    monkeypatch.setattr(engine, "push", fails)
+    set_grads(params_of(opt))
+    with pytest.raises(InterruptedError):
+        opt.step()
+    monkeypatch.undo()
+    after = image(opt)
+    if backend == "ram":  # states in memory alone cannot go back
+        owed = [i for i, t in enumerate(before) if t.dtype is torch.bfloat16]
+        before, after = ([images[i] for i in owed] for images in (before, after))
+    assert same(before, after)
 
 
 class Scaler:
