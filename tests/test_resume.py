@@ -82,15 +82,17 @@ class Training:
             {"params": first},
             {"params": [("amsgrad", self.params["amsgrad"])], "amsgrad": True, "lr": 0.01, "weight_decay": 0.3},
         ]
+        options = {"lr": torch.tensor(0.03), "tile_size": 1024, **options}
+        self.topk = options.get("topk")
         self.joined = done >= JOIN
         if self.joined:
             groups.append(self.joining())
-        options = {"lr": torch.tensor(0.03), "tile_size": 1024, **options}
         self.opt = CSDAdam(groups, devices=devices, **options)
         self.done = self.opt.user_state.get("done", 0)
 
     def joining(self):
-        return {"params": [("joined", self.params["joined"])], "eps": 1e-6}
+        topk = {"topk": self.topk} if self.topk else {}
+        return {"params": [("joined", self.params["joined"])], "eps": 1e-6, **topk}
 
     def step(self, without=()):
         number = self.done + 1
@@ -143,8 +145,8 @@ def assert_same(one, other):
 
 
 @functools.cache
-def never_stopped(steps):
-    training = Training("ram:").steps(steps)
+def never_stopped(steps, topk=None):
+    training = Training("ram:", topk=topk).steps(steps)
     return training.close()
 
 
@@ -182,11 +184,13 @@ def stored(*devices):
 # ---- going on --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("topk", [None, 0.02])
 @pytest.mark.parametrize(("n", "end"), [(1, "close"), (3, "crash"), (3, "drop")])
 @pytest.mark.parametrize("at", [1, LATE, JOIN - 1, JOIN + 1])
-def test_goes_on_bit_for_bit(tmp_path, n, end, at):
+def test_goes_on_bit_for_bit(tmp_path, n, end, at, topk):
+    """With Top-K, what is owed too: of one parameter of `model()`, and after it joins of one whose group says so."""
     devices = named_devices(tmp_path, n)
-    training = Training(devices).steps(at)
+    training = Training(devices, topk=topk).steps(at)
     if end == "close":
         training.close()
     elif end == "crash":
@@ -195,27 +199,30 @@ def test_goes_on_bit_for_bit(tmp_path, n, end, at):
         training.close()
     del training
     gc.collect()
-    training = resumed(devices[::-1], at, tile_size=4096)  # order and tile size are the store's
+    training = resumed(devices[::-1], at, tile_size=4096, topk=topk)  # order and tile size are the store's
     assert training.done == training.opt.committed_step == at
-    expected = never_stopped(at)
+    expected = never_stopped(at, topk)
+    assert any(key[1] == "residual" for key in expected if isinstance(key, tuple)) == (topk is not None)
     assert_same(training.image(), expected)
     training.steps(2)
-    assert_same(training.close(), never_stopped(at + 2))
-    training = resumed(devices, at + 2)
-    assert_same(training.steps(3).close(), never_stopped(at + 5))
+    assert_same(training.close(), never_stopped(at + 2, topk))
+    training = resumed(devices, at + 2, topk=topk)
+    assert_same(training.steps(3).close(), never_stopped(at + 5, topk))
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "sys.exit()", "tr.opt.cycle = tr.opt"])
-def test_a_process_that_ends_without_close(tmp_path, how):
+@pytest.mark.parametrize("topk", [None, 0.02])
+def test_a_process_that_ends_without_close(tmp_path, how, topk):
     [device] = named_devices(tmp_path, 1)
-    script = f"import os, sys, test_resume as t; tr = t.Training({device!r}).steps(6); tr.opt.synchronize(); {how}"
+    train = f"tr = t.Training({device!r}, topk={topk}).steps(6)"
+    script = f"import os, sys, test_resume as t; {train}; tr.opt.synchronize(); {how}"
     process = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, timeout=60)
     assert process.returncode == (-signal.SIGKILL if "kill" in how else 0)
     assert not process.stderr
     assert bool(read_contents(place(device)).superblock.flags & CLEAN) == ("kill" not in how)
-    training = resumed(device, 6)
-    assert_same(training.image(), never_stopped(6))
-    assert_same(training.steps(1).close(), never_stopped(7))
+    training = resumed(device, 6, topk=topk)
+    assert_same(training.image(), never_stopped(6, topk))
+    assert_same(training.steps(1).close(), never_stopped(7, topk))
 
 
 def test_every_instant_of_a_commit_leaves_a_common_step(tmp_path, monkeypatch):
