@@ -244,6 +244,9 @@ class Engine:
     def device_of(self, tile: int) -> int:
         return (tile - self._extent_of(tile).first_tile) % len(self.specs)
 
+    def elems_of(self, tile: int) -> int:
+        return self._extent_of(tile).tile_elems
+
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
         """The parts of parameters in a tile, dtype PIECE."""
         extent = self._extent_of(tile)

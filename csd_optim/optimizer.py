@@ -23,8 +23,9 @@ from torch.optim import AdamW
 from . import checkpoint
 from .adamw import hyper
 from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
-from .bound import Bound, check_param
+from .bound import Bound, check_param, flat
 from .closing import close_quietly
+from .compression import TopK
 from .devices import days_left, parse_devices
 from .durable import DurableEngine, open_engine
 from .engine import Engine
@@ -551,6 +552,8 @@ class CSDAdam(AdamW):
                     bound = self._places.by_index[row]
                     assert bound.param.grad is not None
                     prepared[row] = bound.source(bound.param.grad, self.grad_dtype)
+        if ring is not None:
+            self._select_by_image(table, hypers, prepared)
         tiles = engine.begin(table, hypers, tiles, record)
         self._in_flight = self._moved = True
         try:
@@ -562,8 +565,27 @@ class CSDAdam(AdamW):
         except BaseException:
             with contextlib.suppress(CSDError):
                 engine.finish(keep=False)  # a finish() that failed has undone the step already
+            if ring is not None:
+                ring.forget()
             self._restore(engine, table["grad"] != 0)
             raise
+        if ring is not None:
+            ring.feed_back()
+
+    def _select_by_image(
+        self, table: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], prepared: dict[int, Source]
+    ) -> None:
+        """Tells the sources what the table tells the engine: it does not select from images."""
+        for row, source in prepared.items():
+            if share := float(table["topk"][row]):
+                residual = self._places.by_index[row].residual if table["residual"][row] else None
+                source.topk = TopK(
+                    share,
+                    entry_dtype(source.grad.dtype, self.grad_dtype),
+                    None if residual is None else flat(residual),
+                    float(hypers["grad_scale"][table["hyper"][row]]),
+                    int(table["seed"][row]),
+                )
 
     def _image_ring(self, engine: Engine, prepared: dict[int, Source]) -> ImageRing:
         tile_elems = max(e.tile_elems for e in engine.extents)
