@@ -20,9 +20,6 @@ from .engine import Engine
 
 # Tiles under way per device: one travelling each way while two are updated or wait for their states.
 SLOTS_PER_DEVICE = 4
-# What was sent is kept until the residual knows, 6 bytes per entry; of a part that sends more than one element in so
-# many it is selected a second time instead.
-KEEP_ONE_IN = 8
 
 
 @dataclass
@@ -47,7 +44,6 @@ class Part:
     grad: torch.Tensor
     residual: torch.Tensor | None
     first: int  # in the parameter
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None  # what select() gave, indices in int32
 
     def select(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices (int64, ascending) and values (16 bits) of what is to be sent."""
@@ -56,9 +52,9 @@ class Part:
         return sent, values[sent]
 
     def feed_back(self) -> None:
-        if self.residual is not None:
-            sent, values = self.kept or self.select()
-            feed_back(self.grad, self.residual, self.topk.scale, sent, values, self.first, self.topk.step)
+        """Selects once more, which costs less than keeping what was sent of all parameters would."""
+        assert self.residual is not None
+        feed_back(self.grad, self.residual, self.topk.scale, *self.select(), self.first, self.topk.step)
 
 
 @dataclass
@@ -245,7 +241,6 @@ class ImageRing:
                 elements.append((sent + tile_first).to(device))
                 values.append(sent_values.view(torch.int16).to(device))
                 if part.residual is not None:
-                    part.kept = (sent.int(), sent_values) if KEEP_ONE_IN * len(sent) <= len(part.grad) else None
                     self._sent.append(part)
         stream = streams.get(device)
         with torch.cuda.stream(stream):

@@ -402,13 +402,17 @@ class CSDAdam(AdamW):
             with engine.writing([b.index for b in written]) if many else contextlib.nullcontext():
                 for bound in written:
                     bound.reseed(always=always)
-        self._run(engine, table, hypers, prepared, record)
-        for bound in owed:
-            bound.owes = table["topk"][bound.index] < 1
-        torch.autograd.graph.increment_version([b.windows["residual"] for b in owed])
-        for extent, own in zip(engine.extents, engine.steps, strict=True):
-            own[:] = steps[extent.first_param : extent.first_param + len(own)]
-        engine.commit(record)
+        ring = self._run(engine, table, hypers, prepared, record)
+        try:
+            if ring is not None:
+                ring.feed_back()
+        finally:  # the step is whole, whatever becomes of what it owes
+            for bound in owed:
+                bound.owes = table["topk"][bound.index] < 1
+            torch.autograd.graph.increment_version([b.windows["residual"] for b in owed])
+            for extent, own in zip(engine.extents, engine.steps, strict=True):
+                own[:] = steps[extent.first_param : extent.first_param + len(own)]
+            engine.commit(record)
         for source in prepared.values():
             if source.back:
                 source.back[0].copy_(source.back[1])
@@ -535,11 +539,14 @@ class CSDAdam(AdamW):
         hypers: np.ndarray[Any, Any],
         prepared: dict[int, Source],
         record: Record | None,
-    ) -> None:
-        """The step proper. On any failure parameters and state are put back."""
+    ) -> ImageRing | None:
+        """The step proper. On any failure parameters and state are put back.
+
+        Returns the ring, if something went through it, which has residuals yet to be brought up to date.
+        """
         tiles = engine.tiles_with(table["grad"] != 0)
         if not len(tiles):
-            return
+            return None
         travels = np.zeros(len(table), bool)
         for row, s in prepared.items():
             travels[row] = s.grad.is_cuda or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
@@ -569,8 +576,7 @@ class CSDAdam(AdamW):
                 ring.forget()
             self._restore(engine, table["grad"] != 0)
             raise
-        if ring is not None:
-            ring.feed_back()
+        return ring
 
     def _select_by_image(
         self, table: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], prepared: dict[int, Source]

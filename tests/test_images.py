@@ -10,7 +10,6 @@ from conftest import TILE, device_strings
 
 from csd_optim import CSDAdam
 from csd_optim.engine import Engine
-from csd_optim.images import ImageRing
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]
@@ -205,23 +204,6 @@ def test_only_entries_travel(runs):
     run.step()
     written = sum(int((slot.grad != 0xAB).sum()) for slot in run.opt._ring.slots)
     assert 0 < written <= 2 * sum(map(len, run.dense))
-
-
-@pytest.mark.parametrize("topk", [0.01, 0.1, 0.2, 0.4])
-def test_little_is_kept_until_the_residual_knows(runs, monkeypatch, topk):
-    run = runs(topk=topk)[1]
-    kept = []
-
-    def spy(self):
-        kept.extend(t.nbytes for part in self._sent if part.kept for t in part.kept)
-        feed_back(self)
-
-    feed_back = ImageRing.feed_back
-    monkeypatch.setattr(ImageRing, "feed_back", spy)
-    run.step()
-    n = sum(map(len, run.sparse))
-    assert sum(kept) == pytest.approx(6 * topk * n if topk <= 0.1 else 0, rel=0.2)
-    assert not run.opt._ring._sent
 
 
 def test_memory_is_that_of_the_entries(runs):
