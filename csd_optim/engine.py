@@ -62,6 +62,7 @@ class Engine:
         self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
         self.synced = True  # what was written to windows is on the devices
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
+        self.residuals: dict[int, torch.Tensor] = {}  # by parameter, over all extents: see keep_residual()
         self.step = 0  # whole steps of this engine
         self.record = Record()  # of the last step
         self.stepping = False
@@ -305,6 +306,21 @@ class Engine:
 
     def wait(self) -> None:
         """Returns when the last step is durable. Raises CSDOSError."""
+
+    # ---- residuals -------------------------------------------------------------
+
+    def keep_residual(self, param: int, residual: torch.Tensor) -> None:
+        """From now on this is the residual of a parameter (counted over all extents): not while a step is under way.
+
+        1-D bfloat16, dense, as many elements as the parameter has, in the order of its state, on the CPU or on CUDA.
+        Where states are durable, each commit carries it as it is then. Who writes to it past torch counts that, by
+        torch.autograd.graph.increment_version. Raises CSDOSError if a disk is full; then nothing has changed.
+        """
+        self.residuals[param] = residual
+
+    def drop_residual(self, param: int) -> None:
+        """The parameter has a residual no more."""
+        self.residuals.pop(param, None)
 
     # ---- writing to windows --------------------------------------------------
 

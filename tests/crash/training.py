@@ -16,6 +16,8 @@ LOAD = 4  # after this step a state dict is loaded
 JOIN = 6  # before this step a parameter group joins
 WRITE = 7  # before this step parameters are set from outside
 JOINED = 8  # the first gradient of that group
+KEEP = {2: ("embed", "second"), 5: ("late",), 9: ("joined", "second")}  # before a step parameters get residuals
+DROP = {7: ("second",)}  # and lose them
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
 
@@ -47,6 +49,7 @@ class Training:
         self.resumes = devices != "ram:"
         self.opt = self._open(devices)
         self.event = self.opt.user_state["event"] if self.opt.user_state else 0
+        self._change_residuals(self.opt._live_engine)
         # What was found, before anything is done with it.
         self.found = self.image() if self.event else {}
         if self.event:
@@ -125,9 +128,30 @@ class Training:
         loss.backward()
         self.event = 2 * number
         opt.user_state = self._user_state()
+        self._keep_residuals(number)
         opt.step()
         self._image = self.image()  # with the hyperparameters that the step used
         self.scheduler.step()
+
+    def _change_residuals(self, engine):
+        """They change with each step, as those of Top-K do: when it is whole, and before it is committed."""
+        finish = engine.finish
+
+        def finish_and_change(keep=True):
+            finish(keep)
+            for param, residual in engine.residuals.items() if keep else ():
+                generator = torch.Generator().manual_seed(1000 * self.seed + 10 * self.steps + param)
+                residual.mul_(0.5).add_(torch.randn(residual.shape, generator=generator))
+
+        engine.finish = finish_and_change
+
+    def _keep_residuals(self, number):
+        engine, index_of = self.opt._live_engine, lambda name: self.opt._places.bound[id(self.params[name])].index
+        for name in KEEP.get(number, ()):
+            zeros = torch.zeros(self.params[name].numel(), dtype=torch.bfloat16)
+            engine.keep_residual(index_of(name), zeros)
+        for name in DROP.get(number, ()):
+            engine.drop_residual(index_of(name))
 
     def _load(self):
         held = copy.deepcopy(self.opt.state_dict())
@@ -149,6 +173,8 @@ class Training:
             image[name] = _sum(p)
             for key, value in self.opt.state.get(p, {}).items():
                 image[f"{key} of {name}"] = _sum(value)
+        for param, residual in self.opt._live_engine.residuals.items():
+            image[f"residual of {self.opt._places.by_index[param].name}"] = _sum(residual)
         for k, group in enumerate(self.opt.param_groups):
             names = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
             image[f"group {k}"] = repr([group.get(name) for name in names])
