@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from .devices import parse_devices
@@ -38,11 +39,22 @@ from .errors import (
     CSDWarning,
 )
 from .store import StoreFile, lock
-from .store_format import CLEAN, FILE_NAME, PAGE, Contents, opened, read_region, sync_directory, write
-from .tiles import Tick, Tile, each_tile, stored_bytes, total_bytes
+from .store_format import (
+    CLEAN,
+    FILE_NAME,
+    PAGE,
+    RESIDUAL_BYTES,
+    Contents,
+    opened,
+    read_region,
+    sync_directory,
+    write,
+)
+from .tiles import Residual, Tick, Tile, each_tile, residuals_of, stored_bytes, total_bytes
 from .user_state import unpack_user_state
 
 EXPORT_FORMAT = 1  # of what a state dict says of us beside AdamW's entries
+EXPORT_WITH_RESIDUALS = 2  # the same, if there are any: who knows only format 1 would leave them out, and not say so
 FICLONE = 0x40049409  # ioctl: this file becomes another one's reflink, in no time
 NO_REFLINK = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM)
 SYNC_BYTES = 64 << 20  # so much is written, then it goes to the disk and out of the page cache: training wants memory
@@ -222,8 +234,11 @@ class Snapshot:
             if data is not None:
                 self._outputs[tile.contents.path].write(data, tile.offset)
 
+        def copy_residual(residual: Residual, first: int, data: memoryview) -> None:
+            self._outputs[residual.contents.path].write(data, residual.offset + first)
+
         with self._stack:
-            each_tile(self.to_copy, copy, gate=gate, tick=tick)
+            each_tile(self.to_copy, copy, copy_residual, gate=gate, tick=tick)
             for store, offset, data in self._heads:
                 self._outputs[store].write(data, offset)
 
@@ -347,9 +362,10 @@ def _groups(manifest: dict[str, Any], hypers: list[dict[str, Any]]) -> list[dict
 def about_of(contents: Contents) -> dict[str, Any]:
     """What a state dict has no place for: all that it takes to make the store anew."""
     manifest, extents = contents.manifest, contents.manifest["extents"]
-    params = [{k: v for k, v in p.items() if k not in ("start", "numel")} for _, _, p in numbered(manifest)]
+    entries = [p for _, _, p in numbered(manifest)]
+    params = [{k: v for k, v in p.items() if k not in ("start", "numel", "residual")} for p in entries]
     return {
-        "format": EXPORT_FORMAT,
+        "format": EXPORT_WITH_RESIDUALS if any("residual" in p for p in entries) else EXPORT_FORMAT,
         "step": contents.superblock.step,
         "seconds": contents.record.seconds,
         "given": contents.record.given,
@@ -360,12 +376,12 @@ def about_of(contents: Contents) -> dict[str, Any]:
 
 
 def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], torch.Tensor]) -> dict[str, Any]:
-    """AdamW's, and an entry of ours. `tensor` gives the state of a row and section."""
+    """AdamW's, and an entry of ours. `tensor` gives what a row has by that name."""
     state = {}
     for number, row, p in numbered(contents.manifest):
-        master, *moments = contents.manifest["extents"][p["extent"]]["sections"]
+        master, *others = names_of(contents.manifest, p)
         step = torch.tensor(contents.steps[row], dtype=torch.float32)
-        state[number] = {"step": step, **{s: tensor(row, s, p) for s in (*moments, master)}}
+        state[number] = {"step": step, **{name: tensor(row, name, p) for name in (*others, master)}}
     return {
         "state": state,
         "param_groups": _groups(contents.manifest, contents.record.groups),
@@ -373,8 +389,15 @@ def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], 
     }
 
 
-def dtype_of(p: dict[str, Any]) -> torch.dtype:
-    """Of a parameter's states."""
+def names_of(manifest: dict[str, Any], p: dict[str, Any]) -> list[str]:
+    """What a parameter has: its states, and its residual if there is one."""
+    return [*manifest["extents"][p["extent"]]["sections"], *(["residual"] if "residual" in p else [])]
+
+
+def dtype_of(p: dict[str, Any], name: str) -> torch.dtype:
+    """Of one of these."""
+    if name == "residual":
+        return torch.bfloat16
     return torch.complex64 if p["dtype"] == "complex64" else torch.float32
 
 
@@ -400,10 +423,19 @@ def load(paths: Paths) -> dict[str, Any]:
         for row, p in enumerate(first.manifest["params"]):
             extent = engine.extents[p["extent"]]
             for k, section in enumerate(first.manifest["extents"][p["extent"]]["sections"]):
-                window = engine.window(extent, row - extent.first_param, k, dtype_of(p))
+                window = engine.window(extent, row - extent.first_param, k, dtype_of(p, section))
                 windows[row, section] = window.as_strided(p["shape"], p["stride"])
         # The tensors are what lies in the files, even when the engine is closed.
-        engine.hold(_Keeper(Path(c.path) for c in engine.held))
+        keeper = _Keeper(Path(c.path) for c in engine.held)
+        engine.hold(keeper)
+        for residual in residuals_of(engine.held):
+            p, values = first.manifest["params"][residual.row], np.zeros(0, np.int16)
+            if residual.size:
+                path, shape = residual.contents.path, (residual.size // RESIDUAL_BYTES,)
+                values = np.memmap(path, np.int16, "c", residual.offset, shape)
+                weakref.finalize(values, id, keeper).atexit = False
+            flat = torch.from_numpy(values).view(torch.bfloat16)
+            windows[residual.row, "residual"] = flat.as_strided(p["shape"], p["stride"])
         return state_dict(first, lambda row, section, _: windows[row, section])
     finally:
         engine.close()

@@ -26,7 +26,7 @@ from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarni
 from .layout import MEMORY_STATE_BYTES, STORE_BYTES
 from .show import number, show_bench, show_devices, show_store, show_verdicts, size
 from .store import lock_owner
-from .store_format import CLEAN, FILE_NAME, UNDER_WAY, VERSION, read_contents, store_file
+from .store_format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
 from .verify import verify as verify_stores
 from .xclbin import find_kernels, read_xclbin
 
@@ -381,9 +381,11 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
     stat = file.stat()
     total = sum(p["numel"] for p in manifest["params"])
     slots = contents.tiles["slot"]
+    rows = rows_with_residual(manifest, block.device)
+    residual_bytes = [RESIDUAL_BYTES * manifest["params"][row]["numel"] for row in rows]
     return {
         "file": str(file),
-        "format": VERSION,
+        "format": block.version,
         "store_id": block.store_id.hex(),
         "device": block.device,
         "devices": block.devices,
@@ -401,8 +403,10 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
             "in_slot": [int((slots == s).sum()) for s in range(2)],
             "with_checksum": int(contents.tiles["summed"].sum()),
         },
+        "residuals": {"count": len(residual_bytes), "bytes": sum(residual_bytes)},
         # When every parameter has a gradient.
-        "step_bytes": sum(4 * e["tile_elems"] * len(e["sections"]) * e["tiles"] for e in manifest["extents"]),
+        "step_bytes": sum(4 * e["tile_elems"] * len(e["sections"]) * e["tiles"] for e in manifest["extents"])
+        + sum(residual_bytes),
         "written_bytes": contents.record.written_bytes,
         "training_seconds": contents.record.seconds,
         "tbw_bytes": tbw_bytes,

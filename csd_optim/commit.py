@@ -1,7 +1,7 @@
 """A commit: a step becomes the durable one on all devices, or on none, beside the next forward.
 
-copy 0    all tiles reach the disk, then the first copy of manifest, table and superblock; a crash in between finds
-          the new step on some devices, and the one before, in copy 1, on all of them
+copy 0    all tiles and residuals reach the disk, then the first copy of manifest, table and superblock; a crash in
+          between finds the new step on some devices, and the one before, in copy 1, on all of them
 copy 1    so does the second copy: now what the step before had may be overwritten
 """
 
@@ -20,13 +20,16 @@ InParallel = Callable[[Iterable[Callable[[], Any]]], list[Any]]
 
 
 class Commit:
-    """One commit, to be called until it raises nothing. `stage`: what is to be written to each store."""
+    """One commit, to be called until it raises nothing. `stage`: what is to be written to each store.
+
+    It may write, where the commit before has nothing, and is called again if it raises something.
+    """
 
     def __init__(
         self,
         name: str,
         stores: list[StoreFile],
-        stage: Callable[[], list[Staged]],
+        stage: Callable[[InParallel], list[Staged]],
         done: Callable[[], None],
     ) -> None:
         self.name = name
@@ -35,7 +38,7 @@ class Commit:
 
     def __call__(self, in_parallel: InParallel) -> None:
         if self._staged is None:
-            self._staged = self._stage()
+            self._staged = self._stage(in_parallel)
         # A second attempt writes what the first may have written, and the same again.
         pairs = list(zip(self._stores, self._staged, strict=True))
         for copy in range(2):

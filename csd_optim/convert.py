@@ -8,6 +8,7 @@ import json
 import math
 import os
 import struct
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .checkpoint import (
-    EXPORT_FORMAT,
+    EXPORT_WITH_RESIDUALS,
     Output,
     Paths,
     Progress,
@@ -27,6 +28,7 @@ from .checkpoint import (
     at_rest,
     dtype_of,
     made_whole,
+    names_of,
     need_room,
     no_bar,
     numbered,
@@ -38,10 +40,12 @@ from .engine import SECTIONS
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from .layout import extents_of
 from .manifest import plain
-from .store_format import Contents, Record, opened
-from .tiles import Tile, each_tile, stored_bytes, total_bytes
+from .store_format import RESIDUAL_BYTES, Contents, Record, opened
+from .tiles import Residual, Tile, each_tile, stored_bytes, total_bytes
 from .user_state import pack_user_state
 
+# As NumPy has them: it has no bfloat16, and 16 bits are as good for copying.
+NUMPY = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}
 INDEX_NAME = "optimizer.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 
@@ -58,17 +62,17 @@ class Place:
     mapped: np.ndarray[Any, Any] | None = None
 
     def write(self, first: int, data: memoryview) -> None:
-        """`first`: the fp32 value of the state with which `data` begins."""
+        """`first`: the byte with which `data` begins."""
         if self.mapped is None:
-            self.output.write(data, self.offset + 4 * first)
+            self.output.write(data, self.offset + first)
         else:
             values = np.frombuffer(data, self.mapped.dtype)
-            first = 4 * first // self.mapped.itemsize
+            first //= self.mapped.itemsize
             self.mapped[np.unravel_index(np.arange(first, first + len(values)), self.mapped.shape)] = values
 
 
 def _pour(held: list[Contents], places: dict[tuple[int, str], Place], progress: Progress) -> None:
-    """Every tile's parts of parameters to their places, by row and section."""
+    """Every tile's parts of parameters, and every residual, to their places, by row and name."""
     extents = extents_of(held)
 
     def use(tile: Tile, data: memoryview | None) -> None:
@@ -80,10 +84,14 @@ def _pour(held: list[Contents], places: dict[tuple[int, str], Place], progress: 
             for k, section in enumerate(tile.sections):
                 if place := places.get((row, section)):
                     at = k * tile.section_bytes + 4 * tile_first
-                    place.write(first, data[at : at + 4 * elems])
+                    place.write(4 * first, data[at : at + 4 * elems])
+
+    def use_residual(residual: Residual, first: int, data: memoryview) -> None:
+        if place := places.get((residual.row, "residual")):
+            place.write(first, data)
 
     with progress("exporting", total_bytes(held)) as tick:
-        each_tile(held, use, tick=tick)
+        each_tile(held, use, use_residual, tick=tick)
 
 
 def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[Path]:
@@ -92,10 +100,10 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[P
         need_room(temporary.parent, sum(map(stored_bytes, held)))
         wanted: dict[int, tuple[int, str]] = {}  # by the id of a tensor that has no data
 
-        def tensor(row: int, section: str, p: dict[str, Any]) -> torch.Tensor:
+        def tensor(row: int, name: str, p: dict[str, Any]) -> torch.Tensor:
             with FakeTensorMode():
-                empty = torch.empty_strided(p["shape"], p["stride"], dtype=dtype_of(p))
-            wanted[id(empty)] = row, section
+                empty = torch.empty_strided(p["shape"], p["stride"], dtype=dtype_of(p, name))
+            wanted[id(empty)] = row, name
             return empty
 
         content = state_dict(held[0], tensor)
@@ -131,15 +139,15 @@ def export_safetensors(
         shards: list[dict[str, tuple[int, str, dict[str, Any]]]] = [{}]  # names, in the order of the file
         filled, names = 0, set()
         for _, row, p in numbered(first.manifest):
-            for section in first.manifest["extents"][p["extent"]]["sections"]:
-                name = f"{p['name']}.{section}"
+            for what in names_of(first.manifest, p):
+                name, size = f"{p['name']}.{what}", _bytes(p, what)
                 if name in names:
                     raise CSDValueError(f"two parameters are called {p['name']}; export them in torch's format")
-                if filled and filled + 4 * p["numel"] > shard_bytes:
+                if filled and filled + size > shard_bytes:
                     shards.append({})
                     filled = 0
-                filled += 4 * p["numel"]
-                shards[-1][name] = row, section, p
+                filled += size
+                shards[-1][name] = row, what, p
                 names.add(name)
         places, weight_map = {}, {}
         for i, shard in enumerate(shards):
@@ -147,19 +155,20 @@ def export_safetensors(
             weight_map.update(dict.fromkeys(shard, file))
             entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             end = 0
-            for name, (_, _, p) in shard.items():
+            # Residuals go last: what is fp32 stays aligned.
+            for name, (_, what, p) in sorted(shard.items(), key=lambda item: item[1][1] == "residual"):
                 # A complex number is two fp32 values: not every reader knows a type for it.
                 shape = [*p["shape"], 2] if p["dtype"] == "complex64" else p["shape"]
-                entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + 4 * p["numel"]]}
-                end += 4 * p["numel"]
+                dtype, begin, end = "BF16" if what == "residual" else "F32", end, end + _bytes(p, what)
+                entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
             header = json.dumps(entries).encode()
             header += b" " * (-len(header) % 8)
             begin = 8 + len(header)
             output = stack.enter_context(Output(temporary / file, begin + end))
             output.write(struct.pack("<Q", len(header)) + header, 0)
-            for name, (row, section, p) in shard.items():
+            for name, (row, what, p) in shard.items():
                 offset = begin + entries[name]["data_offsets"][0]
-                places[row, section] = Place(output, offset, _mapped(output, offset, p))
+                places[row, what] = Place(output, offset, _mapped(output, offset, p, what))
         _pour(held, places, progress)
         steps = [float(first.steps[row]) for _, row, _ in numbered(first.manifest)]
         about = {
@@ -174,13 +183,22 @@ def export_safetensors(
     return [out / name for name in (*sorted({*weight_map.values()}), INDEX_NAME)]
 
 
-def _mapped(output: Output, offset: int, p: dict[str, Any]) -> np.ndarray[Any, Any] | None:
-    """None: the elements of a state lie in memory as in the file, in the order of their indices."""
-    order = sorted(range(len(p["shape"])), key=lambda i: -p["stride"][i])
+def _bytes(p: dict[str, Any], what: str) -> int:
+    return (RESIDUAL_BYTES if what == "residual" else 4) * int(p["numel"])
+
+
+def _order(p: dict[str, Any]) -> list[int]:
+    """The dimensions as they lie in memory."""
+    return sorted(range(len(p["shape"])), key=lambda i: -p["stride"][i])
+
+
+def _mapped(output: Output, offset: int, p: dict[str, Any], what: str) -> np.ndarray[Any, Any] | None:
+    """None: the elements lie in memory as in the file, in the order of their indices."""
+    order = _order(p)
     if not p["numel"] or [i for i in order if p["shape"][i] != 1] == [i for i, n in enumerate(p["shape"]) if n != 1]:
         return None
-    os.posix_fallocate(output.fd, offset, 4 * p["numel"])  # a full disk is an error here, and a signal later
-    dtype = np.complex64 if p["dtype"] == "complex64" else np.float32
+    os.posix_fallocate(output.fd, offset, _bytes(p, what))  # a full disk is an error here, and a signal later
+    dtype = NUMPY[dtype_of(p, what)]
     path = f"/proc/self/fd/{output.fd}"
     mapped: np.ndarray[Any, Any] = np.memmap(path, dtype, "r+", offset=offset, shape=tuple(p["shape"])).transpose(order)
     return mapped
@@ -245,8 +263,7 @@ def _read_torch(path: Path) -> Export:
     def state(i: int, section: str) -> np.ndarray[Any, Any] | None:
         if (t := states[i].get(section)) is None:
             return None
-        size = t.element_size()
-        dtype = {torch.float32: np.float32, torch.complex64: np.complex64}[t.dtype]
+        size, dtype = t.element_size(), NUMPY[t.dtype]
         strides, first = [size * n for n in t.stride()], size * t.storage_offset()
         array: np.ndarray[Any, Any] = np.ndarray(tuple(t.shape), dtype, bytes_of(t), first, strides)
         return array
@@ -271,7 +288,8 @@ def _read_safetensors(path: Path) -> Export:
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             first, end = entry["data_offsets"]
-            arrays[name] = data[begin + first : begin + end].view(np.float32).reshape(entry["shape"])
+            dtype = NUMPY[{"F32": torch.float32, "BF16": torch.bfloat16}[entry["dtype"]]]
+            arrays[name] = data[begin + first : begin + end].view(dtype).reshape(entry["shape"])
 
     def state(i: int, section: str) -> np.ndarray[Any, Any] | None:
         p = about["params"][i]
@@ -284,9 +302,19 @@ def _read_safetensors(path: Path) -> Export:
     return Export(about, about["steps"], about["param_groups"], user_state, state)
 
 
+def _residual(value: np.ndarray[Any, Any], p: dict[str, Any]) -> torch.Tensor:
+    """As an engine keeps it, in the order of the memory: mapped from the file, if it lies there so."""
+    flat = np.ascontiguousarray(value.transpose(_order(p))).reshape(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it must not be written to: nobody will
+        return torch.from_numpy(flat).view(torch.bfloat16)
+
+
 def _check_format(about: dict[str, Any], path: Path) -> None:
-    if about["format"] > EXPORT_FORMAT:
-        raise CSDStoreError(f"{path} has format {about['format']}; this csd_optim reads {EXPORT_FORMAT}: upgrade it")
+    if about["format"] > EXPORT_WITH_RESIDUALS:
+        raise CSDStoreError(
+            f"{path} has format {about['format']}; this csd_optim reads up to {EXPORT_WITH_RESIDUALS}: upgrade it"
+        )
 
 
 def import_store(
@@ -314,12 +342,17 @@ def import_store(
                 for at, i in enumerate(rows):
                     p = about["params"][i]
                     for k, section in enumerate(SECTIONS[:sections]):
-                        window = engine.window(extent, at, k, dtype_of(p)).as_strided(p["shape"], p["stride"]).numpy()
+                        flat = engine.window(extent, at, k, dtype_of(p, section))
+                        window = flat.as_strided(p["shape"], p["stride"]).numpy()
                         value = export.state(i, section)
                         if value is None or (value.dtype, value.shape) != (window.dtype, window.shape):
                             raise CSDStoreError(f"{source} is damaged: {section} of {p['name']} is missing or another")
                         np.copyto(window, value)
                         tick(4 * numels[i])
+                    if (value := export.state(i, "residual")) is not None:
+                        if (value.dtype, value.shape) != (np.int16, tuple(p["shape"])):
+                            raise CSDStoreError(f"{source} is damaged: residual of {p['name']} is another")
+                        engine.keep_residual(extent.first_param + at, _residual(value, p))
                     engine.steps[e][at] = export.steps[i]
                     params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
             engine.sync()

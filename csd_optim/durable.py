@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,16 +19,21 @@ import torch
 
 from . import bindings
 from .bindings import HYPER, PARAM, TILE_STATE
-from .commit import Background, Commit
+from .commit import Background, Commit, InParallel
 from .devices import DeviceSpec
 from .engine import SECTIONS, Engine
-from .errors import CSDError, CSDStoreError
+from .errors import CSDError, CSDStoreError, CSDValueError
 from .layout import Extent, extents_of
+from .residuals import Residuals
 from .store import Mode, Staged, StoreFile
 from .store_format import (
     CLEAN,
+    RESIDUAL_BYTES,
+    RESIDUAL_ENTRY,
     TILE_ENTRY,
     UNDER_WAY,
+    VERSION,
+    WITH_RESIDUALS,
     Contents,
     Record,
     Region,
@@ -35,7 +41,7 @@ from .store_format import (
     pack_table,
     read_commits,
 )
-from .tiles import find_damage, lying_in
+from .tiles import Residual, find_damage, lying_in, residuals_of
 
 
 def open_engine(
@@ -62,7 +68,7 @@ class DurableEngine(Engine):
 
     Each step is committed (see commit.py), and what a commit holds is not touched before the next one: a step reads
     the slots that it names and writes the others; windows are private, and what somebody writes to them goes to the
-    device with the next step.
+    device with the next step. Of residuals a commit writes what has changed, where the commit before has nothing.
 
     With mode "resume" or "read" an existing store is taken up: `held` is then what it says of itself at the last step
     that all devices have. Raises CSDStoreError when the stores do not belong together.
@@ -87,6 +93,7 @@ class DurableEngine(Engine):
         self._given: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
         self._seen: list[int] = []  # their versions when the native engine was last told of what was written to them
         self._committed_steps = np.zeros(0, np.float32)
+        self._kept = Residuals(len(specs))
         self._mode = mode
         super().__init__(specs, mode=mode, tile_elems=tile_elems, shadow=shadow)
         if mode in ("resume", "read"):
@@ -137,6 +144,28 @@ class DurableEngine(Engine):
     def describe(self, manifest: dict[str, Any]) -> None:
         self._manifest, self._described, self._changed = manifest, False, True
 
+    # ---- residuals ---------------------------------------------------------
+
+    def keep_residual(self, param: int, residual: torch.Tensor) -> None:
+        self.check_open()
+        if self.residuals.get(param) is residual:
+            return
+        extent = next(e for e in reversed(self.extents) if e.first_param <= param)
+        numel = extent.numels[param - extent.first_param]
+        if residual.dtype is not torch.bfloat16 or residual.shape != (numel,) or not residual.is_contiguous():
+            raise CSDValueError(f"residual is {tuple(residual.shape)} {residual.dtype}, not dense ({numel},) bfloat16")
+        self._commits.wait()  # it may still be allocating
+        self._kept.make_room(param, numel, self._stores)
+        self._kept.replaced(param)
+        self._described &= param in self.residuals
+        self._changed = True
+        super().keep_residual(param, residual)
+
+    def drop_residual(self, param: int) -> None:
+        if param in self.residuals:
+            super().drop_residual(param)
+            self._described, self._changed = False, True
+
     # ---- a step ------------------------------------------------------------
 
     def _before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
@@ -154,6 +183,7 @@ class DurableEngine(Engine):
         if self.slots == 1 and not self._loose[tiles].all():
             self._announce_step()
         self._changed = True
+        self._kept.before_step = [*self._kept.written_bytes]
         return tiles
 
     def finish(self, keep: bool = True) -> None:
@@ -260,9 +290,16 @@ class DurableEngine(Engine):
         """
         self.check_whole()
         self._commits.wait()
+        residuals = sorted(self.residuals)
+        if changed := self._kept.changed(self.residuals):
+            self._make_way()
+            for cuda in {r.device for r in changed.values() if r.is_cuda}:
+                torch.cuda.synchronize(cuda)  # what writes to them may be under way
+        spaces = {param: self._kept.committed[param] for param in residuals if param not in changed}
         self._sequence += 1
         self.record = record = record or self.record
         sequence, step, flags, n = self._sequence, self.step, CLEAN * clean, len(self.specs)
+        version = WITH_RESIDUALS if residuals else VERSION
         durable = {d: store for d, store in enumerate(self._stores) if store and store.durable}
         self._committed_steps = steps = np.concatenate(self.steps)
         manifests = {}
@@ -273,27 +310,33 @@ class DurableEngine(Engine):
             for d in durable
         }
 
-        def stage() -> list[Staged]:
+        def stage(in_parallel: InParallel) -> list[Staged]:
             if self._open.any():
                 self.drain()  # what is committed is not to be written to
             else:
                 bindings.engine_settle(self._handle, self.name_device)
             tiles = bindings.engine_tiles(self._handle, 0, len(self._loose))
+            if changed:
+                for written in in_parallel([partial(self._kept.write, d, s, changed) for d, s in durable.items()]):
+                    spaces.update(written)
             nothing = Region(0, 0, 0, 0)
-            written = [int(device["total_write_bytes"]) for device in self.stats()]
+            total = [int(device["total_write_bytes"]) for device in self._counted()]
             staged = []
             for d, store in durable.items():
-                record_of = replace(record, written_bytes=written[d])
-                table = pack_table(tiles[own[d].astype(int)], steps, record_of)
-                block = Superblock(self.store_id, d, n, sequence, step, flags, nothing, nothing)
+                record_of = replace(record, written_bytes=total[d])
+                here = [spaces[param] for param in residuals if self._kept.rooms[param].device == d]
+                table = pack_table(tiles[own[d].astype(int)], steps, record_of, here)
+                block = Superblock(self.store_id, d, n, sequence, step, flags, nothing, nothing, version)
                 staged.append(store.stage(block, manifests.get(d), table))
             return staged
 
         def done() -> None:
             self.committed_step = step
+            self._kept.committed = spaces
 
         commit = Commit(f"step {step}", [*durable.values()], stage, done)
         self._described, self._uncommitted = True, False
+        self._kept.seen(self.residuals)
         self._loose[:] = False
         (self._commits.start if background else self._commits.run)(commit)
 
@@ -331,6 +374,7 @@ class DurableEngine(Engine):
         """Takes the room that the next commit needs, while a full disk is only the caller's business."""
         spare = 64  # `written_bytes` may have some digits more
         rest = 8 * self.n_params + len(record.head()) + len(record.user_state) + spare
+        rest += RESIDUAL_ENTRY.itemsize * len(self.residuals)
         for d, store in enumerate(self._stores):
             if store and store.durable:
                 tiles = sum(e.tiles_of(d, len(self.specs)) for e in self.extents)
@@ -349,7 +393,11 @@ class DurableEngine(Engine):
             }
             for e, offsets in zip(self.extents, self._offsets, strict=True)
         ]
-        return self._manifest | {"extents": extents, "tiles": sum(e["tiles"] for e in extents)}
+        params = [
+            {**p, "residual": self._kept.rooms[row]._asdict()} if row in self.residuals else p
+            for row, p in enumerate(self._manifest["params"])
+        ]
+        return self._manifest | {"params": params, "extents": extents, "tiles": sum(e["tiles"] for e in extents)}
 
     def _announce_step(self) -> None:
         """Before a step writes in place: whoever finds this, and not the commit after it, finds a mix of two steps."""
@@ -378,9 +426,11 @@ class DurableEngine(Engine):
         self._before = [c.record.written_bytes for c in self.held]
         self.slots = manifest["extents"][0]["slots"] if manifest["extents"] else self.slots
         self._manifest = {k: v for k, v in manifest.items() if k not in ("extents", "tiles")}
+        self._manifest["params"] = [{k: v for k, v in p.items() if k != "residual"} for p in manifest["params"]]
         rows = [0] * n
         for d, contents in zip(order, self.held, strict=True):
             stores[d].take_up(contents)
+        self._kept.take_up(self.held)
         for e, extent in enumerate(extents_of(self.held)):
             states = np.zeros(extent.n_tiles, TILE_STATE)
             for d, contents in enumerate(self.held):
@@ -392,11 +442,26 @@ class DurableEngine(Engine):
         self._committed_steps = np.concatenate(self.steps)
 
     def check(self) -> None:
-        """Reads all states that were taken up. Raises CSDStoreError, naming tile and parameters, if one is damaged."""
-        damage = find_damage(self.held)
+        """Reads all states that were taken up; residuals into memory, unless the store is only looked at.
+
+        Raises CSDStoreError, naming tile and parameters, if one is damaged.
+        """
+        residuals = {
+            r.row: torch.empty(r.size // RESIDUAL_BYTES, dtype=torch.bfloat16, device="cpu")
+            for r in (residuals_of(self.held) if self._mode == "resume" else ())
+        }
+
+        def take(residual: Residual, first: int, data: memoryview) -> None:
+            if residuals:
+                into = residuals[residual.row].view(torch.uint8).numpy()
+                into[first : first + len(data)] = np.frombuffer(data, np.uint8)
+
+        damage = find_damage(self.held, take)
         if damage:
             more = f" (and {len(damage) - 1} more: `csd-optim verify` lists them)" if len(damage) > 1 else ""
             raise CSDStoreError(f"{damage[0]}{more}. Go back to a snapshot or a checkpoint")
+        self.residuals = residuals
+        self._kept.seen(residuals)
 
     def settle(self) -> None:
         """Forgets what some of the devices have and others have not, before something new is written."""
@@ -415,10 +480,24 @@ class DurableEngine(Engine):
         edited = (
             self._edited.any()
             or self._seen != self._versions()
+            or self._kept.changed(self.residuals)
             or not np.array_equal(np.concatenate(self.steps), self._committed_steps)
         )
         if (self._changed or edited) and self._manifest and not self._torn and self._mode != "read":
             self.flush(clean=True)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Waits for the last step's commit if that writes residuals. Raises CSDOSError."""
+        if self.residuals:
+            self._commits.wait()
+        return self._counted()
+
+    def _counted(self) -> list[dict[str, Any]]:
+        counts = super().stats()
+        for count, written, before in zip(counts, self._kept.written_bytes, self._kept.before_step, strict=False):
+            count["write_bytes"] += written - before
+            count["total_write_bytes"] += written
+        return counts
 
     @property
     def idle(self) -> bool:

@@ -407,9 +407,10 @@ class CSDAdam(AdamW):
             if ring is not None:
                 ring.feed_back()
         finally:  # the step is whole, whatever becomes of what it owes
-            for bound in owed:
-                bound.owes = table["topk"][bound.index] < 1
             torch.autograd.graph.increment_version([b.windows["residual"] for b in owed])
+            for bound in owed:
+                if table["topk"][bound.index] == 1:  # all of it was sent
+                    self._places.forgive(engine, bound)
             for extent, own in zip(engine.extents, engine.steps, strict=True):
                 own[:] = steps[extent.first_param : extent.first_param + len(own)]
             engine.commit(record)

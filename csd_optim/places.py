@@ -104,7 +104,6 @@ class Places:
         del bound.windows["residual"]
         self.state[bound.param].pop("residual", None)
         self.remember()
-        bound.owes = False
 
     def fill(self, engine: Engine) -> None:
         """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
@@ -135,6 +134,7 @@ class Places:
             bound, held = self.bound.get(id(p)), self.state.get(p)
             if bound is not None and bound.sections == 3 and held and "max_exp_avg_sq" in held:
                 self.bound.pop(id(p)).alive = False  # needs more room than it has
+                engine.drop_residual(bound.index)
                 bound = None
             if bound is None:
                 if held:
@@ -177,8 +177,10 @@ class Places:
             bound = self._give(engine, p, entry["name"], entry["extent"], tuple(entry["stride"]))
             if gone:
                 self.bound.pop(id(p)).alive = False
-            else:
-                self.show(bound)
+                continue
+            if (residual := engine.residuals.get(bound.index)) is not None:
+                bound.windows["residual"] = residual.as_strided(bound.own_master.shape, bound.stride)
+            self.show(bound)
         self.remember()
 
     def exchange(self, engine: Engine, groups: Groups) -> None:

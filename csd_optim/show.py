@@ -119,6 +119,8 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
     owner = f", in use by process {held['owner']}" if held["owner"] is not None else ""
     closed = describe_end(held)
     tiles, params = held["tiles"], held["params"]
+    kept = held["residuals"]
+    residuals = f"{kept['count']} here, {size(kept['bytes'])} in bf16, each in two spaces"
     sizes = sorted({e["tile_elems"] for e in held["extents"]})
     out.print(escape(held["file"]), style="bold")
     out.print(
@@ -135,6 +137,7 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
                     f"{tiles['in_slot'][0]} in slot 0, {tiles['in_slot'][1]} in slot 1, "
                     f"{tiles['with_checksum']} with a checksum",
                 ),
+                *([("residuals", residuals)] if kept["count"] else []),
                 (
                     "on disk",
                     f"{size(held['allocated_bytes'])}, {held['bytes_per_param']:.2f} B per parameter of its share",
@@ -180,7 +183,7 @@ def show_verdicts(found: list[Verdict]) -> None:
 
 def describe_wear(held: dict[str, Any]) -> str:
     written, seconds, rating = held["written_bytes"], held["training_seconds"], held["tbw_bytes"]
-    text = f"{size(written)} of states written, {size(held['step_bytes'])} a step"
+    text = f"{size(written)} written, {size(held['step_bytes'])} a step"
     if seconds:
         text += f", {size(86400 * written / seconds)} a day of training"
     if rating:

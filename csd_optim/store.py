@@ -35,6 +35,7 @@ from .store_format import (
 )
 
 SECTOR = 512  # bytes that a disk writes as a whole
+STATE = "optimizer state (24 bytes per parameter, 32 with amsgrad, half of it with shadow=False)"
 # What is to become of a store that is there already: an error, erased at the first write, taken up, only looked at.
 Mode = Literal["new", "overwrite", "resume", "read"]
 
@@ -259,7 +260,7 @@ class StoreFile:
         with self._naming("shrink"):
             os.ftruncate(self.fd, self.end)
 
-    def allocate(self, size: int) -> int:
+    def allocate(self, size: int, what: str = STATE) -> int:
         """Reserves `size` bytes, all of them on the disk, at the end of the file; returns their offset (bytes).
 
         Raises CSDOSError when the disk is full, and then gives back what it had taken.
@@ -282,8 +283,7 @@ class StoreFile:
             free = os.fstatvfs(self.fd)
             raise CSDOSError(
                 e.errno,
-                f"{self.path}: no room for {size / 1e9:.2f} GB of optimizer state (24 bytes per parameter, 32 with "
-                f"amsgrad, half of it with shadow=False): {e.strerror}; "
+                f"{self.path}: no room for {size / 1e9:.2f} GB of {what}: {e.strerror}; "
                 f"{free.f_bavail * free.f_frsize / 1e9:.2f} GB are free",
             ) from e
         self.end = offset + size
@@ -299,6 +299,11 @@ class StoreFile:
         if self.io_fd >= 0:
             with self._naming("write"):
                 os.fdatasync(self.fd)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Whole pages, of memory too, past the page cache where the file system can. Raises CSDOSError."""
+        with self._naming("write"):
+            write(self.io_fd, data, offset)
 
     def stage(self, block: Superblock, manifest: bytes | None, table: bytes) -> Staged:
         """Finds room for a commit. `block`: its regions are filled in. `manifest` None: the one that is there stays."""

@@ -1,11 +1,12 @@
 """What a store looks like on a disk: pack and unpack, read and check. Byte by byte: docs/store-format.md.
 
-    superblock 0 | superblock 1 | extents, and spaces for two manifests and two tables, as they were made
+    superblock 0 | superblock 1 | extents, residuals, and spaces for two manifests and two tables, as they were made
 
 The manifest says what the store holds (names, shapes, dtypes, places), the table where its state is at a step: the
-current slot and the checksums of every tile, the step counters, the hyperparameters, what the user added. Superblock,
-manifest and table exist twice; each copy is whole only if all three are. A commit writes copy 0, on all devices, and
-then copy 1: one of them is whole at any time, and at rest both are.
+current slot and the checksums of every tile, the step counters, the current space and the checksum of every residual,
+the hyperparameters, what the user added. Superblock, manifest and table exist twice; each copy is whole only if all
+three are. A commit writes copy 0, on all devices, and then copy 1: one of them is whole at any time, and at rest both
+are.
 
 Both copies are of the last step, not one of it and one of the step before, written by turns. A crash leaves a whole one
 either way; but here any one of the six may also be lost at rest, to a sector that cannot be read again, and the other
@@ -18,9 +19,9 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from .errors import CSDStoreError
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
 VERSION = 1
+WITH_RESIDUALS = 2  # format of a store that has any: who knows only format 1 would go on without them, and not say so
 ENDIAN = 0x01020304
 PAGE = 4096
 CLEAN = 1  # flag: closed in order, nothing written since
@@ -42,6 +44,8 @@ _REGION = struct.Struct("<QQQI")
 # table, then zeros up to the checksum of all that in the last 4 bytes.
 _SUPERBLOCK = struct.Struct("<8sII16sIIQQI")
 TILE_ENTRY = np.dtype([("slot", "<u4"), ("summed", "<u4"), ("crc", "<u4", 4)])
+RESIDUAL_BYTES = 2  # of an element: bfloat16
+RESIDUAL_ENTRY = np.dtype([("space", "<u4"), ("crc", "<u4")])
 
 
 class Region(NamedTuple):
@@ -66,10 +70,11 @@ class Superblock:
     flags: int
     manifest: Region
     table: Region
+    version: int = VERSION
 
     def pack(self) -> bytes:
         head = _SUPERBLOCK.pack(
-            MAGIC, VERSION, ENDIAN, self.store_id, self.device, self.devices, self.sequence, self.step, self.flags
+            MAGIC, self.version, ENDIAN, self.store_id, self.device, self.devices, self.sequence, self.step, self.flags
         )
         body = (head + _REGION.pack(*self.manifest) + _REGION.pack(*self.table)).ljust(PAGE - 4, b"\0")
         return body + struct.pack("<I", crc32c(body))
@@ -84,10 +89,12 @@ class Superblock:
         _, version, endian, *fields = _SUPERBLOCK.unpack_from(block)
         if endian != ENDIAN:
             raise CSDStoreError(f"{path} was written on a machine of the other endianness")
-        if version != VERSION:
-            raise CSDStoreError(f"{path} has store format {version}; this csd_optim reads format {VERSION}: upgrade it")
+        if version not in (VERSION, WITH_RESIDUALS):
+            raise CSDStoreError(
+                f"{path} has store format {version}; this csd_optim reads formats up to {WITH_RESIDUALS}: upgrade it"
+            )
         regions = [Region(*_REGION.unpack_from(block, _SUPERBLOCK.size + i * _REGION.size)) for i in range(2)]
-        return cls(*fields, *regions)
+        return replace(cls(*fields, *regions), version=version)
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ class Record:
     given: list[dict[str, Any]] = field(default_factory=list)  # and as they were when the groups were made
     user_state: bytes = b""  # as torch.save writes it; empty: none
     seconds: float = 0.0  # that training took so far, from step to step
-    written_bytes: int = 0  # of states, to this device, since the store was made
+    written_bytes: int = 0  # of states and residuals, to this device, since the store was made
 
     def head(self) -> bytes:
         """The packed record up to `user_state`, which may be large."""
@@ -111,10 +118,20 @@ class Record:
         return cls(**json.loads(data[4:end]), user_state=data[end:])
 
 
-def pack_table(tiles: np.ndarray[Any, Any], steps: np.ndarray[Any, Any], record: Record) -> bytes:
-    """`tiles` has the fields of TILE_ENTRY, `steps` a number per parameter."""
+def pack_table(
+    tiles: np.ndarray[Any, Any],
+    steps: np.ndarray[Any, Any],
+    record: Record,
+    residuals: Sequence[tuple[int, int]] = (),
+) -> bytes:
+    """`tiles` has the fields of TILE_ENTRY, `steps` a number per parameter, `residuals` those of RESIDUAL_ENTRY."""
     state = tiles.astype(TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes()
-    return b"".join((state, record.head(), record.user_state))
+    return b"".join((state, np.array([*residuals], RESIDUAL_ENTRY).tobytes(), record.head(), record.user_state))
+
+
+def rows_with_residual(manifest: dict[str, Any], device: int) -> list[int]:
+    """The parameters whose residuals are on a device."""
+    return [row for row, p in enumerate(manifest["params"]) if p.get("residual", {}).get("device") == device]
 
 
 @dataclass(frozen=True)
@@ -127,6 +144,7 @@ class Contents:
     manifest: dict[str, Any]
     tiles: np.ndarray[Any, Any]  # of TILE_ENTRY: those of this device, extent by extent
     steps: np.ndarray[Any, Any]
+    residuals: np.ndarray[Any, Any]  # of RESIDUAL_ENTRY: those of this device, in the order of the parameters
     record: Record
 
     def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
@@ -138,10 +156,20 @@ class Contents:
                 at = extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
                 yield extent, j * self.superblock.devices + self.superblock.device, at
 
+    def residual_places(self) -> Iterator[tuple[int, int, int]]:
+        """Of each residual in this store: the row of its parameter, its offset, its checksum."""
+        rows = rows_with_residual(self.manifest, self.superblock.device)
+        for row, (space, crc) in zip(rows, self.residuals.tolist(), strict=True):
+            place = self.manifest["params"][row]["residual"]
+            yield row, place["base"] + space * place["room"], crc
+
     @property
     def end(self) -> int:
         """Where everything that it names ends: byte of the file."""
         ends = [r.offset(2) for r in (self.superblock.manifest, self.superblock.table)]
+        for row in rows_with_residual(self.manifest, self.superblock.device):
+            place = self.manifest["params"][row]["residual"]
+            ends.append(place["base"] + 2 * place["room"])
         for e in self.manifest["extents"]:
             ends.append(e["file_offset"] + e["slots"] * e["tiles"] * 4 * e["tile_elems"] * len(e["sections"]))
         return max(ends)
@@ -194,14 +222,16 @@ def read_commits(fd: int, path: str) -> list[Contents]:
             table = read_region(fd, block.table, copy, "slot table", path)
             tiles = np.frombuffer(table, TILE_ENTRY, manifest["tiles"])
             steps = np.frombuffer(table, "<f8", len(manifest["params"]), offset=tiles.nbytes)
-            record = Record.unpack(table[tiles.nbytes + steps.nbytes :])
+            n_residuals = len(rows_with_residual(manifest, block.device))
+            residuals = np.frombuffer(table, RESIDUAL_ENTRY, n_residuals, offset=tiles.nbytes + steps.nbytes)
+            record = Record.unpack(table[tiles.nbytes + steps.nbytes + residuals.nbytes :])
         except CSDStoreError as e:
             damage = damage or e
             continue
         except (KeyError, TypeError, ValueError, struct.error) as e:
             damage = damage or CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})")
             continue
-        commits.append(Contents(path, copy, block, manifest, tiles, steps, record))
+        commits.append(Contents(path, copy, block, manifest, tiles, steps, residuals, record))
     if damage and not commits:
         raise damage
     return commits

@@ -1,23 +1,25 @@
-"""A store read tile by tile, past the page cache, with every checksum compared."""
+"""A store read tile by tile, residual by residual, past the page cache, with every checksum compared."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import mmap
 import os
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .bindings import IO_DEPTH, crc32c
 from .errors import CSDOSError, CSDStoreError
-from .store_format import PAGE, Contents, opened
+from .layout import round_up
+from .store_format import PAGE, RESIDUAL_BYTES, Contents, opened
 
+CHUNK = 4 << 20  # bytes of a residual that are read or written at a time, at least
 Tick = Callable[[int], None]  # so many more bytes are done
 
 
@@ -36,17 +38,29 @@ class Tile(NamedTuple):
         return self.section_bytes * len(self.sections)
 
 
+class Residual(NamedTuple):
+    contents: Contents
+    row: int  # of its parameter
+    offset: int  # in the store
+    size: int  # bytes
+    crc: int
+
+    @property
+    def name(self) -> str:
+        return str(self.contents.manifest["params"][self.row]["name"])
+
+
 @dataclass(frozen=True)
 class Damage:
-    """A section of a tile that is not what was written there."""
+    """A section of a tile, or a residual, that is not what was written there."""
 
     path: str
-    tile: int  # of its extent, over all devices
-    section: str
+    number: int  # of the tile in its extent, over all devices; of the parameter
+    what: str
     params: list[str]  # what lies there: "elements 0 to 4095 of layer.weight"
 
     def __str__(self) -> str:
-        where = f"{self.path}: {self.section} of tile {self.tile} is damaged"
+        where = f"{self.path}: {self.what} is damaged"
         return f"{where}: {', '.join(self.params)}" if self.params else f"{where}; no parameter lies there"
 
 
@@ -73,14 +87,24 @@ def tiles_of(held: Iterable[Contents]) -> list[Tile]:
     return sorted(found, key=lambda t: (t.extent, t.number))
 
 
+def residuals_of(held: Iterable[Contents]) -> list[Residual]:
+    return [
+        Residual(contents, row, offset, RESIDUAL_BYTES * contents.manifest["params"][row]["numel"], crc)
+        for contents in held
+        for row, offset, crc in contents.residual_places()
+    ]
+
+
 def total_bytes(held: Iterable[Contents]) -> int:
-    return sum(t.size for t in tiles_of(held))
+    held = list(held)
+    return sum(t.size for t in tiles_of(held)) + sum(r.size for r in residuals_of(held))
 
 
 def stored_bytes(contents: Contents) -> int:
-    """What its tiles take on the disk when only their current slots are copied, and holes are not."""
+    """What it takes on the disk when only current slots and spaces are copied, and holes are not."""
     with opened(Path(contents.path)) as fd:
-        return sum(t.size for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size))
+        tiles = sum(t.size for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size))
+    return tiles + sum(r.size for r in residuals_of([contents]))
 
 
 def _refuse(damage: list[Damage]) -> None:
@@ -90,6 +114,7 @@ def _refuse(damage: list[Damage]) -> None:
 def each_tile(
     held: Sequence[Contents],
     use: Callable[[Tile, memoryview | None], None],
+    use_residual: Callable[[Residual, int, memoryview], None] = lambda *_: None,
     *,
     damaged: Callable[[list[Damage]], None] = _refuse,
     gate: Callable[[], None] = lambda: None,
@@ -97,11 +122,13 @@ def each_tile(
 ) -> None:
     """Reads and checks every tile and has it used, on threads; None: all of it is zeros, and a hole in the store.
 
-    `gate` is called before each; `damaged`, instead of `use`, where a checksum does not fit, and raises CSDStoreError
-    unless told otherwise. Raises CSDOSError.
+    So it does with every residual, in parts, each with the byte at which it begins: damage shows behind the last only.
+    `gate` is called before each; `damaged` where a checksum does not fit, for a tile instead of `use`, and raises
+    CSDStoreError unless told otherwise. Raises CSDOSError.
     """
-    tiles = tiles_of(held)
-    largest = max((t.size for t in tiles), default=0)
+    tiles, residuals = tiles_of(held), [r for r in residuals_of(held) if r.size]
+    sizes = [*(t.size for t in tiles), *(min(round_up(r.size, PAGE), CHUNK) for r in residuals)]
+    largest = max(sizes, default=0)
     free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for _ in range(IO_DEPTH if largest else 0):
         free.put(mmap.mmap(-1, largest))  # pages, for O_DIRECT
@@ -120,16 +147,35 @@ def each_tile(
             free.put(buffer)
         tick(tile.size)
 
+    def one_residual(residual: Residual) -> None:
+        path, crc, done = residual.contents.path, 0, 0
+        buffer = free.get()
+        try:
+            while done < residual.size:
+                gate()
+                pages = memoryview(buffer)[: round_up(residual.size - done, PAGE)]
+                part = pages[: residual.size - done]
+                if _read_part(fds[path], pages, residual.offset + done, path) < len(part):
+                    break  # the file ends
+                crc = crc32c(part, crc)
+                use_residual(residual, done, part)
+                done += len(part)
+                tick(len(part))
+        finally:
+            free.put(buffer)
+        if done < residual.size or crc != residual.crc:
+            damaged([Damage(path, residual.row, "residual", [residual.name])])
+
     with contextlib.ExitStack() as stack:
         fds = {c.path: stack.enter_context(_opened_direct(Path(c.path))) for c in held}
         pool = stack.enter_context(ThreadPoolExecutor(IO_DEPTH, thread_name_prefix="csd_optim"))
         futures = []
         try:
-            for tile in tiles:
+            for call in (*(partial(one, t) for t in tiles), *(partial(one_residual, r) for r in residuals)):
                 try:
-                    futures.append(pool.submit(one, tile))
+                    futures.append(pool.submit(call))
                 except RuntimeError:  # the interpreter shuts down and has no more threads to give
-                    one(tile)
+                    call()
             for future in futures:
                 future.result()
         except BaseException:
@@ -138,33 +184,44 @@ def each_tile(
             raise
 
 
-def find_damage(held: Sequence[Contents], tick: Tick = lambda _: None) -> list[Damage]:
-    """Everything in these stores that is not what was written there."""
+def find_damage(
+    held: Sequence[Contents],
+    use_residual: Callable[[Residual, int, memoryview], None] = lambda *_: None,
+    tick: Tick = lambda _: None,
+) -> list[Damage]:
+    """Everything in these stores that is not what was written there. `use_residual`: as of each_tile()."""
     found: list[Damage] = []
-    each_tile(held, lambda _, __: None, damaged=found.extend, tick=tick)
-    return sorted(found, key=lambda d: (d.path, d.tile))
+    each_tile(held, lambda _, __: None, use_residual, damaged=found.extend, tick=tick)
+    return sorted(found, key=lambda d: (d.path, d.number))
 
 
 def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
     """Is it a hole, of which nothing is read? What is damaged? Raises CSDOSError."""
-    size, n = tile.section_bytes, 0
-    try:
-        if hole := _is_hole(fd, tile.offset, tile.size):
-            n, sums = tile.size, [_sum_of_zeros(size)] * len(tile.sections)
-        else:
-            # A page at least, or the file ends there: O_DIRECT would refuse to go on in the middle of one.
-            while n < tile.size and n % PAGE == 0 and (more := os.preadv(fd, [view[n:]], tile.offset + n)):
-                n += more
-            sums = [crc32c(view[k * size : (k + 1) * size]) for k in range(len(tile.sections))]
-    except OSError as e:
-        raise CSDOSError(e.errno, f"cannot read {tile.contents.path}: {e.strerror}") from e
+    size = tile.section_bytes
+    if hole := _is_hole(fd, tile.offset, tile.size):
+        n, sums = tile.size, [_sum_of_zeros(size)] * len(tile.sections)
+    else:
+        n = _read_part(fd, view, tile.offset, tile.contents.path)
+        sums = [crc32c(view[k * size : (k + 1) * size]) for k in range(len(tile.sections))]
     bad = [
         section
         for k, (section, now, then) in enumerate(zip(tile.sections, sums, tile.sums, strict=False))
         if n < (k + 1) * size or (tile.summed and now != then)
     ]
     params = lying_in(tile.contents.manifest, tile.extent, tile.number) if bad else []
-    return hole, [Damage(tile.contents.path, tile.number, section, params) for section in bad]
+    return hole, [Damage(tile.contents.path, tile.number, f"{s} of tile {tile.number}", params) for s in bad]
+
+
+def _read_part(fd: int, view: memoryview, offset: int, path: str) -> int:
+    """Fills whole pages from a store; returns how many bytes there are: less only where it ends. Raises CSDOSError."""
+    n = 0
+    try:
+        # A page at least, or the file ends there: O_DIRECT would refuse to go on in the middle of one.
+        while n < len(view) and n % PAGE == 0 and (more := os.preadv(fd, [view[n:]], offset + n)):
+            n += more
+    except OSError as e:
+        raise CSDOSError(e.errno, f"cannot read {path}: {e.strerror}") from e
+    return n
 
 
 @contextlib.contextmanager
@@ -190,6 +247,6 @@ def _is_hole(fd: int, offset: int, size: int) -> bool:
         return e.errno == errno.ENXIO and os.fstat(fd).st_size >= offset + size
 
 
-@functools.lru_cache
+@lru_cache
 def _sum_of_zeros(size: int) -> int:
     return crc32c(bytes(size))

@@ -60,7 +60,7 @@ def shares(
     named = [group.get("topk", topk) for group in groups]
     for k, share in enumerate(named):
         check_topk(share, f" of group {k}")
-    if all(share is None for share in named) and not any(b.owes for b in bounds):
+    if all(share is None for share in named) and all(b.residual is None for b in bounds):
         return np.zeros(len(bounds))
     sparse = [
         ("topk" in groups[k] or is_large(b.param)) and not b.param.is_complex()
@@ -69,7 +69,7 @@ def shares(
     final = np.where(sparse, [named[k] or 1.0 for k in groups_of], 1.0)
     if warmup:
         final = final ** np.clip((steps - warmup) / warmup, 0, 1)
-    owes = np.array([b.owes for b in bounds])
+    owes = np.array([b.residual is not None for b in bounds])
     # What is owed by one that is dense again is sent with all the rest, as entries.
     return np.where(final < DENSE_FROM, final, np.where(owes, 1.0, 0.0))
 

@@ -61,7 +61,7 @@ def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
             verdict.damage += _damaged_copies(file) or ([problem] if problem else [])
         with progress("verifying", total_bytes(c for _, c in to_check)) as tick:
             for verdict, contents in to_check:
-                verdict.damage += map(str, find_damage([contents], tick))
+                verdict.damage += map(str, find_damage([contents], tick=tick))
         if len(stores) == len(specs):
             for verdict, problem in _not_together(verdicts, stores):
                 verdict.damage.append(problem)

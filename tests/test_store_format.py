@@ -44,8 +44,9 @@ def region(data, place, copy):
     return data[offset : offset + size]
 
 
+@pytest.mark.parametrize("kept", [(), ("columns", "late", "half", "weight")])  # those that have residuals
 @pytest.mark.parametrize("devices", [1, 3])
-def test_store_is_what_the_page_says(tmp_path, devices):
+def test_store_is_what_the_page_says(tmp_path, devices, kept):
     assert crc32c(b"123456789") == 0xE3069283
     torch.manual_seed(0)
     params = {
@@ -64,28 +65,47 @@ def test_store_is_what_the_page_says(tmp_path, devices):
             p.grad = torch.randn_like(p)
         opt.user_state = {"epoch": 7}
         opt.step()
+    engine, residuals = opt._live_engine, {}
+    for name in kept:
+        residuals[name] = torch.randn(params[name].numel()).bfloat16()
+        engine.keep_residual([*params].index(name), residuals[name])
+    engine.flush()
+    if kept:
+        residuals["half"].mul_(2)  # the others stay where they are
     opt.close()
 
-    flat = {}
+    flat, found = {}, {}
     ids = set()
     for d, place in enumerate(places):
         data = (place / "csd_optim.store").read_bytes()
         block = superblock(data, 0)
         assert superblock(data, 1) == block
-        assert (block["version"], block["order"]) == (1, 0x01020304)
+        assert (block["version"], block["order"]) == (2 if kept else 1, 0x01020304)
         assert (block["device"], block["devices"], block["step"], block["flags"]) == (d, devices, 3, 1)
         ids.add(block["id"])
         manifest = json.loads(region(data, block["manifest"], 0))
         table = region(data, block["table"], 0)
         for what, copy0 in (("manifest", json.dumps(manifest).encode()), ("table", table)):
             assert region(data, block[what], 1) == copy0
-        record = table[24 * manifest["tiles"] + 8 * len(manifest["params"]) :]
+        here = [p for p in manifest["params"] if p.get("residual", {}).get("device") == d]
+        entries = 24 * manifest["tiles"] + 8 * len(manifest["params"])
+        for i, p in enumerate(here):
+            space, checksum = struct.unpack_from("<2I", table, entries + 8 * i)
+            base, room = p["residual"]["base"], p["residual"]["room"]
+            assert base % 4096 == room % 4096 == 0
+            assert 2 * p["numel"] <= room < 2 * p["numel"] + 4096
+            assert base + 2 * room <= len(data)
+            content = data[base + space * room :][: 2 * p["numel"]]
+            assert crc32c(content) == checksum
+            found[p["name"]] = space, content
+        record = table[entries + 8 * len(here) :]
         end = 4 + struct.unpack_from("<I", record)[0]
         said = json.loads(record[4:end])
         assert [g["amsgrad"] for g in said["groups"]] == [False, True]
         assert said["groups"][0]["betas"] == [0.9, 0.999]
         assert said["seconds"] > 0
-        assert said["written_bytes"] == 3 * sum(
+        rooms = [p["residual"]["room"] * (1 + (p["name"] == "half")) for p in here]
+        assert said["written_bytes"] == sum(rooms) + 3 * sum(
             e["tiles"] * e["tile_elems"] * 4 * len(e["sections"]) for e in manifest["extents"]
         )
         assert torch.load(io.BytesIO(record[end:]), weights_only=True) == {"epoch": 7}
@@ -106,6 +126,9 @@ def test_store_is_what_the_page_says(tmp_path, devices):
         assert row == manifest["tiles"]
     assert len(ids) == 1
 
+    assert {name: space for name, (space, _) in found.items()} == {name: int(name == "half") for name in kept}
+    for name, (_, content) in found.items():
+        assert content == residuals[name].view(torch.int16).numpy().tobytes()
     assert [p["name"] for p in manifest["params"]] == list(params)
     for entry in manifest["params"]:
         p, extent = params[entry["name"]], manifest["extents"][entry["extent"]]

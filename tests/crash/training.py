@@ -16,6 +16,7 @@ LOAD = 4  # after this step a state dict is loaded
 JOIN = 6  # before this step a parameter group joins
 WRITE = 7  # before this step parameters are set from outside
 JOINED = 8  # the first gradient of that group
+TOPK = {2: 0.1, 7: None, 9: 0.02}  # before a step the first group begins to send this share of its gradients
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
 
@@ -68,7 +69,7 @@ class Training:
         return [{"params": first, "lr": 0.02, "weight_decay": 0.1}]
 
     def _joining(self):
-        return {"params": [self.params["joined"]], "lr": 0.01, "initial_lr": 0.01, "amsgrad": True}
+        return {"params": [self.params["joined"]], "lr": 0.01, "initial_lr": 0.01, "amsgrad": True, "topk": 0.1}
 
     def _open(self, devices):
         if not self.resumes:
@@ -107,6 +108,8 @@ class Training:
         if number == JOIN:
             opt.add_param_group(self._joining())
             self._schedule()
+        if number in TOPK:
+            opt.param_groups[0]["topk"] = TOPK[number]
         if number == WRITE:
             with torch.no_grad():
                 params["embed"].mul_(0.9)
