@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,10 +22,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import benchmark, cards, checkpoint, convert, emulation, probe
-from .devices import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_device, parse_devices
+from . import plan as planning
+from .devices import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_device, parse_devices, parse_rate
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from .layout import MEMORY_STATE_BYTES, STORE_BYTES
-from .show import number, show_bench, show_devices, show_store, show_verdicts, size
+from .show import number, show_bench, show_devices, show_plan, show_store, show_verdicts, size
 from .store import lock_owner
 from .store_format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
 from .verify import verify as verify_stores
@@ -236,6 +238,90 @@ def bench(
             show_bench(result)
 
 
+@app.command()
+def plan(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="DEVICE", help="Measured for a few seconds each.", show_default=False)
+    ] = None,
+    params: Annotated[
+        int | None, typer.Option(parser=count, metavar="N", help="Parameters: 7B, 70e9 ...", show_default=False)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Or a Hugging Face config.json to count them.", show_default=False)
+    ] = None,
+    n_devices: Annotated[
+        int | None, typer.Option("--devices", min=1, max=1024, help="How many, where none are named.", show_default="1")
+    ] = None,
+    drive: Annotated[
+        str, typer.Option(help="A plain drive: gen3, gen4, gen5, or rates: read=7GB/s,write=5GB/s[,mixed=6GB/s].")
+    ] = "gen4",
+    csd: Annotated[
+        str | None,
+        typer.Option(help="Plan for CSDs: smartssd, or rates, also update=240M/s.", show_default="for plain drives"),
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Shared by all devices, each way: 8GB/s.", show_default="each has its own lanes")
+    ] = None,
+    gpu_link: Annotated[str, typer.Option(help="Between GPU and host, each way.")] = "25GB/s",
+    cpu: Annotated[
+        str | None, typer.Option(help="Parameters per second that the CPU updates.", show_default="1.4G/s, or measured")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of parameters and gradients: fp16, bf16 or fp32.")] = "bf16",
+    topk: Annotated[
+        float | None, typer.Option(help="Share of gradients to send, such as 0.01.", show_default="all")
+    ] = None,
+    error_feedback: Annotated[bool, typer.Option(help="Keep what Top-K does not send: 2 B per parameter.")] = True,
+    forward: Annotated[float, typer.Option(metavar="S", help="Seconds of the GPU for one batch.")] = 0,
+    backward: Annotated[float, typer.Option(metavar="S", help="The same.")] = 0,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches per step.")] = 1,
+    tbw: Annotated[
+        str | None, typer.Option(help="What a device is rated to take: 600TB.", show_default="7PB for smartssd")
+    ] = None,
+    sweep: Annotated[str | None, typer.Option(metavar="devices=A..B", help="The same for each number.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Of the sweep, as PNG.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Predicts steps on devices you have, or think of buying: time, what bounds it, space, wear, what to change.
+
+    Example: csd-optim plan --params 7B --devices 2 --drive gen4 --forward 0.4 --backward 0.8
+    """
+    if (params is None) == (config is None):
+        raise typer.BadParameter("give --params, or --config", param_hint="--params")
+    if names and n_devices:
+        raise typer.BadParameter("name devices to be measured, or say how many", param_hint="--devices")
+    if plot and not sweep:
+        raise typer.BadParameter("plots a sweep: add --sweep devices=1..16", param_hint="--plot")
+    with reported():
+        request = planning.Request(
+            params=params or planning.count_params(config or Path()),
+            devices=n_devices or 1,
+            on="csd" if csd else "drive",
+            drive=planning.parse_rates(drive, planning.DRIVES, planning.DRIVES["gen4"]),
+            csd=planning.parse_rates(csd or "smartssd", planning.CSDS, planning.SMARTSSD),
+            host=planning.Host(
+                link=parse_rate(link) if link else math.inf,
+                gpu_link=parse_rate(gpu_link),
+                update=parse_rate(cpu, "") if cpu else planning.CPU_UPDATE,
+            ),
+            dtype=dtype,
+            topk=topk,
+            error_feedback=error_feedback,
+            forward=forward,
+            backward=backward,
+            accumulate=accumulate,
+            tbw=parse_bytes(tbw) if tbw else planning.SMARTSSD_TBW if csd == "smartssd" and not names else None,
+        )
+        planning.check(request)
+        counts = planning.parse_sweep(sweep) if sweep else ()
+        found = planning.plan(measured_request(request, names, cpu) if names else request, counts)
+        if plot:
+            planning.plot(found, plot)
+        if as_json:
+            print_json("plan", **found)
+        else:
+            show_plan(found)
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def emu(
     command: Annotated[
@@ -340,6 +426,35 @@ def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
             "P2P is much slower than the drive: it goes through the host, or the IOMMU (docs/smartssd.md, step 1)"
         )
     return added
+
+
+def measured_request(request: planning.Request, names: list[str], cpu: str | None) -> planning.Request:
+    """What is measured of the named devices takes the place of what was assumed. Raises CSDError."""
+    specs = parse_devices(names)
+    entries = [describe_device(spec, {}) for spec in specs]
+    with progress(len(specs)) as tick:
+        for spec, entry in zip(specs, entries, strict=True):
+            tick(f"measuring {spec}")
+            if "storage" in entry and "problem" not in entry:
+                entry |= measure_device(spec, entry)
+    device = planning.measured(entries)
+    places = [entry["storage"]["mounted_at"] for entry in entries]
+    host = request.host
+    if device.on_host and not cpu:
+        alone = probe.Updater(min(request.params, benchmark.UPDATER_ELEMS), benchmark.DTYPES[request.dtype])
+        host = replace(host, update=max(alone.rate() for _ in range(3)))
+    ratings = [spec.tbw_bytes for spec in specs if spec.tbw_bytes]
+    return replace(
+        request,
+        devices=len(specs),
+        on="drive" if device.on_host else "csd",
+        drive=device if device.on_host else request.drive,
+        csd=request.csd if device.on_host else device,
+        host=host,
+        tbw=request.tbw or (min(ratings) if ratings else None),
+        free=min(entry["storage"]["free_bytes"] / places.count(entry["storage"]["mounted_at"]) for entry in entries),
+        measured=True,
+    )
 
 
 def describe_held(file: Path) -> dict[str, Any] | None:

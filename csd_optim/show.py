@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import benchmark
+from . import plan as planning
 from .layout import MEMORY_STATE_BYTES, STORE_BYTES
 from .verify import Verdict
 
@@ -245,6 +246,94 @@ def show_bench(result: dict[str, Any]) -> None:
     out.print()
     out.print("CSDAdam.step(), all devices", style="bold")
     out.print(facts(rows))
+
+
+def show_plan(found: dict[str, Any]) -> None:
+    out = console()
+    r, memory, wear = found["request"], found["memory_bytes"], found["wear"]
+    own = next(row for row in found["predictions"] if row["chosen"])
+    d, kind = r[r["on"]], planning.KINDS[r["on"]]
+    out.print(
+        f"{number(r['params'])} {r['dtype']} parameters on {kind[:-1] if r['devices'] == 1 else kind}: {r['devices']}, "
+        f"{'as measured' if r['measured'] else 'of the rates below'}. All times are predicted (docs/plan.md).",
+        style="bold",
+    )
+    capacity = found["capacity_bytes_per_device"]
+    room = "" if r["free"] is None else f"; {short(r['free'])} free{': too little' if r['free'] < capacity else ''}"
+    held = [f"{name} {short(memory[name])}" for name in ("parameters", "gradients", "residuals") if memory[name]]
+    update = f"the CPU, {r['host']['update'] / 1e6:.0f}" if d["on_host"] else f"each itself, {d['update'] / 1e6:.0f}"
+    rows = [
+        ("each", describe_rates(d)),
+        ("updated by", f"{update} Mparam/s"),
+        ("space", f"{short(capacity)} on each, or half with shadow=False{room}"),
+        ("memory", f"{', '.join(held)} where the model lives; buffers {short(memory['buffers'])}"),
+    ]
+    for name, what in (("flash", "to and from flash"), ("link", "host to devices"), ("gpu", "GPU to host")):
+        moved, rate = found["bytes"][name], r["host"].get({"link": "link", "gpu": "gpu_link"}.get(name))
+        at = (
+            f", {rate / 1e9:.1f} GB/s each way" if rate else ", every device on its own lanes" if name == "link" else ""
+        )
+        rows.append((what, f"{short(moved['towards_flash'])} there, {short(moved['back'])} back in each step{at}"))
+    out.print(facts(rows))
+    out.print(predictions_table(found["predictions"]))
+    rows = [("waits for", f"{planning.BOUNDS[own['bound']]}: {own['stages'][own['bound']]:.2f} of {own['step']:.2f} s")]
+    rows += [("" if i else "to change", text) for i, text in enumerate(found["advice"])]
+    base, ours = (
+        f"from {n} on" if n else f"never (up to {planning.MOST_DEVICES})"
+        for n in (found["break_even"][other] for other in ("base", "csdadam"))
+    )
+    rows += [
+        ("CSDs", f"each {describe_rates(r['csd'])}; a plain drive {describe_rates(r['drive'])}"),
+        ("pay", f"against ZeRO-Infinity on as many plain drives: {base}; against CSDAdam on them: {ours}"),
+    ]
+    trains = r["forward"] + r["backward"] > 0
+    a_day = f", {short(wear['bytes_per_day_and_device'])} a day" if trains else ""
+    rows.append(("wear", f"{short(wear['bytes_per_step_and_device'])} written to each in a step{a_day}"))
+    if rating := wear["tbw_bytes"]:
+        days = f"{wear['days']:,.0f} days{'' if trains else ' of nothing but steps'}"
+        rows.append(("", f"the rating of {short(rating)} is used up after {wear['steps']:,.0f} steps, {days}"))
+    else:
+        rows.append(("", "--tbw 600TB: how long will it last?"))
+    out.print(facts(rows))
+    if found["sweep"]:
+        out.print("\nseconds of an iteration", style="bold")
+        out.print(sweep_table(found["sweep"]))
+
+
+def short(n: float) -> str:
+    """Bytes in decimal units only."""
+    return size(n).partition(" (")[0]
+
+
+def describe_rates(d: dict[str, Any]) -> str:
+    return ", ".join(f"{what} {d[what] / 1e9:.1f}" for what in ("read", "write", "mixed")) + " GB/s"
+
+
+def predictions_table(predictions: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for head in ("seconds", "GPU", "gradients", "step", "iteration", "the step waits for"):
+        table.add_column(head, justify="left" if head.endswith(("seconds", "for")) else "right")
+    for row in predictions:
+        parts = (row["forward"] + row["backward"], row["gradients"], row["step"], row["seconds"])
+        table.add_row(
+            f"{planning.VARIANTS[row['variant']]} on {planning.KINDS[row['on']]}",
+            *(f"{s:.2f}" if s else "" for s in parts),
+            planning.BOUNDS[row["bound"]],
+            style="bold" if row["chosen"] else None,
+        )
+    return table
+
+
+def sweep_table(sweep: list[dict[str, Any]]) -> Table:
+    ways = list(dict.fromkeys((row["variant"], row["on"]) for row in sweep))
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("devices", justify="right")
+    for variant, kind in ways:
+        table.add_column(f"{planning.VARIANTS[variant]} on {planning.KINDS[kind]}", justify="right")
+    for first in range(0, len(sweep), len(ways)):
+        rows = sweep[first : first + len(ways)]
+        table.add_row(str(rows[0]["devices"]), *(f"{row['seconds']:.2f}" for row in rows))
+    return table
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:
