@@ -65,6 +65,8 @@ HYPER = np.dtype(
     ]
     + [("amsgrad", "u4")]
 )
+EVENT_KINDS = ("read", "update", "write")
+EVENT = np.dtype([("device", "u4"), ("tile", "u4"), ("kind", "u4"), ("reserved", "u4"), ("begin", "f8"), ("end", "f8")])
 TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4"), ("crc", "u4", 4)])
 
 for _image, _struct in (
@@ -72,6 +74,7 @@ for _image, _struct in (
     (PARAM, "csd_param"),
     (HYPER, "csd_adamw"),
     (TILE_STATE, "csd_tile_state"),
+    (EVENT, "csd_event"),
 ):
     _fields = {name: field.offset for name, field in ffi.typeof(_struct).fields}
     assert _image.itemsize == ffi.sizeof(_struct), _struct
@@ -268,6 +271,13 @@ def engine_undone(engine: Any) -> np.ndarray[Any, Any]:
     tiles = np.empty(lib.csd_engine_undone(engine, ffi.NULL, 0), np.uint32)
     lib.csd_engine_undone(engine, _array(tiles, "uint32_t *"), len(tiles))
     return tiles
+
+
+def engine_events(engine: Any) -> np.ndarray[Any, Any]:
+    """What the last step did, dtype EVENT; nothing at the first call, which asks for it."""
+    events = np.empty(lib.csd_engine_events(engine, ffi.NULL, 0), EVENT)
+    lib.csd_engine_events(engine, _array(events, "csd_event *"), len(events))
+    return events
 
 
 def engine_settle(engine: Any, name: Namer) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -252,10 +253,11 @@ class DurableEngine(Engine):
         if not len(tiles):
             return
         self._make_way()
-        bindings.engine_begin(self._handle, np.zeros(self.n_params, PARAM), np.zeros(0, HYPER), tiles, self.name_device)
+        self._begin(np.zeros(self.n_params, PARAM), np.zeros(0, HYPER), tiles)
         for tile in tiles.tolist():
             self.push(tile)
         bindings.engine_finish(self._handle, True, self.name_device)
+        self._ended = time.perf_counter()
         bindings.engine_settle(self._handle, self.name_device)
         self._edited[tiles] = False
         self._loose[tiles] = True

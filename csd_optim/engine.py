@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from .layout import Extent, plan_extent
 from .signals import signals_held
 from .store import Mode, StoreFile
 from .store_format import PAGE, Contents, Record
+from .trace import Trace
 from .xclbin import find_kernels
 
 log = logging.getLogger("csd_optim")
@@ -69,6 +71,8 @@ class Engine:
         self._torn = False  # a step in place was cut short
         self._before = [0] * len(self.specs)  # bytes written to each device when this engine was made
         self._handle: Any = None
+        self._trace: Trace | None = None
+        self._began = self._ended = 0.0  # the step to be traced: when
         self._stores: list[StoreFile | None] = []
         self._cards: dict[str, Any] = {}  # by name
         try:
@@ -198,6 +202,9 @@ class Engine:
                 for spec, store in zip(self.specs, self._stores, strict=True)
             ]
             self._handle = bindings.engine_create(configs, self.name_device)
+            if path := os.environ.get("CSD_OPTIM_TRACE"):
+                self._trace = Trace(path, list(map(str, self.specs)))
+                bindings.engine_events(self._handle)  # from now on they are kept
         windows = bindings.engine_extend(
             self._handle,
             extent.tile_elems,
@@ -271,9 +278,22 @@ class Engine:
         self.check_open()
         self.check_whole()
         tiles = self._before_step(tiles, record)
-        bindings.engine_begin(self._handle, params, hypers, tiles, self.name_device)
+        self._begin(params, hypers, tiles)
         self.stepping = True
         return tiles
+
+    def _begin(self, params: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
+        self._trace_step()
+        self._began, self._ended = time.perf_counter(), 0.0
+        bindings.engine_begin(self._handle, params, hypers, tiles, self.name_device)
+
+    def _trace_step(self) -> None:
+        """What the last step did is known when its last states are where they belong."""
+        if self._trace and self._began:
+            bindings.engine_settle(self._handle, self.name_device)
+            events = bindings.engine_events(self._handle)
+            self._trace.step(self.step, self._began, self._ended or time.perf_counter(), events)
+            self._began = 0.0
 
     def _before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
         return tiles
@@ -292,7 +312,7 @@ class Engine:
             self._torn = True
             raise
         finally:
-            self.stepping = False
+            self.stepping, self._ended = False, time.perf_counter()
         self.step += keep
 
     def undone(self) -> np.ndarray[Any, Any]:
@@ -387,7 +407,10 @@ class Engine:
                 if self._handle is not None:
                     self._before_close()
                     bindings.engine_settle(self._handle, self.name_device)
+                    self._trace_step()
             finally:
+                if self._trace:
+                    self._trace.close()
                 handle, self._handle = self._handle, None
                 if handle is not None:
                     with contextlib.suppress(CSDError):  # drain() has raised it

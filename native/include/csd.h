@@ -272,6 +272,20 @@ typedef struct csd_stats {
 
 int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error);
 
+enum csd_event_kind { CSD_READ = 0, CSD_UPDATE = 1, CSD_WRITE = 2 };
+
+typedef struct csd_event {
+  uint32_t device;
+  uint32_t tile;
+  uint32_t kind; /* csd_event_kind; an update of a card, or of a paced device, has its transfers over the link in it */
+  uint32_t reserved;
+  double begin, end; /* seconds of CLOCK_MONOTONIC */
+} csd_event;
+
+/* What the last step did (since csd_engine_begin), in the order in which it ended. Returns how many events there are;
+ * fills up to `n`. None are kept before the first call. */
+uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n);
+
 /* ---- The updater alone, and what it is made of --------------------------- */
 
 /* Updates `n` elements in place by the rule of adamw.h, on the calling thread. `max_exp_avg_sq` may be NULL

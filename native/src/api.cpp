@@ -109,6 +109,8 @@ int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error) {
 
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint32_t n) { return engine->engine.undone(tiles, n); }
 
+uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n) { return engine->engine.events(events, n); }
+
 int csd_engine_settle(csd_engine *engine, csd_error *error) {
   return guarded(error, [&] { engine->engine.settle_writes(); });
 }

@@ -175,6 +175,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   job_of_tile_.assign(tiles_.size(), nullptr);
   to_pull_.clear();
   undone_.clear();
+  events_.clear();
   failed_ = false;
   images_out_ = 0;
   not_given_ = n_tiles;
@@ -183,7 +184,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
     const csd_stats last = std::exchange(l.counts, {});
     l.counts.buffer_bytes = last.buffer_bytes;
     l.counts.total_write_bytes = last.total_write_bytes;
-    l.reading.reset(), l.updating.reset(), l.writing.reset();
+    for (BusyTime &time : l.busy) time.reset();
   }
   for (uint32_t i = 0; i < n_tiles; i++) {
     Job &job = jobs_.emplace_back();
@@ -218,8 +219,7 @@ bool Engine::pump(Lane &l) {
     job.loaded = true;
     update_if_ready(job);
   } else {
-    going_on_++;
-    l.reading.enter();
+    began(job, CSD_READ);
     l.device->load(*job.tile, job.buffer, [this, &job](int error) { on_loaded(job, error); });
   }
   return true;
@@ -228,8 +228,7 @@ bool Engine::pump(Lane &l) {
 void Engine::on_loaded(Job &job, int os_errno) {
   Lock lock(mutex_);
   Lane &l = lane(job);
-  l.reading.leave();
-  going_on_--;
+  ended(job, CSD_READ);
   if (os_errno) {
     fail(job, {CSD_EIO, "reading tile " + std::to_string(job.tile->index), os_errno});
   } else {
@@ -260,16 +259,14 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
 
 void Engine::update_if_ready(Job &job) {
   if (failed_ || !job.loaded || !job.pushed) return;
-  going_on_++;
-  lane(job).updating.enter();
+  began(job, CSD_UPDATE);
   lane(job).device->update(*job.tile, job.buffer, job.work, [this, &job](const Failure &failure) { on_updated(job, failure); });
 }
 
 void Engine::on_updated(Job &job, const Failure &failure) {
   Lock lock(mutex_);
   Lane &l = lane(job);
-  l.updating.leave();
-  going_on_--;
+  ended(job, CSD_UPDATE);
   if (failure.status != CSD_OK) {
     fail(job, failure);
   } else {
@@ -294,16 +291,14 @@ void Engine::on_updated(Job &job, const Failure &failure) {
 
 void Engine::start_store(Job &job) {
   job.storing = true;
-  going_on_++;
-  lane(job).writing.enter();
+  began(job, CSD_WRITE);
   lane(job).device->store(*job.tile, job.buffer, [this, &job](int error) { on_stored(job, error); });
 }
 
 void Engine::on_stored(Job &job, int os_errno) {
   Lock lock(mutex_);
   Lane &l = lane(job);
-  l.writing.leave();
-  going_on_--;
+  ended(job, CSD_WRITE);
   if (os_errno && phase_ == Phase::stepping) {
     fail(job, {CSD_EIO, "writing tile " + std::to_string(job.tile->index), os_errno});
   } else if (os_errno) {
@@ -325,6 +320,20 @@ void Engine::on_stored(Job &job, int os_errno) {
 
 void Engine::release_buffer(Job &job) {
   lane(job).free.push_back(std::exchange(job.buffer, nullptr));
+}
+
+void Engine::began(Job &job, csd_event_kind kind) {
+  going_on_++;
+  lane(job).busy[kind].enter();
+  job.began = Clock::now();
+}
+
+void Engine::ended(const Job &job, csd_event_kind kind) {
+  going_on_--;
+  lane(job).busy[kind].leave();
+  if (!traced_) return;
+  const auto seconds = [](Clock::time_point t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); };
+  events_.push_back({job.tile->device, job.tile->index, kind, 0, seconds(job.began), seconds(Clock::now())});
 }
 
 void Engine::fail(const Job &job, Failure failure) {
@@ -476,14 +485,21 @@ void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *out) {
   }
 }
 
+uint32_t Engine::events(csd_event *events, uint32_t n) {
+  Lock lock(mutex_);
+  traced_ = true;
+  std::copy_n(events_.begin(), std::min<size_t>(n, events_.size()), events);
+  return static_cast<uint32_t>(events_.size());
+}
+
 csd_stats Engine::stats(uint32_t device) {
   Lock lock(mutex_);
   if (device >= lanes_.size()) throw Failure{CSD_EINVAL, "no device " + std::to_string(device)};
   const Lane &l = lanes_[device];
   csd_stats s = l.counts;
-  s.read_seconds = l.reading.seconds();
-  s.update_seconds = l.updating.seconds();
-  s.write_seconds = l.writing.seconds();
+  s.read_seconds = l.busy[CSD_READ].seconds();
+  s.update_seconds = l.busy[CSD_UPDATE].seconds();
+  s.write_seconds = l.busy[CSD_WRITE].seconds();
   return s;
 }
 

@@ -14,6 +14,8 @@
 
 namespace csd {
 
+using Clock = std::chrono::steady_clock;
+
 // Seconds in which at least one operation of a kind was going on.
 class BusyTime {
  public:
@@ -23,7 +25,6 @@ class BusyTime {
   double seconds() const;
 
  private:
-  using Clock = std::chrono::steady_clock;
   int going_on_ = 0;
   Clock::time_point since_{};
   Clock::duration total_{};
@@ -45,6 +46,7 @@ class Engine {
   uint32_t undone(uint32_t *tiles, uint32_t n) const;
   void tiles(uint32_t first, uint32_t n, csd_tile_state *out);
   csd_stats stats(uint32_t device);
+  uint32_t events(csd_event *, uint32_t n);
 
  private:
   // A tile on its way through a step.
@@ -53,6 +55,7 @@ class Engine {
     float *buffer = nullptr;  // null on a resident device
     Work work{};
     uint32_t shown = 0;       // the slot that the windows showed when the step began
+    Clock::time_point began{};  // the read, update or write that is under way
     bool pushed = false, loaded = false, given = false, storing = false, stored = false;
   };
   struct Lane {  // a device and what is queued on it
@@ -61,7 +64,7 @@ class Engine {
     std::vector<float *> free;
     std::deque<Job *> waiting;     // not yet loading
     csd_stats counts{};
-    BusyTime reading, updating, writing;
+    BusyTime busy[3];              // by csd_event_kind
   };
 
   using Lock = std::unique_lock<std::mutex>;
@@ -72,6 +75,8 @@ class Engine {
   void on_updated(Job &, const Failure &);
   void start_store(Job &);
   void on_stored(Job &, int os_errno);
+  void began(Job &, csd_event_kind);
+  void ended(const Job &, csd_event_kind);
   void fail(const Job &, Failure);
   void release_buffer(Job &);
   void settle(Lock &lock) { settled_.wait(lock, [this] { return going_on_ == 0; }); }
@@ -101,6 +106,8 @@ class Engine {
   Failure failure_{};
   std::vector<Job *> unwritten_;   // whose write failed after the step was whole
   std::vector<uint32_t> undone_;
+  bool traced_ = false;
+  std::vector<csd_event> events_;
   uint64_t feeding_back_ = 0;      // tiles whose residuals are being brought up to date
 };
 

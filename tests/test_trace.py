@@ -1,0 +1,70 @@
+"""CSD_OPTIM_TRACE: a timeline that viewers of the Trace Event Format take."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDOSError
+
+STEPS = 3
+
+
+def train(devices, steps=STEPS):
+    p = torch.nn.Parameter(torch.randn(8192))
+    with CSDAdam([p], devices=devices, tile_size=1024) as opt:
+        for _ in range(steps):
+            p.grad = torch.randn_like(p)
+            opt.step()
+
+
+@pytest.fixture
+def traced(tmp_path, monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "step.json"))
+    return tmp_path / "step.json"
+
+
+def test_a_timeline(traced, backend, devices):
+    train(devices)
+    events = json.loads(traced.read_text())
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert [e["name"] for e in spans if names[e["tid"]] == "step"] == [f"step {i + 1}" for i in range(STEPS)]
+    for kind in ("read", "update", "write"):
+        tiles = sorted(e["name"] for e in spans if f": {kind}" in names[e["tid"]])
+        moves = kind == "update" or backend != "ram"  # in memory alone nothing is read or written
+        assert tiles == sorted(f"tile {t}" for t in range(8) for _ in range(STEPS) if moves)
+    for tid in names:  # on one track nothing overlaps
+        times = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == tid)
+        assert all(a[1] <= b[0] + 0.01 for a, b in itertools.pairwise(times))
+    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if names[e["tid"]] == "step")
+    updates = [e for e in spans if ": update" in names[e["tid"]]]
+    assert all(any(a - 1 <= e["ts"] and e["ts"] + e["dur"] <= b + 1 for a, b in steps) for e in updates)
+
+
+def test_nothing_is_overwritten(traced):
+    traced.write_text("mine")
+    train("ram:")
+    train("ram:")
+    assert traced.read_text() == "mine"
+    others = [p for p in traced.parent.iterdir() if p.name.startswith("step.json.")]
+    assert len(others) == 2
+    assert all(json.loads(p.read_text()) for p in others)
+
+
+def test_what_a_killed_process_leaves(traced):
+    p = torch.nn.Parameter(torch.randn(8192))
+    opt = CSDAdam([p], devices="ram:", tile_size=1024)
+    for _ in range(2):
+        p.grad = torch.randn_like(p)
+        opt.step()
+    left = traced.read_text()  # a step is written when the next one begins
+    assert [e["name"] for e in json.loads(left.rstrip(",\n") + "]")].count("step 1") == 1
+    opt.close()
+
+
+def test_a_file_that_cannot_be_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "nowhere" / "step.json"))
+    with pytest.raises(CSDOSError, match="CSD_OPTIM_TRACE: cannot make"):
+        train("ram:")
