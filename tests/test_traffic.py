@@ -1,0 +1,41 @@
+"""What opt.stats() says was read and written, beside what the kernel counts for this process (/proc/self/io)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from csd_optim import CSDAdam
+
+COUNTERS = Path("/proc/self/io")
+
+
+def counted():
+    lines = (line.split(": ") for line in COUNTERS.read_text().splitlines())
+    values = {name: int(value) for name, value in lines}
+    return values["read_bytes"], values["write_bytes"]
+
+
+@pytest.mark.skipif(not COUNTERS.exists(), reason="this kernel does not count a process's I/O")
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("topk", [None, 0.01])
+@pytest.mark.parametrize("devices", [["file:"], ["csd0", "csd1"]], ids=["scratch", "durable"])
+def test_flash_bytes_are_those_of_the_kernel(devices, topk, amsgrad):
+    p = torch.nn.Parameter(torch.randn(1500, 1000))
+    with CSDAdam([p], devices=devices, topk=topk, amsgrad=amsgrad) as opt:
+
+        def step():
+            p.grad = torch.randn_like(p)
+            opt.step()
+            opt.synchronize()
+            return opt.stats()  # waits for the last states
+
+        if not step()["devices"][0]["direct_io"]:
+            pytest.skip("no direct I/O here: the page cache is between")
+        before = counted()
+        steps = [step() for _ in range(4)]
+        read, written = (b - a for a, b in zip(before, counted(), strict=True))
+    sections = 4 if amsgrad else 3
+    assert sum(s["flash_read_bytes"] for s in steps) == pytest.approx(read, rel=0.02)
+    assert sum(s["flash_write_bytes"] for s in steps) == pytest.approx(written, rel=0.02)
+    assert read == pytest.approx(4 * 4 * sections * p.numel(), rel=0.02)  # tiles are whole pages
