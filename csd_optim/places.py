@@ -98,12 +98,15 @@ class Places:
         bound.windows["residual"] = residual
         return True
 
-    def forgive(self, engine: Engine, bound: Bound) -> None:
-        """The parameter has a residual no more."""
-        engine.drop_residual(bound.index)
-        del bound.windows["residual"]
-        self.state[bound.param].pop("residual", None)
-        self.remember()
+    def forgive(self, engine: Engine, bounds: list[Bound]) -> None:
+        """These parameters have a residual no more."""
+        owing = [bound for bound in bounds if bound.residual is not None]
+        for bound in owing:
+            engine.drop_residual(bound.index)
+            del bound.windows["residual"]
+            self.state[bound.param].pop("residual", None)
+        if owing:
+            self.remember()
 
     def fill(self, engine: Engine) -> None:
         """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""

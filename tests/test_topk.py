@@ -462,6 +462,52 @@ def test_complex_parameters_go_dense(devices):
     assert opt.stats()["push_bytes"] == 8 * p.numel()
 
 
+@pytest.mark.parametrize("given_up", ["error_feedback", "topk"])
+def test_an_undone_step_gives_up_nothing_that_is_owed(devices, monkeypatch, given_up):
+    p = torch.randn(64, 64, requires_grad=True)
+    opt = CSDAdam([p], devices=devices, topk=0.01)
+    set_grads([p])
+    opt.step()
+    owed = opt.state[p]["residual"].clone()
+    setattr(opt, given_up, None if given_up == "topk" else False)
+
+    def fails(*_):
+        raise InterruptedError
+
+    with monkeypatch.context() as m:
+        m.setattr(opt._live_engine, "push", fails)
+        with pytest.raises(InterruptedError):
+            opt.step()
+    assert torch.equal(opt.state[p]["residual"], owed)
+    opt.step()
+    assert "residual" not in opt.state[p]
+
+
+def test_dense_again_at_a_scale_of_zero_owes_as_before(devices):
+    p = torch.randn(64, 64, requires_grad=True)
+    opt = CSDAdam([p], devices=devices, topk=0.01, max_grad_norm=1.0)
+    set_grads([p])
+    opt.step()
+    owed = opt.state[p]["residual"].clone()
+    opt.topk = None
+    set_grads([p])
+    p.grad[0, 0] = math.inf  # the norm is inf: everything is scaled to nothing
+    opt.step()
+    assert torch.equal(opt.state[p]["residual"], owed)
+
+
+def test_giving_up_what_many_are_owed_looks_at_the_state_once(monkeypatch):
+    opt = CSDAdam([torch.randn(64, 64, requires_grad=True) for _ in range(9)], devices="ram:", topk=0.01)
+    set_grads(params_of(opt))
+    opt.step()
+    opt.topk = None
+    looks, remember = [], opt._places.remember
+    monkeypatch.setattr(opt._places, "remember", lambda: looks.append(remember()))
+    opt.step()
+    assert len(looks) == 1
+    assert not any("residual" in opt.state[p] for p in params_of(opt))
+
+
 # ---- who goes sparse, and when -----------------------------------------------------------
 
 
