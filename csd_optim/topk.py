@@ -32,7 +32,7 @@ LEAST_ELEMS = 4096
 
 def check_topk(topk: Any, where: str = "") -> None:
     """Raises CSDValueError unless it is None or a share: more than 0, at most 1."""
-    if topk is not None and not (isinstance(topk, (int, float)) and 0 < topk <= 1):
+    if topk is not None and not (isinstance(topk, (int, float)) and topk is not True and 0 < topk <= 1):
         raise CSDValueError(
             f"Invalid topk{where}: {topk!r}; it is the share of gradients to send, such as 0.01, or None"
         )

@@ -575,7 +575,7 @@ def test_the_schedule_of_the_warmup():
     assert share(20) == share(21) == share(10**6) == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("topk", [0, -0.1, 1.5, "1%", math.nan, float("inf")])
+@pytest.mark.parametrize("topk", [0, -0.1, 1.5, "1%", True, math.nan, float("inf")])
 def test_shares_that_are_none(topk):
     with pytest.raises(ValueError, match="Invalid topk"):
         CSDAdam([torch.zeros(2, 2, requires_grad=True)], topk=topk)
@@ -691,6 +691,18 @@ def test_what_is_owed_has_the_wrong_shape():
     with pytest.raises(ValueError, match=r"state 'residual' of parameter 0\.0 has shape"):
         opt.load_state_dict(state)
     assert same(before, image(opt))
+
+
+def test_complex_parameters_are_owed_nothing():
+    """Of a state dict that says otherwise the engine would read beyond the residual: they have twice the elements."""
+    p = torch.zeros(80, 80, dtype=torch.complex64, requires_grad=True)
+    opt = CSDAdam([p], devices="ram:")
+    set_grads([p])
+    opt.step()
+    state = copy.deepcopy(opt.state_dict())
+    state["state"][0]["residual"] = torch.zeros(80, 80, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"state 'residual' of parameter 0\.0 is one too many"):
+        opt.load_state_dict(state)
 
 
 # ---- entries from outside: malformed ones are an error, never a stray write ------------------
