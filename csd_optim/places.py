@@ -142,7 +142,7 @@ class Places:
             if bound is None:
                 if held:
                     joining.add(id(p))
-            elif not held or any(held.get(key) is not window for key, window in bound.windows.items()):
+            elif not held or any(held.get(key) is not bound.windows.get(key) for key in {*bound.windows, "residual"}):
                 self.unfilled[bound] = False
         if joining:
             self.join(engine, groups, joining, grad_dtype)

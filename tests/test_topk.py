@@ -693,6 +693,16 @@ def test_what_is_owed_has_the_wrong_shape():
     assert same(before, image(opt))
 
 
+def test_a_residual_is_taken_in_where_there_was_none(devices):
+    p = torch.zeros(64, 64, requires_grad=True)
+    opt = CSDAdam([p], lr=0.0, betas=(0.0, 0.0), devices=devices)
+    p.grad = torch.zeros(64, 64)
+    opt.step()
+    opt.state[p]["residual"] = torch.ones(64, 64)
+    opt.step()
+    assert torch.equal(opt.state[p]["exp_avg"], torch.ones(64, 64))  # the gradient that was owed
+
+
 def test_complex_parameters_are_owed_nothing():
     """Of a state dict that says otherwise the engine would read beyond the residual: they have twice the elements."""
     p = torch.zeros(80, 80, dtype=torch.complex64, requires_grad=True)
