@@ -5,11 +5,11 @@
 // added to the next gradient (Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Stich et al., "Sparsified SGD
 // with Memory", 2018). With s the gradient's scale (csd_adamw.grad_scale):
 //
-//     owed      = gradient + residual / s      in the units of the gradient, which a loss scale may change any time
-//     sent      = owed, rounded to 16 bits     but finite if it is
-//     residual' = (owed - sent) * s            in the units of the update, once the step is whole; rounded to bf16 at
-//                                              random (see narrow_residual), for a small gradient that is added to a
-//                                              large residual again and again would otherwise be lost each time
+//     owed      = gradient + residual * (1 / s)   in the units of the gradient, which a loss scale may change any time
+//     sent      = owed, rounded to 16 bits        but finite if it is
+//     residual' = (owed - sent) * s               in the units of the update, once the step is whole; rounded to bf16
+//                                                 at random (see narrow_residual), for a small gradient that is added
+//                                                 to a large residual again and again would otherwise be lost each time
 #pragma once
 #include <cmath>
 #include <cstdint>
