@@ -4,6 +4,7 @@ What is sent and what is owed: every bit. States and parameters: as in test_adam
 """
 
 import copy
+import ctypes
 import io
 import math
 
@@ -549,6 +550,21 @@ def test_dense_again_sends_what_is_owed(devices):
     assert torch.equal(opt.state[p]["exp_avg"], third)
 
 
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16], ids=["engine", "images"])
+def test_where_all_is_sent_nothing_is_kept_to_feed_back(devices, grad_dtype):
+    p, beside = torch.zeros(64, 64, requires_grad=True), torch.zeros(16, requires_grad=True)
+    opt = CSDAdam([p, beside], devices=devices, topk=0.01, grad_dtype=grad_dtype)
+    set_grads([p, beside])
+    opt.step()
+    residual = opt.state[p]["residual"]
+    before = residual.clone()
+    opt.topk = None
+    set_grads([p, beside])
+    opt.step()
+    assert opt.stats()["push_bytes"] > 4 * 4000  # as entries
+    assert torch.equal(residual, before)
+
+
 def test_warmup():
     opt = make("ram:", topk=0.01, topk_warmup=3, error_feedback=False)
     dense = sum(4 * p.numel() for p in params_of(opt))
@@ -614,6 +630,27 @@ def test_bytes_on_the_link(devices, dtype):
     # 10486 entries in 16 blocks: at most 60 bytes of padding each.
     assert 4 * (10486 + 16) <= pushed <= 4 * (10486 + 16) + 16 * 60
     assert pushed / p.numel() <= 0.045
+
+
+def test_a_step_leaves_no_entries_in_memory():
+    class InUse(ctypes.Structure):  # struct mallinfo2
+        _fields_ = [("counts", ctypes.c_size_t * 10)]
+
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("needs glibc 2.33")
+    libc.mallinfo2.restype = InUse
+    p = torch.zeros(1024, 1024, dtype=torch.bfloat16, requires_grad=True)
+    opt = CSDAdam([p], devices="ram:", topk=0.001, tile_size=1 << 16)
+    p.grad = torch.randn_like(p)
+    in_use = []
+    for share in (0.001, 0.4):
+        opt.topk = share
+        for _ in range(2):
+            opt.step()
+        counts = libc.mallinfo2().counts
+        in_use.append(counts[4] + counts[7])  # hblkhd, uordblks
+    assert in_use[1] - in_use[0] < 1 << 20  # of 1.7 MB
 
 
 # ---- the state -----------------------------------------------------------------------------

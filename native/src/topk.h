@@ -51,6 +51,9 @@ uint64_t select(const Part &, uint64_t n, uint64_t k, Scratch &, const uint16_t 
 
 inline bool is_sparse(const csd_param &p) { return p.grad && p.topk > 0; }
 
+// Does the step change its residual?
+inline bool feeds_back(const csd_param &p) { return is_sparse(p) && p.topk < 1 && p.residual; }
+
 // Gives a tile with sparse pieces its entries: selects them, unless it came with them; then they are checked, and what
 // is malformed throws CSD_EINVAL. Returns whether it has sparse pieces.
 bool provide_entries(const Tile &, Work &);
