@@ -678,8 +678,8 @@ class CSDAdam(AdamW):
         ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
         ``flash_write_bytes``: to and from storage. ``written_bytes``: states written since the stores were made.
         ``days_left``, of a device with a rating (``tbw=600TB``): of training until that is used up, at the rate at
-        which it was written so far. ``params``: elements updated. ``nonfinite_grads``: of those that were sent, inf or
-        nan (their elements are updated all the same). ``skipped``: an overflow was found.
+        which it was written so far. ``params``: elements updated. ``nonfinite_grads``: gradients pushed as inf
+        or nan (their elements are updated all the same). ``skipped``: an overflow was found.
         ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed; a card's, if it has.
         ``residual_bytes``: memory, beside the parameters, of what Top-K owes them.
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
