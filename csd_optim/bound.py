@@ -170,6 +170,8 @@ def check_entry(held: Mapping[str, Any], p: torch.Tensor, name: str) -> None:
             what = "is on the meta device: it has no data"
         elif value.is_complex() and not p.is_complex():
             what = f"is {value.dtype}"
+        elif key == "residual" and p.is_complex():
+            what = "is one too many: complex ones go dense, and are owed nothing"
         else:
             continue
         raise CSDValueError(f"state {key!r} of parameter {name} {what}")

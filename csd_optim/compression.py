@@ -126,7 +126,7 @@ def feed_back(
     `first`: where the part begins in its parameter. `step`: of the parameter, from 1. Where the scale has no inverse
     nothing happens: there, rounded() does not look at the residual either.
     """
-    if not _inverse(scale):
+    if not inverse_of(scale):
         return
     owed = _owed(grad, residual, scale)
     owed[sent] -= values
@@ -154,7 +154,7 @@ def _int32(bits: int) -> int:
     return (bits + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def _inverse(scale: float) -> float:
+def inverse_of(scale: float) -> float:
     """1 / scale in fp32; 0 where that, or the scale, is no finite number other than zero."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / np.float32(scale)
@@ -163,7 +163,7 @@ def _inverse(scale: float) -> float:
 
 def _owed(grad: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:
     """The gradient itself, or in fp32 its sum with the residual, in the gradient's units."""
-    inverse = _inverse(scale)
+    inverse = inverse_of(scale)
     if residual is None or not inverse:
         return grad
     return residual.float().mul_(inverse).add_(grad)

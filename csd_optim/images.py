@@ -88,7 +88,7 @@ class ImageRing:
             for _ in range(slots)
         ]
         self._streams: dict[torch.device, Any] = {}
-        self._sent: list[Part] = []  # those with a residual
+        self._sent: list[Part] = []  # those that leave something owed
 
     def _buffer(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(n, dtype=dtype, device="cpu", pin_memory=self.pinned)
@@ -240,7 +240,7 @@ class ImageRing:
                 sent, sent_values = part.select()
                 elements.append((sent + tile_first).to(device))
                 values.append(sent_values.view(torch.int16).to(device))
-                if part.residual is not None:
+                if part.residual is not None and part.topk.ratio < 1:
                     self._sent.append(part)
         stream = streams.get(device)
         with torch.cuda.stream(stream):

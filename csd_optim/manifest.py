@@ -117,9 +117,10 @@ def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
 def changed_by_resume(given: Groups, record: Record) -> Iterator[str]:
     """Says of each hyperparameter that is given otherwise than when the store was made, that the store's counts."""
     for k, (now, then, goes_on) in enumerate(zip(given, record.given, record.groups, strict=False)):
-        for name in HYPERPARAMETERS:
-            if now[name] not in (then[name], goes_on[name]):
+        own = [name for name in ("topk",) if name in now and name in goes_on]  # no group needs to have it
+        for name in (*HYPERPARAMETERS, *own):
+            if now[name] not in (then.get(name), goes_on[name]):
                 yield (
-                    f"{name} of group {k} goes on as {goes_on[name]}, not {now[name]}; it was {then[name]} when the "
-                    f"store was made. To change it, set opt.param_groups[{k}][{name!r}] after the construction"
+                    f"{name} of group {k} goes on as {goes_on[name]}, not {now[name]}; it was {then.get(name)} when "
+                    f"the store was made. To change it, set opt.param_groups[{k}][{name!r}] after the construction"
                 )

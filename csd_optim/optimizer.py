@@ -25,7 +25,7 @@ from .adamw import hyper
 from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
 from .bound import Bound, check_param, flat
 from .closing import close_quietly
-from .compression import TopK
+from .compression import TopK, inverse_of
 from .devices import days_left, parse_devices
 from .durable import DurableEngine, open_engine
 from .engine import Engine
@@ -408,9 +408,10 @@ class CSDAdam(AdamW):
                 ring.feed_back()
         finally:  # the step is whole, whatever becomes of what it owes
             torch.autograd.graph.increment_version([b.windows["residual"] for b in owed])
-            for bound in owed:
-                if table["topk"][bound.index] == 1:  # all of it was sent
-                    self._places.forgive(engine, bound)
+            if not self.error_feedback:
+                places.forgive(engine, plan.bounds)
+            elif inverse_of(grad_scale):
+                places.forgive(engine, [b for b in owed if table["topk"][b.index] == 1])  # all of it was sent
             for extent, own in zip(engine.extents, engine.steps, strict=True):
                 own[:] = steps[extent.first_param : extent.first_param + len(own)]
             engine.commit(record)
@@ -500,11 +501,8 @@ class CSDAdam(AdamW):
         prepared: dict[int, Source],
     ) -> list[Bound]:
         """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
-        if not self.error_feedback:
-            for bound in plan.bounds:
-                if bound.residual is not None:
-                    self._places.forgive(engine, bound)
-        topk = shares(plan.bounds, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup)
+        of_step = plan.bounds, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup
+        topk = shares(*of_step, feedback=self.error_feedback)
         if not topk.any():
             return []
         owed, new = [], False
@@ -680,8 +678,8 @@ class CSDAdam(AdamW):
         ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
         ``flash_write_bytes``: to and from storage. ``written_bytes``: states written since the stores were made.
         ``days_left``, of a device with a rating (``tbw=600TB``): of training until that is used up, at the rate at
-        which it was written so far. ``params``: elements updated. ``nonfinite_grads``: gradients that were inf or nan
-        (their elements are updated all the same). ``skipped``: an overflow was found.
+        which it was written so far. ``params``: elements updated. ``nonfinite_grads``: gradients pushed as inf
+        or nan (their elements are updated all the same). ``skipped``: an overflow was found.
         ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed; a card's, if it has.
         ``residual_bytes``: memory, beside the parameters, of what Top-K owes them.
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one

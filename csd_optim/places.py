@@ -98,12 +98,15 @@ class Places:
         bound.windows["residual"] = residual
         return True
 
-    def forgive(self, engine: Engine, bound: Bound) -> None:
-        """The parameter has a residual no more."""
-        engine.drop_residual(bound.index)
-        del bound.windows["residual"]
-        self.state[bound.param].pop("residual", None)
-        self.remember()
+    def forgive(self, engine: Engine, bounds: list[Bound]) -> None:
+        """These parameters have a residual no more."""
+        owing = [bound for bound in bounds if bound.residual is not None]
+        for bound in owing:
+            engine.drop_residual(bound.index)
+            del bound.windows["residual"]
+            self.state[bound.param].pop("residual", None)
+        if owing:
+            self.remember()
 
     def fill(self, engine: Engine) -> None:
         """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
@@ -139,7 +142,7 @@ class Places:
             if bound is None:
                 if held:
                     joining.add(id(p))
-            elif not held or any(held.get(key) is not window for key, window in bound.windows.items()):
+            elif not held or any(held.get(key) is not bound.windows.get(key) for key in {*bound.windows, "residual"}):
                 self.unfilled[bound] = False
         if joining:
             self.join(engine, groups, joining, grad_dtype)

@@ -32,7 +32,7 @@ LEAST_ELEMS = 4096
 
 def check_topk(topk: Any, where: str = "") -> None:
     """Raises CSDValueError unless it is None or a share: more than 0, at most 1."""
-    if topk is not None and not (isinstance(topk, (int, float)) and 0 < topk <= 1):
+    if topk is not None and not (isinstance(topk, (int, float)) and topk is not True and 0 < topk <= 1):
         raise CSDValueError(
             f"Invalid topk{where}: {topk!r}; it is the share of gradients to send, such as 0.01, or None"
         )
@@ -50,17 +50,21 @@ def shares(
     steps: np.ndarray[Any, Any],
     topk: float | None,
     warmup: int,
+    *,
+    feedback: bool = True,
 ) -> np.ndarray[Any, Any]:
     """The share of its gradients that each parameter sends in this step, its `steps`-th; 0: all of them, dense.
 
     `groups_of`: the group of each; one that names `topk` decides for all its parameters. The first `warmup` steps are
     dense, then the share falls geometrically, for as many steps again (Lin et al., "Deep Gradient Compression", 2018).
-    Raises CSDValueError if a group's `topk` is none.
+    `feedback`: what is owed is still to be sent. Raises CSDValueError if `topk` or that of a group is none.
     """
+    check_topk(topk)
+    for k, group in enumerate(groups):
+        check_topk(group.get("topk"), f" of group {k}")
     named = [group.get("topk", topk) for group in groups]
-    for k, share in enumerate(named):
-        check_topk(share, f" of group {k}")
-    if all(share is None for share in named) and all(b.residual is None for b in bounds):
+    owes = np.array([feedback and b.residual is not None for b in bounds])
+    if all(share is None for share in named) and not owes.any():
         return np.zeros(len(bounds))
     sparse = [
         ("topk" in groups[k] or is_large(b.param)) and not b.param.is_complex()
@@ -69,7 +73,6 @@ def shares(
     final = np.where(sparse, [named[k] or 1.0 for k in groups_of], 1.0)
     if warmup:
         final = final ** np.clip((steps - warmup) / warmup, 0, 1)
-    owes = np.array([b.residual is not None for b in bounds])
     # What is owed by one that is dense again is sent with all the rest, as entries.
     return np.where(final < DENSE_FROM, final, np.where(owes, 1.0, 0.0))
 

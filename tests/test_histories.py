@@ -37,7 +37,8 @@ class Twins:
         )
         self.pairs = self.new_pairs()
         options = {"amsgrad": choose.random() < 0.3, "grad_dtype": choose.choice([None, torch.bfloat16])}
-        options |= {"tile_size": choose.choice([1024, 2048, 5120, None]), "lr": 0.01}
+        options |= {"tile_size": choose.choice([1024, 2048, 5120, 1 << 16]), "lr": 0.01}
+        options |= {"topk": choose.choice([None, 0.02]), "error_feedback": choose.random() < 0.8}
         mine, others = zip(*self.pairs, strict=True)
         self.file = CSDAdam(mine, devices=choose.choice(files), **options)
         self.ram = CSDAdam(others, devices="ram:", **options)
@@ -65,9 +66,9 @@ class Twins:
 
     def join(self):
         new = self.new_pairs()
-        amsgrad = self.choose.random() < 0.5
+        options = {"amsgrad": self.choose.random() < 0.5, **self.choose.choice([{}, {"topk": None}, {"topk": 0.1}])}
         for optimizer, params in zip((self.file, self.ram), zip(*new, strict=True), strict=True):
-            optimizer.add_param_group({"params": params, "amsgrad": amsgrad})
+            optimizer.add_param_group({"params": params, **options})
         self.pairs += new
 
     def edit_state(self):
@@ -87,6 +88,11 @@ class Twins:
             for p in self.choose.choice(self.pairs):
                 p.mul_(1.5)
 
+    def set_topk(self):
+        share, feedback = self.choose.choice([None, 0.01, 0.3, 1.0]), self.choose.random() < 0.7
+        for optimizer in (self.file, self.ram):
+            optimizer.param_groups[0]["topk"], optimizer.error_feedback = share, feedback
+
     def look(self):
         for p, q in self.pairs:
             assert torch.equal(p, q)
@@ -105,7 +111,7 @@ def test_random_history(tmp_path, seed):
     torch.manual_seed(seed)
     twins = Twins(choose, tmp_path)
     for _ in range(choose.randint(2, 12)):
-        for happens in (twins.join, twins.edit_state, twins.load, twins.write_parameter, twins.look):
+        for happens in (twins.join, twins.edit_state, twins.load, twins.write_parameter, twins.set_topk, twins.look):
             if choose.random() < 0.15:
                 happens()
         twins.step()

@@ -680,6 +680,26 @@ def test_hyperparameters_given_otherwise(tmp_path):
         assert [w.filename for w in caught] == [__file__]
 
 
+def test_a_share_given_otherwise(tmp_path):
+    [device] = named_devices(tmp_path, 1)
+    [p] = parameters((8, 8))
+
+    def script(**own):
+        resume = (tmp_path / "csd0").exists()
+        return CSDAdam([{"params": [p], **own}], devices=device, resume=resume, topk=0.02)
+
+    with script(topk=0.1) as opt:
+        p.grad = torch.randn_like(p)
+        opt.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for own in {"topk": 0.1}, {}:
+            with script(**own) as opt:
+                assert opt.param_groups[0]["topk"] == 0.1
+    with pytest.warns(CSDWarning, match=r"^topk of group 0 goes on as 0\.1, not 0\.5"), script(topk=0.5) as opt:
+        assert opt.param_groups[0]["topk"] == 0.1
+
+
 # ---- parameters that are exchanged -------------------------------------------------------
 
 

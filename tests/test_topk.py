@@ -4,6 +4,7 @@ What is sent and what is owed: every bit. States and parameters: as in test_adam
 """
 
 import copy
+import ctypes
 import io
 import math
 
@@ -462,6 +463,52 @@ def test_complex_parameters_go_dense(devices):
     assert opt.stats()["push_bytes"] == 8 * p.numel()
 
 
+@pytest.mark.parametrize("given_up", ["error_feedback", "topk"])
+def test_an_undone_step_gives_up_nothing_that_is_owed(devices, monkeypatch, given_up):
+    p = torch.randn(64, 64, requires_grad=True)
+    opt = CSDAdam([p], devices=devices, topk=0.01)
+    set_grads([p])
+    opt.step()
+    owed = opt.state[p]["residual"].clone()
+    setattr(opt, given_up, None if given_up == "topk" else False)
+
+    def fails(*_):
+        raise InterruptedError
+
+    with monkeypatch.context() as m:
+        m.setattr(opt._live_engine, "push", fails)
+        with pytest.raises(InterruptedError):
+            opt.step()
+    assert torch.equal(opt.state[p]["residual"], owed)
+    opt.step()
+    assert "residual" not in opt.state[p]
+
+
+def test_dense_again_at_a_scale_of_zero_owes_as_before(devices):
+    p = torch.randn(64, 64, requires_grad=True)
+    opt = CSDAdam([p], devices=devices, topk=0.01, max_grad_norm=1.0)
+    set_grads([p])
+    opt.step()
+    owed = opt.state[p]["residual"].clone()
+    opt.topk = None
+    set_grads([p])
+    p.grad[0, 0] = math.inf  # the norm is inf: everything is scaled to nothing
+    opt.step()
+    assert torch.equal(opt.state[p]["residual"], owed)
+
+
+def test_giving_up_what_many_are_owed_looks_at_the_state_once(monkeypatch):
+    opt = CSDAdam([torch.randn(64, 64, requires_grad=True) for _ in range(9)], devices="ram:", topk=0.01)
+    set_grads(params_of(opt))
+    opt.step()
+    opt.topk = None
+    looks, remember = [], opt._places.remember
+    monkeypatch.setattr(opt._places, "remember", lambda: looks.append(remember()))
+    opt.step()
+    assert len(looks) == 1
+    assert not any("residual" in opt.state[p] for p in params_of(opt))
+
+
 # ---- who goes sparse, and when -----------------------------------------------------------
 
 
@@ -503,6 +550,21 @@ def test_dense_again_sends_what_is_owed(devices):
     assert torch.equal(opt.state[p]["exp_avg"], third)
 
 
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16], ids=["engine", "images"])
+def test_where_all_is_sent_nothing_is_kept_to_feed_back(devices, grad_dtype):
+    p, beside = torch.zeros(64, 64, requires_grad=True), torch.zeros(16, requires_grad=True)
+    opt = CSDAdam([p, beside], devices=devices, topk=0.01, grad_dtype=grad_dtype)
+    set_grads([p, beside])
+    opt.step()
+    residual = opt.state[p]["residual"]
+    before = residual.clone()
+    opt.topk = None
+    set_grads([p, beside])
+    opt.step()
+    assert opt.stats()["push_bytes"] > 4 * 4000  # as entries
+    assert torch.equal(residual, before)
+
+
 def test_warmup():
     opt = make("ram:", topk=0.01, topk_warmup=3, error_feedback=False)
     dense = sum(4 * p.numel() for p in params_of(opt))
@@ -529,7 +591,7 @@ def test_the_schedule_of_the_warmup():
     assert share(20) == share(21) == share(10**6) == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("topk", [0, -0.1, 1.5, "1%", math.nan, float("inf")])
+@pytest.mark.parametrize("topk", [0, -0.1, 1.5, "1%", True, math.nan, float("inf")])
 def test_shares_that_are_none(topk):
     with pytest.raises(ValueError, match="Invalid topk"):
         CSDAdam([torch.zeros(2, 2, requires_grad=True)], topk=topk)
@@ -568,6 +630,27 @@ def test_bytes_on_the_link(devices, dtype):
     # 10486 entries in 16 blocks: at most 60 bytes of padding each.
     assert 4 * (10486 + 16) <= pushed <= 4 * (10486 + 16) + 16 * 60
     assert pushed / p.numel() <= 0.045
+
+
+def test_a_step_leaves_no_entries_in_memory():
+    class InUse(ctypes.Structure):  # struct mallinfo2
+        _fields_ = [("counts", ctypes.c_size_t * 10)]
+
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("needs glibc 2.33")
+    libc.mallinfo2.restype = InUse
+    p = torch.zeros(1024, 1024, dtype=torch.bfloat16, requires_grad=True)
+    opt = CSDAdam([p], devices="ram:", topk=0.001, tile_size=1 << 16)
+    p.grad = torch.randn_like(p)
+    in_use = []
+    for share in (0.001, 0.4):
+        opt.topk = share
+        for _ in range(2):
+            opt.step()
+        counts = libc.mallinfo2().counts
+        in_use.append(counts[4] + counts[7])  # hblkhd, uordblks
+    assert in_use[1] - in_use[0] < 1 << 20  # of 1.7 MB
 
 
 # ---- the state -----------------------------------------------------------------------------
@@ -645,6 +728,28 @@ def test_what_is_owed_has_the_wrong_shape():
     with pytest.raises(ValueError, match=r"state 'residual' of parameter 0\.0 has shape"):
         opt.load_state_dict(state)
     assert same(before, image(opt))
+
+
+def test_a_residual_is_taken_in_where_there_was_none(devices):
+    p = torch.zeros(64, 64, requires_grad=True)
+    opt = CSDAdam([p], lr=0.0, betas=(0.0, 0.0), devices=devices)
+    p.grad = torch.zeros(64, 64)
+    opt.step()
+    opt.state[p]["residual"] = torch.ones(64, 64)
+    opt.step()
+    assert torch.equal(opt.state[p]["exp_avg"], torch.ones(64, 64))  # the gradient that was owed
+
+
+def test_complex_parameters_are_owed_nothing():
+    """Of a state dict that says otherwise the engine would read beyond the residual: they have twice the elements."""
+    p = torch.zeros(80, 80, dtype=torch.complex64, requires_grad=True)
+    opt = CSDAdam([p], devices="ram:")
+    set_grads([p])
+    opt.step()
+    state = copy.deepcopy(opt.state_dict())
+    state["state"][0]["residual"] = torch.zeros(80, 80, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"state 'residual' of parameter 0\.0 is one too many"):
+        opt.load_state_dict(state)
 
 
 # ---- entries from outside: malformed ones are an error, never a stray write ------------------

@@ -203,7 +203,8 @@ typedef struct csd_param {
   /* Top-K: of each of its pieces, csd_topk_count(topk, elems) gradients are sent, as entries (csd_kernel.h), and the
    * others are zero. 0: all of them, as they are. */
   double topk;
-  void *residual;     /* bf16, one per element, where `grad` has it: what is owed of the gradient; NULL: nothing ever */
+  void *residual;     /* bf16, one per element, where `grad` has it: what is owed of the gradient; NULL: nothing ever. It
+                       * stays as it is where topk is 1: then all is sent, and it may be dropped */
   uint32_t topk_dtype; /* CSD_F16 or CSD_BF16: of what is sent */
   uint32_t seed;      /* for the rounding of the residual: another one in each step */
 } csd_param;

@@ -276,8 +276,8 @@ void Engine::on_updated(Job &job, const Failure &failure) {
     l.counts.nonfinite += job.work.nonfinite;
     job.given = true;
     not_given_--;
-    const bool owed = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces, [this](const csd_piece &p) { return is_sparse(params_[p.param]) && params_[p.param].residual; });
-    if (!owed) job.work.selected = {};
+    const bool owed = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces, [this](const csd_piece &p) { return feeds_back(params_[p.param]); });
+    if (!owed) job.work.selected = std::vector<uint32_t>();  // {} would keep its memory
     if (job.work.grad_image) {
       images_out_--;
       to_pull_.push_back(job.tile->index);
@@ -385,7 +385,7 @@ void Engine::feed_back_all(Lock &lock) {
     Pool::updates().submit([this, &job] {
       feed_back(*job.tile, job.work);
       std::lock_guard done(mutex_);
-      job.work.selected = {};
+      job.work.selected = std::vector<uint32_t>();
       feeding_back_--;
       pulled_.notify_all();
     });

@@ -60,6 +60,10 @@ class Packer {
 
 void select_entries(const Tile &tile, Work &work) {
   thread_local Scratch scratch;
+  uint64_t most = kLanes * blocks_of(tile);  // counts and padding
+  for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++)
+    if (is_sparse(work.params[p->param])) most += topk_count(work.params[p->param].topk, p->elems);
+  work.selected.reserve(most);
   Packer packer(work.selected);
   for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
     const csd_param &param = work.params[p->param];
@@ -165,7 +169,7 @@ void feed_back(const Tile &tile, const Work &work) {
   alignas(64) uint16_t sent[kChunk];
   Entries entries(work.entries, work.n_entries);
   for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
-    if (!is_sparse(work.params[p->param])) continue;
+    if (!feeds_back(work.params[p->param])) continue;
     const Part part = part_of(*p, work);
     if (!part.owes()) continue;
     for (uint64_t first = 0; first < p->elems; first += kChunk) {

@@ -5,11 +5,11 @@
 // added to the next gradient (Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Stich et al., "Sparsified SGD
 // with Memory", 2018). With s the gradient's scale (csd_adamw.grad_scale):
 //
-//     owed      = gradient + residual / s      in the units of the gradient, which a loss scale may change any time
-//     sent      = owed, rounded to 16 bits     but finite if it is
-//     residual' = (owed - sent) * s            in the units of the update, once the step is whole; rounded to bf16 at
-//                                              random (see narrow_residual), for a small gradient that is added to a
-//                                              large residual again and again would otherwise be lost each time
+//     owed      = gradient + residual * (1 / s)   in the units of the gradient, which a loss scale may change any time
+//     sent      = owed, rounded to 16 bits        but finite if it is
+//     residual' = (owed - sent) * s               in the units of the update, once the step is whole; rounded to bf16
+//                                                 at random (see narrow_residual), for a small gradient that is added
+//                                                 to a large residual again and again would otherwise be lost each time
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -50,6 +50,9 @@ struct Scratch {
 uint64_t select(const Part &, uint64_t n, uint64_t k, Scratch &, const uint16_t **values);
 
 inline bool is_sparse(const csd_param &p) { return p.grad && p.topk > 0; }
+
+// Does the step change its residual?
+inline bool feeds_back(const csd_param &p) { return is_sparse(p) && p.topk < 1 && p.residual; }
 
 // Gives a tile with sparse pieces its entries: selects them, unless it came with them; then they are checked, and what
 // is malformed throws CSD_EINVAL. Returns whether it has sparse pieces.
