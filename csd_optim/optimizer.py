@@ -145,6 +145,8 @@ class CSDAdam(AdamW):
         if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
             raise CSDValueError(f"Invalid grad_dtype: {grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
         check_topk(topk)
+        if not isinstance(error_feedback, bool):
+            raise CSDValueError(f"Invalid error_feedback: {error_feedback!r}; it is True or False")
         if not (type(topk_warmup) is int and topk_warmup >= 0):
             raise CSDValueError(f"Invalid topk_warmup: {topk_warmup!r}; it is a number of steps")
         if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):

@@ -599,6 +599,12 @@ def test_shares_that_are_none(topk):
         CSDAdam([{"params": [torch.zeros(2, 2, requires_grad=True)], "topk": topk}])
 
 
+@pytest.mark.parametrize("feedback", ["no", None, 0])
+def test_feedback_that_is_neither_true_nor_false(feedback):
+    with pytest.raises(ValueError, match="Invalid error_feedback"):
+        CSDAdam([torch.zeros(2, 2, requires_grad=True)], error_feedback=feedback)
+
+
 @pytest.mark.parametrize("warmup", [-1, 1.5, None, True])
 def test_warmups_that_are_none(warmup):
     with pytest.raises(ValueError, match="Invalid topk_warmup"):
