@@ -34,8 +34,15 @@ struct Channel {
   }
 };
 
+// One channel, or two that something flows through at the same time: as fast as the slower one lets it.
+struct Path {
+  Channel *one, *other;
+
+  Time through(uint64_t n, Time at) const { return std::max(one->through(n, at), other->through(n, at)); }
+};
+
 struct Passage {
-  Channel *channel;
+  const Path *path;
   uint64_t n;
 };
 
@@ -56,13 +63,13 @@ class Pacer {
     thread_.join();
   }
 
-  // What is there at `at` goes through channels, one after another; then this calls `done`, in its own thread.
+  // What is there at `at` goes along paths, one after another; then this calls `done`, in its own thread.
   void pass(Time at, std::deque<Passage> way, std::function<void()> done) {
     call_at(at, [this, at, way = std::move(way), done = std::move(done)]() mutable {
       if (way.empty()) return done();
-      const auto [channel, n] = way.front();
+      const auto [path, n] = way.front();
       way.pop_front();
-      pass(channel->through(n, at), std::move(way), std::move(done));
+      pass(path->through(n, at), std::move(way), std::move(done));
     });
   }
 
@@ -107,8 +114,13 @@ class PacedDevice : public Device {
  public:
   PacedDevice(std::unique_ptr<Device> device, const csd_pace &pace, std::shared_ptr<Pacer> pacer)
       : device_(std::move(device)), pacer_(std::move(pacer)), latency_(seconds(pace.latency)), read_{pace.read},
-        write_{pace.write}, update_{pace.update}, down_(pace.link != 0 ? pacer_->down : no_link_),
-        up_(pace.link != 0 ? pacer_->up : no_link_) {}
+        write_{pace.write}, update_{pace.update} {
+    Channel *const down = pace.link != 0 ? &pacer_->down : &none_, *const up = pace.link != 0 ? &pacer_->up : &none_;
+    load_ = {&read_, pace.host ? up : &none_};
+    store_ = {&write_, pace.host ? down : &none_};
+    push_ = pace.flash_grads ? load_ : Path{pace.host ? &none_ : down, &none_};
+    pull_ = {pace.host ? &none_ : up, &none_};
+  }
 
   bool resident() const override { return device_->resident(); }
   bool reaches_params() const override { return device_->reaches_params(); }
@@ -117,36 +129,36 @@ class PacedDevice : public Device {
   int map(const Tile &tile) override { return device_->map(tile); }
 
   void load(const Tile &tile, float *buffer, Done done) override {
-    device_->load(tile, buffer, after(read_, tile.bytes(), std::move(done)));
+    device_->load(tile, buffer, after(load_, tile.bytes(), std::move(done)));
   }
 
   void store(const Tile &tile, const float *buffer, Done done) override {
-    device_->store(tile, buffer, after(write_, tile.bytes(), std::move(done)));
+    device_->store(tile, buffer, after(store_, tile.bytes(), std::move(done)));
   }
 
-  // How much went over the link is known when the tile has been updated. Then it goes the way once more, in time alone:
+  // How many bytes come and go is known when the tile has been updated. Then they go the way once more, in time alone:
   // gradients come, the tile is updated, parameters go.
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
     device_->update(tile, buffer, work, [this, &work, began = Clock::now(), done = std::move(done)](const Failure &failure) mutable {
       if (failure.status != CSD_OK) return done(failure);
-      pacer_->pass(began, {{&down_, work.pushed}, {&update_, work.updated}, {&up_, work.pulled}}, [done = std::move(done)] { done({}); });
+      pacer_->pass(began, {{&push_, work.pushed}, {&apply_, work.updated}, {&pull_, work.pulled}}, [done = std::move(done)] { done({}); });
     });
   }
 
  private:
   // For what begins now and moves `bytes`: not done before its time. Errors come at once.
-  Done after(Channel &channel, uint64_t bytes, Done done) {
-    return [this, &channel, bytes, began = Clock::now(), done = std::move(done)](int error) mutable {
+  Done after(const Path &path, uint64_t bytes, Done done) {
+    return [this, &path, bytes, began = Clock::now(), done = std::move(done)](int error) mutable {
       if (error) return done(error);
-      pacer_->pass(began + latency_, {{&channel, bytes}}, [done = std::move(done)] { done(0); });
+      pacer_->pass(began + latency_, {{&path, bytes}}, [done = std::move(done)] { done(0); });
     };
   }
 
   const std::unique_ptr<Device> device_;
   const std::shared_ptr<Pacer> pacer_;
   const Clock::duration latency_;
-  Channel read_, write_, update_, no_link_;
-  Channel &down_, &up_;
+  Channel read_, write_, update_, none_;
+  Path load_, store_, push_, apply_{&update_, &none_}, pull_;
 };
 
 }  // namespace
