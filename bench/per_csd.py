@@ -84,6 +84,8 @@ def measure(spec: DeviceSpec, arguments: argparse.Namespace) -> Row:
         row["slowest"] = min(row["parts"], key=lambda name: row["parts"][name]["params_per_second"])
         bound = row["parts"][row["slowest"]]["params_per_second"]
         row["ratio_to_slowest"] = {k: v / bound for k, v in row["params_per_second"].items()}
+        if row["slowest"] in ("mixed", "memory") and not spec.pace.mixed:
+            row["ratio_to_slowest"] = found["ratio_to_limit"]  # each step to what was measured right after it
     return row
 
 
@@ -130,6 +132,7 @@ def parts(spec: DeviceSpec, found: Row) -> dict[str, Row]:
     for name, most, each in (
         ("read", pace.read, STATE + pushed * pace.flash_grads),
         ("write", pace.write, STATE),
+        ("mixed", pace.mixed, 2 * STATE),
         ("updater", pace.update, 1),
         ("link to device", pace.link, STATE if pace.host else 0 if pace.flash_grads else pushed),
         ("link from device", pace.link, STATE if pace.host else pulled),

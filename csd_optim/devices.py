@@ -13,7 +13,8 @@ ram:                         state in host memory, updated in place (beside othe
 null:                        keeps and computes nothing; times everything else
 
 file:/mnt/nvme0?read=2.9GB/s&write=1.6GB/s&latency=100us    paced: its state flows no faster than that, as if the drive
-                             were another (latency: before each read and write of a tile); nothing else changes
+                             were another (latency: before each read and write of a tile; mixed=3GB/s: what is read
+                             and written together); nothing else changes
 ram:?update=240M/s&link=8GB/s            parameters per second that it updates; and the link to the host, in bytes each
                              way at once, which all devices of an optimizer that name it share; also for file:, null:
 file:?link=8GB/s&host=1      a plain drive: the host updates, and it is the state that goes over the link
@@ -59,6 +60,7 @@ class Pace:
 
     read: float = 0.0  # bytes per second
     write: float = 0.0
+    mixed: float = 0.0  # read and written together
     latency: float = 0.0  # seconds
     update: float = 0.0  # parameters per second
     link: float = 0.0  # bytes per second each way, shared by all devices that name it
@@ -229,6 +231,7 @@ _PACE = "a rate such as 2.9GB/s"
 _DRIVE_PACE = (
     _Option("read", _PACE, _rate("B")),
     _Option("write", _PACE, _rate("B")),
+    _Option("mixed", _PACE, _rate("B")),
     _Option("latency", "a time such as 100us", lambda v: _within(parse_seconds(v), 0, 60)),
     _Option("host", "0 or 1", _yes),
     _Option("flash_grads", "0 or 1", _yes),

@@ -50,9 +50,11 @@ def pacers():
 
 
 def test_pace_is_parsed():
-    spec = parse_device("file:/mnt/nvme0?read=2.9GB/s&write=800MiB/s&latency=100us&update=240M/s&link=8GB/s&buffers=4")
-    assert spec.pace == Pace(read=2.9e9, write=800 << 20, latency=1e-4, update=240e6, link=8e9)
-    assert (spec.backend, str(spec.directory), spec.durable, spec.buffers) == ("file", "/mnt/nvme0", True, 4)
+    spec = parse_device(
+        "file:/mnt/nvme0?read=2.9GB/s&write=800MiB/s&mixed=3GB/s&latency=100us&update=240M/s&link=8GB/s"
+    )
+    assert spec.pace == Pace(read=2.9e9, write=800 << 20, mixed=3e9, latency=1e-4, update=240e6, link=8e9)
+    assert (spec.backend, str(spec.directory), spec.durable, spec.buffers) == ("file", "/mnt/nvme0", True, 8)
     assert parse_device("ram:?update=1.5G/s").pace == Pace(update=1.5e9)
     assert parse_device("null:?link=5000 KB/s&update=2000000/s").pace == Pace(update=2e6, link=5e6)
     assert parse_device("file:?latency=1.5ms").pace == Pace(latency=1.5e-3)
@@ -106,6 +108,8 @@ def test_one_link_has_one_rate():
     [
         ("file:?read=60MB/s", STATES / 60e6),
         ("file:?write=60MB/s", STATES / 60e6),
+        ("file:?mixed=80MB/s", 2 * STATES / 80e6),
+        ("file:?mixed=80MB/s&read=200MB/s&write=200MB/s", 2 * STATES / 80e6),
         ("file:?update=5M/s", NUMEL / 5e6),
         ("file:?link=10MB/s", GRADS / 10e6),
         ("ram:?update=5M/s", NUMEL / 5e6),
@@ -139,7 +143,7 @@ def test_rate_is_kept(device, seconds):
     assert min(taken) >= seconds
     assert min(taken) < SLACK * seconds
     kind = next((kind for kind in ("read", "write") if f"{kind}=" in device), "update")
-    if not any(option in device for option in ("latency", "host", "flash_grads", "buffers=1")):
+    if not any(option in device for option in ("latency", "mixed", "host", "flash_grads", "buffers=1")):
         assert seconds <= stats["seconds"][kind] <= taken[-1]
     assert stats["params"] == NUMEL
     assert stats["push_bytes"] == stats["pull_bytes"] == GRADS
@@ -210,7 +214,7 @@ def trained(devices, directory):
 def test_bits_are_those_of_unpaced_devices(devices, tmp_path):
     rates = "link=20MB/s&update=5M/s"
     expected = trained(devices, tmp_path / "unpaced")
-    for i, serial in enumerate(("", "&buffers=1&host=1&flash_grads=1")):
+    for i, serial in enumerate(("&mixed=30MB/s", "&buffers=1&host=1&flash_grads=1")):
         drive = f"{rates}&read=20MB/s&write=20MB/s&latency=1ms{serial}"
         paced = [f"{d}?{rates}" if d == "ram:" else f"{d}?{drive}" for d in devices]
         got = trained(paced, tmp_path / f"paced{i}")

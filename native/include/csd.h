@@ -106,6 +106,7 @@ enum csd_p2p { CSD_P2P_AUTO = 0, CSD_P2P_ON = 1, CSD_P2P_OFF = 2 };
  * at least 1000. What can go on at the same time does. */
 typedef struct csd_pace {
   double read, write; /* bytes of state per second, each of them by itself */
+  double mixed;       /* and both together */
   double latency;     /* seconds before the first byte of each read and write of a tile; at most 3600 */
   double update;      /* parameters per second */
   double link;        /* bytes per second each way: gradients come, parameters go, at the same time. All devices of an

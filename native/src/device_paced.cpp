@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "device.h"
 #include "pool.h"
@@ -34,11 +35,15 @@ struct Channel {
   }
 };
 
-// One channel, or two that something flows through at the same time: as fast as the slower one lets it.
+// Channels that something flows through at the same time: as fast as the slowest lets it.
 struct Path {
-  Channel *one, *other;
+  std::vector<Channel *> channels;
 
-  Time through(uint64_t n, Time at) const { return std::max(one->through(n, at), other->through(n, at)); }
+  Time through(uint64_t n, Time at) const {
+    Time end = at;
+    for (Channel *channel : channels) end = std::max(end, channel->through(n, at));
+    return end;
+  }
 };
 
 struct Passage {
@@ -114,12 +119,13 @@ class PacedDevice : public Device {
  public:
   PacedDevice(std::unique_ptr<Device> device, const csd_pace &pace, std::shared_ptr<Pacer> pacer)
       : device_(std::move(device)), pacer_(std::move(pacer)), latency_(seconds(pace.latency)), read_{pace.read},
-        write_{pace.write}, update_{pace.update} {
-    Channel *const down = pace.link != 0 ? &pacer_->down : &none_, *const up = pace.link != 0 ? &pacer_->up : &none_;
-    load_ = {&read_, pace.host ? up : &none_};
-    store_ = {&write_, pace.host ? down : &none_};
-    push_ = pace.flash_grads ? load_ : Path{pace.host ? &none_ : down, &none_};
-    pull_ = {pace.host ? &none_ : up, &none_};
+        write_{pace.write}, mixed_{pace.mixed}, update_{pace.update}, load_{{&read_, &mixed_}},
+        store_{{&write_, &mixed_}}, apply_{{&update_}} {
+    if (pace.link != 0) {  // host: the state crosses it, and not what leaves and reaches a device that updates
+      (pace.host ? load_ : pull_).channels.push_back(&pacer_->up);
+      (pace.host ? store_ : push_).channels.push_back(&pacer_->down);
+    }
+    if (pace.flash_grads) push_ = load_;
   }
 
   bool resident() const override { return device_->resident(); }
@@ -157,16 +163,16 @@ class PacedDevice : public Device {
   const std::unique_ptr<Device> device_;
   const std::shared_ptr<Pacer> pacer_;
   const Clock::duration latency_;
-  Channel read_, write_, update_, none_;
-  Path load_, store_, push_, apply_{&update_, &none_}, pull_;
+  Channel read_, write_, mixed_, update_;
+  Path load_, store_, push_, apply_, pull_;
 };
 
 }  // namespace
 
 std::unique_ptr<Device> paced(std::unique_ptr<Device> device, const csd_device &d, std::shared_ptr<Pacer> &pacer) {
   const csd_pace &p = d.pace;
-  if (!device || (p.read == 0 && p.write == 0 && p.update == 0 && p.latency == 0 && p.link == 0)) return device;
-  for (const double rate : {p.read, p.write, p.update, p.link})
+  if (!device || (p.read == 0 && p.write == 0 && p.mixed == 0 && p.update == 0 && p.latency == 0 && p.link == 0)) return device;
+  for (const double rate : {p.read, p.write, p.mixed, p.update, p.link})
     if (rate != 0 && !(rate >= 1000 && std::isfinite(rate))) return nullptr;  // less, and the clock might overflow
   if (d.card || !(p.latency >= 0 && p.latency <= 3600)) return nullptr;
   if (!pacer) pacer = std::make_shared<Pacer>();
