@@ -13,9 +13,12 @@ ram:                         state in host memory, updated in place (beside othe
 null:                        keeps and computes nothing; times everything else
 
 file:/mnt/nvme0?read=2.9GB/s&write=1.6GB/s&latency=100us    paced: its state flows no faster than that, as if the drive
-                             were another (latency: before each read and write of a tile); nothing else changes
+                             were another (latency: before each read and write of a tile; mixed=3GB/s: what is read
+                             and written together); nothing else changes
 ram:?update=240M/s&link=8GB/s            parameters per second that it updates; and the link to the host, in bytes each
                              way at once, which all devices of an optimizer that name it share; also for file:, null:
+file:?link=8GB/s&host=1      a plain drive: the host updates, and it is the state that goes over the link
+file:?link=8GB/s&flash_grads=1           gradients come from the drive, where others put them during backward
 """
 
 from __future__ import annotations
@@ -57,9 +60,12 @@ class Pace:
 
     read: float = 0.0  # bytes per second
     write: float = 0.0
+    mixed: float = 0.0  # read and written together
     latency: float = 0.0  # seconds
     update: float = 0.0  # parameters per second
     link: float = 0.0  # bytes per second each way, shared by all devices that name it
+    host: bool = False  # the host updates: state goes over the link, gradients and parameters do not
+    flash_grads: bool = False  # gradients come from the drive, and not over the link
 
 
 UNPACED = Pace()
@@ -200,14 +206,18 @@ def _choice(*choices: str) -> Callable[[str], str]:
     return lambda value: choices[choices.index(value)]
 
 
+def _yes(value: str) -> bool:
+    return _choice("0", "1")(value) == "1"
+
+
 def _rate(unit: str) -> Callable[[str], float]:
     return lambda value: _within(parse_rate(value, unit), 1e3, 1e15)
 
 
 _FILE_OPTIONS = (
-    _Option("buffers", "a number from 3 to 1024", lambda v: _within(int(v), 3, 1024)),
+    _Option("buffers", "a number from 1 to 1024", lambda v: _within(int(v), 1, 1024)),
     _Option("block", "a multiple of 4096 bytes", _block, "block_bytes"),
-    _Option("scratch", "0 or 1", lambda v: _choice("0", "1")(v) == "1"),
+    _Option("scratch", "0 or 1", _yes),
     _Option("tbw", "a number of bytes such as 600TB", lambda v: _within(parse_bytes(v), 1, math.inf), "tbw_bytes"),
 )
 _XRT_OPTIONS = (
@@ -221,7 +231,10 @@ _PACE = "a rate such as 2.9GB/s"
 _DRIVE_PACE = (
     _Option("read", _PACE, _rate("B")),
     _Option("write", _PACE, _rate("B")),
+    _Option("mixed", _PACE, _rate("B")),
     _Option("latency", "a time such as 100us", lambda v: _within(parse_seconds(v), 0, 60)),
+    _Option("host", "0 or 1", _yes),
+    _Option("flash_grads", "0 or 1", _yes),
 )
 _UPDATE_PACE = (
     _Option("update", "parameters per second such as 240M/s", _rate("")),

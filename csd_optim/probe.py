@@ -153,6 +153,11 @@ class Scratch:
         done, _ = _transfer([self], "write", seconds)
         self.blocks = max(2, done // self.block)
 
+    def cut(self, block: int) -> None:
+        """From now on, requests are of `block` bytes."""
+        self.blocks = max(2, self.blocks * self.block // block)
+        self.block = block
+
     def close(self) -> None:
         self._store.close()
 
@@ -163,16 +168,16 @@ class Scratch:
         self.close()
 
 
-def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60) -> float:
+def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60, depth: int = IO_DEPTH) -> float:
     """Bytes per second (read plus written) of one pass over all files at once, or of as much as `seconds` allow.
 
-    The requests are the engine's: as large, as many in flight for each file system, buffers on huge pages.
+    The requests are the engine's: as large, as many in flight for each file system (or `depth`), buffers on huge pages.
     """
-    done, took = _transfer(files, kind, seconds)
+    done, took = _transfer(files, kind, seconds, depth)
     return done / took
 
 
-def _transfer(files: Sequence[Scratch], kind: Kind, seconds: float) -> tuple[int, float]:
+def _transfer(files: Sequence[Scratch], kind: Kind, seconds: float, depth: int = IO_DEPTH) -> tuple[int, float]:
     """Moves bytes; returns how many, and the seconds it took."""
     stop = threading.Event()
     errors: list[OSError] = []
@@ -180,7 +185,7 @@ def _transfer(files: Sequence[Scratch], kind: Kind, seconds: float) -> tuple[int
     threads = []
     for _, group in itertools.groupby(sorted(files, key=lambda f: f.file_system), key=lambda f: f.file_system):
         queue = _Queue(list(group), kind)
-        for _ in range(IO_DEPTH):
+        for _ in range(depth):
             buffer = _huge_buffer(queue.block)  # made before the clock starts
             threads.append(threading.Thread(target=_serve, args=(queue, buffer, stop, moved, errors), daemon=True))
     start = time.perf_counter()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_emulation import needs_xrt
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,6 +53,75 @@ def test_topk(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "verified: the engine" in done.stderr
     assert list(tmp_path.iterdir()) == [png]
+
+
+def test_scaling(tmp_path):
+    png = tmp_path / "scaling.png"
+    done = run("bench.scaling", "--quick", f"--directory={tmp_path}", "--json", f"--plot={png}")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.scaling/1"
+    rows = {(r["variant"], r["devices"]): r for r in result["rows"]}
+    assert set(rows) == {(v, n) for v in ("base", "su_o", "su_o_c", "csdadam", "csdadam_topk") for n in (1, 2)}
+    # What the testbed's rates allow, in ns per parameter and device, and what is the same for all. Nothing is faster.
+    least = {
+        "base": (16 / 3.0 + 12 / 2.4, 4.77 + 4 / 1.4),
+        "su_o": (16 / 2.98 + 12 / 1.75 + 1 / 0.552 + 4 / 8, 4.77),
+        "su_o_c": (12 / 2.98 + 12 / 1.75 + 1 / 0.260 + 4 / 8, 4.77),
+        "csdadam": (12 / 1.75, 4.77),
+        "csdadam_topk": (12 / 1.75, 4.77),
+    }
+    for (variant, devices), row in rows.items():
+        each, once = least[variant]
+        assert row["seconds"] >= each * 4.0 / devices + once
+        assert len(row["runs"]) == 5
+        assert row["speedup"] == rows["base", 1]["seconds"] / row["seconds"]
+        assert ("published" in row) == (not variant.startswith("csdadam"))
+    assert (rows["su_o", 2]["published"], rows["su_o_c", 1]["published"]) == (1.48, 0.89)
+    assert bool(result["claims"]) != bool(result["why_not"])
+    assert ("nothing is claimed" in done.stderr) == bool(result["why_not"])
+    assert "gives the same bits" in done.stderr
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [png]
+
+
+def test_per_csd(tmp_path):
+    png = tmp_path / "per-csd.png"
+    paced = f"file:{tmp_path}?update=20M/s&link=1GB/s&read=500MB/s"
+    done = run("bench.per_csd", str(tmp_path), "ram:", paced, "null:", "--quick", "--json", f"--plot={png}")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.per_csd/1"
+    assert [r["device"] for r in result["rows"]] == [str(tmp_path), "ram:", paced, "null:"]
+    file, ram, paced, null = result["rows"]
+    assert set(file["parts"]) == {"read", "write", "mixed", "updater"}
+    assert set(ram["parts"]) == {"updater", "memory"}
+    assert set(paced["parts"]) == {*file["parts"], "link to device", "link from device"}
+    assert null["parts"] == {}
+    assert null["params_per_second"]["min"] > 0
+    shapes = {(s["kind"], s["block_bytes"], s["depth"]) for s in file["sweep"]}
+    assert len(shapes) == len(file["sweep"]) >= 3 * 2 * 2
+    assert {kind for kind, _, _ in shapes} == {"read", "write", "mixed"}
+    assert paced["slowest"] == "updater"
+    assert paced["parts"]["updater"]["params_per_second"] == 20e6
+    assert 0 < paced["ratio_to_slowest"]["max"] <= 1
+    assert "emulated" not in done.stderr
+    assert "verified, off AdamW's by" in done.stderr
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [png]
+
+
+@needs_xrt
+def test_per_csd_of_an_emulated_card(tmp_path):
+    """It works as on a card, and says that its times mean nothing."""
+    command = ("csd_optim", "emu", "--", sys.executable, "-m", "bench.per_csd", "xrt:0", "--params=10000", "--json")
+    done = run(*command, "--quick")
+    (row,) = json.loads(done.stdout)["rows"]
+    assert "its times mean nothing" in done.stderr
+    assert row["emulated"]
+    assert "mean nothing" in row["note"]
+    assert set(row["parts"]) == {"P2P to card", "P2P from card", "DMA to card", "DMA from card", "kernel"}
+    assert all(part["params_per_second"] > 0 for part in row["parts"].values())
+    assert row["sweep"]
+    assert row["ratio_to_slowest"]["median"] > 0
 
 
 def test_peers(tmp_path):

@@ -24,14 +24,14 @@ class Twins:
             [
                 [f"xrt:0?nvme={directory}/a&buffers=3&block=4096"],
                 [f"{directory}/a", f"xrt:1?nvme={directory}/b&buffers=4&block=12KiB", f"xrt:0?nvme={directory}/c"],
-                ["ram:", f"xrt:0?nvme={directory}/a&buffers=3"],
+                ["ram:", f"xrt:0?nvme={directory}/a&buffers=1"],
                 [f"xrt:0?nvme={directory}/a&p2p=0", f"xrt:1?nvme={directory}&scratch=1"],
             ]
             if on_cards()
             else [
                 [f"file:{directory}/a?buffers=3&block=4096"],
                 [f"{directory}/a", f"file:{directory}/b?buffers=4&block=12KiB", f"{directory}/c"],
-                ["ram:", f"file:{directory}/a?buffers=3"],
+                ["ram:", f"file:{directory}/a?buffers=1"],
                 ["file:", f"{directory}/a"],
             ]
         )

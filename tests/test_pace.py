@@ -50,12 +50,16 @@ def pacers():
 
 
 def test_pace_is_parsed():
-    spec = parse_device("file:/mnt/nvme0?read=2.9GB/s&write=800MiB/s&latency=100us&update=240M/s&link=8GB/s&buffers=4")
-    assert spec.pace == Pace(read=2.9e9, write=800 << 20, latency=1e-4, update=240e6, link=8e9)
-    assert (spec.backend, str(spec.directory), spec.durable, spec.buffers) == ("file", "/mnt/nvme0", True, 4)
+    spec = parse_device(
+        "file:/mnt/nvme0?read=2.9GB/s&write=800MiB/s&mixed=3GB/s&latency=100us&update=240M/s&link=8GB/s"
+    )
+    assert spec.pace == Pace(read=2.9e9, write=800 << 20, mixed=3e9, latency=1e-4, update=240e6, link=8e9)
+    assert (spec.backend, str(spec.directory), spec.durable, spec.buffers) == ("file", "/mnt/nvme0", True, 8)
     assert parse_device("ram:?update=1.5G/s").pace == Pace(update=1.5e9)
     assert parse_device("null:?link=5000 KB/s&update=2000000/s").pace == Pace(update=2e6, link=5e6)
     assert parse_device("file:?latency=1.5ms").pace == Pace(latency=1.5e-3)
+    assert parse_device("file:?link=8GB/s&host=1").pace == Pace(link=8e9, host=True)
+    assert parse_device("file:?read=3GB/s&flash_grads=1&host=0").pace == Pace(read=3e9, flash_grads=True)
     for unpaced in ("/mnt/nvme0", "file:", "ram:", "null:", "xrt:0"):
         assert parse_device(unpaced).pace == Pace()
 
@@ -75,7 +79,9 @@ def test_pace_is_parsed():
         ("file:?latency=100", "'100'"),
         ("file:?latency=2min", "'2min'"),
         ("file:?latency=100s", "'100s'"),
+        ("file:?host=2", "host is 0 or 1, got '2'"),
         ("ram:?read=1GB/s", "'read', there are update, link"),
+        ("ram:?host=1", "'host', there are update, link"),
         ("null:?latency=1ms", "'latency', there are update, link"),
         ("xrt:0?read=1GB/s", "unknown option 'read'"),
         ("xrt:0?link=8GB/s", "unknown option 'link'"),
@@ -102,6 +108,8 @@ def test_one_link_has_one_rate():
     [
         ("file:?read=60MB/s", STATES / 60e6),
         ("file:?write=60MB/s", STATES / 60e6),
+        ("file:?mixed=80MB/s", 2 * STATES / 80e6),
+        ("file:?mixed=80MB/s&read=200MB/s&write=200MB/s", 2 * STATES / 80e6),
         ("file:?update=5M/s", NUMEL / 5e6),
         ("file:?link=10MB/s", GRADS / 10e6),
         ("ram:?update=5M/s", NUMEL / 5e6),
@@ -110,6 +118,22 @@ def test_one_link_has_one_rate():
         ("null:?link=10MB/s", GRADS / 10e6),
         # Each of six threes of tiles is read, then written, before the next can be read.
         ("file:?latency=16ms&buffers=3", 6 * 2 * 0.016),
+        # A plain drive: its state goes over the link, at the rate of the slower of the two.
+        ("file:?link=60MB/s&host=1", STATES / 60e6),
+        ("file:?link=120MB/s&host=1&read=60MB/s", STATES / 60e6),
+        ("file:?link=60MB/s&host=1&read=120MB/s&write=120MB/s", STATES / 60e6),
+        # Gradients that lie on the drive are read from there, and go over a link only to a host.
+        ("file:?read=50MB/s&flash_grads=1", (STATES + GRADS) / 50e6),
+        ("file:?read=500MB/s&link=50MB/s&flash_grads=1&host=1", (STATES + GRADS) / 50e6),
+        # With one buffer everything is done by turns.
+        (
+            "file:?buffers=1&read=100MB/s&write=100MB/s&update=10M/s&link=20MB/s",
+            2 * STATES / 100e6 + NUMEL / 10e6 + 2 * GRADS / 20e6,
+        ),
+        (
+            "file:?buffers=1&read=100MB/s&write=200MB/s&link=150MB/s&host=1&flash_grads=1",
+            (STATES + GRADS) / 100e6 + STATES / 150e6,
+        ),
     ],
 )
 def test_rate_is_kept(device, seconds):
@@ -119,7 +143,7 @@ def test_rate_is_kept(device, seconds):
     assert min(taken) >= seconds
     assert min(taken) < SLACK * seconds
     kind = next((kind for kind in ("read", "write") if f"{kind}=" in device), "update")
-    if "latency" not in device:
+    if not any(option in device for option in ("latency", "mixed", "host", "flash_grads", "buffers=1")):
         assert seconds <= stats["seconds"][kind] <= taken[-1]
     assert stats["params"] == NUMEL
     assert stats["push_bytes"] == stats["pull_bytes"] == GRADS
@@ -132,6 +156,18 @@ def test_devices_share_the_link(device):
     for devices, share in (([linked], 1), ([linked] * 2, 1), ([linked, device], 1 / 2)):
         seconds = share * GRADS / 15e6
         assert seconds <= best(devices, 2) < SLACK * seconds
+
+
+@pytest.mark.parametrize(
+    ("device", "crossing"), [("file:?link=20MB/s&host=1", 0), ("file:?link=5MB/s&flash_grads=1", 1)]
+)
+def test_what_does_not_cross_the_link(device, crossing):
+    """To a host neither gradients nor parameters do; gradients on the drive do not, and their parameters do."""
+    rate = 1e6 * float(device.partition("link=")[2].partition("MB")[0])
+    with optimizer([f"{device}&buffers=1"]) as opt:
+        opt.step()
+        update = opt.stats()["seconds"]["update"]
+    assert crossing * GRADS / rate <= update < (crossing + 0.9) * GRADS / rate
 
 
 def test_slow_device_does_not_hold_the_link():
@@ -177,11 +213,14 @@ def trained(devices, directory):
 @pytest.mark.parametrize("devices", [["file:{}"], ["file:{}/a", "ram:", "file:{}/b"], ["ram:", "ram:"]])
 def test_bits_are_those_of_unpaced_devices(devices, tmp_path):
     rates = "link=20MB/s&update=5M/s"
-    paced = [f"{d}?{rates}" if d == "ram:" else f"{d}?{rates}&read=20MB/s&write=20MB/s&latency=1ms" for d in devices]
-    expected, got = trained(devices, tmp_path / "unpaced"), trained(paced, tmp_path / "paced")
-    assert len(expected) == len(got) == 3 * 5
-    for a, b in zip(expected, got, strict=True):
-        assert torch.equal(a, b)
+    expected = trained(devices, tmp_path / "unpaced")
+    for i, serial in enumerate(("&mixed=30MB/s", "&buffers=1&host=1&flash_grads=1")):
+        drive = f"{rates}&read=20MB/s&write=20MB/s&latency=1ms{serial}"
+        paced = [f"{d}?{rates}" if d == "ram:" else f"{d}?{drive}" for d in devices]
+        got = trained(paced, tmp_path / f"paced{i}")
+        assert len(expected) == len(got) == 3 * 5
+        for a, b in zip(expected, got, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_close_waits_for_states_on_their_way(tmp_path):

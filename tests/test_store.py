@@ -65,7 +65,7 @@ def store_of(directory, steps=1, **options):
         ("nvme:/mnt", "'nvme:/mnt'"),
         ("ram:/mnt", "'ram:/mnt'"),
         ("null:?buffers=4", "'null:?buffers=4'"),
-        ("file:/mnt?buffers=2", "'2'"),
+        ("file:/mnt?buffers=0", "'0'"),
         ("file:/mnt?buffers=two", "'two'"),
         ("file:/mnt?buffers=", "''"),
         ("file:/mnt?block=1000", "'1000'"),

@@ -106,16 +106,21 @@ enum csd_p2p { CSD_P2P_AUTO = 0, CSD_P2P_ON = 1, CSD_P2P_OFF = 2 };
  * at least 1000. What can go on at the same time does. */
 typedef struct csd_pace {
   double read, write; /* bytes of state per second, each of them by itself */
+  double mixed;       /* and both together */
   double latency;     /* seconds before the first byte of each read and write of a tile; at most 3600 */
   double update;      /* parameters per second */
   double link;        /* bytes per second each way: gradients come, parameters go, at the same time. All devices of an
                        * engine that name it share it, and name the same rate */
+  uint32_t host;      /* 1: the host updates its tiles, as with a plain drive. Their state goes over the link, read one
+                       * way and written the other; gradients and parameters do not */
+  uint32_t flash_grads; /* 1: gradients were put on its drive before the step. They come from there like the state, and
+                       * not over the link as others do. In time alone: in truth they are read where the params say */
 } csd_pace;
 
 typedef struct csd_device {
   const char *backend; /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "ram": in memory; "null": nowhere */
   int32_t fd;          /* file, xrt: open for reading and writing, belongs to the caller, outlives the engine */
-  uint32_t buffers;    /* file, xrt: tile buffers, allocated once and fixed; at least 3 */
+  uint32_t buffers;    /* file, xrt: tile buffers, allocated once and fixed; with 1, nothing overlaps */
   uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096 */
   csd_card *card;      /* xrt: belongs to the caller, outlives the engine */
   uint32_t p2p;        /* xrt: csd_p2p */

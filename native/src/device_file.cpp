@@ -58,7 +58,7 @@ void FileDevice::in_blocks(uint64_t bytes, Done done, Io io) {
 
 Pool *FileDevice::io_of(const csd_device &d) {
   struct stat st {};
-  if (d.buffers < 3 || d.block_bytes == 0 || d.block_bytes % 4096 || fstat(d.fd, &st) != 0) return nullptr;
+  if (d.buffers == 0 || d.block_bytes == 0 || d.block_bytes % 4096 || fstat(d.fd, &st) != 0) return nullptr;
   Pool &io = Pool::io(st.st_dev);
   io.start();
   return &io;

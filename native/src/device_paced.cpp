@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "device.h"
 #include "pool.h"
@@ -34,8 +35,19 @@ struct Channel {
   }
 };
 
+// Channels that something flows through at the same time: as fast as the slowest lets it.
+struct Path {
+  std::vector<Channel *> channels;
+
+  Time through(uint64_t n, Time at) const {
+    Time end = at;
+    for (Channel *channel : channels) end = std::max(end, channel->through(n, at));
+    return end;
+  }
+};
+
 struct Passage {
-  Channel *channel;
+  const Path *path;
   uint64_t n;
 };
 
@@ -56,13 +68,13 @@ class Pacer {
     thread_.join();
   }
 
-  // What is there at `at` goes through channels, one after another; then this calls `done`, in its own thread.
+  // What is there at `at` goes along paths, one after another; then this calls `done`, in its own thread.
   void pass(Time at, std::deque<Passage> way, std::function<void()> done) {
     call_at(at, [this, at, way = std::move(way), done = std::move(done)]() mutable {
       if (way.empty()) return done();
-      const auto [channel, n] = way.front();
+      const auto [path, n] = way.front();
       way.pop_front();
-      pass(channel->through(n, at), std::move(way), std::move(done));
+      pass(path->through(n, at), std::move(way), std::move(done));
     });
   }
 
@@ -107,8 +119,14 @@ class PacedDevice : public Device {
  public:
   PacedDevice(std::unique_ptr<Device> device, const csd_pace &pace, std::shared_ptr<Pacer> pacer)
       : device_(std::move(device)), pacer_(std::move(pacer)), latency_(seconds(pace.latency)), read_{pace.read},
-        write_{pace.write}, update_{pace.update}, down_(pace.link != 0 ? pacer_->down : no_link_),
-        up_(pace.link != 0 ? pacer_->up : no_link_) {}
+        write_{pace.write}, mixed_{pace.mixed}, update_{pace.update}, load_{{&read_, &mixed_}},
+        store_{{&write_, &mixed_}}, apply_{{&update_}} {
+    if (pace.link != 0) {  // host: the state crosses it, and not what leaves and reaches a device that updates
+      (pace.host ? load_ : pull_).channels.push_back(&pacer_->up);
+      (pace.host ? store_ : push_).channels.push_back(&pacer_->down);
+    }
+    if (pace.flash_grads) push_ = load_;
+  }
 
   bool resident() const override { return device_->resident(); }
   bool reaches_params() const override { return device_->reaches_params(); }
@@ -117,44 +135,44 @@ class PacedDevice : public Device {
   int map(const Tile &tile) override { return device_->map(tile); }
 
   void load(const Tile &tile, float *buffer, Done done) override {
-    device_->load(tile, buffer, after(read_, tile.bytes(), std::move(done)));
+    device_->load(tile, buffer, after(load_, tile.bytes(), std::move(done)));
   }
 
   void store(const Tile &tile, const float *buffer, Done done) override {
-    device_->store(tile, buffer, after(write_, tile.bytes(), std::move(done)));
+    device_->store(tile, buffer, after(store_, tile.bytes(), std::move(done)));
   }
 
-  // How much went over the link is known when the tile has been updated. Then it goes the way once more, in time alone:
+  // How many bytes come and go is known when the tile has been updated. Then they go the way once more, in time alone:
   // gradients come, the tile is updated, parameters go.
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
     device_->update(tile, buffer, work, [this, &work, began = Clock::now(), done = std::move(done)](const Failure &failure) mutable {
       if (failure.status != CSD_OK) return done(failure);
-      pacer_->pass(began, {{&down_, work.pushed}, {&update_, work.updated}, {&up_, work.pulled}}, [done = std::move(done)] { done({}); });
+      pacer_->pass(began, {{&push_, work.pushed}, {&apply_, work.updated}, {&pull_, work.pulled}}, [done = std::move(done)] { done({}); });
     });
   }
 
  private:
   // For what begins now and moves `bytes`: not done before its time. Errors come at once.
-  Done after(Channel &channel, uint64_t bytes, Done done) {
-    return [this, &channel, bytes, began = Clock::now(), done = std::move(done)](int error) mutable {
+  Done after(const Path &path, uint64_t bytes, Done done) {
+    return [this, &path, bytes, began = Clock::now(), done = std::move(done)](int error) mutable {
       if (error) return done(error);
-      pacer_->pass(began + latency_, {{&channel, bytes}}, [done = std::move(done)] { done(0); });
+      pacer_->pass(began + latency_, {{&path, bytes}}, [done = std::move(done)] { done(0); });
     };
   }
 
   const std::unique_ptr<Device> device_;
   const std::shared_ptr<Pacer> pacer_;
   const Clock::duration latency_;
-  Channel read_, write_, update_, no_link_;
-  Channel &down_, &up_;
+  Channel read_, write_, mixed_, update_;
+  Path load_, store_, push_, apply_, pull_;
 };
 
 }  // namespace
 
 std::unique_ptr<Device> paced(std::unique_ptr<Device> device, const csd_device &d, std::shared_ptr<Pacer> &pacer) {
   const csd_pace &p = d.pace;
-  if (!device || (p.read == 0 && p.write == 0 && p.update == 0 && p.latency == 0 && p.link == 0)) return device;
-  for (const double rate : {p.read, p.write, p.update, p.link})
+  if (!device || (p.read == 0 && p.write == 0 && p.mixed == 0 && p.update == 0 && p.latency == 0 && p.link == 0)) return device;
+  for (const double rate : {p.read, p.write, p.mixed, p.update, p.link})
     if (rate != 0 && !(rate >= 1000 && std::isfinite(rate))) return nullptr;  // less, and the clock might overflow
   if (d.card || !(p.latency >= 0 && p.latency <= 3600)) return nullptr;
   if (!pacer) pacer = std::make_shared<Pacer>();

@@ -152,7 +152,8 @@ csd_device null() { return {"null", -1, 0, 0}; }
 
 // About a millisecond per tile for each of what it does.
 csd_device paced(csd_device d) {
-  d.pace = {2e7, 1e7, 0.0005, 1e6, 5e6};
+  const uint32_t serial = d.buffers == 1;
+  d.pace = {2e7, 1e7, 2.5e7, 0.0005, 1e6, 5e6, serial, serial};
   return d;
 }
 
@@ -369,7 +370,7 @@ void wrong_calls() {
   const File a;
   csd_engine *none = nullptr;
   csd_error error;
-  const csd_device bad[] = {{"tape", -1, 8, 4096}, {nullptr, -1, 8, 4096}, {"file", -1, 8, 4096}, {"file", a.fd, 2, 4096}, {"file", a.fd, 8, 100}};
+  const csd_device bad[] = {{"tape", -1, 8, 4096}, {nullptr, -1, 8, 4096}, {"file", -1, 8, 4096}, {"file", a.fd, 0, 4096}, {"file", a.fd, 8, 100}};
   for (const csd_device &d : bad) CHECK(csd_engine_create(&d, 1, &none, &error) == CSD_EINVAL && error.text[0]);
   CHECK(csd_engine_create(bad, 0, &none, nullptr) == CSD_EINVAL);
 
@@ -490,7 +491,7 @@ void close_in_flight() {
 void paced_devices() {
   for (int i = 0; i < 8; i++) {
     const File a, b, c;
-    Model m({paced(file(a)), paced(ram()), file(b), paced(null()), paced(file(c, kTiles))});
+    Model m({paced(file(a)), paced(ram()), paced(file(b, 1)), paced(null()), paced(file(c, kTiles))});
     Model same({ram(), ram(), ram(), null(), ram()});
     for (Model *model : {&m, &same}) OK(i % 2 ? model->step() : model->step_by_images());
     CHECK(m.state() == same.state());
@@ -526,7 +527,7 @@ void paced_devices() {
   csd_device wrong[] = {paced(ram()), paced(ram())};
   wrong[1].pace.link++;
   CHECK(csd_engine_create(wrong, 2, &none, &m.error) == CSD_EINVAL && m.error.device == 1);
-  for (const csd_pace &pace : {csd_pace{-1, 0, 0, 0, 0}, {0, 10, 0, 0, 0}, {0, 0, -1, 0, 0}, {0, 0, 1e9, 0, 0}, {0, 0, 0, HUGE_VAL, 0}, {0, 0, 0, 0, NAN}}) {
+  for (const csd_pace &pace : {csd_pace{-1, 0, 0, 0, 0, 0, 0, 0}, {0, 10, 0, 0, 0, 0, 0, 0}, {0, 0, 10, 0, 0, 0, 0, 0}, {0, 0, 0, -1, 0, 0, 0, 0}, {0, 0, 0, 1e9, 0, 0, 0, 0}, {0, 0, 0, 0, HUGE_VAL, 0, 0, 0}, {0, 0, 0, 0, 0, NAN, 0, 0}}) {
     wrong[0].pace = pace;
     CHECK(csd_engine_create(wrong, 1, &none, nullptr) == CSD_EINVAL);
   }

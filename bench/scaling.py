@@ -1,0 +1,372 @@
+"""How a training step scales with the number of devices: the published figure, then CSDAdam on the same testbed.
+From the project's root:
+
+    python -m bench.scaling                     GPT-2 4.0 B on 1 to 10 emulated SmartSSDs, about eight minutes
+    python -m bench.scaling --quick             two devices, in half a minute, to see that it works
+
+The testbed is that of Smart-Infinity (HPCA'24): ten SmartSSDs behind one link of 8 GB/s, and an A5000. Paced devices
+keep its rates, all reduced alike: there are fewer parameters, and the clock runs --speed times faster. States and
+gradients are real bytes in real files, moved by the engine that trains; only the clock is set.
+
+    base           ZeRO-Infinity on a RAID0 of plain drives: the host updates, and the state crosses the link
+    su_o, su_o_c   Smart-Infinity, dense and with the largest 1 % of the gradient
+    csdadam, csdadam_topk     the same two on our own data path
+
+base is one device with the rates of all drives together: that is what an md array is to its host. The published
+systems do one thing after another, so their devices have one buffer. DeepSpeed reads, updates and writes a sub-group
+before it turns to the next one (their configuration sets neither pipeline_read nor pipeline_write). Smart-Infinity has
+one set of buffers per drive, and all drives wait for each other after every sub-group: here that is a step over one
+sub-group of each. Their fp32 gradients go through flash. Backward writes them to a file and takes the time in which
+drives or link would have done that, less the part that backward hides; the engine reads them from there at the rate
+of the drive (flash_grads=1).
+
+CSDAdam sends fp16 gradients over the link, and reads, updates and writes at the same time; its step counts until the
+last state is on the drive, although it returns earlier. How fast a SmartSSD reads and writes together is not published:
+--mixed is what fio reads by itself; with 2.2 GB/s both at once would be no faster than one after the other.
+
+First every point has to give the bits of a run that is not paced, on an engine that agrees with torch.optim.AdamW.
+Then base and Smart-Infinity have to come within 15 % of what was published, and a step without a pace has to take a
+small part of the same step with it. If any of that fails, nothing is claimed of CSDAdam.
+
+--json prints schema csd_optim.bench.scaling/1, seconds are those of the testbed; --plot writes a PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.step import say, span
+from csd_optim import CSDAdam, benchmark, probe
+from csd_optim.devices import parse_devices, parse_rate
+
+Row = dict[str, Any]
+
+# The testbed. Rates are decimal; the paper's are in GiB/s (2.78 and 1.63 of P2P).
+PARAMS = 4.0e9
+FORWARD, BACKWARD = 0.67, 4.1  # seconds; backward as with compressed gradients, which take hardly any time to write
+HIDDEN = 1 / 3  # of the time in which gradients are written; so the published phases of 4.0, 8.4 and 33 B say
+LINK = 8e9  # bytes per second each way, as measured there
+READ, WRITE = 2.98e9, 1.75e9  # P2P, with one synchronous request
+MIXED = "3.5GB/s"  # both at once: fio reads 3.52, and writes 3.28, with many requests in flight
+# A plain drive through libaio: "about 3 GB/s". The 2.4 are fitted, so that base takes the published 53.8 s
+# with one drive; all else follows. They lie between the synchronous 1.75 and the 3.28 that fio reaches.
+HOST_READ, HOST_WRITE = 3.0e9, 2.4e9
+HOST_UPDATE = 1.4e9  # parameters per second: DeepSpeed's CPU Adam
+KERNEL, TOPK_KERNEL = 552e6, 260e6  # Smart-Infinity's, measured there
+OUR_KERNEL = 275e6  # 56 bytes per parameter over the card's 15.4 GB/s of memory; no bitstream of ours was timed
+
+DEVICES = (1, 2, 4, 6, 8, 10)
+PUBLISHED = {  # speed-up over base with one drive, A5000
+    "base": (1, 1.55, 2.23, 2.26, 2.26, 2.27),
+    "su_o": (0.81, 1.48, 2.55, 2.92, 3.25, 3.63),
+    "su_o_c": (0.89, 1.62, 2.80, 3.45, 3.75, 4.42),
+}
+WAVES = 20  # sub-groups of a device, or of the array
+TILES = 60  # of a device of CSDAdam; a real one has hundreds, and fills its pipeline in a smaller share of the time
+GRAIN = 1024  # elements: the smallest tile
+WARM_UP = 1
+TOLERANCE = 0.15  # of what was published
+MOST_REAL = 0.2  # share of a paced step that the same step takes without a pace
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`rates`: of one device, per second on the testbed. Bytes are per parameter."""
+
+    label: str
+    rates: dict[str, float]
+    options: str = ""
+    dtype: torch.dtype = torch.float32
+    topk: float | None = None
+    raid: bool = False  # all drives are one device
+    waves: bool = False  # all devices wait for each other
+    flash_write: float = 0.0  # gradient bytes that backward writes to flash
+
+
+SMART = {"read": READ, "write": WRITE, "link": LINK}
+SERIAL = "buffers=1&flash_grads=1"
+VARIANTS = {
+    "base": Variant(
+        "BASE: RAID0, CPU update",
+        {"read": HOST_READ, "write": HOST_WRITE, "link": LINK, "update": HOST_UPDATE},
+        f"{SERIAL}&host=1",
+        raid=True,
+        flash_write=4,
+    ),
+    "su_o": Variant("Smart-Infinity SU+O", SMART | {"update": KERNEL}, SERIAL, waves=True, flash_write=4),
+    "su_o_c": Variant(
+        "Smart-Infinity SU+O+C, 1 %", SMART | {"update": TOPK_KERNEL}, SERIAL, topk=0.01, waves=True, flash_write=0.08
+    ),
+    "csdadam": Variant("CSDAdam", SMART | {"update": OUR_KERNEL}, dtype=torch.float16),
+    "csdadam_topk": Variant("CSDAdam, Top-K 1 %", SMART | {"update": OUR_KERNEL}, dtype=torch.float16, topk=0.01),
+}
+
+
+def main() -> None:
+    arguments = parse()
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **probe.machine(),
+        **probe.updater(),
+        "storage": probe.storage(arguments.directory),
+        "model_params": PARAMS,
+        "params": arguments.params,
+        "rates": {name: variant.rates for name, variant in VARIANTS.items()},
+        "mixed": arguments.mixed,
+    }
+    say(f"GPT-2 4.0 B, emulated with {arguments.params / 1e6:.1f} M parameters, {arguments.runs} runs")
+    say("  ".join(f"{k}: {v}" for k, v in facts.items()))
+    plain = parse_devices(f"file:{arguments.directory}?scratch=1")
+    for dtype in (torch.float32, torch.float16):
+        difference = benchmark.verify(plain, dtype)
+        say(f"verified {dtype} against torch.optim.AdamW: largest relative difference {difference:.1e}")
+
+    rows = []
+    for devices in arguments.devices:
+        for name in VARIANTS:
+            rows.append(measure(name, devices, arguments))
+            say(describe(rows[-1]))
+    judge(rows)
+    claims = claim(rows)
+    worst = max((r for r in rows if "published" in r), key=lambda r: abs(r["deviation"]))
+    say("\n" + table(rows))
+    say(f"largest deviation: {worst['variant']}, {worst['devices']} devices, {100 * worst['deviation']:+.0f} %")
+    for c in claims["claims"]:
+        factor = f"{c['times_as_fast_as_base']:.2f} times as fast as base with as many (goal: {c['goal']})"
+        say(f"{c['variant']}, {c['devices']} devices: {factor}")
+    for why in claims["why_not"]:
+        say(f"nothing is claimed: {why}")
+    if arguments.json:
+        json.dump(
+            {"schema": "csd_optim.bench.scaling/1", "machine": facts, "rows": rows, **claims}, sys.stdout, indent=1
+        )
+        print()
+    if arguments.plot:
+        plot(rows, facts, arguments.plot)
+        say(f"plot: {arguments.plot}")
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+def measure(name: str, devices: int, arguments: argparse.Namespace) -> Row:
+    """One point of the figure. SystemExit: the pace changed a bit of the result."""
+    speed = arguments.speed * max(1.0, 4 / devices)  # fewer devices have more to do
+    plain, _, expected = train(name, devices, arguments, None)
+    step, iteration, result = train(name, devices, arguments, speed)
+    if not (len(expected) == len(result) and all(map(torch.equal, expected, result))):
+        raise SystemExit(f"{name}, {devices} devices: paced devices have another result: nothing is reported")
+    return {
+        "variant": name,
+        "devices": devices,
+        "seconds": speed * statistics.median(iteration),
+        "update_seconds": speed * statistics.median(step),
+        "runs": [speed * s for s in iteration],
+        "speed": speed,
+        "real_share": statistics.median(plain) / statistics.median(step),
+    }
+
+
+def train(
+    name: str, devices: int, arguments: argparse.Namespace, speed: float | None
+) -> tuple[list[float], list[float], list[torch.Tensor]]:
+    """Seconds of each optimizer step and of each iteration, and the bits of the result. `speed` None: not paced."""
+    variant, params = VARIANTS[name], arguments.params
+    drives = 1 if variant.raid else devices
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        tensors = [
+            torch.nn.Parameter(t.clone())
+            for t in torch.randn(params).to(variant.dtype).chunk(WAVES if variant.waves else 1)
+        ]
+        if variant.flash_write:  # they lie in a file, from where the engine takes them
+            grads = torch.from_file(f"{directory}/gradients", shared=True, size=params, dtype=variant.dtype)
+        else:
+            grads = torch.empty(params, dtype=variant.dtype)
+        parts = grads.chunk(len(tensors))
+        opt = CSDAdam(
+            [{"params": tensors, "topk": variant.topk}],
+            devices=[device(variant, devices, arguments, directory, speed)] * drives,
+            error_feedback=False,
+            tile_size=params // (drives * (WAVES if variant.flash_write else TILES)),
+        )
+
+        def backward() -> None:
+            rate = min(LINK, devices * variant.rates["write"])
+            start = time.perf_counter()
+            grads.normal_()
+            hold(start, BACKWARD + (1 - HIDDEN) * PARAMS * variant.flash_write / rate, speed)
+
+        def update() -> None:
+            for wave, part in zip(tensors, parts, strict=True):
+                wave.grad = part
+                if variant.waves:
+                    opt.step()
+                    opt.stats()  # waits for the last states
+                    wave.grad = None
+            if not variant.waves:
+                opt.step()
+                opt.stats()
+
+        steps, iterations = [], []
+        with opt:
+            for i in range(WARM_UP + arguments.runs):
+                start = time.perf_counter()
+                if speed and i >= WARM_UP:
+                    hold(start, FORWARD, speed)
+                    backward()
+                else:
+                    grads.normal_()
+                middle = time.perf_counter()
+                update()
+                end = time.perf_counter()
+                if i >= WARM_UP:
+                    steps.append(end - middle)
+                    iterations.append(end - start)
+            result = [t.detach().clone() for p in tensors for t in (p, *opt.state[p].values())]
+    return steps, iterations, result
+
+
+def device(variant: Variant, devices: int, arguments: argparse.Namespace, directory: str, speed: float | None) -> str:
+    """The device string, its rates reduced to the parameters and the clock of this run."""
+    options = f"file:{directory}?scratch=1&{variant.options}"
+    if speed is None:
+        return options
+    rates = dict(variant.rates)
+    if variant.raid:
+        rates |= {kind: devices * rates[kind] for kind in ("read", "write")}
+    if not variant.flash_write:  # the others never do both at once
+        rates["mixed"] = arguments.mixed
+    reduced = {kind: rate * arguments.params / PARAMS * speed / 1e6 for kind, rate in rates.items()}
+    return options + "".join(f"&{kind}={rate}{'M/s' if kind == 'update' else 'MB/s'}" for kind, rate in reduced.items())
+
+
+def hold(start: float, seconds: float, speed: float | None) -> None:
+    """Returns `seconds` of the testbed after `start`."""
+    if speed:
+        time.sleep(max(0.0, start + seconds / speed - time.perf_counter()))
+
+
+# ------------------------------------------------------------------------------------------------ judging
+
+
+def judge(rows: list[Row]) -> None:
+    """Adds the speed-ups over base at one device, and how far they are from what was published."""
+    base = next(r["seconds"] for r in rows if r["variant"] == "base" and r["devices"] == 1)
+    for row in rows:
+        row["speedup"] = base / row["seconds"]
+        if row["variant"] in PUBLISHED:
+            row["published"] = PUBLISHED[row["variant"]][DEVICES.index(row["devices"])]
+            row["deviation"] = row["speedup"] / row["published"] - 1
+
+
+def claim(rows: list[Row]) -> dict[str, Any]:
+    """What may be said of CSDAdam beside base, or why nothing may."""
+    why_not = [
+        f"{r['variant']} with {r['devices']} devices is {100 * r['deviation']:+.0f} % off what was published"
+        for r in rows
+        if abs(r.get("deviation", 0)) > TOLERANCE
+    ]
+    why_not += [
+        f"{r['variant']} with {r['devices']} devices takes {100 * r['real_share']:.0f} % of its "
+        "time without a pace; choose a smaller --speed"
+        for r in rows
+        if r["real_share"] > MOST_REAL
+    ]
+    seconds = {(r["variant"], r["devices"]): r["seconds"] for r in rows}
+    claims = [
+        {
+            "variant": name,
+            "devices": n,
+            "times_as_fast_as_base": seconds["base", n] / seconds[name, n],
+            "goal": goal,
+        }
+        for n, goal in ((1, 1), (10, 3))
+        for name in ("csdadam", "csdadam_topk")
+        if ("base", n) in seconds
+    ]
+    return {"claims": [] if why_not else claims, "why_not": why_not}
+
+
+def describe(row: Row) -> str:
+    return (
+        f"{row['variant']}, {row['devices']} devices: {span(row['runs'], 2)} s, update {row['update_seconds']:.2f} s, "
+        f"{len(row['runs'])} runs, {row['speed']:.0f} times as fast; without a pace the update takes "
+        f"{100 * row['real_share']:.0f} % of that, and gives the same bits"
+    )
+
+
+def table(rows: list[Row]) -> str:
+    """Speed-ups over base at one device; published ones in brackets."""
+    devices = list(dict.fromkeys(r["devices"] for r in rows))
+    lines = ["| devices | " + " | ".join(map(str, devices)) + " |", "|---" * (len(devices) + 1) + "|"]
+    for name in VARIANTS:
+        cells = [
+            f"{r['speedup']:.2f}" + (f" ({r['published']:.2f})" if "published" in r else "")
+            for r in rows
+            if r["variant"] == name
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], facts: Row, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    colours = dict(zip(VARIANTS, ("tab:gray", "tab:orange", "tab:red", "tab:blue", "tab:cyan"), strict=True))
+    for name, variant in VARIANTS.items():
+        mine = [r for r in rows if r["variant"] == name]
+        devices = [r["devices"] for r in mine]
+        style = "--" if name == "csdadam_topk" else "-"
+        axis.plot(devices, [r["speedup"] for r in mine], style, marker="o", label=variant.label, color=colours[name])
+        if name in PUBLISHED:
+            axis.plot(devices, [r["published"] for r in mine], "x", color=colours[name], markersize=9)
+    axis.plot([], [], "x", color="black", markersize=9, label="published")
+    axis.set(xlabel="devices", ylabel="speed-up over BASE with one drive", xticks=list(DEVICES), ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+    axis.set_title(
+        f"GPT-2 4.0 B on emulated SmartSSDs, paced like the published testbed, {facts['date'][:10]}", fontsize="medium"
+    )
+    figure.savefig(path, dpi=120)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", choices=DEVICES, default=list(DEVICES))
+    parser.add_argument("--runs", type=int, default=5, help="timed iterations, at least 5")
+    parser.add_argument("--speed", type=float, default=6, help="of the clock, with four devices or more")
+    parser.add_argument("--mixed", type=parse_rate, default=MIXED, help="of a drive, read and written together")
+    parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where the states go")
+    parser.add_argument("--quick", action="store_true", help="1 and 2 devices, and a clock ten times as fast")
+    parser.add_argument("--json", action="store_true", help="print everything on stdout")
+    parser.add_argument("--plot", type=Path, help="write a PNG")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.devices, arguments.speed = [1, 2], 60
+    arguments.devices = sorted({1, *arguments.devices})  # what all are compared with
+    arguments.runs = max(5, arguments.runs)
+    # Whatever the number of devices, each has the same number of whole tiles.
+    arguments.params = GRAIN * WAVES * math.lcm(*arguments.devices)
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
