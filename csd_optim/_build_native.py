@@ -14,6 +14,7 @@ SOURCES = [
     "pool",
     "transfer",
     "updater",
+    "topk",
     "crc32c",
     "memory",
     "device_cpu",
@@ -23,6 +24,7 @@ SOURCES = [
     "card",
     "xrt",
     "device_null",
+    "device_paced",
 ]
 
 

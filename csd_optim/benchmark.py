@@ -155,14 +155,24 @@ def _steps(
 
 
 def make_optimizer(
-    specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype, *, durable: bool = False, resume: bool = False
+    specs: Sequence[DeviceSpec],
+    params: int,
+    dtype: torch.dtype,
+    *,
+    durable: bool = False,
+    topk: float | None = None,
+    **options: Any,
 ) -> CSDAdam:
-    """One over `params` random elements with gradients, on scratch space of the devices unless `durable`."""
+    """One over `params` random elements with gradients, on scratch space of the devices unless `durable`.
+
+    `options` are CSDAdam's.
+    """
     sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
     tensors = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in sizes]
     for p in tensors:
         p.grad = torch.randn(p.numel()).to(dtype)
-    return CSDAdam(tensors, devices=[str(s) if durable else scratch(s) for s in specs], resume=resume)
+    groups = [{"params": tensors, "topk": topk}]  # named by the group, it is for all parameters
+    return CSDAdam(groups, devices=[str(s) if durable else scratch(s) for s in specs], **options)
 
 
 def scratch(spec: DeviceSpec) -> str:
@@ -171,7 +181,8 @@ def scratch(spec: DeviceSpec) -> str:
         return f"{spec}{'&' if '?' in spec.text else '?'}scratch=1"
     if spec.backend != "file":
         return str(spec)
-    return f"file:{spec.directory}?scratch=1&buffers={spec.buffers}&block={spec.block_bytes}"
+    options = spec.text.partition("?")[2] if spec.text.lower().startswith("file:") else ""
+    return f"file:{spec.directory}?{options}&scratch=1"
 
 
 def verify(specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float | None:

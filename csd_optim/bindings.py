@@ -9,13 +9,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from ._native import ffi, lib
+from .devices import UNPACED, Pace
 from .errors import (
     CSDMemoryError,
     CSDOSError,
@@ -35,7 +36,17 @@ ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CS
 # numpy images of the structs that travel as arrays; checked against the compiler's layout below.
 PIECE = np.dtype([("param", "u4"), ("tile", "u4"), ("param_first", "u8"), ("tile_first", "u8"), ("elems", "u8")])
 PARAM = np.dtype(
-    [("grad", "u8"), ("param", "u8"), ("grad_dtype", "u4"), ("param_dtype", "u4"), ("hyper", "u4"), ("master", "u4")]
+    [
+        *(
+            ("grad", "u8"),
+            ("param", "u8"),
+            ("grad_dtype", "u4"),
+            ("param_dtype", "u4"),
+            ("hyper", "u4"),
+            ("master", "u4"),
+        ),
+        *(("topk", "f8"), ("residual", "u8"), ("topk_dtype", "u4"), ("seed", "u4")),
+    ]
 )
 HYPER = np.dtype(
     [
@@ -118,6 +129,7 @@ class DeviceConfig:
     block_bytes: int = 0
     card: Any = None  # of card_open()
     p2p: str = "auto"
+    pace: Pace = UNPACED
 
 
 def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
@@ -168,6 +180,7 @@ def _fill(device: Any, config: DeviceConfig) -> Any:
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
+    device.pace = asdict(config.pace)
     return backend
 
 
@@ -233,9 +246,10 @@ def engine_begin(
     check(status, error, name)
 
 
-def engine_push(engine: Any, tile: int, grad: int, param: int, name: Namer) -> None:
+def engine_push(engine: Any, tile: int, grad: int, param: int, entries: int, n_entries: int, name: Namer) -> None:
     error = ffi.new("csd_error *")
-    status = lib.csd_engine_push(engine, tile, ffi.cast("void *", grad), ffi.cast("void *", param), error)
+    images = ffi.cast("void *", grad), ffi.cast("void *", param), ffi.cast("uint32_t *", entries)
+    status = lib.csd_engine_push(engine, tile, *images, n_entries, error)
     check(status, error, name, _UNDONE)
 
 
@@ -316,6 +330,37 @@ def update(
         error,
     )
     check(status, error)
+
+
+def topk_count(ratio: float, n: int) -> int:
+    """How many of the n gradients of a piece are sent: max(1, ratio * n rounded to nearest even), 0 of 0."""
+    return int(lib.csd_topk_count(ratio, n))
+
+
+def topk_select(
+    grad: torch.Tensor, k: int, dtype: torch.dtype, residual: torch.Tensor | None = None, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The selection alone, on the calling thread: up to k indices (int32, ascending) and values (`dtype`, 16 bits).
+
+    `grad`: contiguous, 1-D, on the CPU; `residual`: bfloat16 of the same length, in units of `scale` * gradient.
+    """
+    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k, dtype=dtype)
+    selected, error = ffi.new("uint64_t *"), ffi.new("csd_error *")
+    status = lib.csd_topk_select(
+        ffi.cast("void *", grad.data_ptr()),
+        DTYPE_CODES[grad.dtype],
+        grad.numel(),
+        ffi.NULL if residual is None else ffi.cast("uint16_t *", residual.data_ptr()),
+        scale,
+        DTYPE_CODES[dtype],
+        k,
+        ffi.cast("uint32_t *", indices.data_ptr()),
+        ffi.cast("uint16_t *", values.data_ptr()),
+        selected,
+        error,
+    )
+    check(status, error)
+    return indices[: selected[0]], values[: selected[0]]
 
 
 def isas() -> list[str]:

@@ -37,8 +37,14 @@ class Bound:
     # What was true of `param` after the last step; anything else is looked at closely.
     version: int = -1
     pointer: int = -1
+    owes: bool = False  # the residual may be anything else than zero
     # The dtype a contiguous gradient must have for the engine to reach it and the parameter by itself, else None.
     direct: torch.dtype | None = None
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """What is owed of the gradient (see topk.py): bfloat16, on the parameter's device, strides as its states'."""
+        return self.windows.get("residual")
 
     def fits(self) -> bool:
         """Is the parameter still one whose state this could be?"""
@@ -71,6 +77,7 @@ class Bound:
 
         What is missing starts as AdamW starts; `fresh`: it reads as zero already. `seed`: the master too.
         """
+        self.owes = "residual" in held
         for key, window in self.windows.items():
             value = held.get(key)
             if value is window or (key == "master" and self.in_place):
@@ -149,7 +156,7 @@ def check_param(p: torch.Tensor, name: str) -> None:
 
 def check_entry(held: Mapping[str, Any], p: torch.Tensor, name: str) -> None:
     """Raises CSDValueError if an entry of `state` does not fit its parameter."""
-    for key in (*SECTIONS, "step"):
+    for key in (*SECTIONS, "residual", "step"):
         value = held.get(key)
         if value is None or (key == "step" and isinstance(value, (int, float))):
             continue

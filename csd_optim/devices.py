@@ -11,6 +11,11 @@ xrt:0?nvme=/mnt/nvme0        ... in this directory, which should be on its own d
 xrt:0?xclbin=PATH&p2p=0&timeout=60       the kernels' file; state by way of host memory; seconds until a kernel hangs
 ram:                         state in host memory, updated in place (beside other devices: in two slots, like a file's)
 null:                        keeps and computes nothing; times everything else
+
+file:/mnt/nvme0?read=2.9GB/s&write=1.6GB/s&latency=100us    paced: its state flows no faster than that, as if the drive
+                             were another (latency: before each read and write of a tile); nothing else changes
+ram:?update=240M/s&link=8GB/s            parameters per second that it updates; and the link to the host, in bytes each
+                             way at once, which all devices of an optimizer that name it share; also for file:, null:
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -43,6 +48,21 @@ _UNITS = {
     "MIB": 1 << 20,
     "GIB": 1 << 30,
 }
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Rates that an emulated device does not exceed; see `csd_pace`. 0: as fast as it goes."""
+
+    read: float = 0.0  # bytes per second
+    write: float = 0.0
+    latency: float = 0.0  # seconds
+    update: float = 0.0  # parameters per second
+    link: float = 0.0  # bytes per second each way, shared by all devices that name it
+
+
+UNPACED = Pace()
 
 
 @dataclass(frozen=True)
@@ -56,6 +76,7 @@ class DeviceSpec:
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
     tbw_bytes: int | None = None  # the drive's rating: bytes that it takes in its life
+    pace: Pace = UNPACED
     # xrt only
     card: str = ""  # XRT's index or a PCIe address
     xclbin: Path | None = None  # None: where it is looked for
@@ -80,6 +101,26 @@ def parse_bytes(text: str) -> int:
         return int(float(match[1]) * _UNITS[match[2].upper()])
     except (AssertionError, KeyError, ValueError):
         raise CSDValueError(f"Invalid size: {text!r}; write for example 4096, 2MiB or 1GB") from None
+
+
+def parse_rate(text: str, unit: str = "B") -> float:
+    """`2.9GB/s`, `800MiB/s` → bytes per second; `240M/s` with `unit` empty → 240e6. Raises CSDValueError."""
+    match = re.fullmatch(rf"\s*([0-9.]+)\s*([KMGT]i?)?{unit}/s\s*", text, re.I)
+    try:
+        assert match is not None
+        return float(match[1]) * _UNITS[f"{match[2] or ''}B".upper()]
+    except (AssertionError, ValueError):
+        raise CSDValueError(f"Invalid rate: {text!r}; write for example 1.5G{unit}/s") from None
+
+
+def parse_seconds(text: str) -> float:
+    """`100us`, `1.5 ms`, `2s` → seconds. Raises CSDValueError."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(s|ms|us)\s*", text)
+    try:
+        assert match is not None
+        return float(match[1]) / _PER_SECOND[match[2]]
+    except (AssertionError, ValueError):
+        raise CSDValueError(f"Invalid duration: {text!r}; write for example 100us") from None
 
 
 def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
@@ -108,11 +149,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
         )
     place, _, query = text[scheme.end() :].partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
-    known = _OPTIONS.get(backend, ())
-    if not known:
-        if place or options:
-            raise CSDValueError(f"Invalid device: {text!r}; {backend}: takes neither place nor options")
-        return DeviceSpec(text, backend)
+    known = _OPTIONS[backend]
     values: dict[str, Any] = {}
     for name, value in options.items():
         option = next((o for o in known if o.name == name), None)
@@ -123,7 +160,12 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
             values[option.field or name] = option.read(value)
         except ValueError:
             raise CSDValueError(f"Invalid device: {text!r}; {name} is {option.what}, got {value!r}") from None
+    values["pace"] = Pace(**{f.name: values.pop(f.name) for f in fields(Pace) if f.name in values})
     scratch = values.pop("scratch", False)
+    if backend in ("ram", "null"):
+        if place:
+            raise CSDValueError(f"Invalid device: {text!r}; {backend}: takes no place")
+        return DeviceSpec(text, backend, **values)
     if backend == "file":
         directory = Path(place or ".").expanduser()
         return DeviceSpec(text, "file", directory, durable=bool(place) and not scratch, **values)
@@ -158,6 +200,10 @@ def _choice(*choices: str) -> Callable[[str], str]:
     return lambda value: choices[choices.index(value)]
 
 
+def _rate(unit: str) -> Callable[[str], float]:
+    return lambda value: _within(parse_rate(value, unit), 1e3, 1e15)
+
+
 _FILE_OPTIONS = (
     _Option("buffers", "a number from 3 to 1024", lambda v: _within(int(v), 3, 1024)),
     _Option("block", "a multiple of 4096 bytes", _block, "block_bytes"),
@@ -170,7 +216,23 @@ _XRT_OPTIONS = (
     _Option("p2p", "0, 1 or auto", _choice("0", "1", "auto")),
     _Option("timeout", "a number of seconds from 0.1 to 3600", lambda v: _within(float(v), 0.1, 3600)),
 )
-_OPTIONS = {"file": _FILE_OPTIONS, "xrt": _FILE_OPTIONS + _XRT_OPTIONS}
+# Paced are the devices whose drive or FPGA is not real.
+_PACE = "a rate such as 2.9GB/s"
+_DRIVE_PACE = (
+    _Option("read", _PACE, _rate("B")),
+    _Option("write", _PACE, _rate("B")),
+    _Option("latency", "a time such as 100us", lambda v: _within(parse_seconds(v), 0, 60)),
+)
+_UPDATE_PACE = (
+    _Option("update", "parameters per second such as 240M/s", _rate("")),
+    _Option("link", _PACE, _rate("B")),
+)
+_OPTIONS = {
+    "file": _FILE_OPTIONS + _DRIVE_PACE + _UPDATE_PACE,
+    "xrt": _FILE_OPTIONS + _XRT_OPTIONS,
+    "ram": _UPDATE_PACE,
+    "null": _UPDATE_PACE,
+}
 
 
 def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:
@@ -193,5 +255,11 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
         if places.count(place) > 1:
             raise CSDValueError(
                 f"Invalid devices: {str(place)!r} is named twice; each device needs a directory of its own"
+            )
+    linked = [s for s in specs if s.pace.link]
+    for spec in linked:
+        if spec.pace.link != linked[0].pace.link:
+            raise CSDValueError(
+                f"Invalid devices: '{linked[0]}' and '{spec}' share one link and name different rates for it"
             )
     return specs

@@ -224,7 +224,7 @@ class DurableEngine(Engine):
         self._make_way()
         bindings.engine_begin(self._handle, np.zeros(self.n_params, PARAM), np.zeros(0, HYPER), tiles, self.name_device)
         for tile in tiles.tolist():
-            bindings.engine_push(self._handle, tile, 0, 0, self.name_device)
+            self.push(tile)
         bindings.engine_finish(self._handle, True, self.name_device)
         bindings.engine_settle(self._handle, self.name_device)
         self._edited[tiles] = False

@@ -62,6 +62,7 @@ class Engine:
         self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
         self.synced = True  # what was written to windows is on the devices
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
+        self.residuals: dict[int, torch.Tensor] = {}  # by parameter, over all extents: see keep_residual()
         self.step = 0  # whole steps of this engine
         self.record = Record()  # of the last step
         self.stepping = False
@@ -190,9 +191,10 @@ class Engine:
                     spec.block_bytes,
                     self._cards.get(spec.card),
                     spec.p2p,
+                    spec.pace,
                 )
                 if store
-                else DeviceConfig(spec.backend)
+                else DeviceConfig(spec.backend, pace=spec.pace)
                 for spec, store in zip(self.specs, self._stores, strict=True)
             ]
             self._handle = bindings.engine_create(configs, self.name_device)
@@ -273,8 +275,8 @@ class Engine:
     def _before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
         return tiles
 
-    def push(self, tile: int, grad: int = 0, param: int = 0) -> None:
-        bindings.engine_push(self._handle, tile, grad, param, self.name_device)
+    def push(self, tile: int, grad: int = 0, param: int = 0, entries: int = 0, n_entries: int = 0) -> None:
+        bindings.engine_push(self._handle, tile, grad, param, entries, n_entries, self.name_device)
 
     def pull(self) -> int:
         return bindings.engine_pull(self._handle, self.name_device)
@@ -305,6 +307,14 @@ class Engine:
 
     def wait(self) -> None:
         """Returns when the last step is durable. Raises CSDOSError."""
+
+    # ---- residuals -------------------------------------------------------------
+
+    def keep_residual(self, param: int, residual: torch.Tensor) -> None:
+        self.residuals[param] = residual
+
+    def drop_residual(self, param: int) -> None:
+        self.residuals.pop(param, None)
 
     # ---- writing to windows --------------------------------------------------
 

@@ -35,11 +35,19 @@ from .places import Places
 from .signals import signals_held
 from .store import Mode
 from .store_format import Record
+from .topk import check_topk, entry_dtype, shares
 from .user_state import checked_user_state, unpack_user_state
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
 # it; more goes to the devices at once, and is committed there by itself.
 EDIT_BYTES = 256 << 20
+
+
+# What a copy has of the optimizer besides what torch knows of.
+_PUBLIC = (
+    *("devices", "grad_dtype", "topk", "error_feedback", "topk_warmup", "max_grad_norm", "user_state"),
+    *("_options", "_step_supports_amp_scaling"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,12 @@ class CSDAdam(AdamW):
             file, gone with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. None reads
             ``CSD_OPTIM_DEVICES``, else ``"file:"``.
         grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
+        topk: send this share of each gradient, the entries of largest magnitude, and zeros for the rest: 0.01 is 1 %.
+            Parameters with less than two dimensions or 4096 elements go dense, unless their parameter group has a
+            ``topk`` of its own; from 0.5 on all go dense. None: all do.
+        error_feedback: with `topk`, what is not sent is added to the next gradient. It is kept in bfloat16 beside the
+            parameter, 2 bytes per element, and in ``state[p]["residual"]``.
+        topk_warmup: this many first steps are dense; then the share falls from 1 to `topk` in as many steps again.
         max_grad_norm: scale gradients so that their global 2-norm, in fp32, is at most this.
         resume: go on from the last committed step of the store in these directories: parameters, hyperparameters,
             states and `user_state` are those of that step. Where there is no store yet, a new one is begun.
@@ -118,6 +132,9 @@ class CSDAdam(AdamW):
         fused: bool | None = None,
         devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         grad_dtype: torch.dtype | None = None,
+        topk: float | None = None,
+        error_feedback: bool = True,
+        topk_warmup: int = 0,
         max_grad_norm: float | None = None,
         resume: bool = False,
         overwrite: bool = False,
@@ -126,6 +143,9 @@ class CSDAdam(AdamW):
     ) -> None:
         if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
             raise CSDValueError(f"Invalid grad_dtype: {grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
+        check_topk(topk)
+        if not (type(topk_warmup) is int and topk_warmup >= 0):
+            raise CSDValueError(f"Invalid topk_warmup: {topk_warmup!r}; it is a number of steps")
         if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
             raise CSDValueError(f"Invalid max_grad_norm: {max_grad_norm!r}")
         if tile_size is not None and not (type(tile_size) is int and tile_size > 0):
@@ -136,6 +156,9 @@ class CSDAdam(AdamW):
         self._options = {"tile_size": tile_size, "shadow": shadow}
         self.devices = devices
         self.grad_dtype = grad_dtype
+        self.topk = topk
+        self.error_feedback = error_feedback
+        self.topk_warmup = topk_warmup
         self.max_grad_norm = max_grad_norm
         specs = parse_devices(devices)
         super().__init__(
@@ -219,6 +242,7 @@ class CSDAdam(AdamW):
                     raise CSDRuntimeError(
                         f"CSDAdam does not support `{name}`: its state is not on the parameter's device"
                     )
+            check_topk(group.get("topk"), f" of group {k}")
             for i, p in enumerate(group["params"]):
                 # A frozen one is none of our business: it may be quantized, or not even made yet.
                 if p.requires_grad and not is_lazy(p):
@@ -265,6 +289,9 @@ class CSDAdam(AdamW):
         kept = self._places.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
+            for before, group in zip(kept[1], self.param_groups, strict=True):
+                if "topk" in before:  # AdamW's checkpoints do not have it
+                    group.setdefault("topk", before["topk"])
             self._places.check(self.param_groups)
         except BaseException:
             self._places.state, self.param_groups = kept  # refused: nothing was touched
@@ -285,8 +312,7 @@ class CSDAdam(AdamW):
                 "a CSDAdam on named devices cannot be copied or pickled: two optimizers would own one store. "
                 "Use state_dict(), and load_state_dict() in an optimizer with devices of its own."
             )
-        public = ("devices", "grad_dtype", "max_grad_norm", "user_state", "_options", "_step_supports_amp_scaling")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in public}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
@@ -364,6 +390,8 @@ class CSDAdam(AdamW):
             row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
         table["grad"][plan.rows] = np.array(pointers, np.uint64)
 
+        owed = self._compress(engine, plan, groups, grads, steps, table, prepared)
+
         # From here on something changes.
         if written and engine.keeps_state:
             always = not engine.synced
@@ -374,6 +402,9 @@ class CSDAdam(AdamW):
                 for bound in written:
                     bound.reseed(always=always)
         self._run(engine, table, hypers, prepared, record)
+        for bound in owed:
+            bound.owes = table["topk"][bound.index] < 1
+        torch.autograd.graph.increment_version([b.windows["residual"] for b in owed])
         for extent, own in zip(engine.extents, engine.steps, strict=True):
             own[:] = steps[extent.first_param : extent.first_param + len(own)]
         engine.commit(record)
@@ -418,7 +449,9 @@ class CSDAdam(AdamW):
         table = np.zeros(engine.n_params, PARAM)
         for b in bounds:
             if b.direct:
-                table[b.index] = (0, b.pointer, DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype], 0, 0)
+                row = table[b.index]
+                row["param"] = b.pointer
+                row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype]
         pointers, times = np.unique([b.param.data_ptr() for b in bounds], return_counts=True)
         if (twice := pointers[(times > 1) & (pointers > 0)]).size:
             names = " and ".join(b.name for b in bounds if b.param.data_ptr() == twice[0])
@@ -450,6 +483,42 @@ class CSDAdam(AdamW):
             )
         return hypers, hyper_of
 
+    def _compress(
+        self,
+        engine: Engine,
+        plan: _Plan,
+        groups: list[int],
+        grads: list[torch.Tensor],
+        steps: np.ndarray[Any, Any],
+        table: np.ndarray[Any, Any],
+        prepared: dict[int, Source],
+    ) -> list[Bound]:
+        """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
+        if not self.error_feedback:
+            for bound in plan.bounds:
+                if bound.residual is not None:
+                    self._places.forgive(engine, bound)
+        topk = shares(plan.bounds, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup)
+        if not topk.any():
+            return []
+        owed, new = [], False
+        for bound, grad, share in zip(plan.bounds, grads, topk.tolist(), strict=True):
+            if not share:
+                continue
+            row = table[bound.index]
+            row["topk"], row["topk_dtype"] = share, DTYPE_CODES[entry_dtype(grad.dtype, self.grad_dtype)]
+            if bound.index in prepared:  # the engine selects from the gradient as it is
+                row["grad_dtype"] = DTYPE_CODES[prepared[bound.index].grad.dtype]
+            if self.error_feedback:
+                if self._places.owe(engine, bound):
+                    self._places.show(bound)
+                    new = True
+                row["residual"], row["seed"] = bound.windows["residual"].data_ptr(), int(steps[bound.index])
+                owed.append(bound)
+        if new:
+            self._places.remember()
+        return owed
+
     def _clip_scale(self, grads: list[torch.Tensor], grad_scale: float) -> float:
         """What brings the gradients down to max_grad_norm; as torch.nn.utils.clip_grad_norm_, but in fp32."""
         assert self.max_grad_norm is not None
@@ -471,7 +540,8 @@ class CSDAdam(AdamW):
         if not len(tiles):
             return
         travels = np.zeros(len(table), bool)
-        travels[[i for i, s in prepared.items() if s.grad.is_cuda or s.grad.dtype is not s.grad_dtype]] = True
+        for row, s in prepared.items():
+            travels[row] = s.grad.is_cuda or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
         by_image = engine.tiles_with(travels).tolist() if travels.any() else []
         ring = self._image_ring(engine, prepared) if by_image else None
         # A tile goes as a whole: what shares it with a travelling parameter travels too.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .bound import Bound, check_entry, check_param, numel
+from .bound import Bound, check_entry, check_param, flat, numel
 from .engine import SECTIONS, Engine
 from .errors import CSDRuntimeError, CSDStoreError
 from .manifest import Groups, manifest, members, name_of
@@ -86,10 +86,33 @@ class Places:
         self.changes += 1
         return bound
 
+    def owe(self, engine: Engine, bound: Bound) -> bool:
+        """Sees to it that a parameter has a residual, on its device. Was there none? Raises CSDOSError."""
+        p, residual = bound.param, bound.residual
+        if residual is None:
+            residual = torch.empty_strided(p.shape, bound.stride, dtype=torch.bfloat16, device=p.device).zero_()
+        elif residual.device == p.device:
+            return False
+        residual = residual.to(p.device)
+        engine.keep_residual(bound.index, flat(residual))
+        bound.windows["residual"] = residual
+        return True
+
+    def forgive(self, engine: Engine, bound: Bound) -> None:
+        """The parameter has a residual no more."""
+        engine.drop_residual(bound.index)
+        del bound.windows["residual"]
+        self.state[bound.param].pop("residual", None)
+        self.remember()
+        bound.owes = False
+
     def fill(self, engine: Engine) -> None:
         """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
         if not self.unfilled:
             return
+        for bound in self.unfilled:
+            if "residual" in (self.state.get(bound.param) or {}):
+                self.owe(engine, bound)
         with engine.writing([b.index for b in self.unfilled]):
             for bound, fresh in self.unfilled.items():
                 self.unfilled[bound] = False

@@ -52,7 +52,9 @@ class Driven:
 
     def table(self):
         codes = bindings.DTYPE_CODES[torch.float32]
-        rows = [(g.data_ptr(), p.data_ptr(), codes, codes, 0, 0) for g, p in zip(self.grads, self.params, strict=True)]
+        rows = [
+            (g.data_ptr(), p.data_ptr(), codes, codes, *[0] * 6) for g, p in zip(self.grads, self.params, strict=True)
+        ]
         return np.array(rows, PARAM)
 
     def begin(self, **changed):

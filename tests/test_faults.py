@@ -36,7 +36,8 @@ from faults import (
 from csd_optim import CSDAdam, CSDOSError, CSDWarning
 from csd_optim.store_format import CLEAN, read_contents
 
-DEVICES = ["file", "files", "mixed", "scratch"]  # of which csd1 is the one that fails, where there are several
+DEVICES = ["file", "files", "mixed", "scratch", "paced"]  # of which csd1 is the one that fails, if there are several
+PACE = "read=20MB/s&write=10MB/s&latency=1ms&update=2M/s&link=10MB/s"  # a step of Training takes some 20 ms
 
 _child: ProcessPoolExecutor | None = None
 
@@ -90,6 +91,7 @@ def device_strings(kind, directory, options=""):
         "files": files,
         "mixed": ["ram:", *files[1:]],
         "scratch": [f"file:{options}"],
+        "paced": [f"{device}{'&' if options else '?'}{PACE}" for device in files],
     }[kind]
 
 
@@ -340,7 +342,7 @@ def test_many_failures_in_a_row(tmp_path):
 LARGE = 8192
 
 
-@pytest.mark.parametrize("kind", ["file", "files", "mixed"])
+@pytest.mark.parametrize("kind", ["file", "files", "mixed", "paced"])
 @pytest.mark.parametrize("call", ["step", "state", "state_dict", "stats"])
 @in_child
 def test_late_write_error_is_raised_and_nothing_is_lost(kind, call, tmp_path):
@@ -376,7 +378,7 @@ def test_late_write_error_for_a_moment_is_not_even_noticed(tmp_path):
         assert_same(training.image(), never_failed(2), "after a full disk for a moment")
 
 
-@pytest.mark.parametrize("kind", ["file", "files"])
+@pytest.mark.parametrize("kind", ["file", "files", "paced"])
 @in_child
 def test_close_raises_what_was_not_written(kind, tmp_path):
     training = Training(device_strings(kind, tmp_path), tile_size=LARGE).steps(1)

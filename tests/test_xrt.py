@@ -81,7 +81,7 @@ def same(a, b):
 
 @needs_xrt
 @pytest.mark.parametrize(
-    "file", ["adamw", "torch_contract", "pytorch_suite", "resume", "histories", "engine", "signals"]
+    "file", ["adamw", "torch_contract", "pytorch_suite", "resume", "histories", "engine", "signals", "topk"]
 )
 def test_the_suite_on_one_card_and_on_three(file):
     """All tests that run on every back end, with one card and with three: conftest.py's `backend`."""

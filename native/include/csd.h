@@ -14,7 +14,7 @@
  * The smallest step, with every gradient and parameter in host memory:
  *
  *     csd_engine_begin(e, params, n_params, hypers, n_hypers, tiles, n_tiles, &err);
- *     for (i = 0; i < n_tiles; i++) csd_engine_push(e, tiles[i], NULL, NULL, &err);
+ *     for (i = 0; i < n_tiles; i++) csd_engine_push(e, tiles[i], NULL, NULL, NULL, 0, &err);
  *     csd_engine_finish(e, 1, &err);
  *
  * Parameters lie one after another in a *flat space*, cut into *tiles*: the unit of
@@ -102,6 +102,16 @@ int csd_card_try_p2p(csd_card *card, int32_t fd, uint64_t offset, csd_error *err
 /* Between drive and card: directly where that works, insist on it, or through host memory. */
 enum csd_p2p { CSD_P2P_AUTO = 0, CSD_P2P_ON = 1, CSD_P2P_OFF = 2 };
 
+/* Rates that an emulated device does not exceed, so that it is timed like another. 0: as fast as it goes; else a rate is
+ * at least 1000. What can go on at the same time does. */
+typedef struct csd_pace {
+  double read, write; /* bytes of state per second, each of them by itself */
+  double latency;     /* seconds before the first byte of each read and write of a tile; at most 3600 */
+  double update;      /* parameters per second */
+  double link;        /* bytes per second each way: gradients come, parameters go, at the same time. All devices of an
+                       * engine that name it share it, and name the same rate */
+} csd_pace;
+
 typedef struct csd_device {
   const char *backend; /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "ram": in memory; "null": nowhere */
   int32_t fd;          /* file, xrt: open for reading and writing, belongs to the caller, outlives the engine */
@@ -109,6 +119,7 @@ typedef struct csd_device {
   uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096 */
   csd_card *card;      /* xrt: belongs to the caller, outlives the engine */
   uint32_t p2p;        /* xrt: csd_p2p */
+  csd_pace pace;       /* not xrt */
 } csd_device;
 
 typedef struct csd_engine csd_engine;
@@ -189,6 +200,12 @@ typedef struct csd_param {
   uint32_t param_dtype;
   uint32_t hyper;     /* index into this step's hypers */
   uint32_t master;    /* csd_master: where the step finds it */
+  /* Top-K: of each of its pieces, csd_topk_count(topk, elems) gradients are sent, as entries (csd_kernel.h), and the
+   * others are zero. 0: all of them, as they are. */
+  double topk;
+  void *residual;     /* bf16, one per element, where `grad` has it: what is owed of the gradient; NULL: nothing ever */
+  uint32_t topk_dtype; /* CSD_F16 or CSD_BF16: of what is sent */
+  uint32_t seed;      /* for the rounding of the residual: another one in each step */
 } csd_param;
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
@@ -200,15 +217,18 @@ int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_par
 /* Gives the device the gradients of one tile. With `grad` and `param` NULL they are read and written
  * where the params say. Otherwise both are images of the tile with 4 bytes per element: the piece
  * at `tile_first` has its gradients from `(char *)grad + 4 * tile_first`, in its own dtype, and its
- * parameters go to `(char *)param + 4 * tile_first`; both stay untouched until the tile is pulled.
+ * parameters go to `(char *)param + 4 * tile_first`. An image has the gradients of parameters with `topk` in
+ * `entries`, `n_entries` words of 32 bits as csd_kernel.h lays them out, and the caller keeps their residuals. All of
+ * it stays untouched until the tile is pulled.
  * Tiles of a device should be pushed in the order in which they flow. */
-int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, csd_error *error);
+int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, const uint32_t *entries,
+                    uint64_t n_entries, csd_error *error);
 
 /* Waits for the parameters of one more tile pushed with an image, and says which. */
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
 
-/* With keep = 1, waits until every tile has its new parameters; the last states may still
- * be on their way to the device (csd_engine_settle waits for them). If anything failed, or with
+/* With keep = 1, waits until every tile has its new parameters, and brings the residuals up to date; the last states
+ * may still be on their way to the device (csd_engine_settle waits for them). If anything failed, or with
  * keep = 0, the step is undone: every tile is back at its old slot, and the tiles whose
  * parameters had already been written are listed by csd_engine_undone, for the caller to restore.
  * CSD_ETORN: tiles with one slot had been written already; states and parameters are a mix. */
@@ -267,6 +287,15 @@ int32_t csd_isa_used(void);
 /* Update threads shared by all engines of the process; as many as the CPUs it may run on unless set. */
 int csd_threads_use(uint32_t n, csd_error *error);
 uint32_t csd_threads_used(void);
+
+/* How many of the `n` gradients of a piece Top-K sends: max(1, n * ratio, rounded to nearest even); 0 of 0. */
+uint64_t csd_topk_count(double ratio, uint64_t n);
+
+/* The selection alone, on the calling thread, of one piece of `n` elements. Fills `indices` (ascending) and `values` (16
+ * bits, of `dtype`) of up to `k` elements, and `selected` with how many. `residual` may be NULL; `scale`: grad_scale. */
+int csd_topk_select(const void *grad, int32_t grad_dtype, uint64_t n, const uint16_t *residual, float scale,
+                    int32_t dtype, uint64_t k, uint32_t *indices, uint16_t *values, uint64_t *selected,
+                    csd_error *error);
 
 /* CRC-32C (Castagnoli) of `bytes` bytes, continuing from `crc` (0 to begin). */
 uint32_t csd_crc32c(uint32_t crc, const void *data, uint64_t bytes);

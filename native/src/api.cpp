@@ -13,6 +13,7 @@
 #include "csd.h"
 #include "engine.h"
 #include "pool.h"
+#include "topk.h"
 #include "updater.h"
 
 struct csd_engine {
@@ -93,8 +94,9 @@ int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_par
   return guarded(error, [&] { engine->engine.begin(params, n_params, hypers, n_hypers, tiles, n_tiles); });
 }
 
-int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, csd_error *error) {
-  return guarded(error, [&] { engine->engine.push(tile, grad, param); });
+int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, const uint32_t *entries,
+                    uint64_t n_entries, csd_error *error) {
+  return guarded(error, [&] { engine->engine.push(tile, grad, param, entries, n_entries); });
 }
 
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error) {
@@ -157,5 +159,21 @@ int csd_threads_use(uint32_t n, csd_error *error) {
 }
 
 uint32_t csd_threads_used(void) { return csd::Pool::updates().size(); }
+
+uint64_t csd_topk_count(double ratio, uint64_t n) { return csd::topk_count(ratio, n); }
+
+int csd_topk_select(const void *grad, int32_t grad_dtype, uint64_t n, const uint16_t *residual, float scale,
+                    int32_t dtype, uint64_t k, uint32_t *indices, uint16_t *values, uint64_t *selected,
+                    csd_error *error) {
+  return guarded(error, [&] {
+    if (grad_dtype < CSD_F32 || grad_dtype > CSD_BF16 || (dtype != CSD_F16 && dtype != CSD_BF16) || k > n || n > UINT32_MAX)
+      throw csd::Failure{CSD_EINVAL, "no such dtype, or more to select than there is"};
+    thread_local csd::Scratch scratch;
+    const uint16_t *from;
+    const csd::Part part{grad, static_cast<uint32_t>(grad_dtype), const_cast<uint16_t *>(residual), scale, static_cast<uint32_t>(dtype)};
+    *selected = k ? csd::select(part, n, k, scratch, &from) : 0;
+    for (uint64_t i = 0; i < *selected; i++) indices[i] = scratch.indices[i], values[i] = from[indices[i]];
+  });
+}
 
 uint32_t csd_crc32c(uint32_t crc, const void *data, uint64_t bytes) { return csd::crc32c(crc, data, bytes); }

@@ -13,6 +13,7 @@
 #include <future>
 #include <map>
 #include <thread>
+#include <utility>
 
 #include "pool.h"
 #include "transfer.h"
@@ -22,7 +23,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr const char *kKernel = "csd_adamw_update";
+constexpr const char *kKernels[] = {"csd_adamw_update", "csd_adamw_topk_update"};  // by Kernel
 constexpr uint64_t kPage = 4096;
 
 std::string seconds(milliseconds t) {
@@ -134,9 +135,11 @@ void Card::open_now() try {
   }
   unsigned char uuid[16];
   if (xrt_.device_xclbin_uuid(device_, uuid)) fail("XRT does not say which kernels are loaded", errno);
-  errno = 0;
-  kernel_ = xrt_.kernel_open(device_, uuid, kKernel);
-  if (!kernel_) fail(xclbin_ + " has no kernel " + kKernel + ": it is another program's; build ours (docs/smartssd.md)", errno ? errno : ENOENT);
+  for (const Kernel kernel : {kDense, kTopK}) {
+    errno = 0;
+    kernels_[kernel] = xrt_.kernel_open(device_, uuid, kKernels[kernel]);
+    if (!kernels_[kernel]) fail(xclbin_ + " has no kernel " + kKernels[kernel] + ": it is another program's; build ours (docs/smartssd.md)", errno ? errno : ENOENT);
+  }
   has_p2p_ = maps_p2p();
 } catch (...) {
   close_now();
@@ -144,7 +147,7 @@ void Card::open_now() try {
 }
 
 bool Card::maps_p2p() const {
-  const Xrt::Handle buffer = xrt_.buffer_alloc(device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernel_, kTileIn)));
+  const Xrt::Handle buffer = xrt_.buffer_alloc(device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernels_[kTopK], kTileIn)));
   if (!buffer) return false;
   // Direct I/O needs a whole page; XRT's `noop` driver, for one, returns something else.
   void *const map = xrt_.buffer_map(buffer);
@@ -162,9 +165,9 @@ void Card::try_p2p(int fd, uint64_t offset) {
 }
 
 void Card::close_now() {
-  if (kernel_) xrt_.kernel_close(kernel_);
-  if (device_) xrt_.device_close(device_);
-  kernel_ = device_ = nullptr;
+  for (Xrt::Handle &kernel : kernels_)
+    if (const Xrt::Handle open = std::exchange(kernel, nullptr)) xrt_.kernel_close(open);
+  if (const Xrt::Handle open = std::exchange(device_, nullptr)) xrt_.device_close(open);
 }
 
 // ---- Calls ------------------------------------------------------------------
@@ -209,8 +212,8 @@ void Card::fail(const std::string &what, int os_errno) {
   throw Failure{CSD_EDEVICE, what, os_errno};
 }
 
-Xrt::Handle Card::open_run() const {
-  const Xrt::Handle run = xrt_.run_open(kernel_);
+Xrt::Handle Card::open_run(Kernel kernel) const {
+  const Xrt::Handle run = xrt_.run_open(kernels_[kernel]);
   if (!run) fail("cannot make a run of its kernel", errno);
   return run;
 }
@@ -224,7 +227,7 @@ void Card::set_arg(Xrt::Handle run, int index, uint32_t value) const {
 }
 
 void Card::execute(Xrt::Handle run) {
-  const std::unique_lock in_use(kernel_in_use_, 3 * timeout_);
+  const std::unique_lock in_use(kernels_in_use_, 3 * timeout_);
   if (!in_use) lose("it has not come to an end with a tile in " + seconds(3 * timeout_));
   check();
   if (xrt_.run_start(run)) fail("cannot start its kernel", errno);
@@ -247,7 +250,7 @@ CardBuffer::CardBuffer(std::shared_ptr<Card> card, uint64_t bytes, KernelArg arg
     : card_(std::move(card)), size_((bytes + kPage - 1) / kPage * kPage), p2p_(p2p) {
   // In emulation ordinary buffers are shared with the device, and a forgotten copy would go unnoticed; these are not.
   const uint64_t flags = p2p ? kP2p : card_->emulated_ ? kCacheable : kNormal;
-  const auto group = static_cast<uint32_t>(card_->xrt_.kernel_arg_group(card_->kernel_, arg));
+  const auto group = static_cast<uint32_t>(card_->xrt_.kernel_arg_group(card_->kernels_[kTopK], arg));
   handle_ = card_->xrt_.buffer_alloc(card_->device_, size_, flags, group);
   if (!handle_) Card::fail("no room for " + std::to_string(size_) + " bytes in its memory; fewer buffers or a smaller tile_size take less", ENOMEM);
   map_ = static_cast<char *>(card_->xrt_.buffer_map(handle_));

@@ -43,6 +43,9 @@ struct Work {
   const csd_adamw *hypers = nullptr;
   const void *grad_image = nullptr;  // null: read and write where the params say
   void *param_image = nullptr;
+  const uint32_t *entries = nullptr;  // of the sparse gradients (csd_kernel.h): came with an image, or provide_entries()
+  uint64_t n_entries = 0;             // words of 32 bits
+  std::vector<uint32_t> selected;     // those that were selected here
   bool from_windows = false;  // it begins with what the windows show, and not with what was loaded
   bool verify = false;        // what was loaded must have the checksums of the tile's slot
   // What Device::update fills in: bytes, bytes, parameters, gradients that are inf or nan, and the new state's sums.
@@ -98,6 +101,9 @@ class Device {
   virtual void update(const Tile &tile, float *buffer, Work &work, Updated done) = 0;
 };
 
+// Runs `update` on a thread of the pool, and calls `done` with what it returns or throws.
+void submit_update(std::function<Failure()> update, Updated done);
+
 // The updater of every device whose update runs on the CPU.
 void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done);
 
@@ -108,6 +114,12 @@ std::unique_ptr<Device> make_file_device(const csd_device &);
 std::unique_ptr<Device> make_ram_device(const csd_device &);
 std::unique_ptr<Device> make_null_device(const csd_device &);
 std::unique_ptr<Device> make_xrt_device(const csd_device &);
+
+// The device, kept to `d.pace`; itself, if it has none, and null if that is no pace for it. The paced devices of an
+// engine share `pacer`, which the first of them makes.
+class Pacer;
+std::unique_ptr<Device> paced(std::unique_ptr<Device>, const csd_device &d, std::shared_ptr<Pacer> &pacer);
+
 csd_card_rates measure_card(const csd_device &, uint64_t offset, uint64_t bytes);
 
 // The registry. Returns null for a name that nobody has.

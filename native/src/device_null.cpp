@@ -1,20 +1,40 @@
-// null: keeps nothing, computes nothing, leaves the parameters alone. What remains is the time of everything else.
+// null: keeps nothing, computes nothing, leaves the parameters alone. What remains is the time of everything else; and
+// that of what it would move and update, where that has a pace.
 #include "device.h"
-#include "pool.h"
+#include "topk.h"
 
 namespace csd {
 namespace {
 
+// What a device that does something would.
+Failure count(const Tile &tile, Work &work) {
+  provide_entries(tile, work);
+  for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
+    const csd_param &param = work.params[p->param];
+    if (!param.grad) continue;
+    if (!is_sparse(param)) work.pushed += dtype_bytes(param.grad_dtype) * p->elems;
+    work.pulled += dtype_bytes(param.param_dtype) * p->elems;
+    work.updated += p->elems;
+  }
+  return {};
+}
+
 class NullDevice : public Device {
  public:
+  explicit NullDevice(bool counts) : counts_(counts) {}
   bool resident() const override { return true; }
-  void update(const Tile &, float *, Work &, Updated done) override {
-    Pool::updates().submit([done = std::move(done)] { done({}); });
+  void update(const Tile &tile, float *, Work &work, Updated done) override {
+    submit_update([this, &tile, &work] { return counts_ ? count(tile, work) : Failure{}; }, std::move(done));
   }
+
+ private:
+  const bool counts_;
 };
 
 }  // namespace
 
-std::unique_ptr<Device> make_null_device(const csd_device &) { return std::make_unique<NullDevice>(); }
+std::unique_ptr<Device> make_null_device(const csd_device &d) {
+  return std::make_unique<NullDevice>(d.pace.update != 0 || d.pace.link != 0);
+}
 
 }  // namespace csd

@@ -20,6 +20,7 @@
 #include "card.h"
 #include "csd_kernel.h"
 #include "device_file.h"
+#include "topk.h"
 
 namespace csd {
 namespace {
@@ -30,18 +31,24 @@ constexpr uint32_t kFrames = 3;
 // What a tile takes along to the kernel and back.
 struct Frame {
   CardBuffer grad, param, segments, report;
-  std::unique_ptr<CardBuffer> windows;  // a tile that begins with what the windows show; made when there is one
+  // Made when there is something for them: what windows show, and a tile begins with; entries, with room for these many.
+  std::unique_ptr<CardBuffer> windows, entries;
+  uint64_t n_entries = 0;
   const std::shared_ptr<Card> card;
-  const Xrt::Handle run;
+  const Xrt::Handle runs[2];  // by Kernel
 
   Frame(const std::shared_ptr<Card> &c, uint64_t bytes)
-      : grad(c, bytes, kGrad), param(c, bytes, kParam), segments(c, bytes, kSegments), report(c, sizeof(csd_report), kReport), card(c), run(c->open_run()) {}
-  ~Frame() { card->close_run(run); }
+      : grad(c, bytes, kGrad), param(c, bytes, kParam), segments(c, bytes, kSegments), report(c, sizeof(csd_report), kReport), card(c), runs{c->open_run(kDense), c->open_run(kTopK)} {}
+  ~Frame() {
+    for (const Xrt::Handle run : runs) card->close_run(run);
+  }
 };
 
 // What gather() found: sizes in words.
 struct Load {
-  uint32_t segments = 0, grad_words = 0, param_words = 0;
+  uint32_t segments = 0, grad_words = 0, entry_words = 0, param_words = 0;
+
+  Kernel kernel() const { return entry_words ? kTopK : kDense; }
 };
 
 uint32_t words(uint64_t elems, uint32_t dtype) {
@@ -50,16 +57,22 @@ uint32_t words(uint64_t elems, uint32_t dtype) {
 
 void set_args(const Frame &frame, const CardBuffer &in, const CardBuffer &out, const Load &load, uint32_t n_words, uint32_t sections) {
   const Card &card = *frame.card;
+  const Kernel kernel = load.kernel();
+  const Xrt::Handle run = frame.runs[kernel];
+  const auto set = [&card, kernel, run](int arg, auto value) { card.set_arg(run, arg_of(kernel, arg), value); };
   for (int s = 0; s < 4; s++) {
-    card.set_arg(frame.run, kTileIn + s, in.handle());
-    card.set_arg(frame.run, kTileOut + s, out.handle());
+    set(kTileIn + s, in.handle());
+    set(kTileOut + s, out.handle());
   }
-  card.set_arg(frame.run, kGrad, frame.grad.handle());
-  card.set_arg(frame.run, kSegments, frame.segments.handle());
-  card.set_arg(frame.run, kParam, frame.param.handle());
-  card.set_arg(frame.run, kReport, frame.report.handle());
-  const uint32_t scalars[] = {n_words, sections, load.segments, load.grad_words, load.param_words};
-  for (int i = 0; i < 5; i++) card.set_arg(frame.run, kScalars + i, scalars[i]);
+  set(kGrad, frame.grad.handle());
+  if (kernel == kTopK) set(kEntries, frame.entries->handle());
+  set(kSegments, frame.segments.handle());
+  set(kParam, frame.param.handle());
+  set(kReport, frame.report.handle());
+  int arg = kScalars;
+  for (const uint32_t scalar : {n_words, sections, load.segments, load.grad_words}) set(arg++, scalar);
+  if (kernel == kTopK) set(arg++, load.entry_words);
+  set(arg, load.param_words);
 }
 
 class XrtDevice : public FileDevice {
@@ -128,8 +141,18 @@ class XrtDevice : public FileDevice {
     const Lease lease(*this);
     const std::shared_ptr<Frame> &frame = lease.frame;
     const std::shared_ptr<CardBuffer> state = tiles_.at(buffer);
+    provide_entries(tile, work);
     const Load load = gather(tile, work, *frame);
     const bool bounce = !p2p_;
+    if (work.n_entries > frame->n_entries) {
+      card_->guarded("making a buffer", [frame, n = work.n_entries] {
+        frame->n_entries = 0;
+        frame->entries.reset();
+        frame->entries = std::make_unique<CardBuffer>(frame->card, 4 * n, kEntries);
+        frame->n_entries = n;
+      });
+    }
+    if (work.n_entries) memcpy(frame->entries->bytes(), work.entries, 4 * work.n_entries);
     if (work.from_windows) {
       char *to = reinterpret_cast<char *>(buffer);
       if (p2p_) {
@@ -145,11 +168,12 @@ class XrtDevice : public FileDevice {
     card_->guarded("updating a tile", [frame, state, from, bounce, load, bytes = tile.bytes(), n_words = static_cast<uint32_t>(tile.elems / kLanes), sections = tile.sections] {
       Card &card = *frame->card;
       frame->grad.to_device(uint64_t{kWordBytes} * load.grad_words);
+      if (load.entry_words) frame->entries->to_device(uint64_t{kWordBytes} * load.entry_words);
       frame->segments.to_device(uint64_t{kWordBytes} * load.segments);
       frame->report.to_device(sizeof(csd_report));
       if (bounce || from != state.get()) from->to_device(bytes);
       set_args(*frame, *from, *state, load, n_words, sections);
-      card.execute(frame->run);
+      card.execute(frame->runs[load.kernel()]);
       frame->report.from_device(sizeof(csd_report));
       frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
       if (bounce) state->from_device(bytes);
@@ -162,15 +186,19 @@ class XrtDevice : public FileDevice {
   // Lays the gradients and what is to be done with them out for the kernel.
   static Load gather(const Tile &tile, const Work &work, Frame &frame) {
     Load load;
+    load.entry_words = static_cast<uint32_t>(work.n_entries / kLanes);
     auto *segments = reinterpret_cast<csd_segment *>(frame.segments.bytes());
     for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
       const csd_param &param = work.params[p->param];
       if (!param.grad || !p->elems) continue;
       if (p->tile_first % kLanes) throw Failure{CSD_EINVAL, "parameter " + std::to_string(p->param) + " does not begin with a word of the kernel's"};
-      segments[load.segments++] = {static_cast<uint32_t>(p->tile_first / kLanes), static_cast<uint32_t>(p->elems), param.grad_dtype,
-                                   param.param_dtype, work.hypers[param.hyper], 0, 0};
-      memcpy(frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words, grad_at(*p, work, 0), p->elems * dtype_bytes(param.grad_dtype));
-      load.grad_words += words(p->elems, param.grad_dtype);
+      const bool sparse = is_sparse(param);
+      segments[load.segments++] = {static_cast<uint32_t>(p->tile_first / kLanes), static_cast<uint32_t>(p->elems), sparse ? param.topk_dtype : param.grad_dtype,
+                                   param.param_dtype, work.hypers[param.hyper], sparse, 0};
+      if (!sparse) {
+        memcpy(frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words, grad_at(*p, work, 0), p->elems * dtype_bytes(param.grad_dtype));
+        load.grad_words += words(p->elems, param.grad_dtype);
+      }
       load.param_words += words(p->elems, param.param_dtype);
     }
     return load;
@@ -184,7 +212,7 @@ class XrtDevice : public FileDevice {
       if (!param.grad || !p->elems) continue;
       memcpy(param_at(*p, work, 0), from, p->elems * dtype_bytes(param.param_dtype));
       from += uint64_t{kWordBytes} * words(p->elems, param.param_dtype);
-      work.pushed += p->elems * dtype_bytes(param.grad_dtype);
+      if (!is_sparse(param)) work.pushed += p->elems * dtype_bytes(param.grad_dtype);
       work.pulled += p->elems * dtype_bytes(param.param_dtype);
       work.updated += p->elems;
     }
@@ -286,8 +314,8 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
     seconds->in = timed([&] { for (uint64_t i = 0; i < kRuns; i++) frame->grad.to_device(4 * kElems); });
     *reinterpret_cast<csd_segment *>(frame->segments.bytes()) = {0, kElems, CSD_F16, CSD_F16, {1, 0.9f, 0.1f, 0.999f, 0.001f, 0.001f, 1, 1e-8f, 1, 0}, 0, 0};
     frame->segments.to_device(kWordBytes);
-    set_args(*frame, *state, *state, {1, kElems / 2 / kLanes, kElems / 2 / kLanes}, kElems / kLanes, 3);
-    seconds->kernel = timed([&] { for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->run); });
+    set_args(*frame, *state, *state, {1, kElems / 2 / kLanes, 0, kElems / 2 / kLanes}, kElems / kLanes, 3);
+    seconds->kernel = timed([&] { for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->runs[kDense]); });
     seconds->out = timed([&] { for (uint64_t i = 0; i < kRuns; i++) frame->param.from_device(4 * kElems); });
   });
   rates.to_card = kRuns * 4 * kElems / seconds->in;

@@ -12,6 +12,7 @@
 #include "crc32c.h"
 #include "memory.h"
 #include "pool.h"
+#include "topk.h"
 
 namespace csd {
 
@@ -34,8 +35,9 @@ double BusyTime::seconds() const {
 Engine::Engine(const csd_device *devices, uint32_t n) : lanes_(n) {
   if (n == 0) throw Failure{CSD_EINVAL, "an engine needs at least one device"};
   Pool::updates().start();
+  std::shared_ptr<Pacer> pacer;
   for (uint32_t i = 0; i < n; i++) {
-    lanes_[i].device = make_device(devices[i]);
+    lanes_[i].device = paced(make_device(devices[i]), devices[i], pacer);
     if (!lanes_[i].device)
       throw Failure{CSD_EINVAL, std::string("no such back end, or bad options for it: ") + (devices[i].backend ? devices[i].backend : "(null)"), 0, static_cast<int32_t>(i)};
   }
@@ -150,6 +152,8 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   for (uint64_t i = 0; i < n_params; i++)
     if (params[i].grad && (params[i].hyper >= n_hypers || params[i].grad_dtype > CSD_BF16 || params[i].param_dtype > CSD_BF16))
       throw Failure{CSD_EINVAL, "parameter " + std::to_string(i) + " names a dtype or hyperparameters that do not exist"};
+    else if (params[i].grad && !(params[i].topk >= 0 && params[i].topk <= 1 && (params[i].topk == 0 || params[i].topk_dtype == CSD_F16 || params[i].topk_dtype == CSD_BF16)))
+      throw Failure{CSD_EINVAL, "Top-K of parameter " + std::to_string(i) + " is not a share from 0 to 1, or sends no values of 16 bits"};
   std::vector<bool> named(tiles_.size());
   for (uint32_t i = 0; i < n_tiles; i++) {
     if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
@@ -236,15 +240,20 @@ void Engine::on_loaded(Job &job, int os_errno) {
   if (going_on_ == 0) settled_.notify_all();
 }
 
-void Engine::push(uint32_t tile, const void *grad, void *param) {
+void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries) {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
   Job *job = tile < job_of_tile_.size() ? job_of_tile_[tile] : nullptr;
   if (!job || job->pushed || !grad != !param)
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is not part of this step, was pushed before, or has half an image"};
+  const bool sparse = std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces, [this](const csd_piece &p) { return is_sparse(params_[p.param]); });
+  if (!entries == (grad && sparse))
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + (entries ? " has entries, and no sparse gradients in an image" : " has sparse gradients in an image, and no entries")};
   job->pushed = true;
   job->work.grad_image = grad;
   job->work.param_image = param;
+  job->work.entries = entries;
+  job->work.n_entries = n_entries;
   if (grad) images_out_++;
   update_if_ready(*job);
 }
@@ -270,6 +279,8 @@ void Engine::on_updated(Job &job, const Failure &failure) {
     l.counts.nonfinite += job.work.nonfinite;
     job.given = true;
     not_given_--;
+    const bool owed = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces, [this](const csd_piece &p) { return is_sparse(params_[p.param]) && params_[p.param].residual; });
+    if (!owed) job.work.selected = {};
     if (job.work.grad_image) {
       images_out_--;
       to_pull_.push_back(job.tile->index);
@@ -345,6 +356,7 @@ void Engine::finish(bool keep) {
     phase_ = Phase::idle;
     for (Job &job : jobs_)
       if (job.work.from_windows) job.tile->edited = false;
+    feed_back_all(lock);
     return;
   }
   const bool broken = failed_;
@@ -355,6 +367,22 @@ void Engine::finish(bool keep) {
   failed_ = false;
   if (!undone) throw Failure{CSD_ETORN, broken ? failure_.text : "the step was given up", failure_.os_errno, failure_.device};
   if (broken) throw failure_;
+}
+
+// The gradients are there until the step has come to its end; what is owed of them changes only now that it is whole.
+void Engine::feed_back_all(Lock &lock) {
+  for (Job &job : jobs_) {
+    if (job.work.selected.empty()) continue;
+    Pool::updates().submit([this, &job] {
+      feed_back(*job.tile, job.work);
+      std::lock_guard done(mutex_);
+      job.work.selected = {};
+      feeding_back_--;
+      pulled_.notify_all();
+    });
+    feeding_back_++;
+  }
+  pulled_.wait(lock, [this] { return feeding_back_ == 0; });
 }
 
 // Returns whether all of the step could be undone.

@@ -35,7 +35,7 @@ class Engine {
   ~Engine();
   void extend(const csd_extent &, float **windows);
   void begin(const csd_param *, uint64_t, const csd_adamw *, uint32_t, const uint32_t *tiles, uint32_t n_tiles);
-  void push(uint32_t tile, const void *grad, void *param);
+  void push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries);
   uint32_t pull();
   void finish(bool keep);
   void settle_writes();
@@ -76,6 +76,7 @@ class Engine {
   void release_buffer(Job &);
   void settle(Lock &lock) { settled_.wait(lock, [this] { return going_on_ == 0; }); }
   bool undo();
+  void feed_back_all(Lock &);
   void settle_writes(Lock &);
   void show(Tile &, bool open);
   void grow_buffers(uint64_t bytes);
@@ -100,6 +101,7 @@ class Engine {
   Failure failure_{};
   std::vector<Job *> unwritten_;   // whose write failed after the step was whole
   std::vector<uint32_t> undone_;
+  uint64_t feeding_back_ = 0;      // tiles whose residuals are being brought up to date
 };
 
 }  // namespace csd

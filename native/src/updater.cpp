@@ -5,6 +5,7 @@
 
 #include "adamw.h"
 #include "float16.h"
+#include "topk.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -14,13 +15,14 @@
 #define CSD_X86 0
 #endif
 
-// updater_loop.h is compiled once per instruction set. The compiler vectorises the rule; only the 16-bit
+// updater_loop.h and topk_loop.h are compiled once per instruction set. The compiler vectorises the rule; only the 16-bit
 // conversions, for which it has no pattern, are spelled in intrinsics. -ffp-contract=off and IEEE division and
 // square root make all of them compute the same bits.
 
 #define CSD_SIMD 0
 namespace csd::scalar {
 #include "updater_loop.h"
+#include "topk_loop.h"
 }
 #undef CSD_SIMD
 
@@ -34,6 +36,7 @@ namespace csd::scalar {
 #endif
 namespace csd::avx2 {
 #include "updater_loop.h"
+#include "topk_loop.h"
 }
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -51,6 +54,7 @@ namespace csd::avx2 {
 #endif
 namespace csd::avx512 {
 #include "updater_loop.h"
+#include "topk_loop.h"
 }
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -76,12 +80,22 @@ int32_t best_isa() {
 
 std::atomic<int32_t> used_isa{best_isa()};
 
-uint64_t update(const Span &span, [[maybe_unused]] int32_t isa) {
 #if CSD_X86
-  if (isa == CSD_ISA_AVX512) return avx512::update(span);
-  if (isa == CSD_ISA_AVX2) return avx2::update(span);
+#define CSD_IN(isa, call) ((isa) == CSD_ISA_AVX512 ? avx512::call : (isa) == CSD_ISA_AVX2 ? avx2::call : scalar::call)
+#else
+#define CSD_IN(isa, call) (static_cast<void>(isa), scalar::call)
 #endif
-  return scalar::update(span);
+
+uint64_t update(const Span &span, int32_t isa) { return CSD_IN(isa, update(span)); }
+
+void round_part(const Part &part, uint64_t n, uint16_t *values) { CSD_IN(used_isa.load(), round_part(part, n, values)); }
+
+void feed_back_part(const Part &part, uint64_t first, uint64_t n, const uint16_t *sent) {
+  CSD_IN(used_isa.load(), feed_back_part(part, first, n, sent));
+}
+
+uint64_t collect(const uint16_t *values, uint64_t n, uint16_t least, uint32_t *indices) {
+  return CSD_IN(used_isa.load(), collect(values, n, least, indices));
 }
 
 }  // namespace csd

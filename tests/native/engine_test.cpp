@@ -2,6 +2,7 @@
 // What it computes is checked by pytest; here only what must hold whatever the numbers are.
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -89,7 +90,7 @@ struct Model {
     OK(csd_engine_extend(engine, &extent, got, &error));
     windows.insert(windows.end(), got, got + sections);
     table.clear();
-    for (size_t i = 0; i < params.size(); i++) table.push_back({grads[i].data(), params[i].data(), dtype, dtype, 0, 0});
+    for (size_t i = 0; i < params.size(); i++) table.push_back({grads[i].data(), params[i].data(), dtype, dtype, 0, 0, 0, nullptr, 0, 0});
   }
 
   void fill(std::vector<char> &grad, uint32_t seed) const {
@@ -108,7 +109,7 @@ struct Model {
 
   int push(size_t from, size_t to) {
     for (size_t i = from; i < to; i++)
-      if (const int status = csd_engine_push(engine, tiles[i], nullptr, nullptr, &error)) return status;
+      if (const int status = csd_engine_push(engine, tiles[i], nullptr, nullptr, nullptr, 0, &error)) return status;
     return CSD_OK;
   }
 
@@ -122,7 +123,7 @@ struct Model {
     std::vector<std::vector<char>> images(2 * tiles.size(), std::vector<char>(4 * kTile, 0));
     if (const int status = begin()) return status;
     for (size_t i = tiles.size(); i-- > 0;)
-      OK(csd_engine_push(engine, tiles[i], images[2 * i].data(), images[2 * i + 1].data(), &error));
+      OK(csd_engine_push(engine, tiles[i], images[2 * i].data(), images[2 * i + 1].data(), nullptr, 0, &error));
     for (size_t i = 0; i < tiles.size(); i++) {
       uint32_t tile = 0;
       if (csd_engine_pull(engine, &tile, &error)) return csd_engine_finish(engine, 0, &error);
@@ -148,6 +149,12 @@ struct Model {
 csd_device file(const File &f, uint32_t buffers = 3) { return {"file", f.fd, buffers, 4096}; }
 csd_device ram() { return {"ram", -1, 0, 0}; }
 csd_device null() { return {"null", -1, 0, 0}; }
+
+// About a millisecond per tile for each of what it does.
+csd_device paced(csd_device d) {
+  d.pace = {2e7, 1e7, 0.0005, 1e6, 5e6};
+  return d;
+}
 
 bool finite(const std::vector<float> &values) {
   for (const float v : values)
@@ -291,6 +298,54 @@ void edits() {
   OK(again.step());
 }
 
+// Top-K with residuals: files and memory agree, an undone step leaves what is owed, malformed entries touch nothing.
+void sparse_steps() {
+  for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16}) {
+    const File a, b;
+    Model files({file(a), file(b, 4)}, 3, dtype), memory({ram(), ram()}, 3, dtype);
+    std::vector<std::vector<uint16_t>> owed[2];
+    Model *const models[] = {&files, &memory};
+    for (int i = 0; i < 2; i++) {
+      owed[i].assign(models[i]->params.size(), std::vector<uint16_t>(kParam));
+      for (size_t p = 0; p < models[i]->table.size(); p++) {
+        csd_param &param = models[i]->table[p];
+        param.topk = p % 3 ? 0.05 * static_cast<double>(p) : 0;  // some are dense
+        param.topk_dtype = dtype == CSD_F16 ? CSD_F16 : CSD_BF16;
+        param.residual = p % 2 ? owed[i][p].data() : nullptr;
+      }
+    }
+    for (uint32_t step = 1; step <= 4; step++) {
+      for (Model *m : models) {
+        for (csd_param &param : m->table) param.seed = step;
+        OK(m->step());
+      }
+      CHECK(files.state() == memory.state() && owed[0] == owed[1]);
+    }
+    const std::vector<std::vector<uint16_t>> before = owed[0];
+    for (size_t pushed = 0; pushed <= files.tiles.size(); pushed += 3) {
+      OK(files.begin());
+      OK(files.push(0, pushed));
+      OK(csd_engine_finish(files.engine, 0, &files.error));
+      CHECK(owed[0] == before && files.state() == memory.state());
+    }
+
+    std::vector<char> grad(4 * kTile), param(4 * kTile);
+    for (size_t words = 0; words < 64; words += 16)
+      for (const uint32_t count : {0u, 1u, 15u, 16u, 31u, 0xffffffffu}) {
+        std::vector<uint32_t> entries(words + 1);  // one more, so that there is an address; the end is right behind
+        for (size_t i = 0; i < words; i++) entries[1 + i] = static_cast<uint32_t>(i == 0 ? count : 7 * i);
+        OK(files.begin());
+        OK(csd_engine_push(files.engine, 2, grad.data(), param.data(), entries.data() + 1, words, &files.error));
+        uint32_t tile;
+        const bool well = words == (uint64_t{count} + 16) / 16 * 16;
+        CHECK(csd_engine_pull(files.engine, &tile, &files.error) == (well ? CSD_OK : CSD_EINVAL));
+        CHECK(well || strstr(files.error.text, "malformed"));
+        csd_engine_finish(files.engine, 0, &files.error);
+        CHECK(files.state() == memory.state());
+      }
+  }
+}
+
 // One slot: the same numbers in half the space, until a step is cut short.
 void in_place() {
   const File a;
@@ -320,13 +375,13 @@ void wrong_calls() {
 
   Model m({file(a)});
   uint32_t tile;
-  CHECK(csd_engine_push(m.engine, 0, nullptr, nullptr, &error) == CSD_ESTATE);
+  CHECK(csd_engine_push(m.engine, 0, nullptr, nullptr, nullptr, 0, &error) == CSD_ESTATE);
   CHECK(csd_engine_pull(m.engine, &tile, &error) == CSD_ESTATE);
   CHECK(csd_engine_finish(m.engine, 1, &error) == CSD_ESTATE);
   OK(m.begin());
   CHECK(m.begin() == CSD_ESTATE);
   CHECK(csd_engine_drain(m.engine, 1, &error) == CSD_ESTATE);
-  CHECK(csd_engine_push(m.engine, 9999, nullptr, nullptr, &error) == CSD_EINVAL);
+  CHECK(csd_engine_push(m.engine, 9999, nullptr, nullptr, nullptr, 0, &error) == CSD_EINVAL);
   OK(m.push(0, 1));
   CHECK(m.push(0, 1) == CSD_EINVAL);
   OK(m.push(1, m.tiles.size()));
@@ -431,6 +486,52 @@ void close_in_flight() {
   }
 }
 
+// Paced devices do the same, only later: also when a step fails or is undone, or the engine is closed, in mid-wait.
+void paced_devices() {
+  for (int i = 0; i < 8; i++) {
+    const File a, b, c;
+    Model m({paced(file(a)), paced(ram()), file(b), paced(null()), paced(file(c, kTiles))});
+    Model same({ram(), ram(), ram(), null(), ram()});
+    for (Model *model : {&m, &same}) OK(i % 2 ? model->step() : model->step_by_images());
+    CHECK(m.state() == same.state());
+    if (i % 4 == 0) OK(m.step());   // writes are on their way
+    if (i % 4 == 1) OK(m.begin());  // reads
+    if (i % 4 == 2) {               // everything
+      OK(m.begin());
+      OK(m.push(0, 7));
+      usleep(3000);
+    }
+    if (i % 4 == 3) {
+      CHECK(ftruncate(a.fd, 0) == 0);
+      CHECK(m.step() == CSD_EIO && m.error.device == 0);
+      CHECK(m.step_by_images() == CSD_EIO);
+      CHECK(ftruncate(a.fd, File::kBytes) == 0);
+    }
+    OK(m.close_engine());
+  }
+
+  const File a, b;
+  Model m({paced(file(a)), paced(file(b))});
+  OK(m.step());
+  const std::vector<float> before = m.state();
+  for (size_t pushed = 0; pushed <= m.tiles.size(); pushed += 4) {
+    OK(m.begin());
+    OK(m.push(0, pushed));
+    usleep(1000);
+    OK(csd_engine_finish(m.engine, 0, &m.error));
+    CHECK(m.state() == before);
+  }
+
+  csd_engine *none = nullptr;
+  csd_device wrong[] = {paced(ram()), paced(ram())};
+  wrong[1].pace.link++;
+  CHECK(csd_engine_create(wrong, 2, &none, &m.error) == CSD_EINVAL && m.error.device == 1);
+  for (const csd_pace &pace : {csd_pace{-1, 0, 0, 0, 0}, {0, 10, 0, 0, 0}, {0, 0, -1, 0, 0}, {0, 0, 1e9, 0, 0}, {0, 0, 0, HUGE_VAL, 0}, {0, 0, 0, 0, NAN}}) {
+    wrong[0].pace = pace;
+    CHECK(csd_engine_create(wrong, 1, &none, nullptr) == CSD_EINVAL);
+  }
+}
+
 void many_engines_and_threads() {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; t++)
@@ -459,9 +560,10 @@ int main() {
     void (*run)();
   } tests[] = {{"many steps", many_steps},         {"all updaters", all_updaters},
                {"undo", undo},                     {"edits", edits},
-               {"in place", in_place},             {"wrong calls", wrong_calls},
+               {"in place", in_place},             {"sparse steps", sparse_steps},
+               {"wrong calls", wrong_calls},
                {"failing I/O", failing_io},        {"failing writes", failing_writes},
-               {"close in flight", close_in_flight}, {"many engines and threads", many_engines_and_threads}};
+               {"close in flight", close_in_flight}, {"paced devices", paced_devices}, {"many engines and threads", many_engines_and_threads}};
   for (const auto &test : tests) {
     test.run();
     printf("%s, ", test.name);

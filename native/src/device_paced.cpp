@@ -1,0 +1,169 @@
+// Paced devices: emulated CSDs that take the time that others would. What is read, updated and written is real, and so is
+// all that goes on at the same time; only what is done too early is held back until its time.
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "device.h"
+#include "pool.h"
+
+namespace csd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Time = Clock::time_point;
+
+Clock::duration seconds(double s) { return std::chrono::ceil<Clock::duration>(std::chrono::duration<double>(s)); }
+
+// Takes one thing after another, at a given rate. Used by the pacer's thread alone.
+struct Channel {
+  double rate = 0;  // per second; 0: takes no time
+  Time free{};      // when all that it was given is through
+
+  // When `n` that are there at `at` are through.
+  Time through(uint64_t n, Time at) {
+    if (rate == 0) return at;
+    return free = std::max(free, at) + seconds(static_cast<double>(n) / rate);
+  }
+};
+
+struct Passage {
+  Channel *channel;
+  uint64_t n;
+};
+
+}  // namespace
+
+// The clock of an engine's paced devices, and the link that they share. It reckons with the times at which things should
+// have happened, and not with those at which a thread woke up to see to them: so nothing adds up.
+class Pacer {
+ public:
+  Pacer() : thread_([this] { run(); }) {}
+
+  ~Pacer() {  // when nothing is on its way any more
+    {
+      std::lock_guard lock(mutex_);
+      ending_ = true;
+      wake_.notify_one();
+    }
+    thread_.join();
+  }
+
+  // What is there at `at` goes through channels, one after another; then this calls `done`, in its own thread.
+  void pass(Time at, std::deque<Passage> way, std::function<void()> done) {
+    call_at(at, [this, at, way = std::move(way), done = std::move(done)]() mutable {
+      if (way.empty()) return done();
+      const auto [channel, n] = way.front();
+      way.pop_front();
+      pass(channel->through(n, at), std::move(way), std::move(done));
+    });
+  }
+
+  Channel down, up;  // full duplex: gradients to the devices, parameters from them
+
+ private:
+  void call_at(Time at, std::function<void()> call) {
+    std::lock_guard lock(mutex_);
+    calls_.emplace(at, std::move(call));
+    wake_.notify_one();
+  }
+
+  void run() {
+    block_signals();
+    pthread_setname_np(pthread_self(), "csd-pacer");
+    std::unique_lock lock(mutex_);
+    while (!ending_) {
+      if (calls_.empty()) {
+        wake_.wait(lock);
+      } else if (const Time next = calls_.begin()->first; next > Clock::now()) {
+        wake_.wait_until(lock, next);
+      } else {
+        auto call = calls_.extract(calls_.begin());
+        lock.unlock();
+        call.mapped()();
+        call = {};
+        lock.lock();
+      }
+    }
+  }
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable wake_;
+  std::multimap<Time, std::function<void()>> calls_;
+  bool ending_ = false;
+  std::thread thread_;  // last: it uses all of the above
+};
+
+namespace {
+
+class PacedDevice : public Device {
+ public:
+  PacedDevice(std::unique_ptr<Device> device, const csd_pace &pace, std::shared_ptr<Pacer> pacer)
+      : device_(std::move(device)), pacer_(std::move(pacer)), latency_(seconds(pace.latency)), read_{pace.read},
+        write_{pace.write}, update_{pace.update}, down_(pace.link != 0 ? pacer_->down : no_link_),
+        up_(pace.link != 0 ? pacer_->up : no_link_) {}
+
+  bool resident() const override { return device_->resident(); }
+  bool reaches_params() const override { return device_->reaches_params(); }
+  std::vector<float *> allocate(uint64_t bytes) override { return device_->allocate(bytes); }
+  uint64_t memory_bytes() const override { return device_->memory_bytes(); }
+  int map(const Tile &tile) override { return device_->map(tile); }
+
+  void load(const Tile &tile, float *buffer, Done done) override {
+    device_->load(tile, buffer, after(read_, tile.bytes(), std::move(done)));
+  }
+
+  void store(const Tile &tile, const float *buffer, Done done) override {
+    device_->store(tile, buffer, after(write_, tile.bytes(), std::move(done)));
+  }
+
+  // How much went over the link is known when the tile has been updated. Then it goes the way once more, in time alone:
+  // gradients come, the tile is updated, parameters go.
+  void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
+    device_->update(tile, buffer, work, [this, &work, began = Clock::now(), done = std::move(done)](const Failure &failure) mutable {
+      if (failure.status != CSD_OK) return done(failure);
+      pacer_->pass(began, {{&down_, work.pushed}, {&update_, work.updated}, {&up_, work.pulled}}, [done = std::move(done)] { done({}); });
+    });
+  }
+
+ private:
+  // For what begins now and moves `bytes`: not done before its time. Errors come at once.
+  Done after(Channel &channel, uint64_t bytes, Done done) {
+    return [this, &channel, bytes, began = Clock::now(), done = std::move(done)](int error) mutable {
+      if (error) return done(error);
+      pacer_->pass(began + latency_, {{&channel, bytes}}, [done = std::move(done)] { done(0); });
+    };
+  }
+
+  const std::unique_ptr<Device> device_;
+  const std::shared_ptr<Pacer> pacer_;
+  const Clock::duration latency_;
+  Channel read_, write_, update_, no_link_;
+  Channel &down_, &up_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> paced(std::unique_ptr<Device> device, const csd_device &d, std::shared_ptr<Pacer> &pacer) {
+  const csd_pace &p = d.pace;
+  if (!device || (p.read == 0 && p.write == 0 && p.update == 0 && p.latency == 0 && p.link == 0)) return device;
+  for (const double rate : {p.read, p.write, p.update, p.link})
+    if (rate != 0 && !(rate >= 1000 && std::isfinite(rate))) return nullptr;  // less, and the clock might overflow
+  if (d.card || !(p.latency >= 0 && p.latency <= 3600)) return nullptr;
+  if (!pacer) pacer = std::make_shared<Pacer>();
+  if (p.link != 0) {
+    double &rate = pacer->down.rate;
+    if (rate != 0 && rate != p.link) return nullptr;
+    rate = pacer->up.rate = p.link;
+  }
+  return std::make_unique<PacedDevice>(std::move(device), p, pacer);
+}
+
+}  // namespace csd

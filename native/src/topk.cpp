@@ -1,0 +1,201 @@
+#include "topk.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <functional>
+
+#include "csd_kernel.h"
+
+namespace csd {
+namespace {
+
+// The piece's elements are in cache between the expansion and whoever uses it.
+constexpr uint64_t kChunk = 16 * 1024;
+static_assert(kBlockElems % kChunk == 0);
+
+constexpr uint64_t kSample = 4096;
+
+template <typename T>
+T *grown(std::vector<T> &scratch, uint64_t n) {
+  if (scratch.size() < n) scratch.resize(n);
+  return scratch.data();
+}
+
+Part part_of(const csd_piece &piece, const Work &work) {
+  const csd_param &p = work.params[piece.param];
+  uint16_t *const residual = p.residual ? static_cast<uint16_t *>(p.residual) + piece.param_first : nullptr;
+  const uint32_t seed = static_cast<uint32_t>(piece.param_first) + p.seed * 0x9e3779b9u;  // 2^32 / golden ratio: steps far apart
+  return {grad_at(piece, work, 0), p.grad_dtype, residual, work.hypers[p.hyper].grad_scale, p.topk_dtype, seed};
+}
+
+uint64_t blocks_of(const Tile &tile) { return (tile.elems + kBlockElems - 1) / kBlockElems; }
+
+// Lays entries out as they come: elements ascend.
+class Packer {
+ public:
+  explicit Packer(std::vector<uint32_t> &out) : out_(out) { out_.assign(1, 0); }
+  void add(uint64_t element, uint16_t value) {
+    go_to(element / kBlockElems);
+    out_.push_back(static_cast<uint32_t>(element % kBlockElems) | static_cast<uint32_t>(value) << 16);
+    out_[head_]++;
+  }
+  void end(uint64_t blocks) {
+    go_to(blocks - 1);
+    pad();
+  }
+
+ private:
+  void pad() { out_.resize((out_.size() + kLanes - 1) / kLanes * kLanes); }
+  void go_to(uint64_t block) {
+    for (; block_ < block; block_++) {
+      pad();
+      head_ = out_.size();
+      out_.push_back(0);
+    }
+  }
+  std::vector<uint32_t> &out_;
+  uint64_t block_ = 0, head_ = 0;
+};
+
+void select_entries(const Tile &tile, Work &work) {
+  thread_local Scratch scratch;
+  Packer packer(work.selected);
+  for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
+    const csd_param &param = work.params[p->param];
+    if (!is_sparse(param)) continue;
+    const uint16_t *values;
+    const uint64_t n = select(part_of(*p, work), p->elems, topk_count(param.topk, p->elems), scratch, &values);
+    for (uint64_t i = 0; i < n; i++) packer.add(p->tile_first + scratch.indices[i], values[scratch.indices[i]]);
+  }
+  packer.end(blocks_of(tile));
+  work.entries = work.selected.data();
+  work.n_entries = work.selected.size();
+}
+
+[[noreturn]] void malformed(const Tile &tile, uint64_t block, const char *what) {
+  throw Failure{CSD_EINVAL, "the entries of tile " + std::to_string(tile.index) + " are malformed: in block " + std::to_string(block) + ", " + what};
+}
+
+void check_entries(const Tile &tile, const Work &work) {
+  const uint32_t *at = work.entries, *const end = at + work.n_entries;
+  const csd_piece *piece = tile.pieces, *const last_piece = piece + tile.n_pieces;
+  for (uint64_t block = 0; block < blocks_of(tile); block++) {
+    const uint64_t first = block * kBlockElems, elems = std::min<uint64_t>(kBlockElems, tile.elems - first), left = static_cast<uint64_t>(end - at);
+    const uint64_t words = left ? (uint64_t{*at} + kLanes) / kLanes * kLanes : 1;  // the count and the entries, in whole words
+    if (words > left) malformed(tile, block, "there are more entries than words");
+    uint64_t next = 0;  // the least index that is in order
+    for (const uint32_t *entry = at + 1; entry != at + 1 + *at; entry++) {
+      const uint64_t index = *entry & 0xffff;
+      if (index < next || index >= elems) malformed(tile, block, "an index is out of order or beyond the tile");
+      while (piece != last_piece && piece->tile_first + piece->elems <= first + index) piece++;
+      if (piece == last_piece || first + index < piece->tile_first || !is_sparse(work.params[piece->param]))
+        malformed(tile, block, "an entry is for no sparse parameter");
+      next = index + 1;
+    }
+    at += words;
+  }
+  if (at != end) malformed(tile, blocks_of(tile), "which is not there, something follows");
+}
+
+}  // namespace
+
+uint64_t topk_count(double ratio, uint64_t n) {
+  if (n == 0) return 0;
+  return std::clamp<uint64_t>(static_cast<uint64_t>(std::nearbyint(ratio * static_cast<double>(n))), 1, n);
+}
+
+namespace {
+
+// What is compared. One nan is like another: their bits depend on who has made them.
+uint16_t magnitude(uint16_t value, uint32_t dtype) {
+  const uint16_t nan = dtype == CSD_F16 ? 0x7c01 : 0x7f81;
+  return std::min<uint16_t>(value & 0x7fff, nan);
+}
+
+}  // namespace
+
+// One pass over the values: a sample says from which magnitude on there are probably k of them and some more, those are
+// collected, and the k largest of them are the k largest of all. Where the sample has misled us, all are collected.
+uint64_t select(const Part &part, uint64_t n, uint64_t k, Scratch &scratch, const uint16_t **values_out) {
+  const auto *values = static_cast<const uint16_t *>(part.grad);
+  if (part.owes() || part.grad_dtype != part.dtype) {
+    round_part(part, n, grown(scratch.values, n));
+    values = scratch.values.data();
+  }
+  *values_out = values;
+  uint16_t least = 1;
+  if (n >= 8 * kSample && k < n / 4) {
+    uint16_t *const sample = grown(scratch.magnitudes, kSample);
+    for (uint64_t i = 0; i < kSample; i++) sample[i] = magnitude(values[i * n / kSample], part.dtype);
+    const double expected = static_cast<double>(k) * kSample / static_cast<double>(n);
+    const auto rank = std::min(kSample - 1, static_cast<uint64_t>(expected + 3 * std::sqrt(expected) + 8));
+    std::nth_element(sample, sample + rank, sample + kSample, std::greater<>());
+    least = std::max(least, sample[rank]);
+  }
+  uint32_t *const indices = grown(scratch.indices, n);
+  uint64_t count = collect(values, n, least, indices);
+  if (count < k && least > 1) count = collect(values, n, 1, indices);
+  if (count <= k) return count;
+
+  uint16_t *const magnitudes = grown(scratch.magnitudes, count);
+  for (uint64_t i = 0; i < count; i++) magnitudes[i] = magnitude(values[indices[i]], part.dtype);
+  std::nth_element(magnitudes, magnitudes + k - 1, magnitudes + count, std::greater<>());
+  const uint16_t bound = magnitudes[k - 1];
+  uint64_t equal = k - static_cast<uint64_t>(std::count_if(magnitudes, magnitudes + k, [bound](uint16_t m) { return m > bound; }));
+  uint64_t chosen = 0;
+  for (uint64_t i = 0; i < count; i++) {
+    const uint16_t own = magnitude(values[indices[i]], part.dtype);
+    if (own < bound || (own == bound && equal == 0)) continue;
+    if (own == bound) equal--;
+    indices[chosen++] = indices[i];
+  }
+  return chosen;
+}
+
+bool provide_entries(const Tile &tile, Work &work) {
+  if (std::none_of(tile.pieces, tile.pieces + tile.n_pieces, [&work](const csd_piece &p) { return is_sparse(work.params[p.param]); })) return false;
+  if (work.entries) check_entries(tile, work);
+  else select_entries(tile, work);
+  work.pushed += 4 * work.n_entries;
+  return true;
+}
+
+void feed_back(const Tile &tile, const Work &work) {
+  alignas(64) uint16_t sent[kChunk];
+  Entries entries(work.entries, work.n_entries);
+  for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
+    if (!is_sparse(work.params[p->param])) continue;
+    const Part part = part_of(*p, work);
+    if (!part.owes()) continue;
+    for (uint64_t first = 0; first < p->elems; first += kChunk) {
+      const uint64_t n = std::min(kChunk, p->elems - first);
+      entries.expand(p->tile_first + first, n, sent);
+      feed_back_part(part, first, n, sent);
+    }
+  }
+}
+
+void Entries::next() {
+  while (at_ == block_end_) {
+    if (next_block_ == end_) {
+      element_ = UINT64_MAX;
+      return;
+    }
+    at_ = next_block_ + 1;
+    block_end_ = at_ + *next_block_;
+    next_block_ += (uint64_t{*next_block_} + kLanes) / kLanes * kLanes;
+    block_++;
+  }
+  element_ = block_ * kBlockElems + (*at_ & 0xffff);
+  value_ = static_cast<uint16_t>(*at_ >> 16);
+  at_++;
+}
+
+void Entries::expand(uint64_t first, uint64_t n, uint16_t *dense) {
+  memset(dense, 0, 2 * n);
+  while (element_ < first) next();
+  for (; element_ < first + n; next()) dense[element_ - first] = value_;
+}
+
+}  // namespace csd
