@@ -43,7 +43,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,16 +51,16 @@ import numpy as np
 import sklearn
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot as plt
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from bench.demo import plt, source_files, table
+from bench.demo import source_files, table
 from csd_optim import CSDAdam, bindings, probe
 
-BUILD = Path(__file__).resolve().parents[1] / "build" / "accuracy"
 LENGTH = 48  # tokens that the transformer sees: one that stands for the whole, and bytes
 WIDTH, LAYERS, HEADS = 96, 2, 4
 MASK, WHOLE, BETWEEN, VOCABULARY = 256, 257, 258, 259  # tokens beyond the bytes
@@ -109,7 +109,8 @@ FULL = Size(
     examples=32768,
     held_out=4096,
 )
-QUICK = Size(Training(100, 32, 2e-3), *3 * [Training(100, 16, 1e-3)], Training(500, 32, 3e-3), 1024, 1024)
+SHORT = Training(100, 16, 1e-3)
+QUICK = Size(Training(100, 32, 2e-3), SHORT, SHORT, SHORT, Training(500, 32, 3e-3), 1024, 1024)
 
 
 @dataclass(frozen=True)
@@ -307,13 +308,12 @@ def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sch
     )
 
 
-def pretrained(size: Size) -> tuple[Path, float]:
+def pretrained(size: Size, directory: Path) -> tuple[Path, float]:
     """A file with an Encoder's weights, made if it is not there, and its loss in nats per masked byte at the end."""
     text = sum(len(text) for text in sources()[0])
     key = (*size.pretraining, LENGTH, WIDTH, LAYERS, HEADS, text, torch.__version__)
-    path = BUILD / f"encoder-{zlib.crc32(repr(key).encode()):08x}.pt"
+    path = directory / f"encoder-{zlib.crc32(repr(key).encode()):08x}.pt"
     if not path.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
         encoder, loss = pretrain(*size.pretraining)
         torch.save({"encoder": encoder.state_dict(), "loss": loss}, path)
     return path, torch.load(path)["loss"]
@@ -397,15 +397,20 @@ def accuracy(model: nn.Module, examples: tuple[Tensor, Tensor]) -> float:
 
 
 def csdadam(model: nn.Module, variant: Variant, lr: float) -> CSDAdam:
-    options = {"topk": variant.topk, "error_feedback": variant.error_feedback} if variant.topk else {}
-    return CSDAdam(model.parameters(), lr=lr, devices="ram:", tile_size=TILE, **options)
+    return CSDAdam(
+        model.parameters(),
+        lr=lr,
+        devices="ram:",
+        tile_size=TILE,
+        topk=variant.topk,
+        error_feedback=variant.error_feedback,
+    )
 
 
 def run(job: Job, again: bool) -> Row:
     """A fine-tuning, kept in a file. Without `again`, one that is there already is taken from it."""
-    path = BUILD / "runs" / f"{zlib.crc32(repr(job).encode()):08x}.json"
+    path = job[-1].with_name(f"run-{zlib.crc32(repr(job).encode()):08x}.json")
     if again or not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(fine_tune(*job)))
     return json.loads(path.read_text())
 
@@ -461,6 +466,7 @@ def verify_dense(task: str, size: Size, encoder: Path) -> float:
         for inputs, labels in batches(examples_of(task, 0, size)[0], 10, batch, 0):
             backward(model, inputs, labels)
             for p, copy in zip(params, copies, strict=True):
+                assert p.grad is not None
                 copy.grad = p.grad.float()
             optimizer.step()
             oracle.step()
@@ -479,7 +485,8 @@ def verify_bytes(task: str, variant: Variant, size: Size, encoder: Path) -> Row:
     least = most = 4 * TILE // BLOCK  # a count for each block
     most += 60 * TILE // BLOCK  # which ends on a whole 64 bytes
     for p in model.parameters():
-        if p.dim() > 1 and p.numel() >= SPARSE_FROM:
+        assert p.grad is not None
+        if variant.topk and p.dim() > 1 and p.numel() >= SPARSE_FROM:
             entries = min(max(1, round(variant.topk * p.numel())), int(p.grad.count_nonzero()))
             least, most = least + 4 * entries, most + 4 * entries
         else:
@@ -535,46 +542,45 @@ def accuracy_tables(rows: list[Row]) -> Iterator[Table]:
         yield made
 
 
-def plot(rows: list[Row], facts: Row, path: Path) -> None:
-    """Accuracy against bytes pushed, a panel for each task; AdamW's range as a band."""
+def plot(rows: list[Row], path: Path) -> None:
+    """Accuracy against bytes pushed, a panel for each task."""
     tasks = list(dict.fromkeys(r["task"] for r in rows))
-    figure, axes = plt.subplots(
-        1, len(tasks), figsize=(0.8 + 3.1 * len(tasks), 3.9), layout="constrained", squeeze=False
+    figure, grid = plt.subplots(
+        math.ceil(len(tasks) / 2),
+        2,
+        figsize=(9, 1 + 3 * math.ceil(len(tasks) / 2)),
+        layout="constrained",
+        squeeze=False,
     )
-    kinds = {v.name: ("dense" if v.topk is None else v.error_feedback) for v in VARIANTS if v.csd}
-    styles: dict[Any, tuple[str, str, str]] = {
-        "dense": ("tab:blue", "s", "dense"),
-        True: ("tab:green", "o", "Top-K, error feedback"),
-        False: ("tab:red", "v", "Top-K, the rest dropped"),
+    lines = {
+        "dense": ("tab:blue", "s", [DENSE]),
+        "Top-K with error feedback": ("tab:green", "o", [v for v in TOP_K if v.error_feedback]),
+        "Top-K, what is not sent is dropped": ("tab:red", "v", [v for v in TOP_K if not v.error_feedback]),
     }
-    for axis, task in zip(axes.flat, tasks, strict=True):
-        own = [r for r in rows if r["task"] == task]
-        reference = next(r["accuracy"] for r in own if r["variant"] == ADAMW.name)
-        axis.axhspan(min(reference), max(reference), color="tab:gray", alpha=0.3, lw=0, label="AdamW fp32, range")
-        axis.axhline(statistics.fmean(reference), color="tab:gray", lw=1)
-        for kind, (colour, marker, label) in styles.items():
-            points = sorted(
-                (
-                    r["link_bytes_per_param"]["push"],
-                    statistics.fmean(r["accuracy"]),
-                    min(r["accuracy"]),
-                    max(r["accuracy"]),
-                )
-                for r in own
-                if kinds.get(r["variant"]) == kind
-            )
-            if points:
-                x, middle, low, high = np.transpose(points)
-                error = [middle - low, high - middle]
-                axis.errorbar(x, middle, error, color=colour, marker=marker, ms=5, lw=1, capsize=3, label=label)
-        axis.set_xscale("log")
-        axis.set_title(f"{task}", fontsize="medium")
+    for axis, task in zip(grid.flat, tasks, strict=False):
+        found = {r["variant"]: r for r in rows if r["task"] == task}
+        adamw = found[ADAMW.name]["accuracy"]
+        axis.axhspan(min(adamw), max(adamw), color="tab:gray", alpha=0.3, lw=0, label="AdamW fp32")
+        axis.axhline(statistics.fmean(adamw), color="tab:gray", lw=1)
+        for label, (colour, marker, variants) in lines.items():
+            if own := [found[v.name] for v in variants if v.name in found]:
+                pushed = [r["link_bytes_per_param"]["push"] for r in own]
+                means = [statistics.fmean(r["accuracy"]) for r in own]
+                error = [
+                    [m - min(r["accuracy"]) for m, r in zip(means, own, strict=True)],
+                    [max(r["accuracy"]) - m for m, r in zip(means, own, strict=True)],
+                ]
+                axis.errorbar(pushed, means, error, color=colour, marker=marker, ms=5, lw=1, capsize=3, label=label)
+        axis.set(title=task, xscale="log", ylabel="accuracy, %")
+        axis.set_xticks(ticks := [0.05, 0.1, 0.2, 0.5, 1, 2], [f"{t:g}" for t in ticks])
+        axis.minorticks_off()
+        axis.set_xlim(0.04, 2.6)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].set_ylabel("accuracy on held-out examples, %: mean and range over seeds")
-    axes[0, 0].yaxis.label.set_size("small")
-    figure.supxlabel("gradient bytes pushed per parameter and step (2 B of parameter come back)", fontsize="small")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    for axis in grid.flat[len(tasks) :]:
+        axis.set_axis_off()
+    figure.suptitle("Held-out accuracy against gradient bytes per parameter and step: mean and range over seeds")
+    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -590,7 +596,8 @@ def one_thread() -> None:
 
 def main() -> None:
     arguments = parse()
-    size, variants = (QUICK, QUICK_VARIANTS) if arguments.quick else (FULL, VARIANTS)
+    size = QUICK if arguments.quick else FULL
+    variants = [replace(v, length=arguments.length * v.length) for v in VARIANTS if v.name in arguments.variants]
     began = time.perf_counter()
     one_thread()
     facts = {
@@ -602,7 +609,8 @@ def main() -> None:
         "back end": "ram:",
     }
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
-    encoder, masked_loss = pretrained(size)
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    encoder, masked_loss = pretrained(size, arguments.directory)
     say(f"pre-trained to {masked_loss:.3f} nats per masked byte")
 
     verified: Row = {"dense": {}, "bytes": []}
@@ -634,7 +642,7 @@ def main() -> None:
     report = {
         "schema": "csd_optim.bench.accuracy/1",
         "machine": facts,
-        "settings": {**asdict(size), "seeds": arguments.seeds, "tile_elems": TILE},
+        "settings": {**asdict(size), "seeds": arguments.seeds, "length": arguments.length, "tile_elems": TILE},
         "masked_loss": masked_loss,
         "verified": verified,
         "rows": rows,
@@ -646,20 +654,33 @@ def main() -> None:
     elif arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
     if arguments.plot:
-        plot(rows, facts, arguments.plot)
+        plot(rows, arguments.plot)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, help="default: all")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=[v.name for v in VARIANTS],
+        metavar="NAME",
+        help="those of the table; default: all",
+    )
     parser.add_argument("--seeds", type=int, help="runs of everything (3)")
+    parser.add_argument("--length", type=float, default=1.0, help="train this many times as long")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes of one thread each (cores)")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("build/accuracy"), help="for what is pre-trained and for finished runs"
+    )
     parser.add_argument("--resume", action="store_true", help="take the finished runs of a call that was interrupted")
     parser.add_argument("--quick", action="store_true", help="cloze and digits, one seed, three variants, few steps")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write everything there, or on stdout")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
     arguments = parser.parse_args()
     arguments.tasks = arguments.tasks or (["cloze", "digits"] if arguments.quick else TASKS)
+    arguments.variants = arguments.variants or [v.name for v in (QUICK_VARIANTS if arguments.quick else VARIANTS)]
+    arguments.variants.append(ADAMW.name)  # what all are compared with
     arguments.seeds = arguments.seeds or (1 if arguments.quick else 3)
     return arguments
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench import accuracy
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_quick(tmp_path):
     png = tmp_path / "accuracy.png"
-    command = [sys.executable, "-m", "bench.accuracy", "--quick", "--json", f"--plot={png}"]
+    command = [sys.executable, "-m", "bench.accuracy", "--quick", f"--directory={tmp_path}", "--json", f"--plot={png}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -28,7 +29,7 @@ def test_quick(tmp_path):
 
     rows = {(r["task"], r["variant"]): r for r in report["rows"]}
     assert len(rows) == len(report["runs"]) == 2 * 3
-    for task, learnt in (("cloze", 40), ("digits", 90)):  # by chance: 17 and 10
+    for task, learnt in (("cloze", 30), ("digits", 90)):  # by chance: 17 and 10
         adamw, dense, sparse = (rows[task, v.name] for v in accuracy.QUICK_VARIANTS)
         assert adamw["accuracy"][0] > learnt
         assert adamw["difference"] == [0]
@@ -42,6 +43,37 @@ def test_quick(tmp_path):
     entries, dense_elements, params = round(0.01 * 64 * 128) + round(0.01 * 128 * 128), 1280 + 128 + 128 + 10, 26122
     pushed = rows["digits", "Top-K 1%, feedback"]["link_bytes_per_param"]["push"] * params
     assert 4 * entries + 2 * dense_elements <= pushed <= 4 * entries + 2 * dense_elements + 64 * (4 + 4)
+
+
+def test_resume_takes_what_is_finished(tmp_path):
+    job = ("digits", 0, accuracy.ADAMW, accuracy.QUICK, tmp_path / "encoder.pt")
+    first = accuracy.run(job, again=True)
+    assert accuracy.run(job, again=False) == first
+    repeated = accuracy.run(job, again=True)
+    assert repeated["seconds"] != first["seconds"]
+    assert repeated | {"seconds": 0} == first | {"seconds": 0}  # the same bits
+
+
+def test_examples():
+    size = replace(accuracy.QUICK, examples=512, held_out=512)
+    training, held_out = accuracy.sources()
+    assert not {t.tobytes() for t in training} & {t.tobytes() for t in held_out}
+    for task, (_, classes) in accuracy.TEXT_TASKS.items():
+        for tokens, labels in accuracy.text_examples(task, size):
+            assert tokens.shape == (512, accuracy.LENGTH)
+            assert labels.bincount(minlength=classes).min() > 512 / classes / 2
+            assert tokens.unique(dim=0).shape[0] > 450
+
+    tokens, labels = (t.numpy() for t in accuracy.text_examples("para", size)[0])
+    half = accuracy.LENGTH // 2 - 1
+    first, second = (
+        np.sort(np.char.lower(t.astype("u1").view("S1")), 1) for t in (tokens[:, 1 : 1 + half], tokens[:, -half:])
+    )
+    np.testing.assert_array_equal((first == second).all(1), labels == 1)
+
+    text = b"import os  # why\ndef f(x):\n    return g('s')\n"
+    found = {text[at : at + 1]: accuracy.KINDS[kind] for kind, at in accuracy.kinds(text)}
+    assert found == {b"s": "string", b"w": "comment", b"f": "defined", b"x": "other name", b"g": "called"}
 
 
 def test_verification_notices_what_is_wrong(monkeypatch):
