@@ -77,16 +77,19 @@ QUICK = Size(64, 2, 2, 32, 8, 20, 2, 2, 1_000_000, 2e-3)
 # ---- text and model ------------------------------------------------------------
 
 
+def source_files(folder: Path) -> list[Path]:
+    """Python's own below `folder`, without tests, in an order that depends on names alone and mixes packages."""
+    skipped = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
+    files = [f for f in folder.rglob("*.py") if not skipped & set(f.relative_to(folder).parts)]
+    return sorted(files, key=lambda f: zlib.crc32(f.relative_to(folder).as_posix().encode()))
+
+
 def standard_library(limit: int) -> tuple[Tensor, Tensor, int]:
     """Bytes of the standard library's sources: training text, validation text (other files), number of files."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
-    files = [f for f in folder.rglob("*.py") if not skipped & set(f.relative_to(folder).parts)]
-    # In an order that depends on the names alone and mixes packages: a limit then takes a bit of everything.
-    files.sort(key=lambda f: zlib.crc32(f.relative_to(folder).as_posix().encode()))
     texts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
     n = total = 0
-    for n, file in enumerate(files, 1):
+    for n, file in enumerate(source_files(folder), 1):  # mixed: a limit takes a bit of everything
         data = file.read_bytes()
         texts[n % 10 == 0] += data  # every tenth file is for validation
         total += len(data)
