@@ -261,12 +261,14 @@ def plot(rows: list[Row], facts: Row, path: Path) -> None:
         left.bar_label(bars, fmt="%.2f", fontsize="x-small")
     left.set_xticks(range(len(link)), names, fontsize="small")
     left.set_title("bytes per fp16 parameter over the link", fontsize="medium")
-    left.legend(fontsize="small")
+    left.set_ylim(0, 2.6)  # room for the legend
+    left.legend(fontsize="small", loc="upper right", ncols=2)
     steps = [r for r in rows if r["part"] == "step"]
     labels = [r["what"].replace(", ", ",\n") + ("\nerror feedback" if r["error_feedback"] else "") for r in steps]
     gains = [statistics.median(r["ratio_to"]["the dense step"]) for r in steps]
     bars = right.barh(labels, gains, color="tab:blue")
-    right.bar_label(bars, fmt="%.2f", label_type="center", color="white")
+    right.bar_label(bars, fmt="%.2f", padding=3)
+    right.set_xlim(0, 1.15 * max(gains))
     right.axvline(1, color="black", linewidth=0.8)
     right.tick_params(axis="y", labelsize="x-small")
     right.invert_yaxis()

@@ -147,6 +147,40 @@ def test_published_conclusions():
     assert published("A5000", 4.0, 1, "base").bound == "read"
 
 
+# ---- times that bench/scaling.py measured --------------------------------------------
+
+SCALING = sorted((Path(__file__).parents[1] / "bench/results").glob("scaling-*.json"))
+
+
+@pytest.mark.parametrize("result", SCALING, ids=lambda path: path.stem)
+def test_measured_iterations(result):
+    """The same engine, by the clock of paced devices: see bench/scaling.py for what it does in the others' place."""
+    measured = json.loads(result.read_text())
+    facts, off = measured["machine"], {}
+    for row in measured["rows"]:
+        variant, rates = row["variant"], facts["rates"][row["variant"]]
+        device = Device.in_turn(rates["read"], rates["write"], rates["update"])
+        if variant.startswith("csdadam"):
+            device = Device(rates["read"], rates["write"], facts["mixed"], rates["update"])
+        topk = 0.01 if variant in ("su_o_c", "csdadam_topk") else None
+        host = Host(link=rates["link"], update=rates["update"])
+        predicted = predict(
+            variant, facts["model_params"], row["devices"], device, host, topk=topk, forward=0.67, backward=4.1
+        )
+        off[variant, row["devices"]] = predicted.seconds / row["seconds"] - 1
+    ours = [abs(e) for (variant, _), e in off.items() if variant.startswith("csdadam")]
+    others = [abs(e) for (variant, _), e in off.items() if not variant.startswith("csdadam")]
+    for whose, errors in (("CSDAdam's", ours), ("the others'", others)):
+        print(f"\nplan: {result.stem}: mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}, of {whose}")
+    assert len(off) >= 30
+    assert max(ours) < 0.05
+    assert max(others) < 0.15
+
+
+def test_there_is_something_measured():
+    assert SCALING
+
+
 # ---- our engine ----------------------------------------------------------------------
 
 NUMEL = 1 << 20
