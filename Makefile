@@ -1,6 +1,7 @@
 # make demo       trains a small GPT with CSDAdam on four emulated CSDs, beside torch.optim.AdamW
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make test       everything CI runs: tests, sanitizers, lint, types
+# make tables     README's table of bytes per parameter, counted anew
 # make soak       kills training more than 200 times, and replays 4000 power losses: a few minutes
 # All set up a virtual environment below build/ first; nothing else on the machine is touched.
 
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*/*.h native/*/*.cpp hls_kernels/*.h hls_kernels/*.cpp hls_kernels/csim/*.h) \
     $(wildcard csd_optim/_build_*.py) setup.py setup.cfg
 
-.PHONY: demo emu-demo test soak check pytest sanitize clean
+.PHONY: demo emu-demo test tables soak check pytest sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
@@ -20,6 +21,9 @@ emu-demo: $(VENV)/.installed
 	$(BIN)/csd-optim emu --devices 2 -- $(BIN)/python bench/demo.py --cards --devices 2 --out build/emu-demo
 
 test: pytest sanitize check
+
+tables: $(VENV)/.installed
+	$(BIN)/python -m bench.tables README.md
 
 # SOAK="--seed 7" repeats one; a violation says which it was.
 soak: $(VENV)/.installed

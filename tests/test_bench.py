@@ -124,6 +124,15 @@ def test_per_csd_of_an_emulated_card(tmp_path):
     assert row["ratio_to_slowest"]["median"] > 0
 
 
+def test_tables(tmp_path):
+    """README has the table that the optimizer's counts give."""
+    readme = ROOT / "README.md"
+    copy = tmp_path / "README.md"
+    copy.write_text(readme.read_text())
+    assert run("bench.tables", copy).stdout.endswith("as it was\n")
+    assert copy.read_text() == readme.read_text()
+
+
 def test_peers(tmp_path):
     for name in ("torch-fp16", "torch-fp32"):
         done = run("bench.peers", name, "--params=100000", f"--directory={tmp_path}", "--json")

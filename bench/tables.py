@@ -1,0 +1,67 @@
+"""README's table of bytes per parameter, as opt.stats() counts them: `make tables` writes it there.
+
+    python -m bench.tables              prints it
+    python -m bench.tables README.md    puts it between its two marks in a file
+
+One step each in a named directory, where the kernel's own counters were found to agree (tests/test_traffic.py).
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from csd_optim import CSDAdam
+
+SIDE = 4096  # a parameter of 16 Mi elements: tiles as those of large models
+BEGIN, END = "<!-- begin: make tables -->\n", "<!-- end: make tables -->\n"
+ROWS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp16 or bf16": (torch.bfloat16, {}),
+    "fp32": (torch.float32, {}),
+    "fp32, `grad_dtype=torch.bfloat16`": (torch.float32, {"grad_dtype": torch.bfloat16}),
+    "16-bit, `amsgrad=True`": (torch.bfloat16, {"amsgrad": True}),
+    "16-bit, `topk=0.01`": (torch.bfloat16, {"topk": 0.01}),
+    "16-bit, `topk=0.01, error_feedback=False`": (torch.bfloat16, {"topk": 0.01, "error_feedback": False}),
+}
+COLUMNS = ("push", "pull", "flash_read", "flash_write")
+
+
+def bytes_per_param(dtype: torch.dtype, **options: Any) -> list[float]:
+    """Of the second step, in the order of COLUMNS."""
+    p = torch.nn.Parameter(torch.randn(SIDE, SIDE).to(dtype))
+    with tempfile.TemporaryDirectory(dir=".") as directory, CSDAdam([p], devices=directory, **options) as opt:
+        for _ in range(2):
+            p.grad = torch.randn(SIDE, SIDE).to(dtype)
+            opt.step()
+        stats = opt.stats()
+    return [stats[f"{column}_bytes"] / p.numel() for column in COLUMNS]
+
+
+def table() -> str:
+    lines = ["| parameters and gradients | pushed | pulled | read from the drive | written |", "|---|---|---|---|---|"]
+    for name, (dtype, options) in ROWS.items():
+        cells = [f"{n:.2f}".rstrip("0").rstrip(".") for n in bytes_per_param(dtype, **options)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    made = table()
+    if len(sys.argv) == 1:
+        print(made, end="")
+        return
+    file = Path(sys.argv[1])
+    before, _, rest = file.read_text().partition(BEGIN)
+    old, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{file} has no place for the table: {BEGIN.strip()} and {END.strip()}")
+    file.write_text(f"{before}{BEGIN}{made}{END}{after}")
+    print(f"{file}: {'as it was' if old == made else 'changed'}")
+
+
+if __name__ == "__main__":
+    main()
