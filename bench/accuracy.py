@@ -1,6 +1,6 @@
 """What Top-K gradients cost in accuracy, after fine-tunings that converge. From the project's root:
 
-    python -m bench.accuracy --json result.json --plot result.png      the whole table: an hour on two cores
+    python -m bench.accuracy --json result.json --plot result.png      the whole table: one to two hours on two cores
     python -m bench.accuracy --tasks cloze digits --seeds 1
     python -m bench.accuracy --quick                                   half a minute, to see that it works
 
@@ -502,13 +502,17 @@ def verify_bytes(task: str, variant: Variant, size: Size, encoder: Path) -> Row:
 # ---- what is shown --------------------------------------------------------------
 
 
-def summary(runs: list[Row]) -> list[Row]:
-    """A row for each task and variant, over the seeds. Differences are to AdamW with the same seed, in points."""
+def summary(runs: list[Row], held_out: dict[str, int]) -> list[Row]:
+    """A row for each task and variant, over the seeds. Differences are to AdamW with the same seed, in points.
+
+    `held_out`: examples of each task. By them alone, one accuracy has a standard error of `held_out_noise` points.
+    """
     found = {(r["task"], r["variant"], r["seed"]): r for r in runs}
     rows = []
     for task, variant in dict.fromkeys((r["task"], r["variant"]) for r in runs):
         seeds = sorted(seed for t, v, seed in found if (t, v) == (task, variant))
         own = [found[task, variant, seed] for seed in seeds]
+        share = statistics.fmean(r["accuracy"] for r in own) / 100
         rows.append(
             {
                 "task": task,
@@ -516,6 +520,7 @@ def summary(runs: list[Row]) -> list[Row]:
                 "seeds": seeds,
                 "accuracy": [r["accuracy"] for r in own],
                 "difference": [r["accuracy"] - found[task, ADAMW.name, r["seed"]]["accuracy"] for r in own],
+                "held_out_noise": 100 * math.sqrt(share * (1 - share) / held_out[task]),
                 "training_loss": statistics.fmean(r["training_loss"] for r in own),
                 "link_bytes_per_param": {
                     k: statistics.fmean(r["link_bytes_per_param"][k] for r in own)
@@ -532,7 +537,9 @@ def mean_and_spread(values: list[float], sign: str = "") -> str:
 
 def accuracy_tables(rows: list[Row]) -> Iterator[Table]:
     for task in dict.fromkeys(r["task"] for r in rows):
-        made = table(task, "", "B pushed", "B pulled", "training loss", "accuracy, %", "minus AdamW, points")
+        noise = max(r["held_out_noise"] for r in rows if r["task"] == task)
+        title = f"{task} (by its held-out examples alone, one accuracy has a standard error of {noise:.2f})"
+        made = table(title, "", "B pushed", "B pulled", "training loss", "accuracy, %", "minus AdamW, points")
         for row in rows:
             if row["task"] == task:
                 moved = [f"{b:.3f}" for b in row["link_bytes_per_param"].values()] or ["", ""]
@@ -635,7 +642,7 @@ def main() -> None:
     order = {(t, s, v.name): i for i, (t, s, v, *_) in enumerate(jobs)}
     runs.sort(key=lambda r: order[r["task"], r["seed"], r["variant"]])
 
-    rows = summary(runs)
+    rows = summary(runs, {task: len(examples_of(task, 0, size)[1][1]) for task in arguments.tasks})
     console = Console(file=sys.stdout if arguments.json != "-" else sys.stderr, highlight=False, width=110)
     for made in accuracy_tables(rows):
         console.print(made)
@@ -647,7 +654,7 @@ def main() -> None:
         "verified": verified,
         "rows": rows,
         "runs": runs,
-        "seconds": time.perf_counter() - began,
+        "seconds": sum(r["seconds"] for r in runs),
     }
     if arguments.json == "-":
         print(json.dumps(report, indent=1))

@@ -29,6 +29,7 @@ def test_quick(tmp_path):
 
     rows = {(r["task"], r["variant"]): r for r in report["rows"]}
     assert len(rows) == len(report["runs"]) == 2 * 3
+    assert all(0 < r["held_out_noise"] < 2 for r in rows.values())
     for task, learnt in (("cloze", 30), ("digits", 90)):  # by chance: 17 and 10
         adamw, dense, sparse = (rows[task, v.name] for v in accuracy.QUICK_VARIANTS)
         assert adamw["accuracy"][0] > learnt
