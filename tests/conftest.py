@@ -45,20 +45,26 @@ def device_strings(backend, directory):
 
 def pytest_configure(config):
     if config.getoption("--xrt"):
-        os.environ["CSD_OPTIM_TEST_XRT"] = "1"
+        os.environ["CSD_OPTIM_TEST_XRT"] = config.getoption("--xrt")
     # Tests send these. A shell ignores them for what it starts in the background, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--xrt", action="store_true", help="on cards, and only the tests that run on every back end")
+    parser.addoption(
+        "--xrt",
+        nargs="?",
+        const=",".join(XRT_BACKENDS),
+        help="on cards, and only the tests that run on every back end; --xrt=xrts: on three cards alone",
+    )
 
 
 def pytest_generate_tests(metafunc):
     """`backend`: each in turn: one file, three named files, memory, memory beside a file; or one card, and three."""
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", XRT_BACKENDS if on_cards() else BACKENDS)
+        cards = metafunc.config.getoption("--xrt")
+        metafunc.parametrize("backend", cards.split(",") if cards else BACKENDS)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -100,7 +100,7 @@ def same(images, others):
         [DeviceConfig("tape")],
         [DeviceConfig("")],
         [DeviceConfig("ram"), DeviceConfig("file", -1, 8, 4096)],
-        [DeviceConfig("file", 0, 2, 4096)],
+        [DeviceConfig("file", 0, 0, 4096)],
         [DeviceConfig("file", 0, 8, 0)],
         [DeviceConfig("file", 0, 8, 4097)],
     ],

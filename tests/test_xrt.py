@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,19 +80,31 @@ def same(a, b):
 # ---- the whole optimizer suite ---------------------------------------------------------
 
 
+# The longest run on three cards alone.
+SUITES = {
+    **dict.fromkeys(("adamw", "torch_contract", "pytorch_suite", "topk"), "xrts"),
+    **dict.fromkeys(("resume", "histories", "engine", "signals"), "xrt,xrts"),
+}
+
+
+@pytest.fixture(scope="module")
+def suites(request):
+    """Those that are asked for, each on cards of its own; two at a time, because they wait as much as they compute."""
+
+    def run(file):
+        pytest_on_cards = (sys.executable, "-m", "pytest", "-q", f"--xrt={SUITES[file]}", "-p", "no:cacheprovider")
+        return emulated(*pytest_on_cards, HERE / f"test_{file}.py", cards=3)
+
+    wanted = [item.callspec.params["file"] for item in request.session.items if "suites" in item.fixturenames]
+    with ThreadPoolExecutor(2) as pool:
+        yield {file: pool.submit(run, file) for file in wanted}
+
+
 @needs_xrt
-@pytest.mark.parametrize(
-    "file",
-    [
-        *("adamw", "torch_contract", "pytorch_suite", "topk", "images", "resume", "residual_store", "histories"),
-        *("engine", "signals"),
-    ],
-)
-def test_the_suite_on_one_card_and_on_three(file):
-    """All tests that run on every back end, with one card and with three: conftest.py's `backend`."""
-    done = emulated(
-        sys.executable, "-m", "pytest", "-q", "--xrt", "-p", "no:cacheprovider", HERE / f"test_{file}.py", cards=3
-    )
+@pytest.mark.parametrize("file", SUITES)
+def test_the_suite_on_cards(suites, file):
+    """All tests that run on every back end, on cards: conftest.py's `backend`."""
+    done = suites[file].result()
     print(done.stdout[-3000:])  # the summary, with -rP
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed", done.stdout)
