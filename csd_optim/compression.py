@@ -5,7 +5,7 @@ selects where the gradient is, on CUDA as well as on the CPU, and only what was 
 engine selects of gradients that it can read where they lie is the same, bit for bit.
 
     values = rounded(grad, residual, scale, dtype)    what there is to send, in the 16 bits in which it travels
-    sent = select(values, count(ratio, len(grad)))    where the largest of it are
+    sent = select(values, topk_count(ratio, len(grad)))    where the largest of it are
     entries = pack(tile_first + sent, values[sent], tile_elems)
     feed_back(grad, residual, scale, sent, values[sent], first, step)    when the step is whole
 
@@ -43,16 +43,11 @@ SAMPLE_FROM = 1 << 15
 class TopK:
     """How one parameter's gradient is compressed in this step."""
 
-    ratio: float  # of the elements of each part, see count(); 1.0 sends all that are not zero
+    ratio: float  # of the elements of each part, see bindings.topk_count(); 1.0 sends all that are not zero
     dtype: torch.dtype  # of the values that travel: float16 or bfloat16
     residual: torch.Tensor | None  # 1-D bf16, like the flat gradient and on its device; None: what is not sent is lost
     scale: float  # the fp32 by which the device multiplies the gradient
     step: int  # of the parameter, from 1
-
-
-def count(ratio: float, n: int) -> int:
-    """How many of a part's `n` elements are sent, if so many are not zero."""
-    return max(1, round(ratio * n))
 
 
 def rounded(grad: torch.Tensor, residual: torch.Tensor | None, scale: float, dtype: torch.dtype) -> torch.Tensor:

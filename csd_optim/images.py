@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .compression import TopK, count, feed_back, pack, rounded, select
+from .bindings import topk_count
+from .compression import TopK, feed_back, pack, rounded, select
 from .engine import Engine
 
 # Tiles under way per device: one travelling each way while two are updated or wait for their states.
@@ -48,7 +49,7 @@ class Part:
     def select(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices (int64, ascending) and values (16 bits) of what is to be sent."""
         values = rounded(self.grad, self.residual, self.topk.scale, self.topk.dtype)
-        sent = select(values, count(self.topk.ratio, len(values)))
+        sent = select(values, topk_count(self.topk.ratio, len(values)))
         return sent, values[sent]
 
     def feed_back(self) -> None:

@@ -504,7 +504,7 @@ class CSDAdam(AdamW):
     ) -> list[Bound]:
         """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
         of_step = plan.bounds, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup
-        topk = shares(*of_step, feedback=self.error_feedback)
+        topk = shares(*of_step, owing=self.error_feedback and bool(engine.residuals))
         if not topk.any():
             return []
         owed, new = [], False

@@ -51,21 +51,22 @@ def shares(
     topk: float | None,
     warmup: int,
     *,
-    feedback: bool = True,
+    owing: bool = True,
 ) -> np.ndarray[Any, Any]:
     """The share of its gradients that each parameter sends in this step, its `steps`-th; 0: all of them, dense.
 
     `groups_of`: the group of each; one that names `topk` decides for all its parameters. The first `warmup` steps are
     dense, then the share falls geometrically, for as many steps again (Lin et al., "Deep Gradient Compression", 2018).
-    `feedback`: what is owed is still to be sent. Raises CSDValueError if `topk` or that of a group is none.
+    `owing`: some of them may owe something that is still to be sent. Raises CSDValueError if `topk` or that of a group
+    is none.
     """
     check_topk(topk)
     for k, group in enumerate(groups):
         check_topk(group.get("topk"), f" of group {k}")
     named = [group.get("topk", topk) for group in groups]
-    owes = np.array([feedback and b.residual is not None for b in bounds])
-    if all(share is None for share in named) and not owes.any():
+    if all(share is None for share in named) and not owing:
         return np.zeros(len(bounds))
+    owes = np.array([owing and b.residual is not None for b in bounds])
     sparse = [
         ("topk" in groups[k] or is_large(b.param)) and not b.param.is_complex()
         for b, k in zip(bounds, groups_of, strict=True)

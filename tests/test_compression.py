@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from csd_optim.bindings import topk_count
 from csd_optim.compression import (
     SAMPLE_FROM,
     SAMPLE_STRIDE,
-    count,
     feed_back,
     pack,
     rounded,
@@ -176,9 +176,10 @@ def kinds(n, dtype):
 
 
 def test_count_rounds_to_even_and_is_at_least_one():
-    assert [count(0.01, n) for n in (1, 49, 50, 51, 150, 151, 250, 65536, 1 << 20)] == [1, 1, 1, 1, 2, 2, 2, 655, 10486]
-    assert [count(0.5, n) for n in (1, 3, 5, 7)] == [1, 2, 2, 4]
-    assert [count(1.0, n) for n in (1, 17, 65537)] == [1, 17, 65537]
+    sizes = (1, 49, 50, 51, 150, 151, 250, 65536, 1 << 20)
+    assert [topk_count(0.01, n) for n in sizes] == [1, 1, 1, 1, 2, 2, 2, 655, 10486]
+    assert [topk_count(0.5, n) for n in (1, 3, 5, 7)] == [1, 2, 2, 4]
+    assert [topk_count(1.0, n) for n in (1, 17, 65537)] == [1, 17, 65537]
 
 
 # ---- rounding ------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def test_select(n, dtype):
     for _, grad in kinds(n, dtype):
         values = rounded(grad, None, 1.0, dtype)
         for ratio in (0.0001, 0.01, 0.1, 0.499, 1.0):
-            assert_selects(values, count(ratio, n))
+            assert_selects(values, topk_count(ratio, n))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -264,7 +265,7 @@ def test_an_unlucky_sample_costs_time_only(monkeypatch):
     kind = dict(kinds(n, torch.bfloat16))
     for name, misled in (("normal", False), ("large ones at the samples", True), ("nearly all zero", False)):
         given.clear()
-        assert_selects(kind[name], k := count(0.1, n))
+        assert_selects(kind[name], k := topk_count(0.1, n))
         assert (given[0] == n) == misled, name
     given.clear()
     select(kind["normal"], k)
@@ -284,7 +285,7 @@ def test_feed_back(n, first, step, grad_dtype, dtype):
             if name == "any bits":
                 residual = any_bits(n, torch.bfloat16, seed=1)
             values = rounded(grad, residual, scale, dtype)
-            sent = select(values, count(0.1, n))
+            sent = select(values, topk_count(0.1, n))
             there = sent.numpy(), bits_of(values), dtype, first, step
             expected = oracle_feed_back(grad, residual, scale, *there)
             feed_back(grad, residual, scale, sent.int(), values[sent], first, step)
@@ -302,7 +303,7 @@ def test_nothing_is_lost(grad_dtype, dtype):
         scale = [2.0**-16, 0.37, -1.0, 1.0][step % 4]
         grad = (torch.randn(n) / abs(scale)).to(torch.float32 if abs(scale) < 1e-3 else grad_dtype)
         values = rounded(grad, residual, scale, dtype)
-        sent = select(values, count(0.02, n))
+        sent = select(values, topk_count(0.02, n))
         feed_back(grad, residual, scale, sent, values[sent], 0, step)
         exact_scale = float(np.float32(scale))
         given += grad.double() * exact_scale
@@ -379,6 +380,6 @@ def test_one_percent_costs_what_it_should():
     """Bytes on the link per parameter, from the gradient to the entries."""
     n = 1 << 20
     values = rounded(torch.randn(n), None, 1.0, torch.bfloat16)
-    chosen = select(values, count(0.01, n))
+    chosen = select(values, topk_count(0.01, n))
     packed = pack(chosen, values[chosen], n)
     assert 0.04 <= 4 * len(packed) / n <= 0.042

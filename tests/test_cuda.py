@@ -12,7 +12,8 @@ from test_compression import any_bits, kinds, residual_of
 from torch import nn
 
 from csd_optim import CSDAdam
-from csd_optim.compression import count, feed_back, pack, rounded, select, select_exact
+from csd_optim.bindings import topk_count
+from csd_optim.compression import feed_back, pack, rounded, select, select_exact
 
 pytestmark = [
     pytest.mark.cuda,
@@ -410,10 +411,10 @@ def test_selection_on_the_gpu(n, dtype):
                 on_gpu = rounded(*there, dtype)
                 assert torch.equal(bits(on_gpu), bits(values)), (name, scale)
                 for ratio in (0.001, 0.1, 1.0):
-                    chosen = select(values, k := count(ratio, n))
+                    chosen = select(values, k := topk_count(ratio, n))
                     assert torch.equal(select(on_gpu, k).cpu(), chosen), (name, scale, ratio)
                     assert torch.equal(select_exact(on_gpu, k).cpu(), chosen), (name, scale, ratio)
-                sent = select(on_gpu, count(0.1, n))
+                sent = select(on_gpu, topk_count(0.1, n))
                 chosen = sent.cpu()
                 assert torch.equal(pack(sent, on_gpu[sent], n).cpu(), pack(chosen, values[chosen], n))
                 feed_back(*there, sent.int(), on_gpu[sent], 5, 3)
@@ -430,6 +431,6 @@ def test_selection_needs_little_memory():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         values = rounded(grad, residual, 1.0, torch.bfloat16)
-        sent = select(values, count(0.01, n))
+        sent = select(values, topk_count(0.01, n))
         feed_back(grad, residual, 1.0, sent, values[sent], 0, 1)
         assert torch.cuda.max_memory_allocated() - before <= 32 * n
