@@ -19,6 +19,8 @@ ram:?update=240M/s&link=8GB/s            parameters per second that it updates; 
                              way at once, which all devices of an optimizer that name it share; also for file:, null:
 file:?link=8GB/s&host=1      a plain drive: the host updates, and it is the state that goes over the link
 file:?link=8GB/s&flash_grads=1           gradients come from the drive, where others put them during backward
+
+/mnt/nvme{local_rank}        {rank}, {local_rank} and {world_size} are filled in where several processes train together
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from .errors import CSDTypeError, CSDValueError
+from .ranks import fill_in
 
 BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
@@ -257,7 +260,7 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
         devices = [devices]
     elif not isinstance(devices, Iterable):
         raise CSDTypeError(f"devices is a device string or a list of them, got {type(devices).__name__}")
-    specs = [parse_device(d) for d in devices]
+    specs = [parse_device(fill_in(d) if isinstance(d, str) else d) for d in devices]
     if not specs:
         raise CSDValueError("Invalid devices: []; name at least one, or leave the argument out")
     cards = [s.card for s in specs if s.card]

@@ -25,6 +25,7 @@ from .devices import DeviceSpec
 from .engine import SECTIONS, Engine
 from .errors import CSDError, CSDStoreError, CSDValueError
 from .layout import Extent, extents_of
+from .ranks import Ranks
 from .residuals import Residuals
 from .store import Mode, Staged, StoreFile
 from .store_format import (
@@ -46,9 +47,14 @@ from .tiles import Residual, find_damage, lying_in, residuals_of
 
 
 def open_engine(
-    specs: Sequence[DeviceSpec], *, mode: Mode = "new", tile_elems: int | None = None, shadow: bool = True
+    specs: Sequence[DeviceSpec],
+    *,
+    mode: Mode = "new",
+    tile_elems: int | None = None,
+    shadow: bool = True,
+    ranks: Ranks | None = None,
 ) -> Engine:
-    """The engine for these devices. Raises what it raises."""
+    """The engine for these devices, of one of `ranks`. Raises what it raises."""
     kind = DurableEngine if any(s.durable for s in specs) else Engine
     if mode in ("resume", "read") and (temporary := [str(s) for s in specs if not s.durable]):
         raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")

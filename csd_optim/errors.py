@@ -45,6 +45,10 @@ class CSDStoreError(CSDValueError):
     """A file is no store, is damaged, or was written by a newer version."""
 
 
+class CSDRankError(CSDRuntimeError):
+    """Another rank could not take its step, so this one has not either; the message is that rank's."""
+
+
 class CSDMemoryError(CSDError, MemoryError):
     """Memory for tile buffers or windows could not be had."""
 

@@ -33,6 +33,7 @@ from .errors import CSDError, CSDRuntimeError, CSDStoreError, CSDValueError, CSD
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
 from .manifest import changed_by_resume, first_difference, name_of, plain, put_back
 from .places import Places
+from .ranks import Ranks, ranks_of
 from .signals import signals_held
 from .store import Mode
 from .store_format import Record
@@ -46,7 +47,7 @@ EDIT_BYTES = 256 << 20
 
 # What a copy has of the optimizer besides what torch knows of.
 _PUBLIC = (
-    *("devices", "grad_dtype", "topk", "error_feedback", "topk_warmup", "max_grad_norm", "user_state"),
+    *("devices", "grad_dtype", "topk", "error_feedback", "topk_warmup", "max_grad_norm", "user_state", "sharded"),
     *("_options", "_step_supports_amp_scaling"),
 )
 
@@ -94,6 +95,11 @@ class CSDAdam(AdamW):
         shadow: keep two copies of the state, so that a step can be undone and a crash goes back to the last step.
             False halves the space and gives up both: a step that is cut short is noticed, and that is all.
         tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None chooses.
+        process_group: the ranks that train together; None: all of torch.distributed's, if that is initialised. All of
+            them call step() alike, and their steps are committed together.
+        sharded: parameters that the ranks hold in common (plain ones, as with DDP) are divided among them: each keeps
+            the states of its share only, updates that, and gets the rest from the others. False: each keeps and
+            updates everything. Shards of FSDP and DTensors are updated where they are in any case.
 
     Raises:
         CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
@@ -141,6 +147,8 @@ class CSDAdam(AdamW):
         overwrite: bool = False,
         shadow: bool = True,
         tile_size: int | None = None,
+        process_group: Any = None,
+        sharded: bool = True,
     ) -> None:
         if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
             raise CSDValueError(f"Invalid grad_dtype: {grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
@@ -153,10 +161,14 @@ class CSDAdam(AdamW):
             raise CSDValueError(f"Invalid max_grad_norm: {max_grad_norm!r}")
         if tile_size is not None and not (type(tile_size) is int and tile_size > 0):
             raise CSDValueError(f"Invalid tile_size: {tile_size!r}")
+        if not isinstance(sharded, bool):
+            raise CSDValueError(f"Invalid sharded: {sharded!r}; it is True or False")
         if resume and overwrite:
             raise CSDValueError("resume=True and overwrite=True exclude each other")
         self._unbind()
         self._options = {"tile_size": tile_size, "shadow": shadow}
+        self.sharded = sharded
+        self._ranks = ranks_of(process_group)
         self.devices = devices
         self.grad_dtype = grad_dtype
         self.topk = topk
@@ -180,7 +192,7 @@ class CSDAdam(AdamW):
         # Declares that step() handles the loss scale itself; GradScaler then accepts fp16 gradients.
         self._step_supports_amp_scaling = True
         mode: Mode = "resume" if resume else "overwrite" if overwrite else "new"
-        self._attach(open_engine(specs, mode=mode, tile_elems=tile_size, shadow=shadow))
+        self._attach(open_engine(specs, mode=mode, tile_elems=tile_size, shadow=shadow, ranks=self._ranks))
         if resume:
             try:
                 self._resume()
@@ -190,6 +202,7 @@ class CSDAdam(AdamW):
 
     def _unbind(self) -> None:
         self._engine: Engine | None = None
+        self._ranks: Ranks | None = None
         self._ring: ImageRing | None = None
         self._places = Places()
         self._plan: _Plan | None = None
@@ -315,6 +328,8 @@ class CSDAdam(AdamW):
                 "a CSDAdam on named devices cannot be copied or pickled: two optimizers would own one store. "
                 "Use state_dict(), and load_state_dict() in an optimizer with devices of its own."
             )
+        if self._ranks and not self._ranks.is_world:
+            raise CSDRuntimeError("a CSDAdam with a process_group cannot be copied or pickled: the group cannot")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -327,11 +342,11 @@ class CSDAdam(AdamW):
             self.state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if fresh:
+            self._ranks = ranks_of(None)
             options = self._options
-            engine = open_engine(
-                parse_devices(self.devices), tile_elems=options["tile_size"], shadow=bool(options["shadow"])
-            )
-            self._attach(engine)
+            shadow = bool(options["shadow"])
+            specs = parse_devices(self.devices)
+            self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=self._ranks))
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self._engine.specs)) if self._engine and not self._engine.closed else "closed"
