@@ -165,10 +165,9 @@ class CSDAdam(AdamW):
             raise CSDValueError(f"Invalid sharded: {sharded!r}; it is True or False")
         if resume and overwrite:
             raise CSDValueError("resume=True and overwrite=True exclude each other")
-        self._unbind()
+        self._unbind(ranks_of(process_group))
         self._options = {"tile_size": tile_size, "shadow": shadow}
         self.sharded = sharded
-        self._ranks = ranks_of(process_group)
         self.devices = devices
         self.grad_dtype = grad_dtype
         self.topk = topk
@@ -200,9 +199,9 @@ class CSDAdam(AdamW):
                 self.close()
                 raise
 
-    def _unbind(self) -> None:
+    def _unbind(self, ranks: Ranks | None) -> None:
         self._engine: Engine | None = None
-        self._ranks: Ranks | None = None
+        self._ranks = ranks
         self._ring: ImageRing | None = None
         self._places = Places()
         self._plan: _Plan | None = None
@@ -336,13 +335,12 @@ class CSDAdam(AdamW):
         state = dict(state)
         fresh = "_options" in state  # a copy or a pickle: __init__ has not run
         if fresh:
-            self._unbind()
+            self._unbind(ranks_of(None))
         if "state" in state:
             entries = state.pop("state")
             self.state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if fresh:
-            self._ranks = ranks_of(None)
             options = self._options
             shadow = bool(options["shadow"])
             specs = parse_devices(self.devices)
