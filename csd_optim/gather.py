@@ -114,6 +114,9 @@ class Gather:
             tiles = self.buckets[self._left].tiles
             if not self._missing.isdisjoint(tiles.tolist()) or not self._engine.given(tiles, wait=wait):
                 return
+            for piece in self.buckets[self._left].pieces:
+                if source := self._sources.get(piece.bound.index):
+                    source.give_back()
             self._leave()
 
     def finish(self) -> None:
@@ -133,9 +136,6 @@ class Gather:
         if len(self._under_way) == IN_FLIGHT:
             self._arrive()
         bucket = self.buckets[self._left]
-        for piece in bucket.pieces:
-            if source := self._sources.get(piece.bound.index):
-                source.give_back()
         _copy(bucket.leaves)
         n = bucket.bytes
         out = bucket.all[: self.ranks.size * n]

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 
@@ -33,6 +34,7 @@ from .engine import Engine
 from .errors import CSDError, CSDRankError, CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from .gather import Gather
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
+from .join import StepHook, borrow
 from .manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
 from .norm import global_norm
 from .parts import WHOLE, Share, digest, held_alike
@@ -85,7 +87,7 @@ class _Step:
     unscaled: bool  # gradients can be told from the scale: what is sent whole is owed no more
 
 
-class CSDAdam(AdamW):
+class CSDAdam(AdamW, Joinable):
     """AdamW whose fp32 weights and moments live on computational storage devices.
 
     One step, three overlapped phases, tile by tile:
@@ -225,6 +227,8 @@ class CSDAdam(AdamW):
         self.sharded = sharded
         self._places = Places(ranks, sharded=sharded)
         self._taken = 0  # steps, that ranks have to agree about
+        self._joined = False  # taking a step of the others: this rank has no more data
+        Joinable.__init__(self)
         self._plan: _Plan | None = None
         self._in_flight = False
         # Of the last step
@@ -300,6 +304,8 @@ class CSDAdam(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._ranks:
+            Join.notify_join_context(self)
         start = time.perf_counter()
         self._trained += 0.0 if self._started is None else start - self._started
         self._started = start
@@ -309,7 +315,7 @@ class CSDAdam(AdamW):
             self._moved, self._grad_norm = False, None
             self._skipped = found_inf is not None and bool(found_inf.item())
             if self._ranks:
-                self._skipped = self._meet(self._ranks)
+                self._skipped, scale = self._meet(self._ranks, scale)
             if not self._skipped:
                 self._update(engine, 1.0 if scale is None else 1.0 / float(scale))
             self._seconds = time.perf_counter() - start
@@ -412,29 +418,41 @@ class CSDAdam(AdamW):
         """What is done within counts only if every rank has done it."""
         return self._ranks.together() if self._ranks else contextlib.nullcontext()
 
-    def _meet(self, ranks: Ranks) -> bool:
-        """Do the ranks skip this step? One overflow is enough. Raises CSDRankError if they cannot take it together."""
-        alike = [
-            (name_of(self.param_groups, k, i), p)
-            for k, i, p in members(self.param_groups)
-            if p.grad is not None and self.sharded and held_alike(p)
-        ]
-        names = zlib.crc32("\n".join(name for name, _ in alike).encode())
-        said = ranks.gather(self._skipped, self._taken, names)
-        for what, values in (("at different steps", [s[1] for s in said]), ("not alike", [s[2] for s in said])):
-            if len(set(values)) == 1:
-                continue
-            if what == "not alike":
-                what = "not holding gradients of the same parameters; with sharded=True they have to be replicas (DDP)"
-            raise CSDRankError(f"ranks are {what}: {values}")
+    def _meet(self, ranks: Ranks, scale: Any) -> tuple[bool, Any]:
+        """Do the ranks skip this step? One overflow is enough. And the loss scale, which ranks without data lack.
+
+        Raises CSDRankError if they cannot take it together.
+        """
+        alike = self._with_grad_alike()
+        said = ranks.gather(self._skipped, self._taken, self._joined, crc32(alike))
+        if len(steps := {taken for _, taken, _, _ in said}) > 1:
+            raise CSDRankError(f"ranks have taken different numbers of steps: {sorted(steps)}. Resume from the store")
+        if any(joined for _, _, joined, _ in said):
+            leader = [joined for _, _, joined, _ in said].index(0)
+            scale = borrow(ranks, leader, self.param_groups, scale, joined=self._joined)
+            alike = self._with_grad_alike()
+            said = ranks.gather(self._skipped, self._taken, self._joined, crc32(alike))
+        if len({names for *_, names in said}) > 1:
+            difference = ranks.first_difference([(name,) for name, _ in alike])
+            raise CSDRankError(
+                f"ranks have gradients of different parameters: {difference}. With sharded=True plain parameters "
+                "have to be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it"
+            )
         new = [(name, p) for name, p in alike if id(p) not in self._places.bound]
         if new and (difference := ranks.first_difference([(name, *digest(p)) for name, p in new])):
             raise CSDRankError(
-                f"ranks do not hold the same parameters: {difference}. With sharded=True they have to be replicas, as "
-                "DistributedDataParallel makes them; if each rank trains a model of its own, give it a process_group "
-                "of its own, or sharded=False if they have to step together"
+                f"ranks do not hold the same parameters: {difference}. With sharded=True plain ones have to be "
+                "replicas, as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a "
+                "process_group of its own; if they are parts of one model, sharded=False"
             )
-        return any(s[0] for s in said)
+        return any(skipped for skipped, *_ in said), scale
+
+    def _with_grad_alike(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and parameters, of those that have a gradient and that all ranks hold alike."""
+        if not self.sharded:
+            return []
+        groups = self.param_groups
+        return [(name_of(groups, k, i), p) for k, i, p in members(groups) if p.grad is not None and held_alike(p)]
 
     def _prepare(self, engine: Engine, grad_scale: float) -> _Step | None:
         """Checks everything, takes in what was done from outside since the last step. None: there is no gradient."""
@@ -776,6 +794,30 @@ class CSDAdam(AdamW):
             self._places.exchange(engine, self.param_groups)
             self._put_back(engine)
 
+    # ---- torch.distributed.algorithms.Join -----------------------------------------------
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """With ``Join([ddp, optimizer])``, ranks that have run out of data go on to update their share."""
+        return StepHook(self._step_of_others)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._ranks.device if self._ranks else torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._ranks.group if self._ranks else torch.distributed.group.WORLD
+
+    def _step_of_others(self) -> None:
+        kept = [plain(group) for group in self.param_groups]
+        self._joined = True
+        try:
+            self.step()
+        finally:
+            self._joined = False
+            for group, own in zip(self.param_groups, kept, strict=True):
+                put_back(group, own)
+
     # ---- what users ask ----------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -888,3 +930,7 @@ class _Box:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def crc32(named: Sequence[tuple[str, Any]]) -> int:
+    return zlib.crc32("\n".join(name for name, _ in named).encode())

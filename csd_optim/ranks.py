@@ -55,6 +55,15 @@ class Ranks:
         with self._noting_loss():
             return gather(out, own, group=self.group, async_op=async_op)
 
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        """Everybody's `tensor`, alike in shape and dtype, gets the values of a rank's."""
+        with self._noting_loss():
+            there = tensor if tensor.device.type in self.device_types else tensor.to(self.device)
+            there = there.contiguous()
+            dist.broadcast(there, dist.get_global_rank(self.group, rank), group=self.group)
+            if there is not tensor:
+                tensor.copy_(there)
+
     def wait(self, work: Any) -> None:
         """Returns when an all_gather() with `async_op` is done; on a GPU, its stream waits."""
         with self._noting_loss():

@@ -1,12 +1,17 @@
 """On several ranks: DDP with its states shared out, FSDP, DTensors. The oracle is AdamW on the same ranks."""
 
 import contextlib
+import errno
+import io
+import os
+import signal
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import KILLED, on_ranks
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from csd_optim import CSDAdam
+from csd_optim.errors import CSDOSError, CSDRankError
 
 TILE = 1024  # the smallest
 STEPS = 4
@@ -299,3 +305,214 @@ def test_sharded_models(kind, clip, tmp_path):
     size = 4 if kind == "hybrid" else 3
     options = {"max_grad_norm": 0.1} if clip == "max_grad_norm" else {}
     on_ranks(size, sharded_trains, size, kind, clip, options, directory=tmp_path)
+
+
+# ---- What goes wrong on one rank goes wrong on all -----------------------------------------------
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as e:
+        return e
+    raise AssertionError("nothing was raised")
+
+
+def everything(optimizer, params):
+    return [p.detach().clone() for p in params], [
+        {k: (v.to_local() if isinstance(v, DTensor) else v).clone() for k, v in optimizer.state.get(p, {}).items()}
+        for p in params
+    ]
+
+
+def assert_everything_is(found, wanted):
+    for p, q in zip(found[0], wanted[0], strict=True):
+        assert torch.equal(p, q), (p.shape, p.stride(), p.dtype, (p != q).nonzero().tolist()[:40])
+    for state, of_q in zip(found[1], wanted[1], strict=True):
+        assert {*state} == {*of_q}
+        assert all(torch.equal(state[k], of_q[k]) for k in state)
+
+
+def fails(rank, size, where, devices):
+    """A device fails on rank 1. All raise; parameters and states are those before; then it goes on."""
+    params, others = odd_parameters(), odd_parameters()
+    with (
+        CSDAdam(params, **ARGS, tile_size=TILE, devices=devices, max_grad_norm=10.0) as optimizer,
+        CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False, max_grad_norm=10.0) as other,
+    ):
+        take(optimizer, params, range(2))
+        take(other, others, range(2))
+        before, engine = everything(optimizer, params), optimizer._engine
+        if rank == 1:
+            real, count = getattr(engine, where), []
+
+            def broken(*args, **kwargs):
+                count.append(1)
+                if len(count) == (2 if where == "push" else 1):
+                    raise CSDOSError(errno.EIO, "unplugged")
+                return real(*args, **kwargs)
+
+            setattr(engine, where, broken)
+        random_gradients(params, 2)
+        e = raised_by(optimizer.step)
+        assert isinstance(e, CSDOSError if rank == 1 else CSDRankError), e
+        assert "unplugged" in str(e)
+        assert rank == 1 or "rank 1" in str(e)
+        assert_everything_is(everything(optimizer, params), before)
+        if rank == 1:
+            delattr(engine, where)
+        optimizer.step()
+        take(other, others, [2])
+        assert_same(params, others, optimizer, other)
+
+
+@pytest.mark.parametrize("where", ["push", "given", "begin"])
+@pytest.mark.parametrize("devices", ["file:", "csd{rank}"])
+def test_a_step_fails_on_one_rank(devices, where, tmp_path):
+    on_ranks(3, fails, 3, where, devices, directory=tmp_path)
+
+
+def refuses(rank):
+    def plain(value=1.0, grad=True):
+        p = nn.Parameter(torch.full((4, 3), value))
+        p.grad = torch.ones(4, 3) if grad else None
+        return p
+
+    said = []
+    for what in ("values", "gradients", "one has none", "sparse"):
+        p = plain(value=1.0 + rank * (what == "values"))
+        q = plain(grad=not (what == "gradients" and rank == 1))
+        if what == "one has none" and rank == 1:
+            p.grad = q.grad = None
+        if what == "sparse" and rank == 1:
+            p.grad = p.grad.to_sparse()
+        with CSDAdam([p, q], devices="file:") as optimizer:
+            said.append(str(raised_by(optimizer.step)))
+            assert torch.equal(p, torch.full((4, 3), 1.0 + rank * (what == "values")))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for options in ({"sharded": False}, {"process_group": alone}):  # a model of its own
+        p = plain(value=1.0 + rank)
+        with CSDAdam([p], lr=0.1, weight_decay=0, devices="file:", **options) as optimizer:
+            optimizer.step()
+            assert torch.allclose(p, torch.full((4, 3), 0.9 + rank))
+    return said
+
+
+def test_what_is_no_replica_is_refused(tmp_path):
+    for rank, said in enumerate(on_ranks(2, refuses, directory=tmp_path)):
+        assert "rank 0 has" in said[0]
+        assert "process_group of its own" in said[0]
+        assert "gradients of different parameters: rank 0 has ('0.1',), rank 1 None" in said[1]
+        assert "gradients of different parameters: rank 0 has ('0.0',), rank 1 None" in said[2]
+        assert "does not support sparse gradients" in said[3]
+        assert rank == 1 or "rank 1: CSDRuntimeError" in said[3]
+
+
+def without_rank_1(rank):
+    p = nn.Parameter(torch.ones(6))
+    p.grad = torch.ones(6)
+    with CSDAdam([p], devices="file:") as optimizer:
+        optimizer.step()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = everything(optimizer, [p])
+        e = raised_by(optimizer.step)
+        assert "has lost the others" in str(e)
+        assert_everything_is(everything(optimizer, [p]), before)
+
+
+def test_a_rank_dies(tmp_path):
+    assert on_ranks(2, without_rank_1, directory=tmp_path, may_die=[1]) == [None, KILLED]
+
+
+# ---- Overflow, scaling, Join ---------------------------------------------------------------------
+
+
+def overflows(rank):
+    p = nn.Parameter(torch.ones(5, 3))
+    with CSDAdam([p], lr=0.1, weight_decay=0, devices="file:") as optimizer:
+        for overflow_on in (None, 0, 1, None):
+            p.grad = torch.full((5, 3), 8.0)
+            optimizer.grad_scale = torch.tensor(4.0)
+            optimizer.found_inf = torch.tensor(float(rank == overflow_on))
+            optimizer.step()
+        assert optimizer.state[p]["step"] == 2
+        assert torch.allclose(optimizer.state[p]["exp_avg"].full_tensor(), torch.full((5, 3), 2 * 0.19))
+        return p.detach()
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path):
+    assert torch.equal(*on_ranks(2, overflows, directory=tmp_path))
+
+
+def joins(rank, size):
+    """Rank r has r + 1 batches. AdamW is not sharded: the last rank to join has its result."""
+    models = [DDP(net(used=True)) for _ in range(2)]
+    oracle = AdamW(models[1].parameters(), **ARGS)
+    with CSDAdam(models[0].parameters(), **ARGS, tile_size=TILE, devices="file:") as optimizer:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), torch.optim.lr_scheduler.StepLR(oracle, 1, 0.5)
+        for model, o, s in zip(models, (optimizer, oracle), schedule, strict=True):
+            with Join([model, o] if o is optimizer else [model]):
+                for step in range(rank + 1):
+                    o.zero_grad()
+                    loss_of(model, rank, size, step).backward()
+                    o.step()
+                    s.step()
+        assert optimizer.param_groups[0]["lr"] == oracle.param_groups[0]["lr"]
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-6)
+        return [p.detach() for p in models[0].parameters()], optimizer.state[models[0].module.scale]["step"].item()
+
+
+def test_uneven_inputs_with_join(tmp_path):
+    ranks = on_ranks(3, joins, 3, directory=tmp_path)
+    for params, step in ranks:
+        assert step == 3
+        assert all(torch.equal(p, q) for p, q in zip(params, ranks[0][0], strict=True))
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+def shows_states(rank, size, devices):
+    """What is written to `state` counts; AdamW's checkpoint loads; a part of the states is not saved for the whole."""
+    params, others = odd_parameters(), odd_parameters()
+    with CSDAdam(params, **ARGS, tile_size=TILE, devices=devices) as optimizer:
+        other = CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False)
+        take(optimizer, params, range(2))
+        take(other, others, range(2))
+        for o, of in ((optimizer, params), (other, others)):
+            for p in of:
+                o.state[p]["exp_avg"].mul_(0.5)
+                o.state[p]["exp_avg_sq"].add_(1.0)
+        take(optimizer, params, [2])
+        take(other, others, [2])
+        assert_same(params, others, optimizer, other)
+
+        big = next(p for p in params if isinstance(optimizer.state[p]["exp_avg"], DTensor))
+        assert optimizer.state[big]["exp_avg"].shape == big.shape
+        e = raised_by(lambda: torch.save(optimizer.state_dict(), io.BytesIO()))
+        assert f"rank {rank} holds 1/{size} of the optimizer's states" in str(e)
+
+        again = CSDAdam(again_params := odd_parameters(), **ARGS, tile_size=TILE, devices="file:")
+        with torch.no_grad():
+            for p, q in zip(again_params, params, strict=True):
+                p.copy_(q)
+        again.load_state_dict(other.state_dict())  # plain and whole, as AdamW's
+        take(again, again_params, [3])
+        take(other, others, [3])
+        assert_same(again_params, others, again, other)
+        optimizer.load_state_dict(again.state_dict())  # as DTensors
+        with torch.no_grad():
+            for p, q in zip(params, again_params, strict=True):
+                p.copy_(q)
+        take(optimizer, params, [4])
+        take(other, others, [4])
+        assert_same(params, others, optimizer, other)
+        again.close()
+        other.close()
+
+
+@pytest.mark.parametrize("devices", ["file:", "csd{rank}"])
+def test_states_of_shares(devices, tmp_path):
+    on_ranks(2, shows_states, 2, devices, directory=tmp_path)
