@@ -32,6 +32,7 @@ from .engine import Engine
 from .errors import CSDError, CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
 from .manifest import changed_by_resume, first_difference, name_of, plain, put_back
+from .materialized import COPIED, warn_if_large
 from .places import Places
 from .signals import signals_held
 from .store import Mode
@@ -305,7 +306,10 @@ class CSDAdam(AdamW):
             if engine.durable:
                 engine.record = self._record(engine)
                 self._places.describe(engine, self.param_groups)
+            # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
+            resumed = self._places.unwritten() if self._just_resumed else []
             self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
+            self._places.give_values([self._places.bound[id(b.param)] for b in resumed], self.grad_dtype)
             if isinstance(engine, DurableEngine) and engine.n_params:
                 engine.flush()
 
@@ -315,6 +319,8 @@ class CSDAdam(AdamW):
                 "a CSDAdam on named devices cannot be copied or pickled: two optimizers would own one store. "
                 "Use state_dict(), and load_state_dict() in an optimizer with devices of its own."
             )
+        held = sum(w.nbytes for bound in self._places.bound.values() for w in bound.windows.values())
+        warn_if_large(held, COPIED)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -652,7 +658,7 @@ class CSDAdam(AdamW):
         self._put_back(engine)
 
     def _put_back(self, engine: Engine) -> None:
-        self._without_data = self._places.give_values(self.grad_dtype)
+        self._without_data = self._places.give_values(self._places.bound.values(), self.grad_dtype)
         for group, kept in zip(self.param_groups, engine.held[0].record.groups, strict=False):
             put_back(group, kept)
 
