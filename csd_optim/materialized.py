@@ -11,7 +11,7 @@ import torch
 from .errors import CSDWarning, users_stacklevel
 
 WORTH_A_WARNING = 1 << 30  # bytes of state
-LOADED = 'came from memory: torch.load(file, map_location="cpu", mmap=True) would have taken none'
+LOADED = 'came from memory; torch.load(file, map_location="cpu", mmap=True) leaves it in the file'
 REPLACED = "had been replaced by tensors in memory, and goes back to the devices"
 COPIED = "is read: a copy of the optimizer, or its pickle, takes as much memory"
 

@@ -139,6 +139,17 @@ def test_copies_and_pickles(any_size):
         torch.save(opt, io.BytesIO())
 
 
+def test_what_is_in_memory(any_size):
+    """On a device that is not the host, too (meta stands for CUDA); what shared memory is mapped from is no file."""
+    opt = trained()
+    windows = [w for w in opt.state[opt.param_groups[0]["params"][0]].values() if w.dim()]
+    copies = [w.clone() for w in windows]
+    assert materialized.bytes_in_memory(windows) == 0
+    assert materialized.bytes_in_memory([*windows, *copies]) == 12_000
+    assert materialized.bytes_in_memory([torch.empty(1000, device="meta")]) == 4000
+    assert materialized.bytes_in_memory([torch.ones(1000).share_memory_()]) == 4000
+
+
 def test_a_gigabyte_is_worth_it():
     opt = trained()
     with warnings.catch_warnings():

@@ -18,11 +18,11 @@ from trainers import (
     TRAINERS,
     accelerate,
     finished,
+    for_large_state,
     hugging_face_class,
     hugging_face_optimizers,
     library,
     lightning,
-    mapped_checkpoints,
     peft_lora,
     texts,
 )
@@ -156,10 +156,14 @@ def test_checkpoints_can_be_mapped(trainer, tmp_path, monkeypatch):
         assert_same_bits(trainer(CSDAdam, {}, tmp_path, resume=True), whole)
 
 
-def test_lightnings_checkpoints_can_be_mapped(tmp_path, monkeypatch):
-    """By a plugin, docs/trainers.md."""
+def test_lightning_with_large_state(tmp_path, monkeypatch):
+    """As docs/trainers.md says: nothing comes from memory, and nothing is moved to the model's device."""
+    library("lightning")
+    from lightning.pytorch.strategies import strategy
+
     monkeypatch.setattr(materialized, "WORTH_A_WARNING", 1000)
-    run = functools.partial(lightning, CSDAdam, {}, tmp_path, plugins=[mapped_checkpoints])
+    monkeypatch.setattr(strategy, "_optimizer_to_device", lambda optimizer, device: pytest.fail("state is moved"))
+    run = functools.partial(lightning, CSDAdam, {}, tmp_path, trainer_options=for_large_state)
     whole = run()
     with warnings.catch_warnings():
         warnings.simplefilter("error", CSDWarning)
@@ -222,9 +226,7 @@ def large_lightning(stack):
             return CSDAdam(self.parameters(), lr=LR)
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(
-        accelerator="cpu", max_steps=1, enable_checkpointing=False, plugins=[mapped_checkpoints()], **quiet
-    )
+    trainer = Trainer(accelerator="cpu", max_steps=1, enable_checkpointing=False, **for_large_state(), **quiet)
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(1, 1)))
     stack.enter_context(memory_limit(LIMIT))
     trainer.save_checkpoint("out/last.ckpt")

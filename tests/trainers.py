@@ -189,9 +189,11 @@ def accelerate(Optimizer, options, directory, resume=False):
 # ---- Lightning -----------------------------------------------------------------------------
 
 
-def mapped_checkpoints():
-    """Lightning's own make the file in memory first, and read it there."""
+def for_large_state():
+    """Arguments of Lightning's Trainer: by itself it makes and reads a checkpoint in memory, and state that is resumed
+    goes to the GPU."""
     from lightning.pytorch.plugins.io import TorchCheckpointIO
+    from lightning.pytorch.strategies import SingleDeviceStrategy
 
     class MappedCheckpoints(TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
@@ -201,10 +203,15 @@ def mapped_checkpoints():
         def load_checkpoint(self, path, map_location=None, weights_only=None):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
 
-    return MappedCheckpoints()
+    class StateStays(SingleDeviceStrategy):
+        def load_optimizer_state_dict(self, checkpoint):
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                optimizer.load_state_dict(state)
+
+    return {"plugins": [MappedCheckpoints()], "strategy": StateStays("cpu")}
 
 
-def lightning(Optimizer, options, directory, resume=False, plugins=()):
+def lightning(Optimizer, options, directory, resume=False, trainer_options=dict):
     library("lightning")
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -237,10 +244,10 @@ def lightning(Optimizer, options, directory, resume=False, plugins=()):
         accumulate_grad_batches=BATCHES,
         gradient_clip_val=CLIP,
         callbacks=[checkpoints],
-        plugins=[make() for make in plugins],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **trainer_options(),
     )
     loader = torch.utils.data.DataLoader(texts(SAVED * BATCHES), batch_size=4)
     trainer.fit(module, loader, ckpt_path=os.path.join(directory, f"step={SAVED}.ckpt") if resume else None)
