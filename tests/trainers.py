@@ -198,7 +198,8 @@ def for_large_state():
     class MappedCheckpoints(TorchCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            torch.save(checkpoint, path)
+            torch.save(checkpoint, f"{path}.part")
+            os.replace(f"{path}.part", path)
 
         def load_checkpoint(self, path, map_location=None, weights_only=None):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
