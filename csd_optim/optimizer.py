@@ -9,7 +9,7 @@ import warnings
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import is_
@@ -36,6 +36,7 @@ from .gather import Gather
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
 from .join import StepHook, borrow
 from .manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
+from .materialized import COPIED, warn_if_large
 from .norm import global_norm
 from .parts import WHOLE, Share, digest, held_alike
 from .places import Places
@@ -346,7 +347,10 @@ class CSDAdam(AdamW, Joinable):
             if engine.durable:
                 engine.record = self._record(engine)
                 self._places.describe(engine, self.param_groups)
+            # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
+            resumed = self._places.unwritten() if self._just_resumed else []
             self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
+            self._give_values([self._places.bound[id(b.param)] for b in resumed])
             if isinstance(engine, DurableEngine) and engine.n_params:
                 engine.flush()
 
@@ -358,6 +362,8 @@ class CSDAdam(AdamW, Joinable):
             )
         if self._ranks and not self._ranks.is_world:
             raise CSDRuntimeError("a CSDAdam with a process_group cannot be copied or pickled: the group cannot")
+        held = sum(w.nbytes for bound in self._places.bound.values() for w in bound.windows.values())
+        warn_if_large(held, COPIED)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -771,12 +777,19 @@ class CSDAdam(AdamW, Joinable):
         self._put_back(engine)
 
     def _put_back(self, engine: Engine) -> None:
-        self._without_data = self._places.give_values(self.grad_dtype)
-        if self._ranks and not self._without_data:
-            shares = [b for b in self._places.by_index if b.alive and isinstance(b.part, Share)]
-            Gather(self._ranks, engine, shares).again()
+        self._without_data = self._give_values(self._places.bound.values())
         for group, kept in zip(self.param_groups, engine.held[0].record.groups, strict=False):
             put_back(group, kept)
+
+    def _give_values(self, bounds: Collection[Bound]) -> str | None:
+        """Gives parameters the values of their masters, on all ranks. Returns the name of one that has no data yet."""
+        without_data = self._places.give_values(bounds, self.grad_dtype)
+        if self._ranks and bounds and not without_data:
+            shares = [b for b in self._places.by_index if b.alive and isinstance(b.part, Share)]
+            Gather(self._ranks, self._live_engine, shares).again()
+            for bound in shares:
+                bound.version = bound.version_now
+        return without_data
 
     def restore(self) -> None:
         """Gives parameters and hyperparameters once more the values of the step that was resumed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -15,6 +15,7 @@ from .bound import Bound, check_entry, check_param, flat, numel
 from .engine import SECTIONS, Engine
 from .errors import CSDRuntimeError, CSDStoreError
 from .manifest import Groups, manifest, members, name_of
+from .materialized import LOADED, REPLACED, bytes_in_memory, warn_if_large
 from .parts import WHOLE, Whole, part_of
 from .ranks import Ranks
 
@@ -173,9 +174,18 @@ class Places:
                 self.unfilled[bound] = False
         if joining:
             self.join(engine, groups, joining, grad_dtype)
+        warn_if_large(bytes_in_memory(self._foreign()), LOADED if loaded else REPLACED)
         if loaded and self.unfilled:  # the checkpoint's step is the one we are at
             engine.step = max(int(self.state[b.param].get("step", 0)) for b in self.unfilled)
         self.fill(engine)
+
+    def _foreign(self) -> Iterator[torch.Tensor]:
+        """What somebody put into `state`, and is still to be copied to its place."""
+        for bound in self.unfilled:
+            held = self.state.get(bound.param) or {}
+            for key, shown in bound.shown.items():
+                if isinstance(value := held.get(key), torch.Tensor) and value is not shown:
+                    yield value.to_local() if hasattr(value, "to_local") else value
 
     # ---- `state` ---------------------------------------------------------------------
 
@@ -244,10 +254,14 @@ class Places:
         if changed:
             self.remember()
 
-    def give_values(self, grad_dtype: torch.dtype | None) -> str | None:
-        """Gives the parameters the values of their masters. Returns the name of one that has no data yet."""
+    def unwritten(self) -> list[Bound]:
+        """Those whose parameters are as we have left them."""
+        return [bound for bound in self.bound.values() if bound.version == bound.version_now]
+
+    def give_values(self, bounds: Iterable[Bound], grad_dtype: torch.dtype | None) -> str | None:
+        """Gives parameters the values of their masters. Returns the name of one that has no data yet."""
         without_data = None
-        for bound in self.bound.values():
+        for bound in bounds:
             p = bound.param
             if p.is_meta:
                 without_data = bound.name
