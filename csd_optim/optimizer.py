@@ -784,8 +784,8 @@ class CSDAdam(AdamW, Joinable):
     def _give_values(self, bounds: Collection[Bound]) -> str | None:
         """Gives parameters the values of their masters, on all ranks. Returns the name of one that has no data yet."""
         without_data = self._places.give_values(bounds, self.grad_dtype)
-        if self._ranks and bounds and not without_data:
-            shares = [b for b in self._places.by_index if b.alive and isinstance(b.part, Share)]
+        shares = [b for b in self._places.by_index if b.alive and isinstance(b.part, Share)]
+        if self._ranks and bounds and shares and not without_data:
             Gather(self._ranks, self._live_engine, shares).again()
             for bound in shares:
                 bound.version = bound.version_now

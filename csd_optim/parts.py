@@ -126,16 +126,18 @@ class Share(_OfTensor):
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
         shown = super().show(window)
-        # Trainers that know AdamW alone write rank 0's state dict with torch.save(), and would lose the others' shares.
-        shown.__reduce_ex__ = self._refuse  # type: ignore[method-assign]
-        return shown
-
-    def _refuse(self, _: Any) -> Any:
-        raise CSDRuntimeError(
+        text = (
             f"rank {self.ranks.rank} holds 1/{self.ranks.size} of the optimizer's states: its state dict alone cannot "
             "be pickled or saved. Save on all ranks with torch.distributed.checkpoint, or with CSDAdam.save() where "
             "devices are named; or construct CSDAdam with sharded=False (docs/distributed.md)"
         )
+
+        def refuse(_: Any) -> Any:  # a plain function: the tensor can still be copied, with its attributes
+            raise CSDRuntimeError(text)
+
+        # Trainers that know AdamW alone write rank 0's state dict with torch.save(), and would lose the others' shares.
+        shown.__reduce_ex__ = refuse  # type: ignore[method-assign]
+        return shown
 
 
 WHOLE = Whole()

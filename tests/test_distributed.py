@@ -229,8 +229,8 @@ def fsdp1(use_orig_params):
     return FSDP(net(scalar=False), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
 
 
-def fsdp2(**options):
-    model = net(scalar=False)
+def fsdp2(used=False, **options):
+    model = net(used, scalar=False)
     model.empty = nn.Parameter(torch.zeros(2, 4))  # FSDP2 knows none without elements
     for part in (model.big, model):
         fully_shard(part, **options)
