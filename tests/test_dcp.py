@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from test_distributed import ARGS, TILE, assert_everything_is, fsdp2, net, states, train, whole
+from test_distributed import ARGS, TILE, assert_everything_is, everything, fsdp2, net, states, train, whole
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
@@ -26,7 +27,12 @@ def alone():
     return model
 
 
-MODELS = {"DDP": lambda: DDP(alone()), "FSDP2": lambda: fsdp2(used=True), "alone": alone}
+MODELS = {
+    "alone": alone,
+    "DDP": lambda: DDP(alone()),
+    "FSDP1": lambda: FSDP(alone(), device_id=torch.device("cpu")),
+    "FSDP2": lambda: fsdp2(used=True),
+}
 
 
 def made(model, kind, rank, size):
@@ -117,3 +123,29 @@ def test_saved_on_some_ranks_loaded_on_others(saved, loaded, how, tmp_path):
                 assert_everything_is((params, held), (wanted[0], kept))
             else:
                 torch.testing.assert_close((params, held), (wanted[0], kept), rtol=2e-6, atol=1e-7)
+
+
+def local_round_trip(rank, size, path, kind):
+    """FSDP1: what is there is a flat shard; `flatten_optimizer_state_dict`, since torch finds no groups without."""
+    model, optimizer = made("FSDP1", kind, rank, size)
+    options = {"flatten_optimizer_state_dict": True}
+    if path == "save":
+        train(model, optimizer, rank, size)
+        dcp.save(state_of(model, optimizer, **options), checkpoint_id="checkpoint")
+    else:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        state = state_of(model, optimizer, **options)
+        dcp.load(state, checkpoint_id="checkpoint")
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=StateDictOptions(**options))
+    return everything(optimizer, list(model.parameters())), goes_on(model, optimizer)
+
+
+def test_flat_shards_of_fsdp1(tmp_path):
+    saved = on_ranks(3, local_round_trip, 3, "save", "durable", directory=tmp_path)
+    loaded = on_ranks(3, local_round_trip, 3, "load", "CSDAdam", directory=tmp_path)
+    for wanted, found in zip(saved, loaded, strict=True):
+        assert_everything_is(found[0], wanted[0])
+        assert_everything_is(found[1], wanted[1])

@@ -330,7 +330,8 @@ def assert_everything_is(found, wanted):
         assert torch.equal(p, q), (p.shape, p.stride(), p.dtype, (p != q).nonzero().tolist()[:40])
     for state, of_q in zip(found[1], wanted[1], strict=True):
         assert {*state} == {*of_q}
-        assert all(torch.equal(state[k], of_q[k]) for k in state)
+        for key in state:
+            assert torch.equal(state[key], of_q[key]), (key, state[key], of_q[key])
 
 
 def fails(rank, size, where, devices):
