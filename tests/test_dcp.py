@@ -1,11 +1,16 @@
 """Checkpoints of torch.distributed.checkpoint: written on some ranks, read on others, by CSDAdam and by AdamW."""
 
+import copy
+import os
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 from test_distributed import ARGS, TILE, assert_everything_is, everything, fsdp2, net, states, train, whole
+from test_materialized import memory_limit
 from torch import nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -65,7 +70,9 @@ def goes_on(model, optimizer):
 def saves(rank, size, model, kind, how):
     model, optimizer = made(model, kind, rank, size)
     train(model, optimizer, rank, size)
-    if how == "async_save":
+    if how == "fsspec":
+        dcp.save(state_of(model, optimizer), storage_writer=FsspecWriter(f"file://{os.getcwd()}/checkpoint"))
+    elif how == "async_save":
         dcp.async_save(state_of(model, optimizer), checkpoint_id="checkpoint").result()
     elif how == "save":
         dcp.save(state_of(model, optimizer), checkpoint_id="checkpoint")
@@ -99,7 +106,7 @@ def loads(rank, size, model, kind, how):
     [
         ((4, "DDP", "durable"), (2, "DDP", "durable"), "save"),
         ((4, "FSDP2", "durable"), (2, "FSDP2", "CSDAdam"), "save"),
-        ((4, "FSDP2", "CSDAdam"), (1, "alone", "AdamW"), "save"),
+        ((4, "FSDP2", "CSDAdam"), (1, "alone", "AdamW"), "fsspec"),
         ((2, "DDP", "CSDAdam"), (3, "FSDP2", "durable"), "async_save"),
         ((2, "FSDP2", "durable"), (1, "alone", "CSDAdam"), "async_save"),
         ((2, "DDP", "AdamW"), (2, "DDP", "CSDAdam"), "save"),
@@ -149,3 +156,26 @@ def test_flat_shards_of_fsdp1(tmp_path):
     for wanted, found in zip(saved, loaded, strict=True):
         assert_everything_is(found[0], wanted[0])
         assert_everything_is(found[1], wanted[1])
+
+
+N = 16 << 20  # parameters; the state of half of them is 96 MiB
+LIMIT = 64 << 20  # bytes that an operation may take which must not take it all
+
+
+def saves_in_little_memory(rank):
+    # Several parameters: torch writes one after another, and may copy each.
+    params = [nn.Parameter(torch.ones(N // 16, 1, dtype=torch.bfloat16)) for _ in range(16)]
+    with CSDAdam([(str(k), p) for k, p in enumerate(params)], devices="csd{rank}") as optimizer:
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        state = {"optimizer": optimizer.state_dict()}
+        with memory_limit(LIMIT):
+            dcp.save(state, checkpoint_id="checkpoint")
+        with memory_limit(LIMIT), pytest.raises(RuntimeError, match="can't allocate memory"):
+            copy.deepcopy(state)  # so the limit limits
+
+
+def test_saving_takes_little_memory(tmp_path):
+    on_ranks(2, saves_in_little_memory, directory=tmp_path)
+    assert sum(f.stat().st_size for f in (tmp_path / "checkpoint").iterdir()) > 12 * N

@@ -222,6 +222,36 @@ def test_sharing_changes_no_bit(size, options, bucket, tmp_path):
     on_ranks(size, shares_or_not, size, options, bucket, directory=tmp_path)
 
 
+def selects(rank, size, feedback):
+    """Shares of whole tiles: what is selected is the same. What is owed is rounded otherwise, by its place."""
+    params, others = ([nn.Parameter(torch.zeros(size * TILE // 4, 16)) for _ in range(2)] for _ in range(2))
+    topk = {"topk": 0.05, "error_feedback": feedback, "tile_size": TILE}
+    with (
+        CSDAdam(params, **ARGS, **topk, devices="csd{rank}") as optimizer,
+        CSDAdam(others, **ARGS, **topk, devices="file:", sharded=False) as other,
+    ):
+        for step in range(STEPS):
+            take(optimizer, params, [step])
+            take(other, others, [step])
+            if not feedback or step == 0:
+                for p, q in zip(params, others, strict=True):
+                    assert torch.equal(p, q)
+        owed = [o.state[p].get("residual") for o, p in ((optimizer, params[0]), (other, others[0]))]
+        if feedback:
+            assert isinstance(owed[0], DTensor)
+            same = torch.isclose(owed[0].full_tensor().float(), owed[1].float(), rtol=0.02, atol=1e-3)
+            assert same.float().mean() > 0.99
+        else:
+            assert owed == [None, None]
+        return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_topk_of_shares(feedback, tmp_path):
+    for p, q in zip(*on_ranks(2, selects, 2, feedback, directory=tmp_path), strict=True):
+        assert torch.equal(p, q)
+
+
 # ---- FSDP, tensor parallelism ------------------------------------------------------------------
 
 
