@@ -239,7 +239,7 @@ def selects(rank, size, feedback):
         owed = [o.state[p].get("residual") for o, p in ((optimizer, params[0]), (other, others[0]))]
         if feedback:
             assert isinstance(owed[0], DTensor)
-            same = torch.isclose(owed[0].full_tensor().float(), owed[1].float(), rtol=0.02, atol=1e-3)
+            same = torch.isclose(owed[0].full_tensor().float(), owed[1].float(), rtol=0.1, atol=0.02)
             assert same.float().mean() > 0.99
         else:
             assert owed == [None, None]
