@@ -285,6 +285,7 @@ class CSDAdam(AdamW):
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         engine = self._live_engine
         with signals_held(), engine.lock:
+            engine.confirm()
             self._moved, self._grad_norm = False, None
             self._skipped = found_inf is not None and bool(found_inf.item())
             if not self._skipped:
@@ -293,7 +294,10 @@ class CSDAdam(AdamW):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter."""
+        """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter.
+
+        Of ranks with named directories all call it, and it is durable on all of them or on none.
+        """
         engine = self._live_engine
         if engine.durable:
             self._record(engine)  # raises if there is something that it could not commit
@@ -313,13 +317,11 @@ class CSDAdam(AdamW):
             raise
         finally:
             handle.remove()
-        with signals_held(), engine.lock:
+        with signals_held(), engine.lock, engine.loading():
             if engine.durable:
                 engine.record = self._record(engine)
                 self._places.describe(engine, self.param_groups)
             self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
-            if isinstance(engine, DurableEngine) and engine.n_params:
-                engine.flush()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
@@ -344,7 +346,9 @@ class CSDAdam(AdamW):
             options = self._options
             shadow = bool(options["shadow"])
             specs = parse_devices(self.devices)
-            self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=self._ranks))
+            # Nameless, a copy has nothing to agree on with the other ranks, which need not make one.
+            ranks = self._ranks if any(spec.durable for spec in specs) else None
+            self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=ranks))
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self._engine.specs)) if self._engine and not self._engine.closed else "closed"
@@ -630,7 +634,10 @@ class CSDAdam(AdamW):
         return self._engine.committed_step if self._engine else 0
 
     def synchronize(self) -> None:
-        """Returns when the last step is durable; without named directories at once. Raises CSDOSError."""
+        """Returns when the last step is durable; without named directories at once. Raises CSDOSError.
+
+        Of ranks with named directories all call it: then the step is durable on all of them, or it raises on all.
+        """
         engine = self._live_engine
         with engine.lock:
             engine.wait()
@@ -653,11 +660,13 @@ class CSDAdam(AdamW):
             return
         assert isinstance(engine, DurableEngine)
         held = engine.held[0]
-        if difference := first_difference(held.manifest, self.param_groups):
-            raise CSDStoreError(f"{held.path} is the store of another model: {difference}")
-        user_state = unpack_user_state(held.record.user_state)
-        engine.check()
-        engine.settle()
+        with engine.together():
+            if difference := first_difference(held.manifest, self.param_groups):
+                raise CSDStoreError(f"{held.path} is the store of another model: {difference}")
+            user_state = unpack_user_state(held.record.user_state)
+            engine.check()
+        with engine.together():
+            engine.settle()
         self._places.take_up(engine, self.param_groups)
         for changed in changed_by_resume(self._given, held.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
@@ -744,6 +753,8 @@ class CSDAdam(AdamW):
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
         """Makes a snapshot of what is in named directories: `path/device-0`, `path/device-1` ..., each a store.
 
+        Of ranks all call it, and each makes `path/rank-0/device-0` and so on, all of the same step.
+
         It holds the last step, with its hyperparameters and `user_state`, and works like the original: resume it,
         load() it. `path` must not exist; it is there as a whole, or not at all. Where the file system has
         reflinks that takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter, and with
@@ -756,11 +767,15 @@ class CSDAdam(AdamW):
         """
         engine = self._live_engine
         with signals_held(), engine.lock:
-            if self._places.unfilled or not self._places.intact():
-                self._places.adopt(engine, self.param_groups, self.grad_dtype)
-            saving = checkpoint.save(engine, Path(path), checkpoint.bar if progress else checkpoint.no_bar, wait=wait)
+            engine.confirm()
+            with engine.together():
+                if self._places.unfilled or not self._places.intact():
+                    self._places.adopt(engine, self.param_groups, self.grad_dtype)
+                bar = checkpoint.bar if progress else checkpoint.no_bar
+                saving = checkpoint.save(engine, Path(path), bar, wait=wait)
         if wait:
-            saving.wait()
+            with engine.together():
+                saving.wait()
         return saving.future
 
     @staticmethod

@@ -5,9 +5,10 @@ Every method of `Ranks` that talks to the others is a collective: all ranks call
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,16 @@ class Ranks:
         out = [None] * self.size
         dist.all_gather_object(out, value, group=self.group)
         return out
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done within counts only if no rank raises anything: see agree()."""
+        failure = None
+        try:
+            yield
+        except BaseException as e:
+            failure = e
+        self.agree(failure)
 
     def agree(self, failure: BaseException | None = None) -> None:
         """Raises on all ranks if one of them failed: there `failure`, elsewhere CSDRankError, which tells of it."""
