@@ -303,7 +303,7 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
     if engine.stepping:
         raise CSDRuntimeError("a step is under way: save() when it has returned")
     engine.check_whole()
-    if not engine.n_params:
+    if not (engine.n_params or engine.committed_step):  # a rank may have no parameters
         raise CSDRuntimeError("there is no state to save yet: save() goes after the first step()")
     if engine.ranks:
         try:

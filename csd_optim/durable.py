@@ -357,8 +357,9 @@ class DurableEngine(Engine):
         self._sequence += 1
         self.record = record = record or self.record
         sequence, step, flags, n = self._sequence, self.step, CLEAN * clean, len(self.specs)
-        together = self._makes_round
-        version, round_ = WITH_RESIDUALS if residuals else VERSION, self._round + together
+        version = WITH_RESIDUALS if residuals else VERSION
+        makes_round = self._makes_round
+        round_ = self._round + makes_round
         durable = {d: store for d, store in enumerate(self._stores) if store and store.durable}
         self._committed_steps = steps = self._all_steps()
         manifests = {}
@@ -405,14 +406,14 @@ class DurableEngine(Engine):
             commit.complete(in_parallel)
             done()
 
-        if together:
+        if makes_round:
             self._unconfirmed = commit, done
         self._round, self._round_step, self._loading = round_, step, False
         self._described, self._uncommitted = True, False
         self._kept.seen(self.residuals)
         self._loose[:] = False
         run = self._commits.start if background else self._commits.run
-        run(f"step {step}", commit.prepare if self._unconfirmed else alone)
+        run(f"step {step}", commit.prepare if makes_round else alone)
 
     def confirm(self) -> None:
         """Returns when all ranks have the last round: it counts, and what was before it may be written over.
@@ -443,7 +444,7 @@ class DurableEngine(Engine):
         with self.together():
             yield
         said = self.ranks.gather(self.step, self.n_params) if self.ranks else [(self.step, self.n_params)]
-        self.step = max(step for step, _ in said)
+        self.step = max((step for step, n in said if n), default=self.step)
         if any(n for _, n in said):
             with self.together():
                 self.flush()
@@ -744,10 +745,13 @@ def common_round(ranks: Ranks, commits: list[list[Contents]]) -> list[list[Conte
 
 
 def other_world_size(store: RanksStore | Contents, size: int) -> str:
-    n = store.world_size
-    was, now = (f"{many} ranks" if many > 1 else "a process on its own" for many in (n, size))
+    alone, n = "a process on its own", store.world_size
+    was, now = (
+        (f"rank {store.rank} of {n}" if n > 1 else alone),
+        (f"these are {size} ranks" if size > 1 else f"this is {alone}"),
+    )
     return (
-        f"{store.path} is the store of {f'rank {store.rank} of ' if n > 1 else ''}{was}, and now there is {now}: the "
-        "states are divided otherwise. Start as many again; or start those, save with torch.distributed.checkpoint, "
-        "which loads on any number of ranks; or read what is in one store with CSDAdam.load() and `csd-optim export`"
+        f"{store.path} is the store of {was}, and {now}: the states are divided otherwise. To go on from it, start as "
+        "many as before; to change their number, save with torch.distributed.checkpoint there, and load that here. "
+        "CSDAdam.load() and `csd-optim export` read the store of one rank by itself"
     )
