@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from .bindings import DTYPE_CODES
 from .engine import SECTIONS
 from .errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from .images import Source
+from .parts import Shard, Whole
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
 # Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.
@@ -20,14 +21,19 @@ RESEED_CHUNK = 1 << 22
 
 @dataclass(eq=False)
 class Bound:
-    """A parameter that has its place on the devices."""
+    """A parameter that has its place on the devices: it, or the part of it that this process updates.
+
+    All that is said of elements here is said of the part.
+    """
 
     param: torch.Tensor
+    part: Whole
     name: str
     index: int  # over all extents; the row in the step's table
     sections: int
     stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
-    windows: dict[str, torch.Tensor]  # what `state` shows; master may be the parameter itself
+    windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself
+    shown: dict[str, torch.Tensor]  # the same as `state` shows them
     own_master: torch.Tensor  # the engine's place for the master, used unless in_place
     numel: int  # fp32 values; a complex number counts two
     in_place: bool  # the parameter is its own master and the only one, windows["master"] an alias of it
@@ -37,6 +43,7 @@ class Bound:
     # What was true of `param` after the last step; anything else is looked at closely.
     version: int = -1
     pointer: int = -1
+    local: torch.Tensor = field(init=False)  # the part itself, when it was last looked at
     # The dtype a contiguous gradient must have for the engine to reach it and the parameter by itself, else None.
     direct: torch.dtype | None = None
 
@@ -48,21 +55,42 @@ class Bound:
         """
         return self.windows.get("residual")
 
+    def set_window(self, key: str, window: torch.Tensor) -> None:
+        if self.windows.get(key) is not window:
+            self.windows[key], self.shown[key] = window, self.part.show(window)
+
+    def drop_window(self, key: str) -> None:
+        del self.windows[key], self.shown[key]
+
+    @property
+    def version_now(self) -> int:
+        """Counts what was written to the parameter. A DTensor counts apart from its local tensor."""
+        p: Any = self.param
+        version: int = p._version
+        return version + p._local_tensor._version if isinstance(self.part, Shard) else version
+
+    @property
+    def pointer_now(self) -> int:
+        p: Any = self.param
+        pointer: int = (p._local_tensor if isinstance(self.part, Shard) else p).data_ptr()
+        return pointer
+
     def fits(self) -> bool:
         """Is the parameter still one whose state this could be?"""
         p = self.param
-        return p.dtype in DTYPES and p.layout is torch.strided and not p.is_meta and p.shape == self.own_master.shape
+        right = p.dtype in DTYPES and p.layout is torch.strided and not p.is_meta
+        return right and self.part.of(p).shape == self.own_master.shape
 
     def look(self, grad_dtype: torch.dtype | None) -> None:
         """Somebody wrote, moved or converted the parameter: what is it now? `grad_dtype`: the optimizer's option."""
-        p = self.param
-        check_param(p, self.name)
-        shape = self.windows["exp_avg"].shape
+        check_param(self.param, self.name)
+        p = self.part.of(self.param)
+        shape = self.own_master.shape
         if p.shape != shape or numel(p) != self.numel:
             raise CSDValueError(f"parameter {self.name} is {tuple(p.shape)} {p.dtype} now, its state {tuple(shape)}")
-        if self.pointer != p.data_ptr():
+        if self.pointer != self.pointer_now:
             self.version = -1  # it counts as written until a step has come to its end
-        self.pointer = p.data_ptr()
+        self.pointer, self.local = self.pointer_now, p
         on_host, in_order = p.device.type == "cpu", same_order(p.stride(), self.stride, p.shape)
         self.is_master = self.reachable and on_host and in_order and p.dtype is torch.float32
         reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES
@@ -70,9 +98,9 @@ class Bound:
         if self.in_place:
             self.in_place = reachable and p.dtype is torch.float32
             if self.in_place:
-                self.windows["master"] = p.detach()
+                self.set_window("master", p)
             else:  # no longer: what it was moves to the engine, with the bits that the parameter may have lost
-                self.windows["master"] = self.own_master.copy_(self.windows["master"])
+                self.set_window("master", self.own_master.copy_(self.windows["master"]))
 
     def fill(self, held: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> None:
         """Copies into the parameter's place what `held` (its entry of `state`) has of it.
@@ -81,17 +109,17 @@ class Bound:
         """
         for key, window in self.windows.items():
             value = held.get(key)
-            if value is window or (key == "master" and self.in_place):
+            if value is self.shown[key] or (key == "master" and self.in_place):
                 continue
             if value is not None:
-                window.copy_(value) if isinstance(value, torch.Tensor) else window.fill_(value)
+                window.copy_(self.part.of_state(value)) if isinstance(value, torch.Tensor) else window.fill_(value)
             elif key == "master":
                 if seed:
-                    window.copy_(self.param.detach())
+                    window.copy_(self.local)
             elif not fresh:
                 window.zero_()
         # A master that came with the state may not round to the parameter: the next step compares them.
-        self.version = self.param._version if "master" not in held else -1
+        self.version = self.version_now if "master" not in held else -1
 
     def reseed(self, *, always: bool) -> None:
         """Where the parameter is not its rounded master, somebody has set it: it becomes the master there.
@@ -101,7 +129,7 @@ class Bound:
         if self.in_place or self.numel == 0:
             return
         master = flat(self.windows["master"])
-        p = flat(ordered(self.param.detach(), self.stride))
+        p = flat(ordered(self.local, self.stride))
         for first in range(0, self.numel, RESEED_CHUNK):
             chunk, now = master[first : first + RESEED_CHUNK], p[first : first + RESEED_CHUNK].cpu()
             same = chunk.to(now.dtype) == now
@@ -110,16 +138,21 @@ class Bound:
 
     def restore(self, first: int, n: int) -> None:
         """Elements [first, first + n) of the parameter get the value of their master: an undone step wrote them."""
-        p = self.param
-        # The only master; or written only after the step, which did not come to that.
-        if self.in_place or not same_order(p.stride(), self.stride, p.shape):
+        p = self.local
+        if self.in_place:  # the only master
             return
-        flat(p.detach())[first : first + n].copy_(flat(self.windows["master"])[first : first + n])
-        self.version = p._version
+        if not same_order(p.stride(), self.stride, p.shape):
+            p.copy_(self.windows["master"])
+        else:
+            flat(p)[first : first + n].copy_(flat(self.windows["master"])[first : first + n])
+        self.version = self.version_now
 
     def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> Source:
-        """Gradient and parameter as flat arrays in the order of the state: views where memory has it, else copies."""
-        p = self.param
+        """Gradient and parameter as flat arrays in the order of the state: views where memory has it, else copies.
+
+        `g`: of the part.
+        """
+        p = self.local
         if g.shape != p.shape:
             raise CSDValueError(
                 f"the gradient of {self.name} has shape {tuple(g.shape)}, the parameter {tuple(p.shape)}"
@@ -127,7 +160,7 @@ class Bound:
         if g.dtype not in DTYPES:
             raise CSDTypeError(f"the gradient of {self.name} is {g.dtype}; CSDAdam takes {', '.join(map(str, DTYPES))}")
         grad = flat(ordered(g.detach().resolve_conj().resolve_neg(), self.stride))
-        target, back = p.detach(), None
+        target, back = p, None
         if not same_order(p.stride(), self.stride, p.shape):
             target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
             back = (p, target)
@@ -144,8 +177,6 @@ def check_param(p: torch.Tensor, name: str) -> None:
         )
     if p.layout is not torch.strided:
         raise CSDRuntimeError(f"CSDAdam does not support {p.layout} parameters, such as {name}")
-    if hasattr(p, "to_local"):
-        raise CSDRuntimeError(f"CSDAdam does not support DTensor parameters yet, such as {name}")
     if p.device.type not in ("cpu", "cuda", "meta"):
         raise CSDRuntimeError(f"CSDAdam does not support parameters on {p.device}, such as {name}: only cpu and cuda")
     if any(s == 0 and n > 1 for s, n in zip(p.stride(), p.shape, strict=True)):

@@ -183,6 +183,10 @@ class DurableEngine(Engine):
         self._seen.append(window._version)
         return window
 
+    def watch(self, param: int, shown: torch.Tensor) -> None:
+        self._given.append((param, shown))
+        self._seen.append(shown._version)
+
     def hold(self, keeper: object) -> None:
         """Keeps `keeper` alive as long as somebody has a window."""
         for window in chain.from_iterable(self._windows):

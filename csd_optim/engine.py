@@ -245,6 +245,9 @@ class Engine:
         buffer = self._windows[self.extents.index(extent)][section]
         return torch.frombuffer(buffer, dtype=dtype, count=n, offset=4 * start)
 
+    def watch(self, param: int, shown: torch.Tensor) -> None:
+        """Somebody may write to a parameter's windows through this tensor, which counts that by itself."""
+
     def _extent_of(self, tile: int) -> Extent:
         return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
 
@@ -303,6 +306,10 @@ class Engine:
 
     def pull(self) -> int:
         return bindings.engine_pull(self._handle, self.name_device)
+
+    def given(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
+        """Do these tiles (uint32), all of them pushed, have their new parameters? `wait`: until they have."""
+        return bindings.engine_given(self._handle, tiles, wait, self.name_device)
 
     def finish(self, keep: bool = True) -> None:
         """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""

@@ -59,7 +59,8 @@ class CSDWarning(UserWarning):
 
 def users_stacklevel() -> int:
     """The stacklevel, for a warning from the calling function, of the line that made us do this."""
+    between = ("csd_optim", "torch", "copy", "copyreg")
     frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("csd_optim", "torch"):
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         frame, level = frame.f_back, level + 1
     return level

@@ -8,7 +8,7 @@ the entries travel, selected on the same streams.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +32,14 @@ class Source:
     grad_dtype: torch.dtype  # on the link
     is_master: bool = False  # the parameter is its own master: the device needs it as well
     back: tuple[torch.Tensor, torch.Tensor] | None = (
-        None  # after the step: a strided parameter, and `param` to copy there
+        None  # a strided parameter, and `param` to copy there, by give_back()
     )
     topk: TopK | None = None  # None: dense
+
+    def give_back(self) -> None:
+        """Its new values are in `param`."""
+        if self.back:
+            self.back[0].copy_(self.back[1])
 
 
 @dataclass
@@ -98,10 +103,13 @@ class ImageRing:
     def bytes(self) -> int:
         return sum(t.nbytes for slot in self.slots for t in (slot.grad, slot.param, slot.entries))
 
-    def run(self, engine: Engine, tiles: Iterable[int], sources: dict[int, Source]) -> None:
+    def run(
+        self, engine: Engine, tiles: Iterable[int], sources: dict[int, Source], pulled: Callable[[int], None] | None
+    ) -> None:
         """Pushes and pulls `tiles` of the step under way. `sources` holds the parameters that have a gradient.
 
-        To be followed by feed_back() when the step is whole, or by forget().
+        `pulled` is called with each tile when its parameters can be used. To be followed by feed_back() when the step
+        is whole, or by forget().
         """
         self.forget()
         cuda = {s.grad.device for s in sources.values()} | {s.param.device for s in sources.values()}
@@ -109,7 +117,7 @@ class ImageRing:
         for device, stream in streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))  # the gradients must be there
         try:
-            self._flow(engine, tiles, sources, streams)
+            self._flow(engine, tiles, sources, streams, pulled)
         finally:
             self._join(streams)
 
@@ -134,6 +142,7 @@ class ImageRing:
         tiles: Iterable[int],
         sources: dict[int, Source],
         streams: dict[torch.device, Any],
+        pulled: Callable[[int], None] | None,
     ) -> None:
         todo: dict[int, deque[int]] = {}
         for tile in tiles:
@@ -165,6 +174,9 @@ class ImageRing:
                 out_on[engine.device_of(tile)] -= 1
                 self._copy(slot, engine.pieces_of(tile), sources, streams, to_device=True)
                 free.append(slot)
+                if pulled:
+                    self._join(streams)
+                    pulled(tile)
 
     @staticmethod
     def _join(streams: dict[torch.device, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,11 @@ from torch.nn.parameter import is_lazy
 from .bound import Bound
 from .errors import CSDTypeError
 from .layout import Extent
+from .parts import Whole
 from .store_format import Record
 
 Groups = Sequence[dict[str, Any]]
+PartOf = Callable[[torch.Tensor], Whole]  # of a parameter, that which this process updates
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
@@ -31,34 +33,34 @@ def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
             yield k, i, p
 
 
-def manifest(bounds: Sequence[Bound], extents: Sequence[Extent], groups: Groups) -> dict[str, Any]:
+def manifest(bounds: Sequence[Bound], extents: Sequence[Extent], groups: Groups, part_of: PartOf) -> dict[str, Any]:
     """`bounds` in the order of the extents."""
     places = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
     place_of = {id(p): (k, i) for k, i, p in members(groups)}
     params = []
     for b, (extent, start) in zip(bounds, places, strict=True):
         k, i = place_of.get(id(b.param), (-1, -1)) if b.alive else (-1, -1)
-        about = {"name": b.name, "group": k, "position": i, **_about(b.param)}
+        about = {"name": b.name, "group": k, "position": i, **_about(b.param, b.part)}
         params.append(about | {"stride": list(b.stride), "extent": extent, "start": start, "numel": b.numel})
     placed = {id(b.param) for b in bounds if b.alive}
     waiting = [
-        {"name": name_of(groups, k, i), "group": k, "position": i, **_about(p)}
+        {"name": name_of(groups, k, i), "group": k, "position": i, **_about(p, part_of(p))}
         for k, i, p in members(groups)
         if id(p) not in placed
     ]
     return {"params": params, "waiting": waiting}
 
 
-def _about(p: torch.Tensor) -> dict[str, Any]:
-    shape = None if is_lazy(p) else list(p.shape)
-    return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch.")}
+def _about(p: torch.Tensor, part: Whole) -> dict[str, Any]:
+    shape = None if is_lazy(p) else list(part.of(p).shape)
+    return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch."), **part.about()}
 
 
-def first_difference(held: dict[str, Any], groups: Groups) -> str | None:
+def first_difference(held: dict[str, Any], groups: Groups, part_of: PartOf) -> str | None:
     """What a manifest says otherwise than the optimizer's groups; None if they agree."""
     placed = {(e["group"], e["position"]) for e in held["params"]}
     there = {(e["group"], e["position"]): e for e in (*held["params"], *held["waiting"]) if e["group"] >= 0}
-    here = {(k, i): {"name": name_of(groups, k, i), **_about(p)} for k, i, p in members(groups)}
+    here = {(k, i): {"name": name_of(groups, k, i), **_about(p, part_of(p))} for k, i, p in members(groups)}
     for k, i in sorted({*there, *here}):
         a, b, by_place = there.get((k, i)), here.get((k, i)), f"{k}.{i}"
         if a is None or b is None:

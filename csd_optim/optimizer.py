@@ -7,8 +7,9 @@ import os
 import time
 import warnings
 import weakref
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import is_
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 
@@ -29,9 +31,14 @@ from .compression import TopK, inverse_of
 from .devices import days_left, parse_devices
 from .durable import DurableEngine, open_engine
 from .engine import Engine
-from .errors import CSDError, CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from .errors import CSDError, CSDRankError, CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from .gather import Gather
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
-from .manifest import changed_by_resume, first_difference, name_of, plain, put_back
+from .join import StepHook, borrow
+from .manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
+from .materialized import COPIED, warn_if_large
+from .norm import global_norm
+from .parts import WHOLE, Share, digest, held_alike
 from .places import Places
 from .ranks import Ranks, ranks_of
 from .signals import signals_held
@@ -52,7 +59,7 @@ _PUBLIC = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Plan:
     """What stays the same from step to step while the same parameters take part."""
 
@@ -63,9 +70,25 @@ class _Plan:
     table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
     grad_dtype: torch.dtype | None  # the optimizer's option when this was made
     changes: int  # of the places, when this was made
+    gather: Gather | None = None  # of the parameters whose updates the ranks share; made when first needed
 
 
-class CSDAdam(AdamW):
+@dataclass
+class _Step:
+    """A step that is ready to be taken."""
+
+    plan: _Plan
+    grads: dict[int, torch.Tensor]  # of the parts, by row of the table
+    steps: np.ndarray[Any, Any]  # as they will be
+    table: np.ndarray[Any, Any]
+    hypers: np.ndarray[Any, Any]
+    prepared: dict[int, Source]  # what the engine cannot take as it stands, by row
+    written: list[Bound]  # from outside, since the last step
+    owed: list[Bound]  # residuals that the step changes
+    unscaled: bool  # gradients can be told from the scale: what is sent whole is owed no more
+
+
+class CSDAdam(AdamW, Joinable):
     """AdamW whose fp32 weights and moments live on computational storage devices.
 
     One step, three overlapped phases, tile by tile:
@@ -165,9 +188,8 @@ class CSDAdam(AdamW):
             raise CSDValueError(f"Invalid sharded: {sharded!r}; it is True or False")
         if resume and overwrite:
             raise CSDValueError("resume=True and overwrite=True exclude each other")
-        self._unbind(ranks_of(process_group))
+        self._unbind(ranks_of(process_group), sharded)
         self._options = {"tile_size": tile_size, "shadow": shadow}
-        self.sharded = sharded
         self.devices = devices
         self.grad_dtype = grad_dtype
         self.topk = topk
@@ -199,11 +221,15 @@ class CSDAdam(AdamW):
                 self.close()
                 raise
 
-    def _unbind(self, ranks: Ranks | None) -> None:
+    def _unbind(self, ranks: Ranks | None, sharded: bool) -> None:
         self._engine: Engine | None = None
         self._ranks = ranks
         self._ring: ImageRing | None = None
-        self._places = Places()
+        self.sharded = sharded
+        self._places = Places(ranks, sharded=sharded)
+        self._taken = 0  # steps, that ranks have to agree about
+        self._joined = False  # taking a step of the others: this rank has no more data
+        Joinable.__init__(self)
         self._plan: _Plan | None = None
         self._in_flight = False
         # Of the last step
@@ -279,6 +305,8 @@ class CSDAdam(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._ranks:
+            Join.notify_join_context(self)
         start = time.perf_counter()
         self._trained += 0.0 if self._started is None else start - self._started
         self._started = start
@@ -288,6 +316,8 @@ class CSDAdam(AdamW):
             engine.confirm()
             self._moved, self._grad_norm = False, None
             self._skipped = found_inf is not None and bool(found_inf.item())
+            if self._ranks:
+                self._skipped, scale = self._meet(self._ranks, scale)
             if not self._skipped:
                 self._update(engine, 1.0 if scale is None else 1.0 / float(scale))
             self._seconds = time.perf_counter() - start
@@ -321,7 +351,10 @@ class CSDAdam(AdamW):
             if engine.durable:
                 engine.record = self._record(engine)
                 self._places.describe(engine, self.param_groups)
+            # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
+            resumed = self._places.unwritten() if self._just_resumed else []
             self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
+        self._give_values([self._places.bound[id(b.param)] for b in resumed])
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
@@ -331,13 +364,15 @@ class CSDAdam(AdamW):
             )
         if self._ranks and not self._ranks.is_world:
             raise CSDRuntimeError("a CSDAdam with a process_group cannot be copied or pickled: the group cannot")
+        held = sum(w.nbytes for bound in self._places.bound.values() for w in bound.windows.values())
+        warn_if_large(held, COPIED)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         fresh = "_options" in state  # a copy or a pickle: __init__ has not run
         if fresh:
-            self._unbind(ranks_of(None))
+            self._unbind(ranks_of(None), state["sharded"])
         if "state" in state:
             entries = state.pop("state")
             self.state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
@@ -358,6 +393,80 @@ class CSDAdam(AdamW):
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
         record = self._record(engine) if engine.durable else None
+        with self._together():
+            step = self._prepare(engine, grad_scale)
+        if step is None and self._ranks is None:
+            return
+        if step is None:  # the other ranks' step
+            with self._together():
+                pass
+            self._taken += 1
+            engine.step += 1
+            self._places.describe(engine, self.param_groups)
+            engine.commit(record)
+            return
+        ring = self._run(engine, step, record)
+        self._taken += 1
+        try:
+            if ring is not None:
+                ring.feed_back()
+        finally:  # the step is whole, whatever becomes of what it owes
+            torch.autograd.graph.increment_version([b.windows["residual"] for b in step.owed])
+            if not self.error_feedback:
+                self._places.forgive(engine, step.plan.bounds)
+            elif step.unscaled:
+                self._places.forgive(engine, [b for b in step.owed if step.table["topk"][b.index] == 1])  # all was sent
+            for extent, own in zip(engine.extents, engine.steps, strict=True):
+                own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
+            engine.commit(record)
+        for source in step.prepared.values():
+            source.give_back()
+        torch.autograd.graph.increment_version(step.plan.params)
+        for bound in (*step.written, *step.plan.bounds):
+            bound.version = bound.version_now
+
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        """What is done within counts only if every rank has done it."""
+        return self._ranks.together() if self._ranks else contextlib.nullcontext()
+
+    def _meet(self, ranks: Ranks, scale: Any) -> tuple[bool, Any]:
+        """Do the ranks skip this step? One overflow is enough. And the loss scale, which ranks without data lack.
+
+        Raises CSDRankError if they cannot take it together.
+        """
+        alike = self._with_grad_alike()
+        said = ranks.gather(self._skipped, self._taken, self._joined, crc32(alike))
+        if len(steps := {taken for _, taken, _, _ in said}) > 1:
+            raise CSDRankError(f"ranks have taken different numbers of steps: {sorted(steps)}. Resume from the store")
+        if any(joined for _, _, joined, _ in said):
+            leader = [joined for _, _, joined, _ in said].index(0)
+            scale = borrow(ranks, leader, self.param_groups, scale, joined=self._joined)
+            alike = self._with_grad_alike()
+            said = ranks.gather(self._skipped, self._taken, self._joined, crc32(alike))
+        if len({names for *_, names in said}) > 1:
+            difference = ranks.first_difference([(name,) for name, _ in alike])
+            raise CSDRankError(
+                f"ranks have gradients of different parameters: {difference}. With sharded=True plain parameters "
+                "have to be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it"
+            )
+        new = [(name, p) for name, p in alike if id(p) not in self._places.bound]
+        if new and (difference := ranks.first_difference([(name, *digest(p)) for name, p in new])):
+            raise CSDRankError(
+                f"ranks do not hold the same parameters: {difference}. With sharded=True plain ones have to be "
+                "replicas, as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a "
+                "process_group of its own; if they are parts of one model, sharded=False"
+            )
+        return any(skipped for skipped, *_ in said), scale
+
+    def _with_grad_alike(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and parameters, of those that have a gradient and that all ranks hold alike."""
+        if not self.sharded:
+            return []
+        groups = self.param_groups
+        return [(name_of(groups, k, i), p) for k, i, p in members(groups) if p.grad is not None and held_alike(p)]
+
+    def _prepare(self, engine: Engine, grad_scale: float) -> _Step | None:
+        """Checks everything, takes in what was done from outside since the last step. None: there is no gradient."""
         if self._just_resumed:
             if self._without_data:
                 raise CSDRuntimeError(
@@ -367,18 +476,20 @@ class CSDAdam(AdamW):
             self._places.exchange(engine, self.param_groups)
             self._just_resumed = False
         params, grads, groups = self._members()
+        if self.max_grad_norm is not None:
+            grad_scale *= self._clip_scale(grad_scale)
         places = self._places
         if not places.intact():
             places.adopt(engine, self.param_groups, self.grad_dtype)
         if not params:
-            return
+            return None
         plan = self._plan_for(engine, params)
         places.fill(engine)
         places.describe(engine, self.param_groups)
         # The parameters that somebody wrote, moved or converted since the last step; without a gradient, too, if they
         # can still be ours.
         bounds = places.bound.values()
-        written = [b for b in bounds if b.version != b.param._version or b.pointer != b.param.data_ptr()]
+        written = [b for b in bounds if b.version != b.version_now or b.pointer != b.pointer_now]
         if self.grad_dtype is not plan.grad_dtype:
             written = plan.bounds
         written = [b for b in written if b.param.grad is not None or b.fits()]
@@ -389,15 +500,14 @@ class CSDAdam(AdamW):
             places.remember()
             places.changes += 1
             plan = self._plan_for(engine, params)
-        if self.max_grad_norm is not None:
-            grad_scale *= self._clip_scale(grads, grad_scale)
+        grads = [g if b.part is WHOLE else b.part.of(g) for b, g in zip(plan.bounds, grads, strict=True)]
         steps = np.concatenate(engine.steps)
         steps[plan.rows] += 1
         hypers, hyper_of = self._hypers(plan, groups, steps[plan.rows], grad_scale)
 
         table = plan.table.copy()
         table["hyper"][plan.rows] = hyper_of
-        prepared: dict[int, Source] = {}  # what the engine cannot take as it stands
+        prepared: dict[int, Source] = {}
         pointers = []
         for bound, g in zip(plan.bounds, grads, strict=True):
             if g.dtype is bound.direct and g.numel() == bound.numel and g.is_contiguous() and not g.is_neg():
@@ -421,25 +531,8 @@ class CSDAdam(AdamW):
             with engine.writing([b.index for b in written]) if many else contextlib.nullcontext():
                 for bound in written:
                     bound.reseed(always=always)
-        ring = self._run(engine, table, hypers, prepared, record)
-        try:
-            if ring is not None:
-                ring.feed_back()
-        finally:  # the step is whole, whatever becomes of what it owes
-            torch.autograd.graph.increment_version([b.windows["residual"] for b in owed])
-            if not self.error_feedback:
-                places.forgive(engine, plan.bounds)
-            elif inverse_of(grad_scale):
-                places.forgive(engine, [b for b in owed if table["topk"][b.index] == 1])  # all of it was sent
-            for extent, own in zip(engine.extents, engine.steps, strict=True):
-                own[:] = steps[extent.first_param : extent.first_param + len(own)]
-            engine.commit(record)
-        for source in prepared.values():
-            if source.back:
-                source.back[0].copy_(source.back[1])
-        torch.autograd.graph.increment_version(params)
-        for bound in (*written, *plan.bounds):
-            bound.version = bound.param._version
+        by_row = {b.index: g for b, g in zip(plan.bounds, grads, strict=True)}
+        return _Step(plan, by_row, steps, table, hypers, prepared, written, owed, bool(inverse_of(grad_scale)))
 
     def _members(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         """Parameters that take part in this step, their gradients, the indices of their groups."""
@@ -476,11 +569,11 @@ class CSDAdam(AdamW):
         for b in bounds:
             if b.direct:
                 row = table[b.index]
-                row["param"] = b.pointer
+                row["param"] = b.local.data_ptr()
                 row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype]
-        pointers, times = np.unique([b.param.data_ptr() for b in bounds], return_counts=True)
+        pointers, times = np.unique([b.pointer_now for b in bounds], return_counts=True)
         if (twice := pointers[(times > 1) & (pointers > 0)]).size:
-            names = " and ".join(b.name for b in bounds if b.param.data_ptr() == twice[0])
+            names = " and ".join(b.name for b in bounds if b.pointer_now == twice[0])
             raise CSDRuntimeError(
                 f"parameters {names} share their memory, and would be updated at the same time; "
                 "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
@@ -542,29 +635,21 @@ class CSDAdam(AdamW):
             self._places.remember()
         return owed
 
-    def _clip_scale(self, grads: list[torch.Tensor], grad_scale: float) -> float:
+    def _clip_scale(self, grad_scale: float) -> float:
         """What brings the gradients down to max_grad_norm; as torch.nn.utils.clip_grad_norm_, but in fp32."""
         assert self.max_grad_norm is not None
-        norms = [torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32) for g in grads]
-        norm = float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))) * abs(grad_scale)
+        params = ((p, self._places.part(p)) for _, _, p in members(self.param_groups))
+        norm = global_norm(params) * abs(grad_scale)
         self._grad_norm = norm
         return min(1.0, self.max_grad_norm / (norm + 1e-6)) if norm == norm else norm
 
-    def _run(
-        self,
-        engine: Engine,
-        table: np.ndarray[Any, Any],
-        hypers: np.ndarray[Any, Any],
-        prepared: dict[int, Source],
-        record: Record | None,
-    ) -> ImageRing | None:
-        """The step proper. On any failure parameters and state are put back.
+    def _run(self, engine: Engine, step: _Step, record: Record | None) -> ImageRing | None:
+        """The step proper. On any failure, of any rank, parameters and state are put back.
 
         Returns the ring, if something went through it, which has residuals yet to be brought up to date.
         """
+        table, prepared = step.table, step.prepared
         tiles = engine.tiles_with(table["grad"] != 0)
-        if not len(tiles):
-            return None
         travels = np.zeros(len(table), bool)
         for row, s in prepared.items():
             travels[row] = s.grad.is_cuda or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
@@ -574,27 +659,55 @@ class CSDAdam(AdamW):
         for tile in by_image:
             for row in engine.pieces_of(tile)["param"].tolist():
                 if table["grad"][row] and row not in prepared:
-                    bound = self._places.by_index[row]
-                    assert bound.param.grad is not None
-                    prepared[row] = bound.source(bound.param.grad, self.grad_dtype)
+                    prepared[row] = self._places.by_index[row].source(step.grads[row], self.grad_dtype)
         if ring is not None:
-            self._select_by_image(table, hypers, prepared)
-        tiles = engine.begin(table, hypers, tiles, record)
-        self._in_flight = self._moved = True
+            self._select_by_image(table, step.hypers, prepared)
+        gather = self._gather(engine, step, by_image)
+        done = False  # by all ranks
         try:
-            for tile in np.setdiff1d(tiles, by_image, assume_unique=True).tolist():
-                engine.push(tile)
-            if ring is not None:
-                ring.run(engine, by_image, prepared)
-            engine.finish()
+            with self._together():
+                try:
+                    if len(tiles):
+                        tiles = engine.begin(table, step.hypers, tiles, record)
+                        self._in_flight = self._moved = True
+                        direct = np.setdiff1d(tiles, by_image, assume_unique=True)
+                        for tile in direct.tolist():
+                            engine.push(tile)
+                        if ring is not None:
+                            ring.run(engine, by_image, prepared, gather.pulled if gather else None)
+                        if gather:
+                            gather.advance(wait=True)
+                        if self._ranks:
+                            engine.given(direct, wait=True)
+                finally:
+                    if gather:
+                        gather.finish()
+            done = True
+            if engine.stepping:
+                engine.finish()
+            else:
+                engine.step += self._ranks is not None
         except BaseException:
-            with contextlib.suppress(CSDError):
-                engine.finish(keep=False)  # a finish() that failed has undone the step already
-            if ring is not None:
-                ring.forget()
-            self._restore(engine, table["grad"] != 0)
+            if engine.stepping or done:
+                with contextlib.suppress(CSDError):
+                    engine.finish(keep=False)  # a finish() that failed has undone the step already
+                if ring is not None:
+                    ring.forget()
+                self._restore(engine, table["grad"] != 0)
+            if gather and not done:
+                gather.again()
             raise
         return ring
+
+    def _gather(self, engine: Engine, step: _Step, by_image: list[int]) -> Gather | None:
+        """What goes to the other ranks of this step, if they share the updates of its parameters."""
+        plan = step.plan
+        if plan.gather is None and self._ranks and any(isinstance(b.part, Share) for b in plan.bounds):
+            bounds = sorted((b for b in plan.bounds if isinstance(b.part, Share)), key=lambda b: b.index)
+            plan.gather = Gather(self._ranks, engine, bounds)
+        if plan.gather:
+            plan.gather.begin(by_image, step.prepared)
+        return plan.gather
 
     def _select_by_image(
         self, table: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], prepared: dict[int, Source]
@@ -661,7 +774,7 @@ class CSDAdam(AdamW):
         assert isinstance(engine, DurableEngine)
         held = engine.held[0]
         with engine.together():
-            if difference := first_difference(held.manifest, self.param_groups):
+            if difference := first_difference(held.manifest, self.param_groups, self._places.part_of):
                 raise CSDStoreError(f"{held.path} is the store of another model: {difference}")
             user_state = unpack_user_state(held.record.user_state)
             engine.check()
@@ -674,9 +787,19 @@ class CSDAdam(AdamW):
         self._put_back(engine)
 
     def _put_back(self, engine: Engine) -> None:
-        self._without_data = self._places.give_values(self.grad_dtype)
+        self._without_data = self._give_values(self._places.bound.values())
         for group, kept in zip(self.param_groups, engine.held[0].record.groups, strict=False):
             put_back(group, kept)
+
+    def _give_values(self, bounds: Collection[Bound]) -> str | None:
+        """Gives parameters the values of their masters, on all ranks. Returns the name of one that has no data yet."""
+        without_data = self._places.give_values(bounds, self.grad_dtype)
+        shares = [b for b in self._places.by_index if b.alive and isinstance(b.part, Share)]
+        if self._ranks and bounds and shares and not without_data:
+            Gather(self._ranks, self._live_engine, shares).again()
+            for bound in shares:
+                bound.version = bound.version_now
+        return without_data
 
     def restore(self) -> None:
         """Gives parameters and hyperparameters once more the values of the step that was resumed.
@@ -694,6 +817,30 @@ class CSDAdam(AdamW):
             self._places.exchange(engine, self.param_groups)
             self._put_back(engine)
 
+    # ---- torch.distributed.algorithms.Join -----------------------------------------------
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """With ``Join([ddp, optimizer])``, ranks that have run out of data go on to update their share."""
+        return StepHook(self._step_of_others)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._ranks.device if self._ranks else torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._ranks.group if self._ranks else torch.distributed.group.WORLD
+
+    def _step_of_others(self) -> None:
+        kept = [plain(group) for group in self.param_groups]
+        self._joined = True
+        try:
+            self.step()
+        finally:
+            self._joined = False
+            for group, own in zip(self.param_groups, kept, strict=True):
+                put_back(group, own)
+
     # ---- what users ask ----------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -701,6 +848,7 @@ class CSDAdam(AdamW):
 
         ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
         ``flash_write_bytes``: to and from storage. ``written_bytes``: states written since the stores were made.
+        ``gathered_bytes``: parameters from the ranks that have updated them.
         ``days_left``, of a device with a rating (``tbw=600TB``): of training until that is used up, at the rate at
         which it was written so far. ``params``: elements updated. ``nonfinite_grads``: gradients pushed as inf
         or nan (their elements are updated all the same). ``skipped``: an overflow was found.
@@ -745,6 +893,8 @@ class CSDAdam(AdamW):
             kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in ("read", "update", "write")
         }
         seconds["step"] = self._seconds
+        gather = self._plan.gather if self._plan else None
+        totals["gathered_bytes"] = happened * gather.received_bytes if gather else 0
         totals["skipped"] = self._skipped
         if self._grad_norm is not None:
             totals["grad_norm"] = self._grad_norm
@@ -809,3 +959,7 @@ class _Box:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def crc32(named: Sequence[tuple[str, Any]]) -> int:
+    return zlib.crc32("\n".join(name for name, _ in named).encode())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -13,12 +15,19 @@ from .bound import Bound, check_entry, check_param, flat, numel
 from .engine import SECTIONS, Engine
 from .errors import CSDRuntimeError, CSDStoreError
 from .manifest import Groups, manifest, members, name_of
+from .materialized import LOADED, REPLACED, bytes_in_memory, warn_if_large
+from .parts import WHOLE, Whole, part_of
+from .ranks import Ranks
 
 
 class Places:
-    """`groups` is the optimizer's `param_groups`, `grad_dtype` its option, wherever they are asked for."""
+    """`groups` is the optimizer's `param_groups`, `grad_dtype` its option, wherever they are asked for.
 
-    def __init__(self) -> None:
+    `ranks`, `sharded`: see part_of().
+    """
+
+    def __init__(self, ranks: Ranks | None = None, *, sharded: bool = True) -> None:
+        self.part_of = functools.partial(part_of, ranks=ranks, sharded=sharded)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self.bound: dict[int, Bound] = {}  # by id(param); each holds its parameter, so ids stay unique
         self.by_index: list[Bound] = []  # as the engine counts parameters
@@ -27,9 +36,14 @@ class Places:
         self._shown: list[Any] = []  # every value in `state`, as we left it
         self._said: list[list[tuple[int, torch.dtype]]] | None = None  # of what the stores were told
 
+    def part(self, p: torch.Tensor) -> Whole:
+        """The part of a parameter that this process updates."""
+        bound = self.bound.get(id(p))
+        return bound.part if bound else self.part_of(p)
+
     def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
         """Gives parameters, named by their id, a place on the devices, to be filled."""
-        by_sections: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        by_sections: dict[int, list[tuple[str, torch.Tensor, Whole]]] = {}
         for k, i, p in members(groups):
             if id(p) not in joining:
                 continue
@@ -39,13 +53,13 @@ class Places:
                 raise CSDRuntimeError(f"parameter {name} is on the meta device: it has no data yet")
             check_entry(held, p, name)
             amsgrad = groups[k]["amsgrad"] or "max_exp_avg_sq" in held
-            by_sections.setdefault(4 if amsgrad else 3, []).append((name, p))
+            by_sections.setdefault(4 if amsgrad else 3, []).append((name, p, self.part_of(p)))
         try:
             for sections, new in by_sections.items():
-                engine.extend([numel(p) for _, p in new], sections)
-                for name, p in new:
-                    stride = torch.empty_like(p, device="meta").stride()
-                    bound = self._give(engine, p, name, len(engine.extents) - 1, stride)
+                engine.extend([numel(part.of(p)) for _, p, part in new], sections)
+                for name, p, part in new:
+                    local = torch.empty_like(part.of(p), device="meta")
+                    bound = self._give(engine, p, part, name, len(engine.extents) - 1, local.shape, local.stride())
                     bound.look(grad_dtype)
                     self.unfilled[bound] = True
         finally:  # also of what has its place when there is none for the rest
@@ -58,44 +72,58 @@ class Places:
             return
         to_say = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
         if to_say != self._said:
-            engine.describe(manifest(self.by_index, engine.extents, groups))
+            engine.describe(manifest(self.by_index, engine.extents, groups, self.part_of))
             self._said = to_say
 
-    def _give(self, engine: Engine, p: torch.Tensor, name: str, extent: int, stride: tuple[int, ...]) -> Bound:
-        """Gives a parameter the next place of an extent. `stride`: of its states."""
+    def _give(
+        self,
+        engine: Engine,
+        p: torch.Tensor,
+        part: Whole,
+        name: str,
+        extent: int,
+        shape: Sequence[int],
+        stride: tuple[int, ...],
+    ) -> Bound:
+        """Gives a parameter the next place of an extent. `shape`, `stride`: of its part's states."""
         place = engine.extents[extent]
         i = len(self.by_index) - place.first_param
         dtype = torch.complex64 if p.is_complex() else torch.float32
         windows = {"step": torch.from_numpy(engine.steps[extent])[i]}
         for s in (1, 2, 3, 0) if place.sections == 4 else (1, 2, 0):
-            windows[SECTIONS[s]] = engine.window(place, i, s, dtype).as_strided(p.shape, stride)
+            windows[SECTIONS[s]] = engine.window(place, i, s, dtype).as_strided(shape, stride)
         bound = Bound(
             p,
+            part,
             name,
             index=len(self.by_index),
             sections=place.sections,
             stride=stride,
             windows=windows,
+            shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},
             own_master=windows["master"],
-            numel=numel(p),
+            numel=numel(windows["master"]),
             in_place=engine.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
             reachable=engine.reaches_params,
         )
         self.bound[id(p)] = bound
         self.by_index.append(bound)
         self.changes += 1
+        for key, window in bound.windows.items():
+            if bound.shown[key] is not window:
+                engine.watch(bound.index, bound.shown[key])
         return bound
 
     def owe(self, engine: Engine, bound: Bound) -> bool:
         """Sees to it that a parameter has a residual, on its device. Was there none? Raises CSDOSError."""
-        p, residual = bound.param, bound.residual
+        p, residual = bound.local, bound.residual
         if residual is None:
             residual = torch.empty_strided(p.shape, bound.stride, dtype=torch.bfloat16, device=p.device).zero_()
         elif residual.device == p.device:
             return False
         residual = residual.to(p.device)
         engine.keep_residual(bound.index, flat(residual))
-        bound.windows["residual"] = residual
+        bound.set_window("residual", residual)
         return True
 
     def forgive(self, engine: Engine, bounds: list[Bound]) -> None:
@@ -103,7 +131,7 @@ class Places:
         owing = [bound for bound in bounds if bound.residual is not None]
         for bound in owing:
             engine.drop_residual(bound.index)
-            del bound.windows["residual"]
+            bound.drop_window("residual")
             self.state[bound.param].pop("residual", None)
         if owing:
             self.remember()
@@ -142,19 +170,28 @@ class Places:
             if bound is None:
                 if held:
                     joining.add(id(p))
-            elif not held or any(held.get(key) is not bound.windows.get(key) for key in {*bound.windows, "residual"}):
+            elif not held or any(held.get(key) is not bound.shown.get(key) for key in {*bound.shown, "residual"}):
                 self.unfilled[bound] = False
         if joining:
             self.join(engine, groups, joining, grad_dtype)
+        warn_if_large(bytes_in_memory(self._foreign()), LOADED if loaded else REPLACED)
         if loaded and self.unfilled:  # the checkpoint's step is the one we are at
             engine.step = max(int(self.state[b.param].get("step", 0)) for b in self.unfilled)
         self.fill(engine)
+
+    def _foreign(self) -> Iterator[torch.Tensor]:
+        """What somebody put into `state`, and is still to be copied to its place."""
+        for bound in self.unfilled:
+            held = self.state.get(bound.param) or {}
+            for key, shown in bound.shown.items():
+                if isinstance(value := held.get(key), torch.Tensor) and value is not shown:
+                    yield value.to_local() if hasattr(value, "to_local") else value
 
     # ---- `state` ---------------------------------------------------------------------
 
     def show(self, bound: Bound) -> None:
         """Puts our tensors into `state`, beside whatever else is there."""
-        self.state[bound.param] = {**bound.windows, **self.state.get(bound.param, {}), **bound.windows}
+        self.state[bound.param] = {**bound.shown, **self.state.get(bound.param, {}), **bound.shown}
 
     def remember(self) -> None:
         self._shown = self._values()
@@ -176,13 +213,16 @@ class Places:
             gone = entry["group"] < 0  # it got another place later
             p = here.get((entry["group"], entry["position"]))
             if p is None or gone:
-                p = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta")
-            bound = self._give(engine, p, entry["name"], entry["extent"], tuple(entry["stride"]))
+                p, part = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta"), WHOLE
+            else:
+                part = self.part_of(p)
+            stride = tuple(entry["stride"])
+            bound = self._give(engine, p, part, entry["name"], entry["extent"], entry["shape"], stride)
             if gone:
                 self.bound.pop(id(p)).alive = False
                 continue
             if (residual := engine.residuals.get(bound.index)) is not None:
-                bound.windows["residual"] = residual.as_strided(bound.own_master.shape, bound.stride)
+                bound.set_window("residual", residual.as_strided(bound.own_master.shape, bound.stride))
             self.show(bound)
         self.remember()
 
@@ -196,33 +236,39 @@ class Places:
             if bound.alive and (p := here.get((entry["group"], entry["position"]))) is not None and p is not bound.param
         ]
         for entry, bound, p in changed:
-            if p.shape != bound.param.shape or p.dtype is not bound.param.dtype:
+            local = self.part_of(p).of(p)
+            if local.shape != bound.own_master.shape or p.dtype is not bound.param.dtype:
                 raise CSDStoreError(
-                    f"parameter {entry['name']} is {tuple(p.shape)} {p.dtype} now; in the store that was resumed it is "
-                    f"{tuple(bound.param.shape)} {bound.param.dtype}"
+                    f"parameter {entry['name']} is {tuple(local.shape)} {p.dtype} now; in the store that was resumed "
+                    f"it is {tuple(bound.own_master.shape)} {bound.param.dtype}"
                 )
         for _, bound, _ in changed:  # first all of them: they may have exchanged places among themselves
             del self.bound[id(bound.param)]
             self.state.pop(bound.param, None)
         for _, bound, p in changed:
-            bound.param = p
+            bound.param, bound.part = p, self.part_of(p)
+            bound.shown = {k: w if k == "step" else bound.part.show(w) for k, w in bound.windows.items()}
             self.bound[id(p)] = bound
             self.show(bound)
             self.changes += 1
         if changed:
             self.remember()
 
-    def give_values(self, grad_dtype: torch.dtype | None) -> str | None:
-        """Gives the parameters the values of their masters. Returns the name of one that has no data yet."""
+    def unwritten(self) -> list[Bound]:
+        """Those whose parameters are as we have left them."""
+        return [bound for bound in self.bound.values() if bound.version == bound.version_now]
+
+    def give_values(self, bounds: Iterable[Bound], grad_dtype: torch.dtype | None) -> str | None:
+        """Gives parameters the values of their masters. Returns the name of one that has no data yet."""
         without_data = None
-        for bound in self.bound.values():
+        for bound in bounds:
             p = bound.param
             if p.is_meta:
                 without_data = bound.name
                 continue
             with torch.no_grad():
-                p.copy_(bound.windows["master"])
+                bound.part.of(p).copy_(bound.windows["master"])
             bound.look(grad_dtype)
-            bound.version = p._version
+            bound.version = bound.version_now
         self.changes += 1
         return without_data

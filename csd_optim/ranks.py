@@ -6,9 +6,11 @@ Every method of `Ranks` that talks to the others is a collective: all ranks call
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,9 +26,16 @@ class Ranks:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        # Where what is sent has to lie: nccl knows GPUs only.
-        types = [device.type for device in group._device_types]
-        self.device = torch.device("cpu" if "cpu" in types else types[0])
+        self.device_types = [device.type for device in group._device_types]
+        self.device = device_of(group)
+        self.lost = False  # a rank is gone: nothing can be sent any more
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """The ranks as a one-dimensional device mesh."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self.group, self.device.type)
 
     @property
     def is_world(self) -> bool:
@@ -43,13 +52,45 @@ class Ranks:
     def all_gather(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Any:
         """Concatenates everybody's `own` (1-D, the same size and dtype on every rank) in `out`."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
-        return gather(out, own, group=self.group, async_op=async_op)
+        with self._noting_loss():
+            return gather(out, own, group=self.group, async_op=async_op)
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        """Everybody's `tensor`, alike in shape and dtype, gets the values of a rank's."""
+        with self._noting_loss():
+            there = tensor if tensor.device.type in self.device_types else tensor.to(self.device)
+            there = there.contiguous()
+            dist.broadcast(there, dist.get_global_rank(self.group, rank), group=self.group)
+            if there is not tensor:
+                tensor.copy_(there)
+
+    def wait(self, work: Any) -> None:
+        """Returns when an all_gather() with `async_op` is done; on a GPU, its stream waits."""
+        with self._noting_loss():
+            work.wait()
+
+    @contextlib.contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as e:
+            self.lost = True
+            raise CSDRankError(f"rank {self.rank} has lost the others: {e}") from e
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Everybody's plain values, by rank."""
         out = [None] * self.size
-        dist.all_gather_object(out, value, group=self.group)
+        with self._noting_loss():
+            dist.all_gather_object(out, value, group=self.group)
         return out
+
+    def first_difference(self, entries: list[Any]) -> str | None:
+        """Where lists of tuples, each beginning with a name, are not the same on all ranks."""
+        for rank, theirs in enumerate(said := self.gather_objects(entries)):
+            for a, b in itertools.zip_longest(said[0], theirs):
+                if a != b:
+                    return f"rank 0 has {a}, rank {rank} {b}"
+        return None
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -59,6 +100,8 @@ class Ranks:
             yield
         except BaseException as e:
             failure = e
+        if self.lost and failure is not None:
+            raise failure
         self.agree(failure)
 
     def agree(self, failure: BaseException | None = None) -> None:
@@ -69,6 +112,12 @@ class Ranks:
         if failure is not None:
             raise failure
         raise CSDRankError("; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text))
+
+
+def device_of(group: Any) -> torch.device:
+    """Where what the group sends may lie: in host memory, unless it knows GPUs only, as nccl does."""
+    types = [device.type for device in group._device_types]
+    return torch.device("cpu" if "cpu" in types else types[0])
 
 
 def ranks_of(group: Any) -> Ranks | None:
@@ -97,7 +146,3 @@ def fill_in(device: str) -> str:
         "{world_size}": 1 if alone else dist.get_world_size(),
     }
     return re.sub("|".join(map(re.escape, values)), lambda found: str(values[found[0]]), device)
-
-
-def all_equal(rows: Sequence[Any]) -> bool:
-    return all(row == rows[0] for row in rows)

@@ -1,6 +1,7 @@
 """Runs a function of a test module on several ranks: processes of this machine, joined by gloo."""
 
 import contextlib
+import io
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,7 @@ def on_ranks(size, function, *arguments, directory, seconds=120, may_die=()):
     in `may_die` may also be killed, and then return KILLED. `directory`: an existing one, where the ranks meet and
     which is their current directory.
     """
+    __tracebackhide__ = True  # what matters is the ranks' own
     place = f"{directory}/meet-{time.monotonic_ns()}"
     ranks = []
     for rank in range(size):
@@ -44,7 +46,7 @@ def on_ranks(size, function, *arguments, directory, seconds=120, may_die=()):
                 process, pipe = ranks[r]
                 if pipe.poll():
                     with contextlib.suppress(EOFError):
-                        results[r] = pipe.recv()
+                        results[r] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
                 if r not in results and not process.is_alive():
                     process.join()
                     results[r] = (process.exitcode == -signal.SIGKILL and r in may_die, KILLED)
@@ -64,9 +66,11 @@ def _run(pipe, rank, size, directory, place, function, arguments):
     torch.manual_seed(0)
     try:
         dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
-        pipe.send((True, function(rank, *arguments)))
+        result = True, function(rank, *arguments)
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    finally:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+        result = False, traceback.format_exc()
+    packed = io.BytesIO()
+    torch.save(result, packed)  # by value: a tensor that is sent lives no longer than its process
+    pipe.send_bytes(packed.getvalue())
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()

@@ -38,11 +38,12 @@ def devices_of(rank, run="run"):
 class Training:
     """Parameters of a rank's own, as shards are; gradients depend on the rank and the number of the step alone."""
 
-    def __init__(self, rank, devices=None, **options):
-        generator = torch.Generator().manual_seed(rank)
+    def __init__(self, rank, devices=None, own=None, **options):
+        own = rank if own is None else own  # replicas have the same on all ranks
+        generator = torch.Generator().manual_seed(own)
         sizes = (((90, 50), torch.float32), ((60, 30), torch.bfloat16), ((7,), torch.float32))  # the first goes sparse
         self.params = [torch.nn.Parameter(torch.randn(size, generator=generator).to(d)) for size, d in sizes]
-        self.rank = rank
+        self.own = own
         devices = devices or devices_of(rank)
         for device in devices:
             if ":" not in device:
@@ -52,7 +53,7 @@ class Training:
         self.done = self.opt.user_state.get("done", 0)
 
     def step(self):
-        generator = torch.Generator().manual_seed(1000 * self.rank + self.done)
+        generator = torch.Generator().manual_seed(1000 * self.own + self.done)
         for p in self.params:
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         self.opt.user_state = {"done": self.done + 1}
@@ -238,6 +239,34 @@ def test_ranks_are_killed_again_and_again(tmp_path):
     assert last > 5
 
 
+def train_replicas(rank, step, point=None):
+    """Each rank updates its share. The parameters where that begins, and at the end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "there is no store")
+        training = Training(rank, own=0, topk=None, sharded=True, resume=True)
+    with dies_at(point, 3) if point and rank == 1 else contextlib.nullcontext():
+        first = training.opt.committed_step, [p.detach().clone() for p in training.params]
+        try:
+            training.until(step)
+        except CSDRankError:
+            die()
+        training.opt.close()
+        return *first, [p.detach() for p in training.params]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_ranks_that_share_the_updates_are_killed(point, tmp_path):
+    on_ranks(2, train_replicas, 6, point, directory=tmp_path, may_die=(0, 1))
+    said = on_ranks(2, train_replicas, 5, directory=tmp_path)
+    alone = Training(0, ["ram:"], topk=None).until(POINTS[point])
+    begun = [p.detach().clone() for p in alone.params]
+    end = alone.until(5).params
+    for committed, first, last in said:
+        assert committed == POINTS[point]
+        assert all(map(torch.equal, first, begun))
+        assert all(map(torch.equal, last, end))
+
+
 # ---- a rank's disk is full -------------------------------------------------------------
 
 
@@ -408,18 +437,13 @@ def test_one_rank_edits(at_once, tmp_path):
 
 
 def idle(rank):
-    """Rank 1 has nothing to do in any step, and says so to its engine only."""
+    """Rank 1 has no gradient in any step."""
     training = Training(rank)
     if rank == 0:
         training.until(3)
-    else:
-        opt, engine = training.opt, training.opt._engine
-        for _ in range(3):
-            engine.confirm()
-            opt._places.describe(engine, opt.param_groups)
-            engine.step += 1
-            engine.commit(opt._record(engine))
-        assert opt.committed_step == 2
+    for _ in range(3 * rank):
+        training.opt.step()
+    assert training.opt.committed_step == 2
     training.opt.synchronize()
     training.opt.close()
     return rank == 0 or not training.opt.state

@@ -743,6 +743,27 @@ def test_restore_of_parameters_in_another_order(tmp_path):
         assert [int(opt.state[p]["step"]) for p in (a, b)] == [3, 3]
 
 
+@pytest.mark.parametrize("order", ["model, optimizer, state", "optimizer, model, state"])
+def test_a_checkpoint_of_an_earlier_step_is_loaded_after_resume(tmp_path, order):
+    """As trainers do; some make the optimizer, which resumes, only when the model is loaded."""
+    device = named_devices(tmp_path, 1)
+    training = Training(device).steps(3)
+    state = copy.deepcopy(training.opt.state_dict())
+    weights = {name: p.detach().clone() for name, p in training.params.items()}
+    training.step()
+    training.close()
+    training = resumed(device, 4)
+    if order == "optimizer, model, state":
+        with torch.no_grad():
+            for name, p in training.params.items():
+                p.copy_(weights[name])
+    training.opt.load_state_dict(state)
+    assert_same(training.image(), never_stopped(3))
+    training.done = 3
+    training.step()
+    assert_same(training.close(), never_stopped(4))
+
+
 @pytest.mark.parametrize("swap", [False, True])
 def test_meta_device(tmp_path, swap):
     [device] = named_devices(tmp_path, 1)

@@ -261,20 +261,6 @@ def test_a_gradient_of_another_shape_is_refused_before_anything_is_touched(devic
     assert_same_bits(everything(optimizer), before)
 
 
-def test_dtensor_parameters_are_refused():
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        p = nn.Parameter(distribute_tensor(torch.randn(4), init_device_mesh("cpu", (1,))))
-        with pytest.raises(RuntimeError, match="DTensor"):
-            CSDAdam([p], devices="ram:")
-    finally:
-        dist.destroy_process_group()
-
-
 # ---- Parameter groups -------------------------------------------------------------
 
 

@@ -354,6 +354,20 @@ uint32_t Engine::pull() {
   return tile;
 }
 
+bool Engine::given(const uint32_t *tiles, uint32_t n, bool wait) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
+  for (uint32_t i = 0; i < n; i++) {
+    const Job *job = tiles[i] < job_of_tile_.size() ? job_of_tile_[tiles[i]] : nullptr;
+    if (!job || !job->pushed)
+      throw Failure{CSD_EINVAL, "tile " + std::to_string(tiles[i]) + " is not part of this step, or was not pushed"};
+    if (wait) pulled_.wait(lock, [this, job] { return job->given || failed_; });
+    if (failed_) throw failure_;
+    if (!job->given) return false;
+  }
+  return true;
+}
+
 void Engine::finish(bool keep) {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};

@@ -38,6 +38,7 @@ class Engine {
   void begin(const csd_param *, uint64_t, const csd_adamw *, uint32_t, const uint32_t *tiles, uint32_t n_tiles);
   void push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries);
   uint32_t pull();
+  bool given(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);
   void settle_writes();
   void drain(bool open);

@@ -1,0 +1,195 @@
+"""Updated shares of parameters go from the rank that updated them to all others: in buckets, beside later updates.
+
+A bucket holds pieces of parameters, of every rank's share as much: elements [first, first + n) of it, where it has so
+many. It travels when this rank's tiles with these pieces have their new parameters. Buckets follow each other in the
+same order on all ranks, and all of them travel in every step, whatever happens on a rank: so that none waits in vain.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from .bound import Bound, flat, numel, same_order
+from .engine import Engine
+from .images import Source
+from .layout import round_up
+from .parts import Share
+from .ranks import Ranks
+
+ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there
+BUCKET_BYTES = 16 << 20  # of all ranks together
+IN_FLIGHT = 3  # buckets: one is filled, one travels, one is emptied
+
+
+@dataclass
+class _Piece:
+    bound: Bound
+    first: int | None  # element of the share, as flat() has it; None: all of a share that is not dense
+    n: int  # elements, of the largest share
+    offset: int  # in the bucket, bytes
+    bytes: int
+
+
+@dataclass
+class _Bucket:
+    pieces: list[_Piece] = field(default_factory=list)
+    tiles: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (buffer, parameter)
+    arrives: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (parameter, buffer)
+    own: torch.Tensor = field(init=False)  # buffers: this rank's
+    all: torch.Tensor = field(init=False)  # and everybody's
+
+    @property
+    def bytes(self) -> int:
+        return round_up(self.pieces[-1].offset + self.pieces[-1].bytes, ALIGN) if self.pieces else 0
+
+
+class Gather:
+    """What travels of `bounds`, in the order of their places, after each step in which the same ones take part.
+
+    It refers to the memory of their parameters as it is now.
+    """
+
+    def __init__(self, ranks: Ranks, engine: Engine, bounds: Sequence[Bound]) -> None:
+        self.ranks, self._engine = ranks, engine
+        self.buckets: list[_Bucket] = []
+        for device in {b.local.device: None for b in bounds}:
+            self.buckets += _fill_buckets([b for b in bounds if b.local.device == device], ranks.size)
+        tiles_of = _tiles_of(engine)
+        for k, bucket in enumerate(self.buckets):
+            bucket.tiles = np.unique(np.concatenate([tiles_of(p) for p in bucket.pieces])).astype(np.uint32)
+            self._bind(bucket, self.buckets[k - IN_FLIGHT] if k >= IN_FLIGHT else None)
+        self.received_bytes = sum(b.bytes for b in self.buckets) * (ranks.size - 1)
+
+    def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
+        """Gives a bucket its buffers, those of one that has arrived when this leaves, and views of them."""
+        size, n = self.ranks.size, bucket.bytes
+        device = bucket.pieces[0].bound.local.device
+        if device.type not in self.ranks.device_types:
+            device = self.ranks.device
+        if before is not None and before.all.device == device and before.own.numel() >= n:
+            bucket.own, bucket.all = before.own, before.all
+        else:
+            bucket.own = torch.empty(n, dtype=torch.uint8, device=device)
+            bucket.all = torch.empty(size * n, dtype=torch.uint8, device=device)
+        for piece in bucket.pieces:
+            part = piece.bound.part
+            assert isinstance(part, Share)
+            for rank in range(size):
+                share = part.of_rank(piece.bound.param, rank)
+                if piece.first is not None:
+                    share = flat(share)[piece.first : piece.first + piece.n]
+                if not share.numel():
+                    continue
+                mine = rank == self.ranks.rank
+                room = bucket.own if mine else bucket.all[rank * n :]
+                staged = (
+                    room[piece.offset :][: share.numel() * share.element_size()].view(share.dtype).view(share.shape)
+                )
+                (bucket.leaves if mine else bucket.arrives).append((staged, share) if mine else (share, staged))
+
+    def begin(self, images: Iterable[int] = (), sources: Mapping[int, Source] = MappingProxyType({})) -> None:
+        """A step begins. `images`: tiles that pulled() will be told of; of the others the engine knows.
+
+        `sources`: of parameters, by index, that have to be given back before they leave.
+        """
+        self._left, self._missing, self._sources = 0, set(images), sources
+        self._under_way: deque[tuple[_Bucket, Any]] = deque()
+
+    def pulled(self, tile: int) -> None:
+        """One of the images has its new parameters, and they are where they belong."""
+        self._missing.remove(tile)
+        self.advance(wait=False)
+
+    def advance(self, *, wait: bool) -> None:
+        """Lets go of the buckets that can; with `wait` of all, as soon as each can."""
+        while self._left < len(self.buckets):
+            tiles = self.buckets[self._left].tiles
+            if not self._missing.isdisjoint(tiles.tolist()) or not self._engine.given(tiles, wait=wait):
+                return
+            for piece in self.buckets[self._left].pieces:
+                if source := self._sources.get(piece.bound.index):
+                    source.give_back()
+            self._leave()
+
+    def finish(self) -> None:
+        """Lets go of all that have not left yet, as they are, and returns when all have arrived."""
+        while self._left < len(self.buckets):
+            self._leave()
+        while self._under_way:
+            self._arrive()
+
+    def again(self) -> None:
+        """The step was undone on all ranks: what they have put back travels once more. Not if a rank is lost."""
+        if not self.ranks.lost:
+            self.begin()
+            self.finish()
+
+    def _leave(self) -> None:
+        if len(self._under_way) == IN_FLIGHT:
+            self._arrive()
+        bucket = self.buckets[self._left]
+        _copy(bucket.leaves)
+        n = bucket.bytes
+        out = bucket.all[: self.ranks.size * n]
+        self._left += 1
+        self._under_way.append((bucket, self.ranks.all_gather(out, bucket.own[:n], async_op=True)))
+
+    def _arrive(self) -> None:
+        bucket, work = self._under_way.popleft()
+        self.ranks.wait(work)
+        _copy(bucket.arrives)
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [from_ for _, from_ in pairs], non_blocking=True)
+
+
+def _fill_buckets(bounds: Sequence[Bound], n_ranks: int) -> list[_Bucket]:
+    """Cuts the shares of parameters of one device into buckets. The same on every rank: by what they have in common."""
+    room = max(1 << 12, BUCKET_BYTES // n_ranks)
+    buckets = [_Bucket()]
+    for bound in bounds:
+        part = bound.part
+        assert isinstance(part, Share)
+        largest = part.of_rank(bound.param, 0)
+        dense = same_order(largest.stride(), torch.empty_like(largest, device="meta").stride(), largest.shape)
+        total = numel(largest) if dense else largest.numel()
+        size = largest.numel() * largest.element_size() // max(1, total)
+        first = 0
+        while first < total:
+            offset = buckets[-1].bytes
+            n = min((room - offset) // size, total - first) if dense else total
+            if offset and (n <= 0 or offset + n * size > room):
+                buckets.append(_Bucket())
+                continue
+            buckets[-1].pieces.append(_Piece(bound, first if dense else None, n, offset, n * size))
+            first += n
+    return [b for b in buckets if b.pieces]
+
+
+def _tiles_of(engine: Engine) -> Callable[[_Piece], np.ndarray[Any, Any]]:
+    """A function that tells the tiles (over all extents) in which elements of a piece of this rank's share lie."""
+    pieces = np.concatenate([e.pieces for e in engine.extents])
+    tiles = np.concatenate([e.pieces["tile"] + np.uint32(e.first_tile) for e in engine.extents])
+    order = np.argsort(pieces["param"], kind="stable")
+    pieces, tiles = pieces[order], tiles[order]
+    begins = np.searchsorted(pieces["param"], np.arange(engine.n_params + 1))
+
+    def tiles_of(piece: _Piece) -> np.ndarray[Any, Any]:
+        here = slice(*begins[piece.bound.index :][:2])
+        mine: np.ndarray[Any, Any] = tiles[here]
+        if piece.first is not None:
+            first = pieces["param_first"][here]
+            mine = mine[(first < piece.first + piece.n) & (first + pieces["elems"][here] > piece.first)]
+        return mine
+
+    return tiles_of

@@ -1,0 +1,518 @@
+"""On several ranks: DDP with its states shared out, FSDP, DTensors. The oracle is AdamW on the same ranks."""
+
+import contextlib
+import errno
+import io
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import KILLED, on_ranks
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+from csd_optim import CSDAdam
+from csd_optim.errors import CSDOSError, CSDRankError
+
+TILE = 1024  # the smallest
+STEPS = 4
+ARGS = {"lr": 0.02, "weight_decay": 0.1}
+
+
+class Net(nn.Module):
+    """Awkward on purpose: parameters with fewer rows than ranks, without rows, 0-dim, 4-dim, in several tiles."""
+
+    def __init__(self, hidden, scalar):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3, padding=1)
+        self.big = nn.Linear(5 * 16, hidden)
+        self.last = nn.Linear(hidden, 3, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5 if scalar else [1.5]))
+        self.unused = nn.Parameter(torch.randn(9, 2))
+        self.empty = nn.Parameter(torch.randn(0, 4))
+
+    def forward(self, x):
+        x = torch.relu(self.conv(x)).flatten(1)
+        return self.last(torch.tanh(self.big(x))) * self.scale + 0 * self.empty.sum()
+
+
+def net(used=False, hidden=67, scalar=True):
+    """`used`: without the parameter that gets no gradient."""
+    torch.manual_seed(3)
+    model = Net(hidden, scalar)
+    if used:
+        del model.unused
+    return model
+
+
+def data(rank, size, step, n=4):
+    """The part of a batch that a rank sees; on all ranks together always the same."""
+    torch.manual_seed(100 + step)
+    x, y = torch.randn(n * 4, 3, 4, 4), torch.randint(0, 3, (n * 4,))
+    return x.chunk(size)[rank], y.chunk(size)[rank]
+
+
+def loss_of(model, rank, size, step):
+    x, y = data(rank, size, step)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def train(model, optimizer, rank=0, size=1, steps=range(STEPS), clip=None):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, size, step).backward()
+        if clip:
+            clip(optimizer)
+        optimizer.step()
+
+
+def states(optimizer, params):
+    """What `state` says of each parameter: as plain tensors, whole."""
+    return [
+        {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in optimizer.state[p].items()}
+        for p in params
+    ]
+
+
+def assert_like_adamw(params, held, wanted):
+    """AdamW on the same ranks gets the same gradients, and rounds otherwise."""
+    for p, state, q, of_q in zip(params, held, *wanted, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+        assert {*of_q} <= {*state}
+        for key, value in of_q.items():
+            torch.testing.assert_close(state[key], value, rtol=2e-6, atol=1e-8)
+
+
+# ---- DDP -------------------------------------------------------------------------------
+
+
+def ddp():
+    return DDP(net(), find_unused_parameters=True)
+
+
+def ddp_trains(rank, size, devices):
+    reference, model = ddp(), ddp()
+    oracle = AdamW(reference.parameters(), **ARGS)
+    train(reference, oracle, rank, size)
+    with CSDAdam(model.parameters(), **ARGS, tile_size=TILE, devices=devices) as optimizer:
+        train(model, optimizer, rank, size)
+        params = [p.detach() for p in model.parameters()]
+        wanted = [p.detach() for p in reference.parameters()], states(oracle, reference.parameters())
+        assert_like_adamw(params, states(optimizer, model.parameters()), wanted)
+        own = sum(w.to_local().numel() for s in optimizer.state.values() if isinstance(w := s.get("exp_avg"), DTensor))
+        return params, own, optimizer.stats()
+
+
+@pytest.mark.parametrize("devices", ["file:", "ram:", ["ram:", "file:"], "named"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ddp(size, devices, tmp_path):
+    devices = ["csd{rank}-0", "csd{rank}-1"] if devices == "named" else devices
+    ranks = on_ranks(size, ddp_trains, size, devices, directory=tmp_path)
+    params = ranks[0][0]
+    for others, _, _ in ranks[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+    total = sum(p.numel() for p in net().parameters()) - 9 * 2 - 1  # no gradient; 0-dim, and kept by every rank
+    assert sum(own for _, own, _ in ranks) == total
+    assert max(own for _, own, _ in ranks) < total * 0.7
+
+
+def ddp_accumulates(rank, size, options, accumulation):
+    models = [DDP(net(used=True), **options) for _ in range(2)]
+    with CSDAdam(models[0].parameters(), **ARGS, tile_size=TILE, devices="file:") as optimizer:
+        for model, o in zip(models, (optimizer, AdamW(models[1].parameters(), **ARGS)), strict=True):
+            for step in range(accumulation * STEPS):
+                whole = step % accumulation == accumulation - 1
+                with contextlib.nullcontext() if whole else model.no_sync():
+                    loss_of(model, rank, size, step).backward()
+                if whole:
+                    o.step()
+                    o.zero_grad()
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+        return [p.detach() for p in models[0].parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulation"), [({"static_graph": True}, 1), ({"gradient_as_bucket_view": True}, 3)]
+)
+def test_ddp_with_a_static_graph_and_with_no_sync(options, accumulation, tmp_path):
+    ranks = on_ranks(2, ddp_accumulates, 2, options, accumulation, directory=tmp_path)
+    assert all(torch.equal(p, q) for p, q in zip(*ranks, strict=True))
+
+
+# ---- Replicas of any kind, without DDP -----------------------------------------------------
+
+
+def odd_parameters():
+    """fp32, bf16, fp16, complex; fewer rows than ranks, none, 0-dim; orders of memory in which rows are not dense."""
+    torch.manual_seed(5)
+    shapes = [(), (1,), (2,), (0, 3), (700,), (5, 1), (37, 41), (1, 3000)]
+    made = [torch.randn(s) for s in shapes]
+    made += [torch.randn(400).to(torch.bfloat16), torch.randn(33, 7).half(), torch.randn(5, 3, dtype=torch.complex64)]
+    made += [torch.randn(7, 5).t(), torch.randn(9, 4, 3, 3).to(memory_format=torch.channels_last)]
+    made += [torch.randn(6, 8).to(torch.bfloat16).t(), torch.randn(4, 6)[:, ::2]]
+    return [nn.Parameter(t) for t in made]
+
+
+def random_gradients(params, step, skip=()):
+    for k, p in enumerate(params):
+        torch.manual_seed(1000 * step + k)
+        p.grad = None if k in skip else torch.randn_like(p)
+
+
+def take(optimizer, params, steps, skip=lambda step: ()):
+    for step in steps:
+        random_gradients(params, step, skip(step))
+        optimizer.step()
+
+
+def assert_same(params, others, optimizer, other):
+    """Of the optimizers, the first is sharded, and the other is not. The same bits."""
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q), p.shape
+    for state, of_q in zip(states(optimizer, params), states(other, others), strict=True):
+        assert {*state} == {*of_q}
+        for key, value in of_q.items():
+            assert torch.equal(state[key], value), key
+
+
+def shares_or_not(rank, size, options, bucket):
+    from csd_optim import gather
+
+    gather.BUCKET_BYTES = bucket
+    params, others = odd_parameters(), odd_parameters()
+    with (
+        CSDAdam(params, **ARGS, tile_size=TILE, **options) as optimizer,
+        CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False, **options) as other,
+    ):
+        skip = lambda step: (3, 6, 9) if step == 2 else ()  # noqa: E731
+        take(optimizer, params, range(STEPS), skip)
+        take(other, others, range(STEPS), skip)
+        assert_same(params, others, optimizer, other)
+        with torch.no_grad():
+            for p, q in zip(params, others, strict=True):  # from outside, on all ranks
+                p.mul_(1.5)
+                q.mul_(1.5)
+        take(optimizer, params, [9])
+        take(other, others, [9])
+        assert_same(params, others, optimizer, other)
+        counted = optimizer.stats()
+        assert counted["params"] < other.stats()["params"]
+        return counted["gathered_bytes"]
+
+
+@pytest.mark.parametrize("bucket", [1 << 13, 1 << 24], ids=["many buckets", "one bucket"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"grad_dtype": torch.bfloat16}, {"amsgrad": True}, {"max_grad_norm": 0.5}, {"maximize": True}],
+    ids=lambda options: "".join(options) or "plain",
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_sharing_changes_no_bit(size, options, bucket, tmp_path):
+    """With grad_dtype some tiles travel by images."""
+    on_ranks(size, shares_or_not, size, options, bucket, directory=tmp_path)
+
+
+# ---- FSDP, tensor parallelism ------------------------------------------------------------------
+
+
+def fsdp1(use_orig_params):
+    return FSDP(net(scalar=False), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+
+
+def fsdp2(used=False, **options):
+    model = net(used, scalar=False)
+    model.empty = nn.Parameter(torch.zeros(2, 4))  # FSDP2 knows none without elements
+    for part in (model.big, model):
+        fully_shard(part, **options)
+    return model
+
+
+def hybrid():
+    """Replicated over pairs of ranks, sharded within them."""
+    return fsdp2(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def tensor_parallel():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = net(hidden=66)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(model, mesh, {"big": ColwiseParallel(), "last": RowwiseParallel()})
+
+
+MODELS = {
+    "FSDP1": lambda: fsdp1(False),
+    "FSDP1 use_orig_params": lambda: fsdp1(True),
+    "FSDP2": fsdp2,
+    "FSDP2 bf16": lambda: fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+    "hybrid": hybrid,
+    "tensor parallel": tensor_parallel,
+}
+
+
+def whole(tensors):
+    return [t.full_tensor() if isinstance(t, DTensor) else t.detach().clone() for t in tensors]
+
+
+def clip_gradients(model, norm):
+    if isinstance(model, FSDP):
+        return model.clip_grad_norm_(norm)
+    if {type(p) for p in model.parameters()} != {DTensor, nn.Parameter}:
+        return clip_grad_norm_(model.parameters(), norm)
+    # torch refuses a mixture
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    total = torch.linalg.vector_norm(torch.stack([g.norm() for g in whole(grads)]))
+    for g in grads:
+        g.mul_(min(1.0, norm / (total.item() + 1e-6)))
+    return total
+
+
+def sharded_trains(rank, size, kind, clip, options):
+    reference, model = MODELS[kind](), MODELS[kind]()
+    oracle = AdamW(reference.parameters(), **ARGS)
+    options = {"devices": "csd{rank}", **options}
+    with CSDAdam(model.parameters(), **ARGS, tile_size=TILE, **options) as optimizer:
+        tensor = kind == "tensor parallel"  # all ranks see the same data
+        for m, o in ((reference, oracle), (model, optimizer)):
+            for step in range(STEPS):
+                o.zero_grad()
+                loss_of(m, 0 if tensor else rank, 1 if tensor else size, step).backward()
+                if clip and (o is oracle or clip != "max_grad_norm"):
+                    clip_gradients(m, 0.1)
+                o.step()
+        wanted = whole(reference.parameters()), states(oracle, reference.parameters())
+        assert_like_adamw(whole(model.parameters()), states(optimizer, model.parameters()), wanted)
+        for p in model.parameters():
+            if isinstance(p, DTensor) and optimizer.state[p]:
+                assert optimizer.state[p]["exp_avg"].placements == p.placements
+                assert optimizer.state[p]["master"].shape == p.shape
+        return whole(model.parameters())
+
+
+@pytest.mark.parametrize("clip", [None, "clip_grad_norm_", "max_grad_norm"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_sharded_models(kind, clip, tmp_path):
+    size = 4 if kind == "hybrid" else 3
+    options = {"max_grad_norm": 0.1} if clip == "max_grad_norm" else {}
+    on_ranks(size, sharded_trains, size, kind, clip, options, directory=tmp_path)
+
+
+# ---- What goes wrong on one rank goes wrong on all -----------------------------------------------
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as e:
+        return e
+    raise AssertionError("nothing was raised")
+
+
+def everything(optimizer, params):
+    return [p.detach().clone() for p in params], [
+        {k: (v.to_local() if isinstance(v, DTensor) else v).clone() for k, v in optimizer.state.get(p, {}).items()}
+        for p in params
+    ]
+
+
+def assert_everything_is(found, wanted):
+    for p, q in zip(found[0], wanted[0], strict=True):
+        assert torch.equal(p, q), (p.shape, p.stride(), p.dtype, (p != q).nonzero().tolist()[:40])
+    for state, of_q in zip(found[1], wanted[1], strict=True):
+        assert {*state} == {*of_q}
+        assert all(torch.equal(state[k], of_q[k]) for k in state)
+
+
+def fails(rank, size, where, devices):
+    """A device fails on rank 1. All raise; parameters and states are those before; then it goes on."""
+    params, others = odd_parameters(), odd_parameters()
+    with (
+        CSDAdam(params, **ARGS, tile_size=TILE, devices=devices, max_grad_norm=10.0) as optimizer,
+        CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False, max_grad_norm=10.0) as other,
+    ):
+        take(optimizer, params, range(2))
+        take(other, others, range(2))
+        before, engine = everything(optimizer, params), optimizer._engine
+        if rank == 1:
+            real, count = getattr(engine, where), []
+
+            def broken(*args, **kwargs):
+                count.append(1)
+                if len(count) == (2 if where == "push" else 1):
+                    raise CSDOSError(errno.EIO, "unplugged")
+                return real(*args, **kwargs)
+
+            setattr(engine, where, broken)
+        random_gradients(params, 2)
+        e = raised_by(optimizer.step)
+        assert isinstance(e, CSDOSError if rank == 1 else CSDRankError), e
+        assert "unplugged" in str(e)
+        assert rank == 1 or "rank 1" in str(e)
+        assert_everything_is(everything(optimizer, params), before)
+        if rank == 1:
+            delattr(engine, where)
+        optimizer.step()
+        take(other, others, [2])
+        assert_same(params, others, optimizer, other)
+
+
+@pytest.mark.parametrize("where", ["push", "given", "begin"])
+@pytest.mark.parametrize("devices", ["file:", "csd{rank}"])
+def test_a_step_fails_on_one_rank(devices, where, tmp_path):
+    on_ranks(3, fails, 3, where, devices, directory=tmp_path)
+
+
+def refuses(rank):
+    def plain(value=1.0, grad=True):
+        p = nn.Parameter(torch.full((4, 3), value))
+        p.grad = torch.ones(4, 3) if grad else None
+        return p
+
+    said = []
+    for what in ("values", "gradients", "one has none", "sparse"):
+        p = plain(value=1.0 + rank * (what == "values"))
+        q = plain(grad=not (what == "gradients" and rank == 1))
+        if what == "one has none" and rank == 1:
+            p.grad = q.grad = None
+        if what == "sparse" and rank == 1:
+            p.grad = p.grad.to_sparse()
+        with CSDAdam([p, q], devices="file:") as optimizer:
+            said.append(str(raised_by(optimizer.step)))
+            assert torch.equal(p, torch.full((4, 3), 1.0 + rank * (what == "values")))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for options in ({"sharded": False}, {"process_group": alone}):  # a model of its own
+        p = plain(value=1.0 + rank)
+        with CSDAdam([p], lr=0.1, weight_decay=0, devices="file:", **options) as optimizer:
+            optimizer.step()
+            assert torch.allclose(p, torch.full((4, 3), 0.9 + rank))
+    return said
+
+
+def test_what_is_no_replica_is_refused(tmp_path):
+    for rank, said in enumerate(on_ranks(2, refuses, directory=tmp_path)):
+        assert "rank 0 has" in said[0]
+        assert "process_group of its own" in said[0]
+        assert "gradients of different parameters: rank 0 has ('0.1',), rank 1 None" in said[1]
+        assert "gradients of different parameters: rank 0 has ('0.0',), rank 1 None" in said[2]
+        assert "does not support sparse gradients" in said[3]
+        assert rank == 1 or "rank 1: CSDRuntimeError" in said[3]
+
+
+def without_rank_1(rank):
+    p = nn.Parameter(torch.ones(6))
+    p.grad = torch.ones(6)
+    with CSDAdam([p], devices="file:") as optimizer:
+        optimizer.step()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = everything(optimizer, [p])
+        e = raised_by(optimizer.step)
+        assert "has lost the others" in str(e)
+        assert_everything_is(everything(optimizer, [p]), before)
+
+
+def test_a_rank_dies(tmp_path):
+    assert on_ranks(2, without_rank_1, directory=tmp_path, may_die=[1]) == [None, KILLED]
+
+
+# ---- Overflow, scaling, Join ---------------------------------------------------------------------
+
+
+def overflows(rank):
+    p = nn.Parameter(torch.ones(5, 3))
+    with CSDAdam([p], lr=0.1, weight_decay=0, devices="file:") as optimizer:
+        for overflow_on in (None, 0, 1, None):
+            p.grad = torch.full((5, 3), 8.0)
+            optimizer.grad_scale = torch.tensor(4.0)
+            optimizer.found_inf = torch.tensor(float(rank == overflow_on))
+            optimizer.step()
+        assert optimizer.state[p]["step"] == 2
+        assert torch.allclose(optimizer.state[p]["exp_avg"].full_tensor(), torch.full((5, 3), 2 * 0.19))
+        return p.detach()
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path):
+    assert torch.equal(*on_ranks(2, overflows, directory=tmp_path))
+
+
+def joins(rank, size):
+    """Rank r has r + 1 batches. AdamW is not sharded: the last rank to join has its result."""
+    models = [DDP(net(used=True)) for _ in range(2)]
+    oracle = AdamW(models[1].parameters(), **ARGS)
+    with CSDAdam(models[0].parameters(), **ARGS, tile_size=TILE, devices="file:") as optimizer:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), torch.optim.lr_scheduler.StepLR(oracle, 1, 0.5)
+        for model, o, s in zip(models, (optimizer, oracle), schedule, strict=True):
+            with Join([model, o] if o is optimizer else [model]):
+                for step in range(rank + 1):
+                    o.zero_grad()
+                    loss_of(model, rank, size, step).backward()
+                    o.step()
+                    s.step()
+        assert optimizer.param_groups[0]["lr"] == oracle.param_groups[0]["lr"]
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-6)
+        return [p.detach() for p in models[0].parameters()], optimizer.state[models[0].module.scale]["step"].item()
+
+
+def test_uneven_inputs_with_join(tmp_path):
+    ranks = on_ranks(3, joins, 3, directory=tmp_path)
+    for params, step in ranks:
+        assert step == 3
+        assert all(torch.equal(p, q) for p, q in zip(params, ranks[0][0], strict=True))
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+def shows_states(rank, size, devices):
+    """What is written to `state` counts; AdamW's checkpoint loads; a part of the states is not saved for the whole."""
+    params, others = odd_parameters(), odd_parameters()
+    with CSDAdam(params, **ARGS, tile_size=TILE, devices=devices) as optimizer:
+        other = CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False)
+        take(optimizer, params, range(2))
+        take(other, others, range(2))
+        for o, of in ((optimizer, params), (other, others)):
+            for p in of:
+                o.state[p]["exp_avg"].mul_(0.5)
+                o.state[p]["exp_avg_sq"].add_(1.0)
+        take(optimizer, params, [2])
+        take(other, others, [2])
+        assert_same(params, others, optimizer, other)
+
+        big = next(p for p in params if isinstance(optimizer.state[p]["exp_avg"], DTensor))
+        assert optimizer.state[big]["exp_avg"].shape == big.shape
+        e = raised_by(lambda: torch.save(optimizer.state_dict(), io.BytesIO()))
+        assert f"rank {rank} holds 1/{size} of the optimizer's states" in str(e)
+
+        again = CSDAdam(again_params := odd_parameters(), **ARGS, tile_size=TILE, devices="file:")
+        with torch.no_grad():
+            for p, q in zip(again_params, params, strict=True):
+                p.copy_(q)
+        again.load_state_dict(other.state_dict())  # plain and whole, as AdamW's
+        take(again, again_params, [3])
+        take(other, others, [3])
+        assert_same(again_params, others, again, other)
+        optimizer.load_state_dict(again.state_dict())  # as DTensors
+        with torch.no_grad():
+            for p, q in zip(params, again_params, strict=True):
+                p.copy_(q)
+        take(optimizer, params, [4])
+        take(other, others, [4])
+        assert_same(params, others, optimizer, other)
+        again.close()
+        other.close()
+
+
+@pytest.mark.parametrize("devices", ["file:", "csd{rank}"])
+def test_states_of_shares(devices, tmp_path):
+    on_ranks(2, shows_states, 2, devices, directory=tmp_path)

@@ -1,0 +1,258 @@
+"""Short trainings with the trainers that people use, each a function of the optimizer's class and its options.
+
+    run(Optimizer, options, directory, resume=False) -> Run
+
+trains STEPS steps of two batches each and saves a checkpoint below `directory` in the middle. With resume=True it is
+the same script started again: it goes on from that checkpoint. The libraries are imported when they are used, which
+takes seconds. Nothing is downloaded.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from test_scripts import LanguageModel, next_token_loss
+from torch import nn
+from torch.optim import lr_scheduler
+
+STEPS, SAVED, BATCHES = 8, 4, 2  # steps, the step of the checkpoint, batches per step
+LR, WEIGHT_DECAY, CLIP = 1e-2, 0.1, 0.5
+
+
+@dataclass
+class Run:
+    losses: list[float]  # of each batch
+    params: dict[str, torch.Tensor]  # those that are trained, by name
+    state: dict[str, dict[str, torch.Tensor]]  # of the optimizer, by the same names
+
+
+def finished(losses, model, optimizer):
+    """What a run has come to. Lets go of the devices."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    params = {name: p.detach().clone() for name, p in named.items()}
+    state = {name: {key: t.clone() for key, t in optimizer.state[p].items()} for name, p in named.items()}
+    if hasattr(optimizer, "close"):
+        optimizer.close()
+    return Run(losses, params, state)
+
+
+def library(name):
+    """A library, without asking the network for anything; or the test is skipped."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return pytest.importorskip(name, reason=f"{name} is not installed")
+
+
+def texts(batches):
+    """As many batches of four sentences: (4 * batches, 13), int64."""
+    starts = torch.randint(20, (4 * batches, 1), generator=torch.Generator().manual_seed(1))
+    return (starts + torch.arange(13)) % 20
+
+
+def schedule_of(optimizer):
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+
+
+# ---- without a trainer ---------------------------------------------------------------------
+
+
+def loop(model, loss_of, Optimizer, options, directory, resume):
+    """Gradient accumulation, clipping, a schedule, and a checkpoint of everything by torch.save."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = Optimizer(params, lr=LR, weight_decay=WEIGHT_DECAY, **options)
+    schedule = schedule_of(optimizer)
+    os.makedirs(directory, exist_ok=True)
+    file, first, losses = Path(directory) / "checkpoint.pt", 0, []
+    if resume:
+        saved = torch.load(file, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        first = SAVED
+    batches = texts(STEPS * BATCHES).split(4)
+    for step in range(first, STEPS):
+        for batch in batches[step * BATCHES : (step + 1) * BATCHES]:
+            loss = loss_of(batch)
+            (loss / BATCHES).backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(params, CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step + 1 == SAVED and not resume:
+            saved = {"model": model, "optimizer": optimizer, "schedule": schedule}
+            torch.save({name: part.state_dict() for name, part in saved.items()}, file)
+    return finished(losses, model, optimizer)
+
+
+def compiled(Optimizer, options, directory, resume=False):
+    """torch.compile of the model; the step stays outside."""
+    torch.manual_seed(0)
+    model = LanguageModel()
+    fast = torch.compile(model, backend="aot_eager")  # the inductor would need a compiler
+    return loop(model, lambda batch: next_token_loss(fast, batch), Optimizer, options, directory, resume)
+
+
+# ---- Hugging Face --------------------------------------------------------------------------
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=20, tie_word_embeddings=True, **shape))
+
+
+def hugging_face(trainer_options, model, directory, resume):
+    """transformers.Trainer. `trainer_options`: a function of the model, which gives those about the optimizer."""
+    from transformers import Trainer, TrainingArguments
+
+    losses = []
+    model.register_forward_hook(lambda module, args, output: losses.append(output.loss.item()))
+    arguments = TrainingArguments(
+        output_dir=directory,
+        max_steps=STEPS,
+        save_steps=SAVED,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=BATCHES,
+        learning_rate=LR,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=CLIP,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to=[],
+    )
+    data = [{"input_ids": text, "labels": text} for text in texts(STEPS * BATCHES)]
+    trainer = Trainer(model, arguments, train_dataset=data, **trainer_options(model))
+    trainer.train(resume_from_checkpoint=os.path.join(directory, f"checkpoint-{SAVED}") if resume else None)
+    return finished(losses, model, trainer.optimizer.optimizer)
+
+
+def hugging_face_optimizers(Optimizer, options, directory, resume=False, dtype=torch.float32):
+    library("transformers")
+
+    def trainer_options(model):
+        optimizer = Optimizer(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
+        return {"optimizers": (optimizer, schedule_of(optimizer))}
+
+    return hugging_face(trainer_options, llama().to(dtype), directory, resume)
+
+
+def hugging_face_class(Optimizer, options, directory, resume=False):
+    """The trainer makes the optimizer: groups with and without weight decay, a linear schedule."""
+    library("transformers")
+    return hugging_face(
+        lambda model: {"optimizer_cls_and_kwargs": (Optimizer, {"lr": LR, **options})}, llama(), directory, resume
+    )
+
+
+def peft_lora(Optimizer, options, directory, resume=False):
+    """LoRA: two small matrices beside each of some frozen ones."""
+    library("transformers")
+    peft = library("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return loop(model, lambda batch: model(batch, labels=batch).loss, Optimizer, options, directory, resume)
+
+
+def accelerate(Optimizer, options, directory, resume=False):
+    library("accelerate")
+    from accelerate import Accelerator
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=BATCHES, step_scheduler_with_optimizer=False)
+    model = LanguageModel()
+    optimizer = Optimizer(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
+    loader = torch.utils.data.DataLoader(texts(STEPS * BATCHES), batch_size=4)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule_of(optimizer))
+    losses = []
+    if resume:
+        accelerator.load_state(directory)
+        loader = accelerator.skip_first_batches(loader, SAVED * BATCHES)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = next_token_loss(model, batch)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            if accelerator.sync_gradients:
+                schedule.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if len(losses) == SAVED * BATCHES and not resume:
+            accelerator.save_state(directory)
+    return finished(losses, accelerator.unwrap_model(model), optimizer.optimizer)
+
+
+# ---- Lightning -----------------------------------------------------------------------------
+
+
+def for_large_state():
+    """Arguments of Lightning's Trainer: by itself it makes and reads a checkpoint in memory, and state that is resumed
+    goes to the GPU."""
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class MappedCheckpoints(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            torch.save(checkpoint, f"{path}.part")
+            os.replace(f"{path}.part", path)
+
+        def load_checkpoint(self, path, map_location=None, weights_only=None):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+    class StateStays(SingleDeviceStrategy):
+        def load_optimizer_state_dict(self, checkpoint):
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                optimizer.load_state_dict(state)
+
+    return {"plugins": [MappedCheckpoints()], "strategy": StateStays("cpu")}
+
+
+def lightning(Optimizer, options, directory, resume=False, trainer_options=dict):
+    library("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.losses = LanguageModel(), []
+
+        def training_step(self, batch):
+            loss = next_token_loss(self.model, batch)
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = Optimizer(self.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule_of(optimizer), "interval": "step"},
+            }
+
+    torch.manual_seed(0)
+    module = Module()
+    checkpoints = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=STEPS // SAVED,
+        limit_train_batches=SAVED * BATCHES,
+        accumulate_grad_batches=BATCHES,
+        gradient_clip_val=CLIP,
+        callbacks=[checkpoints],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **trainer_options(),
+    )
+    loader = torch.utils.data.DataLoader(texts(SAVED * BATCHES), batch_size=4)
+    trainer.fit(module, loader, ckpt_path=os.path.join(directory, f"step={SAVED}.ckpt") if resume else None)
+    return finished(module.losses, module, trainer.optimizers[0])
+
+
+TRAINERS = [compiled, hugging_face_optimizers, hugging_face_class, peft_lora, accelerate, lightning]
