@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import math
 import os
 import secrets
@@ -207,7 +208,7 @@ class Snapshot:
         self.to_copy: list[Contents] = []
         self._outputs: dict[str, Output] = {}  # by the path of the store
         self._heads: list[tuple[str, int, bytes]] = []  # store, where, what
-        store_id = secrets.token_bytes(16)  # from here on they go different ways
+        store_id = _id_of_copy(held[0])
         with contextlib.ExitStack() as stack:
             place = stack.enter_context(made_whole(path))
             place.mkdir()
@@ -241,6 +242,14 @@ class Snapshot:
             each_tile(self.to_copy, copy, copy_residual, gate=gate, tick=tick)
             for store, offset, data in self._heads:
                 self._outputs[store].write(data, offset)
+
+
+def _id_of_copy(contents: Contents) -> bytes:
+    """A new one: from here on store and copy go different ways. The copies of all ranks' stores have the same."""
+    block = contents.superblock
+    if contents.world_size == 1:
+        return secrets.token_bytes(16)
+    return hashlib.sha256(block.store_id + block.round.to_bytes(8, "little")).digest()[:16]
 
 
 def _cloned(to: int, source: int) -> bool:
@@ -294,8 +303,14 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
     if engine.stepping:
         raise CSDRuntimeError("a step is under way: save() when it has returned")
     engine.check_whole()
-    if not engine.n_params:
+    if not (engine.n_params or engine.committed_step):  # a rank may have no parameters
         raise CSDRuntimeError("there is no state to save yet: save() goes after the first step()")
+    if engine.ranks:
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as e:
+            raise CSDOSError(e.errno, f"cannot make {path}: {e.strerror}") from e
+        path = path / f"rank-{engine.ranks.rank}"
     engine.flush()
     held = engine.committed()
     made = Snapshot(held, path)

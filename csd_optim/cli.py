@@ -504,6 +504,8 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         "store_id": block.store_id.hex(),
         "device": block.device,
         "devices": block.devices,
+        "rank": contents.rank,
+        "world_size": contents.world_size,
         "step": block.step,
         "clean": bool(block.flags & CLEAN),
         "torn": bool(block.flags & UNDER_WAY),

@@ -3,6 +3,9 @@
 copy 0    all tiles and residuals reach the disk, then the first copy of manifest, table and superblock; a crash in
           between finds the new step on some devices, and the one before, in copy 1, on all of them
 copy 1    so does the second copy: now what the step before had may be overwritten
+
+Of a step that several ranks make together, copy 1 waits until the ranks have told each other that all of them have
+copy 0: see DurableEngine.confirm().
 """
 
 from __future__ import annotations
@@ -17,37 +20,37 @@ from .errors import CSDOSError
 from .store import Staged, StoreFile
 
 InParallel = Callable[[Iterable[Callable[[], Any]]], list[Any]]
+Work = Callable[[InParallel], None]
 
 
 class Commit:
-    """One commit, to be called until it raises nothing. `stage`: what is to be written to each store.
+    """One commit: `prepare()`, and then `complete()`, each to be called until it raises nothing.
 
-    It may write, where the commit before has nothing, and is called again if it raises something.
+    `stage`: what is to be written to each store. It may write, where the commit before has nothing, and is called
+    again if it raises something.
     """
 
-    def __init__(
-        self,
-        name: str,
-        stores: list[StoreFile],
-        stage: Callable[[InParallel], list[Staged]],
-        done: Callable[[], None],
-    ) -> None:
-        self.name = name
-        self._stores, self._stage, self._done = stores, stage, done
+    def __init__(self, stores: list[StoreFile], stage: Callable[[InParallel], list[Staged]]) -> None:
+        self._stores, self._stage = stores, stage
         self._staged: list[Staged] | None = None
 
-    def __call__(self, in_parallel: InParallel) -> None:
+    def prepare(self, in_parallel: InParallel) -> None:
         if self._staged is None:
             self._staged = self._stage(in_parallel)
+        self._publish(0, in_parallel)
+
+    def complete(self, in_parallel: InParallel) -> None:
+        self._publish(1, in_parallel)
+
+    def _publish(self, copy: int, in_parallel: InParallel) -> None:
         # A second attempt writes what the first may have written, and the same again.
-        pairs = list(zip(self._stores, self._staged, strict=True))
-        for copy in range(2):
-            in_parallel([functools.partial(store.publish, staged, copy) for store, staged in pairs])
-        self._done()
+        assert self._staged is not None
+        pairs = zip(self._stores, self._staged, strict=True)
+        in_parallel([functools.partial(store.publish, staged, copy) for store, staged in pairs])
 
 
 class Background:
-    """Runs commits one after another, on threads of its own.
+    """Runs commits, or parts of them, one after another, on threads of its own.
 
     Only `start()` uses them, and never from a finalizer: the collector may call one while its thread holds locks of
     the pool. What is left to do is done on the thread that waits.
@@ -55,29 +58,30 @@ class Background:
 
     def __init__(self, n_devices: int) -> None:
         self._pool = ThreadPoolExecutor(1 + n_devices, thread_name_prefix="csd_optim")  # starts threads when needed
-        self._commit: Commit | None = None
+        self._work: Work | None = None
+        self._name = ""
         self._running: Future[None] | None = None
 
-    def start(self, commit: Commit) -> None:
-        """Starts a commit after the one before. Raises what that one raised."""
+    def start(self, name: str, work: Work) -> None:
+        """Starts `work`, to be called until it raises nothing, after the one before. Raises what that one raised."""
         self.wait()
-        self._commit = commit
+        self._name, self._work = name, work
         with contextlib.suppress(RuntimeError):  # the interpreter shuts down and has no more threads: wait() does it
-            self._running = self._pool.submit(commit, self._in_parallel)
+            self._running = self._pool.submit(work, self._in_parallel)
 
     @property
     def idle(self) -> bool:
         return self._running is None or self._running.done()
 
-    def run(self, commit: Commit) -> None:
+    def run(self, name: str, work: Work) -> None:
         """The same on the calling thread, to the end. Raises CSDOSError."""
         self.wait()
-        self._commit = commit
+        self._name, self._work = name, work
         self.wait()
 
     def wait(self) -> None:
-        """Returns when the last commit is durable. Raises CSDOSError if it is not; every call tries again."""
-        if self._commit is None:
+        """Returns when the last work is done. Raises CSDOSError if it is not; every call tries again."""
+        if self._work is None:
             return
         again = self._running is None  # it has failed before
         if self._running:
@@ -85,12 +89,12 @@ class Background:
             again, self._running = self._running.exception() is not None, None
         if again:
             try:
-                self._commit(lambda calls: [call() for call in calls])
+                self._work(lambda calls: [call() for call in calls])
             except CSDOSError as e:
                 raise CSDOSError(
-                    e.errno, f"{self._commit.name} cannot be committed yet: {e.strerror}; the next call tries again"
+                    e.errno, f"{self._name} cannot be committed yet: {e.strerror}; the next call tries again"
                 ) from e
-        self._commit = None
+        self._work = None
 
     def _in_parallel(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
         """All of them, also if one fails; then raises that."""

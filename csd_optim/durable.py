@@ -7,13 +7,14 @@ import json
 import secrets
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from .bindings import HYPER, PARAM, TILE_STATE
 from .commit import Background, Commit, InParallel
 from .devices import DeviceSpec
 from .engine import SECTIONS, Engine
-from .errors import CSDError, CSDStoreError, CSDValueError
+from .errors import CSDError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from .layout import Extent, extents_of
 from .ranks import Ranks
 from .residuals import Residuals
@@ -54,11 +55,31 @@ def open_engine(
     shadow: bool = True,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """The engine for these devices, of one of `ranks`. Raises what it raises."""
-    kind = DurableEngine if any(s.durable for s in specs) else Engine
-    if mode in ("resume", "read") and (temporary := [str(s) for s in specs if not s.durable]):
-        raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
-    return kind(specs, mode=mode, tile_elems=tile_elems, shadow=shadow)
+    """The engine for these devices, of one of `ranks`: then a collective, and raises on all of them or on none.
+
+    Raises what the engine raises, CSDValueError if the ranks do not want the same.
+    """
+    durable = any(s.durable for s in specs)
+    if ranks and len(set(ranks.gather(durable, get_args(Mode).index(mode)))) > 1:
+        raise CSDValueError(
+            "Invalid devices, resume or overwrite: directories keep the state on all ranks or on none, and all ranks "
+            "resume or none"
+        )
+    together = ranks.together if ranks else contextlib.nullcontext
+    with together():
+        if mode in ("resume", "read") and (temporary := [str(s) for s in specs if not s.durable]):
+            raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
+    if durable:
+        return DurableEngine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, ranks=ranks)
+    engine = None
+    try:
+        with together():
+            engine = Engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow)
+    except BaseException:
+        if engine:
+            engine.close()
+        raise
+    return engine
 
 
 @dataclass(frozen=True)
@@ -77,6 +98,11 @@ class DurableEngine(Engine):
     the slots that it names and writes the others; windows are private, and what somebody writes to them goes to the
     device with the next step. Of residuals a commit writes what has changed, where the commit before has nothing.
 
+    Ranks commit their steps together: a *round*. Each writes copy 0 beside the next forward; with `confirm()`, which
+    goes before whatever writes over the round before, they tell each other that all have it, and then it counts.
+    Nothing else is said, and nothing in the background: whoever dies, and whenever, all ranks have one round in common.
+    Between two rounds a rank may commit by itself (what somebody wrote to its windows); that belongs to the first.
+
     With mode "resume" or "read" an existing store is taken up: `held` is then what it says of itself at the last step
     that all devices have. Raises CSDStoreError when the stores do not belong together.
     """
@@ -84,8 +110,15 @@ class DurableEngine(Engine):
     durable = True
 
     def __init__(
-        self, specs: Sequence[DeviceSpec], *, mode: Mode = "new", tile_elems: int | None = None, shadow: bool = True
+        self,
+        specs: Sequence[DeviceSpec],
+        *,
+        mode: Mode = "new",
+        tile_elems: int | None = None,
+        shadow: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks
         self.store_id = secrets.token_bytes(16)
         self.pins: list[Pin] = []
         self._commits = Background(len(specs))
@@ -102,17 +135,24 @@ class DurableEngine(Engine):
         self._committed_steps = np.zeros(0, np.float32)
         self._kept = Residuals(len(specs))
         self._mode = mode
-        super().__init__(specs, mode=mode, tile_elems=tile_elems, shadow=shadow)
-        if mode in ("resume", "read"):
-            try:
+        self._round = 0  # the last that this rank has begun to commit
+        self._round_step = 0  # and the step that it has
+        self._loading = False  # what is loaded makes a round, whatever its step
+        self._unconfirmed: tuple[Commit, Callable[[], None]] | None = None  # of a round, and what tells that it counts
+        try:
+            with self.together():
+                super().__init__(specs, mode=mode, tile_elems=tile_elems, shadow=shadow)
+            if mode in ("resume", "read"):
                 self._take_up()
-            except BaseException:
-                if self._handle is not None:
-                    with contextlib.suppress(CSDError):  # what it was closed for says more
-                        bindings.engine_close(self._handle, self.name_device)
-                    self._handle = None
-                self._close_stores()
-                raise
+            if ranks and not self.held:
+                self.store_id = ranks.gather_objects(self.store_id)[0]
+        except BaseException:
+            if self._handle is not None:
+                with contextlib.suppress(CSDError):  # what it was closed for says more
+                    bindings.engine_close(self._handle, self.name_device)
+                self._handle = None
+            self._close_stores()
+            raise
 
     # ---- layout ------------------------------------------------------------
 
@@ -220,7 +260,7 @@ class DurableEngine(Engine):
         """What is written to the windows of these parameters within is on the devices at the end, and committed there.
 
         What is committed before stays as it is until then: these tiles move to their other slots first. The commit of
-        tiles that are new is that of the next step. Raises CSDOSError.
+        tiles that are new is that of the next step; while ranks are loading, that of `loading()`. Raises CSDOSError.
         """
         self._open_windows(params)
         try:
@@ -229,7 +269,8 @@ class DurableEngine(Engine):
             if self._uncommitted:
                 self._note_written()
                 self.drain()
-                self.commit(background=False)
+                if not self._loading:
+                    self.commit(background=False)
         except BaseException:
             with contextlib.suppress(CSDError):
                 self.drain()  # others' windows were opened, too, and theirs are committed
@@ -294,14 +335,23 @@ class DurableEngine(Engine):
 
     # ---- commits -------------------------------------------------------------
 
+    @property
+    def _makes_round(self) -> bool:
+        """Is the next commit one that the ranks make together?"""
+        return self.ranks is not None and (self._loading or self.step != self._round_step)
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return self.ranks.together() if self.ranks else contextlib.nullcontext()
+
     def commit(self, record: Record | None = None, *, clean: bool = False, background: bool = True) -> None:
         """Makes the state durable as it is; `steps` and `record` with it, which None leaves as it is.
 
-        In the background, which `wait()` waits for, or before it returns. Raises CSDOSError if the commit before had
-        failed and fails again.
+        In the background, which `wait()` waits for, or before it returns; a round counts with `confirm()` only.
+        Raises CSDOSError if the commit before had failed and fails again.
         """
         self.check_whole()
         self._commits.wait()
+        assert not self._unconfirmed, "confirm() goes before whatever follows a round"
         residuals = sorted(self.residuals)
         if changed := self._kept.changed(self.residuals):
             self._make_way()
@@ -312,33 +362,40 @@ class DurableEngine(Engine):
         self.record = record = record or self.record
         sequence, step, flags, n = self._sequence, self.step, CLEAN * clean, len(self.specs)
         version = WITH_RESIDUALS if residuals else VERSION
+        makes_round = self._makes_round
+        round_ = self._round + makes_round
         durable = {d: store for d, store in enumerate(self._stores) if store and store.durable}
-        self._committed_steps = steps = np.concatenate(self.steps)
+        self._committed_steps = steps = self._all_steps()
         manifests = {}
         if not self._described:
             manifests = {d: json.dumps(self._described_on(d)).encode() for d in durable}
+        nowhere = np.zeros(0, int)  # a rank may have no tiles at all
         own = {
-            d: np.concatenate([np.arange(e.first_tile + d, e.first_tile + e.n_tiles, n) for e in self.extents])
+            d: np.concatenate(
+                [nowhere, *(np.arange(e.first_tile + d, e.first_tile + e.n_tiles, n) for e in self.extents)]
+            )
             for d in durable
         }
 
         def stage(in_parallel: InParallel) -> list[Staged]:
+            tiles = np.zeros(0, TILE_STATE)
             if self._open.any():
                 self.drain()  # what is committed is not to be written to
-            else:
+            elif self._handle is not None:
                 bindings.engine_settle(self._handle, self.name_device)
-            tiles = bindings.engine_tiles(self._handle, 0, len(self._loose))
+            if self._handle is not None:
+                tiles = bindings.engine_tiles(self._handle, 0, len(self._loose))
             if changed:
                 for written in in_parallel([partial(self._kept.write, d, s, changed) for d, s in durable.items()]):
                     spaces.update(written)
             nothing = Region(0, 0, 0, 0)
-            total = [int(device["total_write_bytes"]) for device in self._counted()]
+            total = [int(device["total_write_bytes"]) for device in self._counted()] or self._before
             staged = []
             for d, store in durable.items():
                 record_of = replace(record, written_bytes=total[d])
                 here = [spaces[param] for param in residuals if self._kept.rooms[param].device == d]
-                table = pack_table(tiles[own[d].astype(int)], steps, record_of, here)
-                block = Superblock(self.store_id, d, n, sequence, step, flags, nothing, nothing, version)
+                table = pack_table(tiles[own[d]], steps, record_of, here)
+                block = Superblock(self.store_id, d, n, sequence, step, flags, nothing, nothing, version, round_)
                 staged.append(store.stage(block, manifests.get(d), table))
             return staged
 
@@ -346,15 +403,63 @@ class DurableEngine(Engine):
             self.committed_step = step
             self._kept.committed = spaces
 
-        commit = Commit(f"step {step}", [*durable.values()], stage, done)
+        commit = Commit([*durable.values()], stage)
+
+        def alone(in_parallel: InParallel) -> None:
+            commit.prepare(in_parallel)
+            commit.complete(in_parallel)
+            done()
+
+        if makes_round:
+            self._unconfirmed = commit, done
+        self._round, self._round_step, self._loading = round_, step, False
         self._described, self._uncommitted = True, False
         self._kept.seen(self.residuals)
         self._loose[:] = False
-        (self._commits.start if background else self._commits.run)(commit)
+        run = self._commits.start if background else self._commits.run
+        run(f"step {step}", commit.prepare if makes_round else alone)
+
+    def confirm(self) -> None:
+        """Returns when all ranks have the last round: it counts, and what was before it may be written over.
+
+        All ranks call it. Raises on all of them if one does not have the round: there CSDOSError, elsewhere
+        CSDRankError; nothing has been touched, and the next call tries again.
+        """
+        if self.ranks is None:
+            return
+        with self.together():
+            self.check_whole()
+            if self._makes_round:  # its commit did not even begin
+                self.commit()
+            self._commits.wait()
+        if self._unconfirmed:
+            (commit, done), self._unconfirmed = self._unconfirmed, None
+            done()
+            self._commits.start(f"step {self.committed_step}", commit.complete)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """What is loaded within is durable at the end; ranks make it a round. All ranks call it, and it raises on all.
+
+        The step is what the rank says that is farthest: its parameters may have made more steps than others.
+        """
+        self.confirm()
+        self._loading = self.ranks is not None
+        with self.together():
+            yield
+        said = self.ranks.gather(self.step, self.n_params) if self.ranks else [(self.step, self.n_params)]
+        self.step = max((step for step, n in said if n), default=self.step)
+        if any(n for _, n in said):
+            with self.together():
+                self.flush()
+            self.wait()
+        self._loading = False  # if there was nothing to commit
 
     def wait(self) -> None:
-        """Returns when the last step is durable. Raises CSDOSError."""
-        self._commits.wait()
+        """Returns when the last step is durable. Raises CSDOSError. Of ranks, all call it, and it raises on all."""
+        self.confirm()
+        with self.together():
+            self._commits.wait()
 
     def flush(self, *, clean: bool = False) -> None:
         """Commits everything, also what somebody wrote to windows since the last step, and waits. Raises CSDOSError.
@@ -409,7 +514,9 @@ class DurableEngine(Engine):
             {**p, "residual": self._kept.rooms[row]._asdict()} if row in self.residuals else p
             for row, p in enumerate(self._manifest["params"])
         ]
-        return self._manifest | {"params": params, "extents": extents, "tiles": sum(e["tiles"] for e in extents)}
+        ranks = {"rank": self.ranks.rank, "world_size": self.ranks.size} if self.ranks else {}
+        tiles = sum(e["tiles"] for e in extents)
+        return {**self._manifest, **ranks, "params": params, "extents": extents, "tiles": tiles}
 
     def _announce_step(self) -> None:
         """Before a step writes in place: whoever finds this, and not the commit after it, finds a mix of two steps."""
@@ -421,19 +528,28 @@ class DurableEngine(Engine):
     # ---- resume ----------------------------------------------------------------
 
     def _take_up(self) -> None:
-        """Finds the last step that all devices have, and the places of the states."""
+        """Finds the last step that all devices have, on all ranks, and the places of the states."""
+        with self.together():
+            commits = common_commits([s for s in self._stores if s])
+            if commits and self._mode == "resume" and not self.ranks and commits[0][0].world_size > 1:
+                raise CSDStoreError(other_world_size(commits[0][0], 1))
+        if self.ranks:
+            commits = common_round(self.ranks, commits)
+        if commits:
+            with self.together():
+                self._go_on_from(commits[0])
+
+    def _go_on_from(self, held: list[Contents]) -> None:
         stores = [s for s in self._stores if s]
-        self.held = common_commit(stores)
-        if not self.held:
-            return
+        self.held = held
         # The order of the devices is that of the store.
         order = sorted(range(len(stores)), key=lambda d: self.held[d].superblock.device)
         self.specs, self.held = [self.specs[d] for d in order], [self.held[d] for d in order]
         self._stores = [stores[d] for d in order]
         first, n = self.held[0], len(self.specs)
         block, manifest = first.superblock, first.manifest
-        self.store_id, self._sequence = block.store_id, block.sequence
-        self.step = self.committed_step = block.step
+        self.store_id, self._sequence, self._round = block.store_id, block.sequence, block.round
+        self.step = self.committed_step = self._round_step = block.step
         self.record = first.record
         self._before = [c.record.written_bytes for c in self.held]
         self.slots = manifest["extents"][0]["slots"] if manifest["extents"] else self.slots
@@ -451,7 +567,10 @@ class DurableEngine(Engine):
                 rows[d] += tiles
             self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in self.held], states)
             self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
-        self._committed_steps = np.concatenate(self.steps)
+        self._committed_steps = self._all_steps()
+
+    def _all_steps(self) -> np.ndarray[Any, Any]:
+        return np.concatenate([np.zeros(0, np.float32), *self.steps])
 
     def check(self) -> None:
         """Reads all states that were taken up; residuals into memory, unless the store is only looked at.
@@ -487,15 +606,25 @@ class DurableEngine(Engine):
         for pin in self.pins:
             pin.wanted.set()
         wait([pin.done for pin in self.pins])
-        if not self.steps:
+        if not self.steps and not self._round:
             return
         edited = (
             self._edited.any()
             or self._seen != self._versions()
             or self._kept.changed(self.residuals)
-            or not np.array_equal(np.concatenate(self.steps), self._committed_steps)
+            or not np.array_equal(self._all_steps(), self._committed_steps)
         )
-        if (self._changed or edited) and self._manifest and not self._torn and self._mode != "read":
+        if self._unconfirmed or self._makes_round:
+            # The other ranks may lack this round, or be gone: what all of them have is not to be written over.
+            if edited:
+                warnings.warn(
+                    f"what was written to `state` after step {self.step} is lost: the ranks have not agreed on that "
+                    "step yet. Call synchronize() on all of them first, then close() keeps it",
+                    CSDWarning,
+                    users_stacklevel(),
+                )
+            self._commits.wait()
+        elif (self._changed or edited) and self._manifest and not self._torn and self._mode != "read":
             self.flush(clean=True)
 
     def stats(self) -> list[dict[str, Any]]:
@@ -521,7 +650,12 @@ class DurableEngine(Engine):
 
 
 def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
-    """What each store holds of the last step that all of them have; empty if none of them has any.
+    """The newest of common_commits(), or nothing."""
+    return next(iter(common_commits(stores)), [])
+
+
+def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
+    """What each store holds of the commits that all of them have, the newest first; empty if none of them has any.
 
     Raises CSDStoreError when one is missing, when they are not the devices of one optimizer, or have no step in common.
     """
@@ -536,6 +670,8 @@ def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
     for store, block in zip(stores, newest, strict=True):
         if block.store_id != first.store_id:
             raise CSDStoreError(f"{store.path} belongs to another optimizer than {stores[0].path}")
+        if (rank := store.held[0].rank) != stores[0].held[0].rank:
+            raise CSDStoreError(f"{store.path} is rank {rank}'s, {stores[0].path} is rank {stores[0].held[0].rank}'s")
     if len(stores) != first.devices or sorted(b.device for b in newest) != list(range(first.devices)):
         raise CSDStoreError(
             f"{stores[0].path} is device {first.device} of {first.devices}; "
@@ -547,14 +683,79 @@ def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
         for c in [c for c in commits.values() if c.superblock.flags & UNDER_WAY]:
             before = replace(c.superblock, sequence=c.superblock.sequence - 1, flags=0)
             commits.setdefault(before.sequence, replace(c, superblock=before))
-    common = set.intersection(*map(set, known))
+    common = sorted(set.intersection(*map(set, known)), reverse=True)
     if not common:
         steps = ", ".join(f"{s.path}: {[c.superblock.step for c in s.held]}" for s in stores)
         raise CSDStoreError(f"the devices have no step in common ({steps}); go back to a snapshot or a checkpoint")
-    held = [commits[max(common)] for commits in known]
-    if any(c.superblock.flags & UNDER_WAY for c in held):
-        raise CSDStoreError(
-            f"{held[0].path}: a step after step {first.step} was cut short, and with shadow=False that leaves a mix of "
-            "two steps; go back to a snapshot or a checkpoint"
-        )
-    return held
+    found: list[list[Contents]] = []
+    for sequence in common:
+        held = [commits[sequence] for commits in known]
+        if any(c.superblock.flags & UNDER_WAY for c in held):  # and what was before it is not there any more
+            if found:
+                break
+            raise CSDStoreError(
+                f"{held[0].path}: a step after step {held[0].superblock.step} was cut short, and with shadow=False "
+                "that leaves a mix of two steps; go back to a snapshot or a checkpoint"
+            )
+        found.append(held)
+    return found
+
+
+@dataclass(frozen=True)
+class RanksStore:
+    """What a rank tells the others of its stores. Steps by round, the newest first."""
+
+    path: str
+    store_id: bytes
+    rank: int
+    world_size: int
+    is_first: bool  # commit
+    steps: dict[int, int]
+
+
+def common_round(ranks: Ranks, commits: list[list[Contents]]) -> list[list[Contents]]:
+    """Of a rank's commits those of the last round that all ranks have; none if no rank has any. A collective.
+
+    Raises CSDStoreError on all ranks when they have none in common, or a store is missing, of another rank, of another
+    run or of another number of ranks.
+    """
+    own = None
+    if commits:
+        newest = commits[0][0]
+        block = newest.superblock
+        steps = {c[0].superblock.round: c[0].superblock.step for c in commits}
+        where = newest.path, block.store_id, newest.rank, newest.world_size
+        own = RanksStore(*where, is_first=block.sequence == 1, steps=steps)
+    stores: list[RanksStore | None] = ranks.gather_objects(own)
+    there = {rank: store for rank, store in enumerate(stores) if store}
+    for rank, store in there.items():
+        if store.world_size != ranks.size:
+            raise CSDStoreError(other_world_size(store, ranks.size))
+        if store.rank != rank:
+            raise CSDStoreError(f"rank {rank}: {store.path} is the store of rank {store.rank}")
+    if len(there) < ranks.size:
+        if all(store.is_first for store in there.values()):  # killed before all of them had it
+            return []
+        without = ", ".join(str(rank) for rank in range(ranks.size) if rank not in there)
+        raise CSDStoreError(f"no store on rank {without}, but rank {min(there)} has {there[min(there)].path}")
+    for rank, store in there.items():
+        if store.store_id != there[0].store_id:
+            raise CSDStoreError(f"rank {rank}: {store.path} is of another run than rank 0's {there[0].path}")
+    common = set.intersection(*(set(store.steps) for store in there.values()))
+    if not common:
+        steps_of = ", ".join(f"rank {rank}: {[*store.steps.values()]}" for rank, store in there.items())
+        raise CSDStoreError(f"the ranks have no step in common ({steps_of}); go back to a snapshot or a checkpoint")
+    return [held for held in commits if held[0].superblock.round == max(common)]
+
+
+def other_world_size(store: RanksStore | Contents, size: int) -> str:
+    alone, n = "a process on its own", store.world_size
+    was, now = (
+        (f"rank {store.rank} of {n}" if n > 1 else alone),
+        (f"these are {size} ranks" if size > 1 else f"this is {alone}"),
+    )
+    return (
+        f"{store.path} is the store of {was}, and {now}: the states are divided otherwise. To go on from it, start as "
+        "many as before; to change their number, save with torch.distributed.checkpoint there, and load that here. "
+        "CSDAdam.load() and `csd-optim export` read the store of one rank by itself"
+    )

@@ -335,6 +335,18 @@ class Engine:
     def commit(self, record: Record | None = None) -> None:
         """Makes the state durable as it is, in the background, with `steps` and `record`: where it can be durable."""
 
+    def confirm(self) -> None:
+        """Goes before whatever changes states, where ranks commit together: see DurableEngine."""
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """What fails within raises on all ranks, where ranks commit together; all call it then."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """What is loaded within is durable at the end, where it can be: as a whole, or not at all."""
+        yield
+
     def wait(self) -> None:
         """Returns when the last step is durable. Raises CSDOSError."""
 
@@ -411,8 +423,8 @@ class Engine:
             if self.stepping:  # the same thread, say in a signal handler
                 raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:
+                self._before_close()
                 if self._handle is not None:
-                    self._before_close()
                     bindings.engine_settle(self._handle, self.name_device)
                     self._trace_step()
             finally:

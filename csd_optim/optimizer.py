@@ -313,6 +313,7 @@ class CSDAdam(AdamW, Joinable):
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         engine = self._live_engine
         with signals_held(), engine.lock:
+            engine.confirm()
             self._moved, self._grad_norm = False, None
             self._skipped = found_inf is not None and bool(found_inf.item())
             if self._ranks:
@@ -323,7 +324,10 @@ class CSDAdam(AdamW, Joinable):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter."""
+        """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter.
+
+        Of ranks with named directories all call it, and it is durable on all of them or on none.
+        """
         engine = self._live_engine
         if engine.durable:
             self._record(engine)  # raises if there is something that it could not commit
@@ -343,16 +347,14 @@ class CSDAdam(AdamW, Joinable):
             raise
         finally:
             handle.remove()
-        with signals_held(), engine.lock:
+        with signals_held(), engine.lock, engine.loading():
             if engine.durable:
                 engine.record = self._record(engine)
                 self._places.describe(engine, self.param_groups)
             # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
             resumed = self._places.unwritten() if self._just_resumed else []
             self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
-            self._give_values([self._places.bound[id(b.param)] for b in resumed])
-            if isinstance(engine, DurableEngine) and engine.n_params:
-                engine.flush()
+        self._give_values([self._places.bound[id(b.param)] for b in resumed])
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
@@ -379,7 +381,9 @@ class CSDAdam(AdamW, Joinable):
             options = self._options
             shadow = bool(options["shadow"])
             specs = parse_devices(self.devices)
-            self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=self._ranks))
+            # Nameless, a copy has nothing to agree on with the other ranks, which need not make one.
+            ranks = self._ranks if any(spec.durable for spec in specs) else None
+            self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=ranks))
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self._engine.specs)) if self._engine and not self._engine.closed else "closed"
@@ -398,6 +402,7 @@ class CSDAdam(AdamW, Joinable):
                 pass
             self._taken += 1
             engine.step += 1
+            self._places.describe(engine, self.param_groups)
             engine.commit(record)
             return
         ring = self._run(engine, step, record)
@@ -742,7 +747,10 @@ class CSDAdam(AdamW, Joinable):
         return self._engine.committed_step if self._engine else 0
 
     def synchronize(self) -> None:
-        """Returns when the last step is durable; without named directories at once. Raises CSDOSError."""
+        """Returns when the last step is durable; without named directories at once. Raises CSDOSError.
+
+        Of ranks with named directories all call it: then the step is durable on all of them, or it raises on all.
+        """
         engine = self._live_engine
         with engine.lock:
             engine.wait()
@@ -765,11 +773,13 @@ class CSDAdam(AdamW, Joinable):
             return
         assert isinstance(engine, DurableEngine)
         held = engine.held[0]
-        if difference := first_difference(held.manifest, self.param_groups, self._places.part_of):
-            raise CSDStoreError(f"{held.path} is the store of another model: {difference}")
-        user_state = unpack_user_state(held.record.user_state)
-        engine.check()
-        engine.settle()
+        with engine.together():
+            if difference := first_difference(held.manifest, self.param_groups, self._places.part_of):
+                raise CSDStoreError(f"{held.path} is the store of another model: {difference}")
+            user_state = unpack_user_state(held.record.user_state)
+            engine.check()
+        with engine.together():
+            engine.settle()
         self._places.take_up(engine, self.param_groups)
         for changed in changed_by_resume(self._given, held.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
@@ -893,6 +903,8 @@ class CSDAdam(AdamW, Joinable):
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
         """Makes a snapshot of what is in named directories: `path/device-0`, `path/device-1` ..., each a store.
 
+        Of ranks all call it, and each makes `path/rank-0/device-0` and so on, all of the same step.
+
         It holds the last step, with its hyperparameters and `user_state`, and works like the original: resume it,
         load() it. `path` must not exist; it is there as a whole, or not at all. Where the file system has
         reflinks that takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter, and with
@@ -905,11 +917,15 @@ class CSDAdam(AdamW, Joinable):
         """
         engine = self._live_engine
         with signals_held(), engine.lock:
-            if self._places.unfilled or not self._places.intact():
-                self._places.adopt(engine, self.param_groups, self.grad_dtype)
-            saving = checkpoint.save(engine, Path(path), checkpoint.bar if progress else checkpoint.no_bar, wait=wait)
+            engine.confirm()
+            with engine.together():
+                if self._places.unfilled or not self._places.intact():
+                    self._places.adopt(engine, self.param_groups, self.grad_dtype)
+                bar = checkpoint.bar if progress else checkpoint.no_bar
+                saving = checkpoint.save(engine, Path(path), bar, wait=wait)
         if wait:
-            saving.wait()
+            with engine.together():
+                saving.wait()
         return saving.future
 
     @staticmethod

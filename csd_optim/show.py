@@ -119,6 +119,7 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
     out = console()
     owner = f", in use by process {held['owner']}" if held["owner"] is not None else ""
     closed = describe_end(held)
+    of_rank = f", of rank {held['rank']} of {held['world_size']}" if held["world_size"] > 1 else ""
     tiles, params = held["tiles"], held["params"]
     kept = held["residuals"]
     residuals = f"{kept['count']} here, {size(kept['bytes'])} in bf16, each in two spaces"
@@ -128,7 +129,7 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
         facts(
             [
                 ("format", f"{held['format']}, store {held['store_id']}"),
-                ("device", f"{held['device']} of {held['devices']}"),
+                ("device", f"{held['device']} of {held['devices']}{of_rank}"),
                 ("step", f"{held['step']}{owner or ', ' + closed}"),
                 ("model", f"{len(params)} parameters of {number(held['total_params'])} elements on all devices"),
                 ("states", ", ".join(dict.fromkeys(s for e in held["extents"] for s in e["sections"])) + " in fp32"),
@@ -169,7 +170,11 @@ def describe_end(held: dict[str, Any]) -> str:
     """How a store was left that nobody uses."""
     if held["torn"]:
         return "cut short in the middle of a step, which shadow=False cannot undo"
-    return "closed cleanly" if held["clean"] else "not closed cleanly: resume=True goes on from this step"
+    if held["clean"]:
+        return "closed cleanly"
+    if held.get("world_size", 1) > 1:
+        return "not closed cleanly: resume=True goes on from this step, or the one before if a rank lacks it"
+    return "not closed cleanly: resume=True goes on from this step"
 
 
 def show_verdicts(found: list[Verdict]) -> None:

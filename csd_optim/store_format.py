@@ -41,8 +41,9 @@ UNDER_WAY = 2  # flag: a step in place has begun, and may have written some of i
 
 _REGION = struct.Struct("<QQQI")
 # magic, version, endianness, store id, device index, devices, sequence, step, flags; then the regions of manifest and
-# table, then zeros up to the checksum of all that in the last 4 bytes.
+# table and the round, then zeros up to the checksum of all that in the last 4 bytes.
 _SUPERBLOCK = struct.Struct("<8sII16sIIQQI")
+_ROUND = struct.Struct("<Q")
 TILE_ENTRY = np.dtype([("slot", "<u4"), ("summed", "<u4"), ("crc", "<u4", 4)])
 RESIDUAL_BYTES = 2  # of an element: bfloat16
 RESIDUAL_ENTRY = np.dtype([("space", "<u4"), ("crc", "<u4")])
@@ -71,12 +72,14 @@ class Superblock:
     manifest: Region
     table: Region
     version: int = VERSION
+    round: int = 0  # how many commits the ranks have made together, this one included; 0: of a process on its own
 
     def pack(self) -> bytes:
         head = _SUPERBLOCK.pack(
             MAGIC, self.version, ENDIAN, self.store_id, self.device, self.devices, self.sequence, self.step, self.flags
         )
-        body = (head + _REGION.pack(*self.manifest) + _REGION.pack(*self.table)).ljust(PAGE - 4, b"\0")
+        regions = _REGION.pack(*self.manifest) + _REGION.pack(*self.table)
+        body = (head + regions + _ROUND.pack(self.round)).ljust(PAGE - 4, b"\0")
         return body + struct.pack("<I", crc32c(body))
 
     @classmethod
@@ -94,7 +97,8 @@ class Superblock:
                 f"{path} has store format {version}; this csd_optim reads formats up to {WITH_RESIDUALS}: upgrade it"
             )
         regions = [Region(*_REGION.unpack_from(block, _SUPERBLOCK.size + i * _REGION.size)) for i in range(2)]
-        return replace(cls(*fields, *regions), version=version)
+        (round_,) = _ROUND.unpack_from(block, _SUPERBLOCK.size + 2 * _REGION.size)
+        return replace(cls(*fields, *regions), version=version, round=round_)
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,16 @@ class Contents:
     steps: np.ndarray[Any, Any]
     residuals: np.ndarray[Any, Any]  # of RESIDUAL_ENTRY: those of this device, in the order of the parameters
     record: Record
+
+    @property
+    def rank(self) -> int:
+        """Of the process whose store it is, among those that train together."""
+        return int(self.manifest.get("rank", 0))
+
+    @property
+    def world_size(self) -> int:
+        """How many processes those are."""
+        return int(self.manifest.get("world_size", 1))
 
     def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
         """Of each tile, in the order of `tiles`: its extent, its number there over all devices, its slot's offset."""

@@ -54,7 +54,8 @@ def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
                     stores.append(store)
                     verdict.describe(store.held[0])
                     # With one slot per tile, the step before is not there any more.
-                    held = store.held if store.held[0].manifest["extents"][0]["slots"] == 2 else store.held[:1]
+                    undoable = all(extent["slots"] == 2 for extent in store.held[0].manifest["extents"])
+                    held = store.held if undoable else store.held[:1]
                     to_check += [(verdict, contents) for contents in held]
             except CSDStoreError as e:
                 problem = str(e)
@@ -72,8 +73,11 @@ def _damaged_copies(file: Path) -> list[str]:
     """Of superblock, manifest and slot table."""
     damaged: list[list[str]] = [[], []]
     with opened(file) as fd:
-        for copy in range(2):
-            block = Superblock.unpack(read(fd, PAGE, copy * PAGE), str(file))
+        pages = [read(fd, PAGE, copy * PAGE) for copy in range(2)]
+        blocks = [Superblock.unpack(page, str(file)) for page in pages]
+        for copy, block in enumerate(blocks):
+            if copy == 1 and blocks[0] and blocks[0].round and blocks[0].sequence == 1 and not any(pages[1]):
+                continue  # the ranks have not agreed yet on the first that they made
             if block is None:
                 damaged[copy].append("superblock")
                 continue
@@ -88,9 +92,10 @@ def _damaged_copies(file: Path) -> list[str]:
 
 def _not_together(verdicts: list[Verdict], stores: list[StoreFile]) -> Iterator[tuple[Verdict, str]]:
     """Devices of one optimizer that have no step in common, or are not all there (one by itself may be looked at)."""
-    by_id: dict[bytes, list[tuple[Verdict, StoreFile]]] = {}
+    by_id: dict[tuple[bytes, int], list[tuple[Verdict, StoreFile]]] = {}
     for verdict, store in zip(verdicts, stores, strict=True):
-        by_id.setdefault(store.held[0].superblock.store_id, []).append((verdict, store))
+        held = store.held[0]
+        by_id.setdefault((held.superblock.store_id, held.rank), []).append((verdict, store))
     for members in by_id.values():
         block = members[0][1].held[0].superblock
         if len(stores) == 1 < block.devices and not block.flags & UNDER_WAY:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 # Forked from a server that has imported torch already: that takes milliseconds, and no threads are inherited.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "csd_optim"])
+_processes.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "csd_optim"]
+)
 KILLED = "killed"
 
 

@@ -32,7 +32,8 @@ def superblock(data, copy):
     names = ["version", "order", "id", "device", "devices", "sequence", "step", "flags"]
     fields = dict(zip(names, struct.unpack_from("<II16sIIQQI", block, 8), strict=True))
     fields["manifest"], fields["table"] = (struct.unpack_from("<QQQI", block, 60 + 28 * i) for i in range(2))
-    assert block[116:4092] == bytes(3976)
+    (fields["round"],) = struct.unpack_from("<Q", block, 116)
+    assert block[124:4092] == bytes(3968)
     return fields
 
 
@@ -84,6 +85,8 @@ def test_store_is_what_the_page_says(tmp_path, devices, kept):
         assert (block["device"], block["devices"], block["step"], block["flags"]) == (d, devices, 3, 1)
         ids.add(block["id"])
         manifest = json.loads(region(data, block["manifest"], 0))
+        assert block["round"] == 0
+        assert not {"rank", "world_size"} & {*manifest}
         table = region(data, block["table"], 0)
         for what, copy0 in (("manifest", json.dumps(manifest).encode()), ("table", table)):
             assert region(data, block[what], 1) == copy0
