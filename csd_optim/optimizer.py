@@ -9,7 +9,7 @@ import warnings
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import is_
@@ -355,6 +355,22 @@ class CSDAdam(AdamW, Joinable):
             resumed = self._places.unwritten() if self._just_resumed else []
             self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
         self._give_values([self._places.bound[id(b.param)] for b in resumed])
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """What is written to the tensors of ``state`` within goes to the devices.
+
+        On named devices it would stay in memory until the next step: right for an edit, too much for a checkpoint that
+        is read into them, as torch.distributed.checkpoint does:
+
+            with optimizer.loading():
+                dcp.load(state, checkpoint_id=...)
+
+        Durable at the end, as a whole or not at all. Of ranks with named directories all call it, and it raises on all.
+        """
+        engine = self._live_engine
+        with engine.lock, engine.loading(), engine.writing([b.index for b in self._places.bound.values()]):
+            yield
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:

@@ -162,20 +162,28 @@ N = 16 << 20  # parameters; the state of half of them is 96 MiB
 LIMIT = 64 << 20  # bytes that an operation may take which must not take it all
 
 
-def saves_in_little_memory(rank):
+def in_little_memory(rank):
     # Several parameters: torch writes one after another, and may copy each.
     params = [nn.Parameter(torch.ones(N // 16, 1, dtype=torch.bfloat16)) for _ in range(16)]
     with CSDAdam([(str(k), p) for k, p in enumerate(params)], devices="csd{rank}") as optimizer:
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        state = {"optimizer": optimizer.state_dict()}
-        with memory_limit(LIMIT):
-            dcp.save(state, checkpoint_id="checkpoint")
-        with memory_limit(LIMIT), pytest.raises(RuntimeError, match="can't allocate memory"):
-            copy.deepcopy(state)  # so the limit limits
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            state = {"optimizer": optimizer.state_dict()}
+            if not os.path.exists("checkpoint"):
+                with memory_limit(LIMIT):
+                    dcp.save(state, checkpoint_id="checkpoint")
+                with memory_limit(LIMIT), pytest.raises(RuntimeError, match="can't allocate memory"):
+                    copy.deepcopy(state)  # so the limit limits
+        assert all(held["exp_avg"].to_local()[0] == torch.tensor(0.19) for held in optimizer.state.values())
+        with memory_limit(LIMIT), optimizer.loading():
+            dcp.load(state, checkpoint_id="checkpoint")
+        assert all((held["exp_avg"].to_local() == torch.tensor(0.1)).all() for held in optimizer.state.values())
+    with CSDAdam([(str(k), p) for k, p in enumerate(params)], devices="csd{rank}", resume=True) as optimizer:
+        assert all((held["exp_avg"].to_local() == torch.tensor(0.1)).all() for held in optimizer.state.values())
 
 
-def test_saving_takes_little_memory(tmp_path):
-    on_ranks(2, saves_in_little_memory, directory=tmp_path)
+def test_saving_and_loading_take_little_memory(tmp_path):
+    on_ranks(2, in_little_memory, directory=tmp_path)
     assert sum(f.stat().st_size for f in (tmp_path / "checkpoint").iterdir()) > 12 * N
