@@ -329,6 +329,19 @@ class CSDAdam(AdamW, Joinable):
         Of ranks with named directories all call it, and it is durable on all of them or on none.
         """
         engine = self._live_engine
+        with engine.together():
+            self._check_and_take(engine, state_dict)
+        with signals_held(), engine.lock, engine.loading():
+            if engine.durable:
+                engine.record = self._record(engine)
+                self._places.describe(engine, self.param_groups)
+            # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
+            resumed = self._places.unwritten() if self._just_resumed else []
+            self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
+        self._give_values([self._places.bound[id(b.param)] for b in resumed])
+
+    def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
+        """Puts a state dict into `state` and `param_groups`, if it fits; nothing is changed otherwise."""
         if engine.durable:
             self._record(engine)  # raises if there is something that it could not commit
         # The base class would cast every entry to the parameter's dtype and copy it; in a box it does neither.
@@ -347,14 +360,6 @@ class CSDAdam(AdamW, Joinable):
             raise
         finally:
             handle.remove()
-        with signals_held(), engine.lock, engine.loading():
-            if engine.durable:
-                engine.record = self._record(engine)
-                self._places.describe(engine, self.param_groups)
-            # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
-            resumed = self._places.unwritten() if self._just_resumed else []
-            self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
-        self._give_values([self._places.bound[id(b.param)] for b in resumed])
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -408,8 +413,8 @@ class CSDAdam(AdamW, Joinable):
     # ---- the step ----------------------------------------------------------------
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
-        record = self._record(engine) if engine.durable else None
         with self._together():
+            record = self._record(engine) if engine.durable else None
             step = self._prepare(engine, grad_scale)
         if step is None and self._ranks is None:
             return

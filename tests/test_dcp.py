@@ -158,8 +158,8 @@ def test_flat_shards_of_fsdp1(tmp_path):
         assert_everything_is(found[1], wanted[1])
 
 
-N = 16 << 20  # parameters; the state of half of them is 96 MiB
-LIMIT = 64 << 20  # bytes that an operation may take which must not take it all
+N = 8 << 20  # parameters; the state of half of them is 48 MiB
+LIMIT = 36 << 20  # bytes that an operation may take which must not take it all
 
 
 def in_little_memory(rank):
