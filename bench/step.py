@@ -141,19 +141,19 @@ def replay_step(opt: CSDAdam) -> None:
     engine = opt._engine
     assert engine is not None
     table, hypers = np.zeros(engine.n_params, PARAM), np.zeros(1, HYPER)
-    tiles = np.arange(engine.n_tiles, dtype=np.uint32)
+    tiles = engine.flowing(np.arange(engine.n_tiles, dtype=np.uint32))
     engine.begin(table, hypers, tiles)
     for tile in tiles.tolist():
         engine.push(tile)
     engine.finish()
-    engine.drain()
+    engine.settle_writes()
 
 
 def commit_row(arguments: argparse.Namespace) -> Row:
     """Bursts of steps with nothing between them, committed and not, by turns."""
     params, dtype = arguments.params, DTYPES[arguments.dtype]
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        specs = parse_devices([str(Path(directory, str(d))) for d in range(arguments.devices)])
+        specs = parse_devices([f"file:{directory}/{d}?cache=off" for d in range(arguments.devices)])
         durable = benchmark.make_optimizer(specs, params, dtype, durable=True)
         scratch = benchmark.make_optimizer(parse_devices([f"file:{directory}?scratch=1"] * len(specs)), params, dtype)
 

@@ -77,13 +77,13 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
         for file in files.values():
             file.close()
 
-    on_disk = sum(d["params"] for d, spec in zip(stats["devices"], specs, strict=True) if spec.directory)
+    moved = stats["flash_read_bytes"] + stats["flash_write_bytes"]
     in_memory = sum(d["params"] for d in stats["devices"] if d["backend"] == "ram")
     limits: dict[str, Any] = {}
     if disk:
         limits["disk"] = {
             "bytes_per_second": spread(disk),
-            "seconds": spread([DISK_BYTES * on_disk / r for r in disk]),
+            "seconds": spread([moved / r for r in disk]),
         }
     if memory_rates:
         limits["memory"] = {
@@ -95,7 +95,7 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
         entry["params_per_second"] = spread([measured["params"] / s for s in seconds])
     # Each step is compared with the limit measured right after it: the speed of a shared machine drifts.
     floors = [
-        max(DISK_BYTES * on_disk / d if d else 0.0, MEMORY_BYTES * in_memory / m if m else 0.0)
+        max(moved / d if d else 0.0, MEMORY_BYTES * in_memory / m if m else 0.0)
         for d, m in zip(disk or [0.0] * steps, memory_rates or [0.0] * steps, strict=True)
     ]
     ratios = [f / s for f, s in zip(floors, seconds, strict=True)]
@@ -176,13 +176,17 @@ def make_optimizer(
 
 
 def scratch(spec: DeviceSpec) -> str:
-    """The device as the user named it, but with a nameless store: a store that is there is never touched."""
+    """The device as the user named it, but with a nameless store: a store that is there is never touched.
+
+    And if he has not named a cache, without: so few parameters may all be in buffers, and they stand for many.
+    """
     if spec.card:
         return f"{spec}{'&' if '?' in spec.text else '?'}scratch=1"
     if spec.backend != "file":
         return str(spec)
     options = spec.text.partition("?")[2] if spec.text.lower().startswith("file:") else ""
-    return f"file:{spec.directory}?{options}&scratch=1"
+    cache = "" if "cache=" in options else "&cache=off"
+    return f"file:{spec.directory}?{options}&scratch=1{cache}"
 
 
 def verify(specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float | None:

@@ -133,9 +133,11 @@ class DeviceConfig:
     card: Any = None  # of card_open()
     p2p: str = "auto"
     pace: Pace = UNPACED
+    cache_bytes: int = 0  # -1: every step reads everything
 
 
 def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
+    assert values.flags.c_contiguous
     return ffi.cast(ctype, values.ctypes.data)
 
 
@@ -183,7 +185,7 @@ def _fill(device: Any, config: DeviceConfig) -> Any:
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
-    device.pace = asdict(config.pace)
+    device.pace, device.cache_bytes = asdict(config.pace), config.cache_bytes
     return backend
 
 

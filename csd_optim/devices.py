@@ -4,6 +4,7 @@
 file:/mnt/nvme0?scratch=1    one in a nameless file of that directory, gone with the process, however that ends
 file:                        the same in the current directory
 file:/mnt/nvme0?buffers=16&block=4MiB    tile buffers; size of one I/O request
+file:/mnt/nvme0?cache=4GB    memory for tiles that the next step then need not read; off: every step reads everything
 file:/mnt/nvme0?tbw=600TB    what the drive is rated to take: stats() then tells in how many days that is used up
 xrt:0                        a SmartSSD: its FPGA by XRT's index, or by PCIe address (xrt:0000:65:00.1); durable, on
                              its own drive, which is found
@@ -37,6 +38,7 @@ from .errors import CSDTypeError, CSDValueError
 BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
 DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
+NO_CACHE = -1  # every step reads everything, also what is still in a buffer
 CARD_BLOCK = 4 << 20  # what others have published of P2P asks for 4 MiB and more
 DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
 _UNITS = {
@@ -81,6 +83,7 @@ class DeviceSpec:
     durable: bool = False  # the store has a name and outlives the process
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
+    cache_bytes: int = 0  # memory, beside the buffers, for what the next step need not read; or NO_CACHE
     tbw_bytes: int | None = None  # the drive's rating: bytes that it takes in its life
     pace: Pace = UNPACED
     # xrt only
@@ -210,16 +213,21 @@ def _yes(value: str) -> bool:
     return _choice("0", "1")(value) == "1"
 
 
+def _cache(value: str) -> int:
+    return NO_CACHE if value == "off" else int(_within(parse_bytes(value), 0, 1 << 50))
+
+
 def _rate(unit: str) -> Callable[[str], float]:
     return lambda value: _within(parse_rate(value, unit), 1e3, 1e15)
 
 
-_FILE_OPTIONS = (
+_STORE_OPTIONS = (
     _Option("buffers", "a number from 1 to 1024", lambda v: _within(int(v), 1, 1024)),
     _Option("block", "a multiple of 4096 bytes", _block, "block_bytes"),
     _Option("scratch", "0 or 1", _yes),
     _Option("tbw", "a number of bytes such as 600TB", lambda v: _within(parse_bytes(v), 1, math.inf), "tbw_bytes"),
 )
+_FILE_OPTIONS = (_Option("cache", "a number of bytes such as 4GB, or off", _cache, "cache_bytes"),)
 _XRT_OPTIONS = (
     _Option("nvme", "a directory on the card's drive", lambda v: Path(v).expanduser(), "directory"),
     _Option("xclbin", "a file", lambda v: Path(v).expanduser()),
@@ -241,8 +249,8 @@ _UPDATE_PACE = (
     _Option("link", _PACE, _rate("B")),
 )
 _OPTIONS = {
-    "file": _FILE_OPTIONS + _DRIVE_PACE + _UPDATE_PACE,
-    "xrt": _FILE_OPTIONS + _XRT_OPTIONS,
+    "file": _STORE_OPTIONS + _FILE_OPTIONS + _DRIVE_PACE + _UPDATE_PACE,
+    "xrt": _STORE_OPTIONS + _XRT_OPTIONS,
     "ram": _UPDATE_PACE,
     "null": _UPDATE_PACE,
 }

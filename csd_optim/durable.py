@@ -180,7 +180,7 @@ class DurableEngine(Engine):
         self._make_way()
         self._reserve(record or self.record)
         if len(written := self._note_written()):
-            tiles = np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)]))
+            tiles = self.flowing(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
         if self.slots == 1 and not self._loose[tiles].all():
             self._announce_step()
         self._changed = True

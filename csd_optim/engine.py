@@ -196,6 +196,7 @@ class Engine:
                     self._cards.get(spec.card),
                     spec.p2p,
                     spec.pace,
+                    spec.cache_bytes,
                 )
                 if store
                 else DeviceConfig(spec.backend, pace=spec.pace)
@@ -261,9 +262,15 @@ class Engine:
         return extent.pieces[first:last]
 
     def tiles_with(self, has_grad: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Tiles, in the order in which they flow, in which a parameter of the mask (bool, one per parameter) lies."""
+        """Tiles with a parameter of the mask (bool, one per parameter), in the order in which they flow next."""
         tiles = [e.pieces["tile"][has_grad[e.pieces["param"]]] + np.uint32(e.first_tile) for e in self.extents]
-        return np.unique(np.concatenate(tiles))
+        return self.flowing(np.unique(np.concatenate(tiles)))
+
+    def flowing(self, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Ascending tiles in the order in which the next step takes them: to and fro, so that what one step wrote last,
+        and is still in memory, is what the next one begins with. A matter of the step's number alone: all processes,
+        and whoever resumes, do the same."""
+        return tiles[::-1].copy() if self.step % 2 else tiles
 
     # ---- a step ------------------------------------------------------------
 
@@ -324,6 +331,11 @@ class Engine:
         self.check_open()
         if self._handle is not None:
             bindings.engine_drain(self._handle, self.name_device, open=True)
+
+    def settle_writes(self) -> None:
+        """Waits until every state is on its device. Raises CSDOSError if one will not go."""
+        if self._handle is not None:
+            bindings.engine_settle(self._handle, self.name_device)
 
     def commit(self, record: Record | None = None) -> None:
         """Makes the state durable as it is, in the background, with `steps` and `record`: where it can be durable."""

@@ -565,7 +565,7 @@ class CSDAdam(AdamW):
         tiles = engine.begin(table, hypers, tiles, record)
         self._in_flight = self._moved = True
         try:
-            for tile in np.setdiff1d(tiles, by_image, assume_unique=True).tolist():
+            for tile in tiles[~np.isin(tiles, by_image)].tolist():
                 engine.push(tile)
             if ring is not None:
                 ring.run(engine, by_image, prepared)
@@ -689,7 +689,7 @@ class CSDAdam(AdamW):
         """
         engine = self._live_engine
         with engine.lock:
-            engine.drain()
+            engine.settle_writes()
             counted = engine.stats()
         happened = int(self._moved)  # a step that was skipped, or had no gradients, never came to the engine
         devices = [

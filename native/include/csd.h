@@ -125,6 +125,8 @@ typedef struct csd_device {
   csd_card *card;      /* xrt: belongs to the caller, outlives the engine */
   uint32_t p2p;        /* xrt: csd_p2p */
   csd_pace pace;       /* not xrt */
+  int64_t cache_bytes; /* file: memory for more buffers. A buffer keeps the tile that was written from it, until it is used
+                        * for another; a step need not read a tile that a buffer has. -1: it does all the same */
 } csd_device;
 
 typedef struct csd_engine csd_engine;
@@ -216,6 +218,7 @@ typedef struct csd_param {
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
  * draining the last one. States are read ahead as far as the buffers reach. The arrays are copied.
+ * Buffers keep what a step writes last: let the next one begin with that, and flow the other way round.
  * A tile without any gradient is read and written all the same, unchanged: the bare I/O of a step. */
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_adamw *hypers,
                      uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error);
