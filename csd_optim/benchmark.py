@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from . import bindings
 from .cards import find, located
-from .devices import DeviceSpec
+from .devices import DeviceSpec, shares_of
 from .errors import CSDRuntimeError, CSDValueError
 from .layout import round_up
 from .optimizer import CSDAdam
@@ -55,10 +56,10 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
     files: dict[int, Scratch] = {}
     memory: Memory | None = None
     try:
-        for d, spec in enumerate(specs):
+        for d, (spec, here) in enumerate(zip(specs, _divided(specs, params), strict=True)):
             if spec.directory is not None:
                 tick(f"filling scratch space {d}")
-                size = max(64 << 20, round_up(DISK_BYTES * params // len(specs), spec.block_bytes))
+                size = max(64 << 20, round_up(DISK_BYTES * here, spec.block_bytes))
                 files[d] = Scratch(spec.directory, size, spec.block_bytes)
                 files[d].fill()
                 devices[d] |= {"storage": storage(spec.directory), "direct_io": files[d].direct}
@@ -221,11 +222,16 @@ def verify(specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float | None:
     return worst
 
 
+def _divided(specs: Sequence[DeviceSpec], params: int) -> list[int]:
+    """How many of the parameters each device has."""
+    shares = shares_of(specs) or [1.0] * len(specs)
+    return [math.ceil(params * share / sum(shares)) for share in shares]
+
+
 def check_room(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> None:
     """Raises CSDValueError if disks or memory are too small, before anything is made."""
-    share = params // len(specs) + 1
     needs: dict[int, int] = {}
-    for spec in specs:
+    for spec, here in zip(specs, _divided(specs, params), strict=True):
         if spec.directory is None:
             continue
         if not spec.directory.is_dir():
@@ -233,14 +239,14 @@ def check_room(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> 
         place = storage(spec.directory)
         file_system = spec.directory.stat().st_dev
         # The store, and as much again to measure the disk with.
-        needs[file_system] = needs.get(file_system, 64 << 20) + 2 * DISK_BYTES * share + (64 << 20)
+        needs[file_system] = needs.get(file_system, 64 << 20) + 2 * DISK_BYTES * here + (64 << 20)
         if needs[file_system] > place["free_bytes"]:
             raise CSDValueError(
                 f"{spec.directory}: {place['free_bytes'] / 1e9:.1f} GB are free, {params / 1e6:.0f} M parameters need "
                 f"{needs[file_system] / 1e9:.1f} GB; try --params {place['free_bytes'] // (3 * DISK_BYTES):.0e}"
             )
     element = dtype.itemsize
-    in_memory = sum(12 * share for s in specs if s.backend == "ram")
+    in_memory = sum(12 * n for s, n in zip(specs, _divided(specs, params), strict=True) if s.backend == "ram")
     need = 2 * element * params + in_memory + (12 + 2 * element) * min(params, UPDATER_ELEMS) + (1 << 30)
     if need > available_memory():
         raise CSDValueError(

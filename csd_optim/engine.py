@@ -19,7 +19,7 @@ import torch
 from . import bindings
 from .bindings import TORN, DeviceConfig
 from .cards import find as find_card
-from .devices import DeviceSpec
+from .devices import DeviceSpec, shares_of
 from .errors import (
     CSDError,
     CSDRuntimeError,
@@ -57,6 +57,7 @@ class Engine:
         self.specs = list(specs)
         self.tile_elems = tile_elems
         self.slots = 2 if shadow else 1
+        self.shares = shares_of(self.specs)  # that the devices have of extents to come; None: equal ones
         self.extents: list[Extent] = []
         self.pid = os.getpid()
         self.lock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
@@ -159,22 +160,20 @@ class Engine:
         """
         self.check_open()
         self.synced = False
-        n = len(self.specs)
         extent = plan_extent(
             numels,
-            n,
+            len(self.specs),
             first_param=self.n_params,
             first_tile=self.n_tiles,
             sections=sections,
             slots=self.slots,
             tile_elems=self.tile_elems,
+            shares=self.shares,
         )
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
         ends = [s.end if s else 0 for s in self._stores]
         try:
-            offsets = [
-                store.allocate(extent.device_bytes(d, n)) if store else 0 for d, store in enumerate(self._stores)
-            ]
+            offsets = [store.allocate(extent.device_bytes(d)) if store else 0 for d, store in enumerate(self._stores)]
             self._add(extent, offsets, None)
         except BaseException:
             for store, end in zip(self._stores, ends, strict=True):
@@ -216,6 +215,7 @@ class Engine:
             self.name_device,
             extent.slots,
             states,
+            extent.devices,
         )
         self.extents.append(extent)
         self._windows.append(windows)
@@ -228,7 +228,7 @@ class Engine:
                 log.info(
                     "scratch CSD %d: %.2f GB in %s, gone when the process ends; name devices=[...] to keep it (%s)",
                     d,
-                    extent.device_bytes(d, len(self.specs)) / 1e9,
+                    extent.device_bytes(d) / 1e9,
                     store.path,
                     spec,
                 )
@@ -250,7 +250,8 @@ class Engine:
         return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
 
     def device_of(self, tile: int) -> int:
-        return (tile - self._extent_of(tile).first_tile) % len(self.specs)
+        extent = self._extent_of(tile)
+        return int(extent.devices[tile - extent.first_tile])
 
     def elems_of(self, tile: int) -> int:
         return self._extent_of(tile).tile_elems
@@ -267,9 +268,11 @@ class Engine:
         return self.flowing(np.unique(np.concatenate(tiles)))
 
     def flowing(self, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Ascending tiles in the order in which the next step takes them: to and fro, so that what one step wrote last,
-        and is still in memory, is what the next one begins with. A matter of the step's number alone: all processes,
-        and whoever resumes, do the same."""
+        """Ascending tiles in the order in which the next step takes them.
+
+        Steps go to and fro: one begins with what the one before wrote last, which is still in memory. That follows from
+        the step's number alone, so that all processes do the same, and whoever resumes.
+        """
         return tiles[::-1].copy() if self.step % 2 else tiles
 
     # ---- a step ------------------------------------------------------------

@@ -123,6 +123,7 @@ def pieces(*rows):
         ({"tile_elems": 1536}, "1024"),
         ({"sections": 2}, "sections"),
         ({"sections": 5}, "sections"),
+        ({"devices": np.array([0, 1], np.uint32)}, "tile 1 is on a device"),
         ({"pieces": pieces((0, 2, 0, 0, 8))}, "piece 0"),  # no such tile
         ({"pieces": pieces((0, 0, 0, 1020, 8))}, "piece 0"),  # over the edge
         ({"pieces": pieces((0, 0, 0, 2**64 - 4, 8))}, "piece 0"),  # over the edge, by a sum that overflows
@@ -616,7 +617,7 @@ def test_every_element_is_in_exactly_one_piece(n_devices, tile_elems):
         assert e.tile_elems > 0
         assert all(start % ALIGN == 0 for start in e.starts)
         assert e.n_tiles * e.tile_elems >= sum(numels)
-        counts = [e.tiles_of(d, n_devices) for d in range(n_devices)]
+        counts = [e.tiles_of(d) for d in range(n_devices)]
         assert sum(counts) == e.n_tiles
         assert max(counts) - min(counts) <= 1
 
@@ -641,7 +642,7 @@ def test_every_element_is_in_exactly_one_piece(n_devices, tile_elems):
 @pytest.mark.parametrize("n_devices", [1, 3])
 def test_chosen_tiles_keep_every_device_busy(n, n_devices):
     e = plan_extent([n], n_devices)
-    counts = [e.tiles_of(d, n_devices) for d in range(n_devices)]
+    counts = [e.tiles_of(d) for d in range(n_devices)]
     if n > GRAIN * n_devices * TILES_PER_DEVICE:
         assert min(counts) >= TILES_PER_DEVICE - 1
         assert e.n_tiles * e.tile_elems < 1.1 * n + GRAIN * n_devices * TILES_PER_DEVICE

@@ -165,8 +165,8 @@ typedef struct csd_tile_state {
   uint32_t crc[4]; /* CRC-32C of each section */
 } csd_tile_state;
 
-/* A run of `n_tiles` equal tiles, tile i on device (i mod n_devices): the parameters
- * that join at one time. On a file, the j-th of these tiles on device d has its slot s at
+/* A run of `n_tiles` equal tiles: the parameters that join at one time. On a file, the j-th
+ * of these tiles on device d (counted from 0) has its slot s at
  * byte `file_offset[d] + (slots*j + s) * tile_elems * sections * 4`. */
 typedef struct csd_extent {
   uint64_t tile_elems;         /* multiple of 1024 and of the page size / 4 */
@@ -177,6 +177,7 @@ typedef struct csd_extent {
   const uint64_t *file_offset; /* one per device, multiples of the page size */
   const csd_piece *pieces;     /* sorted by tile, then by tile_first; tile counted from this extent's first */
   uint64_t n_pieces;
+  const uint32_t *devices;     /* one per tile: which it is on; NULL: tile i is on device (i mod n_devices) */
 } csd_extent;
 
 /* Adds an extent; its tiles are numbered on from those there are. New states read as zero.

@@ -90,6 +90,11 @@ void Engine::extend(const csd_extent &e, float **windows) {
     if (p.tile >= e.n_tiles || p.tile_first > e.tile_elems || p.elems > e.tile_elems - p.tile_first || !in_order)
       throw Failure{CSD_EINVAL, "piece " + std::to_string(i) + " is out of its tile or out of order"};
   }
+  std::vector<uint32_t> device(e.n_tiles);
+  for (uint32_t i = 0; i < e.n_tiles; i++) {
+    device[i] = e.devices ? e.devices[i] : i % static_cast<uint32_t>(lanes_.size());
+    if (device[i] >= lanes_.size()) throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is on a device that there is not"};
+  }
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   settle_writes(lock);  // buffers may be exchanged for larger ones
@@ -104,20 +109,22 @@ void Engine::extend(const csd_extent &e, float **windows) {
     window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
   }
   const uint64_t largest = std::max(largest_tile_, 4 * e.tile_elems * e.sections);
-  const uint32_t n_devices = static_cast<uint32_t>(lanes_.size()), first_tile = static_cast<uint32_t>(tiles_.size());
   std::vector<uint64_t> on_device = tiles_on_device();
-  for (uint32_t i = 0; i < e.n_tiles; i++) on_device[i % n_devices]++;
+  for (const uint32_t d : device) on_device[d]++;
   grow_buffers(largest, on_device);
+
+  const uint32_t first_tile = static_cast<uint32_t>(tiles_.size());
+  std::vector<uint64_t> end_of_file(e.file_offset, e.file_offset + lanes_.size());
   const std::vector<csd_piece> &pieces = pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
   const csd_piece *piece = pieces.data(), *const end = piece + pieces.size();
   for (uint32_t i = 0; i < e.n_tiles; i++) {
     Tile &t = tiles_.emplace_back();
     t.index = first_tile + i;
-    t.device = i % n_devices;
+    t.device = device[i];
     t.sections = e.sections;
     t.elems = e.tile_elems;
     t.n_slots = e.slots;
-    t.file_offset = e.file_offset[t.device] + e.slots * static_cast<uint64_t>(i / n_devices) * t.bytes();
+    t.file_offset = std::exchange(end_of_file[t.device], end_of_file[t.device] + e.slots * t.bytes());
     if (e.states) {
       t.slot = e.states[i].slot;
       t.slots[t.slot].summed = e.states[i].summed;
