@@ -133,6 +133,7 @@ class DeviceConfig:
     card: Any = None  # of card_open()
     p2p: str = "auto"
     pace: Pace = UNPACED
+    depth: int = IO_DEPTH
     cache_bytes: int = 0  # -1: every step reads everything
 
 
@@ -185,7 +186,7 @@ def _fill(device: Any, config: DeviceConfig) -> Any:
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
-    device.pace, device.cache_bytes = asdict(config.pace), config.cache_bytes
+    device.pace, device.depth, device.cache_bytes = asdict(config.pace), config.depth, config.cache_bytes
     return backend
 
 

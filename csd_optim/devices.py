@@ -4,6 +4,7 @@
 file:/mnt/nvme0?scratch=1    one in a nameless file of that directory, gone with the process, however that ends
 file:                        the same in the current directory
 file:/mnt/nvme0?buffers=16&block=4MiB    tile buffers; size of one I/O request
+file:/mnt/nvme0?depth=32     requests in flight on its file system
 file:/mnt/nvme0?cache=4GB    memory for tiles that the next step then need not read; off: every step reads everything
 file:/mnt/nvme0?share=0.5    half as many parameters as a device that says nothing: any device may have a share
 file:/mnt/nvme0?tbw=600TB    what the drive is rated to take: stats() then tells in how many days that is used up
@@ -34,11 +35,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from ._native import lib
 from .errors import CSDTypeError, CSDValueError
 
 BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
 DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
+DEFAULT_DEPTH: int = lib.CSD_IO_DEPTH
 NO_CACHE = -1  # every step reads everything, also what is still in a buffer
 CARD_BLOCK = 4 << 20  # what others have published of P2P asks for 4 MiB and more
 DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
@@ -91,6 +94,8 @@ class DeviceSpec:
     durable: bool = False  # the store has a name and outlives the process
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
+    depth: int = DEFAULT_DEPTH  # requests in flight on its file system, if no other device there asks for more
+    chosen: frozenset[str] = frozenset()  # by the user, of block and depth
     cache_bytes: int = 0  # memory, beside the buffers, for what the next step need not read; or NO_CACHE
     tbw_bytes: int | None = None  # the drive's rating: bytes that it takes in its life
     share: float | None = None  # of the tiles, relative to the other devices; None: not said
@@ -192,6 +197,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
             raise CSDValueError(f"Invalid device: {text!r}; {name} is {option.what}, got {value!r}") from None
     values["pace"] = Pace(**{f.name: values.pop(f.name) for f in fields(Pace) if f.name in values})
     scratch = values.pop("scratch", False)
+    values["chosen"] = frozenset({"block", "depth"} & options.keys())
     if backend in ("ram", "null"):
         if place:
             raise CSDValueError(f"Invalid device: {text!r}; {backend}: takes no place")
@@ -246,6 +252,7 @@ _ANY_OPTIONS = (_Option("share", "a number from 0.001 to 1000", lambda v: _withi
 _STORE_OPTIONS = (
     _Option("buffers", "a number from 1 to 1024", lambda v: _within(int(v), 1, 1024)),
     _Option("block", "a multiple of 4096 bytes", _block, "block_bytes"),
+    _Option("depth", f"a number from {DEFAULT_DEPTH} to 256", lambda v: _within(int(v), DEFAULT_DEPTH, 256)),
     _Option("scratch", "0 or 1", _yes),
     _Option("tbw", "a number of bytes such as 600TB", lambda v: _within(parse_bytes(v), 1, math.inf), "tbw_bytes"),
 )

@@ -432,7 +432,10 @@ class DurableEngine(Engine):
         for d, contents in zip(order, self.held, strict=True):
             stores[d].take_up(contents)
         self._kept.take_up(self.held)
-        for e, extent in enumerate(extents_of(self.held)):
+        extents = extents_of(self.held)
+        if self._mode == "resume":
+            self._tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
+        for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)
             for d, contents in enumerate(self.held):
                 tiles = extent.tiles_of(d)

@@ -19,9 +19,10 @@ import torch
 from . import bindings
 from .bindings import TORN, DeviceConfig
 from .cards import find as find_card
-from .devices import DeviceSpec, shares_of
+from .devices import UNPACED, DeviceSpec, shares_of
 from .errors import (
     CSDError,
+    CSDOSError,
     CSDRuntimeError,
     CSDTornError,
     CSDUnavailableError,
@@ -30,6 +31,7 @@ from .errors import (
     users_stacklevel,
 )
 from .layout import Extent, plan_extent
+from .probe import tune
 from .signals import signals_held
 from .store import Mode, StoreFile
 from .store_format import PAGE, Contents, Record
@@ -37,6 +39,11 @@ from .trace import Trace
 from .xclbin import find_kernels
 
 log = logging.getLogger("csd_optim")
+
+TUNE_BYTES = 4 << 30  # of states on each device: a step then takes seconds, and what it gains is worth half of one
+UNEQUAL = (
+    1.5  # how much faster one drive must be than another for unequal shares: measured in short, they are not equal
+)
 
 SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -160,6 +167,8 @@ class Engine:
         """
         self.check_open()
         self.synced = False
+        if not self.extents:
+            self._tune(self.slots * 4 * sections * sum(numels), new=True)
         extent = plan_extent(
             numels,
             len(self.specs),
@@ -195,6 +204,7 @@ class Engine:
                     self._cards.get(spec.card),
                     spec.p2p,
                     spec.pace,
+                    spec.depth,
                     spec.cache_bytes,
                 )
                 if store
@@ -221,6 +231,39 @@ class Engine:
         self._windows.append(windows)
         self._offsets.append(offsets)
         self.steps.append(np.zeros(len(extent.numels), np.float32))
+
+    def _tune(self, nbytes: int, *, new: bool) -> None:
+        """Tries out how drives want to be spoken to; how fast they are decides on shares, where a store is `new`.
+
+        Only where `nbytes` of states, over all devices, make it worth the half second, and only what nobody has said.
+        """
+        tried = {
+            d: store.path if store.path.is_dir() else store.path.parent
+            for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True))
+            if store and spec.backend == "file" and spec.pace == UNPACED
+        }
+        shares_open = new and len(tried) == len(self.specs) > 1 and all(s.share is None for s in self.specs)
+        said = all(self.specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
+        if not tried or said or nbytes < TUNE_BYTES * len(self.specs) or os.environ.get("CSD_OPTIM_PROBE") == "0":
+            return
+        try:
+            found = dict(zip(tried, tune(list(tried.values())), strict=True))
+        except CSDOSError as e:
+            log.info("drives were not tried out: %s", e)
+            return
+        rates = [tuned.bytes_per_second for tuned in found.values()]
+        if shares_open and max(rates) > UNEQUAL * min(rates):
+            self.shares = tuple(round(rate / max(rates), 2) or 0.01 for rate in rates)
+        for d, tuned in found.items():
+            spec = self.specs[d]
+            block = spec.block_bytes if "block" in spec.chosen else tuned.block_bytes
+            depth = spec.depth if "depth" in spec.chosen else tuned.depth
+            self.specs[d] = replace(spec, block_bytes=block, depth=depth)
+            share = f", share {self.shares[d]:g}" if shares_open and self.shares else ""
+            log.info(
+                "device %d (%s) moved %.2f GB/s when tried out; from now on in requests of %d KiB, %d at once%s",
+                *(d, tried[d], tuned.bytes_per_second / 1e9, block >> 10, depth, share),
+            )
 
     def _announce(self, extent: Extent) -> None:
         for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
@@ -393,7 +436,10 @@ class Engine:
             direct = store.direct if store else None
             card = self._cards.get(spec.card)
             p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
-            stats.append({"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p} | counts)
+            about: dict[str, Any] = {"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p}
+            if store:
+                about |= {"block_bytes": spec.block_bytes, "depth": spec.depth}
+            stats.append(about | {"share": self.shares[d] if self.shares else 1.0} | counts)
         return stats
 
     def describe(self, manifest: dict[str, Any]) -> None:

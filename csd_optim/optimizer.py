@@ -684,6 +684,8 @@ class CSDAdam(AdamW):
         or nan (their elements are updated all the same). ``skipped``: an overflow was found.
         ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed; a card's, if it has.
         ``residual_bytes``: memory, beside the parameters, of what Top-K owes them.
+        ``block_bytes``, ``depth``, of a device with a store: size of its I/O requests, and how many are in flight at
+        once. ``share``: of the parameters, relative to the other devices.
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         """
@@ -698,6 +700,9 @@ class CSDAdam(AdamW):
                 "backend": d["backend"],
                 "direct_io": d["direct_io"],
                 "p2p": d["p2p"],
+                "block_bytes": d.get("block_bytes"),
+                "depth": d.get("depth"),
+                "share": d["share"],
                 "push_bytes": happened * d["push_bytes"],
                 "pull_bytes": happened * d["pull_bytes"],
                 "flash_read_bytes": happened * d["read_bytes"],

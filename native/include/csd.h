@@ -81,7 +81,7 @@ typedef struct csd_adamw {
 
 /* ---- Devices ------------------------------------------------------------ */
 
-/* Requests in flight per file system, whatever the number of engines and devices. Four of a megabyte already saturate
+/* Requests in flight per file system, whatever the number of engines and devices, unless one asks for more. Four of a megabyte already saturate
  * the drives we measured; twice that keeps reads and writes going at the same time. */
 #define CSD_IO_DEPTH 8
 
@@ -125,6 +125,7 @@ typedef struct csd_device {
   csd_card *card;      /* xrt: belongs to the caller, outlives the engine */
   uint32_t p2p;        /* xrt: csd_p2p */
   csd_pace pace;       /* not xrt */
+  uint32_t depth;      /* file, xrt: that many requests in flight on its file system; not fewer than CSD_IO_DEPTH */
   int64_t cache_bytes; /* file: memory for more buffers. A buffer keeps the tile that was written from it, until it is used
                         * for another; a step need not read a tile that a buffer has. -1: it does all the same */
 } csd_device;

@@ -60,6 +60,7 @@ Pool *FileDevice::io_of(const csd_device &d) {
   struct stat st {};
   if (d.buffers == 0 || d.block_bytes == 0 || d.block_bytes % 4096 || fstat(d.fd, &st) != 0) return nullptr;
   Pool &io = Pool::io(st.st_dev);
+  io.grow(d.depth);
   io.start();
   return &io;
 }

@@ -148,7 +148,7 @@ struct Model {
 };
 
 csd_device file(const File &f, uint32_t buffers = 3, int64_t cache_bytes = 0) {
-  return {"file", f.fd, buffers, 4096, nullptr, 0, {}, cache_bytes};
+  return {"file", f.fd, buffers, 4096, nullptr, 0, {}, 0, cache_bytes};
 }
 csd_device ram() { return {"ram", -1, 0, 0}; }
 csd_device null() { return {"null", -1, 0, 0}; }
