@@ -462,11 +462,12 @@ def main() -> None:
     say(f"           {len(validation_text) / 1e6:.1f} MB of other files to validate on")
     emulated = bool(os.environ.get("XCL_EMULATION_MODE"))
     if options.cards:
-        devices: list[str | Path] = [f"xrt:{i}?scratch=1" for i in range(options.devices)]
+        devices = [f"xrt:{i}?scratch=1" for i in range(options.devices)]
         what = f"{options.devices} SmartSSDs{', emulated by the Xilinx runtime' * emulated}"
         say(f"  CSDAdam  {what}: xrt:0 to xrt:{options.devices - 1}, in scratch files")
     else:
-        devices = [options.out / f"csd{i}" for i in range(options.devices)]
+        # The buffers would have all of so small a model: then no state would ever be read.
+        devices = [f"file:{options.out}/csd{i}?cache=off" for i in range(options.devices)]
         what = f"{options.devices} emulated CSDs"
         say(f"  CSDAdam  {what}: directories {shown}/csd*")
     say("  AdamW    torch.optim.AdamW on fp32 masters, in memory")

@@ -242,7 +242,8 @@ def train(
 
 def device(variant: Variant, devices: int, arguments: argparse.Namespace, directory: str, speed: float | None) -> str:
     """The device string, its rates reduced to the parameters and the clock of this run."""
-    options = f"file:{directory}?scratch=1&{variant.options}"
+    # What buffers keep would save so small a model many reads; the real one few, and other systems have no such thing.
+    options = f"file:{directory}?scratch=1&cache=off&{variant.options}"
     if speed is None:
         return options
     rates = dict(variant.rates)

@@ -11,6 +11,8 @@ run: by their ratio, not by absolute times, two machines or two minutes can be c
            (replay); before and after, fio's best mixed read and write over a file as large as the store
     commit several steps one after another in named directories, where each is committed, and on scratch space, where
            none is; what was committed is resumed and compared
+    cache  with what is kept in memory from step to step: the buffers that are there anyway, and memory for half of the
+           states; and without, by turns
     ram    after each step, as much memory read and written back in place
     null   Python and the engine alone: 1000 small parameters
     peer   others do the same work in an interpreter of their own, by turns with CSDAdam
@@ -44,7 +46,7 @@ from csd_optim.devices import DeviceSpec, parse_devices
 Row = dict[str, Any]
 BURST = 4  # steps without a pause between them
 MEMORY = 1 << 30  # bytes, several times a last-level cache
-BACKENDS = ("file", "commit", "ram", "null")
+BACKENDS = ("file", "commit", "cache", "ram", "null")
 ON_DISK = ("deepspeed-nvme", "tensornvme")
 
 
@@ -68,6 +70,9 @@ def main() -> None:
         rows += [peer_row(name, arguments, on_disk, "bf16") for name in ON_DISK if name in arguments.peers]
     if "commit" in arguments.backends:
         rows.append(commit_row(arguments))
+    if "cache" in arguments.backends:
+        half = benchmark.DISK_BYTES // 4 * arguments.params // arguments.devices
+        rows += [cache_row(arguments, cache) for cache in (0, half)]
     if "ram" in arguments.backends:
         in_memory = parse_devices("ram:")
         for dtype in dict.fromkeys((arguments.dtype, "fp32")):
@@ -141,19 +146,19 @@ def replay_step(opt: CSDAdam) -> None:
     engine = opt._engine
     assert engine is not None
     table, hypers = np.zeros(engine.n_params, PARAM), np.zeros(1, HYPER)
-    tiles = np.arange(engine.n_tiles, dtype=np.uint32)
+    tiles = engine.flowing(np.arange(engine.n_tiles, dtype=np.uint32))
     engine.begin(table, hypers, tiles)
     for tile in tiles.tolist():
         engine.push(tile)
     engine.finish()
-    engine.drain()
+    engine.settle_writes()
 
 
 def commit_row(arguments: argparse.Namespace) -> Row:
     """Bursts of steps with nothing between them, committed and not, by turns."""
     params, dtype = arguments.params, DTYPES[arguments.dtype]
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        specs = parse_devices([str(Path(directory, str(d))) for d in range(arguments.devices)])
+        specs = parse_devices([f"file:{directory}/{d}?cache=off" for d in range(arguments.devices)])
         durable = benchmark.make_optimizer(specs, params, dtype, durable=True)
         scratch = benchmark.make_optimizer(parse_devices([f"file:{directory}?scratch=1"] * len(specs)), params, dtype)
 
@@ -183,6 +188,30 @@ def commit_row(arguments: argparse.Namespace) -> Row:
         "seconds": seconds,
         "bytes": stats["flash_read_bytes"] + stats["flash_write_bytes"],
         "ratio_to": {"the same without commits": [b / a for a, b in zip(seconds, uncommitted, strict=True)]},
+    }
+
+
+def cache_row(arguments: argparse.Namespace, cache: int) -> Row:
+    """Steps that need not read what `cache` bytes on each device keep, beside steps that read everything."""
+    params, dtype, place = arguments.params, DTYPES[arguments.dtype], f"file:{arguments.directory}?scratch=1"
+    kept, plain = (
+        benchmark.make_optimizer(parse_devices([f"{place}&cache={option}"] * arguments.devices), params, dtype)
+        for option in (cache, "off")
+    )
+    times: dict[CSDAdam, list[float]] = {kept: [], plain: []}
+    with kept, plain:
+        for i in range(WARM_UP + arguments.runs):
+            for opt in (kept, plain) if i % 2 else (plain, kept):  # whoever comes second may have it better
+                times[opt].append(timed(lambda o=opt: (o.step(), o.stats())))  # type: ignore[misc]
+        seconds, all_read = (t[WARM_UP:] for t in times.values())
+        moved = [sum(opt.stats()[f"flash_{kind}_bytes"] for kind in ("read", "write")) for opt in (kept, plain)]
+    return {
+        "what": f"CSDAdam, {arguments.dtype}, {arguments.devices} file(s), cache={cache / 1e9:.1f}GB",
+        "params": params,
+        "seconds": seconds,
+        "bytes": moved[0],
+        "share_of_bytes": moved[0] / moved[1],
+        "ratio_to": {"the same with cache=off": [b / a for a, b in zip(seconds, all_read, strict=True)]},
     }
 
 

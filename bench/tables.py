@@ -3,7 +3,8 @@
     python -m bench.tables              prints it
     python -m bench.tables README.md    puts it between its two marks in a file
 
-One step each in a named directory, where the kernel's own counters were found to agree (tests/test_traffic.py).
+One step each in a named directory, where the kernel's own counters were found to agree (tests/test_traffic.py), and
+without what buffers have of the step before.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ COLUMNS = ("push", "pull", "flash_read", "flash_write")
 def bytes_per_param(dtype: torch.dtype, **options: Any) -> list[float]:
     """Of the second step, in the order of COLUMNS."""
     p = torch.nn.Parameter(torch.randn(SIDE, SIDE).to(dtype))
-    with tempfile.TemporaryDirectory(dir=".") as directory, CSDAdam([p], devices=directory, **options) as opt:
+    with (
+        tempfile.TemporaryDirectory(dir=".") as directory,
+        CSDAdam([p], devices=f"file:{directory}?cache=off", **options) as opt,
+    ):
         for _ in range(2):
             p.grad = torch.randn(SIDE, SIDE).to(dtype)
             opt.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from . import bindings
 from .cards import find, located
-from .devices import DeviceSpec
+from .devices import DeviceSpec, shares_of
 from .errors import CSDRuntimeError, CSDValueError
 from .layout import round_up
 from .optimizer import CSDAdam
@@ -55,10 +56,10 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
     files: dict[int, Scratch] = {}
     memory: Memory | None = None
     try:
-        for d, spec in enumerate(specs):
+        for d, (spec, here) in enumerate(zip(specs, _divided(specs, params), strict=True)):
             if spec.directory is not None:
                 tick(f"filling scratch space {d}")
-                size = max(64 << 20, round_up(DISK_BYTES * params // len(specs), spec.block_bytes))
+                size = max(64 << 20, round_up(DISK_BYTES * here, spec.block_bytes))
                 files[d] = Scratch(spec.directory, size, spec.block_bytes)
                 files[d].fill()
                 devices[d] |= {"storage": storage(spec.directory), "direct_io": files[d].direct}
@@ -77,13 +78,13 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
         for file in files.values():
             file.close()
 
-    on_disk = sum(d["params"] for d, spec in zip(stats["devices"], specs, strict=True) if spec.directory)
+    moved = stats["flash_read_bytes"] + stats["flash_write_bytes"]
     in_memory = sum(d["params"] for d in stats["devices"] if d["backend"] == "ram")
     limits: dict[str, Any] = {}
     if disk:
         limits["disk"] = {
             "bytes_per_second": spread(disk),
-            "seconds": spread([DISK_BYTES * on_disk / r for r in disk]),
+            "seconds": spread([moved / r for r in disk]),
         }
     if memory_rates:
         limits["memory"] = {
@@ -95,7 +96,7 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
         entry["params_per_second"] = spread([measured["params"] / s for s in seconds])
     # Each step is compared with the limit measured right after it: the speed of a shared machine drifts.
     floors = [
-        max(DISK_BYTES * on_disk / d if d else 0.0, MEMORY_BYTES * in_memory / m if m else 0.0)
+        max(moved / d if d else 0.0, MEMORY_BYTES * in_memory / m if m else 0.0)
         for d, m in zip(disk or [0.0] * steps, memory_rates or [0.0] * steps, strict=True)
     ]
     ratios = [f / s for f, s in zip(floors, seconds, strict=True)]
@@ -176,13 +177,17 @@ def make_optimizer(
 
 
 def scratch(spec: DeviceSpec) -> str:
-    """The device as the user named it, but with a nameless store: a store that is there is never touched."""
+    """The device as the user named it, but with a nameless store: a store that is there is never touched.
+
+    And if he has not named a cache, without: so few parameters may all be in buffers, and they stand for many.
+    """
     if spec.card:
         return f"{spec}{'&' if '?' in spec.text else '?'}scratch=1"
     if spec.backend != "file":
         return str(spec)
     options = spec.text.partition("?")[2] if spec.text.lower().startswith("file:") else ""
-    return f"file:{spec.directory}?{options}&scratch=1"
+    cache = "" if "cache=" in options else "&cache=off"
+    return f"file:{spec.directory}?{options}&scratch=1{cache}"
 
 
 def verify(specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float | None:
@@ -217,11 +222,16 @@ def verify(specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float | None:
     return worst
 
 
+def _divided(specs: Sequence[DeviceSpec], params: int) -> list[int]:
+    """How many of the parameters each device has."""
+    shares = shares_of(specs) or [1.0] * len(specs)
+    return [math.ceil(params * share / sum(shares)) for share in shares]
+
+
 def check_room(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> None:
     """Raises CSDValueError if disks or memory are too small, before anything is made."""
-    share = params // len(specs) + 1
     needs: dict[int, int] = {}
-    for spec in specs:
+    for spec, here in zip(specs, _divided(specs, params), strict=True):
         if spec.directory is None:
             continue
         if not spec.directory.is_dir():
@@ -229,14 +239,14 @@ def check_room(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> 
         place = storage(spec.directory)
         file_system = spec.directory.stat().st_dev
         # The store, and as much again to measure the disk with.
-        needs[file_system] = needs.get(file_system, 64 << 20) + 2 * DISK_BYTES * share + (64 << 20)
+        needs[file_system] = needs.get(file_system, 64 << 20) + 2 * DISK_BYTES * here + (64 << 20)
         if needs[file_system] > place["free_bytes"]:
             raise CSDValueError(
                 f"{spec.directory}: {place['free_bytes'] / 1e9:.1f} GB are free, {params / 1e6:.0f} M parameters need "
                 f"{needs[file_system] / 1e9:.1f} GB; try --params {place['free_bytes'] // (3 * DISK_BYTES):.0e}"
             )
     element = dtype.itemsize
-    in_memory = sum(12 * share for s in specs if s.backend == "ram")
+    in_memory = sum(12 * n for s, n in zip(specs, _divided(specs, params), strict=True) if s.backend == "ram")
     need = 2 * element * params + in_memory + (12 + 2 * element) * min(params, UPDATER_ELEMS) + (1 << 30)
     if need > available_memory():
         raise CSDValueError(

@@ -133,9 +133,12 @@ class DeviceConfig:
     card: Any = None  # of card_open()
     p2p: str = "auto"
     pace: Pace = UNPACED
+    depth: int = IO_DEPTH
+    cache_bytes: int = 0  # -1: every step reads everything
 
 
 def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
+    assert values.flags.c_contiguous
     return ffi.cast(ctype, values.ctypes.data)
 
 
@@ -183,7 +186,7 @@ def _fill(device: Any, config: DeviceConfig) -> Any:
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
-    device.pace = asdict(config.pace)
+    device.pace, device.depth, device.cache_bytes = asdict(config.pace), config.depth, config.cache_bytes
     return backend
 
 
@@ -211,14 +214,19 @@ def engine_extend(
     name: Namer,
     slots: int = 2,
     states: np.ndarray[Any, Any] | None = None,
+    devices: np.ndarray[Any, Any] | None = None,
 ) -> list[Any]:
-    """Returns one window per section: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself."""
+    """`devices`: of each tile, uint32; None: in turns.
+
+    Returns one window per section: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself."""
     assert pieces.dtype == PIECE
+    assert devices is None or (devices.dtype == np.uint32 and len(devices) == n_tiles)
     assert states is None or (states.dtype == TILE_STATE and len(states) == n_tiles)
     offsets = ffi.new("uint64_t[]", file_offsets)
     extent = ffi.new("csd_extent *")
     extent.tile_elems, extent.n_tiles, extent.sections, extent.slots = tile_elems, n_tiles, sections, slots
     extent.states = ffi.NULL if states is None else _array(states, "csd_tile_state *")
+    extent.devices = ffi.NULL if devices is None else _array(devices, "uint32_t *")
     extent.file_offset, extent.pieces, extent.n_pieces = offsets, _array(pieces, "csd_piece *"), len(pieces)
     windows, error = ffi.new("float *[4]"), ffi.new("csd_error *")
     check(lib.csd_engine_extend(engine, extent, windows, error), error, name)

@@ -495,6 +495,8 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
     file = store_file(path)
     stat = file.stat()
     total = sum(p["numel"] for p in manifest["params"])
+    shares = next((e["shares"] for e in manifest["extents"] if "shares" in e), [1.0] * block.devices)
+    share = shares[block.device] / sum(shares)  # of the parameters
     slots = contents.tiles["slot"]
     rows = rows_with_residual(manifest, block.device)
     residual_bytes = [RESIDUAL_BYTES * manifest["params"][row]["numel"] for row in rows]
@@ -506,6 +508,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         "devices": block.devices,
         "rank": contents.rank,
         "world_size": contents.world_size,
+        "share": share,
         "step": block.step,
         "clean": bool(block.flags & CLEAN),
         "torn": bool(block.flags & UNDER_WAY),
@@ -513,8 +516,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         "total_params": total,
         "file_bytes": stat.st_size,
         "allocated_bytes": 512 * stat.st_blocks,
-        # A device has an equal share of the parameters.
-        "bytes_per_param": 512 * stat.st_blocks * block.devices / max(1, total),
+        "bytes_per_param": 512 * stat.st_blocks / max(1.0, total * share),
         "tiles": {
             "count": len(slots),
             "in_slot": [int((slots == s).sum()) for s in range(2)],

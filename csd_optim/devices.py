@@ -4,6 +4,9 @@
 file:/mnt/nvme0?scratch=1    one in a nameless file of that directory, gone with the process, however that ends
 file:                        the same in the current directory
 file:/mnt/nvme0?buffers=16&block=4MiB    tile buffers; size of one I/O request
+file:/mnt/nvme0?depth=32     requests in flight on its file system
+file:/mnt/nvme0?cache=4GB    memory for tiles that the next step then need not read; off: every step reads everything
+file:/mnt/nvme0?share=0.5    half as many parameters as a device that says nothing: any device may have a share
 file:/mnt/nvme0?tbw=600TB    what the drive is rated to take: stats() then tells in how many days that is used up
 xrt:0                        a SmartSSD: its FPGA by XRT's index, or by PCIe address (xrt:0000:65:00.1); durable, on
                              its own drive, which is found
@@ -34,12 +37,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from ._native import lib
 from .errors import CSDTypeError, CSDValueError
 from .ranks import fill_in
 
 BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
 DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
+DEFAULT_DEPTH: int = lib.CSD_IO_DEPTH
+NO_CACHE = -1  # every step reads everything, also what is still in a buffer
 CARD_BLOCK = 4 << 20  # what others have published of P2P asks for 4 MiB and more
 DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
 _UNITS = {
@@ -70,6 +76,13 @@ class Pace:
     host: bool = False  # the host updates: state goes over the link, gradients and parameters do not
     flash_grads: bool = False  # gradients come from the drive, and not over the link
 
+    @property
+    def params_per_second(self) -> float:
+        """Of the device by itself, at most; math.inf: without a bound. Its share of a link is not its own."""
+        seconds = (1 / self.update if self.update else 0.0, *(12 / r for r in (self.read, self.write) if r))
+        slowest = max(*seconds, 24 / self.mixed if self.mixed else 0.0)
+        return 1 / slowest if slowest else math.inf
+
 
 UNPACED = Pace()
 
@@ -84,7 +97,11 @@ class DeviceSpec:
     durable: bool = False  # the store has a name and outlives the process
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
+    depth: int = DEFAULT_DEPTH  # requests in flight on its file system, if no other device there asks for more
+    chosen: frozenset[str] = frozenset()  # by the user, of block and depth
+    cache_bytes: int = 0  # memory, beside the buffers, for what the next step need not read; or NO_CACHE
     tbw_bytes: int | None = None  # the drive's rating: bytes that it takes in its life
+    share: float | None = None  # of the tiles, relative to the other devices; None: not said
     pace: Pace = UNPACED
     # xrt only
     card: str = ""  # XRT's index or a PCIe address
@@ -94,6 +111,18 @@ class DeviceSpec:
 
     def __str__(self) -> str:
         return self.text
+
+
+def shares_of(specs: Sequence[DeviceSpec]) -> tuple[float, ...] | None:
+    """Of the tiles, relative to each other, as it was said; else, if all are paced, as their pace is. None: equal."""
+    rates = [s.pace.params_per_second for s in specs]
+    if any(s.share is not None for s in specs):
+        shares = tuple(1.0 if s.share is None else s.share for s in specs)
+    elif all(map(math.isfinite, rates)):
+        shares = tuple(round(rate / max(rates), 3) or 0.001 for rate in rates)
+    else:
+        return None
+    return shares if len({*shares}) > 1 else None
 
 
 def days_left(tbw_bytes: int, written_bytes: int, seconds: float) -> float:
@@ -171,6 +200,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
             raise CSDValueError(f"Invalid device: {text!r}; {name} is {option.what}, got {value!r}") from None
     values["pace"] = Pace(**{f.name: values.pop(f.name) for f in fields(Pace) if f.name in values})
     scratch = values.pop("scratch", False)
+    values["chosen"] = frozenset({"block", "depth"} & options.keys())
     if backend in ("ram", "null"):
         if place:
             raise CSDValueError(f"Invalid device: {text!r}; {backend}: takes no place")
@@ -213,16 +243,23 @@ def _yes(value: str) -> bool:
     return _choice("0", "1")(value) == "1"
 
 
+def _cache(value: str) -> int:
+    return NO_CACHE if value == "off" else int(_within(parse_bytes(value), 0, 1 << 50))
+
+
 def _rate(unit: str) -> Callable[[str], float]:
     return lambda value: _within(parse_rate(value, unit), 1e3, 1e15)
 
 
-_FILE_OPTIONS = (
+_ANY_OPTIONS = (_Option("share", "a number from 0.001 to 1000", lambda v: _within(float(v), 0.001, 1000)),)
+_STORE_OPTIONS = (
     _Option("buffers", "a number from 1 to 1024", lambda v: _within(int(v), 1, 1024)),
     _Option("block", "a multiple of 4096 bytes", _block, "block_bytes"),
+    _Option("depth", f"a number from {DEFAULT_DEPTH} to 256", lambda v: _within(int(v), DEFAULT_DEPTH, 256)),
     _Option("scratch", "0 or 1", _yes),
     _Option("tbw", "a number of bytes such as 600TB", lambda v: _within(parse_bytes(v), 1, math.inf), "tbw_bytes"),
 )
+_FILE_OPTIONS = (_Option("cache", "a number of bytes such as 4GB, or off", _cache, "cache_bytes"),)
 _XRT_OPTIONS = (
     _Option("nvme", "a directory on the card's drive", lambda v: Path(v).expanduser(), "directory"),
     _Option("xclbin", "a file", lambda v: Path(v).expanduser()),
@@ -244,10 +281,10 @@ _UPDATE_PACE = (
     _Option("link", _PACE, _rate("B")),
 )
 _OPTIONS = {
-    "file": _FILE_OPTIONS + _DRIVE_PACE + _UPDATE_PACE,
-    "xrt": _FILE_OPTIONS + _XRT_OPTIONS,
-    "ram": _UPDATE_PACE,
-    "null": _UPDATE_PACE,
+    "file": _STORE_OPTIONS + _FILE_OPTIONS + _DRIVE_PACE + _UPDATE_PACE + _ANY_OPTIONS,
+    "xrt": _STORE_OPTIONS + _XRT_OPTIONS + _ANY_OPTIONS,
+    "ram": _UPDATE_PACE + _ANY_OPTIONS,
+    "null": _UPDATE_PACE + _ANY_OPTIONS,
 }
 
 

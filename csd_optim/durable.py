@@ -37,6 +37,7 @@ from .store_format import (
     UNDER_WAY,
     VERSION,
     WITH_RESIDUALS,
+    WITH_SHARES,
     Contents,
     Record,
     Region,
@@ -230,7 +231,7 @@ class DurableEngine(Engine):
         self._make_way()
         self._reserve(record or self.record)
         if len(written := self._note_written()):
-            tiles = np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)]))
+            tiles = self.flowing(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
         if self.slots == 1 and not self._loose[tiles].all():
             self._announce_step()
         self._changed = True
@@ -361,7 +362,7 @@ class DurableEngine(Engine):
         self._sequence += 1
         self.record = record = record or self.record
         sequence, step, flags, n = self._sequence, self.step, CLEAN * clean, len(self.specs)
-        version = WITH_RESIDUALS if residuals else VERSION
+        version = WITH_SHARES if any(e.shares for e in self.extents) else WITH_RESIDUALS if residuals else VERSION
         makes_round = self._makes_round
         round_ = self._round + makes_round
         durable = {d: store for d, store in enumerate(self._stores) if store and store.durable}
@@ -369,13 +370,8 @@ class DurableEngine(Engine):
         manifests = {}
         if not self._described:
             manifests = {d: json.dumps(self._described_on(d)).encode() for d in durable}
-        nowhere = np.zeros(0, int)  # a rank may have no tiles at all
-        own = {
-            d: np.concatenate(
-                [nowhere, *(np.arange(e.first_tile + d, e.first_tile + e.n_tiles, n) for e in self.extents)]
-            )
-            for d in durable
-        }
+        nowhere = np.zeros(0, np.uint32)  # a rank may have no tiles at all
+        device_of = np.concatenate([nowhere, *(e.devices for e in self.extents)])
 
         def stage(in_parallel: InParallel) -> list[Staged]:
             tiles = np.zeros(0, TILE_STATE)
@@ -394,7 +390,7 @@ class DurableEngine(Engine):
             for d, store in durable.items():
                 record_of = replace(record, written_bytes=total[d])
                 here = [spaces[param] for param in residuals if self._kept.rooms[param].device == d]
-                table = pack_table(tiles[own[d]], steps, record_of, here)
+                table = pack_table(tiles[device_of == d], steps, record_of, here)
                 block = Superblock(self.store_id, d, n, sequence, step, flags, nothing, nothing, version, round_)
                 staged.append(store.stage(block, manifests.get(d), table))
             return staged
@@ -494,7 +490,7 @@ class DurableEngine(Engine):
         rest += RESIDUAL_ENTRY.itemsize * len(self.residuals)
         for d, store in enumerate(self._stores):
             if store and store.durable:
-                tiles = sum(e.tiles_of(d, len(self.specs)) for e in self.extents)
+                tiles = sum(e.tiles_of(d) for e in self.extents)
                 store.reserve("table", TILE_ENTRY.itemsize * tiles + rest)
                 if not self._described:
                     store.reserve("manifest", len(json.dumps(self._described_on(d))))
@@ -503,10 +499,11 @@ class DurableEngine(Engine):
         extents: list[dict[str, Any]] = [
             {
                 "tile_elems": e.tile_elems,
-                "tiles": e.tiles_of(device, len(self.specs)),
+                "tiles": e.tiles_of(device),
                 "slots": e.slots,
                 "sections": list(SECTIONS[: e.sections]),
                 "file_offset": offsets[device],
+                **({"shares": [*e.shares]} if e.shares else {}),
             }
             for e, offsets in zip(self.extents, self._offsets, strict=True)
         ]
@@ -559,14 +556,18 @@ class DurableEngine(Engine):
         for d, contents in zip(order, self.held, strict=True):
             stores[d].take_up(contents)
         self._kept.take_up(self.held)
-        for e, extent in enumerate(extents_of(self.held)):
+        extents = extents_of(self.held)
+        if self._mode == "resume":
+            self._tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
+        for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)
             for d, contents in enumerate(self.held):
-                tiles = extent.tiles_of(d, n)
-                states[d::n] = contents.tiles[rows[d] : rows[d] + tiles].astype(TILE_STATE)
+                tiles = extent.tiles_of(d)
+                states[extent.devices == d] = contents.tiles[rows[d] : rows[d] + tiles].astype(TILE_STATE)
                 rows[d] += tiles
             self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in self.held], states)
             self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
+            self.shares = extent.shares
         self._committed_steps = self._all_steps()
 
     def _all_steps(self) -> np.ndarray[Any, Any]:

@@ -19,9 +19,10 @@ import torch
 from . import bindings
 from .bindings import TORN, DeviceConfig
 from .cards import find as find_card
-from .devices import DeviceSpec
+from .devices import UNPACED, DeviceSpec, shares_of
 from .errors import (
     CSDError,
+    CSDOSError,
     CSDRuntimeError,
     CSDTornError,
     CSDUnavailableError,
@@ -30,6 +31,7 @@ from .errors import (
     users_stacklevel,
 )
 from .layout import Extent, plan_extent
+from .probe import tune
 from .signals import signals_held
 from .store import Mode, StoreFile
 from .store_format import PAGE, Contents, Record
@@ -37,6 +39,11 @@ from .trace import Trace
 from .xclbin import find_kernels
 
 log = logging.getLogger("csd_optim")
+
+TUNE_BYTES = 4 << 30  # of states on each device: a step then takes seconds, and what it gains is worth half of one
+UNEQUAL = (
+    1.5  # how much faster one drive must be than another for unequal shares: measured in short, they are not equal
+)
 
 SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -57,6 +64,7 @@ class Engine:
         self.specs = list(specs)
         self.tile_elems = tile_elems
         self.slots = 2 if shadow else 1
+        self.shares = shares_of(self.specs)  # that the devices have of extents to come; None: equal ones
         self.extents: list[Extent] = []
         self.pid = os.getpid()
         self.lock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
@@ -159,22 +167,22 @@ class Engine:
         """
         self.check_open()
         self.synced = False
-        n = len(self.specs)
+        if not self.extents:
+            self._tune(self.slots * 4 * sections * sum(numels), new=True)
         extent = plan_extent(
             numels,
-            n,
+            len(self.specs),
             first_param=self.n_params,
             first_tile=self.n_tiles,
             sections=sections,
             slots=self.slots,
             tile_elems=self.tile_elems,
+            shares=self.shares,
         )
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
         ends = [s.end if s else 0 for s in self._stores]
         try:
-            offsets = [
-                store.allocate(extent.device_bytes(d, n)) if store else 0 for d, store in enumerate(self._stores)
-            ]
+            offsets = [store.allocate(extent.device_bytes(d)) if store else 0 for d, store in enumerate(self._stores)]
             self._add(extent, offsets, None)
         except BaseException:
             for store, end in zip(self._stores, ends, strict=True):
@@ -196,6 +204,8 @@ class Engine:
                     self._cards.get(spec.card),
                     spec.p2p,
                     spec.pace,
+                    spec.depth,
+                    spec.cache_bytes,
                 )
                 if store
                 else DeviceConfig(spec.backend, pace=spec.pace)
@@ -215,11 +225,45 @@ class Engine:
             self.name_device,
             extent.slots,
             states,
+            extent.devices,
         )
         self.extents.append(extent)
         self._windows.append(windows)
         self._offsets.append(offsets)
         self.steps.append(np.zeros(len(extent.numels), np.float32))
+
+    def _tune(self, nbytes: int, *, new: bool) -> None:
+        """Tries out how drives want to be spoken to; how fast they are decides on shares, where a store is `new`.
+
+        Only where `nbytes` of states, over all devices, make it worth the half second, and only what nobody has said.
+        """
+        tried = {
+            d: store.path if store.path.is_dir() else store.path.parent
+            for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True))
+            if store and spec.backend == "file" and spec.pace == UNPACED
+        }
+        shares_open = new and len(tried) == len(self.specs) > 1 and all(s.share is None for s in self.specs)
+        said = all(self.specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
+        if not tried or said or nbytes < TUNE_BYTES * len(self.specs) or os.environ.get("CSD_OPTIM_PROBE") == "0":
+            return
+        try:
+            found = dict(zip(tried, tune(list(tried.values())), strict=True))
+        except CSDOSError as e:
+            log.info("drives were not tried out: %s", e)
+            return
+        rates = [tuned.bytes_per_second for tuned in found.values()]
+        if shares_open and max(rates) > UNEQUAL * min(rates):
+            self.shares = tuple(round(rate / max(rates), 2) or 0.01 for rate in rates)
+        for d, tuned in found.items():
+            spec = self.specs[d]
+            block = spec.block_bytes if "block" in spec.chosen else tuned.block_bytes
+            depth = spec.depth if "depth" in spec.chosen else tuned.depth
+            self.specs[d] = replace(spec, block_bytes=block, depth=depth)
+            share = f", share {self.shares[d]:g}" if shares_open and self.shares else ""
+            log.info(
+                "device %d (%s) moved %.2f GB/s when tried out; from now on in requests of %d KiB, %d at once%s",
+                *(d, tried[d], tuned.bytes_per_second / 1e9, block >> 10, depth, share),
+            )
 
     def _announce(self, extent: Extent) -> None:
         for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
@@ -227,7 +271,7 @@ class Engine:
                 log.info(
                     "scratch CSD %d: %.2f GB in %s, gone when the process ends; name devices=[...] to keep it (%s)",
                     d,
-                    extent.device_bytes(d, len(self.specs)) / 1e9,
+                    extent.device_bytes(d) / 1e9,
                     store.path,
                     spec,
                 )
@@ -252,7 +296,8 @@ class Engine:
         return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
 
     def device_of(self, tile: int) -> int:
-        return (tile - self._extent_of(tile).first_tile) % len(self.specs)
+        extent = self._extent_of(tile)
+        return int(extent.devices[tile - extent.first_tile])
 
     def elems_of(self, tile: int) -> int:
         return self._extent_of(tile).tile_elems
@@ -264,9 +309,17 @@ class Engine:
         return extent.pieces[first:last]
 
     def tiles_with(self, has_grad: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Tiles, in the order in which they flow, in which a parameter of the mask (bool, one per parameter) lies."""
+        """Tiles with a parameter of the mask (bool, one per parameter), in the order in which they flow next."""
         tiles = [e.pieces["tile"][has_grad[e.pieces["param"]]] + np.uint32(e.first_tile) for e in self.extents]
-        return np.unique(np.concatenate(tiles))
+        return self.flowing(np.unique(np.concatenate(tiles)))
+
+    def flowing(self, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Ascending tiles in the order in which the next step takes them.
+
+        Steps go to and fro: one begins with what the one before wrote last, which is still in memory. That follows from
+        the step's number alone, so that all processes do the same, and whoever resumes.
+        """
+        return tiles[::-1].copy() if self.step % 2 else tiles
 
     # ---- a step ------------------------------------------------------------
 
@@ -331,6 +384,11 @@ class Engine:
         self.check_open()
         if self._handle is not None:
             bindings.engine_drain(self._handle, self.name_device, open=True)
+
+    def settle_writes(self) -> None:
+        """Waits until every state is on its device. Raises CSDOSError if one will not go."""
+        if self._handle is not None:
+            bindings.engine_settle(self._handle, self.name_device)
 
     def commit(self, record: Record | None = None) -> None:
         """Makes the state durable as it is, in the background, with `steps` and `record`: where it can be durable."""
@@ -397,7 +455,10 @@ class Engine:
             direct = store.direct if store else None
             card = self._cards.get(spec.card)
             p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
-            stats.append({"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p} | counts)
+            about: dict[str, Any] = {"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p}
+            if store:
+                about |= {"block_bytes": spec.block_bytes, "depth": spec.depth}
+            stats.append(about | {"share": self.shares[d] if self.shares else 1.0} | counts)
         return stats
 
     def describe(self, manifest: dict[str, Any]) -> None:

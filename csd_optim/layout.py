@@ -2,7 +2,8 @@
 
 Parameters that join at the same time lie one after another in an *extent* of the flat space, each from a multiple of
 `ALIGN` elements on. The extent is cut into equal tiles, tile `i` on device `i mod n`: every device owns the same number
-of tiles (one more or less), and any region of the model keeps all of them busy.
+of tiles (one more or less), and any region of the model keeps all of them busy. Devices of unequal speed have unequal
+shares of the tiles, mixed as evenly (store_format.devices_of).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from .bindings import PIECE
 from .errors import CSDStoreError
-from .store_format import Contents
+from .store_format import Contents, devices_of
 
 STORE_BYTES = 24  # of a store per parameter: three fp32 states in two slots
 MEMORY_STATE_BYTES = 12  # of `ram:` per parameter: one slot
@@ -29,6 +30,8 @@ GRAIN = max(4096, mmap.PAGESIZE) // 4
 TILE_ELEMS = 1 << 20
 # A small model is cut finer, so that reads, updates and writes of one device still overlap.
 TILES_PER_DEVICE = 8
+# And still finer if a device has a small share, down to this part of that.
+FINEST = 8
 # A section of a tile is a mapping of its own; Linux allows a process 65530 (vm.max_map_count). Tiles of a model beyond
 # 14 G parameters are therefore larger.
 MAX_MAPPINGS = 40_000
@@ -48,17 +51,19 @@ class Extent:
     numels: tuple[int, ...]
     pieces: np.ndarray[Any, Any]  # of dtype PIECE, sorted by tile
     first_piece: np.ndarray[Any, Any]  # of each tile, and one more: where the pieces of tile i begin and end
+    shares: tuple[float, ...] | None  # of the devices; None: equal
+    devices: np.ndarray[Any, Any]  # of each tile, uint32
 
-    def tiles_of(self, device: int, n_devices: int) -> int:
+    def tiles_of(self, device: int) -> int:
         """How many of the tiles lie on a device."""
-        return len(range(device, self.n_tiles, n_devices))
+        return int((self.devices == device).sum())
 
     @property
     def slot_bytes(self) -> int:
         return 4 * self.tile_elems * self.sections
 
-    def device_bytes(self, device: int, n_devices: int) -> int:
-        return self.slots * self.slot_bytes * self.tiles_of(device, n_devices)
+    def device_bytes(self, device: int) -> int:
+        return self.slots * self.slot_bytes * self.tiles_of(device)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -74,8 +79,12 @@ def plan_extent(
     sections: int = 3,
     slots: int = 2,
     tile_elems: int | None = None,
+    shares: Sequence[float] | None = None,
 ) -> Extent:
-    """Lays `numels` out over `n_devices`. `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`."""
+    """Lays `numels` out over `n_devices`, each of which gets its share (positive numbers; None: equal ones).
+
+    `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`.
+    """
     starts, end = [], 0
     for n in numels:
         starts.append(end)
@@ -83,7 +92,8 @@ def plan_extent(
     if tile_elems is None:
         # The same number of tiles for every device, so that none has to wait for another.
         largest = max(TILE_ELEMS, math.ceil(end * sections / MAX_MAPPINGS))
-        rounds = max(TILES_PER_DEVICE, math.ceil(end / (n_devices * largest)))
+        finer = min(FINEST, sum(shares) / n_devices / min(shares)) if shares else 1
+        rounds = max(math.ceil(TILES_PER_DEVICE * finer), math.ceil(end / (n_devices * largest)))
         tile_elems = math.ceil(end / (n_devices * rounds))
     tile_elems = max(GRAIN, round_up(tile_elems, GRAIN))
     n_tiles = math.ceil(end / tile_elems)
@@ -105,6 +115,8 @@ def plan_extent(
         numels=tuple(numels),
         pieces=pieces,
         first_piece=np.searchsorted(pieces["tile"], np.arange(n_tiles + 1)),
+        shares=tuple(shares) if shares else None,
+        devices=devices_of(shares or [1.0] * n_devices, n_tiles),
     )
 
 
@@ -122,9 +134,10 @@ def extents_of(held: Sequence[Contents]) -> list[Extent]:
             sections=len(described["sections"]),
             slots=described["slots"],
             tile_elems=described["tile_elems"],
+            shares=described.get("shares"),
         )
         tiles = [c.manifest["extents"][e]["tiles"] for c in held]
-        if [p["start"] for p in members] != [*extent.starts] or tiles != [extent.tiles_of(d, n) for d in range(n)]:
+        if [p["start"] for p in members] != [*extent.starts] or tiles != [extent.tiles_of(d) for d in range(n)]:
             raise CSDStoreError(f"{first.path}: the manifest contradicts itself")
         extents.append(extent)
     return extents

@@ -691,7 +691,7 @@ class CSDAdam(AdamW, Joinable):
                     if len(tiles):
                         tiles = engine.begin(table, step.hypers, tiles, record)
                         self._in_flight = self._moved = True
-                        direct = np.setdiff1d(tiles, by_image, assume_unique=True)
+                        direct = tiles[~np.isin(tiles, by_image)]
                         for tile in direct.tolist():
                             engine.push(tile)
                         if ring is not None:
@@ -875,12 +875,14 @@ class CSDAdam(AdamW, Joinable):
         or nan (their elements are updated all the same). ``skipped``: an overflow was found.
         ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed; a card's, if it has.
         ``residual_bytes``: memory, beside the parameters, of what Top-K owes them.
+        ``block_bytes``, ``depth``, of a device with a store: size of its I/O requests, and how many are in flight at
+        once. ``share``: of the parameters, relative to the other devices.
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         """
         engine = self._live_engine
         with engine.lock:
-            engine.drain()
+            engine.settle_writes()
             counted = engine.stats()
         happened = int(self._moved)  # a step that was skipped, or had no gradients, never came to the engine
         devices = [
@@ -889,6 +891,9 @@ class CSDAdam(AdamW, Joinable):
                 "backend": d["backend"],
                 "direct_io": d["direct_io"],
                 "p2p": d["p2p"],
+                "block_bytes": d.get("block_bytes"),
+                "depth": d.get("depth"),
+                "share": d["share"],
                 "push_bytes": happened * d["push_bytes"],
                 "pull_bytes": happened * d["pull_bytes"],
                 "flash_read_bytes": happened * d["read_bytes"],

@@ -17,7 +17,9 @@ import statistics
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -150,7 +152,7 @@ class Scratch:
 
         After `seconds` what is not written by then is left out of the measurements.
         """
-        done, _ = _transfer([self], "write", seconds)
+        [done], _ = _transfer([self], "write", seconds)
         self.blocks = max(2, done // self.block)
 
     def cut(self, block: int) -> None:
@@ -168,25 +170,72 @@ class Scratch:
         self.close()
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """How a drive wants to be spoken to."""
+
+    block_bytes: int  # of a request
+    depth: int  # requests in flight on its file system
+    bytes_per_second: float  # that it then reads and writes, the other drives beside it
+
+
+# What is tried, from the fewest bytes in flight to the most.
+SETTINGS = ((512 << 10, IO_DEPTH), (1 << 20, IO_DEPTH), (1 << 20, 2 * IO_DEPTH), (4 << 20, IO_DEPTH))
+TUNE_ROUNDS, TUNE_SECONDS = 2, 0.04  # each setting has so many turns, each so long
+TUNE_FILE = 128 << 20  # bytes
+CLOSE = 0.95  # of the best rate: a smaller setting that reaches that is preferred
+
+
+def tune(directories: Sequence[Path]) -> list[Tuned]:
+    """Tries out the drives behind directories, all at the same time, in about half a second, on nameless files.
+
+    Two directories on one file system have the same rate. Raises CSDOSError.
+    """
+    tried: list[dict[tuple[int, int], float]] = [{} for _ in directories]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(Scratch(d, TUNE_FILE, SETTINGS[-1][0])) for d in directories]
+        buffer = _huge_buffer(SETTINGS[-1][0])
+        moved, _ = _transfer(files, "write", 2 * TUNE_SECONDS, endless=buffer)
+        for file, n in zip(files, moved, strict=True):
+            file.blocks = max(2, min(file.blocks, n // file.block))
+        for _ in range(TUNE_ROUNDS):
+            for block, depth in SETTINGS:
+                for file in files:
+                    file.cut(block)
+                moved, took = _transfer(files, "mixed", TUNE_SECONDS, depth, endless=buffer)
+                for rates, n in zip(tried, moved, strict=True):  # the best: others may have been in the way
+                    rates[block, depth] = max(rates.get((block, depth), 0.0), n / took)
+    chosen = []
+    for rates in tried:
+        block, depth = next(s for s in SETTINGS if rates[s] >= CLOSE * max(rates.values()))
+        chosen.append(Tuned(block, depth, rates[block, depth]))
+    return chosen
+
+
 def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60, depth: int = IO_DEPTH) -> float:
     """Bytes per second (read plus written) of one pass over all files at once, or of as much as `seconds` allow.
 
     The requests are the engine's: as large, as many in flight for each file system (or `depth`), buffers on huge pages.
     """
-    done, took = _transfer(files, kind, seconds, depth)
-    return done / took
+    moved, took = _transfer(files, kind, seconds, depth)
+    return sum(moved) / took
 
 
-def _transfer(files: Sequence[Scratch], kind: Kind, seconds: float, depth: int = IO_DEPTH) -> tuple[int, float]:
-    """Moves bytes; returns how many, and the seconds it took."""
+def _transfer(
+    files: Sequence[Scratch], kind: Kind, seconds: float, depth: int = IO_DEPTH, *, endless: memoryview | None = None
+) -> tuple[list[int], float]:
+    """Moves bytes, in one pass, or until the time is over; returns how many of each file, and the seconds.
+
+    `endless`: memory that all requests share, what is in it does not matter. Else each thread makes its own.
+    """
     stop = threading.Event()
     errors: list[OSError] = []
-    moved: list[int] = []
+    moved: list[Counter[Scratch]] = []  # by each thread
     threads = []
     for _, group in itertools.groupby(sorted(files, key=lambda f: f.file_system), key=lambda f: f.file_system):
-        queue = _Queue(list(group), kind)
+        queue = _Queue(list(group), kind, endless is not None)
         for _ in range(depth):
-            buffer = _huge_buffer(queue.block)  # made before the clock starts
+            buffer = endless or _huge_buffer(queue.block)  # made before the clock starts
             threads.append(threading.Thread(target=_serve, args=(queue, buffer, stop, moved, errors), daemon=True))
     start = time.perf_counter()
     try:
@@ -201,16 +250,17 @@ def _transfer(files: Sequence[Scratch], kind: Kind, seconds: float, depth: int =
                 thread.join()
     if errors:
         raise CSDOSError(errors[0].errno, f"measuring a {kind} rate: {errors[0].strerror}")
-    return sum(moved), time.perf_counter() - start
+    return [sum(by[file] for by in moved) for file in files], time.perf_counter() - start
 
 
 class _Queue:
     """The requests of several files on one file system, in turns, for several threads."""
 
-    def __init__(self, files: list[Scratch], kind: Kind) -> None:
+    def __init__(self, files: list[Scratch], kind: Kind, endless: bool) -> None:
         self.block = max(f.block for f in files)
         turns = itertools.zip_longest(*([(f, *r) for r in f.requests(kind)] for f in files))
-        self._requests = iter([r for turn in turns for r in turn if r is not None])
+        once = [r for turn in turns for r in turn if r is not None]
+        self._requests = itertools.cycle(once) if endless else iter(once)
         self._lock = threading.Lock()
 
     def next(self) -> tuple[Scratch, bool, int] | None:
@@ -218,9 +268,11 @@ class _Queue:
             return next(self._requests, None)
 
 
-def _serve(queue: _Queue, buffer: memoryview, stop: threading.Event, moved: list[int], errors: list[OSError]) -> None:
+def _serve(
+    queue: _Queue, buffer: memoryview, stop: threading.Event, moved: list[Counter[Scratch]], errors: list[OSError]
+) -> None:
     """One thread: one request at a time until there are no more."""
-    done = 0
+    done: Counter[Scratch] = Counter()
     try:
         while not stop.is_set() and (request := queue.next()):
             file, is_write, offset = request
@@ -229,7 +281,8 @@ def _serve(queue: _Queue, buffer: memoryview, stop: threading.Event, moved: list
                 n = os.pwritev(file.fd, [left], offset) if is_write else os.preadv(file.fd, [left], offset)
                 if n == 0:
                     raise OSError(0, "end of file")
-                left, offset, done = left[n:], offset + n, done + n
+                left, offset = left[n:], offset + n
+                done[file] += n
     except OSError as e:
         errors.append(e)
         stop.set()

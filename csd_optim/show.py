@@ -129,7 +129,10 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
         facts(
             [
                 ("format", f"{held['format']}, store {held['store_id']}"),
-                ("device", f"{held['device']} of {held['devices']}{of_rank}"),
+                (
+                    "device",
+                    f"{held['device']} of {held['devices']}{of_rank}, with {held['share']:.0%} of the parameters",
+                ),
                 ("step", f"{held['step']}{owner or ', ' + closed}"),
                 ("model", f"{len(params)} parameters of {number(held['total_params'])} elements on all devices"),
                 ("states", ", ".join(dict.fromkeys(s for e in held["extents"] for s in e["sections"])) + " in fp32"),

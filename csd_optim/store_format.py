@@ -17,6 +17,7 @@ writes where the state of the older one lies. The price is a second small write 
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
 VERSION = 1
 WITH_RESIDUALS = 2  # format of a store that has any: who knows only format 1 would go on without them, and not say so
+WITH_SHARES = 3  # of one whose devices have unequal shares of the tiles, with residuals or without
 ENDIAN = 0x01020304
 PAGE = 4096
 CLEAN = 1  # flag: closed in order, nothing written since
@@ -92,9 +94,9 @@ class Superblock:
         _, version, endian, *fields = _SUPERBLOCK.unpack_from(block)
         if endian != ENDIAN:
             raise CSDStoreError(f"{path} was written on a machine of the other endianness")
-        if version not in (VERSION, WITH_RESIDUALS):
+        if version not in (VERSION, WITH_RESIDUALS, WITH_SHARES):
             raise CSDStoreError(
-                f"{path} has store format {version}; this csd_optim reads formats up to {WITH_RESIDUALS}: upgrade it"
+                f"{path} has store format {version}; this csd_optim reads formats up to {WITH_SHARES}: upgrade it"
             )
         regions = [Region(*_REGION.unpack_from(block, _SUPERBLOCK.size + i * _REGION.size)) for i in range(2)]
         (round_,) = _ROUND.unpack_from(block, _SUPERBLOCK.size + 2 * _REGION.size)
@@ -133,6 +135,17 @@ def pack_table(
     return b"".join((state, np.array([*residuals], RESIDUAL_ENTRY).tobytes(), record.head(), record.user_state))
 
 
+def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
+    """The devices (uint32) of the first `n` tiles of an extent.
+
+    Each tile goes to the device that has the least for its share when it has that tile, too, the first of equals: so
+    they are through with the first tiles, and with all, as early as can be. Equal shares: tile i on device i mod n.
+    """
+    load = np.arange(1, n + 1) / np.array(shares, np.float64)[:, None]
+    order = np.argsort(load, axis=None, kind="stable")[:n]
+    return (order // max(n, 1)).astype(np.uint32)
+
+
 def rows_with_residual(manifest: dict[str, Any], device: int) -> list[int]:
     """The parameters whose residuals are on a device."""
     return [row for row, p in enumerate(manifest["params"]) if p.get("residual", {}).get("device") == device]
@@ -166,9 +179,19 @@ class Contents:
         entries = iter(self.tiles["slot"].tolist())
         for extent in self.manifest["extents"]:
             size = 4 * extent["tile_elems"] * len(extent["sections"])
-            for j in range(extent["tiles"]):
-                at = extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
-                yield extent, j * self.superblock.devices + self.superblock.device, at
+            for j, number in enumerate(self._numbers(extent)):
+                yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
+
+    def _numbers(self, extent: dict[str, Any]) -> Sequence[int]:
+        """Of the tiles of an extent that are here."""
+        n, device, devices = extent["tiles"], self.superblock.device, self.superblock.devices
+        if "shares" not in extent:
+            return range(device, device + n * devices, devices)
+        shares = extent["shares"]
+        # When the last of them was given to this device, no other had more for its share.
+        most = math.ceil(n * sum(shares) / shares[device]) + devices
+        found: list[int] = np.flatnonzero(devices_of(shares, most) == device)[:n].tolist()
+        return found
 
     def residual_places(self) -> Iterator[tuple[int, int, int]]:
         """Of each residual in this store: the row of its parameter, its offset, its checksum."""

@@ -25,6 +25,12 @@ def named_devices(directory, n):
     return [f"xrt:{i}?nvme={directory}/csd{i}" if on_cards() else str(directory / f"csd{i}") for i in range(n)]
 
 
+def reading_all(devices):
+    """The same devices, which read every tile in every step."""
+    drives = {d for d in devices if parse_device(d).backend == "file"}
+    return [f"file:{parse_device(d).directory}?cache=off" if d in drives else d for d in devices]
+
+
 def place(device):
     """The directory of a named device."""
     return parse_device(device).directory

@@ -23,12 +23,15 @@ def test_step(tmp_path):
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.step/1"
     assert {"cpu", "cores", "isa", "storage", "date"} <= set(result["machine"])
-    file, commit, fp16, fp32, null = result["rows"]
+    file, commit, buffers, half, fp16, fp32, null = result["rows"]
     assert len(file["seconds"]) == len(commit["seconds"]) == len(fp16["seconds"]) == len(fp32["seconds"]) == 5
     assert len(null["seconds"]) == 50
     assert file["bytes_per_param"]["push"] == file["bytes_per_param"]["pull"] == 2
     assert file["bytes_per_param"]["flash_read"] == pytest.approx(12, rel=0.05)  # tiles are whole pages
     assert len(file["ratio_to"]["the same requests without the update"]) == 5
+    for cached in (buffers, half):
+        assert len(cached["ratio_to"]["the same with cache=off"]) == 5
+        assert cached["share_of_bytes"] == 0.5  # so small a model is all in the buffers
     assert len(commit["ratio_to"]["the same without commits"]) == 5
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "verified fp16" in done.stderr

@@ -1051,7 +1051,7 @@ def sparse_store(directory, shapes, dense):
     numels = [int(np.prod(shape)) for _, shape in shapes]
     extent = plan_extent(numels, 1)
     sections, base = ["master", "exp_avg", "exp_avg_sq"], 2 * PAGE
-    end = base + extent.device_bytes(0, 1)
+    end = base + extent.device_bytes(0)
     params = [
         {"name": name, "group": 0, "position": i, "shape": list(shape), "dtype": "bfloat16", "extent": 0}
         | {"stride": list(torch.empty(shape, device="meta").stride()), "start": extent.starts[i], "numel": numels[i]}

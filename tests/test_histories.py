@@ -29,9 +29,9 @@ class Twins:
             ]
             if on_cards()
             else [
-                [f"file:{directory}/a?buffers=3&block=4096"],
-                [f"{directory}/a", f"file:{directory}/b?buffers=4&block=12KiB", f"{directory}/c"],
-                ["ram:", f"file:{directory}/a?buffers=1"],
+                [f"file:{directory}/a?buffers=3&block=4096&cache={choose.choice(['off', '0', '40KiB', '1MiB'])}"],
+                [f"{directory}/a", f"file:{directory}/b?buffers=4&block=12KiB&cache=30KiB&share=0.4", f"{directory}/c"],
+                ["ram:", f"file:{directory}/a?buffers=1&cache={choose.choice(['0', '50KiB'])}"],
                 ["file:", f"{directory}/a"],
             ]
         )

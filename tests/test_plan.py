@@ -205,7 +205,7 @@ def test_prediction_is_what_a_paced_engine_takes(alone, devices):
     )
     device = Device(pace.read, pace.write, pace.read + pace.write, pace.update)
     predicted = predict("csdadam", NUMEL, devices, device, Host(link=pace.link))
-    text = f"file:?read={pace.read}B/s&write={pace.write}B/s&update={pace.update}/s&link={pace.link}B/s"
+    text = f"file:?read={pace.read}B/s&write={pace.write}B/s&update={pace.update}/s&link={pace.link}B/s&cache=off"
     p = torch.nn.Parameter(torch.randn(NUMEL).half())
     p.grad = torch.randn(NUMEL).half()
     taken = []
@@ -259,7 +259,7 @@ def test_bytes_of_plain_drives_fp32_and_half_of_the_gradients():
 def test_bytes_are_those_that_the_optimizer_counts():
     p = torch.nn.Parameter(torch.randn(1 << 20).half().view(1024, 1024))
     p.grad = torch.randn(1024, 1024).half()
-    with CSDAdam([p], devices=["file:"]) as opt:
+    with CSDAdam([p], devices=["file:?cache=off"]) as opt:
         opt.step()
         opt.step()
         stats = opt.stats()

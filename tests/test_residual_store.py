@@ -447,7 +447,7 @@ def test_they_are_counted_where_they_are_written(tmp_path):
         for p in contents(devices)[0].manifest["params"]:
             if "residual" in p:
                 rooms[p["residual"]["device"]] += p["residual"]["room"]
-        tile_bytes = [training.extent.slot_bytes * training.extent.tiles_of(d, 2) for d in range(2)]
+        tile_bytes = [training.extent.slot_bytes * training.extent.tiles_of(d) for d in range(2)]
         for done in (1, 2):
             training.engine.drain()
             for d, count in enumerate(training.engine.stats()):

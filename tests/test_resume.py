@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import device_strings, named_devices, on_cards, place
+from conftest import device_strings, named_devices, on_cards, place, reading_all
 
 import csd_optim.durable
 import csd_optim.optimizer
@@ -862,7 +862,7 @@ def test_damaged_state_is_named(tmp_path, section):
 
 @pytest.mark.parametrize("section", range(3))
 def test_damage_while_training(tmp_path, section):
-    devices = named_devices(tmp_path, 3)
+    devices = reading_all(named_devices(tmp_path, 3))
     training = Training(devices).steps(JOIN)
     training.opt.synchronize()
     before = training.image()
@@ -1137,7 +1137,7 @@ def test_without_shadow_a_torn_step_is_final(tmp_path, monkeypatch, end):
 
 
 def test_without_shadow_an_error_before_the_first_write_undoes_the_step(tmp_path):
-    devices = named_devices(tmp_path, 2)
+    devices = reading_all(named_devices(tmp_path, 2))
     training = Training(devices, shadow=False).steps(3)
     training.opt.synchronize()
     before = training.image()

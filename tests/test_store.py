@@ -646,7 +646,7 @@ def test_store_cut_short_is_noticed(tmp_path):
         read_contents(store)
 
 
-@pytest.mark.parametrize(("offset", "value", "message"), [(8, 3, "format 3"), (12, 0x04030201, "endianness")])
+@pytest.mark.parametrize(("offset", "value", "message"), [(8, 4, "format 4"), (12, 0x04030201, "endianness")])
 def test_format_of_another_version_or_machine_is_refused(tmp_path, offset, value, message):
     store = store_of(tmp_path)
     with store.open("r+b") as file:

@@ -46,8 +46,9 @@ def region(data, place, copy):
 
 
 @pytest.mark.parametrize("kept", [(), ("columns", "late", "half", "weight")])  # those that have residuals
-@pytest.mark.parametrize("devices", [1, 3])
-def test_store_is_what_the_page_says(tmp_path, devices, kept):
+@pytest.mark.parametrize("shares", [[1.0], [1.0] * 3, [1.0, 0.3, 2.5]], ids=str)
+def test_store_is_what_the_page_says(tmp_path, shares, kept):
+    devices = len(shares)
     assert crc32c(b"123456789") == 0xE3069283
     torch.manual_seed(0)
     params = {
@@ -60,7 +61,11 @@ def test_store_is_what_the_page_says(tmp_path, devices, kept):
     params = {name: torch.nn.Parameter(p) for name, p in params.items()}
     named = list(params.items())
     places = [tmp_path / f"csd{d}" for d in range(devices)]
-    opt = CSDAdam([{"params": named[:4]}, {"params": named[4:], "amsgrad": True}], devices=places, tile_size=1024)
+    opt = CSDAdam(
+        [{"params": named[:4]}, {"params": named[4:], "amsgrad": True}],
+        devices=[f"file:{place}?share={share}" for place, share in zip(places, shares, strict=True)],
+        tile_size=1024,
+    )
     for _ in range(3):
         for p in params.values():
             p.grad = torch.randn_like(p)
@@ -81,7 +86,8 @@ def test_store_is_what_the_page_says(tmp_path, devices, kept):
         data = (place / "csd_optim.store").read_bytes()
         block = superblock(data, 0)
         assert superblock(data, 1) == block
-        assert (block["version"], block["order"]) == (2 if kept else 1, 0x01020304)
+        version = 3 if len({*shares}) > 1 else 2 if kept else 1
+        assert (block["version"], block["order"]) == (version, 0x01020304)
         assert (block["device"], block["devices"], block["step"], block["flags"]) == (d, devices, 3, 1)
         ids.add(block["id"])
         manifest = json.loads(region(data, block["manifest"], 0))
@@ -116,6 +122,13 @@ def test_store_is_what_the_page_says(tmp_path, devices, kept):
         row = 0
         for e, extent in enumerate(manifest["extents"]):
             n_bytes = 4 * extent["tile_elems"]
+            assert extent.get("shares") == (shares if version == 3 else None)
+            given, numbers = [0] * devices, []  # tiles to each device; those of this one
+            while len(numbers) < extent["tiles"]:
+                to = min(range(devices), key=lambda i: (given[i] + 1) / shares[i])
+                if to == d:
+                    numbers.append(sum(given))
+                given[to] += 1
             for j in range(extent["tiles"]):
                 slot, summed, *sums = struct.unpack_from("<6I", table, 24 * row)
                 row += 1
@@ -124,7 +137,7 @@ def test_store_is_what_the_page_says(tmp_path, devices, kept):
                 for k, section in enumerate(extent["sections"]):
                     content = data[at + k * n_bytes : at + (k + 1) * n_bytes]
                     assert crc32c(content) == sums[k]
-                    flat[e, j * devices + d, section] = np.frombuffer(content, "<f4")
+                    flat[e, numbers[j], section] = np.frombuffer(content, "<f4")
                 assert sums[len(extent["sections"]) :] == [0] * (4 - len(extent["sections"]))
         assert row == manifest["tiles"]
     assert len(ids) == 1

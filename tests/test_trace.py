@@ -34,7 +34,8 @@ def test_a_timeline(traced, backend, devices):
     for kind in ("read", "update", "write"):
         tiles = sorted(e["name"] for e in spans if f": {kind}" in names[e["tid"]])
         moves = kind == "update" or backend != "ram"  # in memory alone nothing is read or written
-        assert tiles == sorted(f"tile {t}" for t in range(8) for _ in range(STEPS) if moves)
+        often = 1 if kind == "read" and "xrt" not in backend else STEPS  # then all of it is in buffers
+        assert tiles == sorted(f"tile {t}" for t in range(8) for _ in range(often) if moves)
     for tid in names:  # on one track nothing overlaps
         times = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == tid)
         assert all(a[1] <= b[0] + 0.01 for a, b in itertools.pairwise(times))

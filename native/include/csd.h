@@ -81,7 +81,7 @@ typedef struct csd_adamw {
 
 /* ---- Devices ------------------------------------------------------------ */
 
-/* Requests in flight per file system, whatever the number of engines and devices. Four of a megabyte already saturate
+/* Requests in flight per file system, whatever the number of engines and devices, unless one asks for more. Four of a megabyte already saturate
  * the drives we measured; twice that keeps reads and writes going at the same time. */
 #define CSD_IO_DEPTH 8
 
@@ -125,6 +125,9 @@ typedef struct csd_device {
   csd_card *card;      /* xrt: belongs to the caller, outlives the engine */
   uint32_t p2p;        /* xrt: csd_p2p */
   csd_pace pace;       /* not xrt */
+  uint32_t depth;      /* file, xrt: that many requests in flight on its file system; not fewer than CSD_IO_DEPTH */
+  int64_t cache_bytes; /* file: memory for more buffers. A buffer keeps the tile that was written from it, until it is used
+                        * for another; a step need not read a tile that a buffer has. -1: it does all the same */
 } csd_device;
 
 typedef struct csd_engine csd_engine;
@@ -163,8 +166,8 @@ typedef struct csd_tile_state {
   uint32_t crc[4]; /* CRC-32C of each section */
 } csd_tile_state;
 
-/* A run of `n_tiles` equal tiles, tile i on device (i mod n_devices): the parameters
- * that join at one time. On a file, the j-th of these tiles on device d has its slot s at
+/* A run of `n_tiles` equal tiles: the parameters that join at one time. On a file, the j-th
+ * of these tiles on device d (counted from 0) has its slot s at
  * byte `file_offset[d] + (slots*j + s) * tile_elems * sections * 4`. */
 typedef struct csd_extent {
   uint64_t tile_elems;         /* multiple of 1024 and of the page size / 4 */
@@ -175,6 +178,7 @@ typedef struct csd_extent {
   const uint64_t *file_offset; /* one per device, multiples of the page size */
   const csd_piece *pieces;     /* sorted by tile, then by tile_first; tile counted from this extent's first */
   uint64_t n_pieces;
+  const uint32_t *devices;     /* one per tile: which it is on; NULL: tile i is on device (i mod n_devices) */
 } csd_extent;
 
 /* Adds an extent; its tiles are numbered on from those there are. New states read as zero.
@@ -216,6 +220,7 @@ typedef struct csd_param {
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
  * draining the last one. States are read ahead as far as the buffers reach. The arrays are copied.
+ * Buffers keep what a step writes last: let the next one begin with that, and flow the other way round.
  * A tile without any gradient is read and written all the same, unchanged: the bare I/O of a step. */
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_adamw *hypers,
                      uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error);

@@ -29,6 +29,7 @@ struct Tile {
   uint32_t shown = 0;          // the one that the windows show as it is, or kNowhere
   bool open = false;           // what is written to the windows goes to the device
   bool edited = false;         // the windows hold what somebody wrote to them, and the device does not
+  bool kept = false;           // a free buffer has what the current slot has
   Slot slots[2];
 
   uint64_t section_bytes() const { return 4 * elems; }
@@ -83,8 +84,11 @@ class Device {
   // Can it reach a parameter that is its own master (csd_master), or does every master lie in the tile?
   virtual bool reaches_params() const { return true; }
 
-  // Makes its tile buffers, of `bytes` each, and returns their addresses; those from before are gone.
-  virtual std::vector<float *> allocate(uint64_t) { return {}; }
+  // Makes `n` tile buffers, of `bytes` each, and returns their addresses; those from before are gone.
+  virtual std::vector<float *> allocate(uint32_t n, uint64_t bytes) { return static_cast<void>(n), static_cast<void>(bytes), std::vector<float *>{}; }
+
+  // Is what was stored from a buffer there to be updated again, until another tile is loaded?
+  virtual bool keeps_buffers() const { return false; }
   virtual uint64_t memory_bytes() const { return 0; }  // of these and whatever else is fixed
 
   // Makes the windows show the tile's slot `shown`; if it is `open`, what is written there goes to the device.

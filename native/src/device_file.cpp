@@ -60,6 +60,7 @@ Pool *FileDevice::io_of(const csd_device &d) {
   struct stat st {};
   if (d.buffers == 0 || d.block_bytes == 0 || d.block_bytes % 4096 || fstat(d.fd, &st) != 0) return nullptr;
   Pool &io = Pool::io(st.st_dev);
+  io.grow(d.depth);
   io.start();
   return &io;
 }
@@ -70,13 +71,16 @@ class EmulatedDevice : public FileDevice {
  public:
   using FileDevice::FileDevice;
 
-  std::vector<float *> allocate(uint64_t bytes) override {
-    memory_ = HugeMemory(bytes * buffers());
+  bool keeps_buffers() const override { return true; }
+
+  std::vector<float *> allocate(uint32_t n, uint64_t bytes) override {
+    memory_ = {};  // first: there may not be room for both
+    memory_ = HugeMemory(bytes * n);
     // After a fork, copying on write would cost the parent its huge pages for good.
     madvise(memory_.floats(), memory_.bytes(), MADV_DONTFORK);
     memset(memory_.floats(), 0, memory_.bytes());  // all of it now, not in the first step
     std::vector<float *> all;
-    for (uint32_t i = 0; i < buffers(); i++) all.push_back(memory_.floats() + i * bytes / sizeof(float));
+    for (uint32_t i = 0; i < n; i++) all.push_back(memory_.floats() + i * bytes / sizeof(float));
     return all;
   }
 

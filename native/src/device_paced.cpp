@@ -130,7 +130,8 @@ class PacedDevice : public Device {
 
   bool resident() const override { return device_->resident(); }
   bool reaches_params() const override { return device_->reaches_params(); }
-  std::vector<float *> allocate(uint64_t bytes) override { return device_->allocate(bytes); }
+  bool keeps_buffers() const override { return device_->keeps_buffers(); }
+  std::vector<float *> allocate(uint32_t n, uint64_t bytes) override { return device_->allocate(n, bytes); }
   uint64_t memory_bytes() const override { return device_->memory_bytes(); }
   int map(const Tile &tile) override { return device_->map(tile); }
 

@@ -93,12 +93,12 @@ class XrtDevice : public FileDevice {
   bool p2p() const { return p2p_; }
   bool reaches_params() const override { return false; }
 
-  std::vector<float *> allocate(uint64_t bytes) override {
+  std::vector<float *> allocate(uint32_t n, uint64_t bytes) override {
     release();
     tile_bytes_ = bytes;
     const uint64_t section_bytes = bytes / 3;  // as many elements as a tile can have: 3 sections at least
     auto made = std::make_shared<std::pair<std::vector<std::shared_ptr<CardBuffer>>, std::vector<std::shared_ptr<Frame>>>>();
-    card_->guarded("making buffers", [card = card_, made, bytes, section_bytes, p2p = p2p_, n = buffers()] {
+    card_->guarded("making buffers", [card = card_, made, bytes, section_bytes, p2p = p2p_, n] {
       auto own = decltype(made)::element_type();  // so that what was made before a failure goes here, too
       for (uint32_t i = 0; i < n; i++) own.first.push_back(std::make_shared<CardBuffer>(card, bytes, kTileIn, p2p));
       for (uint32_t i = 0; i < kFrames; i++) own.second.push_back(std::make_shared<Frame>(card, section_bytes));
@@ -113,7 +113,7 @@ class XrtDevice : public FileDevice {
     return addresses;
   }
 
-  uint64_t memory_bytes() const override { return buffers() * tile_bytes_ + kFrames * 3 * (tile_bytes_ / 3); }
+  uint64_t memory_bytes() const override { return tiles_.size() * tile_bytes_ + kFrames * 3 * (tile_bytes_ / 3); }
 
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
     workers_.submit([this, &tile, buffer, &work, done = std::move(done)] {
@@ -280,7 +280,7 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
   if (!io || !d.card || bytes < 12 * kElems) throw Failure{CSD_EINVAL, "bad options of a device, or too little to measure with"};
   const std::shared_ptr<Card> &card = d.card->card;
   XrtDevice device(d, *io, card);
-  const std::vector<float *> buffers = device.allocate(12 * kElems);
+  const std::vector<float *> buffers = device.allocate(d.buffers, 12 * kElems);
   std::deque<Tile> tiles;
   for (uint64_t at = 0; at + 12 * kElems <= bytes; at += 12 * kElems) {
     Tile &tile = tiles.emplace_back();

@@ -37,6 +37,8 @@ Engine::Engine(const csd_device *devices, uint32_t n) : lanes_(n) {
   Pool::updates().start();
   std::shared_ptr<Pacer> pacer;
   for (uint32_t i = 0; i < n; i++) {
+    lanes_[i].depth = devices[i].buffers;
+    lanes_[i].cache_bytes = devices[i].cache_bytes;
     lanes_[i].device = paced(make_device(devices[i]), devices[i], pacer);
     if (!lanes_[i].device)
       throw Failure{CSD_EINVAL, std::string("no such back end, or bad options for it: ") + (devices[i].backend ? devices[i].backend : "(null)"), 0, static_cast<int32_t>(i)};
@@ -50,19 +52,27 @@ Engine::~Engine() {
 
 // ---- Layout -----------------------------------------------------------------
 
-// If that fails, a device may be left without any; whoever needs them asks again.
-void Engine::grow_buffers(uint64_t bytes) {
+// For tiles of up to `bytes`, and so many on each device. If that fails, a device may be left without any; whoever needs
+// them asks again.
+void Engine::grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles) {
   for (Lane &lane : lanes_) {
-    if (bytes <= lane.buffer_bytes) continue;
+    const auto device = static_cast<size_t>(&lane - lanes_.data());
+    uint64_t n = lane.depth;
+    if (lane.device->keeps_buffers() && lane.cache_bytes > 0)
+      n = std::max(n, std::min(n + static_cast<uint64_t>(lane.cache_bytes) / bytes, tiles[device]));
+    if (bytes <= lane.buffer_bytes && n <= lane.n_buffers) continue;
+    for (const Buffer &buffer : lane.free)
+      if (buffer.tile) buffer.tile->kept = false;
     lane.free = {};
-    lane.buffer_bytes = lane.counts.buffer_bytes = 0;
+    lane.buffer_bytes = lane.n_buffers = lane.counts.buffer_bytes = 0;
     try {
-      lane.free = lane.device->allocate(bytes);
+      for (float *at : lane.device->allocate(static_cast<uint32_t>(n), bytes)) lane.free.push_back({at, nullptr});
     } catch (Failure &failure) {
-      failure.device = static_cast<int32_t>(&lane - lanes_.data());
+      failure.device = static_cast<int32_t>(device);
       throw;
     }
     lane.buffer_bytes = bytes;
+    lane.n_buffers = static_cast<uint32_t>(n);
     lane.counts.buffer_bytes = lane.device->memory_bytes();
   }
 }
@@ -80,6 +90,11 @@ void Engine::extend(const csd_extent &e, float **windows) {
     if (p.tile >= e.n_tiles || p.tile_first > e.tile_elems || p.elems > e.tile_elems - p.tile_first || !in_order)
       throw Failure{CSD_EINVAL, "piece " + std::to_string(i) + " is out of its tile or out of order"};
   }
+  std::vector<uint32_t> device(e.n_tiles);
+  for (uint32_t i = 0; i < e.n_tiles; i++) {
+    device[i] = e.devices ? e.devices[i] : i % static_cast<uint32_t>(lanes_.size());
+    if (device[i] >= lanes_.size()) throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is on a device that there is not"};
+  }
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   settle_writes(lock);  // buffers may be exchanged for larger ones
@@ -94,19 +109,22 @@ void Engine::extend(const csd_extent &e, float **windows) {
     window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
   }
   const uint64_t largest = std::max(largest_tile_, 4 * e.tile_elems * e.sections);
-  grow_buffers(largest);
+  std::vector<uint64_t> on_device = tiles_on_device();
+  for (const uint32_t d : device) on_device[d]++;
+  grow_buffers(largest, on_device);
 
-  const uint32_t n_devices = static_cast<uint32_t>(lanes_.size()), first_tile = static_cast<uint32_t>(tiles_.size());
+  const uint32_t first_tile = static_cast<uint32_t>(tiles_.size());
+  std::vector<uint64_t> end_of_file(e.file_offset, e.file_offset + lanes_.size());
   const std::vector<csd_piece> &pieces = pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
   const csd_piece *piece = pieces.data(), *const end = piece + pieces.size();
   for (uint32_t i = 0; i < e.n_tiles; i++) {
     Tile &t = tiles_.emplace_back();
     t.index = first_tile + i;
-    t.device = i % n_devices;
+    t.device = device[i];
     t.sections = e.sections;
     t.elems = e.tile_elems;
     t.n_slots = e.slots;
-    t.file_offset = e.file_offset[t.device] + e.slots * static_cast<uint64_t>(i / n_devices) * t.bytes();
+    t.file_offset = std::exchange(end_of_file[t.device], end_of_file[t.device] + e.slots * t.bytes());
     if (e.states) {
       t.slot = e.states[i].slot;
       t.slots[t.slot].summed = e.states[i].summed;
@@ -128,7 +146,14 @@ void Engine::extend(const csd_extent &e, float **windows) {
   largest_tile_ = largest;
 }
 
+std::vector<uint64_t> Engine::tiles_on_device() const {
+  std::vector<uint64_t> n(lanes_.size());
+  for (const Tile &t : tiles_) n[t.device]++;
+  return n;
+}
+
 void Engine::show(Tile &t, bool open) {
+  if (open) forget(t);  // what is written to the windows is not written to the buffer
   const uint32_t before = std::exchange(t.shown, t.slot);
   const bool was_open = std::exchange(t.open, open);
   const int error = lanes_[t.device].device->map(t);
@@ -167,7 +192,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
       else if (params[param].grad && params[param].master != CSD_IN_SECTION && !lanes_[t.device].device->reaches_params())
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " cannot be its own master on this device"};
   }
-  grow_buffers(largest_tile_);
+  grow_buffers(largest_tile_, tiles_on_device());
 
   params_.assign(params, params + n_params);
   hypers_.assign(hypers, hypers + n_hypers);
@@ -181,6 +206,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   not_given_ = n_tiles;
   for (Lane &l : lanes_) {
     l.waiting.clear();
+    l.in_step = 0;
     const csd_stats last = std::exchange(l.counts, {});
     l.counts.buffer_bytes = last.buffer_bytes;
     l.counts.total_write_bytes = last.total_write_bytes;
@@ -192,8 +218,8 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
     job.work.params = params_.data();
     job.work.hypers = hypers_.data();
     job.work.from_windows = job.tile->edited;
-    job.work.verify = job.tile->slots[job.tile->slot].summed && !job.tile->open;  // who holds an open window may write there
     job.shown = job.tile->shown;
+    job.place = lane(job).in_step++;
     job_of_tile_[tiles[i]] = &job;
     lane(job).waiting.push_back(&job);
   }
@@ -205,17 +231,21 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   }
 }
 
-// Starts to load the next tile, if there is a buffer for it.
+// Begins with the next tile, if the device has room for one more on its way.
 bool Engine::pump(Lane &l) {
   if (failed_ || l.waiting.empty()) return false;
-  Job &job = *l.waiting.front();
+  auto next = l.waiting.begin();
   if (!l.device->resident()) {
-    if (l.free.empty()) return false;
-    job.buffer = l.free.back();
-    l.free.pop_back();
+    if (l.on_way == l.depth) return false;
+    // So that the drive always has both to read and to write: beside tiles that need no read goes one that does.
+    const auto ahead = 2 * l.read < l.on_way ? std::find_if(next, l.waiting.end(), [](const Job *job) { return job->must_read(); }) : next;
+    if (ahead != next && ahead != l.waiting.end() && take_buffer(l, **ahead, true)) next = ahead;
+    else if (!take_buffer(l, **next, false)) return false;
   }
-  l.waiting.pop_front();
-  if (l.device->resident() || job.work.from_windows) {
+  Job &job = **next;
+  l.waiting.erase(next);
+  job.begun = true;
+  if (!job.read) {
     job.loaded = true;
     update_if_ready(job);
   } else {
@@ -223,6 +253,47 @@ bool Engine::pump(Lane &l) {
     l.device->load(*job.tile, job.buffer, [this, &job](int error) { on_loaded(job, error); });
   }
   return true;
+}
+
+// The one that has the tile; else one that has nothing, or what is needed last. `ahead` of others: then it is not worth
+// what this step or the beginning of the next could do without a read.
+bool Engine::take_buffer(Lane &l, Job &job, bool ahead) {
+  Tile &t = *job.tile;
+  const auto later = [this, &l](const Buffer &a, const Buffer &b) { return needed_in(l, a) < needed_in(l, b); };
+  const auto found = t.kept ? std::find_if(l.free.begin(), l.free.end(), [&t](const Buffer &b) { return b.tile == &t; })
+                            : std::max_element(l.free.begin(), l.free.end(), later);
+  if (found == l.free.end() || (ahead && needed_in(l, *found) < l.in_step + l.n_buffers)) return false;
+  job.read = job.must_read();
+  // Who holds an open window may write there.
+  job.work.verify = !job.work.from_windows && t.slots[t.slot].summed && (t.kept || !t.open);
+  if (found->tile) found->tile->kept = false;
+  job.buffer = found->at;
+  l.free.erase(found);
+  l.on_way++;
+  l.read += job.read;
+  return true;
+}
+
+// How many tiles of its device flow before the one that a buffer has, if the next step flows the other way round.
+uint64_t Engine::needed_in(const Lane &l, const Buffer &buffer) const {
+  if (!buffer.tile) return UINT64_MAX;
+  const Job *job = buffer.tile->index < job_of_tile_.size() ? job_of_tile_[buffer.tile->index] : nullptr;
+  if (!job) return UINT64_MAX - 1;  // nobody knows
+  return job->begun ? 2 * l.in_step - job->place : job->place;
+}
+
+void Engine::release_buffer(Job &job, bool keep) {
+  Lane &l = lane(job);
+  job.tile->kept = keep;
+  l.free.push_back({std::exchange(job.buffer, nullptr), keep ? job.tile : nullptr});
+  l.on_way--;
+  l.read -= job.read;
+}
+
+void Engine::forget(Tile &t) {
+  if (!std::exchange(t.kept, false)) return;
+  for (Buffer &buffer : lanes_[t.device].free)
+    if (buffer.tile == &t) buffer.tile = nullptr;
 }
 
 void Engine::on_loaded(Job &job, int os_errno) {
@@ -312,14 +383,11 @@ void Engine::on_stored(Job &job, int os_errno) {
     job.tile->slots[job.tile->slot] = job.work.sum;
     job.tile->shown = kNowhere;  // also where there is one slot: somebody may have written to the window meanwhile
     job.stored = true;
-    release_buffer(job);
+    // Not if an open window shows the slot, as it does where there is one only.
+    release_buffer(job, l.device->keeps_buffers() && l.cache_bytes >= 0 && !(job.tile->open && job.tile->n_slots == 1));
     pump(l);
   }
   if (going_on_ == 0) settled_.notify_all();
-}
-
-void Engine::release_buffer(Job &job) {
-  lane(job).free.push_back(std::exchange(job.buffer, nullptr));
 }
 
 void Engine::began(Job &job, csd_event_kind kind) {
@@ -414,7 +482,8 @@ bool Engine::undo() {
   for (Job &job : jobs_) {
     Tile &t = *job.tile;
     if (job.given) undone_.push_back(t.index);
-    if (job.buffer) release_buffer(job);
+    if (job.buffer) release_buffer(job, false);
+    forget(t);
     if (job.storing && t.n_slots == 1) all = false;
     else if (job.stored && !lane(job).device->resident()) t.slot = t.next_slot(), t.shown = job.shown;
   }

@@ -57,13 +57,24 @@ class Engine {
     Work work{};
     uint32_t shown = 0;       // the slot that the windows showed when the step began
     Clock::time_point began{};  // the read, update or write that is under way
-    bool pushed = false, loaded = false, given = false, storing = false, stored = false;
+    uint64_t place = 0;         // among the tiles of its device, in the order in which they flow
+    bool must_read() const { return !tile->kept && !work.from_windows; }
+    bool begun = false, read = false, pushed = false, loaded = false, given = false, storing = false, stored = false;
+  };
+  struct Buffer {
+    float *at;
+    Tile *tile;  // that it has, which is `kept`; or null
   };
   struct Lane {  // a device and what is queued on it
     std::unique_ptr<Device> device;
+    uint32_t depth = 0;            // so many tiles are on their way at once
+    int64_t cache_bytes = 0;       // see csd_device
     uint64_t buffer_bytes = 0;     // of each
-    std::vector<float *> free;
-    std::deque<Job *> waiting;     // not yet loading
+    uint32_t n_buffers = 0;        // not fewer than `depth`
+    std::vector<Buffer> free;
+    std::deque<Job *> waiting;     // not yet begun
+    uint64_t in_step = 0;          // tiles of this step
+    uint32_t on_way = 0, read = 0; // begun and not yet stored; those of them that had to be read
     csd_stats counts{};
     BusyTime busy[3];              // by csd_event_kind
   };
@@ -79,13 +90,17 @@ class Engine {
   void began(Job &, csd_event_kind);
   void ended(const Job &, csd_event_kind);
   void fail(const Job &, Failure);
-  void release_buffer(Job &);
+  bool take_buffer(Lane &, Job &, bool ahead);
+  void release_buffer(Job &, bool keep);
+  uint64_t needed_in(const Lane &, const Buffer &) const;
+  void forget(Tile &);
+  std::vector<uint64_t> tiles_on_device() const;
   void settle(Lock &lock) { settled_.wait(lock, [this] { return going_on_ == 0; }); }
   bool undo();
   void feed_back_all(Lock &);
   void settle_writes(Lock &);
   void show(Tile &, bool open);
-  void grow_buffers(uint64_t bytes);
+  void grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles);
 
   mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates
   std::condition_variable settled_, pulled_;

@@ -57,6 +57,11 @@ void Pool::resize(uint32_t threads) {
   wake_.notify_all();
 }
 
+void Pool::grow(uint32_t threads) {
+  std::lock_guard lock(mutex_);
+  wanted_ = std::max(wanted_, threads);
+}
+
 void Pool::stop() {
   std::unique_lock lock(mutex_);
   wanted_ = 0;

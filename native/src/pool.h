@@ -23,6 +23,7 @@ class Pool {
   void submit(std::function<void()> task);
   void resize(uint32_t threads);  // from the next task on
   void stop();                    // when all tasks are done; for pools that are not the process's own
+  void grow(uint32_t threads);    // unless there are as many
   uint32_t size();
 
   static Pool &updates();               // as many threads as CPUs this process may run on

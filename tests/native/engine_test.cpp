@@ -8,6 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <string>
 #include <thread>
 #include <vector>
@@ -146,7 +147,9 @@ struct Model {
   }
 };
 
-csd_device file(const File &f, uint32_t buffers = 3) { return {"file", f.fd, buffers, 4096}; }
+csd_device file(const File &f, uint32_t buffers = 3, int64_t cache_bytes = 0) {
+  return {"file", f.fd, buffers, 4096, nullptr, 0, {}, 0, cache_bytes};
+}
 csd_device ram() { return {"ram", -1, 0, 0}; }
 csd_device null() { return {"null", -1, 0, 0}; }
 
@@ -212,6 +215,37 @@ void all_updaters() {
       }
     }
   CHECK(csd_isa_use(best + 1, nullptr) == CSD_EINVAL);
+}
+
+// Each step begins with what the one before has left in buffers.
+void to_and_fro() {
+  File a, b, c;
+  Model m({file(a, 3, 12 * kTile), file(b, 2, 1 << 30), file(c, 1, -1)}), same({ram(), ram(), ram()});
+  uint64_t read[3] = {};
+  for (int i = 0; i < 12; i++) {
+    if (i == 3) m.extend(), same.extend();
+    std::reverse(m.tiles.begin(), m.tiles.end());
+    if (i == 5) {
+      const std::vector<std::vector<char>> before = m.params;
+      OK(m.begin());
+      OK(m.push(0, m.tiles.size() / 2));
+      OK(csd_engine_finish(m.engine, 0, &m.error));
+      m.params = before;
+      for (size_t p = 0; p < before.size(); p++) m.table[p].param = m.params[p].data();
+    }
+    OK(m.step());
+    OK(same.step());
+    if (i == 8) CHECK(m.state() == same.state());
+    OK(csd_engine_settle(m.engine, &m.error));
+    for (uint32_t d = 0; d < 3; d++) {
+      csd_stats stats;
+      OK(csd_engine_stats(m.engine, d, &stats, &m.error));
+      read[d] = stats.read_bytes;
+    }
+  }
+  const uint64_t all = 2 * kTiles / 3 * 12 * kTile;
+  CHECK(0 < read[0] && read[0] < all && read[1] == 0 && read[2] == all);
+  CHECK(m.state() == same.state());
 }
 
 // A step that is given up leaves the state as it was, wherever it had got to.
@@ -560,6 +594,7 @@ int main() {
     const char *name;
     void (*run)();
   } tests[] = {{"many steps", many_steps},         {"all updaters", all_updaters},
+               {"to and fro", to_and_fro},
                {"undo", undo},                     {"edits", edits},
                {"in place", in_place},             {"sparse steps", sparse_steps},
                {"wrong calls", wrong_calls},

@@ -1,0 +1,217 @@
+"""Devices of unequal speed have unequal shares of the tiles: which tiles, how long a step takes, what a store says."""
+
+import itertools
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDValueError
+from csd_optim.devices import parse_device, parse_devices, shares_of
+from csd_optim.layout import GRAIN, TILE_ELEMS, TILES_PER_DEVICE, plan_extent
+from csd_optim.store_format import FILE_NAME, devices_of, read_contents
+
+SHARES = (1.0, 0.25, 2.0)
+
+
+# ---- which tiles ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_devices", [1, 2, 5])
+def test_equal_shares_take_turns(n_devices):
+    for share in (1.0, 0.3, 7.0):
+        assert devices_of([share] * n_devices, 17).tolist() == [i % n_devices for i in range(17)]
+
+
+@pytest.mark.parametrize("shares", [(1, 2), (1, 1, 0.5), (3, 0.7, 1.9), (1000, 1, 0.001)])
+def test_no_other_division_would_be_through_earlier(shares):
+    """Of all tiles, and of those up to any."""
+    n = 9
+    devices = devices_of(shares, n)
+    for first in range(1, n + 1):
+        ours = max(np.bincount(devices[:first], minlength=len(shares)) / shares)
+        others = (c for c in itertools.product(range(first + 1), repeat=len(shares)) if sum(c) == first)
+        assert ours <= min(max(np.divide(c, shares)) for c in others) * (1 + 1e-15)
+
+
+def test_more_tiles_do_not_move_those_before():
+    all_of_them = devices_of(SHARES, 1000)
+    for n in (0, 1, 7, 999):
+        assert devices_of(SHARES, n).tolist() == all_of_them[:n].tolist()
+
+
+@pytest.mark.parametrize("shares", [(1, 0.5), (1, 0.1, 1), (1, 0.001), (4, 4)])
+@pytest.mark.parametrize("n", [100_000, 1 << 22, 1 << 27])
+def test_small_share_of_a_small_model(n, shares):
+    """It is cut finer, so that every device has what it should have, as far as one tile more or less allows."""
+    e = plan_extent([n], len(shares), shares=shares)
+    assert GRAIN <= e.tile_elems <= TILE_ELEMS
+    for d, share in enumerate(shares):
+        fair = e.n_tiles * share / sum(shares)
+        assert fair - 1 < e.tiles_of(d) < fair + len(shares)
+        if n >= 1 << 22 and min(shares) > 0.05:
+            assert e.tiles_of(d) >= TILES_PER_DEVICE - 1
+
+
+# ---- what users write ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "shares"),
+    [
+        (["ram:", "null:"], None),
+        (["ram:?share=3", "null:?share=3"], None),
+        (["file:?share=0.5", "ram:"], (0.5, 1)),
+        (["file:?read=1GB/s", "file:?read=1GB/s"], None),
+        (["file:?read=1GB/s", "file:?read=3GB/s&write=2GB/s"], (0.5, 1)),
+        (["file:?mixed=1GB/s", "ram:?update=500M/s"], (0.083, 1)),
+        (["file:?read=1GB/s", "file:"], None),  # who knows how fast the other is
+        (["file:?read=1GB/s", "file:?share=2&read=3GB/s"], (1, 2)),
+        (["xrt:0?share=1e-3", "xrt:1?share=1000"], (0.001, 1000)),
+    ],
+)
+def test_shares_of_devices(devices, shares):
+    assert shares_of(parse_devices(devices)) == shares
+
+
+@pytest.mark.parametrize("share", ["0", "-1", "nan", "inf", "1e4", "half", ""])
+def test_bad_share(share):
+    with pytest.raises(CSDValueError, match=r"share is a number from 0\.001 to 1000"):
+        parse_device(f"ram:?share={share}")
+
+
+# ---- time ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_step_takes_what_the_sum_of_rates_allows(said):
+    """The fast one alone would take 0.3 s, the slow one 0.9; equal halves take 0.45."""
+    numel = 3 << 20
+    rates = [numel * 12 / 0.3e6, numel * 12 / 0.9e6]
+    devices = [
+        f"file:?write={rate}MB/s&cache=off{f'&share={share}' if said else ''}"
+        for rate, share in zip(rates, (3, 1), strict=True)
+    ]
+    p = torch.nn.Parameter(torch.randn(numel).half())
+    p.grad = torch.randn(numel).half()
+    seconds = []
+    with CSDAdam([p], devices=devices) as opt:
+        for _ in range(4):
+            start = time.perf_counter()
+            opt.step()
+            stats = opt.stats()
+            seconds.append(time.perf_counter() - start)
+    ideal = numel * 12 / (1e6 * sum(rates))
+    print(f"ideal {ideal:.3f} s, took {min(seconds):.3f} s")
+    assert ideal * 0.999 <= min(seconds) < 1.45 * ideal  # and equal halves take 2
+    fast, slow = (d["params"] for d in stats["devices"])
+    assert fast == pytest.approx(3 * slow, rel=0.1)
+
+
+# ---- the store -----------------------------------------------------------------------
+
+
+def names(tmp_path):
+    return [f"{tmp_path}/csd{d}" for d in range(3)]
+
+
+def contents(tmp_path):
+    return [read_contents(tmp_path / f"csd{d}" / FILE_NAME) for d in range(3)]
+
+
+def train(devices, steps, **options):
+    """Returns the optimizer, open, and its parameters."""
+    torch.manual_seed(1)
+    params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape, dtype in SHAPES]
+    opt = CSDAdam(params, devices=devices, tile_size=1024, **options)
+    return opt, params, further(opt, params, steps)
+
+
+SHAPES = (((100, 70), torch.float32), ((9001,), torch.bfloat16), ((5,), torch.float16))
+
+
+def further(opt, params, steps):
+    for step in range(opt.committed_step, opt.committed_step + steps):
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        opt.step()
+    if opt._live_engine.durable:
+        opt.synchronize()
+    return [t.detach().clone() for p in params for t in (p, *opt.state[p].values())]
+
+
+def same(images, others):
+    return len(images) == len(others) and all(torch.equal(a, b) for a, b in zip(images, others, strict=True))
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """Three stores with unequal shares, after two steps; what is in them."""
+    devices = [f"file:{name}?share={share}" for name, share in zip(names(tmp_path), SHARES, strict=True)]
+    opt, _, image = train(devices, 2)
+    with opt:
+        pass
+    return image
+
+
+def test_bits_are_those_of_memory(shared):
+    assert same(shared, train("ram:", 2)[2])
+
+
+def test_store_says_it(tmp_path, shared, run):
+    held = contents(tmp_path)
+    assert {c.superblock.version for c in held} == {3}
+    tiles = [c.manifest["extents"][0]["tiles"] for c in held]
+    assert tiles == np.bincount(devices_of(SHARES, sum(tiles))).tolist()
+    assert tiles[2] > tiles[0] > tiles[1] > 0
+    code, out, _ = run("inspect", names(tmp_path)[1], "--json")
+    assert code == 0
+    assert json.loads(out)["extents"][0]["shares"] == [*SHARES]
+    code, out, _ = run("verify", *names(tmp_path))
+    assert code == 0
+
+
+@pytest.mark.parametrize("options", ["", "share=5"])
+def test_resume_by_the_store_alone(tmp_path, shared, options):
+    """In any order, whatever share is named now; what joins has the store's shares, too."""
+    before = [(tmp_path / f"csd{d}" / FILE_NAME).stat().st_size for d in range(3)]
+    order = [f"file:{name}?{options}" if options else name for name in (names(tmp_path)[d] for d in (2, 0, 1))]
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in SHAPES]
+    opt = CSDAdam(params, devices=order, tile_size=1024, resume=True)
+    with opt:
+        assert same([t.detach() for p in params for t in (p, *opt.state[p].values())], shared)
+        assert same(further(opt, params, 1), train("ram:", 3)[2])
+        joined = torch.nn.Parameter(torch.randn(50_000))
+        joined.grad = torch.randn(50_000)
+        opt.add_param_group({"params": [joined]})
+        opt.step()
+    held = contents(tmp_path)
+    assert [c.manifest["extents"][1]["shares"] for c in held] == [[*SHARES]] * 3
+    assert [c.manifest["extents"][0]["tiles"] for c in held] == np.bincount(devices_of(SHARES, 16)).tolist()
+    assert [c.superblock.device for c in held] == [0, 1, 2]
+    assert all(a <= b for a, b in zip(before, (c.end for c in held), strict=True))
+
+
+def test_snapshot_export_import(tmp_path, shared, run):
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in SHAPES]
+    with CSDAdam(params, devices=names(tmp_path), tile_size=1024, resume=True) as opt:
+        opt.save(tmp_path / "snapshot")
+    assert run("export", tmp_path / "snapshot", tmp_path / "state.pt")[0] == 0
+    new = [f"file:{tmp_path}/new{d}?share={1 + d}" for d in range(2)]
+    assert run("import", tmp_path / "state.pt", *new)[0] == 0
+    for devices in ([f"{tmp_path}/snapshot/device-{d}" for d in range(3)], [f"{tmp_path}/new{d}" for d in range(2)]):
+        params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in SHAPES]
+        with CSDAdam(params, devices=devices, resume=True) as opt:
+            assert same([t.detach() for p in params for t in (p, *opt.state[p].values())], shared)
+    assert read_contents(tmp_path / "new0" / FILE_NAME).manifest["extents"][0]["shares"] == [1, 2]
+
+
+def test_equal_shares_are_the_format_that_was(tmp_path):
+    opt, _, _ = train([f"file:{name}?share=0.5" for name in names(tmp_path)], 1)
+    opt.close()
+    for held in contents(tmp_path):
+        assert held.superblock.version == 1
+        assert "shares" not in held.manifest["extents"][0]
