@@ -41,9 +41,7 @@ from .xclbin import find_kernels
 log = logging.getLogger("csd_optim")
 
 TUNE_BYTES = 4 << 30  # of states on each device: a step then takes seconds, and what it gains is worth half of one
-UNEQUAL = (
-    1.5  # how much faster one drive must be than another for unequal shares: measured in short, they are not equal
-)
+UNEQUAL = 1.5  # times as fast: what two short measurements of equal drives do not differ by
 
 SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
