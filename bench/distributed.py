@@ -1,6 +1,6 @@
 """One optimizer step on several ranks, against ZeroRedundancyOptimizer(AdamW). From the project's root:
 
-    python -m bench.distributed                       50 M parameters on 1, 2 and 4 processes of this machine, joined by gloo
+    python -m bench.distributed                       50 M parameters on 1, 2 and 4 processes, joined by gloo
     python -m bench.distributed --devices /mnt/nvme{local_rank} ram: --params 1e8 --dtype bf16
     python -m bench.distributed --quick               tiny, to see that it works
 
@@ -83,14 +83,15 @@ def main() -> None:
 def on_processes(size: int, arguments: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as meeting:
         torch.multiprocessing.spawn(work, (size, meeting, arguments), size)
-        return json.loads(Path(meeting, "rows").read_text())
+        rows: list[Row] = json.loads(Path(meeting, "rows").read_text())
+    return rows
 
 
 def work(rank: int, size: int, meeting: str, arguments: argparse.Namespace) -> None:
-    """What each process does: it shares the cores with the others of this machine, as users have them do."""
+    """What each process does. The processes share the cores."""
     threads = max(1, len(os.sched_getaffinity(0)) // size)
     torch.set_num_threads(threads)
-    os.environ["CSD_OPTIM_THREADS"] = str(threads)
+    bindings.threads_use(threads)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=size)
     rows: list[Row] = []
     for name in arguments.dtype:
@@ -123,7 +124,7 @@ def ours(device: str, options: Row) -> Callable[[Params], Optimizer]:
     return lambda params: CSDAdam(params, devices=devices, **options)
 
 
-def zero(params: Params) -> Optimizer:
+def zero(params: Params) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(params, AdamW, parameters_as_bucket_view=True, fused=True)
 
 
@@ -186,9 +187,7 @@ def check_alike(way: str, params: Params) -> None:
         raise SystemExit(f"{way}: ranks hold different parameters: nothing is reported; please report this")
 
 
-def measure(
-    way: str, make: Callable[[Params], Optimizer], dtype: torch.dtype, arguments: argparse.Namespace
-) -> Row:
+def measure(way: str, make: Callable[[Params], Optimizer], dtype: torch.dtype, arguments: argparse.Namespace) -> Row:
     """Steps by turns with ZeRO's; of each the slowest rank."""
     params, replicas = parameters(arguments.params, dtype, way), parameters(arguments.params, dtype, "DDP")
     gradients = [torch.randn_like(p) for p in replicas]
@@ -271,7 +270,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=5e7, help="number of parameters (default 5e7)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp16", "fp32"), default=["bf16", "fp32"])
-    parser.add_argument("--devices", nargs="+", help="each by itself, as CSDAdam(devices=...) takes it; {rank} etc. in it")
+    parser.add_argument(
+        "--devices", nargs="+", help="each by itself, as CSDAdam(devices=...) takes it; {rank} etc. in it"
+    )
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where no device is named")
     parser.add_argument("--runs", type=int, default=7, help="timed steps, at least 5")
     parser.add_argument("--quick", action="store_true", help="0.2 M parameters on 1 and 2 processes")
@@ -279,7 +280,7 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.devices = arguments.devices or [str(arguments.directory), "ram:"]
     if arguments.quick:
-        arguments.params, arguments.processes = 2e5, [1, 2]
+        arguments.params, arguments.processes, arguments.runs = 2e5, [1, 2], 5
     arguments.params, arguments.runs = int(arguments.params), max(5, arguments.runs)
     return arguments
 
