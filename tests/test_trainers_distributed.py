@@ -69,3 +69,30 @@ def test_ddp_of_lightning(tmp_path):
     library("lightning")
     ranks = on_ranks(2, trains, ddp_of_lightning, {}, directory=tmp_path)
     assert all(torch.equal(p, ranks[1][name]) for name, p in ranks[0].items())
+
+
+def fsdp2_of_accelerate(Optimizer, options, directory, resume=False):
+    """Accelerate has FSDP on GPUs only, and on a CPU falls back to DDP without a word: it is told otherwise."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    def set_up():
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            cpu_ram_efficient_loading=False,
+            auto_wrap_policy="no_wrap",
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    return accelerate(Optimizer, options, directory, resume, set_up=set_up)
+
+
+def test_fsdp2_of_accelerate(tmp_path):
+    """It exchanges the parameters in the optimizer for shards, and saves with torch.distributed.checkpoint."""
+    library("accelerate")
+    on_ranks(2, trains, fsdp2_of_accelerate, {}, directory=tmp_path)
+    assert (tmp_path / "sharded" / "optimizer_0" / ".metadata").exists()

@@ -176,12 +176,13 @@ def peft_lora(Optimizer, options, directory, resume=False):
     return loop(model, lambda batch: model(batch, labels=batch).loss, Optimizer, options, directory, resume)
 
 
-def accelerate(Optimizer, options, directory, resume=False, consolidate=False):
+def accelerate(Optimizer, options, directory, resume=False, consolidate=False, set_up=lambda: None):
     library("accelerate")
     from accelerate import Accelerator
 
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=BATCHES, step_scheduler_with_optimizer=False)
+    set_up()
     model = LanguageModel()
     optimizer = Optimizer(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
     loader = torch.utils.data.DataLoader(texts(STEPS * BATCHES * ranks()), batch_size=4)
