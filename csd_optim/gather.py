@@ -43,8 +43,7 @@ class _Bucket:
     tiles: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.uint32))
     leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (buffer, parameter)
     arrives: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (parameter, buffer)
-    own: torch.Tensor = field(init=False)  # buffers: this rank's
-    all: torch.Tensor = field(init=False)  # and everybody's
+    buffer: torch.Tensor = field(init=False)  # begins with a row of `bytes` for each rank
 
     @property
     def bytes(self) -> int:
@@ -74,11 +73,10 @@ class Gather:
         device = bucket.pieces[0].bound.local.device
         if device.type not in self.ranks.device_types:
             device = self.ranks.device
-        if before is not None and before.all.device == device and before.own.numel() >= n:
-            bucket.own, bucket.all = before.own, before.all
+        if before is not None and before.buffer.device == device and before.buffer.numel() >= size * n:
+            bucket.buffer = before.buffer
         else:
-            bucket.own = torch.empty(n, dtype=torch.uint8, device=device)
-            bucket.all = torch.empty(size * n, dtype=torch.uint8, device=device)
+            bucket.buffer = torch.empty(size * n, dtype=torch.uint8, device=device)
         for piece in bucket.pieces:
             part = piece.bound.part
             assert isinstance(part, Share)
@@ -88,12 +86,12 @@ class Gather:
                     share = flat(share)[piece.first : piece.first + piece.n]
                 if not share.numel():
                     continue
-                mine = rank == self.ranks.rank
-                room = bucket.own if mine else bucket.all[rank * n :]
-                staged = (
-                    room[piece.offset :][: share.numel() * share.element_size()].view(share.dtype).view(share.shape)
-                )
-                (bucket.leaves if mine else bucket.arrives).append((staged, share) if mine else (share, staged))
+                room = bucket.buffer[rank * n + piece.offset :][: share.numel() * share.element_size()]
+                staged = room.view(share.dtype).view(share.shape)
+                if rank == self.ranks.rank:
+                    bucket.leaves.append((staged, share))
+                else:
+                    bucket.arrives.append((share, staged))
 
     def begin(self, images: Iterable[int] = (), sources: Mapping[int, Source] = MappingProxyType({})) -> None:
         """A step begins. `images`: tiles that pulled() will be told of; of the others the engine knows.
@@ -101,7 +99,7 @@ class Gather:
         `sources`: of parameters, by index, that have to be given back before they leave.
         """
         self._left, self._missing, self._sources = 0, set(images), sources
-        self._under_way: deque[tuple[_Bucket, Any]] = deque()
+        self._under_way: deque[tuple[_Bucket, list[Any]]] = deque()
 
     def pulled(self, tile: int) -> None:
         """One of the images has its new parameters, and they are where they belong."""
@@ -137,14 +135,13 @@ class Gather:
             self._arrive()
         bucket = self.buckets[self._left]
         _copy(bucket.leaves)
-        n = bucket.bytes
-        out = bucket.all[: self.ranks.size * n]
+        rows = bucket.buffer[: self.ranks.size * bucket.bytes].view(self.ranks.size, -1)
         self._left += 1
-        self._under_way.append((bucket, self.ranks.all_gather(out, bucket.own[:n], async_op=True)))
+        self._under_way.append((bucket, self.ranks.begin_exchange(rows)))
 
     def _arrive(self) -> None:
-        bucket, work = self._under_way.popleft()
-        self.ranks.wait(work)
+        bucket, works = self._under_way.popleft()
+        self.ranks.wait(works)
         _copy(bucket.arrives)
 
 

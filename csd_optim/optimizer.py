@@ -21,6 +21,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
+from torch.utils.hooks import RemovableHandle
 
 from . import checkpoint
 from .adamw import hyper
@@ -229,6 +230,7 @@ class CSDAdam(AdamW, Joinable):
         self._places = Places(ranks, sharded=sharded)
         self._taken = 0  # steps, that ranks have to agree about
         self._joined = False  # taking a step of the others: this rank has no more data
+        self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
         Joinable.__init__(self)
         self._plan: _Plan | None = None
         self._in_flight = False
@@ -307,6 +309,7 @@ class CSDAdam(AdamW, Joinable):
                 loss = closure()
         if self._ranks:
             Join.notify_join_context(self)
+        self._forget_consolidated()
         start = time.perf_counter()
         self._trained += 0.0 if self._started is None else start - self._started
         self._started = start
@@ -344,6 +347,7 @@ class CSDAdam(AdamW, Joinable):
         """Puts a state dict into `state` and `param_groups`, if it fits; nothing is changed otherwise."""
         if engine.durable:
             self._record(engine)  # raises if there is something that it could not commit
+        self._forget_consolidated()
         # The base class would cast every entry to the parameter's dtype and copy it; in a box it does neither.
         handle = self.register_load_state_dict_pre_hook(
             lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
@@ -376,6 +380,27 @@ class CSDAdam(AdamW, Joinable):
         engine = self._live_engine
         with engine.lock, engine.loading(), engine.writing([b.index for b in self._places.bound.values()]):
             yield
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Until the next step(), state_dict() of rank `to` has the states of all ranks: whole, as AdamW's has them.
+
+        A collective, for torch.save() on one rank and for trainers that know it from ZeroRedundancyOptimizer. That
+        rank needs memory for all of the states, the others for the largest one. Changes nothing of FSDP1's.
+        """
+        self._forget_consolidated()
+        whole: dict[int, dict[str, Any]] = {}
+        for k, entry in self.state_dict()["state"].items():
+            for name, value in entry.items():
+                value = value.full_tensor() if hasattr(value, "full_tensor") else value
+                if self._ranks and self._ranks.rank == to:
+                    whole.setdefault(k, {})[name] = value
+        if whole:
+            self._consolidated = self.register_state_dict_post_hook(lambda _, d: {**d, "state": whole}, prepend=True)
+
+    def _forget_consolidated(self) -> None:
+        if self._consolidated:
+            self._consolidated.remove()
+            self._consolidated = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:

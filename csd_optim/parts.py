@@ -128,8 +128,9 @@ class Share(_OfTensor):
         shown = super().show(window)
         text = (
             f"rank {self.ranks.rank} holds 1/{self.ranks.size} of the optimizer's states: its state dict alone cannot "
-            "be pickled or saved. Save on all ranks with torch.distributed.checkpoint, or with CSDAdam.save() where "
-            "devices are named; or construct CSDAdam with sharded=False (docs/distributed.md)"
+            "be pickled or saved. Call consolidate_state_dict() on all ranks before, which takes all states into "
+            "memory; or save on all ranks with torch.distributed.checkpoint, or with CSDAdam.save() where devices are "
+            "named; or construct CSDAdam with sharded=False (docs/distributed.md)"
         )
 
         def refuse(_: Any) -> Any:  # a plain function: the tensor can still be copied, with its attributes

@@ -55,6 +55,20 @@ class Ranks:
         with self._noting_loss():
             return gather(out, own, group=self.group, async_op=async_op)
 
+    def begin_exchange(self, rows: torch.Tensor) -> list[Any]:
+        """Begins to fill a contiguous tensor of a row per rank: each rank has its own there, and gets the others'.
+
+        Returns what has to be waited for.
+        """
+        if rows.device.type != "cpu":
+            return [self.all_gather(rows.view(-1), rows[self.rank], async_op=True)]
+        # gloo's all_gather goes through new memory each time: broadcasts were measured to take about half its time.
+        with self._noting_loss():
+            return [
+                dist.broadcast(row, dist.get_global_rank(self.group, rank), group=self.group, async_op=True)
+                for rank, row in enumerate(rows)
+            ]
+
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         """Everybody's `tensor`, alike in shape and dtype, gets the values of a rank's."""
         with self._noting_loss():
@@ -64,10 +78,11 @@ class Ranks:
             if there is not tensor:
                 tensor.copy_(there)
 
-    def wait(self, work: Any) -> None:
-        """Returns when an all_gather() with `async_op` is done; on a GPU, its stream waits."""
+    def wait(self, works: list[Any]) -> None:
+        """Returns when what begin_exchange() has begun is done; on a GPU, its stream waits."""
         with self._noting_loss():
-            work.wait()
+            for work in works:
+                work.wait()
 
     @contextlib.contextmanager
     def _noting_loss(self) -> Iterator[None]:

@@ -112,6 +112,31 @@ def test_per_csd(tmp_path):
     assert list(tmp_path.iterdir()) == [png]
 
 
+def test_distributed(tmp_path):
+    done = run("bench.distributed", "--quick", "--dtype=bf16", f"--directory={tmp_path}", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.distributed/1"
+    assert {"cpu", "cores", "isa", "storage", "date", "back_end"} <= set(result["machine"])
+    ways = ("DDP replicated", "DDP sharded", "FSDP2")
+    rows = {(r["processes"], r["what"], r.get("device")): r for r in result["rows"]}
+    ours = {(n, f"CSDAdam, {way}", device) for n in (1, 2) for way in ways for device in (str(tmp_path), "ram:")}
+    assert set(rows) == ours | {(n, f"AdamW, {way}", None) for n in (1, 2) for way in ("DDP replicated", "FSDP2")}
+    for row in rows.values():
+        assert len(row["seconds"]) == len(row["zero_seconds"]) == len(row["speed_over_zero"]) == 5
+        assert len(row["zero_bytes_of_ranks"]) == row["processes"]
+    for processes, what, device in ours:
+        row = rows[processes, what, device]
+        share = 1 if what == "CSDAdam, DDP replicated" else 1 / processes
+        for counted in row["bytes_of_ranks"]:
+            each = {name: count / row["params"] for name, count in counted.items()}
+            assert each["push"] == each["pull"] == pytest.approx(2 * share, rel=0.02)
+            assert each["flash_read"] == pytest.approx(12 * share if device != "ram:" else 0, rel=0.1)
+            gathered = 2 * (1 - share) if what == "CSDAdam, DDP sharded" else 0
+            assert each["gathered"] == pytest.approx(gathered, rel=0.02)
+    assert done.stderr.count("verified: off AdamW's by") == len(ours)
+    assert list(tmp_path.iterdir()) == []
+
+
 @needs_xrt
 def test_per_csd_of_an_emulated_card(tmp_path):
     """It works as on a card, and says that its times mean nothing."""

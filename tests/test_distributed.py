@@ -547,3 +547,36 @@ def shows_states(rank, size, devices):
 @pytest.mark.parametrize("devices", ["file:", "csd{rank}"])
 def test_states_of_shares(devices, tmp_path):
     on_ranks(2, shows_states, 2, devices, directory=tmp_path)
+
+
+def consolidates(rank, size):
+    params, others = odd_parameters(), odd_parameters()
+    with (
+        CSDAdam(params, **ARGS, tile_size=TILE, devices="file:") as optimizer,
+        CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False) as other,
+    ):
+        take(optimizer, params, range(2))
+        take(other, others, range(2))
+        optimizer.consolidate_state_dict(to=1)
+        if rank == 1:
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            saved, wanted = torch.load(file), other.state_dict()
+            assert saved["param_groups"] == wanted["param_groups"]
+            assert saved["state"].keys() == wanted["state"].keys()
+            for k, state in wanted["state"].items():
+                assert saved["state"][k].keys() == state.keys()
+                assert all(torch.equal(saved["state"][k][name], value) for name, value in state.items())
+        else:
+            assert "consolidate_state_dict()" in str(
+                raised_by(lambda: torch.save(optimizer.state_dict(), io.BytesIO()))
+            )
+        take(optimizer, params, [2])
+        take(other, others, [2])
+        assert_same(params, others, optimizer, other)
+        assert "consolidate_state_dict()" in str(raised_by(lambda: torch.save(optimizer.state_dict(), io.BytesIO())))
+
+
+def test_one_rank_saves_the_states_of_all(tmp_path):
+    on_ranks(3, consolidates, 3, directory=tmp_path)

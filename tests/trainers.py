@@ -5,6 +5,9 @@
 trains STEPS steps of two batches each and saves a checkpoint below `directory` in the middle. With resume=True it is
 the same script started again: it goes on from that checkpoint. The libraries are imported when they are used, which
 takes seconds. Nothing is downloaded.
+
+Those with a trainer also run on several ranks (a process group is initialized then), each of which sees as many
+batches. With consolidate=True the states of all are brought together before a checkpoint is written.
 """
 
 import os
@@ -14,7 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from test_scripts import LanguageModel, next_token_loss
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 STEPS, SAVED, BATCHES = 8, 4, 2  # steps, the step of the checkpoint, batches per step
@@ -31,11 +36,19 @@ class Run:
 def finished(losses, model, optimizer):
     """What a run has come to. Lets go of the devices."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    params = {name: p.detach().clone() for name, p in named.items()}
-    state = {name: {key: t.clone() for key, t in optimizer.state[p].items()} for name, p in named.items()}
+    params = {name: whole(p.detach()) for name, p in named.items()}
+    state = {name: {key: whole(t) for key, t in optimizer.state[p].items()} for name, p in named.items()}
     if hasattr(optimizer, "close"):
         optimizer.close()
     return Run(losses, params, state)
+
+
+def whole(t):
+    return t.full_tensor() if isinstance(t, DTensor) else t.clone()
+
+
+def ranks():
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def library(name):
@@ -105,9 +118,16 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=20, tie_word_embeddings=True, **shape))
 
 
-def hugging_face(trainer_options, model, directory, resume):
+def hugging_face(trainer_options, model, directory, resume, consolidate=False):
     """transformers.Trainer. `trainer_options`: a function of the model, which gives those about the optimizer."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Consolidate(TrainerCallback):
+        def on_step_end(self, arguments, state, control, optimizer, **_):
+            if control.should_save:
+                optimizer.optimizer.consolidate_state_dict()
+
+        on_epoch_end = on_step_end
 
     losses = []
     model.register_forward_hook(lambda module, args, output: losses.append(output.loss.item()))
@@ -124,8 +144,9 @@ def hugging_face(trainer_options, model, directory, resume):
         disable_tqdm=True,
         report_to=[],
     )
-    data = [{"input_ids": text, "labels": text} for text in texts(STEPS * BATCHES)]
-    trainer = Trainer(model, arguments, train_dataset=data, **trainer_options(model))
+    data = [{"input_ids": text, "labels": text} for text in texts(STEPS * BATCHES * ranks())]
+    callbacks = [Consolidate()] if consolidate else []
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks, **trainer_options(model))
     trainer.train(resume_from_checkpoint=os.path.join(directory, f"checkpoint-{SAVED}") if resume else None)
     return finished(losses, model, trainer.optimizer.optimizer)
 
@@ -140,12 +161,11 @@ def hugging_face_optimizers(Optimizer, options, directory, resume=False, dtype=t
     return hugging_face(trainer_options, llama().to(dtype), directory, resume)
 
 
-def hugging_face_class(Optimizer, options, directory, resume=False):
+def hugging_face_class(Optimizer, options, directory, resume=False, consolidate=False):
     """The trainer makes the optimizer: groups with and without weight decay, a linear schedule."""
     library("transformers")
-    return hugging_face(
-        lambda model: {"optimizer_cls_and_kwargs": (Optimizer, {"lr": LR, **options})}, llama(), directory, resume
-    )
+    trainer_options = {"optimizer_cls_and_kwargs": (Optimizer, {"lr": LR, **options})}
+    return hugging_face(lambda model: trainer_options, llama(), directory, resume, consolidate)
 
 
 def peft_lora(Optimizer, options, directory, resume=False):
@@ -156,15 +176,16 @@ def peft_lora(Optimizer, options, directory, resume=False):
     return loop(model, lambda batch: model(batch, labels=batch).loss, Optimizer, options, directory, resume)
 
 
-def accelerate(Optimizer, options, directory, resume=False):
+def accelerate(Optimizer, options, directory, resume=False, consolidate=False, set_up=lambda: None):
     library("accelerate")
     from accelerate import Accelerator
 
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=BATCHES, step_scheduler_with_optimizer=False)
+    set_up()
     model = LanguageModel()
     optimizer = Optimizer(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
-    loader = torch.utils.data.DataLoader(texts(STEPS * BATCHES), batch_size=4)
+    loader = torch.utils.data.DataLoader(texts(STEPS * BATCHES * ranks()), batch_size=4)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule_of(optimizer))
     losses = []
     if resume:
@@ -182,6 +203,8 @@ def accelerate(Optimizer, options, directory, resume=False):
             optimizer.zero_grad()
         losses.append(loss.item())
         if len(losses) == SAVED * BATCHES and not resume:
+            if consolidate:
+                optimizer.optimizer.consolidate_state_dict()
             accelerator.save_state(directory)
     return finished(losses, accelerator.unwrap_model(model), optimizer.optimizer)
 
@@ -239,7 +262,7 @@ def lightning(Optimizer, options, directory, resume=False, trainer_options=dict)
     checkpoints = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     trainer = Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=ranks(),
         max_epochs=STEPS // SAVED,
         limit_train_batches=SAVED * BATCHES,
         accumulate_grad_batches=BATCHES,
@@ -250,7 +273,7 @@ def lightning(Optimizer, options, directory, resume=False, trainer_options=dict)
         enable_model_summary=False,
         **trainer_options(),
     )
-    loader = torch.utils.data.DataLoader(texts(SAVED * BATCHES), batch_size=4)
+    loader = torch.utils.data.DataLoader(texts(SAVED * BATCHES * ranks()), batch_size=4)
     trainer.fit(module, loader, ckpt_path=os.path.join(directory, f"step={SAVED}.ckpt") if resume else None)
     return finished(module.losses, module, trainer.optimizers[0])
 

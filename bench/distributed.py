@@ -1,0 +1,289 @@
+"""One optimizer step on several ranks, against ZeroRedundancyOptimizer(AdamW). From the project's root:
+
+    python -m bench.distributed                       50 M parameters on 1, 2 and 4 processes, joined by gloo
+    python -m bench.distributed --devices /mnt/nvme{local_rank} ram: --params 1e8 --dtype bf16
+    python -m bench.distributed --quick               tiny, to see that it works
+
+    DDP replicated   every rank holds all parameters and keeps all states (sharded=False)
+    DDP sharded      ... keeps the states of its share, updates that, gets the rest from the others: the default
+    FSDP2            every rank holds and updates its shards; parameters are gathered in the forward, not in the step
+    AdamW            torch's (fused), on replicas and on FSDP2's shards, for orientation
+
+First each way, on each device, is compared with torch.optim.AdamW on fp32 copies, and the ranks with each other. Then
+steps are timed by turns with ZeRO's (fused AdamW, parameters as views of buckets), which keeps its states in memory, in
+bf16 where parameters are bf16: 4 bytes per parameter instead of our 12. A step is timed alone, from a barrier, on the
+slowest rank: gradients are there already, and what DDP and FSDP move in forward and backward is not in it, as it is the
+same for everybody. Within our step the updates overlap with reading and writing states and with gathering parameters.
+It counts until the last state is in its place, though in a training that overlaps with the next forward; when step()
+returned is told beside it.
+
+Bytes are per rank: ours are counted where they are moved, ZeRO's are what the other ranks own. All processes share this
+machine's cores, memory and disk: see what a way costs beside another one, and not how it scales.
+
+--json prints schema csd_optim.bench.distributed/1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import AdamW, Optimizer
+
+from bench.step import say, span
+from csd_optim import CSDAdam, bindings, probe
+from csd_optim.benchmark import DTYPES, TOLERANCE, WARM_UP, scratch
+from csd_optim.devices import parse_devices
+
+Row = dict[str, Any]
+Params = list[nn.Parameter]
+WAYS: dict[str, Row] = {"DDP replicated": {"sharded": False}, "DDP sharded": {}, "FSDP2": {}}
+COUNTED = ("push", "pull", "gathered", "flash_read", "flash_write")
+MEMORY_BYTES = 32  # per parameter and rank, at most: parameters, gradients and states, ours and the peer's
+VERIFIED = 200_000  # parameters
+
+
+def main() -> None:
+    arguments = parse()
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    need = MEMORY_BYTES * arguments.params * max(arguments.processes) * 1.2
+    if need > probe.available_memory():
+        raise SystemExit(f"{need / 1e9:.0f} GB of memory are needed, try fewer --params or --processes")
+    facts = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **probe.machine(),
+        "isa": bindings.isa_used(),
+        "storage": probe.storage(arguments.directory),
+        "back_end": "gloo",
+    }
+    say("  ".join(f"{k}: {v}" for k, v in facts.items()))
+    rows = [row for size in arguments.processes for row in on_processes(size, arguments)]
+    if arguments.json:
+        json.dump({"schema": "csd_optim.bench.distributed/1", "machine": facts, "rows": rows}, sys.stdout, indent=1)
+        print()
+
+
+def on_processes(size: int, arguments: argparse.Namespace) -> list[Row]:
+    with tempfile.TemporaryDirectory() as meeting:
+        torch.multiprocessing.spawn(work, (size, meeting, arguments), size)
+        rows: list[Row] = json.loads(Path(meeting, "rows").read_text())
+    return rows
+
+
+def work(rank: int, size: int, meeting: str, arguments: argparse.Namespace) -> None:
+    """What each process does. The processes share the cores."""
+    threads = max(1, len(os.sched_getaffinity(0)) // size)
+    torch.set_num_threads(threads)
+    bindings.threads_use(threads)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=size)
+    rows: list[Row] = []
+    for name in arguments.dtype:
+        dtype = DTYPES[name]
+        for way, options in WAYS.items():
+            for device in arguments.devices:
+                difference = verify(way, ours(device, options), dtype)
+                row = measure(way, ours(device, options), dtype, arguments)
+                rows.append({"what": f"CSDAdam, {way}", "device": device, "largest_relative_difference": difference})
+                rows[-1] |= {"processes": size, "threads": threads, "dtype": name, **row}
+                if rank == 0:
+                    say(describe(rows[-1]))
+        for way in ("DDP replicated", "FSDP2"):
+            row = measure(way, lambda params: AdamW(params, fused=True), dtype, arguments)
+            rows.append({"what": f"AdamW, {way}", "processes": size, "threads": threads, "dtype": name, **row})
+            if rank == 0:
+                say(describe(rows[-1]))
+    if rank == 0:
+        Path(meeting, "rows").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------ optimizers and models
+
+
+def ours(device: str, options: Row) -> Callable[[Params], Optimizer]:
+    """Makes one on nameless scratch space: a store that is there is never touched."""
+    devices = [scratch(spec) for spec in parse_devices(device)]
+    return lambda params: CSDAdam(params, devices=devices, **options)
+
+
+def zero(params: Params) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, AdamW, parameters_as_bucket_view=True, fused=True)
+
+
+def parameters(params: int, dtype: torch.dtype, way: str) -> Params:
+    """Those of square linear layers with biases, with `params` elements or a little more, alike on all ranks."""
+    torch.manual_seed(1)
+    width = 1024 if params > 10**7 else 64
+    layers = -(-params // (width * (width + 1)))
+    model = nn.Sequential(*(nn.Linear(width, width, dtype=dtype) for _ in range(layers)))
+    if way == "FSDP2":
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    return list(model.parameters())
+
+
+def give(params: Params, gradients: Iterable[torch.Tensor]) -> None:
+    for p, g in zip(params, gradients, strict=True):
+        p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t.detach()
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+
+
+def verify(way: str, make: Callable[[Params], Optimizer], dtype: torch.dtype) -> float:
+    """Ten steps, compared with AdamW on fp32 copies: the largest relative difference. Exits if it is no AdamW's."""
+    params = parameters(VERIFIED, dtype, way)
+    copies = [nn.Parameter(whole(p).float().clone()) for p in params]
+    oracle = AdamW(copies)
+    worst = 0.0
+    with closing(make(params)) as opt:
+        for _ in range(10):
+            gradients = [torch.randn(q.shape).to(dtype) for q in copies]
+            give(params, gradients)
+            opt.step()
+            for q, g in zip(copies, gradients, strict=True):
+                q.grad = g.float()
+            oracle.step()
+        for p, q in zip(params, copies, strict=True):
+            found = {k: whole(v) for k, v in opt.state[p].items()}
+            for key, wanted in {"master": q.detach(), **oracle.state[q]}.items():
+                worst = max(worst, float((found[key] - wanted).abs().max() / wanted.abs().max()))
+            if not torch.equal(whole(p), found["master"].to(dtype)):
+                raise SystemExit(f"{way}: a parameter is not its rounded master: nothing is timed; please report this")
+        check_alike(way, params)
+    if not worst <= TOLERANCE:
+        raise SystemExit(f"{way}: off torch.optim.AdamW by {worst:.1e}: nothing is timed; please report this")
+    return worst
+
+
+def check_alike(way: str, params: Params) -> None:
+    """Exits if the ranks do not hold the same bits."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, [zlib.crc32(whole(p).contiguous().view(torch.uint8).numpy()) for p in params])
+    if any(theirs != said[0] for theirs in said):
+        raise SystemExit(f"{way}: ranks hold different parameters: nothing is reported; please report this")
+
+
+def measure(way: str, make: Callable[[Params], Optimizer], dtype: torch.dtype, arguments: argparse.Namespace) -> Row:
+    """Steps by turns with ZeRO's; of each the slowest rank."""
+    params, replicas = parameters(arguments.params, dtype, way), parameters(arguments.params, dtype, "DDP")
+    gradients = [torch.randn_like(p) for p in replicas]
+    give(params, gradients)
+    give(replicas, gradients)
+    peer = zero(replicas)
+    seconds = []  # until it returned, until the last state was in its place, ZeRO's
+    with closing(make(params)) as opt:
+        for _ in range(WARM_UP + arguments.runs):
+            dist.barrier()
+            start = time.perf_counter()
+            opt.step()
+            returned = time.perf_counter()
+            counted = opt.stats() if isinstance(opt, CSDAdam) else {}  # waits for the last states
+            done = time.perf_counter()
+            dist.barrier()
+            began = time.perf_counter()
+            peer.step()
+            seconds.append([returned - start, done - start, time.perf_counter() - began])
+    slowest = torch.tensor(seconds[WARM_UP:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    returned_after, done_after, zeros = slowest.t().tolist()
+    for of, held in ((way, params), ("ZeRO", replicas)):
+        if of != "FSDP2":
+            check_alike(of, held)
+    row = {
+        "params": sum(p.numel() for p in params),
+        "seconds": done_after,
+        "seconds_until_step_returns": returned_after,
+        "zero_seconds": zeros,
+        "speed_over_zero": [z / s for z, s in zip(zeros, done_after, strict=True)],
+        "zero_bytes_of_ranks": of_ranks({"gathered": others_own(peer)}),
+    }
+    if counted:
+        row["bytes_of_ranks"] = of_ranks({name: counted[f"{name}_bytes"] for name in COUNTED})
+    return row
+
+
+def others_own(peer: ZeroRedundancyOptimizer) -> int:
+    """Bytes of the parameters that the other ranks update and send."""
+    owned = [group for r, groups in enumerate(peer._partition_parameters()) if r != dist.get_rank() for group in groups]
+    return sum(p.nbytes for group in owned for p in group["params"])
+
+
+def of_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def closing(opt: Optimizer) -> contextlib.AbstractContextManager[Any]:
+    return opt if isinstance(opt, CSDAdam) else contextlib.nullcontext(opt)
+
+
+# --------------------------------------------------------------------------------------------------------- showing
+
+
+def describe(row: Row) -> str:
+    """Median (least to most) of everything; of bytes the rank that moves most."""
+    milliseconds = {k: [1e3 * s for s in row[k]] for k in ("seconds", "seconds_until_step_returns", "zero_seconds")}
+    runs = len(row["seconds"])
+    on = f" on {row['device']}" if "device" in row else ""
+    lines = [
+        f"{row['processes']} process(es), {row['dtype']}, {row['params'] / 1e6:.1f} M parameters: {row['what']}{on}",
+        f"{span(milliseconds['seconds'], 1)} ms, {runs} runs; ZeRO by turns {span(milliseconds['zero_seconds'], 1)} ms",
+        f"{span(row['speed_over_zero'], 2)} times as fast as ZeRO",
+    ]
+    if "bytes_of_ranks" in row:
+        lines[1] += f"; step() returned after {span(milliseconds['seconds_until_step_returns'], 1)} ms"
+        most = {name: max(b[name] for b in row["bytes_of_ranks"]) / row["params"] for name in COUNTED}
+        zeros = max(b["gathered"] for b in row["zero_bytes_of_ranks"]) / row["params"]
+        each = ", ".join(f"{name} {value:.2f}" for name, value in most.items())
+        lines.append(f"bytes per parameter and rank: {each}; ZeRO gathered {zeros:.2f}")
+        lines.append(f"verified: off AdamW's by {row['largest_relative_difference']:.1e} at most, alike on all ranks")
+    return "\n    ".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=5e7, help="number of parameters (default 5e7)")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp16", "fp32"), default=["bf16", "fp32"])
+    parser.add_argument(
+        "--devices", nargs="+", help="each by itself, as CSDAdam(devices=...) takes it; {rank} etc. in it"
+    )
+    parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where no device is named")
+    parser.add_argument("--runs", type=int, default=7, help="timed steps, at least 5")
+    parser.add_argument("--quick", action="store_true", help="0.2 M parameters on 1 and 2 processes")
+    parser.add_argument("--json", action="store_true", help="print everything on stdout")
+    arguments = parser.parse_args()
+    arguments.devices = arguments.devices or [str(arguments.directory), "ram:"]
+    if arguments.quick:
+        arguments.params, arguments.processes, arguments.runs = 2e5, [1, 2], 5
+    arguments.params, arguments.runs = int(arguments.params), max(5, arguments.runs)
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
