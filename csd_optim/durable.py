@@ -61,7 +61,9 @@ def open_engine(
     Raises what the engine raises, CSDValueError if the ranks do not want the same.
     """
     durable = any(s.durable for s in specs)
-    if ranks and len(set(ranks.gather(durable, get_args(Mode).index(mode)))) > 1:
+    in_memory = all(s.backend == "ram" for s in specs)
+    said = ranks.gather(durable, get_args(Mode).index(mode), in_memory) if ranks else [(durable, 0, in_memory)]
+    if len({(d, m) for d, m, _ in said}) > 1:
         raise CSDValueError(
             "Invalid devices, resume or overwrite: directories keep the state on all ranks or on none, and all ranks "
             "resume or none"
@@ -75,7 +77,9 @@ def open_engine(
     engine = None
     try:
         with together():
-            engine = Engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow)
+            # In memory nothing fails; but a step that fails on another rank's disk has to be undone there, too.
+            in_place = all(in_memory for _, _, in_memory in said)
+            engine = Engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, in_place=in_place)
     except BaseException:
         if engine:
             engine.close()

@@ -57,8 +57,15 @@ class Engine:
     held: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
 
     def __init__(
-        self, specs: Sequence[DeviceSpec], *, mode: Mode = "new", tile_elems: int | None = None, shadow: bool = True
+        self,
+        specs: Sequence[DeviceSpec],
+        *,
+        mode: Mode = "new",
+        tile_elems: int | None = None,
+        shadow: bool = True,
+        in_place: bool = True,
     ) -> None:
+        self.in_place = in_place  # what lies in memory alone is updated there; no: a step can be undone
         self.specs = list(specs)
         self.tile_elems = tile_elems
         self.slots = 2 if shadow else 1
@@ -133,7 +140,7 @@ class Engine:
     @property
     def resident(self) -> bool:
         """The state lies in host memory, on every device, and is updated there."""
-        return all(s.backend == "ram" for s in self.specs)
+        return self.in_place and all(s.backend == "ram" for s in self.specs)
 
     @property
     def reaches_params(self) -> bool:
@@ -311,13 +318,18 @@ class Engine:
         tiles = [e.pieces["tile"][has_grad[e.pieces["param"]]] + np.uint32(e.first_tile) for e in self.extents]
         return self.flowing(np.unique(np.concatenate(tiles)))
 
+    @property
+    def descending(self) -> bool:
+        """Does the next step go from the last tile to the first?"""
+        return self.step % 2 == 1
+
     def flowing(self, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Ascending tiles in the order in which the next step takes them.
 
         Steps go to and fro: one begins with what the one before wrote last, which is still in memory. That follows from
         the step's number alone, so that all processes do the same, and whoever resumes.
         """
-        return tiles[::-1].copy() if self.step % 2 else tiles
+        return tiles[::-1].copy() if self.descending else tiles
 
     # ---- a step ------------------------------------------------------------
 

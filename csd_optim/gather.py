@@ -93,12 +93,20 @@ class Gather:
                 else:
                     bucket.arrives.append((share, staged))
 
-    def begin(self, images: Iterable[int] = (), sources: Mapping[int, Source] = MappingProxyType({})) -> None:
+    def begin(
+        self,
+        images: Iterable[int] = (),
+        sources: Mapping[int, Source] = MappingProxyType({}),
+        *,
+        descending: bool = False,
+    ) -> None:
         """A step begins. `images`: tiles that pulled() will be told of; of the others the engine knows.
 
-        `sources`: of parameters, by index, that have to be given back before they leave.
+        `sources`: of parameters, by index, that have to be given back before they leave. `descending`: the last bucket
+        leaves first, since the last tile flows first; the same on all ranks.
         """
-        self._left, self._missing, self._sources = 0, set(images), sources
+        self._to_leave = deque(reversed(self.buckets) if descending else self.buckets)
+        self._missing, self._sources = set(images), sources
         self._under_way: deque[tuple[_Bucket, list[Any]]] = deque()
 
     def pulled(self, tile: int) -> None:
@@ -108,18 +116,18 @@ class Gather:
 
     def advance(self, *, wait: bool) -> None:
         """Lets go of the buckets that can; with `wait` of all, as soon as each can."""
-        while self._left < len(self.buckets):
-            tiles = self.buckets[self._left].tiles
+        while self._to_leave:
+            tiles = self._to_leave[0].tiles
             if not self._missing.isdisjoint(tiles.tolist()) or not self._engine.given(tiles, wait=wait):
                 return
-            for piece in self.buckets[self._left].pieces:
+            for piece in self._to_leave[0].pieces:
                 if source := self._sources.get(piece.bound.index):
                     source.give_back()
             self._leave()
 
     def finish(self) -> None:
         """Lets go of all that have not left yet, as they are, and returns when all have arrived."""
-        while self._left < len(self.buckets):
+        while self._to_leave:
             self._leave()
         while self._under_way:
             self._arrive()
@@ -133,10 +141,9 @@ class Gather:
     def _leave(self) -> None:
         if len(self._under_way) == IN_FLIGHT:
             self._arrive()
-        bucket = self.buckets[self._left]
+        bucket = self._to_leave.popleft()
         _copy(bucket.leaves)
         rows = bucket.buffer[: self.ranks.size * bucket.bytes].view(self.ranks.size, -1)
-        self._left += 1
         self._under_way.append((bucket, self.ranks.begin_exchange(rows)))
 
     def _arrive(self) -> None:

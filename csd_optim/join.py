@@ -30,7 +30,7 @@ def borrow(ranks: Ranks, leader: int, groups: Groups, scale: float | None, *, jo
     """
     params = [p for _, _, p in members(groups) if held_alike(p)]
     with_own = [k for k, p in enumerate(params) if p.grad is not None]
-    own = with_own, [plain(group) for group in groups], None if scale is None else float(scale)
+    own = with_own, [plain(group) for group in groups], scale
     with_grad, hypers, scale = ranks.gather_objects(own)[leader]
     if joined:
         for group, kept in zip(groups, hypers, strict=True):

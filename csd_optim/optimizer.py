@@ -7,7 +7,6 @@ import os
 import time
 import warnings
 import weakref
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
@@ -32,14 +31,15 @@ from .compression import TopK, inverse_of
 from .devices import days_left, parse_devices
 from .durable import DurableEngine, open_engine
 from .engine import Engine
-from .errors import CSDError, CSDRankError, CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from .errors import CSDError, CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from .gather import Gather
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
-from .join import StepHook, borrow
+from .join import StepHook
 from .manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
 from .materialized import COPIED, warn_if_large
+from .meeting import Agreed, meet
 from .norm import global_norm
-from .parts import WHOLE, Share, digest, held_alike
+from .parts import WHOLE, Share
 from .places import Places
 from .ranks import Ranks, ranks_of
 from .signals import signals_held
@@ -229,6 +229,7 @@ class CSDAdam(AdamW, Joinable):
         self.sharded = sharded
         self._places = Places(ranks, sharded=sharded)
         self._taken = 0  # steps, that ranks have to agree about
+        self._descending = False  # what the ranks share of the step under way goes from the last to the first
         self._joined = False  # taking a step of the others: this rank has no more data
         self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
         Joinable.__init__(self)
@@ -313,16 +314,18 @@ class CSDAdam(AdamW, Joinable):
         start = time.perf_counter()
         self._trained += 0.0 if self._started is None else start - self._started
         self._started = start
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         engine = self._live_engine
         with signals_held(), engine.lock:
             engine.confirm()
             self._moved, self._grad_norm = False, None
             self._skipped = found_inf is not None and bool(found_inf.item())
+            scale = None if grad_scale is None else float(grad_scale)
             if self._ranks:
-                self._skipped, scale = self._meet(self._ranks, scale)
+                agreed = self._meet(self._ranks, engine, self._skipped, scale)
+                self._skipped, self._descending, scale = agreed.skips, agreed.descending, agreed.scale
             if not self._skipped:
-                self._update(engine, 1.0 if scale is None else 1.0 / float(scale))
+                self._update(engine, 1.0 if scale is None else 1.0 / scale)
             self._seconds = time.perf_counter() - start
         return loss
 
@@ -475,41 +478,19 @@ class CSDAdam(AdamW, Joinable):
         """What is done within counts only if every rank has done it."""
         return self._ranks.together() if self._ranks else contextlib.nullcontext()
 
-    def _meet(self, ranks: Ranks, scale: Any) -> tuple[bool, Any]:
-        """Do the ranks skip this step? One overflow is enough. And the loss scale, which ranks without data lack.
-
-        Raises CSDRankError if they cannot take it together.
-        """
-        alike = self._with_grad_alike()
-        said = ranks.gather(self._skipped, self._taken, self._joined, crc32(alike))
-        if len(steps := {taken for _, taken, _, _ in said}) > 1:
-            raise CSDRankError(f"ranks have taken different numbers of steps: {sorted(steps)}. Resume from the store")
-        if any(joined for _, _, joined, _ in said):
-            leader = [joined for _, _, joined, _ in said].index(0)
-            scale = borrow(ranks, leader, self.param_groups, scale, joined=self._joined)
-            alike = self._with_grad_alike()
-            said = ranks.gather(self._skipped, self._taken, self._joined, crc32(alike))
-        if len({names for *_, names in said}) > 1:
-            difference = ranks.first_difference([(name,) for name, _ in alike])
-            raise CSDRankError(
-                f"ranks have gradients of different parameters: {difference}. With sharded=True plain parameters "
-                "have to be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it"
-            )
-        new = [(name, p) for name, p in alike if id(p) not in self._places.bound]
-        if new and (difference := ranks.first_difference([(name, *digest(p)) for name, p in new])):
-            raise CSDRankError(
-                f"ranks do not hold the same parameters: {difference}. With sharded=True plain ones have to be "
-                "replicas, as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a "
-                "process_group of its own; if they are parts of one model, sharded=False"
-            )
-        return any(skipped for skipped, *_ in said), scale
-
-    def _with_grad_alike(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and parameters, of those that have a gradient and that all ranks hold alike."""
-        if not self.sharded:
-            return []
-        groups = self.param_groups
-        return [(name_of(groups, k, i), p) for k, i, p in members(groups) if p.grad is not None and held_alike(p)]
+    def _meet(self, ranks: Ranks, engine: Engine, skips: bool, scale: float | None) -> Agreed:
+        bound = self._places.bound
+        return meet(
+            ranks,
+            self.param_groups,
+            sharded=self.sharded,
+            is_bound=lambda p: id(p) in bound,
+            skips=skips,
+            taken=self._taken,
+            joined=self._joined,
+            descending=engine.descending,
+            scale=scale,
+        )
 
     def _prepare(self, engine: Engine, grad_scale: float) -> _Step | None:
         """Checks everything, takes in what was done from outside since the last step. None: there is no gradient."""
@@ -752,7 +733,7 @@ class CSDAdam(AdamW, Joinable):
             bounds = sorted((b for b in plan.bounds if isinstance(b.part, Share)), key=lambda b: b.index)
             plan.gather = Gather(self._ranks, engine, bounds)
         if plan.gather:
-            plan.gather.begin(by_image, step.prepared)
+            plan.gather.begin(by_image, step.prepared, descending=self._descending)
         return plan.gather
 
     def _select_by_image(
@@ -1010,7 +991,3 @@ class _Box:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def crc32(named: Sequence[tuple[str, Any]]) -> int:
-    return zlib.crc32("\n".join(name for name, _ in named).encode())

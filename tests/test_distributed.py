@@ -367,6 +367,8 @@ def assert_everything_is(found, wanted):
 def fails(rank, size, where, devices):
     """A device fails on rank 1. All raise; parameters and states are those before; then it goes on."""
     params, others = odd_parameters(), odd_parameters()
+    if devices == "memory":
+        devices = "file:" if rank == 1 else "ram:"
     with (
         CSDAdam(params, **ARGS, tile_size=TILE, devices=devices, max_grad_norm=10.0) as optimizer,
         CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False, max_grad_norm=10.0) as other,
@@ -398,8 +400,9 @@ def fails(rank, size, where, devices):
 
 
 @pytest.mark.parametrize("where", ["push", "given", "begin"])
-@pytest.mark.parametrize("devices", ["file:", "csd{rank}"])
+@pytest.mark.parametrize("devices", ["file:", "csd{rank}", "memory"])
 def test_a_step_fails_on_one_rank(devices, where, tmp_path):
+    """`memory`: on all ranks but that one."""
     on_ranks(3, fails, 3, where, devices, directory=tmp_path)
 
 

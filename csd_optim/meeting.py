@@ -1,0 +1,87 @@
+"""What ranks tell each other before a step: whether they all take it, and the same one."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .errors import CSDRankError
+from .join import borrow
+from .manifest import Groups, members, name_of
+from .parts import digest, held_alike
+from .ranks import Ranks
+
+
+class _Word(NamedTuple):
+    """Of one rank. What is sent are numbers."""
+
+    skips: int  # the step: it has found an overflow
+    taken: int  # steps that it has taken
+    joined: int  # it has no more data
+    names: int  # checksum of the names of parameters with gradients that ranks hold alike
+    descending: int  # its tiles would flow from the last to the first
+
+
+@dataclass
+class Agreed:
+    """About one step."""
+
+    skips: bool  # one overflow is enough
+    descending: bool
+    scale: float | None  # of the gradients
+
+
+def meet(
+    ranks: Ranks,
+    groups: Groups,
+    *,
+    sharded: bool,
+    is_bound: Callable[[torch.Tensor], bool],
+    skips: bool,
+    taken: int,
+    joined: bool,
+    descending: bool,
+    scale: float | None,
+) -> Agreed:
+    """Before anything is touched; a collective. `scale`: a GradScaler's, which ranks that have `joined` lack.
+
+    `is_bound`: has a parameter taken part before? If not, ranks that share it have to hold the same.
+    Raises CSDRankError, on all ranks, if they cannot take this step together.
+    """
+
+    def say() -> list[_Word]:
+        names = zlib.crc32("\n".join(name for name, _ in alike).encode())
+        return [_Word(*said) for said in ranks.gather(*_Word(skips, taken, joined, names, descending))]
+
+    alike = _with_gradients(groups) if sharded else []
+    words = say()
+    if len(steps := {word.taken for word in words}) > 1:
+        raise CSDRankError(f"ranks have taken different numbers of steps: {sorted(steps)}. Resume from the store")
+    if any(word.joined for word in words):
+        leader = [word.joined for word in words].index(0)
+        scale = borrow(ranks, leader, groups, scale, joined=joined)
+        alike = _with_gradients(groups) if sharded else []
+        words = say()
+    if len({word.names for word in words}) > 1:
+        difference = ranks.first_difference([(name,) for name, _ in alike])
+        raise CSDRankError(
+            f"ranks have gradients of different parameters: {difference}. With sharded=True plain parameters have to "
+            "be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it"
+        )
+    new = [(name, *digest(p)) for name, p in alike if not is_bound(p)]
+    if new and (difference := ranks.first_difference(new)):
+        raise CSDRankError(
+            f"ranks do not hold the same parameters: {difference}. With sharded=True plain ones have to be replicas, "
+            "as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a process_group "
+            "of its own; if they are parts of one model, sharded=False"
+        )
+    return Agreed(any(word.skips for word in words), bool(words[0].descending), scale)
+
+
+def _with_gradients(groups: Groups) -> list[tuple[str, torch.Tensor]]:
+    """Those that ranks hold alike, with their names."""
+    return [(name_of(groups, k, i), p) for k, i, p in members(groups) if p.grad is not None and held_alike(p)]
