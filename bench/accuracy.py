@@ -25,7 +25,6 @@ First, dense CSDAdam is compared with AdamW step by step, and the bytes that Top
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import io
 import json
@@ -59,7 +58,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from bench.demo import source_files, table
-from csd_optim import CSDAdam, bindings, probe
+from bench.step import machine_facts, say
+from csd_optim import CSDAdam
 
 LENGTH = 48  # tokens that the transformer sees: one that stands for the whole, and bytes
 WIDTH, LAYERS, HEADS = 96, 2, 4
@@ -592,10 +592,6 @@ def plot(rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def one_thread() -> None:
     """Workers share the cores, and sums do not depend on how many there are."""
     torch.set_num_threads(1)
@@ -608,11 +604,9 @@ def main() -> None:
     began = time.perf_counter()
     one_thread()
     facts = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **probe.machine(),
+        **machine_facts(),
         "numpy": np.__version__,
         "scikit-learn": sklearn.__version__,
-        "isa": bindings.isa_used(),
         "back end": "ram:",
     }
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))

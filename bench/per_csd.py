@@ -18,13 +18,12 @@ Where a device has a pace, its parts have it, too. --json prints schema csd_opti
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from bench.step import say
+from bench.step import machine_facts, say
 from csd_optim import benchmark, probe
 from csd_optim.bindings import IO_DEPTH
 from csd_optim.cards import located
@@ -43,9 +42,7 @@ def main() -> None:
     arguments = parse()
     arguments.directory.mkdir(parents=True, exist_ok=True)
     facts = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **probe.machine(),
-        **probe.updater(),
+        **machine_facts(),
         "params": arguments.params,
         "dtype": arguments.dtype,
         "runs": arguments.runs,

@@ -34,7 +34,6 @@ small part of the same step with it. If any of that fails, nothing is claimed of
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import statistics
@@ -47,7 +46,7 @@ from typing import Any
 
 import torch
 
-from bench.step import say, span
+from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam, benchmark, probe
 from csd_optim.devices import parse_devices, parse_rate
 
@@ -118,9 +117,7 @@ def main() -> None:
     arguments = parse()
     arguments.directory.mkdir(parents=True, exist_ok=True)
     facts = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **probe.machine(),
-        **probe.updater(),
+        **machine_facts(),
         "storage": probe.storage(arguments.directory),
         "model_params": PARAMS,
         "params": arguments.params,

@@ -55,9 +55,7 @@ def main() -> None:
     arguments.directory.mkdir(parents=True, exist_ok=True)
     on_disk = parse_devices([f"file:{arguments.directory}?scratch=1"] * arguments.devices)
     facts = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **probe.machine(),
-        **probe.updater(),
+        **machine_facts(),
         "storage": probe.storage(arguments.directory),
     }
     say(f"one step of {arguments.params / 1e6:.0f} M parameters, {arguments.runs} runs")
@@ -347,6 +345,12 @@ def plot(rows: list[Row], facts: Row, path: Path) -> None:
         f"One optimizer step: {facts['cpu']}, {facts['cores']} cores, {facts['date'][:10]}", fontsize="medium"
     )
     figure.savefig(path, dpi=120)
+
+
+def machine_facts() -> Row:
+    """When, on what: what every bench prints first."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {"date": now.isoformat(timespec="seconds"), **probe.machine(), **probe.updater()}
 
 
 def say(text: str) -> None:

@@ -16,7 +16,6 @@ First the selection is compared with a stable sort, and a step with Top-K on a f
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -26,8 +25,8 @@ from typing import Any
 
 import torch
 
-from bench.step import say, span, timed
-from csd_optim import benchmark, bindings, compression, probe
+from bench.step import machine_facts, say, span, timed
+from csd_optim import benchmark, bindings, compression
 from csd_optim.benchmark import DTYPES, WARM_UP
 from csd_optim.devices import parse_devices, parse_rate
 
@@ -41,9 +40,7 @@ LINK = "0.4GB/s"
 def main() -> None:
     arguments = parse()
     facts = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **probe.machine(),
-        **probe.updater(),
+        **machine_facts(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
     say(f"Top-K of {arguments.params / 1e6:.0f} M parameters, {arguments.runs} runs")
