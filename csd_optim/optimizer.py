@@ -10,7 +10,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,16 @@ from torch.utils.hooks import RemovableHandle
 from . import checkpoint
 from .adamw import hyper
 from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
-from .bound import Bound, check_param, flat
+from .bound import Bound, check_param
 from .closing import close_quietly
-from .compression import TopK, inverse_of
-from .devices import days_left, parse_devices
+from .compression import inverse_of
+from .devices import parse_devices
 from .durable import DurableEngine, open_engine
 from .engine import Engine
-from .errors import CSDError, CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from .errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from .flow import Flow, Plan, Step
 from .gather import Gather
-from .images import SLOTS_PER_DEVICE, ImageRing, Source
+from .images import Source
 from .join import StepHook
 from .manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
 from .materialized import COPIED, warn_if_large
@@ -43,6 +43,7 @@ from .parts import WHOLE, Share
 from .places import Places
 from .ranks import Ranks, ranks_of
 from .signals import signals_held
+from .stats import describe
 from .store import Mode
 from .store_format import Record
 from .topk import check_topk, entry_dtype, shares
@@ -58,35 +59,6 @@ _PUBLIC = (
     *("devices", "grad_dtype", "topk", "error_feedback", "topk_warmup", "max_grad_norm", "user_state", "sharded"),
     *("_options", "_step_supports_amp_scaling"),
 )
-
-
-@dataclass
-class _Plan:
-    """What stays the same from step to step while the same parameters take part."""
-
-    params: list[torch.Tensor]
-    bounds: list[Bound]
-    rows: np.ndarray[Any, Any]  # their rows in the table
-    sections: np.ndarray[Any, Any]
-    table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
-    grad_dtype: torch.dtype | None  # the optimizer's option when this was made
-    changes: int  # of the places, when this was made
-    gather: Gather | None = None  # of the parameters whose updates the ranks share; made when first needed
-
-
-@dataclass
-class _Step:
-    """A step that is ready to be taken."""
-
-    plan: _Plan
-    grads: dict[int, torch.Tensor]  # of the parts, by row of the table
-    steps: np.ndarray[Any, Any]  # as they will be
-    table: np.ndarray[Any, Any]
-    hypers: np.ndarray[Any, Any]
-    prepared: dict[int, Source]  # what the engine cannot take as it stands, by row
-    written: list[Bound]  # from outside, since the last step
-    owed: list[Bound]  # residuals that the step changes
-    unscaled: bool  # gradients can be told from the scale: what is sent whole is owed no more
 
 
 class CSDAdam(AdamW, Joinable):
@@ -225,19 +197,18 @@ class CSDAdam(AdamW, Joinable):
     def _unbind(self, ranks: Ranks | None, sharded: bool) -> None:
         self._engine: Engine | None = None
         self._ranks = ranks
-        self._ring: ImageRing | None = None
         self.sharded = sharded
         self._places = Places(ranks, sharded=sharded)
+        self._flow = Flow(self._places, ranks)
         self._taken = 0  # steps, that ranks have to agree about
         self._descending = False  # what the ranks share of the step under way goes from the last to the first
         self._joined = False  # taking a step of the others: this rank has no more data
         self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
         Joinable.__init__(self)
-        self._plan: _Plan | None = None
-        self._in_flight = False
+        self._plan: Plan | None = None
         # Of the last step
         self._seconds = 0.0
-        self._moved = False
+        self._flow.moved = False
         self._skipped = False
         self._grad_norm: float | None = None
         self._started: float | None = None  # when
@@ -265,11 +236,11 @@ class CSDAdam(AdamW, Joinable):
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """A plain dict of plain tensors. Reading it first waits for states still on their way to a device."""
         engine = self._engine
-        if self._in_flight and engine is not None and not engine.closed:
+        if self._flow.in_flight and engine is not None and not engine.closed:
             engine.check_open()
             with engine.lock:
                 engine.drain()
-                self._in_flight = False
+                self._flow.in_flight = False
         return self._places.state
 
     @state.setter
@@ -318,7 +289,7 @@ class CSDAdam(AdamW, Joinable):
         engine = self._live_engine
         with signals_held(), engine.lock:
             engine.confirm()
-            self._moved, self._grad_norm = False, None
+            self._flow.moved, self._grad_norm = False, None
             self._skipped = found_inf is not None and bool(found_inf.item())
             scale = None if grad_scale is None else float(grad_scale)
             if self._ranks:
@@ -441,20 +412,20 @@ class CSDAdam(AdamW, Joinable):
     # ---- the step ----------------------------------------------------------------
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
-        with self._together():
+        with self._flow.together():
             record = self._record(engine) if engine.durable else None
             step = self._prepare(engine, grad_scale)
         if step is None and self._ranks is None:
             return
         if step is None:  # the other ranks' step
-            with self._together():
+            with self._flow.together():
                 pass
             self._taken += 1
             engine.step += 1
             self._places.describe(engine, self.param_groups)
             engine.commit(record)
             return
-        ring = self._run(engine, step, record)
+        ring = self._flow.run(engine, step, record, descending=self._descending)
         self._taken += 1
         try:
             if ring is not None:
@@ -474,10 +445,6 @@ class CSDAdam(AdamW, Joinable):
         for bound in (*step.written, *step.plan.bounds):
             bound.version = bound.version_now
 
-    def _together(self) -> contextlib.AbstractContextManager[None]:
-        """What is done within counts only if every rank has done it."""
-        return self._ranks.together() if self._ranks else contextlib.nullcontext()
-
     def _meet(self, ranks: Ranks, engine: Engine, skips: bool, scale: float | None) -> Agreed:
         bound = self._places.bound
         return meet(
@@ -492,7 +459,7 @@ class CSDAdam(AdamW, Joinable):
             scale=scale,
         )
 
-    def _prepare(self, engine: Engine, grad_scale: float) -> _Step | None:
+    def _prepare(self, engine: Engine, grad_scale: float) -> Step | None:
         """Checks everything, takes in what was done from outside since the last step. None: there is no gradient."""
         if self._just_resumed:
             if self._without_data:
@@ -559,7 +526,7 @@ class CSDAdam(AdamW, Joinable):
                 for bound in written:
                     bound.reseed(always=always)
         by_row = {b.index: g for b, g in zip(plan.bounds, grads, strict=True)}
-        return _Step(plan, by_row, steps, table, hypers, prepared, written, owed, bool(inverse_of(grad_scale)))
+        return Step(plan, by_row, steps, table, hypers, prepared, written, owed, bool(inverse_of(grad_scale)))
 
     def _members(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         """Parameters that take part in this step, their gradients, the indices of their groups."""
@@ -578,7 +545,7 @@ class CSDAdam(AdamW, Joinable):
                 groups.append(k)
         return params, grads, groups
 
-    def _plan_for(self, engine: Engine, params: list[torch.Tensor]) -> _Plan:
+    def _plan_for(self, engine: Engine, params: list[torch.Tensor]) -> Plan:
         """What stays the same from step to step while the same parameters take part. Binds those that are new."""
         places, plan = self._places, self._plan
         if (
@@ -608,11 +575,11 @@ class CSDAdam(AdamW, Joinable):
         rows = np.array([b.index for b in bounds])
         table["master"][rows] = [IN_PARAM if b.in_place else FROM_PARAM if b.is_master else IN_SECTION for b in bounds]
         sections = np.array([b.sections for b in bounds])
-        self._plan = _Plan(params, bounds, rows, sections, table, self.grad_dtype, places.changes)
+        self._plan = Plan(params, bounds, rows, sections, table, self.grad_dtype, places.changes)
         return self._plan
 
     def _hypers(
-        self, plan: _Plan, groups: list[int], steps: np.ndarray[Any, Any], grad_scale: float
+        self, plan: Plan, groups: list[int], steps: np.ndarray[Any, Any], grad_scale: float
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """This step's constants (dtype HYPER), a set per group and step count, and which of them each parameter has."""
         pairs, hyper_of = np.unique(np.array(groups) * 2.0**32 + steps, return_inverse=True)
@@ -632,7 +599,7 @@ class CSDAdam(AdamW, Joinable):
     def _compress(
         self,
         engine: Engine,
-        plan: _Plan,
+        plan: Plan,
         groups: list[int],
         grads: list[torch.Tensor],
         steps: np.ndarray[Any, Any],
@@ -669,102 +636,6 @@ class CSDAdam(AdamW, Joinable):
         norm = global_norm(params) * abs(grad_scale)
         self._grad_norm = norm
         return min(1.0, self.max_grad_norm / (norm + 1e-6)) if norm == norm else norm
-
-    def _run(self, engine: Engine, step: _Step, record: Record | None) -> ImageRing | None:
-        """The step proper. On any failure, of any rank, parameters and state are put back.
-
-        Returns the ring, if something went through it, which has residuals yet to be brought up to date.
-        """
-        table, prepared = step.table, step.prepared
-        tiles = engine.tiles_with(table["grad"] != 0)
-        travels = np.zeros(len(table), bool)
-        for row, s in prepared.items():
-            travels[row] = s.grad.is_cuda or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
-        by_image = engine.tiles_with(travels).tolist() if travels.any() else []
-        ring = self._image_ring(engine, prepared) if by_image else None
-        # A tile goes as a whole: what shares it with a travelling parameter travels too.
-        for tile in by_image:
-            for row in engine.pieces_of(tile)["param"].tolist():
-                if table["grad"][row] and row not in prepared:
-                    prepared[row] = self._places.by_index[row].source(step.grads[row], self.grad_dtype)
-        if ring is not None:
-            self._select_by_image(table, step.hypers, prepared)
-        gather = self._gather(engine, step, by_image)
-        done = False  # by all ranks
-        try:
-            with self._together():
-                try:
-                    if len(tiles):
-                        tiles = engine.begin(table, step.hypers, tiles, record)
-                        self._in_flight = self._moved = True
-                        direct = tiles[~np.isin(tiles, by_image)]
-                        for tile in direct.tolist():
-                            engine.push(tile)
-                        if ring is not None:
-                            ring.run(engine, by_image, prepared, gather.pulled if gather else None)
-                        if gather:
-                            gather.advance(wait=True)
-                        if self._ranks:
-                            engine.given(direct, wait=True)
-                finally:
-                    if gather:
-                        gather.finish()
-            done = True
-            if engine.stepping:
-                engine.finish()
-            else:
-                engine.step += self._ranks is not None
-        except BaseException:
-            if engine.stepping or done:
-                with contextlib.suppress(CSDError):
-                    engine.finish(keep=False)  # a finish() that failed has undone the step already
-                if ring is not None:
-                    ring.forget()
-                self._restore(engine, table["grad"] != 0)
-            if gather and not done:
-                gather.again()
-            raise
-        return ring
-
-    def _gather(self, engine: Engine, step: _Step, by_image: list[int]) -> Gather | None:
-        """What goes to the other ranks of this step, if they share the updates of its parameters."""
-        plan = step.plan
-        if plan.gather is None and self._ranks and any(isinstance(b.part, Share) for b in plan.bounds):
-            bounds = sorted((b for b in plan.bounds if isinstance(b.part, Share)), key=lambda b: b.index)
-            plan.gather = Gather(self._ranks, engine, bounds)
-        if plan.gather:
-            plan.gather.begin(by_image, step.prepared, descending=self._descending)
-        return plan.gather
-
-    def _select_by_image(
-        self, table: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], prepared: dict[int, Source]
-    ) -> None:
-        """Tells the sources what the table tells the engine: it does not select from images."""
-        for row, source in prepared.items():
-            if share := float(table["topk"][row]):
-                residual = self._places.by_index[row].residual if table["residual"][row] else None
-                source.topk = TopK(
-                    share,
-                    entry_dtype(source.grad.dtype, self.grad_dtype),
-                    None if residual is None else flat(residual),
-                    float(hypers["grad_scale"][table["hyper"][row]]),
-                    int(table["seed"][row]),
-                )
-
-    def _image_ring(self, engine: Engine, prepared: dict[int, Source]) -> ImageRing:
-        tile_elems = max(e.tile_elems for e in engine.extents)
-        pinned = any(s.grad.is_cuda for s in prepared.values())
-        if self._ring is None or self._ring.tile_elems < tile_elems or pinned > self._ring.pinned:
-            self._ring = ImageRing(tile_elems, SLOTS_PER_DEVICE * len(engine.specs), pinned=pinned)
-        return self._ring
-
-    def _restore(self, engine: Engine, took_part: np.ndarray[Any, Any]) -> None:
-        """Gives the parameters of an undone step the values they had: those of the masters, back in their place."""
-        engine.drain()  # the windows show the masters as they were
-        for tile in engine.undone().tolist():
-            for row, _, first, _, n in engine.pieces_of(tile).tolist():
-                if took_part[row]:
-                    self._places.by_index[row].restore(first, n)
 
     # ---- commit and resume -------------------------------------------------------------
 
@@ -890,47 +761,18 @@ class CSDAdam(AdamW, Joinable):
         with engine.lock:
             engine.settle_writes()
             counted = engine.stats()
-        happened = int(self._moved)  # a step that was skipped, or had no gradients, never came to the engine
-        devices = [
-            {
-                "device": d["device"],
-                "backend": d["backend"],
-                "direct_io": d["direct_io"],
-                "p2p": d["p2p"],
-                "block_bytes": d.get("block_bytes"),
-                "depth": d.get("depth"),
-                "share": d["share"],
-                "push_bytes": happened * d["push_bytes"],
-                "pull_bytes": happened * d["pull_bytes"],
-                "flash_read_bytes": happened * d["read_bytes"],
-                "flash_write_bytes": happened * d["write_bytes"],
-                "written_bytes": d["total_write_bytes"],
-                "days_left": days_left(spec.tbw_bytes, d["total_write_bytes"], self._trained)
-                if spec.tbw_bytes
-                else None,
-                "params": happened * d["updated"],
-                "nonfinite_grads": happened * d["nonfinite"],
-                "buffer_bytes": d["buffer_bytes"],
-                "seconds": {kind: happened * d[f"{kind}_seconds"] for kind in ("read", "update", "write")},
-            }
-            for spec, d in zip(engine.specs, counted, strict=False)
-        ]
-        link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
-        totals: dict[str, Any] = {
-            name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "nonfinite_grads", "buffer_bytes")
-        }
-        totals["buffer_bytes"] += self._ring.bytes if self._ring else 0
-        totals["residual_bytes"] = sum(residual.nbytes for residual in engine.residuals.values())
-        seconds = {
-            kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in ("read", "update", "write")
-        }
-        seconds["step"] = self._seconds
         gather = self._plan.gather if self._plan else None
-        totals["gathered_bytes"] = happened * gather.received_bytes if gather else 0
-        totals["skipped"] = self._skipped
-        if self._grad_norm is not None:
-            totals["grad_norm"] = self._grad_norm
-        return {**totals, "seconds": seconds, "devices": devices}
+        return describe(
+            engine,
+            counted,
+            happened=self._flow.moved,
+            trained=self._trained,
+            seconds=self._seconds,
+            ring_bytes=self._flow.ring.bytes if self._flow.ring else 0,
+            gathered_bytes=gather.received_bytes if gather else 0,
+            skipped=self._skipped,
+            grad_norm=self._grad_norm,
+        )
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
         """Makes a snapshot of what is in named directories: `path/device-0`, `path/device-1` ..., each a store.
