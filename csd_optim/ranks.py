@@ -10,13 +10,40 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .errors import CSDRankError, CSDValueError
+
+LETS_GO = 1.0  # seconds at most, in which a thread of gloo's lets go of what it has sent: it takes microseconds
+
+
+class UnderWay:
+    """A collective that `begin`, given the tensors, has begun.
+
+    A thread of gloo's lets go of the tensors a moment after it is done, and takes the interpreter for that. If the
+    script, and with it the interpreter, came to its end in that moment, the process would abort: so wait() sees to it.
+    """
+
+    def __init__(self, begin: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        self._tensors = [t.view(-1) for t in tensors]  # nobody else in Python refers to these
+        self._references = self._count()
+        self._work = begin(*self._tensors)
+
+    def _count(self) -> list[int]:
+        return [sys.getrefcount(t) for t in self._tensors]
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._work = None
+        deadline = time.monotonic() + LETS_GO
+        while self._tensors[0].is_cpu and self._count() > self._references and time.monotonic() < deadline:
+            time.sleep(0)
 
 
 class Ranks:
@@ -46,43 +73,45 @@ class Ranks:
         """Everybody's values (64 bits each, as many on every rank), by rank."""
         own = torch.tensor(values, dtype=torch.int64, device=self.device)
         out = own.new_empty(self.size * len(values))
-        self.all_gather(out, own)
+        self.wait([self.all_gather(out, own)])
         return [tuple(row) for row in out.view(self.size, -1).tolist()]
 
-    def all_gather(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Any:
-        """Concatenates everybody's `own` (1-D, the same size and dtype on every rank) in `out`."""
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> UnderWay:
+        """Begins to concatenate everybody's `own` (1-D, the same size and dtype on every rank) in `out`."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
         with self._noting_loss():
-            return gather(out, own, group=self.group, async_op=async_op)
+            return UnderWay(functools.partial(gather, group=self.group, async_op=True), out, own)
 
-    def begin_exchange(self, rows: torch.Tensor) -> list[Any]:
-        """Begins to fill a contiguous tensor of a row per rank: each rank has its own there, and gets the others'.
-
-        Returns what has to be waited for.
-        """
+    def exchange(self, rows: torch.Tensor) -> list[UnderWay]:
+        """Begins to fill a contiguous tensor of a row per rank: each rank has its own there, and gets the others'."""
         if rows.device.type != "cpu":
-            return [self.all_gather(rows.view(-1), rows[self.rank], async_op=True)]
+            return [self.all_gather(rows.view(-1), rows[self.rank])]
         # gloo's all_gather goes through new memory each time: broadcasts were measured to take about half its time.
         with self._noting_loss():
             return [
-                dist.broadcast(row, dist.get_global_rank(self.group, rank), group=self.group, async_op=True)
+                UnderWay(
+                    functools.partial(dist.broadcast, src=self._global(rank), group=self.group, async_op=True), row
+                )
                 for rank, row in enumerate(rows)
             ]
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         """Everybody's `tensor`, alike in shape and dtype, gets the values of a rank's."""
         with self._noting_loss():
             there = tensor if tensor.device.type in self.device_types else tensor.to(self.device)
             there = there.contiguous()
-            dist.broadcast(there, dist.get_global_rank(self.group, rank), group=self.group)
+            dist.broadcast(there, self._global(rank), group=self.group)
             if there is not tensor:
                 tensor.copy_(there)
 
-    def wait(self, works: list[Any]) -> None:
-        """Returns when what begin_exchange() has begun is done; on a GPU, its stream waits."""
+    def wait(self, under_way: list[UnderWay]) -> None:
+        """Returns when all of these are done; on a GPU, its stream waits."""
         with self._noting_loss():
-            for work in works:
-                work.wait()
+            for collective in under_way:
+                collective.wait()
 
     @contextlib.contextmanager
     def _noting_loss(self) -> Iterator[None]:

@@ -13,8 +13,8 @@ from ranks import KILLED, on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
@@ -335,6 +335,25 @@ def test_sharded_models(kind, clip, tmp_path):
     size = 4 if kind == "hybrid" else 3
     options = {"max_grad_norm": 0.1} if clip == "max_grad_norm" else {}
     on_ranks(size, sharded_trains, size, kind, clip, options, directory=tmp_path)
+
+
+def fsdp2_offloads(rank, size):
+    """Parameters and gradients in host memory, and gradients reduced in every second backward only."""
+    models = [fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)) for _ in range(2)]
+    with CSDAdam(models[0].parameters(), **ARGS, tile_size=TILE, devices="file:") as optimizer:
+        for model, o in zip(models, (optimizer, AdamW(models[1].parameters(), **ARGS)), strict=True):
+            for step in range(2 * STEPS):
+                model.set_requires_gradient_sync(step % 2 == 1)
+                loss_of(model, rank, size, step).backward()
+                if step % 2 == 1:
+                    o.step()
+                    o.zero_grad()
+        for p, q in zip(*(whole(m.parameters()) for m in models), strict=True):
+            torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+
+
+def test_fsdp2_offloaded_to_the_cpu(tmp_path):
+    on_ranks(2, fsdp2_offloads, 2, directory=tmp_path)
 
 
 # ---- What goes wrong on one rank goes wrong on all -----------------------------------------------
