@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import sys
@@ -47,7 +46,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
-from bench.step import say, span
+from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam, bindings, probe
 from csd_optim.benchmark import DTYPES, TOLERANCE, WARM_UP, scratch
 from csd_optim.devices import parse_devices
@@ -67,9 +66,7 @@ def main() -> None:
     if need > probe.available_memory():
         raise SystemExit(f"{need / 1e9:.0f} GB of memory are needed, try fewer --params or --processes")
     facts = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **probe.machine(),
-        "isa": bindings.isa_used(),
+        **machine_facts(),
         "storage": probe.storage(arguments.directory),
         "back_end": "gloo",
     }
