@@ -426,3 +426,6 @@ if _threads := os.environ.get("CSD_OPTIM_THREADS"):
     if not _threads.isdecimal() or not 1 <= int(_threads) <= 1024:
         raise CSDValueError(f"Invalid CSD_OPTIM_THREADS: {_threads!r}; it is a number of threads from 1 to 1024")
     threads_use(int(_threads))
+elif (_ranks := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal() and threads_used() == os.cpu_count():
+    # Of the ranks that share a machine, each gets its part of the CPUs, if nobody has given it a part already.
+    threads_use(max(1, threads_used() // max(1, int(_ranks))))

@@ -21,7 +21,7 @@ from .engine import Engine
 from .images import Source
 from .layout import round_up
 from .parts import Share
-from .ranks import Ranks, UnderWay
+from .ranks import Ranks
 
 ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there
 BUCKET_BYTES = 16 << 20  # of all ranks together
@@ -107,7 +107,7 @@ class Gather:
         """
         self._to_leave = deque(reversed(self.buckets) if descending else self.buckets)
         self._missing, self._sources = set(images), sources
-        self._under_way: deque[tuple[_Bucket, list[UnderWay]]] = deque()
+        self._under_way: deque[tuple[_Bucket, list[Any]]] = deque()
 
     def pulled(self, tile: int) -> None:
         """One of the images has its new parameters, and they are where they belong."""

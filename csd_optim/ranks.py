@@ -5,14 +5,14 @@ Every method of `Ranks` that talks to the others is a collective: all ranks call
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
 import os
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,30 +20,16 @@ import torch.distributed as dist
 
 from .errors import CSDRankError, CSDValueError
 
-LETS_GO = 1.0  # seconds at most, in which a thread of gloo's lets go of what it has sent: it takes microseconds
+LINGER = 0.1  # seconds at exit
 
 
-class UnderWay:
-    """A collective that `begin`, given the tensors, has begun.
+@functools.cache
+def _linger_at_exit() -> None:
+    """Gives gloo's threads time to let go of tensors, for which they take the interpreter when a collective is done.
 
-    A thread of gloo's lets go of the tensors a moment after it is done, and takes the interpreter for that. If the
-    script, and with it the interpreter, came to its end in that moment, the process would abort: so wait() sees to it.
+    If the script, and with it the interpreter, came to its end in that moment, the process would abort.
     """
-
-    def __init__(self, begin: Callable[..., Any], *tensors: torch.Tensor) -> None:
-        self._tensors = [t.view(-1) for t in tensors]  # nobody else in Python refers to these
-        self._references = self._count()
-        self._work = begin(*self._tensors)
-
-    def _count(self) -> list[int]:
-        return [sys.getrefcount(t) for t in self._tensors]
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._work = None
-        deadline = time.monotonic() + LETS_GO
-        while self._tensors[0].is_cpu and self._count() > self._references and time.monotonic() < deadline:
-            time.sleep(0)
+    atexit.register(time.sleep, LINGER)
 
 
 class Ranks:
@@ -56,6 +42,7 @@ class Ranks:
         self.device_types = [device.type for device in group._device_types]
         self.device = device_of(group)
         self.lost = False  # a rank is gone: nothing can be sent any more
+        _linger_at_exit()
 
     @functools.cached_property
     def mesh(self) -> Any:
@@ -76,22 +63,20 @@ class Ranks:
         self.wait([self.all_gather(out, own)])
         return [tuple(row) for row in out.view(self.size, -1).tolist()]
 
-    def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> UnderWay:
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> Any:
         """Begins to concatenate everybody's `own` (1-D, the same size and dtype on every rank) in `out`."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
         with self._noting_loss():
-            return UnderWay(functools.partial(gather, group=self.group, async_op=True), out, own)
+            return gather(out, own, group=self.group, async_op=True)
 
-    def exchange(self, rows: torch.Tensor) -> list[UnderWay]:
+    def exchange(self, rows: torch.Tensor) -> list[Any]:
         """Begins to fill a contiguous tensor of a row per rank: each rank has its own there, and gets the others'."""
         if rows.device.type != "cpu":
             return [self.all_gather(rows.view(-1), rows[self.rank])]
         # gloo's all_gather goes through new memory each time: broadcasts were measured to take about half its time.
         with self._noting_loss():
             return [
-                UnderWay(
-                    functools.partial(dist.broadcast, src=self._global(rank), group=self.group, async_op=True), row
-                )
+                dist.broadcast(row, self._global(rank), group=self.group, async_op=True)
                 for rank, row in enumerate(rows)
             ]
 
@@ -107,11 +92,11 @@ class Ranks:
             if there is not tensor:
                 tensor.copy_(there)
 
-    def wait(self, under_way: list[UnderWay]) -> None:
+    def wait(self, under_way: list[Any]) -> None:
         """Returns when all of these are done; on a GPU, its stream waits."""
         with self._noting_loss():
-            for collective in under_way:
-                collective.wait()
+            for work in under_way:
+                work.wait()
 
     @contextlib.contextmanager
     def _noting_loss(self) -> Iterator[None]:

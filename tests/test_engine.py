@@ -668,3 +668,17 @@ def test_crc32c_known_values(data, crc):
     for cut in range(len(data) + 1):
         assert bindings.crc32c(data[cut:], bindings.crc32c(data[:cut])) == crc
     assert bindings.crc32c(memoryview(b"x" + data)[1:]) == crc  # unaligned
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [({}, os.cpu_count()), ({"LOCAL_WORLD_SIZE": "2"}, max(1, os.cpu_count() // 2)), ({"LOCAL_WORLD_SIZE": "999"}, 1)]
+    + [({"LOCAL_WORLD_SIZE": "2", "CSD_OPTIM_THREADS": "5"}, 5)],
+)
+def test_update_threads(environment, threads):
+    if len(os.sched_getaffinity(0)) != os.cpu_count():
+        pytest.skip("this process may not use all CPUs")
+    others = {k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "CSD_OPTIM_THREADS")}
+    code = "from csd_optim import bindings; print(bindings.threads_used())"
+    out = subprocess.run([sys.executable, "-c", code], env=others | environment, stdout=subprocess.PIPE, check=True)
+    assert int(out.stdout) == threads
