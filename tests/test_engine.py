@@ -672,8 +672,12 @@ def test_crc32c_known_values(data, crc):
 
 @pytest.mark.parametrize(
     ("environment", "threads"),
-    [({}, os.cpu_count()), ({"LOCAL_WORLD_SIZE": "2"}, max(1, os.cpu_count() // 2)), ({"LOCAL_WORLD_SIZE": "999"}, 1)]
-    + [({"LOCAL_WORLD_SIZE": "2", "CSD_OPTIM_THREADS": "5"}, 5)],
+    [
+        ({}, os.cpu_count()),
+        ({"LOCAL_WORLD_SIZE": "2"}, max(1, os.cpu_count() // 2)),
+        ({"LOCAL_WORLD_SIZE": "999"}, 1),
+        ({"LOCAL_WORLD_SIZE": "2", "CSD_OPTIM_THREADS": "5"}, 5),
+    ],
 )
 def test_update_threads(environment, threads):
     if len(os.sched_getaffinity(0)) != os.cpu_count():
