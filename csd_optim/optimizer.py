@@ -39,7 +39,7 @@ from .manifest import changed_by_resume, first_difference, members, name_of, pla
 from .materialized import COPIED, warn_if_large
 from .meeting import Agreed, meet
 from .norm import global_norm
-from .parts import WHOLE, Share
+from .parts import WHOLE, Share, whole_of
 from .places import Places
 from .ranks import Ranks, ranks_of
 from .signals import signals_held
@@ -365,7 +365,7 @@ class CSDAdam(AdamW, Joinable):
         whole: dict[int, dict[str, Any]] = {}
         for k, entry in self.state_dict()["state"].items():
             for name, value in entry.items():
-                value = value.full_tensor() if hasattr(value, "full_tensor") else value
+                value = whole_of(value) if hasattr(value, "full_tensor") else value
                 if self._ranks and self._ranks.rank == to:
                     whole.setdefault(k, {})[name] = value
         if whole:

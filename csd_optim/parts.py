@@ -72,9 +72,11 @@ class _OfTensor(Whole):
     def show(self, window: torch.Tensor) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
 
-        return DTensor.from_local(
-            window, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        # States stay in the host's memory, also of parameters on GPUs, where from_local() would take them.
+        nowhere = DTensor.from_local(
+            window.to("meta"), self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
+        return DTensor(window, nowhere._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def about(self) -> dict[str, Any]:
         return {"of": {"shape": list(self.shape), "first": list(self.first)}}
@@ -171,6 +173,12 @@ def digest(p: torch.Tensor) -> tuple[Any, ...]:
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     integers = flat.view({2: torch.int16, 4: torch.int32}[flat.element_size()])
     return tuple(p.shape), p.stride(), str(p.dtype), int(integers.sum(dtype=torch.int64))
+
+
+def whole_of(value: Any) -> torch.Tensor:
+    """All of a DTensor, in host memory, on every rank; a collective."""
+    whole: torch.Tensor = value.to(value.device_mesh.device_type).full_tensor().cpu()
+    return whole
 
 
 def local_of(t: Any, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from ranks import KILLED, on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -288,6 +288,30 @@ MODELS = {
     "hybrid": hybrid,
     "tensor parallel": tensor_parallel,
 }
+
+
+def on_a_mesh_of_gpus(rank):
+    """What FSDP2 makes with CPUOffloadPolicy on GPUs: states must not go there, either."""
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
+    like = DTensor.from_local(torch.ones(3, 4, device="meta"), mesh, [Shard(0)], run_check=False)
+    p = nn.Parameter(DTensor(torch.ones(3, 4), like._spec, requires_grad=False))
+    p.grad = DTensor(torch.full((3, 4), 2.0), like._spec, requires_grad=False)
+    with CSDAdam([p], lr=0.1, weight_decay=0, devices="csd{rank}") as optimizer:
+        optimizer.step()
+        held = optimizer.state[p]["exp_avg"]
+        assert held.device_mesh == mesh
+        assert held.shape == p.shape == (6, 4)
+        assert held.to_local().device.type == "cpu"
+        held.to_local().mul_(2.0)  # it is the state
+        p.grad = DTensor(torch.zeros(3, 4), like._spec, requires_grad=False)
+        optimizer.step()
+        assert torch.allclose(optimizer.state[p]["exp_avg"].to_local(), torch.full((3, 4), 0.9 * 0.4))
+        expected = 0.9 - 0.1 * (0.36 / 0.19) / (0.003996 / 0.001999) ** 0.5
+        assert torch.allclose(p.to_local(), torch.full((3, 4), expected))
+
+
+def test_states_of_parameters_on_gpus(tmp_path):
+    on_ranks(2, on_a_mesh_of_gpus, directory=tmp_path)
 
 
 def whole(tensors):
