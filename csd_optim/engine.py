@@ -488,7 +488,7 @@ class Engine:
 
         A forked child has neither the threads nor the devices: there, nothing happens.
         """
-        if self.pid != os.getpid():
+        if self.pid != os.getpid() or self.closed:
             return
         with self.lock:
             if self.stepping:  # the same thread, say in a signal handler
