@@ -25,7 +25,6 @@ from .checkpoint import (
     Paths,
     Progress,
     about_of,
-    at_rest,
     dtype_of,
     made_whole,
     names_of,
@@ -40,8 +39,9 @@ from .engine import SECTIONS
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from .layout import extents_of
 from .manifest import plain
+from .merge import Merged, at_rest_together
 from .store_format import RESIDUAL_BYTES, Contents, Record, opened
-from .tiles import Residual, Tile, each_tile, stored_bytes, total_bytes
+from .tiles import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
 from .user_state import pack_user_state
 
 # As NumPy has them: it has no bfloat16, and 16 bits are as good for copying.
@@ -71,8 +71,33 @@ class Place:
             self.mapped[np.unravel_index(np.arange(first, first + len(values)), self.mapped.shape)] = values
 
 
-def _pour(held: list[Contents], places: dict[tuple[int, str], Place], progress: Progress) -> None:
+def _pour(source: Merged, places: dict[tuple[int, str], Place], progress: Progress) -> None:
     """Every tile's parts of parameters, and every residual, to their places, by row and name."""
+    with progress("exporting", total_bytes(source.stores)) as tick:
+        for rank, (held, rows) in enumerate(source.ranks):
+            own = {}
+            for row, whole in rows.items():
+                p, first = held[0].manifest["params"][row], source.first_of(rank, row)
+                for name in names_of(held[0].manifest, p):
+                    if place := places.get((whole, name)):
+                        of = source.contents.manifest["params"][whole]
+                        own[row, name] = place if first is None else _part(place, of, first, p, name)
+            _pour_rank(held, own, tick)
+
+
+def _part(place: Place, of: dict[str, Any], first: list[int], p: dict[str, Any], name: str) -> Place:
+    """Where a part goes, given the place of the whole, which lies there in the order of its indices."""
+    dtype, shape = dtype_of(p, name), p["shape"]
+    if shape[1:] == of["shape"][1:] and _in_order(p):
+        return Place(place.output, place.offset + first[0] * math.prod(shape[1:]) * dtype.itemsize)
+    path = f"/proc/self/fd/{place.output.fd}"
+    os.posix_fallocate(place.output.fd, place.offset, _bytes(of, name))
+    whole = np.memmap(path, NUMPY[dtype], "r+", offset=place.offset, shape=tuple(of["shape"]))
+    block = whole[tuple(slice(begin, begin + n) for begin, n in zip(first, shape, strict=True))]
+    return Place(place.output, place.offset, block.transpose(_order(p)))
+
+
+def _pour_rank(held: list[Contents], places: dict[tuple[int, str], Place], tick: Tick) -> None:
     extents = extents_of(held)
 
     def use(tile: Tile, data: memoryview | None) -> None:
@@ -90,14 +115,16 @@ def _pour(held: list[Contents], places: dict[tuple[int, str], Place], progress: 
         if place := places.get((residual.row, "residual")):
             place.write(first, data)
 
-    with progress("exporting", total_bytes(held)) as tick:
-        each_tile(held, use, use_residual, tick=tick)
+    each_tile(held, use, use_residual, tick=tick)
 
 
 def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[Path]:
-    """One file, with what torch.save(CSDAdam.load(paths), out) writes. Returns it."""
-    with at_rest(paths) as held, made_whole(out) as temporary:
-        need_room(temporary.parent, sum(map(stored_bytes, held)))
+    """One file, with what torch.save(CSDAdam.load(paths), out) writes. Returns it.
+
+    Of several ranks, name the stores of all: their parts are put together.
+    """
+    with at_rest_together(paths) as source, made_whole(out) as temporary:
+        need_room(temporary.parent, sum(map(stored_bytes, source.stores)))
         wanted: dict[int, tuple[int, str]] = {}  # by the id of a tensor that has no data
 
         def tensor(row: int, name: str, p: dict[str, Any]) -> torch.Tensor:
@@ -106,7 +133,7 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[P
             wanted[id(empty)] = row, name
             return empty
 
-        content = state_dict(held[0], tensor)
+        content = state_dict(source.contents, tensor)
         # torch writes everything but the data, leaves room for that, and then says where.
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(content, temporary)
@@ -124,17 +151,20 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[P
                 else:
                     storage = torch.empty(0, dtype=torch.uint8).set_(here.untyped_storage())
                     output.write(storage.numpy().tobytes(), offset)
-            _pour(held, places, progress)
+            _pour(source, places, progress)
     return [out]
 
 
 def export_safetensors(
     paths: Paths, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress = no_bar
 ) -> list[Path]:
-    """A directory of safetensors files of about `shard_bytes`, at least one tensor each, and an index. Returns them."""
-    with at_rest(paths) as held, made_whole(out) as temporary, contextlib.ExitStack() as stack:
-        first = held[0]
-        need_room(temporary.parent, sum(map(stored_bytes, held)))
+    """A directory of safetensors files of about `shard_bytes`, at least one tensor each, and an index. Returns them.
+
+    Of several ranks, as export_torch().
+    """
+    with at_rest_together(paths) as source, made_whole(out) as temporary, contextlib.ExitStack() as stack:
+        first = source.contents
+        need_room(temporary.parent, sum(map(stored_bytes, source.stores)))
         temporary.mkdir()
         shards: list[dict[str, tuple[int, str, dict[str, Any]]]] = [{}]  # names, in the order of the file
         filled, names = 0, set()
@@ -169,7 +199,7 @@ def export_safetensors(
             for name, (row, what, p) in shard.items():
                 offset = begin + entries[name]["data_offsets"][0]
                 places[row, what] = Place(output, offset, _mapped(output, offset, p, what))
-        _pour(held, places, progress)
+        _pour(source, places, progress)
         steps = [float(first.steps[row]) for _, row, _ in numbered(first.manifest)]
         about = {
             **about_of(first),
@@ -192,10 +222,16 @@ def _order(p: dict[str, Any]) -> list[int]:
     return sorted(range(len(p["shape"])), key=lambda i: -p["stride"][i])
 
 
+def _in_order(p: dict[str, Any]) -> bool:
+    """Do the elements lie in memory in the order of their indices?"""
+    shape = p["shape"]
+    return not p["numel"] or [i for i in _order(p) if shape[i] != 1] == [i for i, n in enumerate(shape) if n != 1]
+
+
 def _mapped(output: Output, offset: int, p: dict[str, Any], what: str) -> np.ndarray[Any, Any] | None:
     """None: the elements lie in memory as in the file, in the order of their indices."""
     order = _order(p)
-    if not p["numel"] or [i for i in order if p["shape"][i] != 1] == [i for i, n in enumerate(p["shape"]) if n != 1]:
+    if _in_order(p):
         return None
     os.posix_fallocate(output.fd, offset, _bytes(p, what))  # a full disk is an error here, and a signal later
     dtype = NUMPY[dtype_of(p, what)]

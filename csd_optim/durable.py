@@ -761,6 +761,6 @@ def other_world_size(store: RanksStore | Contents, size: int) -> str:
     )
     return (
         f"{store.path} is the store of {was}, and {now}: the states are divided otherwise. To go on from it, start as "
-        "many as before; to change their number, save with torch.distributed.checkpoint there, and load that here. "
-        "CSDAdam.load() and `csd-optim export` read the store of one rank by itself"
+        "many as before; to change their number, put them together with `csd-optim export` and the stores of all, or "
+        "save with torch.distributed.checkpoint there, and load that here (docs/distributed.md)"
     )

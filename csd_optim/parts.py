@@ -49,6 +49,9 @@ class FlatShard(Whole):
     def groups(self) -> tuple[Any, ...]:
         return (self.ranks.group,) if self.ranks else ()
 
+    def about(self) -> dict[str, Any]:
+        return {"of": None}
+
 
 class _OfTensor(Whole):
     """A block of a larger tensor: `shape` and `stride` of the whole, `first` and `sizes` of the block."""

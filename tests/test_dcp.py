@@ -1,13 +1,29 @@
 """Checkpoints of torch.distributed.checkpoint: written on some ranks, read on others, by CSDAdam and by AdamW."""
 
 import copy
+import json
 import os
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from test_distributed import ARGS, TILE, assert_everything_is, everything, fsdp2, net, states, train, whole
+from safetensors.torch import load_file
+from test_distributed import (
+    ARGS,
+    STEPS,
+    TILE,
+    assert_everything_is,
+    everything,
+    fsdp2,
+    net,
+    odd_parameters,
+    states,
+    take,
+    train,
+    whole,
+)
+from test_distributed import MODELS as MODELS_OF_RANKS
 from test_materialized import memory_limit
 from torch import nn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
@@ -187,3 +203,76 @@ def in_little_memory(rank):
 def test_saving_and_loading_take_little_memory(tmp_path):
     on_ranks(2, in_little_memory, directory=tmp_path)
     assert sum(f.stat().st_size for f in (tmp_path / "checkpoint").iterdir()) > 12 * N
+
+
+# ---- csd-optim export: the way out without torch.distributed -----------------------------------------------
+
+
+def trained(rank, size, kind):
+    if kind == "odd":
+        params = odd_parameters()
+    else:
+        model = DIVIDED[kind]()
+        params = list(model.parameters())
+    with CSDAdam(params, **ARGS, tile_size=TILE, devices=["{rank}-0", "{rank}-1"]) as optimizer:
+        if kind == "odd":
+            take(optimizer, params, range(STEPS), lambda step: (3, 6))
+        else:
+            train(model, optimizer, *((0, 1) if kind == "tensor parallel" else (rank, size)))
+        optimizer.synchronize()
+        return states(optimizer, params)
+
+
+DIVIDED = {"tensor parallel": MODELS_OF_RANKS["tensor parallel"], **MODELS}
+
+
+@pytest.mark.parametrize("kind", ["odd", "FSDP2", "tensor parallel"])
+def test_export_puts_ranks_together(kind, tmp_path, run):
+    wanted = on_ranks(3, trained, 3, kind, directory=tmp_path)[0]
+    stores = sorted(tmp_path.glob("?-?"))
+    assert len(stores) == 6
+    assert run("export", *stores, tmp_path / "state.pt")[0] == 0
+    exported = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert exported["csd_optim"]["step"] == STEPS
+    for k, state in enumerate(wanted):
+        found = exported["state"].get(k, {})
+        assert {*found} == {*state}
+        for key, value in state.items():
+            assert torch.equal(found[key], value), (k, key)
+    assert run("export", "--format", "safetensors", *stores, tmp_path / "safetensors")[0] == 0
+    held = {}
+    for file in (tmp_path / "safetensors").glob("*.safetensors"):
+        held |= load_file(file)
+    index = json.loads((tmp_path / "safetensors" / "optimizer.safetensors.index.json").read_text())
+    names = [p["name"] for p in index["metadata"]["csd_optim"]["params"]]
+    for name, state in zip(names, [s for s in wanted if s], strict=True):
+        value = state["exp_avg"]
+        assert torch.equal(held[f"{name}.exp_avg"], torch.view_as_real(value) if value.is_complex() else value)
+
+    code, _, err = run("export", *stores[:4], tmp_path / "some.pt")
+    assert code == 1
+    assert "ranks 0, 1 of 3: name those of all, or of one" in " ".join(err.split())
+    if kind == "odd":
+        on_ranks(2, loads_export, wanted, directory=tmp_path)
+
+
+def loads_export(rank, wanted):
+    """Another number of ranks. What is stored is mapped, and each rank reads its own part."""
+    params = odd_parameters()
+    optimizer = CSDAdam(params, **ARGS, tile_size=TILE, devices="file:")
+    state = torch.load("state.pt", weights_only=True, mmap=True)
+    with torch.no_grad():
+        for k, held in state["state"].items():
+            params[k].copy_(held["master"])
+    optimizer.load_state_dict(state)
+    for found, of in zip(states(optimizer, params), wanted, strict=True):
+        assert {*found} == {*of}
+        assert all(torch.equal(found[key], of[key]) for key in of)
+
+
+def test_flat_shards_are_not_put_together(tmp_path, run):
+    on_ranks(2, trained, 2, "FSDP1", directory=tmp_path)
+    code, _, err = run("export", *sorted(tmp_path.glob("?-?")), tmp_path / "state.pt")
+    assert code == 1
+    assert "shard of FSDP1" in " ".join(err.split())
+    assert not (tmp_path / "state.pt").exists()

@@ -1,0 +1,125 @@
+"""The stores of all ranks of a run, seen as one with whole parameters: for exports that any number can load."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .checkpoint import Paths, directories
+from .devices import parse_devices
+from .durable import common_commit, common_commits
+from .errors import CSDStoreError
+from .store import StoreFile
+from .store_format import Contents
+
+
+@dataclass(frozen=True)
+class Merged:
+    """`contents`: what they hold together. `ranks`: of each rank its stores, and by row there the row here."""
+
+    contents: Contents
+    ranks: list[tuple[list[Contents], dict[int, int]]]
+
+    @property
+    def stores(self) -> list[Contents]:
+        return [contents for held, _ in self.ranks for contents in held]
+
+    def first_of(self, rank: int, row: int) -> list[int] | None:
+        """Where, in the whole, the part begins that a rank has; None: it is all of it."""
+        held, _ = self.ranks[rank]
+        of = held[0].manifest["params"][row].get("of")
+        return of["first"] if of and len(self.ranks) > 1 else None
+
+
+@contextlib.contextmanager
+def at_rest_together(paths: Paths) -> Iterator[Merged]:
+    """The stores of one process, or of one rank; or those of all ranks, at the last step that all have. Nobody writes.
+
+    Raises CSDBusyError, CSDStoreError, CSDOSError.
+    """
+    with contextlib.ExitStack() as stack:
+        by_rank: dict[int, list[StoreFile]] = {}
+        for spec in parse_devices(directories(paths)):
+            store = StoreFile(spec.directory, durable=True, mode="read")
+            stack.callback(store.close)
+            by_rank.setdefault(store.held[0].rank if store.held else 0, []).append(store)
+        if len(by_rank) == 1:
+            [stores] = by_rank.values()
+            if not (held := common_commit(stores)):
+                raise CSDStoreError(f"{stores[0].path} holds no step yet")
+            yield merged([_in_order(held)])
+        else:
+            yield merged(_common_round([stores for _, stores in sorted(by_rank.items())]))
+
+
+def _in_order(held: Sequence[Contents]) -> list[Contents]:
+    return sorted(held, key=lambda c: c.superblock.device)
+
+
+def _common_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
+    rounds = [{held[0].superblock.round: held for held in common_commits(stores)} for stores in by_rank]
+    for stores, found in zip(by_rank, rounds, strict=True):
+        if not found:
+            raise CSDStoreError(f"{stores[0].path} holds no step yet")
+    newest = [next(iter(found.values()))[0] for found in rounds]
+    first = newest[0]
+    for contents in newest:
+        if contents.superblock.store_id != first.superblock.store_id:
+            raise CSDStoreError(f"{contents.path} is of another run than {first.path}")
+    if [contents.rank for contents in newest] != [*range(first.world_size)]:
+        there = ", ".join(str(contents.rank) for contents in newest)
+        raise CSDStoreError(f"these are stores of ranks {there} of {first.world_size}: name those of all, or of one")
+    if not (common := set.intersection(*map(set, rounds))):
+        raise CSDStoreError(f"{first.path}: the ranks have no step in common; go back to a snapshot or a checkpoint")
+    return [_in_order(found[max(common)]) for found in rounds]
+
+
+def merged(ranks: list[list[Contents]]) -> Merged:
+    """Raises CSDStoreError if the ranks have parts that only FSDP1 knows how to put together."""
+    if len(ranks) == 1:
+        [held] = ranks
+        return Merged(held[0], [(held, {row: row for row in range(len(held[0].manifest["params"]))})])
+    params: list[dict[str, Any]] = []
+    steps: list[float] = []
+    row_of: dict[tuple[int, int], int] = {}
+    rows: list[dict[int, int]] = []
+    for held in ranks:
+        rows.append({})
+        for row, p in enumerate(held[0].manifest["params"]):
+            if p["group"] < 0:  # it got another place later
+                continue
+            if "of" in p and p["of"] is None:
+                raise CSDStoreError(
+                    f"{held[0].path}: {p['name']} is a shard of FSDP1, which alone can put it together: save it with "
+                    "FSDP.optim_state_dict() or torch.distributed.checkpoint"
+                )
+            place = p["group"], p["position"]
+            if place not in row_of:
+                row_of[place] = len(params)
+                params.append(_whole(p))
+                steps.append(held[0].steps[row])
+            rows[-1][row] = row_of[place]
+            if "residual" in p:
+                params[row_of[place]]["residual"] = p["residual"]
+    first = ranks[0][0]
+    waiting = [p for p in first.manifest["waiting"] if (p["group"], p["position"]) not in row_of]
+    manifest = {**first.manifest, "params": params, "waiting": [_whole(p) for p in waiting]}
+    contents = replace(first, manifest=manifest, steps=torch.tensor(steps).numpy())
+    return Merged(contents, list(zip(ranks, rows, strict=True)))
+
+
+def _whole(p: dict[str, Any]) -> dict[str, Any]:
+    """The entry of the parameter of which this is a part."""
+    entry = {k: v for k, v in p.items() if k not in ("of", "residual")}
+    if "of" in p:
+        shape = p["of"]["shape"]
+        entry["shape"] = shape
+        if "stride" in p:
+            entry["stride"] = list(torch.empty(shape, device="meta").stride())
+            entry["numel"] = math.prod(shape) * (2 if p["dtype"] == "complex64" else 1)
+    return entry
