@@ -582,6 +582,20 @@ def test_uneven_inputs_with_join(tmp_path):
         assert all(torch.equal(p, q) for p, q in zip(params, ranks[0][0], strict=True))
 
 
+def joins_with_unlike_gradients(rank):
+    p = nn.Parameter(torch.ones(8, 3))
+    with CSDAdam([p], devices="file:") as optimizer:
+        p.grad = torch.ones(8, 3) if rank != 1 else None
+        take_it = optimizer._step_of_others if rank == 2 else optimizer.step
+        assert "gradients of different parameters" in str(raised_by(take_it))
+        p.grad = torch.ones(8, 3)
+        take_it()
+
+
+def test_join_with_unlike_gradients(tmp_path):
+    on_ranks(3, joins_with_unlike_gradients, directory=tmp_path)
+
+
 # ---- state ---------------------------------------------------------------------------------------
 
 
