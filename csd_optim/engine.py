@@ -491,6 +491,8 @@ class Engine:
         if self.pid != os.getpid() or self.closed:
             return
         with self.lock:
+            if self.closed:
+                return
             if self.stepping:  # the same thread, say in a signal handler
                 raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:

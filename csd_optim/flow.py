@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,11 @@ class Step:
     written: list[Bound]  # from outside, since the last step
     owed: list[Bound]  # residuals that the step changes
     unscaled: bool  # gradients can be told from the scale: what is sent whole is owed no more
+    # How it flows: see Flow.make_ready()
+    tiles: np.ndarray[Any, Any] = field(init=False)
+    images: list[int] = field(init=False)  # tiles that travel by them
+    ring: ImageRing | None = field(init=False)
+    gather: Gather | None = field(init=False)
 
 
 class Flow:
@@ -64,6 +69,13 @@ class Flow:
         """What is done within counts only if every rank has done it."""
         return self._ranks.together() if self._ranks else contextlib.nullcontext()
 
+    def make_ready(self, engine: Engine, step: Step) -> None:
+        """Whatever can fail before the ranks begin to exchange parameters, such as for lack of memory."""
+        step.tiles = engine.tiles_with(step.table["grad"] != 0)
+        step.images = self._images(engine, step)
+        step.ring = self._ring(engine, step.prepared) if step.images else None
+        step.gather = self._gather(engine, step.plan)
+
     def run(self, engine: Engine, step: Step, record: Record | None, *, descending: bool) -> ImageRing | None:
         """The step proper. On any failure, of any rank, parameters and state are put back.
 
@@ -71,10 +83,7 @@ class Flow:
         which has residuals yet to be brought up to date.
         """
         table, prepared = step.table, step.prepared
-        tiles = engine.tiles_with(table["grad"] != 0)
-        images = self._images(engine, step)
-        ring = self._ring(engine, prepared) if images else None
-        gather = self._gather(engine, step.plan)
+        tiles, images, ring, gather = step.tiles, step.images, step.ring, step.gather
         if gather:
             gather.begin(images, prepared, descending=descending)
         done = False  # by all ranks
@@ -150,7 +159,7 @@ class Flow:
     def _gather(self, engine: Engine, plan: Plan) -> Gather | None:
         """What goes to the other ranks, if they share the updates of these parameters."""
         if plan.gather is None and self._ranks and (shares := [b for b in plan.bounds if isinstance(b.part, Share)]):
-            plan.gather = Gather(self._ranks, engine, sorted(shares, key=lambda b: b.index))
+            plan.gather = Gather(self._ranks, engine, shares)
         return plan.gather
 
     def _restore(self, engine: Engine, took_part: np.ndarray[Any, Any]) -> None:

@@ -51,7 +51,7 @@ class _Bucket:
 
 
 class Gather:
-    """What travels of `bounds`, in the order of their places, after each step in which the same ones take part.
+    """What travels of `bounds`, in the same order on all ranks, after each step in which the same ones take part.
 
     It refers to the memory of their parameters as it is now.
     """

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
+from .errors import CSDRankError
 from .manifest import Groups, members, plain, put_back
 from .parts import held_alike
 from .ranks import Ranks
@@ -26,12 +27,15 @@ class StepHook(JoinHook):
 def borrow(ranks: Ranks, leader: int, groups: Groups, scale: float | None, *, joined: bool) -> float | None:
     """Gives ranks that have `joined` the gradients and hyperparameters of `leader`, a rank that has not; a collective.
 
-    `scale`: of the gradients (a GradScaler's), or None. Returns the leader's.
+    `scale`: of the gradients (a GradScaler's), or None. Returns the leader's. Raises CSDRankError, on all ranks, if
+    those that have not joined have gradients of different parameters.
     """
     params = [p for _, _, p in members(groups) if held_alike(p)]
     with_own = [k for k, p in enumerate(params) if p.grad is not None]
-    own = with_own, [plain(group) for group in groups], scale
-    with_grad, hypers, scale = ranks.gather_objects(own)[leader]
+    said = ranks.gather_objects((joined, with_own, [plain(group) for group in groups], scale))
+    _, with_grad, hypers, scale = said[leader]
+    if any(theirs != with_grad for has_joined, theirs, *_ in said if not has_joined):
+        raise CSDRankError("ranks that have data have gradients of different parameters")
     if joined:
         for group, kept in zip(groups, hypers, strict=True):
             put_back(group, kept)

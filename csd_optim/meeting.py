@@ -23,6 +23,7 @@ class _Word(NamedTuple):
     taken: int  # steps that it has taken
     joined: int  # it has no more data
     names: int  # checksum of the names of parameters with gradients that ranks hold alike
+    new: int  # the same of those among them that have not taken part before; 0: there are none
     descending: int  # its tiles would flow from the last to the first
 
 
@@ -54,8 +55,9 @@ def meet(
     """
 
     def say() -> list[_Word]:
-        names = zlib.crc32("\n".join(name for name, _ in alike).encode())
-        return [_Word(*said) for said in ranks.gather(*_Word(skips, taken, joined, names, descending))]
+        names, new = ([name for name, p in alike if not (old and is_bound(p))] for old in (False, True))
+        word = _Word(skips, taken, joined, _checksum(names), _checksum(new), descending)
+        return [_Word(*said) for said in ranks.gather(*word)]
 
     alike = _with_gradients(groups) if sharded else []
     words = say()
@@ -72,14 +74,22 @@ def meet(
             f"ranks have gradients of different parameters: {difference}. With sharded=True plain parameters have to "
             "be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it"
         )
-    new = [(name, *digest(p)) for name, p in alike if not is_bound(p)]
-    if new and (difference := ranks.first_difference(new)):
-        raise CSDRankError(
-            f"ranks do not hold the same parameters: {difference}. With sharded=True plain ones have to be replicas, "
-            "as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a process_group "
-            "of its own; if they are parts of one model, sharded=False"
-        )
+    if any(word.new for word in words):
+        # Where a rank failed before it gave them a place, others may have done so: then all of them are compared.
+        same = len({word.new for word in words}) == 1
+        if difference := ranks.first_difference(
+            [(name, *digest(p)) for name, p in alike if not (same and is_bound(p))]
+        ):
+            raise CSDRankError(
+                f"ranks do not hold the same parameters: {difference}. With sharded=True plain ones have to be "
+                "replicas, as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a "
+                "process_group of its own; if they are parts of one model, sharded=False"
+            )
     return Agreed(any(word.skips for word in words), bool(words[0].descending), scale)
+
+
+def _checksum(names: list[str]) -> int:
+    return zlib.crc32("\n".join(names).encode())
 
 
 def _with_gradients(groups: Groups) -> list[tuple[str, torch.Tensor]]:

@@ -53,6 +53,8 @@ from .user_state import checked_user_state, unpack_user_state
 # it; more goes to the devices at once, and is committed there by itself.
 EDIT_BYTES = 256 << 20
 
+Members = tuple[list[torch.Tensor], list[torch.Tensor], list[int]]  # parameters, their gradients, their groups
+
 
 # What a copy has of the optimizer besides what torch knows of.
 _PUBLIC = (
@@ -308,14 +310,24 @@ class CSDAdam(AdamW, Joinable):
         engine = self._live_engine
         with engine.together():
             self._check_and_take(engine, state_dict)
+        # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
+        resumed = self._unwritten() if self._just_resumed else []
         with signals_held(), engine.lock, engine.loading():
             if engine.durable:
                 engine.record = self._record(engine)
                 self._places.describe(engine, self.param_groups)
-            # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
-            resumed = self._places.unwritten() if self._just_resumed else []
             self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
-        self._give_values([self._places.bound[id(b.param)] for b in resumed])
+        if self._just_resumed:
+            self._give_values([self._places.bound[id(b.param)] for b in resumed])
+
+    def _unwritten(self) -> list[Bound]:
+        """Parameters that nobody has written to since resume; those that ranks share, on no rank. A collective."""
+        unwritten = self._places.unwritten()
+        if self._ranks is None:
+            return unwritten
+        said = self._ranks.gather_objects([b.name for b in unwritten])
+        on_all = set.intersection(*map(set, said))
+        return [b for b in unwritten if b.name in on_all or not isinstance(b.part, Share)]
 
     def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
         """Puts a state dict into `state` and `param_groups`, if it fits; nothing is changed otherwise."""
@@ -414,7 +426,13 @@ class CSDAdam(AdamW, Joinable):
     def _update(self, engine: Engine, grad_scale: float) -> None:
         with self._flow.together():
             record = self._record(engine) if engine.durable else None
-            step = self._prepare(engine, grad_scale)
+            members = self._take_part(engine)
+            if self.max_grad_norm is None:
+                step = self._prepare(engine, members, grad_scale)
+        if self.max_grad_norm is not None:
+            grad_scale *= self._clip_scale(grad_scale)  # a collective: not where a rank may have raised
+            with self._flow.together():
+                step = self._prepare(engine, members, grad_scale)
         if step is None and self._ranks is None:
             return
         if step is None:  # the other ranks' step
@@ -459,8 +477,8 @@ class CSDAdam(AdamW, Joinable):
             scale=scale,
         )
 
-    def _prepare(self, engine: Engine, grad_scale: float) -> Step | None:
-        """Checks everything, takes in what was done from outside since the last step. None: there is no gradient."""
+    def _take_part(self, engine: Engine) -> Members:
+        """Parameters that take part in this step, their gradients, the indices of their groups."""
         if self._just_resumed:
             if self._without_data:
                 raise CSDRuntimeError(
@@ -469,9 +487,11 @@ class CSDAdam(AdamW, Joinable):
                 )
             self._places.exchange(engine, self.param_groups)
             self._just_resumed = False
-        params, grads, groups = self._members()
-        if self.max_grad_norm is not None:
-            grad_scale *= self._clip_scale(grad_scale)
+        return self._members()
+
+    def _prepare(self, engine: Engine, members: Members, grad_scale: float) -> Step | None:
+        """Checks everything, takes in what was done from outside since the last step. None: there is no gradient."""
+        params, grads, groups = members
         places = self._places
         if not places.intact():
             places.adopt(engine, self.param_groups, self.grad_dtype)
@@ -526,10 +546,11 @@ class CSDAdam(AdamW, Joinable):
                 for bound in written:
                     bound.reseed(always=always)
         by_row = {b.index: g for b, g in zip(plan.bounds, grads, strict=True)}
-        return Step(plan, by_row, steps, table, hypers, prepared, written, owed, bool(inverse_of(grad_scale)))
+        step = Step(plan, by_row, steps, table, hypers, prepared, written, owed, bool(inverse_of(grad_scale)))
+        self._flow.make_ready(engine, step)
+        return step
 
-    def _members(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
-        """Parameters that take part in this step, their gradients, the indices of their groups."""
+    def _members(self) -> Members:
         params, grads, groups, strided = [], [], [], torch.strided
         for k, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -678,7 +699,8 @@ class CSDAdam(AdamW, Joinable):
             engine.check()
         with engine.together():
             engine.settle()
-        self._places.take_up(engine, self.param_groups)
+        with engine.together():
+            self._places.take_up(engine, self.param_groups)
         for changed in changed_by_resume(self._given, held.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
         self.user_state, self._trained, self._just_resumed = user_state, held.record.seconds, True
@@ -691,12 +713,20 @@ class CSDAdam(AdamW, Joinable):
 
     def _give_values(self, bounds: Collection[Bound]) -> str | None:
         """Gives parameters the values of their masters, on all ranks. Returns the name of one that has no data yet."""
-        without_data = self._places.give_values(bounds, self.grad_dtype)
-        shares = [b for b in self._places.by_index if b.alive and isinstance(b.part, Share)]
-        if self._ranks and bounds and shares and not without_data:
-            Gather(self._ranks, self._live_engine, shares).again()
-            for bound in shares:
-                bound.version = bound.version_now
+        engine, gather = self._live_engine, None
+        with engine.together():
+            without_data = self._places.give_values(bounds, self.grad_dtype)
+            there = [self._places.bound.get(id(p)) for _, _, p in members(self.param_groups)]
+            shares = [b for b in there if b and isinstance(b.part, Share)]
+            if self._ranks and shares and not without_data:
+                gather = Gather(self._ranks, engine, shares)
+        if self._ranks:
+            said = self._ranks.gather_objects((bool(bounds), without_data))
+            without_data = next((name for _, name in said if name), None)
+            if gather and not without_data and any(given for given, _ in said):
+                gather.again()
+                for bound in shares:
+                    bound.version = bound.version_now
         return without_data
 
     def restore(self) -> None:
@@ -712,7 +742,8 @@ class CSDAdam(AdamW, Joinable):
                 return
             if not self._just_resumed:
                 raise CSDRuntimeError("restore() goes before the first step()")
-            self._places.exchange(engine, self.param_groups)
+            with engine.together():
+                self._places.exchange(engine, self.param_groups)
             self._put_back(engine)
 
     # ---- torch.distributed.algorithms.Join -----------------------------------------------

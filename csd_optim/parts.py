@@ -74,12 +74,12 @@ class _OfTensor(Whole):
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-        # States stay in the host's memory, also of parameters on GPUs, where from_local() would take them.
-        nowhere = DTensor.from_local(
-            window.to("meta"), self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-        return DTensor(window, nowhere._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        # DTensor.from_local() would copy the window to the GPU, if that is where the mesh is.
+        meta = TensorMeta(self.shape, tuple(self.stride), window.dtype)
+        spec = DTensorSpec(self.mesh, tuple(self.placements), meta)
+        return DTensor(window, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def about(self) -> dict[str, Any]:
         return {"of": {"shape": list(self.shape), "first": list(self.first)}}
@@ -174,14 +174,18 @@ def digest(p: torch.Tensor) -> tuple[Any, ...]:
     """What replicas have in common: shape, stride, dtype, and the sum of their bits as integers."""
     flat = p.detach().contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    integers = flat.view({2: torch.int16, 4: torch.int32}[flat.element_size()])
+    integers = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     return tuple(p.shape), p.stride(), str(p.dtype), int(integers.sum(dtype=torch.int64))
 
 
-def whole_of(value: Any) -> torch.Tensor:
-    """All of a DTensor, in host memory, on every rank; a collective."""
-    whole: torch.Tensor = value.to(value.device_mesh.device_type).full_tensor().cpu()
-    return whole
+def whole_of(t: Any) -> torch.Tensor:
+    """All of a DTensor, in host memory; a collective. It goes by the devices of the mesh, wherever `t` is."""
+    from torch.distributed.tensor import DTensor
+
+    there = DTensor.from_local(
+        t.to_local(), t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride()
+    )
+    return there.full_tensor().cpu()
 
 
 def local_of(t: Any, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:

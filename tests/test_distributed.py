@@ -20,8 +20,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
+import csd_optim.flow
 from csd_optim import CSDAdam
-from csd_optim.errors import CSDOSError, CSDRankError
+from csd_optim.errors import CSDOSError, CSDRankError, CSDTypeError
+from csd_optim.parts import Share
+from csd_optim.ranks import Ranks
 
 TILE = 1024  # the smallest
 STEPS = 4
@@ -502,6 +505,61 @@ def test_a_rank_dies(tmp_path):
     assert on_ranks(2, without_rank_1, directory=tmp_path, may_die=[1]) == [None, KILLED]
 
 
+def raises_before_the_step(rank):
+    """On rank 1, once, where it can: the others must not wait for it, nor take what it sends for something else."""
+
+    def plain():
+        p = nn.Parameter(torch.full((8, 3), 1.0))
+        p.grad = torch.ones(8, 3)
+        return p
+
+    def once(of, name):
+        real = getattr(of, name)
+
+        def broken(*_, **__):
+            setattr(of, name, real)
+            raise CSDOSError(errno.ENOSPC, "full")
+
+        if rank == 1:
+            setattr(of, name, broken)
+
+    for of, name in ((None, "extend"), (csd_optim.flow, "Gather")):
+        params = [plain(), plain()]
+        with CSDAdam(params, **ARGS, devices="file:") as optimizer:
+            once(of or optimizer._engine, name)
+            assert isinstance(raised_by(optimizer.step), CSDOSError if rank == 1 else CSDRankError)
+            params[0].grad = None  # places are given in another order on rank 1 than on rank 0
+            optimizer.step()
+            params[0].grad, params[1].grad = torch.full((8, 3), 2.0), torch.ones(8, 3)
+            optimizer.step()
+            want = AdamW(copies := [plain(), plain()], **ARGS)
+            copies[0].grad = None
+            want.step()
+            copies[0].grad = torch.full((8, 3), 2.0)
+            want.step()
+            for p, q in zip(params, copies, strict=True):
+                torch.testing.assert_close(p, q)
+                assert torch.equal(p, p[0, 0].expand_as(p))  # rank 1's rows are rank 0's
+
+    model = nn.Linear(8, 8)
+    fully_shard(model)
+    with CSDAdam(model.parameters(), **ARGS, max_grad_norm=1.0, devices="csd{rank}") as optimizer:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.user_state = {"kept": object() if rank == 1 else 0}
+        assert isinstance(raised_by(optimizer.step), CSDTypeError if rank == 1 else CSDRankError)
+        optimizer.user_state = {}
+        optimizer.step()
+
+    model = nn.Linear(4, 4)
+    with CSDAdam(model.parameters(), devices="file:") as optimizer:
+        model.double()(torch.ones(2, 4).double()).sum().backward()
+        assert isinstance(raised_by(optimizer.step), CSDTypeError)
+
+
+def test_a_rank_raises_before_the_step(tmp_path):
+    on_ranks(2, raises_before_the_step, directory=tmp_path)
+
+
 # ---- Overflow, scaling, Join ---------------------------------------------------------------------
 
 
@@ -546,6 +604,20 @@ def test_uneven_inputs_with_join(tmp_path):
     for params, step in ranks:
         assert step == 3
         assert all(torch.equal(p, q) for p, q in zip(params, ranks[0][0], strict=True))
+
+
+def joins_with_unlike_gradients(rank):
+    p = nn.Parameter(torch.ones(8, 3))
+    with CSDAdam([p], devices="file:") as optimizer:
+        p.grad = torch.ones(8, 3) if rank != 1 else None
+        take_it = optimizer._step_of_others if rank == 2 else optimizer.step
+        assert "gradients of different parameters" in str(raised_by(take_it))
+        p.grad = torch.ones(8, 3)
+        take_it()
+
+
+def test_join_with_unlike_gradients(tmp_path):
+    on_ranks(3, joins_with_unlike_gradients, directory=tmp_path)
 
 
 # ---- state ---------------------------------------------------------------------------------------
@@ -626,3 +698,18 @@ def consolidates(rank, size):
 
 def test_one_rank_saves_the_states_of_all(tmp_path):
     on_ranks(3, consolidates, 3, directory=tmp_path)
+
+
+def on_gpus(_):
+    ranks = Ranks(dist.group.WORLD)
+    ranks.mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")  # as nccl's groups and FSDP2's have it
+    window = torch.ones(2, 3)
+    shown = Share(torch.ones(4, 3), ranks).show(window)
+    shown.mul_(2)
+    assert shown.shape == (4, 3)
+    assert torch.equal(window, torch.full((2, 3), 2.0))
+    assert shown.to_local().data_ptr() == window.data_ptr()
+
+
+def test_states_stay_on_the_devices_when_parameters_are_on_gpus(tmp_path):
+    on_ranks(2, on_gpus, directory=tmp_path)

@@ -468,6 +468,50 @@ def test_a_rank_has_nothing_to_do(tmp_path):
 # ---- load_state_dict ---------------------------------------------------------------------
 
 
+def loads_after_resume(rank):
+    """Rank 1 has written to its parameter since resume, and rank 0 has not."""
+    p, state = torch.nn.Parameter(torch.ones(8, 3)), {"exp_avg": torch.ones(8, 3), "exp_avg_sq": torch.ones(8, 3)}
+    p.grad = torch.ones(8, 3)
+    with CSDAdam([p], devices=f"replica-{rank}") as opt:
+        opt.step()
+        opt.synchronize()
+        groups = opt.state_dict()["param_groups"]
+    q = torch.nn.Parameter(torch.zeros(8, 3))
+    with CSDAdam([q], devices=f"replica-{rank}", resume=True) as opt:
+        assert torch.equal(p, q)
+        if rank == 1:
+            with torch.no_grad():
+                q.mul_(1)
+        opt.load_state_dict({"state": {0: {"step": torch.tensor(5.0), **state}}, "param_groups": groups})
+        assert torch.equal(p, q)
+        q.grad = torch.ones(8, 3)
+        opt.step()
+        assert opt.state[q]["step"] == 6
+        assert torch.equal(q, q[0, 0].expand_as(q))
+
+
+def test_ranks_load_after_resume(tmp_path):
+    on_ranks(2, loads_after_resume, directory=tmp_path)
+
+
+def resumes_without_data(rank):
+    """Rank 1's parameter has no data yet."""
+    p = torch.nn.Parameter(torch.ones(8, 3))
+    p.grad = torch.ones(8, 3)
+    with CSDAdam([p], devices=f"replica-{rank}") as opt:
+        opt.step()
+        opt.synchronize()
+    q = torch.nn.Parameter(torch.zeros(8, 3, device="meta" if rank else "cpu"))
+    with CSDAdam([q], devices=f"replica-{rank}", resume=True) as opt:
+        q = opt.param_groups[0]["params"][0] = torch.nn.Parameter(torch.zeros(8, 3))
+        opt.restore()
+        assert torch.equal(p, q)
+
+
+def test_a_rank_resumes_without_data(tmp_path):
+    on_ranks(2, resumes_without_data, directory=tmp_path)
+
+
 def load_and_die(rank, step, victim, point):
     """Loads what is not the state of that step, and dies in it."""
     training = Training(rank).until(step)

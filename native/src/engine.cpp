@@ -370,10 +370,11 @@ void Engine::on_stored(Job &job, int os_errno) {
   Lock lock(mutex_);
   Lane &l = lane(job);
   ended(job, CSD_WRITE);
-  if (os_errno && phase_ == Phase::stepping) {
+  if (os_errno && not_given_ > 0) {
     fail(job, {CSD_EIO, "writing tile " + std::to_string(job.tile->index), os_errno});
   } else if (os_errno) {
-    // The step was whole already: keep the data in its buffer and let the next drain try again.
+    // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes it.
+    // Keep the data in its buffer and let the next drain try again.
     failure_ = {CSD_EIO, "writing tile " + std::to_string(job.tile->index), os_errno, static_cast<int32_t>(job.tile->device)};
     unwritten_.push_back(&job);
   } else {
@@ -479,6 +480,7 @@ void Engine::feed_back_all(Lock &lock) {
 // Returns whether all of the step could be undone.
 bool Engine::undo() {
   bool all = true;
+  unwritten_.clear();
   for (Job &job : jobs_) {
     Tile &t = *job.tile;
     if (job.given) undone_.push_back(t.index);

@@ -498,6 +498,29 @@ void failing_writes() {
     if (status == CSD_OK) OK(same.step());
     CHECK(m.state() == same.state());
   }
+
+  for (int i = 0; i < 20; i++) {  // once all parameters are given, no write makes a step fail
+    const File b;
+    Model m({file(b, kTiles)}), same({ram()});
+    OK(m.step());
+    OK(same.step());
+    OK(csd_engine_drain(m.engine, 1, &m.error));
+    OK(m.begin());
+    OK(m.push(0, kTiles - 1));
+    usleep(2000);  // most often they are written
+    int status, told;
+    {
+      const ReadOnly now(b.fd);
+      int32_t given = 0;
+      OK(m.push(kTiles - 1, kTiles));
+      told = csd_engine_given(m.engine, m.tiles.data(), static_cast<uint32_t>(m.tiles.size()), 1, &given, &m.error);
+      usleep(1000);  // the last write has failed
+      status = csd_engine_finish(m.engine, i % 2, &m.error);
+      CHECK(told != CSD_OK || status == CSD_OK);
+    }
+    if (i % 2 && status == CSD_OK) OK(same.step());
+    CHECK(m.state() == same.state());
+  }
 }
 
 // Closes while reads, updates and writes are under way, and with writes that never succeed.
