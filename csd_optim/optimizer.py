@@ -185,6 +185,8 @@ class CSDAdam(AdamW, Joinable):
             differentiable=differentiable,
             fused=fused,
         )
+        if self._ranks:
+            self._ranks.use_device_of(p for _, _, p in members(self.param_groups))
         # Declares that step() handles the loss scale itself; GradScaler then accepts fp16 gradients.
         self._step_supports_amp_scaling = True
         mode: Mode = "resume" if resume else "overwrite" if overwrite else "new"

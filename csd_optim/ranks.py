@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -98,10 +98,17 @@ class Ranks:
             for work in under_way:
                 work.wait()
 
+    def use_device_of(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Sends from where these are, if it has to be a GPU: scripts need not have made that the current one."""
+        there = (t.device for t in tensors if t.device.type == self.device.type != "cpu")
+        self.device = next(there, self.device)
+
     @contextlib.contextmanager
     def _noting_loss(self) -> Iterator[None]:
+        on_gpu = self.device.type == "cuda"
         try:
-            yield
+            with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+                yield
         except RuntimeError as e:
             self.lost = True
             raise CSDRankError(f"rank {self.rank} has lost the others: {e}") from e
