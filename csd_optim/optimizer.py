@@ -377,7 +377,9 @@ class CSDAdam(AdamW, Joinable):
         """
         self._forget_consolidated()
         whole: dict[int, dict[str, Any]] = {}
-        for k, entry in self.state_dict()["state"].items():
+        with self._flow.together():
+            own = self.state_dict()["state"]
+        for k, entry in own.items():
             for name, value in entry.items():
                 value = whole_of(value) if hasattr(value, "full_tensor") else value
                 if self._ranks and self._ranks.rank == to:
