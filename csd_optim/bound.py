@@ -111,8 +111,10 @@ class Bound:
             value = held.get(key)
             if value is self.shown[key] or (key == "master" and self.in_place):
                 continue
-            if value is not None:
-                window.copy_(self.part.of_state(value)) if isinstance(value, torch.Tensor) else window.fill_(value)
+            if value is not None and key == "step":
+                window.fill_(float(value))  # a number, or a tensor of whatever shape with one
+            elif value is not None:
+                window.copy_(self.part.of_state(value))
             elif key == "master":
                 if seed:
                     window.copy_(self.local)

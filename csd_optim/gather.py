@@ -153,8 +153,9 @@ class Gather:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pairs:
-        torch._foreach_copy_([to for to, _ in pairs], [from_ for _, from_ in pairs], non_blocking=True)
+    if pairs:  # to the host, it is to be there when this returns
+        to, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(list(to), list(sources), non_blocking=to[0].is_cuda)
 
 
 def _fill_buckets(bounds: Sequence[Bound], n_ranks: int) -> list[_Bucket]:

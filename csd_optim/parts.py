@@ -64,8 +64,6 @@ class _OfTensor(Whole):
     sizes: tuple[int, ...]
 
     def of_state(self, value: torch.Tensor) -> torch.Tensor:
-        if value.dim() != len(self.shape):  # a step
-            return value
         if hasattr(value, "to_local"):
             return local_of(value, self.mesh, self.placements)
         for dim, (first, size) in enumerate(zip(self.first, self.sizes, strict=True)):
@@ -92,10 +90,10 @@ class Shard(_OfTensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         self.mesh, self.placements = p.device_mesh, p.placements
-        self.shape, self.stride = p.shape, p.stride()
-        self.sizes, self.first = compute_local_shape_and_global_offset(p.shape, self.mesh, self.placements)
         if any(placement.is_partial() for placement in self.placements):
             raise CSDRuntimeError(f"CSDAdam does not support parameters with placements {self.placements}")
+        self.shape, self.stride = p.shape, p.stride()
+        self.sizes, self.first = compute_local_shape_and_global_offset(p.shape, self.mesh, self.placements)
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
         return local_of(t.detach(), self.mesh, self.placements)

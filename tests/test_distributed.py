@@ -647,7 +647,12 @@ def shows_states(rank, size, devices):
         with torch.no_grad():
             for p, q in zip(again_params, params, strict=True):
                 p.copy_(q)
-        again.load_state_dict(other.state_dict())  # plain and whole, as AdamW's
+        state = other.state_dict()
+        state["state"] = {
+            k: {name: v.reshape(1) if name == "step" else v for name, v in entry.items()}
+            for k, entry in state["state"].items()
+        }
+        again.load_state_dict(state)  # plain and whole, as AdamW's; some have such steps
         take(again, again_params, [3])
         take(other, others, [3])
         assert_same(again_params, others, again, other)
