@@ -26,7 +26,7 @@ from .devices import DeviceSpec
 from .engine import SECTIONS, Engine
 from .errors import CSDError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from .layout import Extent, extents_of
-from .ranks import Ranks
+from .ranks import Ranks, together
 from .residuals import Residuals
 from .store import Mode, Staged, StoreFile
 from .store_format import (
@@ -68,15 +68,14 @@ def open_engine(
             "Invalid devices, resume or overwrite: directories keep the state on all ranks or on none, and all ranks "
             "resume or none"
         )
-    together = ranks.together if ranks else contextlib.nullcontext
-    with together():
+    with together(ranks):
         if mode in ("resume", "read") and (temporary := [str(s) for s in specs if not s.durable]):
             raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
     if durable:
         return DurableEngine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, ranks=ranks)
     engine = None
     try:
-        with together():
+        with together(ranks):
             # In memory nothing fails; but a step that fails on another rank's disk has to be undone there, too.
             in_place = all(in_memory for _, _, in_memory in said)
             engine = Engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, in_place=in_place)
@@ -346,7 +345,7 @@ class DurableEngine(Engine):
         return self.ranks is not None and (self._loading or self.step != self._round_step)
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        return self.ranks.together() if self.ranks else contextlib.nullcontext()
+        return together(self.ranks)
 
     def commit(self, record: Record | None = None, *, clean: bool = False, background: bool = True) -> None:
         """Makes the state durable as it is; `steps` and `record` with it, which None leaves as it is.

@@ -488,7 +488,7 @@ class Engine:
 
         A forked child has neither the threads nor the devices: there, nothing happens.
         """
-        if self.pid != os.getpid() or self.closed:
+        if self.pid != os.getpid():
             return
         with self.lock:
             if self.closed:

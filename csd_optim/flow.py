@@ -17,7 +17,7 @@ from .gather import Gather
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
 from .parts import Share
 from .places import Places
-from .ranks import Ranks
+from .ranks import Ranks, together
 from .store_format import Record
 from .topk import entry_dtype
 
@@ -65,10 +65,6 @@ class Flow:
         self.moved = False  # tiles, in the last step
         self.in_flight = False  # last states may still be on their way
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        """What is done within counts only if every rank has done it."""
-        return self._ranks.together() if self._ranks else contextlib.nullcontext()
-
     def make_ready(self, engine: Engine, step: Step) -> None:
         """Whatever can fail before the ranks begin to exchange parameters, such as for lack of memory."""
         step.tiles = engine.tiles_with(step.table["grad"] != 0)
@@ -88,7 +84,7 @@ class Flow:
             gather.begin(images, prepared, descending=descending)
         done = False  # by all ranks
         try:
-            with self.together():
+            with together(self._ranks):
                 try:
                     if len(tiles):
                         tiles = engine.begin(table, step.hypers, tiles, record)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from .bound import flat
 from .errors import CSDRankError
 from .join import borrow
 from .manifest import Groups, members, name_of
-from .parts import digest, held_alike
+from .parts import held_alike
 from .ranks import Ranks
 
 
@@ -55,8 +56,9 @@ def meet(
     """
 
     def say() -> list[_Word]:
-        names, new = ([name for name, p in alike if not (old and is_bound(p))] for old in (False, True))
-        word = _Word(skips, taken, joined, _checksum(names), _checksum(new), descending)
+        names = _checksum([name for name, _ in alike])
+        new = _checksum([name for name, p in alike if not is_bound(p)])
+        word = _Word(skips, taken, joined, names, new, descending)
         return [_Word(*said) for said in ranks.gather(*word)]
 
     alike = _with_gradients(groups) if sharded else []
@@ -78,7 +80,7 @@ def meet(
         # Where a rank failed before it gave them a place, others may have done so: then all of them are compared.
         same = len({word.new for word in words}) == 1
         if difference := ranks.first_difference(
-            [(name, *digest(p)) for name, p in alike if not (same and is_bound(p))]
+            [(name, *_digest(p)) for name, p in alike if not (same and is_bound(p))]
         ):
             raise CSDRankError(
                 f"ranks do not hold the same parameters: {difference}. With sharded=True plain ones have to be "
@@ -86,6 +88,13 @@ def meet(
                 "process_group of its own; if they are parts of one model, sharded=False"
             )
     return Agreed(any(word.skips for word in words), bool(words[0].descending), scale)
+
+
+def _digest(p: torch.Tensor) -> tuple[Any, ...]:
+    """What replicas have in common: shape, stride, dtype, and the sum of their bits as integers."""
+    bits = flat(p.detach().contiguous())
+    integers = bits.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
+    return tuple(p.shape), p.stride(), str(p.dtype), int(integers.sum(dtype=torch.int64))
 
 
 def _checksum(names: list[str]) -> int:

@@ -41,7 +41,7 @@ from .meeting import Agreed, meet
 from .norm import global_norm
 from .parts import WHOLE, Share, whole_of
 from .places import Places
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, ranks_of, together
 from .signals import signals_held
 from .stats import describe
 from .store import Mode
@@ -212,7 +212,6 @@ class CSDAdam(AdamW, Joinable):
         self._plan: Plan | None = None
         # Of the last step
         self._seconds = 0.0
-        self._flow.moved = False
         self._skipped = False
         self._grad_norm: float | None = None
         self._started: float | None = None  # when
@@ -377,7 +376,7 @@ class CSDAdam(AdamW, Joinable):
         """
         self._forget_consolidated()
         whole: dict[int, dict[str, Any]] = {}
-        with self._flow.together():
+        with together(self._ranks):
             own = self.state_dict()["state"]
         for k, entry in own.items():
             for name, value in entry.items():
@@ -428,19 +427,19 @@ class CSDAdam(AdamW, Joinable):
     # ---- the step ----------------------------------------------------------------
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
-        with self._flow.together():
+        with together(self._ranks):
             record = self._record(engine) if engine.durable else None
             members = self._take_part(engine)
             if self.max_grad_norm is None:
                 step = self._prepare(engine, members, grad_scale)
         if self.max_grad_norm is not None:
             grad_scale *= self._clip_scale(grad_scale)  # a collective: not where a rank may have raised
-            with self._flow.together():
+            with together(self._ranks):
                 step = self._prepare(engine, members, grad_scale)
         if step is None and self._ranks is None:
             return
         if step is None:  # the other ranks' step
-            with self._flow.together():
+            with together(self._ranks):
                 pass
             self._taken += 1
             engine.step += 1

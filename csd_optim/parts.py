@@ -168,14 +168,6 @@ def held_alike(p: torch.Tensor) -> bool:
     return not hasattr(p, "to_local") and not getattr(p, "_fsdp_flattened", False)
 
 
-def digest(p: torch.Tensor) -> tuple[Any, ...]:
-    """What replicas have in common: shape, stride, dtype, and the sum of their bits as integers."""
-    flat = p.detach().contiguous().view(-1)
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    integers = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    return tuple(p.shape), p.stride(), str(p.dtype), int(integers.sum(dtype=torch.int64))
-
-
 def whole_of(t: Any) -> torch.Tensor:
     """All of a DTensor, in host memory; a collective. It goes by the devices of the mesh, wherever `t` is."""
     from torch.distributed.tensor import DTensor

@@ -150,6 +150,11 @@ class Ranks:
         raise CSDRankError("; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text))
 
 
+def together(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:
+    """What is done within counts only if every rank has done it; a process on its own is all there is."""
+    return ranks.together() if ranks else contextlib.nullcontext()
+
+
 def device_of(group: Any) -> torch.device:
     """Where what the group sends may lie: in host memory, unless it knows GPUs only, as nccl does."""
     types = [device.type for device in group._device_types]
