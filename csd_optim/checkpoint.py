@@ -178,20 +178,21 @@ def directories(paths: Paths) -> list[Path]:
 
 
 @contextlib.contextmanager
-def at_rest(paths: Paths) -> Iterator[list[Contents]]:
-    """What the stores of an optimizer hold of the last step that all have, device by device. Nobody writes them.
-
-    Raises CSDBusyError, CSDStoreError, CSDOSError.
-    """
-    specs = parse_devices(directories(paths))
+def stores_at_rest(paths: Paths) -> Iterator[list[StoreFile]]:
+    """Stores to be read. Nobody writes them. Raises CSDBusyError, CSDStoreError, CSDOSError."""
     with contextlib.ExitStack() as stack:
         stores = []
-        for spec in specs:
+        for spec in parse_devices(directories(paths)):
             stores.append(StoreFile(spec.directory, durable=True, mode="read"))
             stack.callback(stores[-1].close)
-        if not (held := common_commit(stores)):
-            raise CSDStoreError(f"{stores[0].path} holds no step yet")
-        yield sorted(held, key=lambda c: c.superblock.device)
+        yield stores
+
+
+def last_step(stores: Sequence[StoreFile]) -> list[Contents]:
+    """What the stores of an optimizer hold of the last step that all have, device by device. Raises CSDStoreError."""
+    if not (held := common_commit(stores)):
+        raise CSDStoreError(f"{stores[0].path} holds no step yet")
+    return sorted(held, key=lambda c: c.superblock.device)
 
 
 # ---- snapshots ---------------------------------------------------------------------
@@ -264,7 +265,8 @@ def _cloned(to: int, source: int) -> bool:
 
 def snapshot(paths: Paths, path: Path, progress: Progress = no_bar) -> None:
     """Of stores that nobody uses."""
-    with at_rest(paths) as held:
+    with stores_at_rest(paths) as stores:
+        held = last_step(stores)
         made = Snapshot(held, path)
         with progress("copying", total_bytes(made.to_copy)) as tick:
             made.finish(tick=tick)

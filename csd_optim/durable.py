@@ -534,7 +534,8 @@ class DurableEngine(Engine):
             if commits and self._mode == "resume" and not self.ranks and commits[0][0].world_size > 1:
                 raise CSDStoreError(other_world_size(commits[0][0], 1))
         if self.ranks:
-            commits = common_round(self.ranks, commits)
+            chosen = last_round(self.ranks.gather_objects(RanksStore.of(commits)))
+            commits = [held for held in commits if held[0].superblock.round == chosen]
         if commits:
             with self.together():
                 self._go_on_from(commits[0])
@@ -716,31 +717,34 @@ class RanksStore:
     is_first: bool  # commit
     steps: dict[int, int]
 
-
-def common_round(ranks: Ranks, commits: list[list[Contents]]) -> list[list[Contents]]:
-    """Of a rank's commits those of the last round that all ranks have; none if no rank has any. A collective.
-
-    Raises CSDStoreError on all ranks when they have none in common, or a store is missing, of another rank, of another
-    run or of another number of ranks.
-    """
-    own = None
-    if commits:
+    @classmethod
+    def of(cls, commits: list[list[Contents]]) -> RanksStore | None:
+        """`commits`: of a rank, as of common_commits()."""
+        if not commits:
+            return None
         newest = commits[0][0]
         block = newest.superblock
         steps = {c[0].superblock.round: c[0].superblock.step for c in commits}
         where = newest.path, block.store_id, newest.rank, newest.world_size
-        own = RanksStore(*where, is_first=block.sequence == 1, steps=steps)
-    stores: list[RanksStore | None] = ranks.gather_objects(own)
-    there = {rank: store for rank, store in enumerate(stores) if store}
+        return cls(*where, is_first=block.sequence == 1, steps=steps)
+
+
+def last_round(stores: Sequence[RanksStore | None]) -> int | None:
+    """The last round that all ranks have, given the store of each; None if there is none yet.
+
+    Raises CSDStoreError when they have none in common, or a store is missing, of another rank, of another run or of
+    another number of ranks.
+    """
+    size, there = len(stores), {rank: store for rank, store in enumerate(stores) if store}
     for rank, store in there.items():
-        if store.world_size != ranks.size:
-            raise CSDStoreError(other_world_size(store, ranks.size))
+        if store.world_size != size:
+            raise CSDStoreError(other_world_size(store, size))
         if store.rank != rank:
             raise CSDStoreError(f"rank {rank}: {store.path} is the store of rank {store.rank}")
-    if len(there) < ranks.size:
+    if len(there) < size:
         if all(store.is_first for store in there.values()):  # killed before all of them had it
-            return []
-        without = ", ".join(str(rank) for rank in range(ranks.size) if rank not in there)
+            return None
+        without = ", ".join(str(rank) for rank in range(size) if rank not in there)
         raise CSDStoreError(f"no store on rank {without}, but rank {min(there)} has {there[min(there)].path}")
     for rank, store in there.items():
         if store.store_id != there[0].store_id:
@@ -749,7 +753,7 @@ def common_round(ranks: Ranks, commits: list[list[Contents]]) -> list[list[Conte
     if not common:
         steps_of = ", ".join(f"rank {rank}: {[*store.steps.values()]}" for rank, store in there.items())
         raise CSDStoreError(f"the ranks have no step in common ({steps_of}); go back to a snapshot or a checkpoint")
-    return [held for held in commits if held[0].superblock.round == max(common)]
+    return max(common)
 
 
 def other_world_size(store: RanksStore | Contents, size: int) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .checkpoint import Paths, directories
-from .devices import parse_devices
-from .durable import common_commit, common_commits
+from .checkpoint import Paths, last_step, stores_at_rest
+from .durable import RanksStore, common_commits, last_round
 from .errors import CSDStoreError
 from .store import StoreFile
 from .store_format import Contents
@@ -42,41 +41,31 @@ def at_rest_together(paths: Paths) -> Iterator[Merged]:
 
     Raises CSDBusyError, CSDStoreError, CSDOSError.
     """
-    with contextlib.ExitStack() as stack:
+    with stores_at_rest(paths) as stores:
         by_rank: dict[int, list[StoreFile]] = {}
-        for spec in parse_devices(directories(paths)):
-            store = StoreFile(spec.directory, durable=True, mode="read")
-            stack.callback(store.close)
+        for store in stores:
             by_rank.setdefault(store.held[0].rank if store.held else 0, []).append(store)
         if len(by_rank) == 1:
-            [stores] = by_rank.values()
-            if not (held := common_commit(stores)):
-                raise CSDStoreError(f"{stores[0].path} holds no step yet")
-            yield merged([_in_order(held)])
+            yield merged([last_step(stores)])
         else:
-            yield merged(_common_round([stores for _, stores in sorted(by_rank.items())]))
+            yield merged(_last_round([own for _, own in sorted(by_rank.items())]))
 
 
-def _in_order(held: Sequence[Contents]) -> list[Contents]:
-    return sorted(held, key=lambda c: c.superblock.device)
-
-
-def _common_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
-    rounds = [{held[0].superblock.round: held for held in common_commits(stores)} for stores in by_rank]
-    for stores, found in zip(by_rank, rounds, strict=True):
-        if not found:
-            raise CSDStoreError(f"{stores[0].path} holds no step yet")
-    newest = [next(iter(found.values()))[0] for found in rounds]
+def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
+    """Of each rank what its stores hold of the last round that all ranks have, device by device."""
+    newest = [last_step(stores)[0] for stores in by_rank]
     first = newest[0]
-    for contents in newest:
-        if contents.superblock.store_id != first.superblock.store_id:
-            raise CSDStoreError(f"{contents.path} is of another run than {first.path}")
     if [contents.rank for contents in newest] != [*range(first.world_size)]:
         there = ", ".join(str(contents.rank) for contents in newest)
         raise CSDStoreError(f"these are stores of ranks {there} of {first.world_size}: name those of all, or of one")
-    if not (common := set.intersection(*map(set, rounds))):
-        raise CSDStoreError(f"{first.path}: the ranks have no step in common; go back to a snapshot or a checkpoint")
-    return [_in_order(found[max(common)]) for found in rounds]
+    commits = [common_commits(stores) for stores in by_rank]
+    chosen = last_round([RanksStore.of(own) for own in commits])
+    return [
+        sorted(held, key=lambda c: c.superblock.device)
+        for own in commits
+        for held in own
+        if held[0].superblock.round == chosen
+    ]
 
 
 def merged(ranks: list[list[Contents]]) -> Merged:
