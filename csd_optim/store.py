@@ -70,7 +70,11 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
         who = "another optimizer of this process, or by tensors from load(); close() or drop those"
     else:
         who = f"{'another process' if owner is None else f'process {owner}'}; stop that"
-    instead = "a snapshot, which its optimizer makes by save()" if shared else "another directory"
+    instead = "another directory"
+    if shared:
+        instead = "a snapshot, which its optimizer makes by save()"
+    elif "LOCAL_RANK" in os.environ:
+        instead += ", for each rank its own, as in '/mnt/nvme{local_rank}'"
     raise CSDBusyError(errno.EWOULDBLOCK, f"{path} is in use by {who}, or name {instead}")
 
 

@@ -794,3 +794,17 @@ def test_after_a_single_step(run, tmp_path):
     code, out, _ = run("verify", *(tmp_path / device for device in devices_of(0)))
     assert code == 0, out
     assert goes_on(tmp_path) == 1
+
+
+def shares_a_directory(rank):
+    e = None
+    try:
+        CSDAdam([torch.nn.Parameter(torch.ones(3))], devices="csd")
+    except Exception as raised:
+        e = raised
+    return str(e)
+
+
+def test_two_ranks_cannot_share_a_directory(tmp_path):
+    for said in on_ranks(2, shares_a_directory, directory=tmp_path):
+        assert "for each rank its own, as in '/mnt/nvme{local_rank}'" in said
