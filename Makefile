@@ -32,6 +32,8 @@ soak: $(VENV)/.installed
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(wildcard $(addsuffix *.[hc]*, native/*/ hls_kernels/ hls_kernels/csim/ \
+	    tests/native/ tests/faults/))
 	$(BIN)/mypy
 
 pytest: $(VENV)/.installed
@@ -45,7 +47,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	    --editable ".[bench,test]" "ruff==0.17.*" "mypy==2.*"
+	    --editable ".[bench,test]" "ruff==0.17.*" "mypy==2.*" "clang-format==23.*"
 	touch $@
 
 clean:

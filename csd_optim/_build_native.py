@@ -11,6 +11,8 @@ NATIVE = ROOT / "native"
 SOURCES = [
     "api",
     "engine",
+    "buffers",
+    "windows",
     "pool",
     "transfer",
     "updater",

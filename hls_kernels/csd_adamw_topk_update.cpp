@@ -3,12 +3,11 @@
 #include "kernels.h"
 #include "stages.h"
 
-void csd_adamw_topk_update(const Word *tile_in_0, const Word *tile_in_1, const Word *tile_in_2,
-                                      const Word *tile_in_3, const Word *grad, const Word *entries,
-                                      const Word *segments, Word *tile_out_0, Word *tile_out_1, Word *tile_out_2,
-                                      Word *tile_out_3, Word *param, Word *report, uint32_t n_words, uint32_t sections,
-                                      uint32_t n_segments, uint32_t grad_words, uint32_t entry_words,
-                                      uint32_t param_words) {
+void csd_adamw_topk_update(const Word *tile_in_0, const Word *tile_in_1, const Word *tile_in_2, const Word *tile_in_3,
+                           const Word *grad, const Word *entries, const Word *segments, Word *tile_out_0,
+                           Word *tile_out_1, Word *tile_out_2, Word *tile_out_3, Word *param, Word *report,
+                           uint32_t n_words, uint32_t sections, uint32_t n_segments, uint32_t grad_words,
+                           uint32_t entry_words, uint32_t param_words) {
 #pragma HLS INTERFACE m_axi port = tile_in_0 bundle = gmem0 max_read_burst_length = 64 num_read_outstanding = 8
 #pragma HLS INTERFACE m_axi port = tile_in_1 bundle = gmem1 max_read_burst_length = 64 num_read_outstanding = 8
 #pragma HLS INTERFACE m_axi port = tile_in_2 bundle = gmem2 max_read_burst_length = 64 num_read_outstanding = 8

@@ -6,11 +6,10 @@
 // own, so that what is read and what is written in its place share one and still overlap. 64 words, 4 KiB, are
 // AXI's longest burst; eight bursts on their way are 512 words, as many as a block RAM holds at its full width.
 // Segments and the report are few: a bundle for themselves so that they interrupt nobody's bursts.
-void csd_adamw_update(const Word *tile_in_0, const Word *tile_in_1, const Word *tile_in_2,
-                                 const Word *tile_in_3, const Word *grad, const Word *segments, Word *tile_out_0,
-                                 Word *tile_out_1, Word *tile_out_2, Word *tile_out_3, Word *param, Word *report,
-                                 uint32_t n_words, uint32_t sections, uint32_t n_segments, uint32_t grad_words,
-                                 uint32_t param_words) {
+void csd_adamw_update(const Word *tile_in_0, const Word *tile_in_1, const Word *tile_in_2, const Word *tile_in_3,
+                      const Word *grad, const Word *segments, Word *tile_out_0, Word *tile_out_1, Word *tile_out_2,
+                      Word *tile_out_3, Word *param, Word *report, uint32_t n_words, uint32_t sections,
+                      uint32_t n_segments, uint32_t grad_words, uint32_t param_words) {
 #pragma HLS INTERFACE m_axi port = tile_in_0 bundle = gmem0 max_read_burst_length = 64 num_read_outstanding = 8
 #pragma HLS INTERFACE m_axi port = tile_in_1 bundle = gmem1 max_read_burst_length = 64 num_read_outstanding = 8
 #pragma HLS INTERFACE m_axi port = tile_in_2 bundle = gmem2 max_read_burst_length = 64 num_read_outstanding = 8

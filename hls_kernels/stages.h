@@ -44,8 +44,7 @@ inline csd_segment segment_of(const Word &word) {
 inline uint32_t words_of(uint32_t elems, uint32_t dtype) {
 #pragma HLS INLINE
   // Divided by constants, which are powers of two: shifts.
-  return dtype == CSD_F32 ? elems / kLanes + (elems % kLanes != 0)
-                          : elems / (2 * kLanes) + (elems % (2 * kLanes) != 0);
+  return dtype == CSD_F32 ? elems / kLanes + (elems % kLanes != 0) : elems / (2 * kLanes) + (elems % (2 * kLanes) != 0);
 }
 
 // The word after its last one, in each section.
@@ -156,8 +155,8 @@ inline bool is_finite(float f) { return (float_bits(f) & 0x7f800000u) != 0x7f800
 // lanes beyond the end of one, pass through.
 inline void update(Words &segments, Words &grads, Words &master_in, Words &exp_avg_in, Words &exp_avg_sq_in,
                    Words &max_exp_avg_sq_in, Words &master_out, Words &exp_avg_out, Words &exp_avg_sq_out,
-                   Words &max_exp_avg_sq_out, Words &params, Number &nonfinite_out, uint32_t n_words,
-                   uint32_t sections, uint32_t n_segments) {
+                   Words &max_exp_avg_sq_out, Words &params, Number &nonfinite_out, uint32_t n_words, uint32_t sections,
+                   uint32_t n_segments) {
   csd_segment s = segment_of(zero_word());
   uint32_t end = 0, segments_left = n_segments, nonfinite = 0;
   Word grad = zero_word(), param = zero_word();

@@ -407,14 +407,10 @@ class Card {
   Answer read_registers(const Fields &fields) { return read_at(fields.number(2), fields.number(3)); }
 
   // {1: address of a unit, 2: register, 3: data} -> {1: done}
-  Answer write_register(const Fields &fields) {
-    return write_at(fields.number(1) + fields.number(2), fields.bytes(3));
-  }
+  Answer write_register(const Fields &fields) { return write_at(fields.number(1) + fields.number(2), fields.bytes(3)); }
 
   // {1: address of a unit, 2: register, 3: bytes} -> {1: done, 2: data}
-  Answer read_register(const Fields &fields) {
-    return read_at(fields.number(1) + fields.number(2), fields.number(3));
-  }
+  Answer read_register(const Fields &fields) { return read_at(fields.number(1) + fields.number(2), fields.number(3)); }
 
   // Streams between kernels, of which we have none. {...} -> {1: done}
   Answer connect(const Fields &) { return Answer().number(1, 1); }

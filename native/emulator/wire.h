@@ -21,11 +21,20 @@ class Fields {
       const uint64_t key = varint();
       const uint64_t field = key >> 3;
       switch (key & 7) {
-        case 0: numbers_[field] = varint(); break;
-        case 1: take(8); break;
-        case 2: strings_[field] = take(varint()); break;
-        case 5: take(4); break;
-        default: throw BadMessage("a field of unknown kind");
+        case 0:
+          numbers_[field] = varint();
+          break;
+        case 1:
+          take(8);
+          break;
+        case 2:
+          strings_[field] = take(varint());
+          break;
+        case 5:
+          take(4);
+          break;
+        default:
+          throw BadMessage("a field of unknown kind");
       }
     }
   }

@@ -42,10 +42,10 @@ enum csd_status {
   CSD_EINVAL = -1, /* an argument is wrong; nothing was touched */
   CSD_EIO = -2,    /* the operating system refused; `os_errno` says how */
   CSD_ENOMEM = -3,
-  CSD_ESTATE = -4, /* called out of order */
+  CSD_ESTATE = -4,   /* called out of order */
   CSD_EDAMAGED = -5, /* a tile is not what was written there */
-  CSD_ETORN = -6,  /* a step in place was cut short: what it wrote cannot be undone */
-  CSD_EDEVICE = -7 /* a card cannot be used, or no longer; `os_errno` says more where it can */
+  CSD_ETORN = -6,    /* a step in place was cut short: what it wrote cannot be undone */
+  CSD_EDEVICE = -7   /* a card cannot be used, or no longer; `os_errno` says more where it can */
 };
 
 typedef struct csd_error {
@@ -67,16 +67,16 @@ enum csd_isa { CSD_ISA_SCALAR = 0, CSD_ISA_AVX2 = 1, CSD_ISA_AVX512 = 2 };
 /* One step's constants for one parameter: the bias corrections are folded in, computed
  * in double by the caller and rounded once. */
 typedef struct csd_adamw {
-  float decay;           /* 1 - lr * weight_decay */
+  float decay; /* 1 - lr * weight_decay */
   float beta1;
   float one_minus_beta1;
   float beta2;
   float one_minus_beta2;
-  float step_size;       /* lr / (1 - beta1^t) */
-  float inv_sqrt_bias2;  /* 1 / sqrt(1 - beta2^t) */
+  float step_size;      /* lr / (1 - beta1^t) */
+  float inv_sqrt_bias2; /* 1 / sqrt(1 - beta2^t) */
   float eps;
-  float grad_scale;      /* gradient is multiplied by this: 1/loss scale, clipping, -1 to maximize */
-  uint32_t amsgrad;      /* 1: divide by the running maximum of exp_avg_sq */
+  float grad_scale; /* gradient is multiplied by this: 1/loss scale, clipping, -1 to maximize */
+  uint32_t amsgrad; /* 1: divide by the running maximum of exp_avg_sq */
 } csd_adamw;
 
 /* ---- Devices ------------------------------------------------------------ */
@@ -118,16 +118,18 @@ typedef struct csd_pace {
 } csd_pace;
 
 typedef struct csd_device {
-  const char *backend; /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "ram": in memory; "null": nowhere */
-  int32_t fd;          /* file, xrt: open for reading and writing, belongs to the caller, outlives the engine */
-  uint32_t buffers;    /* file, xrt: tile buffers, allocated once and fixed; with 1, nothing overlaps */
+  /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "ram": in memory; "null": nowhere */
+  const char *backend;
+  int32_t fd;           /* file, xrt: open for reading and writing, belongs to the caller, outlives the engine */
+  uint32_t buffers;     /* file, xrt: tile buffers, allocated once and fixed; with 1, nothing overlaps */
   uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096 */
-  csd_card *card;      /* xrt: belongs to the caller, outlives the engine */
-  uint32_t p2p;        /* xrt: csd_p2p */
-  csd_pace pace;       /* not xrt */
-  uint32_t depth;      /* file, xrt: that many requests in flight on its file system; not fewer than CSD_IO_DEPTH */
-  int64_t cache_bytes; /* file: memory for more buffers. A buffer keeps the tile that was written from it, until it is used
-                        * for another; a step need not read a tile that a buffer has. -1: it does all the same */
+  csd_card *card;       /* xrt: belongs to the caller, outlives the engine */
+  uint32_t p2p;         /* xrt: csd_p2p */
+  csd_pace pace;        /* not xrt */
+  uint32_t depth;       /* file, xrt: that many requests in flight on its file system; not fewer than CSD_IO_DEPTH */
+  /* file: memory for more buffers. A buffer keeps the tile that was written from it, until it is used for another; a
+   * step need not read a tile that a buffer has. -1: it does all the same */
+  int64_t cache_bytes;
 } csd_device;
 
 typedef struct csd_engine csd_engine;
@@ -140,9 +142,10 @@ int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine 
 int csd_engine_close(csd_engine *engine, csd_error *error);
 
 typedef struct csd_card_rates {
-  double drive_to_card, card_to_drive; /* bytes per second by P2P, as the engine moves states; 0 where there is no P2P */
-  double to_card, from_card;           /* bytes per second by DMA */
-  double kernel;                       /* parameters per second: fp16 gradients and parameters, tiles of 1 Mi elements */
+  double drive_to_card,
+      card_to_drive;         /* bytes per second by P2P, as the engine moves states; 0 where there is no P2P */
+  double to_card, from_card; /* bytes per second by DMA */
+  double kernel;             /* parameters per second: fp16 gradients and parameters, tiles of 1 Mi elements */
 } csd_card_rates;
 
 /* Measures a device with a card that no engine uses at the time. `bytes` of its file from `offset` on are overwritten. */
@@ -170,15 +173,15 @@ typedef struct csd_tile_state {
  * of these tiles on device d (counted from 0) has its slot s at
  * byte `file_offset[d] + (slots*j + s) * tile_elems * sections * 4`. */
 typedef struct csd_extent {
-  uint64_t tile_elems;         /* multiple of 1024 and of the page size / 4 */
+  uint64_t tile_elems; /* multiple of 1024 and of the page size / 4 */
   uint32_t n_tiles;
-  uint32_t sections;           /* 3, or 4 with amsgrad */
-  uint32_t slots;              /* 2; or 1: steps write in place and cannot be undone (file only) */
+  uint32_t sections;            /* 3, or 4 with amsgrad */
+  uint32_t slots;               /* 2; or 1: steps write in place and cannot be undone (file only) */
   const csd_tile_state *states; /* one per tile, of a store that is there already; NULL: new */
-  const uint64_t *file_offset; /* one per device, multiples of the page size */
-  const csd_piece *pieces;     /* sorted by tile, then by tile_first; tile counted from this extent's first */
+  const uint64_t *file_offset;  /* one per device, multiples of the page size */
+  const csd_piece *pieces;      /* sorted by tile, then by tile_first; tile counted from this extent's first */
   uint64_t n_pieces;
-  const uint32_t *devices;     /* one per tile: which it is on; NULL: tile i is on device (i mod n_devices) */
+  const uint32_t *devices; /* one per tile: which it is on; NULL: tile i is on device (i mod n_devices) */
 } csd_extent;
 
 /* Adds an extent; its tiles are numbered on from those there are. New states read as zero.
@@ -203,19 +206,19 @@ enum csd_master {
 
 /* One parameter of this step. `grad` NULL: it has none, and keeps every bit. */
 typedef struct csd_param {
-  const void *grad;   /* read; alive until csd_engine_finish */
-  void *param;        /* written with the rounded master */
+  const void *grad; /* read; alive until csd_engine_finish */
+  void *param;      /* written with the rounded master */
   uint32_t grad_dtype;
   uint32_t param_dtype;
-  uint32_t hyper;     /* index into this step's hypers */
-  uint32_t master;    /* csd_master: where the step finds it */
+  uint32_t hyper;  /* index into this step's hypers */
+  uint32_t master; /* csd_master: where the step finds it */
   /* Top-K: of each of its pieces, csd_topk_count(topk, elems) gradients are sent, as entries (csd_kernel.h), and the
    * others are zero. 0: all of them, as they are. */
   double topk;
-  void *residual;     /* bf16, one per element, where `grad` has it: what is owed of the gradient; NULL: nothing ever. It
+  void *residual; /* bf16, one per element, where `grad` has it: what is owed of the gradient; NULL: nothing ever. It
                        * stays as it is where topk is 1: then all is sent, and it may be dropped */
   uint32_t topk_dtype; /* CSD_F16 or CSD_BF16: of what is sent */
-  uint32_t seed;      /* for the rounding of the residual: another one in each step */
+  uint32_t seed;       /* for the rounding of the residual: another one in each step */
 } csd_param;
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
@@ -277,12 +280,12 @@ typedef struct csd_stats {
   uint64_t pull_bytes;
   uint64_t read_bytes;
   uint64_t write_bytes;
-  uint64_t updated; /* parameters */
+  uint64_t updated;   /* parameters */
   uint64_t nonfinite; /* gradients that are inf or nan */
   double read_seconds;
   double update_seconds;
   double write_seconds;
-  uint64_t buffer_bytes; /* fixed memory of the device's tile buffers */
+  uint64_t buffer_bytes;      /* fixed memory of the device's tile buffers */
   uint64_t total_write_bytes; /* since the engine was made */
 } csd_stats;
 
@@ -310,7 +313,7 @@ int csd_update(const csd_adamw *hyper, int32_t isa, uint64_t n, const void *grad
                float *exp_avg, float *exp_avg_sq, float *max_exp_avg_sq, void *param, int32_t param_dtype,
                csd_error *error);
 
-int32_t csd_isa_best(void);         /* the best this CPU has */
+int32_t csd_isa_best(void);                     /* the best this CPU has */
 int csd_isa_use(int32_t isa, csd_error *error); /* for all engines, from the next tile on */
 int32_t csd_isa_used(void);
 

@@ -23,13 +23,13 @@ constexpr uint32_t kLanes = 16;         // fp32 values in a word
 constexpr uint32_t kWordBytes = 4 * kLanes;
 
 struct csd_segment {
-  uint32_t first_word;   // where it begins in each section; segments neither overlap nor share a word
-  uint32_t elems;        // at least 1
-  uint32_t grad_dtype;   // csd_dtype
+  uint32_t first_word;  // where it begins in each section; segments neither overlap nor share a word
+  uint32_t elems;       // at least 1
+  uint32_t grad_dtype;  // csd_dtype
   uint32_t param_dtype;
   csd_adamw hyper;
-  uint32_t sparse;       // 1: its gradients are among the entries; 16 bits each
-  uint32_t reserved;     // 0
+  uint32_t sparse;    // 1: its gradients are among the entries; 16 bits each
+  uint32_t reserved;  // 0
 };
 static_assert(sizeof(csd_segment) == kWordBytes, "a segment is one word");
 
@@ -43,9 +43,9 @@ constexpr uint32_t kBlockElems = 1 << 16;
 constexpr uint32_t kBlockWords = kBlockElems / kLanes;
 
 struct csd_report {
-  uint32_t version;      // kKernelVersion
-  uint32_t n_words;      // as given: the run has come to its end
-  uint32_t nonfinite;    // gradients that are inf or nan, before scaling; their elements were updated all the same
+  uint32_t version;    // kKernelVersion
+  uint32_t n_words;    // as given: the run has come to its end
+  uint32_t nonfinite;  // gradients that are inf or nan, before scaling; their elements were updated all the same
   uint32_t bad_entries;
   uint32_t crc_in[4];    // CRC-32C of each section as it was read
   uint32_t crc_out[4];   // and as it was written

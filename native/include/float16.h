@@ -32,8 +32,8 @@ inline uint16_t f32_to_f16(float f) {
   uint32_t h = (u - ((127u - 15u) << 23) + 0xfffu + odd) >> 13;
   // Below 2^-14 the unit is 2^-24, which is that of an fp32 in [0.5, 1): the addition does the rounding.
   if (u < 0x38800000u) h = float_bits(bits_float(u) + 0.5f) - 0x3f000000u;
-  if (u >= 0x477ff000u) h = 0x7c00u;                          // from 65520 on: inf
-  if (u > 0x7f800000u) h = 0x7e00u | ((u >> 13) & 0x3ffu);    // nan, quiet
+  if (u >= 0x477ff000u) h = 0x7c00u;                        // from 65520 on: inf
+  if (u > 0x7f800000u) h = 0x7e00u | ((u >> 13) & 0x3ffu);  // nan, quiet
   return (uint16_t)(sign | h);
 }
 

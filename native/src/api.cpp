@@ -53,7 +53,8 @@ int guarded(csd_error *error, Call call) {
 }  // namespace
 
 int csd_card_open(const char *name, const char *xclbin, uint32_t timeout_ms, csd_card **out, csd_error *error) {
-  return guarded(error, [&] { *out = new csd_card{csd::Card::open(name, xclbin, std::chrono::milliseconds(timeout_ms))}; });
+  return guarded(error,
+                 [&] { *out = new csd_card{csd::Card::open(name, xclbin, std::chrono::milliseconds(timeout_ms))}; });
 }
 
 int csd_card_close(csd_card *card, csd_error *error) {
@@ -85,7 +86,8 @@ int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **wind
 }
 
 void csd_window_release(float *window, uint64_t elems) {
-  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(window) / page * page;
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)),
+                  begin = reinterpret_cast<uintptr_t>(window) / page * page;
   munmap(reinterpret_cast<void *>(begin), 4 * elems + page);
 }
 
@@ -103,7 +105,8 @@ int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error) {
   return guarded(error, [&] { *tile = engine->engine.pull(); });
 }
 
-int csd_engine_given(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given, csd_error *error) {
+int csd_engine_given(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
+                     csd_error *error) {
   return guarded(error, [&] { *given = engine->engine.given(tiles, n, wait != 0); });
 }
 
@@ -113,7 +116,9 @@ int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error) {
 
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint32_t n) { return engine->engine.undone(tiles, n); }
 
-uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n) { return engine->engine.events(events, n); }
+uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n) {
+  return engine->engine.events(events, n);
+}
 
 int csd_engine_settle(csd_engine *engine, csd_error *error) {
   return guarded(error, [&] { engine->engine.settle_writes(); });
@@ -141,8 +146,14 @@ int csd_update(const csd_adamw *hyper, int32_t isa, uint64_t n, const void *grad
   return guarded(error, [&] {
     if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
     if (hyper->amsgrad && !max_exp_avg_sq) throw csd::Failure{CSD_EINVAL, "amsgrad needs max_exp_avg_sq"};
-    csd::update({hyper, n, grad, static_cast<uint32_t>(grad_dtype), {master, exp_avg, exp_avg_sq, max_exp_avg_sq}, param,
-                 static_cast<uint32_t>(param_dtype)}, isa);
+    csd::update({hyper,
+                 n,
+                 grad,
+                 static_cast<uint32_t>(grad_dtype),
+                 {master, exp_avg, exp_avg_sq, max_exp_avg_sq},
+                 param,
+                 static_cast<uint32_t>(param_dtype)},
+                isa);
   });
 }
 
@@ -172,11 +183,13 @@ int csd_topk_select(const void *grad, int32_t grad_dtype, uint64_t n, const uint
                     int32_t dtype, uint64_t k, uint32_t *indices, uint16_t *values, uint64_t *selected,
                     csd_error *error) {
   return guarded(error, [&] {
-    if (grad_dtype < CSD_F32 || grad_dtype > CSD_BF16 || (dtype != CSD_F16 && dtype != CSD_BF16) || k > n || n > UINT32_MAX)
+    if (grad_dtype < CSD_F32 || grad_dtype > CSD_BF16 || (dtype != CSD_F16 && dtype != CSD_BF16) || k > n ||
+        n > UINT32_MAX)
       throw csd::Failure{CSD_EINVAL, "no such dtype, or more to select than there is"};
     thread_local csd::Scratch scratch;
     const uint16_t *from;
-    const csd::Part part{grad, static_cast<uint32_t>(grad_dtype), const_cast<uint16_t *>(residual), scale, static_cast<uint32_t>(dtype)};
+    const csd::Part part{grad, static_cast<uint32_t>(grad_dtype), const_cast<uint16_t *>(residual), scale,
+                         static_cast<uint32_t>(dtype)};
     *selected = k ? csd::select(part, n, k, scratch, &from) : 0;
     for (uint64_t i = 0; i < *selected; i++) indices[i] = scratch.indices[i], values[i] = from[indices[i]];
   });

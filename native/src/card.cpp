@@ -82,7 +82,8 @@ void leave_first() {  // what is registered last comes first
 std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xclbin, milliseconds timeout) {
   Cards &all = Cards::get();
   if (all.owner != 0 && all.owner != getpid())
-    throw Failure{CSD_EDEVICE, "a card was opened before this process was forked, and XRT does not survive that: fork first"};
+    throw Failure{CSD_EDEVICE,
+                  "a card was opened before this process was forked, and XRT does not survive that: fork first"};
   std::lock_guard lock(all.mutex);
   const auto found = all.opened.find(name);
   std::shared_ptr<Card> card = found != all.opened.end() ? found->second : nullptr;
@@ -121,16 +122,18 @@ void Card::open_now() try {
   const HandlersKept kept;
   errno = 0;
   const bool is_index = std::all_of(name_.begin(), name_.end(), [](char c) { return c >= '0' && c <= '9'; });
-  device_ = is_index ? xrt_.device_open(static_cast<unsigned>(strtoul(name_.c_str(), nullptr, 10))) : xrt_.device_open_by_bdf(name_.c_str());
+  device_ = is_index ? xrt_.device_open(static_cast<unsigned>(strtoul(name_.c_str(), nullptr, 10)))
+                     : xrt_.device_open_by_bdf(name_.c_str());
   static std::once_flag driver_is_loaded;
   std::call_once(driver_is_loaded, leave_first);
   if (!device_) fail("XRT cannot open it; `csd-optim devices` lists the cards that there are", errno ? errno : ENODEV);
   errno = 0;
   if (xrt_.device_load_xclbin(device_, xclbin_.c_str())) {
     const int error = errno;
-    const char *why = error == EKEYREJECTED ? " (its shell takes signed files only)"
-                      : error == EBUSY      ? " (another process uses other kernels on it)"
-                      : error == EINVAL || error == EOPNOTSUPP ? " (it has to be built for the card's shell)" : "";
+    const char *why = error == EKEYREJECTED                    ? " (its shell takes signed files only)"
+                      : error == EBUSY                         ? " (another process uses other kernels on it)"
+                      : error == EINVAL || error == EOPNOTSUPP ? " (it has to be built for the card's shell)"
+                                                               : "";
     fail(std::string("XRT cannot load the kernels") + why + ", " + xclbin_, error ? error : EIO);
   }
   unsigned char uuid[16];
@@ -138,7 +141,9 @@ void Card::open_now() try {
   for (const Kernel kernel : {kDense, kTopK}) {
     errno = 0;
     kernels_[kernel] = xrt_.kernel_open(device_, uuid, kKernels[kernel]);
-    if (!kernels_[kernel]) fail(xclbin_ + " has no kernel " + kKernels[kernel] + ": it is another program's; build ours (docs/smartssd.md)", errno ? errno : ENOENT);
+    if (!kernels_[kernel])
+      fail(xclbin_ + " has no kernel " + kKernels[kernel] + ": it is another program's; build ours (docs/smartssd.md)",
+           errno ? errno : ENOENT);
   }
   has_p2p_ = maps_p2p();
 } catch (...) {
@@ -147,7 +152,8 @@ void Card::open_now() try {
 }
 
 bool Card::maps_p2p() const {
-  const Xrt::Handle buffer = xrt_.buffer_alloc(device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernels_[kTopK], kTileIn)));
+  const Xrt::Handle buffer =
+      xrt_.buffer_alloc(device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernels_[kTopK], kTileIn)));
   if (!buffer) return false;
   // Direct I/O needs a whole page; XRT's `noop` driver, for one, returns something else.
   void *const map = xrt_.buffer_map(buffer);
@@ -160,7 +166,8 @@ bool Card::maps_p2p() const {
 void Card::try_p2p(int fd, uint64_t offset) {
   guarded("trying P2P", [card = shared_from_this(), fd, offset] {
     const CardBuffer page(card, kPage, kTileIn, true);
-    if (read_fully(fd, page.bytes(), kPage, offset) || write_fully(fd, page.bytes(), kPage, offset)) card->has_p2p_ = false;
+    if (read_fully(fd, page.bytes(), kPage, offset) || write_fully(fd, page.bytes(), kPage, offset))
+      card->has_p2p_ = false;
   });
 }
 
@@ -185,7 +192,8 @@ void Card::guarded(const char *what, std::function<void()> call, milliseconds li
   }).detach();
   const auto deadline = std::chrono::steady_clock::now() + limit;
   while (end.wait_for(milliseconds(50)) != std::future_status::ready) {
-    if (std::chrono::steady_clock::now() > deadline) lose("it has not answered for " + seconds(limit) + " while " + what);
+    if (std::chrono::steady_clock::now() > deadline)
+      lose("it has not answered for " + seconds(limit) + " while " + what);
     check();
   }
   end.get();
@@ -208,9 +216,7 @@ void Card::lose(const std::string &why) {
   leave_first();  // it may not have come back from being opened
 }
 
-void Card::fail(const std::string &what, int os_errno) {
-  throw Failure{CSD_EDEVICE, what, os_errno};
-}
+void Card::fail(const std::string &what, int os_errno) { throw Failure{CSD_EDEVICE, what, os_errno}; }
 
 Xrt::Handle Card::open_run(Kernel kernel) const {
   const Xrt::Handle run = xrt_.run_open(kernels_[kernel]);
@@ -236,7 +242,8 @@ void Card::execute(Xrt::Handle run) {
   for (auto pause = std::chrono::microseconds(20);; pause = std::min(2 * pause, std::chrono::microseconds(500))) {
     const int state = xrt_.run_state(run);
     if (state == kCompleted) return;
-    if (state == kError || state == kAborted || state >= kTimedOut) fail("its kernel has failed, with state " + std::to_string(state), EIO);
+    if (state == kError || state == kAborted || state >= kTimedOut)
+      fail("its kernel has failed, with state " + std::to_string(state), EIO);
     if (std::chrono::steady_clock::now() - start > timeout_) break;
     std::this_thread::sleep_for(pause);
   }
@@ -252,7 +259,10 @@ CardBuffer::CardBuffer(std::shared_ptr<Card> card, uint64_t bytes, KernelArg arg
   const uint64_t flags = p2p ? kP2p : card_->emulated_ ? kCacheable : kNormal;
   const auto group = static_cast<uint32_t>(card_->xrt_.kernel_arg_group(card_->kernels_[kTopK], arg));
   handle_ = card_->xrt_.buffer_alloc(card_->device_, size_, flags, group);
-  if (!handle_) Card::fail("no room for " + std::to_string(size_) + " bytes in its memory; fewer buffers or a smaller tile_size take less", ENOMEM);
+  if (!handle_)
+    Card::fail(
+        "no room for " + std::to_string(size_) + " bytes in its memory; fewer buffers or a smaller tile_size take less",
+        ENOMEM);
   map_ = static_cast<char *>(card_->xrt_.buffer_map(handle_));
   if (map_) {
     share_with_children(false);
@@ -275,7 +285,8 @@ void CardBuffer::share_with_children(bool yes) const {
 }
 
 void CardBuffer::sync(int direction, uint64_t bytes) const {
-  if (bytes && card_->xrt_.buffer_sync(handle_, direction, bytes, 0)) Card::fail(direction == kToDevice ? "DMA to it failed" : "DMA from it failed", errno);
+  if (bytes && card_->xrt_.buffer_sync(handle_, direction, bytes, 0))
+    Card::fail(direction == kToDevice ? "DMA to it failed" : "DMA from it failed", errno);
 }
 
 }  // namespace csd

@@ -18,14 +18,24 @@ enum Kernel { kDense, kTopK };
 
 // The Top-K kernel's arguments (csd_kernel.h); the tile has one per section. The dense kernel has them without the
 // entries.
-enum KernelArg { kTileIn = 0, kGrad = 4, kEntries = 5, kSegments = 6, kTileOut = 7, kParam = 11, kReport = 12, kScalars = 13 };
+enum KernelArg {
+  kTileIn = 0,
+  kGrad = 4,
+  kEntries = 5,
+  kSegments = 6,
+  kTileOut = 7,
+  kParam = 11,
+  kReport = 12,
+  kScalars = 13
+};
 inline int arg_of(Kernel kernel, int arg) { return kernel == kDense && arg > kEntries ? arg - 1 : arg; }
 
 class Card : public std::enable_shared_from_this<Card> {
  public:
   // `name`: XRT's index, or a PCIe address. Throws Failure. To be closed as often as it was opened; its buffers and runs
   // first, because XRT crashes otherwise.
-  static std::shared_ptr<Card> open(const std::string &name, const std::string &xclbin, std::chrono::milliseconds timeout);
+  static std::shared_ptr<Card> open(const std::string &name, const std::string &xclbin,
+                                    std::chrono::milliseconds timeout);
   static void close(std::shared_ptr<Card>);
 
   bool has_p2p() const { return has_p2p_; }

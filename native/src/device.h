@@ -19,17 +19,17 @@ constexpr uint32_t kNowhere = UINT32_MAX;
 
 struct Tile {
   uint32_t index = 0, device = 0, sections = 3;
-  uint64_t elems = 0;          // per section
-  uint64_t file_offset = 0;    // of slot 0; slot 1 follows it
+  uint64_t elems = 0;        // per section
+  uint64_t file_offset = 0;  // of slot 0; slot 1 follows it
   const csd_piece *pieces = nullptr;
   uint64_t n_pieces = 0;
-  float *window[4] = {};       // the tile's part of each window
+  float *window[4] = {};  // the tile's part of each window
   uint32_t n_slots = 2;
-  uint32_t slot = 0;           // the one that holds the state
-  uint32_t shown = 0;          // the one that the windows show as it is, or kNowhere
-  bool open = false;           // what is written to the windows goes to the device
-  bool edited = false;         // the windows hold what somebody wrote to them, and the device does not
-  bool kept = false;           // a free buffer has what the current slot has
+  uint32_t slot = 0;    // the one that holds the state
+  uint32_t shown = 0;   // the one that the windows show as it is, or kNowhere
+  bool open = false;    // what is written to the windows goes to the device
+  bool edited = false;  // the windows hold what somebody wrote to them, and the device does not
+  bool kept = false;    // a free buffer has what the current slot has
   Slot slots[2];
 
   uint64_t section_bytes() const { return 4 * elems; }
@@ -44,11 +44,12 @@ struct Work {
   const csd_adamw *hypers = nullptr;
   const void *grad_image = nullptr;  // null: read and write where the params say
   void *param_image = nullptr;
-  const uint32_t *entries = nullptr;  // of the sparse gradients (csd_kernel.h): came with an image, or provide_entries()
-  uint64_t n_entries = 0;             // words of 32 bits
-  std::vector<uint32_t> selected;     // those that were selected here
-  bool from_windows = false;  // it begins with what the windows show, and not with what was loaded
-  bool verify = false;        // what was loaded must have the checksums of the tile's slot
+  const uint32_t *entries =
+      nullptr;                     // of the sparse gradients (csd_kernel.h): came with an image, or provide_entries()
+  uint64_t n_entries = 0;          // words of 32 bits
+  std::vector<uint32_t> selected;  // those that were selected here
+  bool from_windows = false;       // it begins with what the windows show, and not with what was loaded
+  bool verify = false;             // what was loaded must have the checksums of the tile's slot
   // What Device::update fills in: bytes, bytes, parameters, gradients that are inf or nan, and the new state's sums.
   uint64_t pushed = 0, pulled = 0, updated = 0, nonfinite = 0;
   Slot sum{};
@@ -85,7 +86,9 @@ class Device {
   virtual bool reaches_params() const { return true; }
 
   // Makes `n` tile buffers, of `bytes` each, and returns their addresses; those from before are gone.
-  virtual std::vector<float *> allocate(uint32_t n, uint64_t bytes) { return static_cast<void>(n), static_cast<void>(bytes), std::vector<float *>{}; }
+  virtual std::vector<float *> allocate(uint32_t n, uint64_t bytes) {
+    return static_cast<void>(n), static_cast<void>(bytes), std::vector<float *>{};
+  }
 
   // Is what was stored from a buffer there to be updated again, until another tile is loaded?
   virtual bool keeps_buffers() const { return false; }

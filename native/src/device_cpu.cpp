@@ -69,7 +69,8 @@ Failure update_tile(const Tile &tile, float *buffer, Work &work) {
     if (section < tile.sections) return damaged(tile, section);
   }
   provide_entries(tile, work);
-  const bool any = std::any_of(tile.pieces, tile.pieces + tile.n_pieces, [&work](const csd_piece &p) { return work.params[p.param].grad; });
+  const bool any = std::any_of(tile.pieces, tile.pieces + tile.n_pieces,
+                               [&work](const csd_piece &p) { return work.params[p.param].grad; });
   if (any || work.from_windows || !tile.slots[tile.slot].summed) {
     update_pieces(tile, sections, work, buffer ? work.sum.crc : nullptr);
     work.sum.summed = true;
@@ -101,7 +102,8 @@ void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done) {
 
 Failure damaged(const Tile &tile, uint32_t section) {
   static const char *const kNames[] = {"master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
-  Failure failure{CSD_EDAMAGED, std::string(kNames[section]) + " of tile " + std::to_string(tile.index) + " is not what was written there"};
+  Failure failure{CSD_EDAMAGED, std::string(kNames[section]) + " of tile " + std::to_string(tile.index) +
+                                    " is not what was written there"};
   failure.tile = static_cast<int32_t>(tile.index);
   return failure;
 }

@@ -17,22 +17,25 @@ int FileDevice::map(const Tile &tile) {
   const int flags = (tile.open ? MAP_SHARED : MAP_PRIVATE | MAP_NORESERVE) | MAP_FIXED;
   for (uint32_t s = 0; s < tile.sections; s++) {
     const uint64_t at = tile.slot_offset(tile.shown) + s * tile.section_bytes();
-    if (mmap(tile.window[s], tile.section_bytes(), PROT_READ | PROT_WRITE, flags, fd_, static_cast<off_t>(at)) == MAP_FAILED)
+    if (mmap(tile.window[s], tile.section_bytes(), PROT_READ | PROT_WRITE, flags, fd_, static_cast<off_t>(at)) ==
+        MAP_FAILED)
       return errno;
   }
   return 0;
 }
 
 void FileDevice::load(const Tile &tile, float *buffer, Done done) {
-  in_blocks(tile.bytes(), std::move(done), [fd = fd_, at = tile.slot_offset(tile.slot), buffer](uint64_t first, uint64_t n) {
-    return read_fully(fd, reinterpret_cast<char *>(buffer) + first, n, at + first);
-  });
+  in_blocks(tile.bytes(), std::move(done),
+            [fd = fd_, at = tile.slot_offset(tile.slot), buffer](uint64_t first, uint64_t n) {
+              return read_fully(fd, reinterpret_cast<char *>(buffer) + first, n, at + first);
+            });
 }
 
 void FileDevice::store(const Tile &tile, const float *buffer, Done done) {
-  in_blocks(tile.bytes(), std::move(done), [fd = fd_, at = tile.slot_offset(tile.next_slot()), buffer](uint64_t first, uint64_t n) {
-    return write_fully(fd, reinterpret_cast<const char *>(buffer) + first, n, at + first);
-  });
+  in_blocks(tile.bytes(), std::move(done),
+            [fd = fd_, at = tile.slot_offset(tile.next_slot()), buffer](uint64_t first, uint64_t n) {
+              return write_fully(fd, reinterpret_cast<const char *>(buffer) + first, n, at + first);
+            });
 }
 
 // Several requests of one tile are in flight at once; the last one to return reports the first error.
@@ -57,7 +60,7 @@ void FileDevice::in_blocks(uint64_t bytes, Done done, Io io) {
 }
 
 Pool *FileDevice::io_of(const csd_device &d) {
-  struct stat st {};
+  struct stat st{};
   if (d.buffers == 0 || d.block_bytes == 0 || d.block_bytes % 4096 || fstat(d.fd, &st) != 0) return nullptr;
   Pool &io = Pool::io(st.st_dev);
   io.grow(d.depth);

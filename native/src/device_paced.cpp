@@ -118,9 +118,16 @@ namespace {
 class PacedDevice : public Device {
  public:
   PacedDevice(std::unique_ptr<Device> device, const csd_pace &pace, std::shared_ptr<Pacer> pacer)
-      : device_(std::move(device)), pacer_(std::move(pacer)), latency_(seconds(pace.latency)), read_{pace.read},
-        write_{pace.write}, mixed_{pace.mixed}, update_{pace.update}, load_{{&read_, &mixed_}},
-        store_{{&write_, &mixed_}}, apply_{{&update_}} {
+      : device_(std::move(device)),
+        pacer_(std::move(pacer)),
+        latency_(seconds(pace.latency)),
+        read_{pace.read},
+        write_{pace.write},
+        mixed_{pace.mixed},
+        update_{pace.update},
+        load_{{&read_, &mixed_}},
+        store_{{&write_, &mixed_}},
+        apply_{{&update_}} {
     if (pace.link != 0) {  // host: the state crosses it, and not what leaves and reaches a device that updates
       (pace.host ? load_ : pull_).channels.push_back(&pacer_->up);
       (pace.host ? store_ : push_).channels.push_back(&pacer_->down);
@@ -146,10 +153,12 @@ class PacedDevice : public Device {
   // How many bytes come and go is known when the tile has been updated. Then they go the way once more, in time alone:
   // gradients come, the tile is updated, parameters go.
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
-    device_->update(tile, buffer, work, [this, &work, began = Clock::now(), done = std::move(done)](const Failure &failure) mutable {
-      if (failure.status != CSD_OK) return done(failure);
-      pacer_->pass(began, {{&push_, work.pushed}, {&apply_, work.updated}, {&pull_, work.pulled}}, [done = std::move(done)] { done({}); });
-    });
+    device_->update(tile, buffer, work,
+                    [this, &work, began = Clock::now(), done = std::move(done)](const Failure &failure) mutable {
+                      if (failure.status != CSD_OK) return done(failure);
+                      pacer_->pass(began, {{&push_, work.pushed}, {&apply_, work.updated}, {&pull_, work.pulled}},
+                                   [done = std::move(done)] { done({}); });
+                    });
   }
 
  private:
@@ -172,7 +181,8 @@ class PacedDevice : public Device {
 
 std::unique_ptr<Device> paced(std::unique_ptr<Device> device, const csd_device &d, std::shared_ptr<Pacer> &pacer) {
   const csd_pace &p = d.pace;
-  if (!device || (p.read == 0 && p.write == 0 && p.mixed == 0 && p.update == 0 && p.latency == 0 && p.link == 0)) return device;
+  if (!device || (p.read == 0 && p.write == 0 && p.mixed == 0 && p.update == 0 && p.latency == 0 && p.link == 0))
+    return device;
   for (const double rate : {p.read, p.write, p.mixed, p.update, p.link})
     if (rate != 0 && !(rate >= 1000 && std::isfinite(rate))) return nullptr;  // less, and the clock might overflow
   if (d.card || !(p.latency >= 0 && p.latency <= 3600)) return nullptr;

@@ -38,7 +38,12 @@ struct Frame {
   const Xrt::Handle runs[2];  // by Kernel
 
   Frame(const std::shared_ptr<Card> &c, uint64_t bytes)
-      : grad(c, bytes, kGrad), param(c, bytes, kParam), segments(c, bytes, kSegments), report(c, sizeof(csd_report), kReport), card(c), runs{c->open_run(kDense), c->open_run(kTopK)} {}
+      : grad(c, bytes, kGrad),
+        param(c, bytes, kParam),
+        segments(c, bytes, kSegments),
+        report(c, sizeof(csd_report), kReport),
+        card(c),
+        runs{c->open_run(kDense), c->open_run(kTopK)} {}
   ~Frame() {
     for (const Xrt::Handle run : runs) card->close_run(run);
   }
@@ -55,7 +60,8 @@ uint32_t words(uint64_t elems, uint32_t dtype) {
   return static_cast<uint32_t>((elems * dtype_bytes(dtype) + kWordBytes - 1) / kWordBytes);
 }
 
-void set_args(const Frame &frame, const CardBuffer &in, const CardBuffer &out, const Load &load, uint32_t n_words, uint32_t sections) {
+void set_args(const Frame &frame, const CardBuffer &in, const CardBuffer &out, const Load &load, uint32_t n_words,
+              uint32_t sections) {
   const Card &card = *frame.card;
   const Kernel kernel = load.kernel();
   const Xrt::Handle run = frame.runs[kernel];
@@ -97,7 +103,8 @@ class XrtDevice : public FileDevice {
     release();
     tile_bytes_ = bytes;
     const uint64_t section_bytes = bytes / 3;  // as many elements as a tile can have: 3 sections at least
-    auto made = std::make_shared<std::pair<std::vector<std::shared_ptr<CardBuffer>>, std::vector<std::shared_ptr<Frame>>>>();
+    auto made =
+        std::make_shared<std::pair<std::vector<std::shared_ptr<CardBuffer>>, std::vector<std::shared_ptr<Frame>>>>();
     card_->guarded("making buffers", [card = card_, made, bytes, section_bytes, p2p = p2p_, n] {
       auto own = decltype(made)::element_type();  // so that what was made before a failure goes here, too
       for (uint32_t i = 0; i < n; i++) own.first.push_back(std::make_shared<CardBuffer>(card, bytes, kTileIn, p2p));
@@ -157,27 +164,34 @@ class XrtDevice : public FileDevice {
       char *to = reinterpret_cast<char *>(buffer);
       if (p2p_) {
         if (!frame->windows)
-          card_->guarded("making a buffer", [frame, bytes = tile_bytes_] { frame->windows = std::make_unique<CardBuffer>(frame->card, bytes, kTileIn); });
+          card_->guarded("making a buffer", [frame, bytes = tile_bytes_] {
+            frame->windows = std::make_unique<CardBuffer>(frame->card, bytes, kTileIn);
+          });
         to = frame->windows->bytes();
       }
-      for (uint32_t s = 0; s < tile.sections; s++) memcpy(to + s * tile.section_bytes(), tile.window[s], tile.section_bytes());
+      for (uint32_t s = 0; s < tile.sections; s++)
+        memcpy(to + s * tile.section_bytes(), tile.window[s], tile.section_bytes());
     }
     memset(frame->report.bytes(), 0, sizeof(csd_report));
 
     const CardBuffer *const from = work.from_windows && p2p_ ? frame->windows.get() : state.get();
-    card_->guarded("updating a tile", [frame, state, from, bounce, load, bytes = tile.bytes(), n_words = static_cast<uint32_t>(tile.elems / kLanes), sections = tile.sections] {
-      Card &card = *frame->card;
-      frame->grad.to_device(uint64_t{kWordBytes} * load.grad_words);
-      if (load.entry_words) frame->entries->to_device(uint64_t{kWordBytes} * load.entry_words);
-      frame->segments.to_device(uint64_t{kWordBytes} * load.segments);
-      frame->report.to_device(sizeof(csd_report));
-      if (bounce || from != state.get()) from->to_device(bytes);
-      set_args(*frame, *from, *state, load, n_words, sections);
-      card.execute(frame->runs[load.kernel()]);
-      frame->report.from_device(sizeof(csd_report));
-      frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
-      if (bounce) state->from_device(bytes);
-    }, card_->run_limit());
+    card_->guarded(
+        "updating a tile",
+        [frame, state, from, bounce, load, bytes = tile.bytes(), n_words = static_cast<uint32_t>(tile.elems / kLanes),
+         sections = tile.sections] {
+          Card &card = *frame->card;
+          frame->grad.to_device(uint64_t{kWordBytes} * load.grad_words);
+          if (load.entry_words) frame->entries->to_device(uint64_t{kWordBytes} * load.entry_words);
+          frame->segments.to_device(uint64_t{kWordBytes} * load.segments);
+          frame->report.to_device(sizeof(csd_report));
+          if (bounce || from != state.get()) from->to_device(bytes);
+          set_args(*frame, *from, *state, load, n_words, sections);
+          card.execute(frame->runs[load.kernel()]);
+          frame->report.from_device(sizeof(csd_report));
+          frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
+          if (bounce) state->from_device(bytes);
+        },
+        card_->run_limit());
 
     check(tile, work, *reinterpret_cast<const csd_report *>(frame->report.bytes()));
     scatter(tile, work, *frame);
@@ -191,12 +205,20 @@ class XrtDevice : public FileDevice {
     for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
       const csd_param &param = work.params[p->param];
       if (!param.grad || !p->elems) continue;
-      if (p->tile_first % kLanes) throw Failure{CSD_EINVAL, "parameter " + std::to_string(p->param) + " does not begin with a word of the kernel's"};
+      if (p->tile_first % kLanes)
+        throw Failure{CSD_EINVAL,
+                      "parameter " + std::to_string(p->param) + " does not begin with a word of the kernel's"};
       const bool sparse = is_sparse(param);
-      segments[load.segments++] = {static_cast<uint32_t>(p->tile_first / kLanes), static_cast<uint32_t>(p->elems), sparse ? param.topk_dtype : param.grad_dtype,
-                                   param.param_dtype, work.hypers[param.hyper], sparse, 0};
+      segments[load.segments++] = {static_cast<uint32_t>(p->tile_first / kLanes),
+                                   static_cast<uint32_t>(p->elems),
+                                   sparse ? param.topk_dtype : param.grad_dtype,
+                                   param.param_dtype,
+                                   work.hypers[param.hyper],
+                                   sparse,
+                                   0};
       if (!sparse) {
-        memcpy(frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words, grad_at(*p, work, 0), p->elems * dtype_bytes(param.grad_dtype));
+        memcpy(frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words, grad_at(*p, work, 0),
+               p->elems * dtype_bytes(param.grad_dtype));
         load.grad_words += words(p->elems, param.grad_dtype);
       }
       load.param_words += words(p->elems, param.param_dtype);
@@ -221,8 +243,11 @@ class XrtDevice : public FileDevice {
   void check(const Tile &tile, Work &work, const csd_report &report) const {
     if (report.version == UINT32_MAX) Card::fail("it reads as all ones: it has dropped off the bus", ENODEV);
     if (report.version != kKernelVersion)
-      Card::fail("its kernel speaks version " + std::to_string(report.version) + ", and we " + std::to_string(kKernelVersion) + ": build both from the same source", EPROTO);
-    if (report.n_words != tile.elems / kLanes || report.bad_entries) Card::fail("its kernel has not done what it was told", EIO);
+      Card::fail("its kernel speaks version " + std::to_string(report.version) + ", and we " +
+                     std::to_string(kKernelVersion) + ": build both from the same source",
+                 EPROTO);
+    if (report.n_words != tile.elems / kLanes || report.bad_entries)
+      Card::fail("its kernel has not done what it was told", EIO);
     if (work.verify && !work.from_windows)
       for (uint32_t s = 0; s < tile.sections; s++)
         if (report.crc_in[s] != tile.slots[tile.slot].crc[s]) throw damaged(tile, s);
@@ -277,7 +302,8 @@ double seconds_of(size_t n, Start start) {
 csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes) {
   constexpr uint64_t kElems = 1 << 20, kRuns = 4;
   Pool *io = FileDevice::io_of(d);
-  if (!io || !d.card || bytes < 12 * kElems) throw Failure{CSD_EINVAL, "bad options of a device, or too little to measure with"};
+  if (!io || !d.card || bytes < 12 * kElems)
+    throw Failure{CSD_EINVAL, "bad options of a device, or too little to measure with"};
   const std::shared_ptr<Card> &card = d.card->card;
   XrtDevice device(d, *io, card);
   const std::vector<float *> buffers = device.allocate(d.buffers, 12 * kElems);
@@ -293,8 +319,12 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
   // As many requests in flight as the file system's threads make of them, buffers used in turns: what is in them does
   // not matter.
   if (device.p2p()) {
-    rates.card_to_drive = moved / seconds_of(tiles.size(), [&](size_t i, Done done) { device.store(tiles[i], buffers[i % buffers.size()], done); });
-    rates.drive_to_card = moved / seconds_of(tiles.size(), [&](size_t i, Done done) { device.load(tiles[i], buffers[i % buffers.size()], done); });
+    rates.card_to_drive = moved / seconds_of(tiles.size(), [&](size_t i, Done done) {
+                            device.store(tiles[i], buffers[i % buffers.size()], done);
+                          });
+    rates.drive_to_card = moved / seconds_of(tiles.size(), [&](size_t i, Done done) {
+                            device.load(tiles[i], buffers[i % buffers.size()], done);
+                          });
   }
   struct Seconds {
     double in, out, kernel;
@@ -311,12 +341,19 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
     memset(state->bytes(), 0, 12 * kElems);
     state->to_device(12 * kElems);
     memset(frame->grad.bytes(), 0, 4 * kElems);
-    seconds->in = timed([&] { for (uint64_t i = 0; i < kRuns; i++) frame->grad.to_device(4 * kElems); });
-    *reinterpret_cast<csd_segment *>(frame->segments.bytes()) = {0, kElems, CSD_F16, CSD_F16, {1, 0.9f, 0.1f, 0.999f, 0.001f, 0.001f, 1, 1e-8f, 1, 0}, 0, 0};
+    seconds->in = timed([&] {
+      for (uint64_t i = 0; i < kRuns; i++) frame->grad.to_device(4 * kElems);
+    });
+    *reinterpret_cast<csd_segment *>(frame->segments.bytes()) = {
+        0, kElems, CSD_F16, CSD_F16, {1, 0.9f, 0.1f, 0.999f, 0.001f, 0.001f, 1, 1e-8f, 1, 0}, 0, 0};
     frame->segments.to_device(kWordBytes);
     set_args(*frame, *state, *state, {1, kElems / 2 / kLanes, 0, kElems / 2 / kLanes}, kElems / kLanes, 3);
-    seconds->kernel = timed([&] { for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->runs[kDense]); });
-    seconds->out = timed([&] { for (uint64_t i = 0; i < kRuns; i++) frame->param.from_device(4 * kElems); });
+    seconds->kernel = timed([&] {
+      for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->runs[kDense]);
+    });
+    seconds->out = timed([&] {
+      for (uint64_t i = 0; i < kRuns; i++) frame->param.from_device(4 * kElems);
+    });
   });
   rates.to_card = kRuns * 4 * kElems / seconds->in;
   rates.from_card = kRuns * 4 * kElems / seconds->out;

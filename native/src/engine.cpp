@@ -1,23 +1,13 @@
 #include "engine.h"
 
-#include <errno.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <exception>
 #include <utility>
 
-#include "crc32c.h"
-#include "memory.h"
 #include "pool.h"
 #include "topk.h"
 
 namespace csd {
-
-constexpr uint64_t kStagger = 272;  // elements: 17 lines of a cache; three of them are less than a page
-static_assert(4 * 3 * kStagger < 4096);
 
 void BusyTime::enter() {
   if (going_on_++ == 0) since_ = Clock::now();
@@ -41,130 +31,16 @@ Engine::Engine(const csd_device *devices, uint32_t n) : lanes_(n) {
     lanes_[i].cache_bytes = devices[i].cache_bytes;
     lanes_[i].device = paced(make_device(devices[i]), devices[i], pacer);
     if (!lanes_[i].device)
-      throw Failure{CSD_EINVAL, std::string("no such back end, or bad options for it: ") + (devices[i].backend ? devices[i].backend : "(null)"), 0, static_cast<int32_t>(i)};
+      throw Failure{CSD_EINVAL,
+                    std::string("no such back end, or bad options for it: ") +
+                        (devices[i].backend ? devices[i].backend : "(null)"),
+                    0, static_cast<int32_t>(i)};
   }
 }
 
 Engine::~Engine() {
   Lock lock(mutex_);
   settle(lock);
-}
-
-// ---- Layout -----------------------------------------------------------------
-
-// For tiles of up to `bytes`, and so many on each device. If that fails, a device may be left without any; whoever needs
-// them asks again.
-void Engine::grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles) {
-  for (Lane &lane : lanes_) {
-    const auto device = static_cast<size_t>(&lane - lanes_.data());
-    uint64_t n = lane.depth;
-    if (lane.device->keeps_buffers() && lane.cache_bytes > 0)
-      n = std::max(n, std::min(n + static_cast<uint64_t>(lane.cache_bytes) / bytes, tiles[device]));
-    if (bytes <= lane.buffer_bytes && n <= lane.n_buffers) continue;
-    for (const Buffer &buffer : lane.free)
-      if (buffer.tile) buffer.tile->kept = false;
-    lane.free = {};
-    lane.buffer_bytes = lane.n_buffers = lane.counts.buffer_bytes = 0;
-    try {
-      for (float *at : lane.device->allocate(static_cast<uint32_t>(n), bytes)) lane.free.push_back({at, nullptr});
-    } catch (Failure &failure) {
-      failure.device = static_cast<int32_t>(device);
-      throw;
-    }
-    lane.buffer_bytes = bytes;
-    lane.n_buffers = static_cast<uint32_t>(n);
-    lane.counts.buffer_bytes = lane.device->memory_bytes();
-  }
-}
-
-void Engine::extend(const csd_extent &e, float **windows) {
-  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 3 || e.sections > 4)
-    throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 3 or 4 sections"};
-  if (e.slots < 1 || e.slots > 2) throw Failure{CSD_EINVAL, "a tile has 1 or 2 slots"};
-  for (uint32_t i = 0; e.states && i < e.n_tiles; i++)
-    if (e.states[i].slot >= e.slots) throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is in a slot that there is not"};
-  for (uint64_t i = 0; i < e.n_pieces; i++) {
-    const csd_piece &p = e.pieces[i];
-    const bool in_order = i == 0 || e.pieces[i - 1].tile < p.tile || (e.pieces[i - 1].tile == p.tile && e.pieces[i - 1].tile_first + e.pieces[i - 1].elems <= p.tile_first);
-    if (p.tile >= e.n_tiles || p.tile_first > e.tile_elems || p.elems > e.tile_elems - p.tile_first || !in_order)
-      throw Failure{CSD_EINVAL, "piece " + std::to_string(i) + " is out of its tile or out of order"};
-  }
-  std::vector<uint32_t> device(e.n_tiles);
-  for (uint32_t i = 0; i < e.n_tiles; i++) {
-    device[i] = e.devices ? e.devices[i] : i % static_cast<uint32_t>(lanes_.size());
-    if (device[i] >= lanes_.size()) throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is on a device that there is not"};
-  }
-  Lock lock(mutex_);
-  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
-  settle_writes(lock);  // buffers may be exchanged for larger ones
-
-  // Windows that nothing is mapped over start at different lines of a page: streams that run through memory at equal
-  // distances of pages meet in the same sets and banks, which was measured to cost 2 to 10 % of the bandwidth.
-  const bool resident = std::all_of(lanes_.begin(), lanes_.end(), [](const Lane &l) { return l.device->resident(); });
-  HugeMemory memory[4];
-  float *window[4] = {};
-  for (uint32_t s = 0; s < e.sections; s++) {
-    memory[s] = HugeMemory(4 * e.tile_elems * e.n_tiles + page);
-    window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
-  }
-  const uint64_t largest = std::max(largest_tile_, 4 * e.tile_elems * e.sections);
-  std::vector<uint64_t> on_device = tiles_on_device();
-  for (const uint32_t d : device) on_device[d]++;
-  grow_buffers(largest, on_device);
-
-  const uint32_t first_tile = static_cast<uint32_t>(tiles_.size());
-  std::vector<uint64_t> end_of_file(e.file_offset, e.file_offset + lanes_.size());
-  const std::vector<csd_piece> &pieces = pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
-  const csd_piece *piece = pieces.data(), *const end = piece + pieces.size();
-  for (uint32_t i = 0; i < e.n_tiles; i++) {
-    Tile &t = tiles_.emplace_back();
-    t.index = first_tile + i;
-    t.device = device[i];
-    t.sections = e.sections;
-    t.elems = e.tile_elems;
-    t.n_slots = e.slots;
-    t.file_offset = std::exchange(end_of_file[t.device], end_of_file[t.device] + e.slots * t.bytes());
-    if (e.states) {
-      t.slot = e.states[i].slot;
-      t.slots[t.slot].summed = e.states[i].summed;
-      std::copy_n(e.states[i].crc, 4, t.slots[t.slot].crc);
-    }
-    t.pieces = piece;
-    while (piece != end && piece->tile == i) piece++;
-    t.n_pieces = static_cast<uint64_t>(piece - t.pieces);
-    for (uint32_t s = 0; s < e.sections; s++) t.window[s] = window[s] + i * e.tile_elems;
-    try {
-      show(t, !e.states);
-    } catch (...) {
-      tiles_.resize(first_tile);
-      pieces_.pop_back();
-      throw;
-    }
-  }
-  for (uint32_t s = 0; s < e.sections; s++) windows[s] = window[s], memory[s].release();
-  largest_tile_ = largest;
-}
-
-std::vector<uint64_t> Engine::tiles_on_device() const {
-  std::vector<uint64_t> n(lanes_.size());
-  for (const Tile &t : tiles_) n[t.device]++;
-  return n;
-}
-
-void Engine::show(Tile &t, bool open) {
-  if (open) forget(t);  // what is written to the windows is not written to the buffer
-  const uint32_t before = std::exchange(t.shown, t.slot);
-  const bool was_open = std::exchange(t.open, open);
-  const int error = lanes_[t.device].device->map(t);
-  if (error == 0) return;
-  t.shown = before;
-  t.open = was_open;
-  const int32_t device = static_cast<int32_t>(t.device);
-  if (error == ENOMEM)
-    throw Failure{CSD_ENOMEM, "cannot map tile " + std::to_string(t.index) + " of " + std::to_string(tiles_.size()) + ": each takes " + std::to_string(t.sections) +
-                                  " mappings and vm.max_map_count is used up; raise it with sysctl, or choose a larger tile_size,", error, device};
-  throw Failure{CSD_EIO, "mapping tile " + std::to_string(t.index), error, device};
 }
 
 // ---- A step -----------------------------------------------------------------
@@ -175,10 +51,15 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
   settle_writes(lock);
   for (uint64_t i = 0; i < n_params; i++)
-    if (params[i].grad && (params[i].hyper >= n_hypers || params[i].grad_dtype > CSD_BF16 || params[i].param_dtype > CSD_BF16))
-      throw Failure{CSD_EINVAL, "parameter " + std::to_string(i) + " names a dtype or hyperparameters that do not exist"};
-    else if (params[i].grad && !(params[i].topk >= 0 && params[i].topk <= 1 && (params[i].topk == 0 || params[i].topk_dtype == CSD_F16 || params[i].topk_dtype == CSD_BF16)))
-      throw Failure{CSD_EINVAL, "Top-K of parameter " + std::to_string(i) + " is not a share from 0 to 1, or sends no values of 16 bits"};
+    if (params[i].grad &&
+        (params[i].hyper >= n_hypers || params[i].grad_dtype > CSD_BF16 || params[i].param_dtype > CSD_BF16))
+      throw Failure{CSD_EINVAL,
+                    "parameter " + std::to_string(i) + " names a dtype or hyperparameters that do not exist"};
+    else if (params[i].grad &&
+             !(params[i].topk >= 0 && params[i].topk <= 1 &&
+               (params[i].topk == 0 || params[i].topk_dtype == CSD_F16 || params[i].topk_dtype == CSD_BF16)))
+      throw Failure{CSD_EINVAL, "Top-K of parameter " + std::to_string(i) +
+                                    " is not a share from 0 to 1, or sends no values of 16 bits"};
   std::vector<bool> named(tiles_.size());
   for (uint32_t i = 0; i < n_tiles; i++) {
     if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
@@ -186,10 +67,12 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
     named[tiles[i]] = true;
     const Tile &t = tiles_[tiles[i]];
     for (uint64_t p = 0; p < t.n_pieces; p++)
-      if (const uint32_t param = t.pieces[p].param; param >= n_params) throw Failure{CSD_EINVAL, "no parameter " + std::to_string(param)};
+      if (const uint32_t param = t.pieces[p].param; param >= n_params)
+        throw Failure{CSD_EINVAL, "no parameter " + std::to_string(param)};
       else if (params[param].grad && hypers[params[param].hyper].amsgrad && t.sections == 3)
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has no max_exp_avg_sq for amsgrad"};
-      else if (params[param].grad && params[param].master != CSD_IN_SECTION && !lanes_[t.device].device->reaches_params())
+      else if (params[param].grad && params[param].master != CSD_IN_SECTION &&
+               !lanes_[t.device].device->reaches_params())
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " cannot be its own master on this device"};
   }
   grow_buffers(largest_tile_, tiles_on_device());
@@ -238,7 +121,10 @@ bool Engine::pump(Lane &l) {
   if (!l.device->resident()) {
     if (l.on_way == l.depth) return false;
     // So that the drive always has both to read and to write: beside tiles that need no read goes one that does.
-    const auto ahead = 2 * l.read < l.on_way ? std::find_if(next, l.waiting.end(), [](const Job *job) { return job->must_read(); }) : next;
+    const auto ahead = 2 * l.read < l.on_way
+                           ? std::find_if(
+                                 next, l.waiting.end(), [](const Job *job) { return job->must_read(); })
+                           : next;
     if (ahead != next && ahead != l.waiting.end() && take_buffer(l, **ahead, true)) next = ahead;
     else if (!take_buffer(l, **next, false)) return false;
   }
@@ -253,47 +139,6 @@ bool Engine::pump(Lane &l) {
     l.device->load(*job.tile, job.buffer, [this, &job](int error) { on_loaded(job, error); });
   }
   return true;
-}
-
-// The one that has the tile; else one that has nothing, or what is needed last. `ahead` of others: then it is not worth
-// what this step or the beginning of the next could do without a read.
-bool Engine::take_buffer(Lane &l, Job &job, bool ahead) {
-  Tile &t = *job.tile;
-  const auto later = [this, &l](const Buffer &a, const Buffer &b) { return needed_in(l, a) < needed_in(l, b); };
-  const auto found = t.kept ? std::find_if(l.free.begin(), l.free.end(), [&t](const Buffer &b) { return b.tile == &t; })
-                            : std::max_element(l.free.begin(), l.free.end(), later);
-  if (found == l.free.end() || (ahead && needed_in(l, *found) < l.in_step + l.n_buffers)) return false;
-  job.read = job.must_read();
-  // Who holds an open window may write there.
-  job.work.verify = !job.work.from_windows && t.slots[t.slot].summed && (t.kept || !t.open);
-  if (found->tile) found->tile->kept = false;
-  job.buffer = found->at;
-  l.free.erase(found);
-  l.on_way++;
-  l.read += job.read;
-  return true;
-}
-
-// How many tiles of its device flow before the one that a buffer has, if the next step flows the other way round.
-uint64_t Engine::needed_in(const Lane &l, const Buffer &buffer) const {
-  if (!buffer.tile) return UINT64_MAX;
-  const Job *job = buffer.tile->index < job_of_tile_.size() ? job_of_tile_[buffer.tile->index] : nullptr;
-  if (!job) return UINT64_MAX - 1;  // nobody knows
-  return job->begun ? 2 * l.in_step - job->place : job->place;
-}
-
-void Engine::release_buffer(Job &job, bool keep) {
-  Lane &l = lane(job);
-  job.tile->kept = keep;
-  l.free.push_back({std::exchange(job.buffer, nullptr), keep ? job.tile : nullptr});
-  l.on_way--;
-  l.read -= job.read;
-}
-
-void Engine::forget(Tile &t) {
-  if (!std::exchange(t.kept, false)) return;
-  for (Buffer &buffer : lanes_[t.device].free)
-    if (buffer.tile == &t) buffer.tile = nullptr;
 }
 
 void Engine::on_loaded(Job &job, int os_errno) {
@@ -315,10 +160,14 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
   Job *job = tile < job_of_tile_.size() ? job_of_tile_[tile] : nullptr;
   if (!job || job->pushed || !grad != !param)
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is not part of this step, was pushed before, or has half an image"};
-  const bool sparse = std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces, [this](const csd_piece &p) { return is_sparse(params_[p.param]); });
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) +
+                                  " is not part of this step, was pushed before, or has half an image"};
+  const bool sparse = std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
+                                  [this](const csd_piece &p) { return is_sparse(params_[p.param]); });
   if (!entries == (grad && sparse))
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + (entries ? " has entries, and no sparse gradients in an image" : " has sparse gradients in an image, and no entries")};
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) +
+                                  (entries ? " has entries, and no sparse gradients in an image"
+                                           : " has sparse gradients in an image, and no entries")};
   job->pushed = true;
   job->work.grad_image = grad;
   job->work.param_image = param;
@@ -331,7 +180,8 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
 void Engine::update_if_ready(Job &job) {
   if (failed_ || !job.loaded || !job.pushed) return;
   began(job, CSD_UPDATE);
-  lane(job).device->update(*job.tile, job.buffer, job.work, [this, &job](const Failure &failure) { on_updated(job, failure); });
+  lane(job).device->update(*job.tile, job.buffer, job.work,
+                           [this, &job](const Failure &failure) { on_updated(job, failure); });
 }
 
 void Engine::on_updated(Job &job, const Failure &failure) {
@@ -347,7 +197,8 @@ void Engine::on_updated(Job &job, const Failure &failure) {
     l.counts.nonfinite += job.work.nonfinite;
     job.given = true;
     not_given_--;
-    const bool owed = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces, [this](const csd_piece &p) { return feeds_back(params_[p.param]); });
+    const bool owed = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces,
+                                  [this](const csd_piece &p) { return feeds_back(params_[p.param]); });
     if (!owed) job.work.selected = std::vector<uint32_t>();  // {} would keep its memory
     if (job.work.grad_image) {
       images_out_--;
@@ -375,7 +226,8 @@ void Engine::on_stored(Job &job, int os_errno) {
   } else if (os_errno) {
     // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes it.
     // Keep the data in its buffer and let the next drain try again.
-    failure_ = {CSD_EIO, "writing tile " + std::to_string(job.tile->index), os_errno, static_cast<int32_t>(job.tile->device)};
+    failure_ = {CSD_EIO, "writing tile " + std::to_string(job.tile->index), os_errno,
+                static_cast<int32_t>(job.tile->device)};
     unwritten_.push_back(&job);
   } else {
     l.counts.write_bytes += job.tile->bytes();
@@ -442,7 +294,8 @@ void Engine::finish(bool keep) {
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
   if (keep)
     for (const Job &job : jobs_)
-      if (!job.pushed && !failed_) failure_ = {CSD_ESTATE, "tile " + std::to_string(job.tile->index) + " was never pushed"}, failed_ = true;
+      if (!job.pushed && !failed_)
+        failure_ = {CSD_ESTATE, "tile " + std::to_string(job.tile->index) + " was never pushed"}, failed_ = true;
   if (keep) pulled_.wait(lock, [this] { return not_given_ == 0 || failed_; });
   if (keep && !failed_) {
     phase_ = Phase::idle;
@@ -457,7 +310,8 @@ void Engine::finish(bool keep) {
   const bool undone = undo();
   phase_ = Phase::idle;
   failed_ = false;
-  if (!undone) throw Failure{CSD_ETORN, broken ? failure_.text : "the step was given up", failure_.os_errno, failure_.device};
+  if (!undone)
+    throw Failure{CSD_ETORN, broken ? failure_.text : "the step was given up", failure_.os_errno, failure_.device};
   if (broken) throw failure_;
 }
 
@@ -505,32 +359,6 @@ void Engine::settle_writes(Lock &lock) {
   if (!unwritten_.empty()) throw failure_;
 }
 
-void Engine::drain(bool open) {
-  Lock lock(mutex_);
-  if (phase_ == Phase::stepping) throw Failure{CSD_ESTATE, "a step is under way"};
-  settle_writes(lock);
-  for (Tile &t : tiles_) {
-    if (t.shown == t.slot && t.open == open) continue;
-    Slot &slot = t.slots[t.slot];
-    if (t.open && !open && !slot.summed) {  // then nothing has been stored since: the windows show the current slot
-      std::fill_n(slot.crc, 4, 0);
-      crc32c_sections(slot.crc, t.window, t.sections, 0, t.elems);
-      slot.summed = true;
-    }
-    show(t, open);
-  }
-}
-
-void Engine::edited(const uint32_t *tiles, uint32_t n) {
-  Lock lock(mutex_);
-  for (uint32_t i = 0; i < n; i++) {
-    if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
-    Tile &t = tiles_[tiles[i]];
-    if (t.open) t.slots[t.slot].summed = false;
-    else if (t.shown == t.slot) t.edited = true;  // else to a window from before the last step, which shows nothing that counts
-  }
-}
-
 void Engine::close() {
   try {
     finish(false);
@@ -556,18 +384,6 @@ uint32_t Engine::undone(uint32_t *tiles, uint32_t n) const {
   Lock lock(mutex_);
   std::copy_n(undone_.begin(), std::min<size_t>(n, undone_.size()), tiles);
   return static_cast<uint32_t>(undone_.size());
-}
-
-void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *out) {
-  Lock lock(mutex_);
-  if (first + static_cast<uint64_t>(n) > tiles_.size()) throw Failure{CSD_EINVAL, "no such tiles"};
-  for (uint32_t i = 0; i < n; i++) {
-    const Tile &t = tiles_[first + i];
-    const Slot &slot = t.slots[t.slot];
-    out[i].slot = t.slot;
-    out[i].summed = slot.summed;
-    memcpy(out[i].crc, slot.crc, sizeof slot.crc);
-  }
 }
 
 uint32_t Engine::events(csd_event *events, uint32_t n) {

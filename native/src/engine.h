@@ -55,7 +55,7 @@ class Engine {
     Tile *tile;
     float *buffer = nullptr;  // null on a resident device
     Work work{};
-    uint32_t shown = 0;       // the slot that the windows showed when the step began
+    uint32_t shown = 0;         // the slot that the windows showed when the step began
     Clock::time_point began{};  // the read, update or write that is under way
     uint64_t place = 0;         // among the tiles of its device, in the order in which they flow
     bool must_read() const { return !tile->kept && !work.from_windows; }
@@ -67,16 +67,16 @@ class Engine {
   };
   struct Lane {  // a device and what is queued on it
     std::unique_ptr<Device> device;
-    uint32_t depth = 0;            // so many tiles are on their way at once
-    int64_t cache_bytes = 0;       // see csd_device
-    uint64_t buffer_bytes = 0;     // of each
-    uint32_t n_buffers = 0;        // not fewer than `depth`
+    uint32_t depth = 0;         // so many tiles are on their way at once
+    int64_t cache_bytes = 0;    // see csd_device
+    uint64_t buffer_bytes = 0;  // of each
+    uint32_t n_buffers = 0;     // not fewer than `depth`
     std::vector<Buffer> free;
-    std::deque<Job *> waiting;     // not yet begun
-    uint64_t in_step = 0;          // tiles of this step
-    uint32_t on_way = 0, read = 0; // begun and not yet stored; those of them that had to be read
+    std::deque<Job *> waiting;      // not yet begun
+    uint64_t in_step = 0;           // tiles of this step
+    uint32_t on_way = 0, read = 0;  // begun and not yet stored; those of them that had to be read
     csd_stats counts{};
-    BusyTime busy[3];              // by csd_event_kind
+    BusyTime busy[3];  // by csd_event_kind
   };
 
   using Lock = std::unique_lock<std::mutex>;
@@ -95,7 +95,9 @@ class Engine {
   uint64_t needed_in(const Lane &, const Buffer &) const;
   void forget(Tile &);
   std::vector<uint64_t> tiles_on_device() const;
-  void settle(Lock &lock) { settled_.wait(lock, [this] { return going_on_ == 0; }); }
+  void settle(Lock &lock) {
+    settled_.wait(lock, [this] { return going_on_ == 0; });
+  }
   bool undo();
   void feed_back_all(Lock &);
   void settle_writes(Lock &);
@@ -104,7 +106,7 @@ class Engine {
 
   mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates
   std::condition_variable settled_, pulled_;
-  std::deque<Tile> tiles_;    // a deque: tiles never move
+  std::deque<Tile> tiles_;  // a deque: tiles never move
   std::deque<std::vector<csd_piece>> pieces_;
   std::vector<Lane> lanes_;
   uint64_t largest_tile_ = 0;  // bytes
@@ -115,16 +117,16 @@ class Engine {
   std::vector<csd_adamw> hypers_;
   std::deque<Job> jobs_;
   std::vector<Job *> job_of_tile_;
-  std::deque<uint32_t> to_pull_;   // updated, pushed with an image
+  std::deque<uint32_t> to_pull_;  // updated, pushed with an image
   uint64_t not_given_ = 0, images_out_ = 0;
-  uint64_t going_on_ = 0;          // loads, updates and stores under way
+  uint64_t going_on_ = 0;  // loads, updates and stores under way
   bool failed_ = false;
   Failure failure_{};
-  std::vector<Job *> unwritten_;   // whose write failed after the step was whole
+  std::vector<Job *> unwritten_;  // whose write failed after the step was whole
   std::vector<uint32_t> undone_;
   bool traced_ = false;
   std::vector<csd_event> events_;
-  uint64_t feeding_back_ = 0;      // tiles whose residuals are being brought up to date
+  uint64_t feeding_back_ = 0;  // tiles whose residuals are being brought up to date
 };
 
 }  // namespace csd

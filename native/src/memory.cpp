@@ -16,7 +16,8 @@ constexpr uint64_t kHugePage = 2 << 20;
 HugeMemory::HugeMemory(uint64_t bytes) : bytes_(bytes) {
   if (bytes == 0) return;
   // Mapped larger by a huge page and trimmed, so that it begins on one. Nothing is reserved: untouched pages cost nothing.
-  void *raw = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void *raw =
+      mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) throw Failure{CSD_ENOMEM, "cannot map " + std::to_string(bytes) + " bytes of memory", errno};
   const uintptr_t from = reinterpret_cast<uintptr_t>(raw), begin = (from + kHugePage - 1) / kHugePage * kHugePage;
   if (begin > from) munmap(raw, begin - from);

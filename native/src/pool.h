@@ -26,8 +26,8 @@ class Pool {
   void grow(uint32_t threads);    // unless there are as many
   uint32_t size();
 
-  static Pool &updates();               // as many threads as CPUs this process may run on
-  static Pool &io(dev_t file_system);   // CSD_IO_DEPTH requests in flight
+  static Pool &updates();              // as many threads as CPUs this process may run on
+  static Pool &io(dev_t file_system);  // CSD_IO_DEPTH requests in flight
 
  private:
   friend struct Pools;

@@ -25,7 +25,8 @@ T *grown(std::vector<T> &scratch, uint64_t n) {
 Part part_of(const csd_piece &piece, const Work &work) {
   const csd_param &p = work.params[piece.param];
   uint16_t *const residual = p.residual ? static_cast<uint16_t *>(p.residual) + piece.param_first : nullptr;
-  const uint32_t seed = static_cast<uint32_t>(piece.param_first) + p.seed * 0x9e3779b9u;  // 2^32 / golden ratio: steps far apart
+  const uint32_t seed =
+      static_cast<uint32_t>(piece.param_first) + p.seed * 0x9e3779b9u;  // 2^32 / golden ratio: steps far apart
   return {grad_at(piece, work, 0), p.grad_dtype, residual, work.hypers[p.hyper].grad_scale, p.topk_dtype, seed};
 }
 
@@ -78,15 +79,18 @@ void select_entries(const Tile &tile, Work &work) {
 }
 
 [[noreturn]] void malformed(const Tile &tile, uint64_t block, const char *what) {
-  throw Failure{CSD_EINVAL, "the entries of tile " + std::to_string(tile.index) + " are malformed: in block " + std::to_string(block) + ", " + what};
+  throw Failure{CSD_EINVAL, "the entries of tile " + std::to_string(tile.index) + " are malformed: in block " +
+                                std::to_string(block) + ", " + what};
 }
 
 void check_entries(const Tile &tile, const Work &work) {
   const uint32_t *at = work.entries, *const end = at + work.n_entries;
   const csd_piece *piece = tile.pieces, *const last_piece = piece + tile.n_pieces;
   for (uint64_t block = 0; block < blocks_of(tile); block++) {
-    const uint64_t first = block * kBlockElems, elems = std::min<uint64_t>(kBlockElems, tile.elems - first), left = static_cast<uint64_t>(end - at);
-    const uint64_t words = left ? (uint64_t{*at} + kLanes) / kLanes * kLanes : 1;  // the count and the entries, in whole words
+    const uint64_t first = block * kBlockElems, elems = std::min<uint64_t>(kBlockElems, tile.elems - first),
+                   left = static_cast<uint64_t>(end - at);
+    const uint64_t words =
+        left ? (uint64_t{*at} + kLanes) / kLanes * kLanes : 1;  // the count and the entries, in whole words
     if (words > left) malformed(tile, block, "there are more entries than words");
     uint64_t next = 0;  // the least index that is in order
     for (const uint32_t *entry = at + 1; entry != at + 1 + *at; entry++) {
@@ -146,7 +150,8 @@ uint64_t select(const Part &part, uint64_t n, uint64_t k, Scratch &scratch, cons
   for (uint64_t i = 0; i < count; i++) magnitudes[i] = magnitude(values[indices[i]], part.dtype);
   std::nth_element(magnitudes, magnitudes + k - 1, magnitudes + count, std::greater<>());
   const uint16_t bound = magnitudes[k - 1];
-  uint64_t equal = k - static_cast<uint64_t>(std::count_if(magnitudes, magnitudes + k, [bound](uint16_t m) { return m > bound; }));
+  uint64_t equal =
+      k - static_cast<uint64_t>(std::count_if(magnitudes, magnitudes + k, [bound](uint16_t m) { return m > bound; }));
   uint64_t chosen = 0;
   for (uint64_t i = 0; i < count; i++) {
     const uint16_t own = magnitude(values[indices[i]], part.dtype);
@@ -158,7 +163,9 @@ uint64_t select(const Part &part, uint64_t n, uint64_t k, Scratch &scratch, cons
 }
 
 bool provide_entries(const Tile &tile, Work &work) {
-  if (std::none_of(tile.pieces, tile.pieces + tile.n_pieces, [&work](const csd_piece &p) { return is_sparse(work.params[p.param]); })) return false;
+  if (std::none_of(tile.pieces, tile.pieces + tile.n_pieces,
+                   [&work](const csd_piece &p) { return is_sparse(work.params[p.param]); }))
+    return false;
   if (work.entries) check_entries(tile, work);
   else select_entries(tile, work);
   work.pushed += 4 * work.n_entries;

@@ -34,8 +34,10 @@ struct Part {
 
 // The vectorised loops (topk_loop.h), in the instruction set in use.
 void round_part(const Part &, uint64_t n, uint16_t *values);  // values[i] = what would be sent of element i
-void feed_back_part(const Part &, uint64_t first, uint64_t n, const uint16_t *sent);  // sent: of elements [first, first + n)
-uint64_t collect(const uint16_t *values, uint64_t n, uint16_t least, uint32_t *indices);  // of magnitudes from `least` on
+void feed_back_part(const Part &, uint64_t first, uint64_t n,
+                    const uint16_t *sent);  // sent: of elements [first, first + n)
+uint64_t collect(const uint16_t *values, uint64_t n, uint16_t least,
+                 uint32_t *indices);  // of magnitudes from `least` on
 
 // How many of n are sent.
 uint64_t topk_count(double ratio, uint64_t n);

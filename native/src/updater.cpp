@@ -22,8 +22,9 @@
 #define CSD_SIMD 0
 namespace csd::scalar {
 #include "updater_loop.h"
+// uses it
 #include "topk_loop.h"
-}
+}  // namespace csd::scalar
 #undef CSD_SIMD
 
 #if CSD_X86
@@ -36,8 +37,9 @@ namespace csd::scalar {
 #endif
 namespace csd::avx2 {
 #include "updater_loop.h"
+// uses it
 #include "topk_loop.h"
-}
+}  // namespace csd::avx2
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -54,8 +56,9 @@ namespace csd::avx2 {
 #endif
 namespace csd::avx512 {
 #include "updater_loop.h"
+// uses it
 #include "topk_loop.h"
-}
+}  // namespace csd::avx512
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -88,7 +91,9 @@ std::atomic<int32_t> used_isa{best_isa()};
 
 uint64_t update(const Span &span, int32_t isa) { return CSD_IN(isa, update(span)); }
 
-void round_part(const Part &part, uint64_t n, uint16_t *values) { CSD_IN(used_isa.load(), round_part(part, n, values)); }
+void round_part(const Part &part, uint64_t n, uint16_t *values) {
+  CSD_IN(used_isa.load(), round_part(part, n, values));
+}
 
 void feed_back_part(const Part &part, uint64_t first, uint64_t n, const uint16_t *sent) {
   CSD_IN(used_isa.load(), feed_back_part(part, first, n, sent));

@@ -6,13 +6,13 @@
 
 namespace csd {
 
-struct Span {          // n elements of one parameter
+struct Span {  // n elements of one parameter
   const csd_adamw *hyper;
   uint64_t n;
   const void *grad;
   uint32_t grad_dtype;
-  float *state[4];     // one per csd_section; the last is null without amsgrad
-  void *param;         // null: nobody wants the rounded master
+  float *state[4];  // one per csd_section; the last is null without amsgrad
+  void *param;      // null: nobody wants the rounded master
   uint32_t param_dtype;
 };
 

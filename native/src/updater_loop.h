@@ -84,8 +84,7 @@ static uint64_t update(const Span &s) {
     if (s.hyper->amsgrad)
       rule<true>(*s.hyper, n, grad, master, s.state[CSD_EXP_AVG] + i, s.state[CSD_EXP_AVG_SQ] + i,
                  s.state[CSD_MAX_EXP_AVG_SQ] + i);
-    else
-      rule<false>(*s.hyper, n, grad, master, s.state[CSD_EXP_AVG] + i, s.state[CSD_EXP_AVG_SQ] + i, nullptr);
+    else rule<false>(*s.hyper, n, grad, master, s.state[CSD_EXP_AVG] + i, s.state[CSD_EXP_AVG_SQ] + i, nullptr);
 
     if (!s.param) continue;
     if (s.param_dtype == CSD_F32) {

@@ -17,15 +17,21 @@ constexpr const char *kLibrary = "libxrt_coreutil.so.2";
 void *open_library() {
   // XRT finds its own drivers below XILINX_XRT: take the library from there, too.
   if (const char *root = getenv("XILINX_XRT"))
-    if (void *library = dlopen((std::string(root) + "/lib/" + kLibrary).c_str(), RTLD_NOW | RTLD_GLOBAL)) return library;
+    if (void *library = dlopen((std::string(root) + "/lib/" + kLibrary).c_str(), RTLD_NOW | RTLD_GLOBAL))
+      return library;
   if (void *library = dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL)) return library;
-  throw Failure{CSD_EDEVICE, std::string("the Xilinx runtime (XRT) is not here: ") + dlerror() + ". docs/smartssd.md says how to install it", ENOENT};
+  throw Failure{
+      CSD_EDEVICE,
+      std::string("the Xilinx runtime (XRT) is not here: ") + dlerror() + ". docs/smartssd.md says how to install it",
+      ENOENT};
 }
 
 template <typename Function>
 void find(void *library, Function &function, const char *name) {
   function = reinterpret_cast<Function>(dlsym(library, name));
-  if (!function) throw Failure{CSD_EDEVICE, std::string("this XRT has no function ") + name + "; it has to be 2.13 or later", ENOSYS};
+  if (!function)
+    throw Failure{CSD_EDEVICE, std::string("this XRT has no function ") + name + "; it has to be 2.13 or later",
+                  ENOSYS};
 }
 
 }  // namespace

@@ -20,23 +20,33 @@ enum { kRules = 4, kPage = 4096 };
 
 /* What a call is. A tile's transfer is aligned in memory and file and longer than a page; everything else that reads or
  * writes is metadata (superblock, manifest, table), or the trial of direct I/O. */
-enum { kTileRead = 1, kTileWrite = 2, kMetaRead = 4, kMetaWrite = 8, kAllocate = 16, kSync = 32, kDirectIo = 64, kDirectOpen = 128,
-       kTruncate = 256, kRename = 512 };
+enum {
+  kTileRead = 1,
+  kTileWrite = 2,
+  kMetaRead = 4,
+  kMetaWrite = 8,
+  kAllocate = 16,
+  kSync = 32,
+  kDirectIo = 64,
+  kDirectOpen = 128,
+  kTruncate = 256,
+  kRename = 512
+};
 
 /* The last three kill the process: before the call, when half of its transfer is done, after it. */
 enum { kError = 0, kShort = 1, kEof = 2, kKillBefore = 3, kKillMiddle = 4, kKillAfter = 5 };
 
-struct rule {          /* the numpy dtype RULE in __init__.py */
+struct rule { /* the numpy dtype RULE in __init__.py */
   uint32_t active;
-  uint32_t calls;      /* kTileRead | ... */
-  uint32_t effect;     /* fail with `error`, move at most a page, end of file, or kill */
+  uint32_t calls;  /* kTileRead | ... */
+  uint32_t effect; /* fail with `error`, move at most a page, end of file, or kill */
   int32_t error;
-  uint64_t skip;       /* let so many matching calls through first */
-  uint64_t times;      /* then strike so many */
-  uint64_t hold;       /* but not while this is set */
+  uint64_t skip;  /* let so many matching calls through first */
+  uint64_t times; /* then strike so many */
+  uint64_t hold;  /* but not while this is set */
   uint64_t seen;
   uint64_t struck;
-  char path[192];      /* only files whose path contains this */
+  char path[192]; /* only files whose path contains this */
 };
 
 static struct rule *rules;
@@ -85,9 +95,7 @@ static size_t cut(size_t n, uint32_t calls) {
 }
 
 /* As above, but half of it. */
-static size_t half(size_t n, uint32_t calls) {
-  return n > kPage ? n / 2 / kPage * kPage : cut(n, calls);
-}
+static size_t half(size_t n, uint32_t calls) { return n > kPage ? n / 2 / kPage * kPage : cut(n, calls); }
 
 static void kill_if(const struct rule *r, uint32_t effect) {
   if (!r || r->effect != effect) return;
@@ -106,18 +114,18 @@ static int fails(const struct rule *r) { return r && r->effect < kKillBefore; }
 /* The function behind the one that is interposed. */
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-#define TRANSFER(name, writes, buffer_type, offset_type)            \
+#define TRANSFER(name, writes, buffer_type, offset_type)               \
   ssize_t name(int fd, buffer_type buffer, size_t n, offset_type at) { \
-    const uint32_t calls = kind(fd, writes, buffer, n, at);         \
-    const struct rule *r = struck(calls, fd, NULL);                 \
-    if (r && r->effect == kError) return errno = r->error, -1;      \
-    if (r && r->effect == kEof) return 0;                           \
-    kill_if(r, kKillBefore);                                        \
-    if (fails(r)) n = cut(n, calls);                                \
-    if (r && r->effect == kKillMiddle) n = half(n, calls);          \
-    const ssize_t moved = REAL(name)(fd, buffer, n, at);            \
-    kill_after(r);                                                  \
-    return moved;                                                   \
+    const uint32_t calls = kind(fd, writes, buffer, n, at);            \
+    const struct rule *r = struck(calls, fd, NULL);                    \
+    if (r && r->effect == kError) return errno = r->error, -1;         \
+    if (r && r->effect == kEof) return 0;                              \
+    kill_if(r, kKillBefore);                                           \
+    if (fails(r)) n = cut(n, calls);                                   \
+    if (r && r->effect == kKillMiddle) n = half(n, calls);             \
+    const ssize_t moved = REAL(name)(fd, buffer, n, at);               \
+    kill_after(r);                                                     \
+    return moved;                                                      \
   }
 TRANSFER(pread, 0, void *, off_t)
 TRANSFER(pread64, 0, void *, off64_t)
@@ -125,14 +133,14 @@ TRANSFER(pwrite, 1, const void *, off_t)
 TRANSFER(pwrite64, 1, const void *, off64_t)
 
 /* Python tries direct I/O out with these. */
-#define VECTOR(name, writes, parameters, arguments)                                   \
-  ssize_t name parameters {                                                           \
+#define VECTOR(name, writes, parameters, arguments)                                         \
+  ssize_t name parameters {                                                                 \
     const struct rule *r = struck(kind(fd, writes, v->iov_base, v->iov_len, at), fd, NULL); \
-    if (r && r->effect == kError) return errno = r->error, -1;                        \
-    kill_if(r, kKillBefore);                                                          \
-    const ssize_t moved = REAL(name) arguments;                                       \
-    kill_after(r);                                                                    \
-    return moved;                                                                     \
+    if (r && r->effect == kError) return errno = r->error, -1;                              \
+    kill_if(r, kKillBefore);                                                                \
+    const ssize_t moved = REAL(name) arguments;                                             \
+    kill_after(r);                                                                          \
+    return moved;                                                                           \
   }
 VECTOR(preadv, 0, (int fd, const struct iovec *v, int n, off_t at), (fd, v, n, at))
 VECTOR(preadv64, 0, (int fd, const struct iovec *v, int n, off64_t at), (fd, v, n, at))
@@ -143,27 +151,27 @@ VECTOR(pwritev64, 1, (int fd, const struct iovec *v, int n, off64_t at), (fd, v,
 VECTOR(pwritev2, 1, (int fd, const struct iovec *v, int n, off_t at, int flags), (fd, v, n, at, flags))
 VECTOR(pwritev64v2, 1, (int fd, const struct iovec *v, int n, off64_t at, int flags), (fd, v, n, at, flags))
 
-#define ALLOCATE(name, offset_type)                                  \
-  int name(int fd, offset_type at, offset_type n) {                  \
-    const struct rule *r = struck(kAllocate, fd, NULL);              \
-    if (fails(r)) return r->error;                                   \
-    kill_if(r, kKillBefore);                                         \
-    if (r && r->effect == kKillMiddle && n > kPage) n /= 2;          \
-    const int error = REAL(name)(fd, at, n);                         \
-    kill_after(r);                                                   \
-    return error;                                                    \
+#define ALLOCATE(name, offset_type)                         \
+  int name(int fd, offset_type at, offset_type n) {         \
+    const struct rule *r = struck(kAllocate, fd, NULL);     \
+    if (fails(r)) return r->error;                          \
+    kill_if(r, kKillBefore);                                \
+    if (r && r->effect == kKillMiddle && n > kPage) n /= 2; \
+    const int error = REAL(name)(fd, at, n);                \
+    kill_after(r);                                          \
+    return error;                                           \
   }
 ALLOCATE(posix_fallocate, off_t)
 ALLOCATE(posix_fallocate64, off64_t)
 
-#define CHANGE(name, calls, parameters, arguments, fd, path)  \
-  int name parameters {                                        \
-    const struct rule *r = struck(calls, fd, path);            \
-    if (fails(r)) return errno = r->error, -1;                 \
-    kill_if(r, kKillBefore);                                   \
-    const int result = REAL(name) arguments;                   \
-    kill_after(r);                                             \
-    return result;                                             \
+#define CHANGE(name, calls, parameters, arguments, fd, path) \
+  int name parameters {                                      \
+    const struct rule *r = struck(calls, fd, path);          \
+    if (fails(r)) return errno = r->error, -1;               \
+    kill_if(r, kKillBefore);                                 \
+    const int result = REAL(name) arguments;                 \
+    kill_after(r);                                           \
+    return result;                                           \
   }
 CHANGE(fsync, kSync, (int fd), (fd), fd, NULL)
 CHANGE(fdatasync, kSync, (int fd), (fd), fd, NULL)
@@ -171,17 +179,17 @@ CHANGE(ftruncate, kTruncate, (int fd, off_t size), (fd, size), fd, NULL)
 CHANGE(ftruncate64, kTruncate, (int fd, off64_t size), (fd, size), fd, NULL)
 CHANGE(rename, kRename, (const char *from, const char *to), (from, to), -1, to)
 
-#define OPEN(name)                                                                  \
-  int name(const char *path, int flags, ...) {                                      \
-    va_list arguments;                                                              \
-    va_start(arguments, flags);                                                     \
-    const mode_t mode = va_arg(arguments, mode_t);                                  \
-    va_end(arguments);                                                              \
-    char target[4096];                                                              \
-    const ssize_t n = flags & O_DIRECT ? readlink(path, target, sizeof target - 1) : -1; \
-    if (n > 0) target[n] = 0;                                                       \
+#define OPEN(name)                                                                                   \
+  int name(const char *path, int flags, ...) {                                                       \
+    va_list arguments;                                                                               \
+    va_start(arguments, flags);                                                                      \
+    const mode_t mode = va_arg(arguments, mode_t);                                                   \
+    va_end(arguments);                                                                               \
+    char target[4096];                                                                               \
+    const ssize_t n = flags & O_DIRECT ? readlink(path, target, sizeof target - 1) : -1;             \
+    if (n > 0) target[n] = 0;                                                                        \
     const struct rule *r = flags & O_DIRECT ? struck(kDirectOpen, -1, n > 0 ? target : path) : NULL; \
-    return r ? (errno = r->error, -1) : REAL(name)(path, flags, mode);              \
+    return r ? (errno = r->error, -1) : REAL(name)(path, flags, mode);                               \
   }
 OPEN(open)
 OPEN(open64)

@@ -18,23 +18,35 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { kWrite = 1, kAllocate = 2, kTruncate = 3, kSync = 4, kSyncDirectory = 5, kRename = 6, kMark = 7, kDone = 8, kOther = 9, kCreate = 10, kSeen = 11 };
-
-struct head {             /* the numpy dtype HEAD in power.py */
-  uint64_t active;        /* record? */
-  uint64_t end;           /* of the last entry, from the beginning of the file (bytes) */
-  uint64_t room;          /* size of the file */
-  char root[232];         /* only what lies below this directory */
+enum {
+  kWrite = 1,
+  kAllocate = 2,
+  kTruncate = 3,
+  kSync = 4,
+  kSyncDirectory = 5,
+  kRename = 6,
+  kMark = 7,
+  kDone = 8,
+  kOther = 9,
+  kCreate = 10,
+  kSeen = 11
 };
 
-struct entry {            /* the numpy dtype ENTRY */
-  uint64_t bytes;         /* of this entry with its data, padded to 8 */
-  uint64_t what;          /* kWrite ...; kDone: a call has returned */
+struct head {      /* the numpy dtype HEAD in power.py */
+  uint64_t active; /* record? */
+  uint64_t end;    /* of the last entry, from the beginning of the file (bytes) */
+  uint64_t room;   /* size of the file */
+  char root[232];  /* only what lies below this directory */
+};
+
+struct entry {    /* the numpy dtype ENTRY */
+  uint64_t bytes; /* of this entry with its data, padded to 8 */
+  uint64_t what;  /* kWrite ...; kDone: a call has returned */
   uint64_t process;
-  uint64_t call;          /* the same before and after it: where the first of the two lies */
-  uint64_t at, n;         /* offset and size; of a kDone, n: what came back; of a kMark, n: its number */
-  uint64_t data;          /* bytes that follow */
-  char path[136];         /* below root */
+  uint64_t call;  /* the same before and after it: where the first of the two lies */
+  uint64_t at, n; /* offset and size; of a kDone, n: what came back; of a kMark, n: its number */
+  uint64_t data;  /* bytes that follow */
+  char path[136]; /* below root */
 };
 
 static struct head *head;
@@ -74,8 +86,9 @@ static int concerns(int fd, const char *name, char path[136]) {
 static struct entry *add(uint64_t what, uint64_t at, uint64_t n, uint64_t data, const char *path) {
   struct entry *e = (struct entry *)((char *)head + head->end);
   const uint64_t bytes = (sizeof *e + data + 7) / 8 * 8;
-  if (head->end + bytes > head->room) abort();  /* better than a record with a hole in it */
-  *e = (struct entry){.bytes = bytes, .what = what, .process = (uint64_t)getpid(), .call = head->end, .at = at, .n = n, .data = data};
+  if (head->end + bytes > head->room) abort(); /* better than a record with a hole in it */
+  *e = (struct entry){
+      .bytes = bytes, .what = what, .process = (uint64_t)getpid(), .call = head->end, .at = at, .n = n, .data = data};
   snprintf(e->path, sizeof e->path, "%s", path);
   return e;
 }
@@ -101,7 +114,7 @@ static uint64_t before(uint64_t what, uint64_t at, uint64_t n, const struct iove
 /* The whole file, as it is seen now. */
 static uint64_t before_with_content(uint64_t what, int fd, const char *path) {
   struct stat st;
-  pthread_mutex_lock(&lock);  /* nothing else begins meanwhile */
+  pthread_mutex_lock(&lock); /* nothing else begins meanwhile */
   fstat(fd, &st);
   struct entry *e = add(what, 0, 0, (uint64_t)st.st_size, path);
   for (uint64_t n = 0; n < e->data;) {
@@ -141,17 +154,17 @@ void csd_record_seen(const char *name) {
   if (fd >= 0) close(fd);
 }
 
-#define RECORD(type, name, parameters, arguments, fd, name_of, begun)  \
-  type name parameters {                                               \
-    char path[136];                                                    \
-    if (!concerns(fd, name_of, path)) return REAL(name) arguments;     \
-    const uint64_t call = begun;                                       \
-    const type result = REAL(name) arguments;                          \
-    after(call, (int64_t)result, path);                                \
-    return result;                                                     \
+#define RECORD(type, name, parameters, arguments, fd, name_of, begun) \
+  type name parameters {                                              \
+    char path[136];                                                   \
+    if (!concerns(fd, name_of, path)) return REAL(name) arguments;    \
+    const uint64_t call = begun;                                      \
+    const type result = REAL(name) arguments;                         \
+    after(call, (int64_t)result, path);                               \
+    return result;                                                    \
   }
 
-#define WRITE(name, offset_type)                                                                \
+#define WRITE(name, offset_type)                                                                               \
   RECORD(ssize_t, name, (int fd, const void *buffer, size_t n, offset_type at), (fd, buffer, n, at), fd, NULL, \
          before(kWrite, (uint64_t)at, n, &(struct iovec){(void *)buffer, n}, 1, path))
 WRITE(pwrite, off_t)
@@ -181,18 +194,18 @@ NAME(unlink, kOther, (const char *name), (name), name)
 NAME(link, kOther, (const char *from, const char *to), (from, to), to)
 
 /* A file that is there, and empty: it may have been made just now. */
-#define OPEN(name)                                                                             \
-  int name(const char *file, int flags, ...) {                                                 \
-    va_list arguments;                                                                         \
-    va_start(arguments, flags);                                                                \
-    const mode_t mode = va_arg(arguments, mode_t);                                             \
-    va_end(arguments);                                                                         \
-    const int fd = REAL(name)(file, flags, mode);                                              \
-    char path[136];                                                                            \
-    struct stat st;                                                                            \
+#define OPEN(name)                                                                                        \
+  int name(const char *file, int flags, ...) {                                                            \
+    va_list arguments;                                                                                    \
+    va_start(arguments, flags);                                                                           \
+    const mode_t mode = va_arg(arguments, mode_t);                                                        \
+    va_end(arguments);                                                                                    \
+    const int fd = REAL(name)(file, flags, mode);                                                         \
+    char path[136];                                                                                       \
+    struct stat st;                                                                                       \
     if (fd >= 0 && flags & O_CREAT && concerns(fd, NULL, path) && fstat(fd, &st) == 0 && st.st_size == 0) \
-      before(kCreate, 0, 0, NULL, 0, path);                                                    \
-    return fd;                                                                                 \
+      before(kCreate, 0, 0, NULL, 0, path);                                                               \
+    return fd;                                                                                            \
   }
 OPEN(open)
 OPEN(open64)

@@ -15,19 +15,19 @@
 
 #include "csd.h"
 
-#define CHECK(condition)                                                          \
-  do {                                                                            \
-    if (!(condition)) {                                                           \
-      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);   \
-      exit(1);                                                                    \
-    }                                                                             \
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      exit(1);                                                                  \
+    }                                                                           \
   } while (0)
 #define OK(call) CHECK((call) == CSD_OK)
 
 namespace {
 
 constexpr uint64_t kTile = 1024;
-constexpr uint32_t kTiles = 12;       // per extent
+constexpr uint32_t kTiles = 12;               // per extent
 constexpr uint64_t kParam = 2 * kTile - 100;  // elements: every parameter ends within a tile
 
 // A store without a name, large enough for `extents` extents of any number of devices.
@@ -91,7 +91,8 @@ struct Model {
     OK(csd_engine_extend(engine, &extent, got, &error));
     windows.insert(windows.end(), got, got + sections);
     table.clear();
-    for (size_t i = 0; i < params.size(); i++) table.push_back({grads[i].data(), params[i].data(), dtype, dtype, 0, 0, 0, nullptr, 0, 0});
+    for (size_t i = 0; i < params.size(); i++)
+      table.push_back({grads[i].data(), params[i].data(), dtype, dtype, 0, 0, 0, nullptr, 0, 0});
   }
 
   void fill(std::vector<char> &grad, uint32_t seed) const {
@@ -105,7 +106,8 @@ struct Model {
   }
 
   int begin() {
-    return csd_engine_begin(engine, table.data(), table.size(), &hyper, 1, tiles.data(), static_cast<uint32_t>(tiles.size()), &error);
+    return csd_engine_begin(engine, table.data(), table.size(), &hyper, 1, tiles.data(),
+                            static_cast<uint32_t>(tiles.size()), &error);
   }
 
   int push(size_t from, size_t to) {
@@ -208,9 +210,9 @@ void all_updaters() {
         std::vector<char> grad(4 * 37), param(4 * 37);
         for (uint64_t n = 0; n <= 37; n++) {
           const size_t bytes = dtype == CSD_F32 ? 4 : 2;
-          OK(csd_update(&m.hyper, isa, n, grad.data() + bytes * (37 - n), static_cast<int32_t>(dtype), s.data() + 37 - n,
-                        s.data() + 74 - n, s.data() + 111 - n, s.data() + 148 - n, param.data() + bytes * (37 - n),
-                        static_cast<int32_t>(dtype), nullptr));
+          OK(csd_update(&m.hyper, isa, n, grad.data() + bytes * (37 - n), static_cast<int32_t>(dtype),
+                        s.data() + 37 - n, s.data() + 74 - n, s.data() + 111 - n, s.data() + 148 - n,
+                        param.data() + bytes * (37 - n), static_cast<int32_t>(dtype), nullptr));
         }
       }
     }
@@ -313,7 +315,8 @@ void edits() {
   // Another engine takes it up where it is; nothing was written there meanwhile.
   Model again({file(a)}, 3, CSD_F32, 2, held.data());
   OK(csd_engine_drain(again.engine, 0, &again.error));
-  for (uint32_t s = 0; s < 3; s++) CHECK(memcmp(again.windows[s], last.data() + s * kTile * kTiles, 4 * kTile * kTiles) == 0);
+  for (uint32_t s = 0; s < 3; s++)
+    CHECK(memcmp(again.windows[s], last.data() + s * kTile * kTiles, 4 * kTile * kTiles) == 0);
   again.windows[2][7] = 5;  // never told of: stays here
   OK(again.step());
   // A tile that is no longer what was written: the step is undone.
@@ -325,7 +328,8 @@ void edits() {
   CHECK(pread(a.fd, &byte, 1, at) == 1);
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
-  CHECK(again.step() == CSD_EDAMAGED && again.error.tile == 5 && again.error.device == 0 && strstr(again.error.text, "exp_avg of tile 5"));
+  CHECK(again.step() == CSD_EDAMAGED && again.error.tile == 5 && again.error.device == 0 &&
+        strstr(again.error.text, "exp_avg of tile 5"));
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
   OK(csd_engine_drain(again.engine, 0, &again.error));
@@ -404,7 +408,11 @@ void wrong_calls() {
   const File a;
   csd_engine *none = nullptr;
   csd_error error;
-  const csd_device bad[] = {{"tape", -1, 8, 4096}, {nullptr, -1, 8, 4096}, {"file", -1, 8, 4096}, {"file", a.fd, 0, 4096}, {"file", a.fd, 8, 100}};
+  const csd_device bad[] = {{"tape", -1, 8, 4096},
+                            {nullptr, -1, 8, 4096},
+                            {"file", -1, 8, 4096},
+                            {"file", a.fd, 0, 4096},
+                            {"file", a.fd, 8, 100}};
   for (const csd_device &d : bad) CHECK(csd_engine_create(&d, 1, &none, &error) == CSD_EINVAL && error.text[0]);
   CHECK(csd_engine_create(bad, 0, &none, nullptr) == CSD_EINVAL);
 
@@ -584,7 +592,13 @@ void paced_devices() {
   csd_device wrong[] = {paced(ram()), paced(ram())};
   wrong[1].pace.link++;
   CHECK(csd_engine_create(wrong, 2, &none, &m.error) == CSD_EINVAL && m.error.device == 1);
-  for (const csd_pace &pace : {csd_pace{-1, 0, 0, 0, 0, 0, 0, 0}, {0, 10, 0, 0, 0, 0, 0, 0}, {0, 0, 10, 0, 0, 0, 0, 0}, {0, 0, 0, -1, 0, 0, 0, 0}, {0, 0, 0, 1e9, 0, 0, 0, 0}, {0, 0, 0, 0, HUGE_VAL, 0, 0, 0}, {0, 0, 0, 0, 0, NAN, 0, 0}}) {
+  for (const csd_pace &pace : {csd_pace{-1, 0, 0, 0, 0, 0, 0, 0},
+                               {0, 10, 0, 0, 0, 0, 0, 0},
+                               {0, 0, 10, 0, 0, 0, 0, 0},
+                               {0, 0, 0, -1, 0, 0, 0, 0},
+                               {0, 0, 0, 1e9, 0, 0, 0, 0},
+                               {0, 0, 0, 0, HUGE_VAL, 0, 0, 0},
+                               {0, 0, 0, 0, 0, NAN, 0, 0}}) {
     wrong[0].pace = pace;
     CHECK(csd_engine_create(wrong, 1, &none, nullptr) == CSD_EINVAL);
   }
@@ -616,13 +630,19 @@ int main() {
   const struct {
     const char *name;
     void (*run)();
-  } tests[] = {{"many steps", many_steps},         {"all updaters", all_updaters},
+  } tests[] = {{"many steps", many_steps},
+               {"all updaters", all_updaters},
                {"to and fro", to_and_fro},
-               {"undo", undo},                     {"edits", edits},
-               {"in place", in_place},             {"sparse steps", sparse_steps},
+               {"undo", undo},
+               {"edits", edits},
+               {"in place", in_place},
+               {"sparse steps", sparse_steps},
                {"wrong calls", wrong_calls},
-               {"failing I/O", failing_io},        {"failing writes", failing_writes},
-               {"close in flight", close_in_flight}, {"paced devices", paced_devices}, {"many engines and threads", many_engines_and_threads}};
+               {"failing I/O", failing_io},
+               {"failing writes", failing_writes},
+               {"close in flight", close_in_flight},
+               {"paced devices", paced_devices},
+               {"many engines and threads", many_engines_and_threads}};
   for (const auto &test : tests) {
     test.run();
     printf("%s, ", test.name);

@@ -12,12 +12,12 @@
 #include "float16.h"
 #include "kernels.h"
 
-#define CHECK(condition)                                                          \
-  do {                                                                            \
-    if (!(condition)) {                                                           \
-      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);   \
-      exit(1);                                                                    \
-    }                                                                             \
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      exit(1);                                                                  \
+    }                                                                           \
   } while (0)
 
 namespace {
@@ -51,8 +51,7 @@ void check_kernel(bool topk) {
   if (topk)
     csd_adamw_topk_update(t, t, t, nullptr, nullptr, words(entries), s, t, t, t, nullptr, p, r, kWords, 3, 1, 0,
                           count / 16 + 1, kHalves);
-  else
-    csd_adamw_update(t, t, t, nullptr, words(grad), s, t, t, t, nullptr, p, r, kWords, 3, 1, kHalves, kHalves);
+  else csd_adamw_update(t, t, t, nullptr, words(grad), s, t, t, t, nullptr, p, r, kWords, 3, 1, kHalves, kHalves);
   CHECK(memcmp(tile, expected, sizeof tile) == 0);
   for (uint32_t i = 0; i < kElems; i++) CHECK(param[i] == f32_to_bf16(expected[16 * kFirst + i]));
   CHECK(report.version == kKernelVersion && report.n_words == kWords && report.nonfinite == 0);

@@ -1,0 +1,147 @@
+// Extents, and the windows onto their states: what lies where, and what a program sees and writes between steps.
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "crc32c.h"
+#include "engine.h"
+#include "memory.h"
+
+namespace csd {
+
+constexpr uint64_t kStagger = 272;  // elements: 17 lines of a cache; three of them are less than a page
+static_assert(4 * 3 * kStagger < 4096);
+
+void Engine::extend(const csd_extent &e, float **windows) {
+  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 3 || e.sections > 4)
+    throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 3 or 4 sections"};
+  if (e.slots < 1 || e.slots > 2) throw Failure{CSD_EINVAL, "a tile has 1 or 2 slots"};
+  for (uint32_t i = 0; e.states && i < e.n_tiles; i++)
+    if (e.states[i].slot >= e.slots)
+      throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is in a slot that there is not"};
+  for (uint64_t i = 0; i < e.n_pieces; i++) {
+    const csd_piece &p = e.pieces[i];
+    const bool in_order =
+        i == 0 || e.pieces[i - 1].tile < p.tile ||
+        (e.pieces[i - 1].tile == p.tile && e.pieces[i - 1].tile_first + e.pieces[i - 1].elems <= p.tile_first);
+    if (p.tile >= e.n_tiles || p.tile_first > e.tile_elems || p.elems > e.tile_elems - p.tile_first || !in_order)
+      throw Failure{CSD_EINVAL, "piece " + std::to_string(i) + " is out of its tile or out of order"};
+  }
+  std::vector<uint32_t> device(e.n_tiles);
+  for (uint32_t i = 0; i < e.n_tiles; i++) {
+    device[i] = e.devices ? e.devices[i] : i % static_cast<uint32_t>(lanes_.size());
+    if (device[i] >= lanes_.size())
+      throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is on a device that there is not"};
+  }
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
+  settle_writes(lock);  // buffers may be exchanged for larger ones
+
+  // Windows that nothing is mapped over start at different lines of a page: streams that run through memory at equal
+  // distances of pages meet in the same sets and banks, which was measured to cost 2 to 10 % of the bandwidth.
+  const bool resident = std::all_of(lanes_.begin(), lanes_.end(), [](const Lane &l) { return l.device->resident(); });
+  HugeMemory memory[4];
+  float *window[4] = {};
+  for (uint32_t s = 0; s < e.sections; s++) {
+    memory[s] = HugeMemory(4 * e.tile_elems * e.n_tiles + page);
+    window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
+  }
+  const uint64_t largest = std::max(largest_tile_, 4 * e.tile_elems * e.sections);
+  std::vector<uint64_t> on_device = tiles_on_device();
+  for (const uint32_t d : device) on_device[d]++;
+  grow_buffers(largest, on_device);
+
+  const uint32_t first_tile = static_cast<uint32_t>(tiles_.size());
+  std::vector<uint64_t> end_of_file(e.file_offset, e.file_offset + lanes_.size());
+  const std::vector<csd_piece> &pieces = pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
+  const csd_piece *piece = pieces.data(), *const end = piece + pieces.size();
+  for (uint32_t i = 0; i < e.n_tiles; i++) {
+    Tile &t = tiles_.emplace_back();
+    t.index = first_tile + i;
+    t.device = device[i];
+    t.sections = e.sections;
+    t.elems = e.tile_elems;
+    t.n_slots = e.slots;
+    t.file_offset = std::exchange(end_of_file[t.device], end_of_file[t.device] + e.slots * t.bytes());
+    if (e.states) {
+      t.slot = e.states[i].slot;
+      t.slots[t.slot].summed = e.states[i].summed;
+      std::copy_n(e.states[i].crc, 4, t.slots[t.slot].crc);
+    }
+    t.pieces = piece;
+    while (piece != end && piece->tile == i) piece++;
+    t.n_pieces = static_cast<uint64_t>(piece - t.pieces);
+    for (uint32_t s = 0; s < e.sections; s++) t.window[s] = window[s] + i * e.tile_elems;
+    try {
+      show(t, !e.states);
+    } catch (...) {
+      tiles_.resize(first_tile);
+      pieces_.pop_back();
+      throw;
+    }
+  }
+  for (uint32_t s = 0; s < e.sections; s++) windows[s] = window[s], memory[s].release();
+  largest_tile_ = largest;
+}
+
+void Engine::show(Tile &t, bool open) {
+  if (open) forget(t);  // what is written to the windows is not written to the buffer
+  const uint32_t before = std::exchange(t.shown, t.slot);
+  const bool was_open = std::exchange(t.open, open);
+  const int error = lanes_[t.device].device->map(t);
+  if (error == 0) return;
+  t.shown = before;
+  t.open = was_open;
+  const int32_t device = static_cast<int32_t>(t.device);
+  if (error == ENOMEM)
+    throw Failure{CSD_ENOMEM,
+                  "cannot map tile " + std::to_string(t.index) + " of " + std::to_string(tiles_.size()) +
+                      ": each takes " + std::to_string(t.sections) +
+                      " mappings and vm.max_map_count is used up; raise it with sysctl, or choose a larger tile_size,",
+                  error, device};
+  throw Failure{CSD_EIO, "mapping tile " + std::to_string(t.index), error, device};
+}
+
+void Engine::drain(bool open) {
+  Lock lock(mutex_);
+  if (phase_ == Phase::stepping) throw Failure{CSD_ESTATE, "a step is under way"};
+  settle_writes(lock);
+  for (Tile &t : tiles_) {
+    if (t.shown == t.slot && t.open == open) continue;
+    Slot &slot = t.slots[t.slot];
+    if (t.open && !open && !slot.summed) {  // then nothing has been stored since: the windows show the current slot
+      std::fill_n(slot.crc, 4, 0);
+      crc32c_sections(slot.crc, t.window, t.sections, 0, t.elems);
+      slot.summed = true;
+    }
+    show(t, open);
+  }
+}
+
+void Engine::edited(const uint32_t *tiles, uint32_t n) {
+  Lock lock(mutex_);
+  for (uint32_t i = 0; i < n; i++) {
+    if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
+    Tile &t = tiles_[tiles[i]];
+    if (t.open) t.slots[t.slot].summed = false;
+    else if (t.shown == t.slot)
+      t.edited = true;  // else to a window from before the last step, which shows nothing that counts
+  }
+}
+
+void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *out) {
+  Lock lock(mutex_);
+  if (first + static_cast<uint64_t>(n) > tiles_.size()) throw Failure{CSD_EINVAL, "no such tiles"};
+  for (uint32_t i = 0; i < n; i++) {
+    const Tile &t = tiles_[first + i];
+    const Slot &slot = t.slots[t.slot];
+    out[i].slot = t.slot;
+    out[i].summed = slot.summed;
+    memcpy(out[i].crc, slot.crc, sizeof slot.crc);
+  }
+}
+
+}  // namespace csd
