@@ -19,6 +19,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
   if (e.sum_elems == 0 || e.sum_elems % 1024)
     throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
   if (e.slots < 1 || e.slots > 2) throw Failure{CSD_EINVAL, "a tile has 1 or 2 slots"};
+  if (e.states && !e.sums) throw Failure{CSD_EINVAL, "tiles of a store come with their checksums"};
   for (uint32_t i = 0; e.states && i < e.n_tiles; i++)
     if (e.states[i].slot >= e.slots)
       throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is in a slot that there is not"};
