@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV := build/venv
 BIN := $(VENV)/bin
 # The compiler's output depends on these; editing one of them rebuilds the extension.
-NATIVE := $(wildcard native/*/*.h native/*/*.cpp hls_kernels/*.h hls_kernels/*.cpp hls_kernels/csim/*.h) \
+NATIVE := $(wildcard native/*/*.h native/*/*.cpp hls_kernels/*.h hls_kernels/*.cpp hls_kernels/*/*.h) \
     $(wildcard csd_optim/_build_*.py) setup.py setup.cfg
 
 .PHONY: demo emu-demo test tables soak check pytest sanitize clean
@@ -32,7 +32,7 @@ soak: $(VENV)/.installed
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(wildcard $(addsuffix *.[hc]*, native/*/ hls_kernels/ hls_kernels/csim/ \
+	$(BIN)/clang-format --dry-run --Werror $(wildcard $(addsuffix *.[hc]*, native/*/ hls_kernels/ hls_kernels/csim/ hls_kernels/vitis_check/ \
 	    tests/native/ tests/faults/))
 	$(BIN)/mypy
 
