@@ -32,6 +32,8 @@ constexpr uint32_t kFrames = 3;
 // Of a report with the sums of so many chunks.
 constexpr uint64_t report_bytes(uint64_t chunks) { return sizeof(csd_report) + chunks * sizeof(csd_sums); }
 
+constexpr uint64_t kLeastChunkBytes = kLeastSumWords * kWordBytes;  // of a section, as long as it is not its last
+
 // What a tile takes along to the kernel and back.
 struct Frame {
   CardBuffer grad, param, segments, report;
@@ -45,7 +47,7 @@ struct Frame {
       : grad(c, bytes, kGrad),
         param(c, bytes, kParam),
         segments(c, bytes, kSegments),
-        report(c, report_bytes(1), kReport),
+        report(c, report_bytes(bytes / kLeastChunkBytes + 1), kReport),
         card(c),
         run(c->open_run()) {}
   ~Frame() { card->close_run(run); }
@@ -169,22 +171,23 @@ class XrtDevice : public FileDevice {
       for (uint32_t s = 0; s < tile.sections; s++)
         memcpy(to + s * tile.section_bytes(), tile.window[s], tile.section_bytes());
     }
-    memset(frame->report.bytes(), 0, report_bytes(1));
+    memset(frame->report.bytes(), 0, report_bytes(tile.n_chunks()));
 
     const CardBuffer *const from = work.from_windows && p2p_ ? frame->windows.get() : state.get();
     card_->guarded(
         "updating a tile",
         [frame, state, from, bounce, load, bytes = tile.bytes(), n_words = static_cast<uint32_t>(tile.elems / kLanes),
-         sections = tile.sections] {
+         sections = tile.sections, sum_words = static_cast<uint32_t>(tile.sum_elems / kLanes),
+         report = report_bytes(tile.n_chunks())] {
           Card &card = *frame->card;
           frame->grad.to_device(uint64_t{kWordBytes} * load.grad_words);
           if (load.entry_words) frame->entries->to_device(uint64_t{kWordBytes} * load.entry_words);
           frame->segments.to_device(uint64_t{kWordBytes} * load.segments);
-          frame->report.to_device(report_bytes(1));
+          frame->report.to_device(report);
           if (bounce || from != state.get()) from->to_device(bytes);
-          set_args(*frame, *from, *state, load, n_words, sections, n_words);
+          set_args(*frame, *from, *state, load, n_words, sections, sum_words);
           card.execute(frame->run);
-          frame->report.from_device(report_bytes(1));
+          frame->report.from_device(report);
           frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
           if (bounce) state->from_device(bytes);
         },
@@ -237,9 +240,10 @@ class XrtDevice : public FileDevice {
     }
   }
 
+  // Before anything is given out: parameters of a damaged tile are nobody's.
   static void check(const Tile &tile, Work &work, const Frame &frame, const Load &load) {
     const auto &report = *reinterpret_cast<const csd_report *>(frame.report.bytes());
-    const auto &sums = *reinterpret_cast<const csd_sums *>(&report + 1);
+    const auto *const sums = reinterpret_cast<const csd_sums *>(&report + 1);
     if (report.version == UINT32_MAX) Card::fail("it reads as all ones: it has dropped off the bus", ENODEV);
     if (report.version != kKernelVersion)
       Card::fail("its kernel speaks version " + std::to_string(report.version) + ", and we " +
@@ -247,14 +251,17 @@ class XrtDevice : public FileDevice {
                  EPROTO);
     if (report.n_words != tile.elems / kLanes || report.bad_entries)
       Card::fail("its kernel has not done what it was told", EIO);
-    if (work.verify && !work.from_windows)
-      for (uint32_t s = 0; s < tile.sections; s++)
-        if (sums.in[s] != tile.slots[tile.slot].crc[s]) throw damaged(tile, s);
+    for (uint64_t chunk = 0; work.verify && !work.from_windows && chunk < tile.n_chunks(); chunk++) {
+      const uint32_t section = differing_section(tile, chunk, sums[chunk].in);
+      if (section < tile.sections) throw damaged(tile, section);
+    }
     if (crc32c(0, frame.param.bytes(), uint64_t{kWordBytes} * load.param_words) != report.crc_param)
       Card::fail("the parameters that came from it are not those that its kernel wrote", EIO);
     work.nonfinite = report.nonfinite;
     work.sum.summed = true;
-    memcpy(work.sum.crc, sums.out, sizeof sums.out);
+    work.sum.sums.clear();
+    for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++)
+      work.sum.sums.insert(work.sum.sums.end(), sums[chunk].out, sums[chunk].out + tile.sections);
   }
 
   // A frame for as long as a tile needs one; there are as many as workers.

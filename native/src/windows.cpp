@@ -1,11 +1,9 @@
 // Extents, and the windows onto their states: what lies where, and what a program sees and writes between steps.
-#include <string.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "crc32c.h"
 #include "engine.h"
 #include "memory.h"
 
@@ -18,6 +16,8 @@ void Engine::extend(const csd_extent &e, float **windows) {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 3 || e.sections > 4)
     throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 3 or 4 sections"};
+  if (e.sum_elems == 0 || e.sum_elems % 1024)
+    throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
   if (e.slots < 1 || e.slots > 2) throw Failure{CSD_EINVAL, "a tile has 1 or 2 slots"};
   for (uint32_t i = 0; e.states && i < e.n_tiles; i++)
     if (e.states[i].slot >= e.slots)
@@ -64,12 +64,13 @@ void Engine::extend(const csd_extent &e, float **windows) {
     t.device = device[i];
     t.sections = e.sections;
     t.elems = e.tile_elems;
+    t.sum_elems = std::min(e.sum_elems, e.tile_elems);
     t.n_slots = e.slots;
     t.file_offset = std::exchange(end_of_file[t.device], end_of_file[t.device] + e.slots * t.bytes());
     if (e.states) {
       t.slot = e.states[i].slot;
       t.slots[t.slot].summed = e.states[i].summed;
-      std::copy_n(e.states[i].crc, 4, t.slots[t.slot].crc);
+      t.slots[t.slot].sums.assign(e.sums + i * t.n_sums(), e.sums + (i + 1) * t.n_sums());
     }
     t.pieces = piece;
     while (piece != end && piece->tile == i) piece++;
@@ -111,12 +112,8 @@ void Engine::drain(bool open) {
   settle_writes(lock);
   for (Tile &t : tiles_) {
     if (t.shown == t.slot && t.open == open) continue;
-    Slot &slot = t.slots[t.slot];
-    if (t.open && !open && !slot.summed) {  // then nothing has been stored since: the windows show the current slot
-      std::fill_n(slot.crc, 4, 0);
-      crc32c_sections(slot.crc, t.window, t.sections, 0, t.elems);
-      slot.summed = true;
-    }
+    // Where it is open nothing has been stored since: the windows show the current slot.
+    if (t.open && !open && !t.slots[t.slot].summed) t.slots[t.slot] = sum_of(t, t.window);
     show(t, open);
   }
 }
@@ -132,15 +129,16 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
   }
 }
 
-void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *out) {
+void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums) {
   Lock lock(mutex_);
   if (first + static_cast<uint64_t>(n) > tiles_.size()) throw Failure{CSD_EINVAL, "no such tiles"};
   for (uint32_t i = 0; i < n; i++) {
     const Tile &t = tiles_[first + i];
     const Slot &slot = t.slots[t.slot];
-    out[i].slot = t.slot;
-    out[i].summed = slot.summed;
-    memcpy(out[i].crc, slot.crc, sizeof slot.crc);
+    states[i] = {t.slot, slot.summed};
+    if (slot.summed) std::copy(slot.sums.begin(), slot.sums.end(), sums);
+    else std::fill_n(sums, t.n_sums(), 0);
+    sums += t.n_sums();
   }
 }
 

@@ -26,7 +26,8 @@
 
 namespace {
 
-constexpr uint64_t kTile = 1024;
+constexpr uint64_t kTile = 2048;
+constexpr uint64_t kSumElems = 1024;          // two checksums for each section of a tile
 constexpr uint32_t kTiles = 12;               // per extent
 constexpr uint64_t kParam = 2 * kTile - 100;  // elements: every parameter ends within a tile
 
@@ -51,6 +52,7 @@ struct Model {
   std::vector<csd_device> devices;
   uint32_t sections, dtype, slots;
   const csd_tile_state *states;  // of a store that is there already
+  const uint32_t *sums;
   csd_engine *engine = nullptr;
   csd_error error{};
   std::vector<float *> windows;
@@ -61,8 +63,8 @@ struct Model {
   csd_adamw hyper{0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f, 0};
 
   Model(std::vector<csd_device> d, uint32_t n_sections = 3, uint32_t of_dtype = CSD_F32, uint32_t n_slots = 2,
-        const csd_tile_state *held = nullptr)
-      : devices(std::move(d)), sections(n_sections), dtype(of_dtype), slots(n_slots), states(held) {
+        const csd_tile_state *held = nullptr, const uint32_t *held_sums = nullptr)
+      : devices(std::move(d)), sections(n_sections), dtype(of_dtype), slots(n_slots), states(held), sums(held_sums) {
     hyper.amsgrad = sections == 4;
     OK(csd_engine_create(devices.data(), static_cast<uint32_t>(devices.size()), &engine, &error));
     extend();
@@ -86,7 +88,8 @@ struct Model {
     }
     for (uint32_t i = 0; i < kTiles; i++) tiles.push_back(first_tile + i);
     const std::vector<uint64_t> offsets(devices.size(), first ? static_cast<uint64_t>(File::kExtent) : 0);
-    const csd_extent extent{kTile, kTiles, sections, slots, states, offsets.data(), pieces.data(), pieces.size()};
+    const csd_extent extent{kTile,     kTiles, sections,       slots,         states,
+                            kSumElems, sums,   offsets.data(), pieces.data(), pieces.size()};
     float *got[4] = {};
     OK(csd_engine_extend(engine, &extent, got, &error));
     windows.insert(windows.end(), got, got + sections);
@@ -181,10 +184,13 @@ void many_steps() {
   CHECK(finite(state) && state == mixed.state() && state == memory.state());
   CHECK(state[kTile * kTiles] != 0);
   csd_tile_state tiles[2 * kTiles];
-  OK(csd_engine_tiles(files.engine, 0, 2 * kTiles, tiles, &files.error));
+  std::vector<uint32_t> sums(2 * kTiles * 2 * 3);
+  OK(csd_engine_tiles(files.engine, 0, 2 * kTiles, tiles, sums.data(), &files.error));
   for (uint32_t i = 0; i < 2 * kTiles; i++) {
     const float *master = files.windows[i < kTiles ? 0 : 3] + i % kTiles * kTile;
-    CHECK(tiles[i].summed && tiles[i].crc[0] == csd_crc32c(0, master, 4 * kTile));
+    CHECK(tiles[i].summed);
+    for (uint64_t chunk = 0; chunk < 2; chunk++)
+      CHECK(sums[(2 * i + chunk) * 3] == csd_crc32c(0, master + chunk * kSumElems, 4 * kSumElems));
   }
   csd_stats stats;
   for (uint32_t i = 0; i < 3; i++) OK(csd_engine_stats(files.engine, i, &stats, &files.error));
@@ -267,7 +273,8 @@ void undo() {
       OK(csd_engine_finish(m.engine, 0, &m.error));
     }
     uint32_t undone[kTiles];
-    CHECK(csd_engine_undone(m.engine, undone, kTiles) <= pushed);
+    uint64_t elems[kTiles];
+    CHECK(csd_engine_undone(m.engine, undone, elems, kTiles) <= pushed);
     CHECK(m.state() == before);
   }
   OK(m.step());
@@ -278,6 +285,7 @@ void undo() {
 void edits() {
   const File a;
   std::vector<csd_tile_state> held(kTiles);
+  std::vector<uint32_t> sums(kTiles * 2 * 3);
   std::vector<float> last;
   {
     Model m({file(a)}), same({ram()});
@@ -308,28 +316,34 @@ void edits() {
     OK(csd_engine_edited(m.engine, edited, 2, &m.error));
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), &m.error));
+    OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), sums.data(), &m.error));
     for (const csd_tile_state &tile : held) CHECK(tile.summed);
     last = same.state();
   }
   // Another engine takes it up where it is; nothing was written there meanwhile.
-  Model again({file(a)}, 3, CSD_F32, 2, held.data());
+  Model again({file(a)}, 3, CSD_F32, 2, held.data(), sums.data());
   OK(csd_engine_drain(again.engine, 0, &again.error));
   for (uint32_t s = 0; s < 3; s++)
     CHECK(memcmp(again.windows[s], last.data() + s * kTile * kTiles, 4 * kTile * kTiles) == 0);
   again.windows[2][7] = 5;  // never told of: stays here
   OK(again.step());
-  // A tile that is no longer what was written: the step is undone.
+  // A tile that is no longer what was written, in the second of its chunks: the step is undone, and the parameters of
+  // the first had been given out.
   OK(csd_engine_drain(again.engine, 0, &again.error));
   const std::vector<float> before(again.windows[1], again.windows[1] + kTile * kTiles);
-  OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), &again.error));
-  const off_t at = static_cast<off_t>((2 * 5 + held[5].slot) * 3 * 4 * kTile + 4 * kTile + 400);
+  OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), sums.data(), &again.error));
+  const off_t at = static_cast<off_t>((2 * 5 + held[5].slot) * 3 * 4 * kTile + 4 * kTile + 4 * kSumElems + 400);
   char byte;
   CHECK(pread(a.fd, &byte, 1, at) == 1);
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
   CHECK(again.step() == CSD_EDAMAGED && again.error.tile == 5 && again.error.device == 0 &&
         strstr(again.error.text, "exp_avg of tile 5"));
+  uint32_t undone[kTiles];
+  uint64_t elems[kTiles];
+  const uint32_t n = csd_engine_undone(again.engine, undone, elems, kTiles);
+  for (uint32_t i = 0; i < n; i++) CHECK(elems[i] == (undone[i] == 5 ? kSumElems : kTile));
+  CHECK(std::find(undone, undone + n, 5u) != undone + n);
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
   OK(csd_engine_drain(again.engine, 0, &again.error));
@@ -431,7 +445,7 @@ void wrong_calls() {
   OK(csd_engine_finish(m.engine, 1, &error));
   const csd_piece over{0, 0, 0, UINT64_MAX - 3, 8};
   const uint64_t offset = 0;
-  const csd_extent extent{kTile, 1, 3, 2, nullptr, &offset, &over, 1};
+  const csd_extent extent{kTile, 1, 3, 2, nullptr, kSumElems, nullptr, &offset, &over, 1};
   float *windows[4];
   CHECK(csd_engine_extend(m.engine, &extent, windows, &error) == CSD_EINVAL);
 }
