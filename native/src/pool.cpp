@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "csd.h"
+#include "float_mode.h"
 
 namespace csd {
 namespace {
@@ -76,6 +77,7 @@ uint32_t Pool::size() {
 
 void Pool::work() {
   block_signals();
+  const FloatMode mode(Subnormals::zero);
   std::unique_lock lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return !tasks_.empty() || running_ > wanted_; });
