@@ -13,6 +13,8 @@
 
 namespace csd {
 
+constexpr uint64_t kMostBlock = uint64_t{1} << 30;  // Linux moves less than 2 GiB at a time
+
 int FileDevice::map(const Tile &tile) {
   const int flags = (tile.open ? MAP_SHARED : MAP_PRIVATE | MAP_NORESERVE) | MAP_FIXED;
   for (uint32_t s = 0; s < tile.sections; s++) {
@@ -61,7 +63,9 @@ void FileDevice::in_blocks(uint64_t bytes, Done done, Io io) {
 
 Pool *FileDevice::io_of(const csd_device &d) {
   struct stat st{};
-  if (d.buffers == 0 || d.block_bytes == 0 || d.block_bytes % 4096 || fstat(d.fd, &st) != 0) return nullptr;
+  if (d.buffers == 0 || d.block_bytes == 0 || d.block_bytes % 4096 || d.block_bytes > kMostBlock ||
+      fstat(d.fd, &st) != 0)
+    return nullptr;
   Pool &io = Pool::io(st.st_dev);
   io.grow(d.depth);
   io.start();

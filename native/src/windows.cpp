@@ -14,10 +14,25 @@ namespace csd {
 constexpr uint64_t kStagger = 272;  // elements: 17 lines of a cache; three of them are less than a page
 static_assert(4 * 3 * kStagger < 4096);
 
+// Beyond any machine, and small enough that no product below wraps: 16 bytes and two slots per element are 2^61 bytes.
+constexpr uint64_t kMostTileElems = uint64_t{1} << 31, kMostElems = uint64_t{1} << 56;
+constexpr uint64_t kMostFileOffset = uint64_t{1} << 61;
+
 void Engine::extend(const csd_extent &e, float **windows) {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 3 || e.sections > 4)
     throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 3 or 4 sections"};
+  if (e.tile_elems > kMostTileElems || e.n_tiles > kMostElems / e.tile_elems)
+    throw Failure{CSD_EINVAL, std::to_string(e.n_tiles) + " tiles of " + std::to_string(e.tile_elems) +
+                                  " elements are too much: at most 2^31 in a tile and 2^56 in an extent"};
+  for (size_t d = 0; d < lanes_.size(); d++)
+    if (e.file_offset[d] % page || e.file_offset[d] > kMostFileOffset)
+      throw Failure{CSD_EINVAL, "file_offset " + std::to_string(e.file_offset[d]) +
+                                    " is not a multiple of a page, up to 2^61",
+                    0, static_cast<int32_t>(d)};
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
+  if (e.n_tiles > INT32_MAX - tiles_.size()) throw Failure{CSD_EINVAL, "more than 2^31 tiles"};
   if (e.slots < 1 || e.slots > 2) throw Failure{CSD_EINVAL, "a tile has 1 or 2 slots"};
   for (uint32_t i = 0; e.states && i < e.n_tiles; i++)
     if (e.states[i].slot >= e.slots)
@@ -36,8 +51,6 @@ void Engine::extend(const csd_extent &e, float **windows) {
     if (device[i] >= lanes_.size())
       throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is on a device that there is not"};
   }
-  Lock lock(mutex_);
-  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   settle_writes(lock);  // buffers may be exchanged for larger ones
 
   // Windows that nothing is mapped over start at different lines of a page: streams that run through memory at equal

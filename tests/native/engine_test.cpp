@@ -412,7 +412,8 @@ void wrong_calls() {
                             {nullptr, -1, 8, 4096},
                             {"file", -1, 8, 4096},
                             {"file", a.fd, 0, 4096},
-                            {"file", a.fd, 8, 100}};
+                            {"file", a.fd, 8, 100},
+                            {"file", a.fd, 8, uint64_t{1} << 63}};
   for (const csd_device &d : bad) CHECK(csd_engine_create(&d, 1, &none, &error) == CSD_EINVAL && error.text[0]);
   CHECK(csd_engine_create(bad, 0, &none, nullptr) == CSD_EINVAL);
 
@@ -434,6 +435,32 @@ void wrong_calls() {
   const csd_extent extent{kTile, 1, 3, 2, nullptr, &offset, &over, 1};
   float *windows[4];
   CHECK(csd_engine_extend(m.engine, &extent, windows, &error) == CSD_EINVAL);
+
+  // Sizes of which a product or a sum wraps: what remained would be small, and what is written to it is not.
+  const csd_piece long_one{0, 0, 0, 0, 100'000};
+  const uint64_t far = UINT64_MAX - 4095, odd = 512;
+  const csd_extent wrapping[] = {{(uint64_t{1} << 62) + kTile, 1, 3, 2, nullptr, &offset, &long_one, 1},
+                                 {uint64_t{1} << 31, UINT32_MAX, 3, 2, nullptr, &offset, &long_one, 1},
+                                 {kTile, UINT32_MAX, 3, 2, nullptr, &offset, nullptr, 0},
+                                 {kTile, 1, 3, 2, nullptr, &far, nullptr, 0},
+                                 {kTile, 1, 3, 2, nullptr, &odd, nullptr, 0}};
+  for (const csd_extent &e : wrapping) CHECK(csd_engine_extend(m.engine, &e, windows, &error) == CSD_EINVAL);
+  OK(m.step());
+
+  // A step of nothing, before there is anything.
+  csd_engine *empty = nullptr;
+  const csd_device cached = file(a, 3, 1 << 20);
+  OK(csd_engine_create(&cached, 1, &empty, &error));
+  OK(csd_engine_begin(empty, nullptr, 0, nullptr, 0, nullptr, 0, &error));
+  OK(csd_engine_finish(empty, 1, &error));
+  OK(csd_engine_close(empty, &error));
+
+  // More buffers than there are bytes to count them with.
+  const csd_device many[] = {file(a, UINT32_MAX)};
+  const csd_extent large{uint64_t{1} << 31, 1, 4, 2, nullptr, &offset, nullptr, 0};
+  OK(csd_engine_create(many, 1, &empty, &error));
+  CHECK(csd_engine_extend(empty, &large, windows, &error) == CSD_ENOMEM);
+  OK(csd_engine_close(empty, &error));
 }
 
 // One device fails: the file is read-only, or too short, or gone. The step fails, the rest of the process does not.
