@@ -87,10 +87,8 @@ void submit_update(std::function<Failure()> update, Updated done) {
     Failure failure;
     try {
       failure = update();
-    } catch (const Failure &f) {
-      failure = f;
-    } catch (const std::bad_alloc &) {
-      failure = {CSD_ENOMEM, "no memory to select gradients", ENOMEM};
+    } catch (...) {
+      failure = caught();
     }
     done(failure);
   });

@@ -50,8 +50,9 @@ void FileDevice::in_blocks(uint64_t bytes, Done done, Io io) {
     Join(uint64_t n, Done d) : left(n), done(std::move(d)) {}
   };
   auto join = std::make_shared<Join>((bytes + block_ - 1) / block_, std::move(done));
+  std::list<Pool::Task> blocks;
   for (uint64_t first = 0; first < bytes; first += block_) {
-    io_.submit([join, io, first, n = std::min(block_, bytes - first)] {
+    blocks.push_back([join, io, first, n = std::min(block_, bytes - first)] {
       if (const int error = io(first, n)) {
         int none = 0;
         join->error.compare_exchange_strong(none, error);
@@ -59,6 +60,7 @@ void FileDevice::in_blocks(uint64_t bytes, Done done, Io io) {
       if (join->left.fetch_sub(1) == 1) join->done(join->error);
     });
   }
+  io_.submit(std::move(blocks));
 }
 
 Pool *FileDevice::io_of(const csd_device &d) {

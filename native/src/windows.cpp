@@ -27,9 +27,9 @@ void Engine::extend(const csd_extent &e, float **windows) {
                                   " elements are too much: at most 2^31 in a tile and 2^56 in an extent"};
   for (size_t d = 0; d < lanes_.size(); d++)
     if (e.file_offset[d] % page || e.file_offset[d] > kMostFileOffset)
-      throw Failure{CSD_EINVAL, "file_offset " + std::to_string(e.file_offset[d]) +
-                                    " is not a multiple of a page, up to 2^61",
-                    0, static_cast<int32_t>(d)};
+      throw Failure{CSD_EINVAL,
+                    "file_offset " + std::to_string(e.file_offset[d]) + " is not a multiple of a page, up to 2^61", 0,
+                    static_cast<int32_t>(d)};
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   if (e.n_tiles > INT32_MAX - tiles_.size()) throw Failure{CSD_EINVAL, "more than 2^31 tiles"};
@@ -67,10 +67,26 @@ void Engine::extend(const csd_extent &e, float **windows) {
   for (const uint32_t d : device) on_device[d]++;
   grow_buffers(largest, on_device);
 
-  const uint32_t first_tile = static_cast<uint32_t>(tiles_.size());
+  const size_t first_tile = tiles_.size(), extents = pieces_.size();
+  try {
+    pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
+    add_tiles(e, device, window);
+  } catch (...) {
+    tiles_.resize(first_tile);
+    pieces_.resize(extents);
+    throw;
+  }
+  for (uint32_t s = 0; s < e.sections; s++) {
+    windows[s] = window[s];
+    memory[s].release();
+  }
+  largest_tile_ = largest;
+}
+
+void Engine::add_tiles(const csd_extent &e, const std::vector<uint32_t> &device, float *const *window) {
+  const auto first_tile = static_cast<uint32_t>(tiles_.size());
   std::vector<uint64_t> end_of_file(e.file_offset, e.file_offset + lanes_.size());
-  const std::vector<csd_piece> &pieces = pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
-  const csd_piece *piece = pieces.data(), *const end = piece + pieces.size();
+  const csd_piece *piece = pieces_.back().data(), *const end = piece + e.n_pieces;
   for (uint32_t i = 0; i < e.n_tiles; i++) {
     Tile &t = tiles_.emplace_back();
     t.index = first_tile + i;
@@ -88,16 +104,8 @@ void Engine::extend(const csd_extent &e, float **windows) {
     while (piece != end && piece->tile == i) piece++;
     t.n_pieces = static_cast<uint64_t>(piece - t.pieces);
     for (uint32_t s = 0; s < e.sections; s++) t.window[s] = window[s] + i * e.tile_elems;
-    try {
-      show(t, !e.states);
-    } catch (...) {
-      tiles_.resize(first_tile);
-      pieces_.pop_back();
-      throw;
-    }
+    show(t, !e.states);
   }
-  for (uint32_t s = 0; s < e.sections; s++) windows[s] = window[s], memory[s].release();
-  largest_tile_ = largest;
 }
 
 void Engine::show(Tile &t, bool open) {
@@ -122,16 +130,33 @@ void Engine::drain(bool open) {
   Lock lock(mutex_);
   if (phase_ == Phase::stepping) throw Failure{CSD_ESTATE, "a step is under way"};
   settle_writes(lock);
-  for (Tile &t : tiles_) {
-    if (t.shown == t.slot && t.open == open) continue;
-    Slot &slot = t.slots[t.slot];
-    if (t.open && !open && !slot.summed) {  // then nothing has been stored since: the windows show the current slot
-      std::fill_n(slot.crc, 4, 0);
-      crc32c_sections(slot.crc, t.window, t.sections, 0, t.elems);
-      slot.summed = true;
-    }
-    show(t, open);
+  if (!open) {
+    std::list<Pool::Task> sums = sum_tasks();
+    const size_t n = sums.size();
+    Pool::updates().submit(std::move(sums));
+    going_on_ += n;
+    settle(lock);
   }
+  for (Tile &t : tiles_)
+    if (t.shown != t.slot || t.open != open) show(t, open);
+}
+
+// Of tiles that are open and not summed: nothing has been stored since somebody wrote there, so the windows show the
+// current slot. A model that was loaded is read from its file here, which takes its time: in all threads, without the
+// lock.
+std::list<Pool::Task> Engine::sum_tasks() {
+  std::list<Pool::Task> tasks;
+  for (Tile &t : tiles_) {
+    if (!t.open || t.slots[t.slot].summed) continue;
+    tasks.push_back([this, &t, writes = t.writes] {
+      Slot sum{true};
+      crc32c_sections(sum.crc, t.window, t.sections, 0, t.elems);
+      std::lock_guard lock(mutex_);
+      if (t.writes == writes) t.slots[t.slot] = sum;
+      if (--going_on_ == 0) settled_.notify_all();
+    });
+  }
+  return tasks;
 }
 
 void Engine::edited(const uint32_t *tiles, uint32_t n) {
@@ -139,9 +164,12 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) {
     if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
     Tile &t = tiles_[tiles[i]];
-    if (t.open) t.slots[t.slot].summed = false;
-    else if (t.shown == t.slot)
+    if (t.open) {
+      t.slots[t.slot].summed = false;
+      t.writes++;
+    } else if (t.shown == t.slot) {
       t.edited = true;  // else to a window from before the last step, which shows nothing that counts
+    }
   }
 }
 
