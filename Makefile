@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*/*.h native/*/*.cpp hls_kernels/*.h hls_kernels/*.cpp hls_kernels/csim/*.h) \
     $(wildcard csd_optim/_build_*.py) setup.py setup.cfg
 
+CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/faults,$(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
+
 .PHONY: demo emu-demo test tables soak check pytest sanitize clean
 
 demo: $(VENV)/.installed
@@ -32,8 +34,7 @@ soak: $(VENV)/.installed
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(wildcard $(addsuffix *.[hc]*, native/*/ hls_kernels/ hls_kernels/csim/ \
-	    tests/native/ tests/faults/))
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/mypy
 
 pytest: $(VENV)/.installed

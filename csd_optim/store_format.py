@@ -33,9 +33,14 @@ from .errors import CSDStoreError
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
-VERSION = 1
-WITH_RESIDUALS = 2  # format of a store that has any: who knows only format 1 would go on without them, and not say so
-WITH_SHARES = 3  # of one whose devices have unequal shares of the tiles, with residuals or without
+# Formats 1 to 3 stand for what a store has: residuals (2), unequal shares of the devices and perhaps residuals (3).
+# From format 4 on the manifest names what a reader has to know, and who does not know it says so by its name. A store
+# that has nothing but what an older format has keeps that one.
+VERSION = NAMED_FEATURES = 4
+CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many elements of a section, not all of them
+RESIDUALS = "residuals"  # params[].residual
+SHARES = "shares"  # extents[].shares
+FEATURES = frozenset({CHUNK_SUMS, RESIDUALS, SHARES})
 ENDIAN = 0x01020304
 PAGE = 4096
 CLEAN = 1  # flag: closed in order, nothing written since
@@ -46,7 +51,7 @@ _REGION = struct.Struct("<QQQI")
 # table and the round, then zeros up to the checksum of all that in the last 4 bytes.
 _SUPERBLOCK = struct.Struct("<8sII16sIIQQI")
 _ROUND = struct.Struct("<Q")
-TILE_ENTRY = np.dtype([("slot", "<u4"), ("summed", "<u4"), ("crc", "<u4", 4)])
+TILE_STATE = np.dtype([("slot", "<u4"), ("summed", "<u4")])
 RESIDUAL_BYTES = 2  # of an element: bfloat16
 RESIDUAL_ENTRY = np.dtype([("space", "<u4"), ("crc", "<u4")])
 
@@ -94,9 +99,9 @@ class Superblock:
         _, version, endian, *fields = _SUPERBLOCK.unpack_from(block)
         if endian != ENDIAN:
             raise CSDStoreError(f"{path} was written on a machine of the other endianness")
-        if version not in (VERSION, WITH_RESIDUALS, WITH_SHARES):
+        if not 1 <= version <= VERSION:
             raise CSDStoreError(
-                f"{path} has store format {version}; this csd_optim reads formats up to {WITH_SHARES}: upgrade it"
+                f"{path} has store format {version}; this csd_optim reads formats up to {VERSION}: upgrade it"
             )
         regions = [Region(*_REGION.unpack_from(block, _SUPERBLOCK.size + i * _REGION.size)) for i in range(2)]
         (round_,) = _ROUND.unpack_from(block, _SUPERBLOCK.size + 2 * _REGION.size)
@@ -124,15 +129,52 @@ class Record:
         return cls(**json.loads(data[4:end]), user_state=data[end:])
 
 
+def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool) -> set[str]:
+    """What a reader of a store with these extents has to know."""
+    has = {
+        CHUNK_SUMS: any("sum_elems" in e for e in extents),
+        RESIDUALS: residuals,
+        SHARES: any("shares" in e for e in extents),
+    }
+    return {feature for feature, there in has.items() if there}
+
+
+def version_of(features: set[str]) -> int:
+    """The oldest format that has them."""
+    if features - {RESIDUALS, SHARES}:
+        return NAMED_FEATURES
+    return 3 if SHARES in features else 2 if RESIDUALS in features else 1
+
+
+def sums_shape(extent: dict[str, Any]) -> tuple[int, int]:
+    """Of the checksums of a tile: chunks, sections."""
+    return math.ceil(extent["tile_elems"] / extent.get("sum_elems", extent["tile_elems"])), len(extent["sections"])
+
+
+def tile_entry(extent: dict[str, Any]) -> np.dtype[Any]:
+    """What the table has for a tile: its state, and the checksums of each chunk, one per section."""
+    chunks, sections = sums_shape(extent)
+    # Formats up to 3 have one chunk, and room for a fourth section in any case.
+    return np.dtype([("state", TILE_STATE), ("sums", "<u4", (chunks, sections if "sum_elems" in extent else 4))])
+
+
+def pack_tiles(extent: dict[str, Any], states: np.ndarray[Any, Any], sums: np.ndarray[Any, Any]) -> bytes:
+    """The entries of an extent's tiles. `states`: of TILE_STATE; `sums`: uint32, (tiles, chunks, sections)."""
+    entries = np.zeros(len(states), tile_entry(extent))
+    entries["state"] = states
+    entries["sums"][..., : sums.shape[2]] = sums
+    return entries.tobytes()
+
+
 def pack_table(
-    tiles: np.ndarray[Any, Any],
+    tiles: Sequence[bytes],
     steps: np.ndarray[Any, Any],
     record: Record,
     residuals: Sequence[tuple[int, int]] = (),
 ) -> bytes:
-    """`tiles` has the fields of TILE_ENTRY, `steps` a number per parameter, `residuals` those of RESIDUAL_ENTRY."""
-    state = tiles.astype(TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes()
-    return b"".join((state, np.array([*residuals], RESIDUAL_ENTRY).tobytes(), record.head(), record.user_state))
+    """`tiles`: of each extent, by pack_tiles(); `steps`: a number per parameter; `residuals`: of RESIDUAL_ENTRY."""
+    rest = steps.astype("<f8").tobytes(), np.array([*residuals], RESIDUAL_ENTRY).tobytes()
+    return b"".join((*tiles, *rest, record.head(), record.user_state))
 
 
 def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
@@ -159,7 +201,8 @@ class Contents:
     copy: int  # 0 or 1: which one says so
     superblock: Superblock
     manifest: dict[str, Any]
-    tiles: np.ndarray[Any, Any]  # of TILE_ENTRY: those of this device, extent by extent
+    tiles: np.ndarray[Any, Any]  # of TILE_STATE: those of this device, extent by extent
+    sums: list[np.ndarray[Any, Any]]  # of each extent: uint32, of shape (tiles, chunks, sections)
     steps: np.ndarray[Any, Any]
     residuals: np.ndarray[Any, Any]  # of RESIDUAL_ENTRY: those of this device, in the order of the parameters
     record: Record
@@ -257,18 +300,29 @@ def read_commits(fd: int, path: str) -> list[Contents]:
         try:
             manifest = json.loads(read_region(fd, block.manifest, copy, "manifest", path))
             table = read_region(fd, block.table, copy, "slot table", path)
-            tiles = np.frombuffer(table, TILE_ENTRY, manifest["tiles"])
-            steps = np.frombuffer(table, "<f8", len(manifest["params"]), offset=tiles.nbytes)
+            if unknown := {*manifest.get("features", ())} - FEATURES:
+                raise CSDStoreError(
+                    f"{path} has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it"
+                )
+            at, states, sums = 0, [np.zeros(0, TILE_STATE)], []
+            for extent in manifest["extents"]:
+                entries = np.frombuffer(table, tile_entry(extent), extent["tiles"], offset=at)
+                states.append(entries["state"])
+                sums.append(np.ascontiguousarray(entries["sums"][..., : len(extent["sections"])], np.uint32))
+                at += entries.nbytes
+            steps = np.frombuffer(table, "<f8", len(manifest["params"]), offset=at)
+            at += steps.nbytes
             n_residuals = len(rows_with_residual(manifest, block.device))
-            residuals = np.frombuffer(table, RESIDUAL_ENTRY, n_residuals, offset=tiles.nbytes + steps.nbytes)
-            record = Record.unpack(table[tiles.nbytes + steps.nbytes + residuals.nbytes :])
+            residuals = np.frombuffer(table, RESIDUAL_ENTRY, n_residuals, offset=at)
+            record = Record.unpack(table[at + residuals.nbytes :])
         except CSDStoreError as e:
             damage = damage or e
             continue
         except (KeyError, TypeError, ValueError, struct.error) as e:
             damage = damage or CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})")
             continue
-        commits.append(Contents(path, copy, block, manifest, tiles, steps, residuals, record))
+        tiles = np.concatenate(states)
+        commits.append(Contents(path, copy, block, manifest, tiles, sums, steps, residuals, record))
     if damage and not commits:
         raise damage
     return commits

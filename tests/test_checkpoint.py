@@ -41,11 +41,12 @@ from csd_optim.store_format import (
     CLEAN,
     FILE_NAME,
     PAGE,
-    TILE_ENTRY,
+    TILE_STATE,
     Record,
     Region,
     Superblock,
     pack_table,
+    pack_tiles,
     read_contents,
 )
 from csd_optim.verify import verify
@@ -1058,22 +1059,23 @@ def sparse_store(directory, shapes, dense):
         for i, (name, shape) in enumerate(shapes)
     ]
     described = {"tile_elems": extent.tile_elems, "tiles": extent.n_tiles, "slots": 2, "sections": sections}
+    described["sum_elems"] = extent.tile_elems
     manifest = {"params": params, "waiting": [], "extents": [described | {"file_offset": base}]}
     about = json.dumps(manifest | {"tiles": extent.n_tiles}).encode()
-    tiles = np.zeros(extent.n_tiles, TILE_ENTRY)
+    tiles, sums = np.zeros(extent.n_tiles, TILE_STATE), np.zeros((extent.n_tiles, 1, 3), np.uint32)
     tiles["summed"] = 1
-    tiles["crc"][:, :3] = crc32c(bytes(4 * extent.tile_elems))
+    sums[:] = crc32c(bytes(4 * extent.tile_elems))
     noise = np.random.default_rng(0).bytes(4 * extent.tile_elems)
     with (directory / FILE_NAME).open("wb") as file:
         for tile in np.linspace(0, extent.n_tiles - 1, dense).astype(int).tolist():
             tiles["slot"][tile] = tile % 2
-            tiles["crc"][tile, :3] = crc32c(noise)
+            sums[tile] = crc32c(noise)
             file.seek(base + (2 * tile + tile % 2) * extent.slot_bytes)
             for _ in sections:
                 file.write(noise)
         with CSDAdam([torch.nn.Parameter(torch.ones(1))], devices=["ram:"]) as opt:
             record = Record(groups=[{k: v for k, v in opt.param_groups[0].items() if k != "params"}])
-        table = pack_table(tiles, np.full(len(params), 7.0), record)
+        table = pack_table([pack_tiles(described, tiles, sums)], np.full(len(params), 7.0), record)
         rooms = [round_up(len(data), PAGE) for data in (about, table)]
         of_manifest = Region(end, rooms[0], len(about), crc32c(about))
         of_table = Region(end + 2 * rooms[0], rooms[1], len(table), crc32c(table))

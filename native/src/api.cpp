@@ -105,7 +105,9 @@ int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error) {
   return guarded(error, [&] { engine->engine.finish(keep != 0); });
 }
 
-uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint32_t n) { return engine->engine.undone(tiles, n); }
+uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems, uint32_t n) {
+  return engine->engine.undone(tiles, elems, n);
+}
 
 uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n) {
   return engine->engine.events(events, n);
@@ -123,8 +125,9 @@ int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd
   return guarded(error, [&] { engine->engine.edited(tiles, n); });
 }
 
-int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *out, csd_error *error) {
-  return guarded(error, [&] { engine->engine.tiles(first, n, out); });
+int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums,
+                     csd_error *error) {
+  return guarded(error, [&] { engine->engine.tiles(first, n, states, sums); });
 }
 
 int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error) {

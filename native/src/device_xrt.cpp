@@ -250,10 +250,9 @@ class XrtDevice : public FileDevice {
       Card::fail("its kernel has not done what it was told", EIO);
     if (work.verify && !work.from_windows)
       for (uint32_t s = 0; s < tile.sections; s++)
-        if (report.crc_in[s] != tile.slots[tile.slot].crc[s]) throw damaged(tile, s);
+        if (report.crc_in[s] != tile.slots[tile.slot].sums[s]) throw damaged(tile, s);
     work.nonfinite = report.nonfinite;
-    work.sum.summed = true;
-    memcpy(work.sum.crc, report.crc_out, sizeof report.crc_out);
+    work.sum = {true, {report.crc_out, report.crc_out + tile.sections}};
   }
 
   // A frame for as long as a tile needs one; there are as many as workers.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <tuple>
 #include <utility>
 
 #include "pool.h"
@@ -278,7 +279,7 @@ void Engine::on_stored(Job &job, int os_errno) noexcept {
     l.counts.write_bytes += job.tile->bytes();
     l.counts.total_write_bytes += job.tile->bytes();
     job.tile->slot = job.tile->next_slot();
-    job.tile->slots[job.tile->slot] = job.work.sum;
+    job.tile->slots[job.tile->slot] = std::move(job.work.sum);
     job.tile->shown = kNowhere;  // also where there is one slot: somebody may have written to the window meanwhile
     job.stored = true;
     // Not if an open window shows the slot, as it does where there is one only.
@@ -382,7 +383,9 @@ bool Engine::undo() {
   unwritten_.clear();
   for (Job &job : jobs_) {
     Tile &t = *job.tile;
-    if (job.given) undone_.push_back(t.index);
+    // What went to an image was not taken from there unless the whole tile was given.
+    if (job.given) undone_.emplace_back(t.index, t.elems);
+    else if (job.work.given && !job.work.param_image) undone_.emplace_back(t.index, job.work.given);
     if (job.buffer) release_buffer(job, false);
     forget(t);
     if (job.storing && t.n_slots == 1) all = false;
@@ -430,9 +433,9 @@ void Engine::close() {
   if (error) std::rethrow_exception(error);
 }
 
-uint32_t Engine::undone(uint32_t *tiles, uint32_t n) const noexcept {
+uint32_t Engine::undone(uint32_t *tiles, uint64_t *elems, uint32_t n) const noexcept {
   Lock lock(mutex_);
-  std::copy_n(undone_.begin(), std::min<size_t>(n, undone_.size()), tiles);
+  for (size_t i = 0; i < std::min<size_t>(n, undone_.size()); i++) std::tie(tiles[i], elems[i]) = undone_[i];
   return static_cast<uint32_t>(undone_.size());
 }
 

@@ -46,8 +46,8 @@ class Engine {
   void drain(bool open);
   void edited(const uint32_t *tiles, uint32_t n);
   void close();
-  uint32_t undone(uint32_t *tiles, uint32_t n) const noexcept;
-  void tiles(uint32_t first, uint32_t n, csd_tile_state *out);
+  uint32_t undone(uint32_t *tiles, uint64_t *elems, uint32_t n) const noexcept;
+  void tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums);
   csd_stats stats(uint32_t device);
   uint32_t events(csd_event *, uint32_t n) noexcept;
 
@@ -130,8 +130,8 @@ class Engine {
   uint64_t going_on_ = 0;  // loads, updates, stores and sums of windows under way
   bool failed_ = false;
   Failure failure_{};
-  std::vector<Job *> unwritten_;  // whose write failed after the step was whole
-  std::vector<uint32_t> undone_;
+  std::vector<Job *> unwritten_;                       // whose write failed after the step was whole
+  std::vector<std::pair<uint32_t, uint64_t>> undone_;  // tile, elements
   bool traced_ = false;
   std::vector<csd_event> events_;
   uint64_t feeding_back_ = 0;  // tiles whose residuals are being brought up to date

@@ -1,11 +1,9 @@
 // Extents, and the windows onto their states: what lies where, and what a program sees and writes between steps.
-#include <string.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "crc32c.h"
 #include "engine.h"
 #include "memory.h"
 
@@ -22,6 +20,8 @@ void Engine::extend(const csd_extent &e, float **windows) {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 3 || e.sections > 4)
     throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 3 or 4 sections"};
+  if (e.sum_elems == 0 || e.sum_elems % 1024)
+    throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
   if (e.tile_elems > kMostTileElems || e.n_tiles > kMostElems / e.tile_elems)
     throw Failure{CSD_EINVAL, std::to_string(e.n_tiles) + " tiles of " + std::to_string(e.tile_elems) +
                                   " elements are too much: at most 2^31 in a tile and 2^56 in an extent"};
@@ -93,12 +93,13 @@ void Engine::add_tiles(const csd_extent &e, const std::vector<uint32_t> &device,
     t.device = device[i];
     t.sections = e.sections;
     t.elems = e.tile_elems;
+    t.sum_elems = std::min(e.sum_elems, e.tile_elems);
     t.n_slots = e.slots;
     t.file_offset = std::exchange(end_of_file[t.device], end_of_file[t.device] + e.slots * t.bytes());
     if (e.states) {
       t.slot = e.states[i].slot;
       t.slots[t.slot].summed = e.states[i].summed;
-      std::copy_n(e.states[i].crc, 4, t.slots[t.slot].crc);
+      t.slots[t.slot].sums.assign(e.sums + i * t.n_sums(), e.sums + (i + 1) * t.n_sums());
     }
     t.pieces = piece;
     while (piece != end && piece->tile == i) piece++;
@@ -148,11 +149,11 @@ std::list<Pool::Task> Engine::sum_tasks() {
   std::list<Pool::Task> tasks;
   for (Tile &t : tiles_) {
     if (!t.open || t.slots[t.slot].summed) continue;
-    tasks.push_back([this, &t, writes = t.writes] {
-      Slot sum{true};
-      crc32c_sections(sum.crc, t.window, t.sections, 0, t.elems);
+    const auto sum = std::make_shared<Slot>(Slot{true, std::vector<uint32_t>(t.n_sums())});
+    tasks.push_back([this, &t, sum, writes = t.writes] {
+      sum_tile(t, t.window, sum->sums.data());
       std::lock_guard lock(mutex_);
-      if (t.writes == writes) t.slots[t.slot] = sum;
+      if (t.writes == writes) t.slots[t.slot] = std::move(*sum);
       if (--going_on_ == 0) settled_.notify_all();
     });
   }
@@ -173,15 +174,16 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
   }
 }
 
-void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *out) {
+void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums) {
   Lock lock(mutex_);
   if (first + static_cast<uint64_t>(n) > tiles_.size()) throw Failure{CSD_EINVAL, "no such tiles"};
   for (uint32_t i = 0; i < n; i++) {
     const Tile &t = tiles_[first + i];
     const Slot &slot = t.slots[t.slot];
-    out[i].slot = t.slot;
-    out[i].summed = slot.summed;
-    memcpy(out[i].crc, slot.crc, sizeof slot.crc);
+    states[i] = {t.slot, slot.summed};
+    if (slot.summed) std::copy(slot.sums.begin(), slot.sums.end(), sums);
+    else std::fill_n(sums, t.n_sums(), 0);
+    sums += t.n_sums();
   }
 }
 

@@ -61,7 +61,8 @@ APART void operator delete[](void *p, size_t) noexcept { free(p); }
 
 namespace {
 
-constexpr uint64_t kTile = 1024;
+constexpr uint64_t kTile = 2048;
+constexpr uint64_t kSumElems = 1024;          // two checksums for each section of a tile
 constexpr uint32_t kTiles = 12;               // per extent
 constexpr uint64_t kParam = 2 * kTile - 100;  // elements: every parameter ends within a tile
 
@@ -86,6 +87,7 @@ struct Model {
   std::vector<csd_device> devices;
   uint32_t sections, dtype, slots;
   const csd_tile_state *states;  // of a store that is there already
+  const uint32_t *sums;
   csd_engine *engine = nullptr;
   csd_error error{};
   std::vector<float *> windows;
@@ -98,8 +100,8 @@ struct Model {
   csd_adamw hyper{0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f, 0};
 
   Model(std::vector<csd_device> d, uint32_t n_sections = 3, uint32_t of_dtype = CSD_F32, uint32_t n_slots = 2,
-        const csd_tile_state *held = nullptr)
-      : devices(std::move(d)), sections(n_sections), dtype(of_dtype), slots(n_slots), states(held) {
+        const csd_tile_state *held = nullptr, const uint32_t *held_sums = nullptr)
+      : devices(std::move(d)), sections(n_sections), dtype(of_dtype), slots(n_slots), states(held), sums(held_sums) {
     hyper.amsgrad = sections == 4;
     OK(csd_engine_create(devices.data(), static_cast<uint32_t>(devices.size()), &engine, &error));
     extend();
@@ -132,7 +134,8 @@ struct Model {
   }
 
   int join() {
-    const csd_extent extent{kTile, kTiles, sections, slots, states, offsets.data(), pieces.data(), pieces.size()};
+    const csd_extent extent{kTile,     kTiles, sections,       slots,         states,
+                            kSumElems, sums,   offsets.data(), pieces.data(), pieces.size()};
     return csd_engine_extend(engine, &extent, got, &error);
   }
 
@@ -229,10 +232,13 @@ void many_steps() {
   CHECK(finite(state) && state == mixed.state() && state == memory.state());
   CHECK(state[kTile * kTiles] != 0);
   csd_tile_state tiles[2 * kTiles];
-  OK(csd_engine_tiles(files.engine, 0, 2 * kTiles, tiles, &files.error));
+  std::vector<uint32_t> sums(2 * kTiles * 2 * 3);
+  OK(csd_engine_tiles(files.engine, 0, 2 * kTiles, tiles, sums.data(), &files.error));
   for (uint32_t i = 0; i < 2 * kTiles; i++) {
     const float *master = files.windows[i < kTiles ? 0 : 3] + i % kTiles * kTile;
-    CHECK(tiles[i].summed && tiles[i].crc[0] == csd_crc32c(0, master, 4 * kTile));
+    CHECK(tiles[i].summed);
+    for (uint64_t chunk = 0; chunk < 2; chunk++)
+      CHECK(sums[(2 * i + chunk) * 3] == csd_crc32c(0, master + chunk * kSumElems, 4 * kSumElems));
   }
   csd_stats stats;
   for (uint32_t i = 0; i < 3; i++) OK(csd_engine_stats(files.engine, i, &stats, &files.error));
@@ -315,7 +321,8 @@ void undo() {
       OK(csd_engine_finish(m.engine, 0, &m.error));
     }
     uint32_t undone[kTiles];
-    CHECK(csd_engine_undone(m.engine, undone, kTiles) <= pushed);
+    uint64_t elems[kTiles];
+    CHECK(csd_engine_undone(m.engine, undone, elems, kTiles) <= pushed);
     CHECK(m.state() == before);
   }
   OK(m.step());
@@ -326,6 +333,7 @@ void undo() {
 void edits() {
   const File a;
   std::vector<csd_tile_state> held(kTiles);
+  std::vector<uint32_t> sums(kTiles * 2 * 3);
   std::vector<float> last;
   {
     Model m({file(a)}), same({ram()});
@@ -356,28 +364,34 @@ void edits() {
     OK(csd_engine_edited(m.engine, edited, 2, &m.error));
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), &m.error));
+    OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), sums.data(), &m.error));
     for (const csd_tile_state &tile : held) CHECK(tile.summed);
     last = same.state();
   }
   // Another engine takes it up where it is; nothing was written there meanwhile.
-  Model again({file(a)}, 3, CSD_F32, 2, held.data());
+  Model again({file(a)}, 3, CSD_F32, 2, held.data(), sums.data());
   OK(csd_engine_drain(again.engine, 0, &again.error));
   for (uint32_t s = 0; s < 3; s++)
     CHECK(memcmp(again.windows[s], last.data() + s * kTile * kTiles, 4 * kTile * kTiles) == 0);
   again.windows[2][7] = 5;  // never told of: stays here
   OK(again.step());
-  // A tile that is no longer what was written: the step is undone.
+  // A tile that is no longer what was written, in the second of its chunks: the step is undone, and the parameters of
+  // the first had been given out.
   OK(csd_engine_drain(again.engine, 0, &again.error));
   const std::vector<float> before(again.windows[1], again.windows[1] + kTile * kTiles);
-  OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), &again.error));
-  const off_t at = static_cast<off_t>((2 * 5 + held[5].slot) * 3 * 4 * kTile + 4 * kTile + 400);
+  OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), sums.data(), &again.error));
+  const off_t at = static_cast<off_t>((2 * 5 + held[5].slot) * 3 * 4 * kTile + 4 * kTile + 4 * kSumElems + 400);
   char byte;
   CHECK(pread(a.fd, &byte, 1, at) == 1);
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
   CHECK(again.step() == CSD_EDAMAGED && again.error.tile == 5 && again.error.device == 0 &&
         strstr(again.error.text, "exp_avg of tile 5"));
+  uint32_t undone[kTiles];
+  uint64_t elems[kTiles];
+  const uint32_t n = csd_engine_undone(again.engine, undone, elems, kTiles);
+  for (uint32_t i = 0; i < n; i++) CHECK(elems[i] == (undone[i] == 5 ? kSumElems : kTile));
+  CHECK(std::find(undone, undone + n, 5u) != undone + n);
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
   OK(csd_engine_drain(again.engine, 0, &again.error));
@@ -476,18 +490,19 @@ void wrong_calls() {
   OK(csd_engine_finish(m.engine, 1, &error));
   const csd_piece over{0, 0, 0, UINT64_MAX - 3, 8};
   const uint64_t offset = 0;
-  const csd_extent extent{kTile, 1, 3, 2, nullptr, &offset, &over, 1};
+  const csd_extent extent{kTile, 1, 3, 2, nullptr, kSumElems, nullptr, &offset, &over, 1};
   float *windows[4];
   CHECK(csd_engine_extend(m.engine, &extent, windows, &error) == CSD_EINVAL);
 
   // Sizes of which a product or a sum wraps: what remained would be small, and what is written to it is not.
   const csd_piece long_one{0, 0, 0, 0, 100'000};
   const uint64_t far = UINT64_MAX - 4095, odd = 512;
-  const csd_extent wrapping[] = {{(uint64_t{1} << 62) + kTile, 1, 3, 2, nullptr, &offset, &long_one, 1},
-                                 {uint64_t{1} << 31, UINT32_MAX, 3, 2, nullptr, &offset, &long_one, 1},
-                                 {kTile, UINT32_MAX, 3, 2, nullptr, &offset, nullptr, 0},
-                                 {kTile, 1, 3, 2, nullptr, &far, nullptr, 0},
-                                 {kTile, 1, 3, 2, nullptr, &odd, nullptr, 0}};
+  const csd_extent wrapping[] = {
+      {(uint64_t{1} << 62) + kTile, 1, 3, 2, nullptr, kSumElems, nullptr, &offset, &long_one, 1},
+      {uint64_t{1} << 31, UINT32_MAX, 3, 2, nullptr, kSumElems, nullptr, &offset, &long_one, 1},
+      {kTile, UINT32_MAX, 3, 2, nullptr, kSumElems, nullptr, &offset, nullptr, 0},
+      {kTile, 1, 3, 2, nullptr, kSumElems, nullptr, &far, nullptr, 0},
+      {kTile, 1, 3, 2, nullptr, kSumElems, nullptr, &odd, nullptr, 0}};
   for (const csd_extent &e : wrapping) CHECK(csd_engine_extend(m.engine, &e, windows, &error) == CSD_EINVAL);
   OK(m.step());
 
@@ -501,7 +516,7 @@ void wrong_calls() {
 
   // More buffers than there are bytes to count them with.
   const csd_device many[] = {file(a, UINT32_MAX)};
-  const csd_extent large{uint64_t{1} << 31, 1, 4, 2, nullptr, &offset, nullptr, 0};
+  const csd_extent large{uint64_t{1} << 31, 1, 4, 2, nullptr, kSumElems, nullptr, &offset, nullptr, 0};
   OK(csd_engine_create(many, 1, &empty, &error));
   CHECK(csd_engine_extend(empty, &large, windows, &error) == CSD_ENOMEM);
   OK(csd_engine_close(empty, &error));
@@ -733,7 +748,9 @@ void out_of_memory() {
         });
         if (status != CSD_OK || images) {
           std::vector<uint32_t> undone(m.tiles.size());
-          CHECK(csd_engine_undone(m.engine, undone.data(), static_cast<uint32_t>(undone.size())) <= undone.size());
+          std::vector<uint64_t> elems(m.tiles.size());
+          CHECK(csd_engine_undone(m.engine, undone.data(), elems.data(), static_cast<uint32_t>(undone.size())) <=
+                undone.size());
           m.params = before;
           for (size_t p = 0; p < before.size(); p++) m.table[p].param = m.params[p].data();
         } else {
