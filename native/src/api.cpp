@@ -1,12 +1,9 @@
-// The border: C++ exceptions become a status here and nowhere else.
-#include <errno.h>
+// The border: C++ exceptions become a status here and nowhere else. What is not guarded calls what is noexcept.
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <memory>
-#include <new>
-#include <system_error>
 
 #include "card.h"
 #include "crc32c.h"
@@ -23,7 +20,7 @@ struct csd_engine {
 
 namespace {
 
-int report(csd_error *error, const csd::Failure &f) {
+int report(csd_error *error, const csd::Failure &f) noexcept {
   if (error) {
     error->status = f.status;
     error->os_errno = f.os_errno;
@@ -36,18 +33,12 @@ int report(csd_error *error, const csd::Failure &f) {
 }
 
 template <typename Call>
-int guarded(csd_error *error, Call call) {
+int guarded(csd_error *error, Call call) noexcept {
   try {
     call();
     return CSD_OK;
-  } catch (const csd::Failure &f) {
-    return report(error, f);
-  } catch (const std::bad_alloc &) {
-    return report(error, {CSD_ENOMEM, "out of memory", ENOMEM});
-  } catch (const std::system_error &e) {
-    return report(error, {CSD_ENOMEM, std::string("no thread can be started: ") + e.what(), e.code().value()});
-  } catch (const std::exception &e) {
-    return report(error, {CSD_EINVAL, e.what()});
+  } catch (...) {
+    return report(error, csd::caught());
   }
 }
 
@@ -180,7 +171,11 @@ int csd_threads_use(uint32_t n, csd_error *error) {
   });
 }
 
-uint32_t csd_threads_used(void) { return csd::Pool::updates().size(); }
+uint32_t csd_threads_used(void) {
+  uint32_t n = 0;
+  guarded(nullptr, [&] { n = csd::Pool::updates().size(); });
+  return n;
+}
 
 uint64_t csd_topk_count(double ratio, uint64_t n) { return csd::topk_count(ratio, n); }
 
