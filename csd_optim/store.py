@@ -17,7 +17,15 @@ from typing import Literal
 
 from .bindings import crc32c
 from .closing import wait_for_dropped
-from .errors import CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDWarning, users_stacklevel
+from .errors import (
+    CSDBusyError,
+    CSDLostError,
+    CSDOSError,
+    CSDStoreError,
+    CSDStoreExistsError,
+    CSDWarning,
+    users_stacklevel,
+)
 from .layout import round_up
 from .store_format import (
     FILE_NAME,
@@ -102,6 +110,10 @@ class StoreFile:
         self.fd = self.io_fd = -1
         self.end = 2 * PAGE
         self.held: list[Contents] = []
+        self.in_doubt = False  # a flush has failed, and what it should have covered was not read back since
+        self.lost = ""  # why the last step will never be committed here
+        self._named = True  # as far as is known, the file's name is on the disk
+        self._unsure: int | None = None  # the copy of the superblock that may be half written
         self._is_new = not durable  # a file of our own, which nobody misses until it has a superblock
         self.current: Superblock | None = None  # of the last commit
         self._spaces: dict[str, tuple[int, int]] = {}  # for "manifest" and "table": base, room
@@ -156,6 +168,11 @@ class StoreFile:
         self._is_new = mode != "read" and os.fstat(self.fd).st_size == 0
         if self._is_new:
             return path
+        if mode in ("resume", "read"):
+            # Who wrote it may have died with that in memory only, or have been told that it did not get to the disk:
+            # then it is in the page cache all the same, and gone when it leaves that.
+            os.fdatasync(self.fd)
+            self.forget_cached()
         heads = [read(self.fd, PAGE, i * PAGE) for i in range(2)]
         unborn = self._is_unborn(path, *heads)
         if mode != "read" and MAGIC not in (head[:8] for head in heads) and not unborn:
@@ -271,11 +288,10 @@ class StoreFile:
         """
         if self.io_fd < 0:
             with self._naming("write"):
-                if not self._is_new:
+                if not (self._is_new and self._named):
                     self._replace()
                 if self.durable:
-                    for directory in (self.path.parent, self.path.parent.parent):  # so that the file has its name
-                        sync_directory(directory)
+                    self._sync_names()
                 self._open_direct()
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
         offset, size = round_up(self.end, unit), round_up(size, unit)
@@ -293,16 +309,43 @@ class StoreFile:
         self.end = offset + size
         return offset
 
+    def _sync_names(self) -> None:
+        """Waits until the file and its directory have their names on the disk: after an error, they need others."""
+        if self.lost:
+            raise CSDLostError(errno.EIO, self.lost)
+        directory = self.path.parent
+        self._named = False
+        sync_directory(directory)
+        self._named = True
+        try:
+            sync_directory(directory.parent)
+        except OSError as e:
+            self.lost = f"{directory} may be gone after a power loss: {directory.parent} could not be flushed "
+            self.lost += f"({e.strerror}). Remove {directory.name} and begin anew, or name another directory"
+            raise CSDLostError(e.errno, self.lost) from e
+
     def shrink(self, end: int) -> None:
         """Gives back what was allocated from byte `end` on."""
         os.ftruncate(self.fd, end)
         self.end = end
 
     def sync(self) -> None:
-        """Waits until everything written so far, through mappings too, is on the disk. Raises CSDOSError."""
+        """Waits until everything written so far, through mappings too, is on the disk. Raises CSDOSError.
+
+        The system tells once that it could not write something, and takes it for written from then on: after an error
+        no later flush says anything about what this one should have covered. See proof.py.
+        """
         if self.io_fd >= 0:
-            with self._naming("write"):
-                os.fdatasync(self.fd)
+            try:
+                with self._naming("write"):
+                    os.fdatasync(self.fd)
+            except CSDOSError:
+                self.in_doubt = True
+                raise
+
+    def forget_cached(self) -> None:
+        """Takes out of the page cache what is on the disk: it is read from there next."""
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Whole pages, of memory too, past the page cache where the file system can. Raises CSDOSError."""
@@ -324,10 +367,11 @@ class StoreFile:
         Copy 1 is written when copy 0 is on the disks of all devices: until then all of them have the commit before.
         """
         block = staged.superblock
+        if copy == 0:
+            self.sync()
         with self._naming("write the superblock"):
-            if copy == 0:
-                os.fdatasync(self.fd)
-            # In any order: a superblock whose manifest and table are not there yet does not count.
+            # In any order: a superblock whose manifest and table are not there yet does not count. If the flush fails,
+            # all of it is written anew: nothing else can have been lost.
             if staged.manifest is not None:
                 write(self.fd, staged.manifest, block.manifest.offset(copy))
             write(self.fd, staged.table, block.table.offset(copy))
@@ -340,10 +384,13 @@ class StoreFile:
         """Changes the flags of the commit that is valid, in both copies, and waits until that is on the disk."""
         if self.current:
             self.current = replace(self.current, sequence=sequence, flags=flags)
-            with self._naming("write the superblock"):
-                for copy in range(2):
+            # After a failure, first the copy that is not known to be whole: the other one is all that there is.
+            for copy in (0, 1) if self._unsure != 1 else (1, 0):
+                self._unsure = copy
+                with self._naming("write the superblock"):
                     write(self.fd, self.current.pack(), copy * PAGE)
-                    os.fdatasync(self.fd)
+                self.sync()
+                self._unsure = None
 
     def _region(self, what: str, data: bytes) -> Region:
         self.reserve(what, len(data))

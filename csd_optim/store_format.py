@@ -244,6 +244,20 @@ def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
     return sorted(((copy, s) for copy, s in found if s), key=lambda pair: -pair[1].sequence)
 
 
+def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes) -> Contents:
+    """What these say. Raises CSDStoreError."""
+    try:
+        about = json.loads(manifest)
+        tiles = np.frombuffer(table, TILE_ENTRY, about["tiles"])
+        steps = np.frombuffer(table, "<f8", len(about["params"]), offset=tiles.nbytes)
+        n_residuals = len(rows_with_residual(about, block.device))
+        residuals = np.frombuffer(table, RESIDUAL_ENTRY, n_residuals, offset=tiles.nbytes + steps.nbytes)
+        record = Record.unpack(table[tiles.nbytes + steps.nbytes + residuals.nbytes :])
+    except (KeyError, TypeError, ValueError, struct.error) as e:
+        raise CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})") from e
+    return Contents(path, copy, block, about, tiles, steps, residuals, record)
+
+
 def read_commits(fd: int, path: str) -> list[Contents]:
     """The commits that are whole, tiles apart, the newest first. Raises CSDStoreError if there is none."""
     blocks = superblocks(fd, path)
@@ -255,20 +269,11 @@ def read_commits(fd: int, path: str) -> list[Contents]:
         if commits and commits[-1].superblock.sequence == block.sequence:
             continue
         try:
-            manifest = json.loads(read_region(fd, block.manifest, copy, "manifest", path))
+            manifest = read_region(fd, block.manifest, copy, "manifest", path)
             table = read_region(fd, block.table, copy, "slot table", path)
-            tiles = np.frombuffer(table, TILE_ENTRY, manifest["tiles"])
-            steps = np.frombuffer(table, "<f8", len(manifest["params"]), offset=tiles.nbytes)
-            n_residuals = len(rows_with_residual(manifest, block.device))
-            residuals = np.frombuffer(table, RESIDUAL_ENTRY, n_residuals, offset=tiles.nbytes + steps.nbytes)
-            record = Record.unpack(table[tiles.nbytes + steps.nbytes + residuals.nbytes :])
+            commits.append(unpack(path, copy, block, manifest, table))
         except CSDStoreError as e:
             damage = damage or e
-            continue
-        except (KeyError, TypeError, ValueError, struct.error) as e:
-            damage = damage or CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})")
-            continue
-        commits.append(Contents(path, copy, block, manifest, tiles, steps, residuals, record))
     if damage and not commits:
         raise damage
     return commits
