@@ -35,7 +35,7 @@ class Commit:
 
     def __init__(self, stores: list[StoreFile], stage: Callable[[InParallel], list[Staged]]) -> None:
         self._stores, self._stage = stores, stage
-        self._staged: list[tuple[StoreFile, Staged]] = []
+        self._staged: list[Staged] = []
         self._prepared = False
 
     def prepare(self, in_parallel: InParallel) -> None:
@@ -45,8 +45,8 @@ class Commit:
         if lost := next((store.lost for store in self._stores if store.lost), ""):
             raise CSDLostError(errno.EIO, lost)
         if not self._staged:
-            self._staged = [*zip(self._stores, self._stage(in_parallel), strict=True)]
-        in_parallel([functools.partial(prove, *pair) for pair in self._staged if pair[0].in_doubt])
+            self._staged = self._stage(in_parallel)
+        in_parallel([functools.partial(prove, *pair) for pair in self._pairs() if pair[0].in_doubt])
         self._publish(0, in_parallel)
         self._prepared = True
 
@@ -55,7 +55,10 @@ class Commit:
 
     def _publish(self, copy: int, in_parallel: InParallel) -> None:
         # A second attempt writes what the first may have written, and the same again.
-        in_parallel([functools.partial(store.publish, staged, copy) for store, staged in self._staged])
+        in_parallel([functools.partial(store.publish, staged, copy) for store, staged in self._pairs()])
+
+    def _pairs(self) -> Iterable[tuple[StoreFile, Staged]]:
+        return zip(self._stores, self._staged, strict=True)
 
 
 class Background:

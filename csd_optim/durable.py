@@ -475,7 +475,9 @@ class DurableEngine(Engine):
     def loading(self, record: Record | None = None) -> Iterator[None]:
         """What is loaded within is durable at the end; ranks make it a round. All ranks call it, and it raises on all.
 
-        `record` is committed with that, and not without it. The step is what the rank says that is farthest: its parameters may have made more steps than others.
+        `record` is committed with that, and not without it.
+
+        The step is what the rank says that is farthest: its parameters may have made more steps than others.
         """
         self.confirm()
         self._loading, self._loaded_record = self.ranks is not None, record

@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +60,22 @@ def lock_owner(stat: os.stat_result) -> int | None:
     return None
 
 
+def _holders(stat: os.stat_result) -> list[int]:
+    """The processes that have a file open, of those that this one may look at."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(os.path.samestat(stat, fd.stat()) for fd in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def _left_behind(owner: int, stat: os.stat_result) -> str:
+    """What keeps the lock of a process that has ended: a lock belongs to all who have inherited the open file."""
+    children = [f"process {pid}" for pid in _holders(stat) if pid != os.getpid()]
+    return f"{' and '.join(children) or 'a process'}, forked by process {owner}, which has ended"
+
+
 def lock(fd: int, path: Path, *, shared: bool = False) -> None:
     """Makes this process the owner of the file; `shared`: one of those that only want nobody to write it.
 
@@ -76,8 +93,12 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
             wait_for_dropped()
     if owner == os.getpid():
         who = "another optimizer of this process, or by tensors from load(); close() or drop those"
+    elif owner is None:
+        who = "another process; stop that"
+    elif Path(f"/proc/{owner}").exists():
+        who = f"process {owner}; stop that"
     else:
-        who = f"{'another process' if owner is None else f'process {owner}'}; stop that"
+        who = f"{_left_behind(owner, os.fstat(fd))}; stop that"
     instead = "another directory"
     if shared:
         instead = "a snapshot, which its optimizer makes by save()"
@@ -107,7 +128,8 @@ class StoreFile:
     def __init__(self, directory: Path | None, *, durable: bool, mode: Mode = "new") -> None:
         self.durable = durable
         self.direct: bool | None = None  # past the page cache? None: there is none
-        self.fd = self.io_fd = -1
+        self.fd = self.io_fd = self._next_fd = -1  # the last one: of a file that is to replace this one
+        _open.add(self)
         self.end = 2 * PAGE
         self.held: list[Contents] = []
         self.in_doubt = False  # a flush has failed, and what it should have covered was not read back since
@@ -217,16 +239,17 @@ class StoreFile:
         Not before the first byte is to be written; and a new file, because somebody may still look at the old one.
         """
         temporary = self.path.with_name(f".{FILE_NAME}.{secrets.token_hex(8)}")
-        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        self._next_fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
-            lock(fd, temporary)
+            lock(self._next_fd, temporary)
             temporary.replace(self.path)
         except BaseException:
+            fd, self._next_fd = self._next_fd, -1
             os.close(fd)
             temporary.unlink(missing_ok=True)
             raise
-        os.close(self.fd)
-        self.fd, self._is_new = fd, True
+        fd, self.fd, self._next_fd, self._is_new = self.fd, self._next_fd, -1, True
+        os.close(fd)
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -409,8 +432,27 @@ class StoreFile:
                 self.path.unlink()
         finally:
             if self.fd >= 0:
-                fcntl.flock(self.fd, fcntl.LOCK_UN)  # a forked child may keep the file open
-            for fd in (self.io_fd, self.fd):
-                if fd >= 0:
-                    os.close(fd)
-            self.fd = self.io_fd = -1
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # a child that was forked by native code keeps the file open
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Closes what is open, and no more: the lock stays with those that have the same file open."""
+        # The numbers are forgotten first: they may be another file's as soon as they are closed.
+        fds = self.io_fd, self.fd, self._next_fd
+        self.fd = self.io_fd = self._next_fd = -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+
+_open: weakref.WeakSet[StoreFile] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A child can use no store, but would keep it locked when its parent is gone: workers outlive a trainer."""
+    for store in list(_open):
+        with contextlib.suppress(OSError):
+            store.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
