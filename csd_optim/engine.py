@@ -426,8 +426,8 @@ class Engine:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """What is loaded within is durable at the end, where it can be: as a whole, or not at all."""
+    def loading(self, record: Record | None = None) -> Iterator[None]:
+        """What is loaded within is durable at the end, with `record`, where it can be: as a whole, or not at all."""
         yield
 
     def wait(self) -> None:
