@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from math import ceil
 
 from bench.tables import put
+from csd_optim.layout import SUM_ELEMS
 
 LANES, WORD = 16, 64  # fp32 values in a word, bytes of one
 BLOCK = 1 << 16  # elements that a block of entries covers
 BURST = 64 * WORD  # bytes: 4 KiB, the longest of AXI
 TILE = 1 << 20  # elements, as the optimizer lays them out
-SUM_WORDS = (1 << 17) // LANES
+SUM_WORDS = SUM_ELEMS // LANES
 
 # The II of each loop of hls_kernels/stages.h, by its label; a test compares them.
 II = {

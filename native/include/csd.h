@@ -122,7 +122,7 @@ typedef struct csd_device {
   const char *backend;
   int32_t fd;           /* file, xrt: open for reading and writing, belongs to the caller, outlives the engine */
   uint32_t buffers;     /* file, xrt: tile buffers, allocated once and fixed; with 1, nothing overlaps */
-  uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096 */
+  uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096, up to 1 GiB */
   csd_card *card;       /* xrt: belongs to the caller, outlives the engine */
   uint32_t p2p;         /* xrt: csd_p2p */
   csd_pace pace;        /* not xrt */
@@ -172,7 +172,7 @@ typedef struct csd_tile_state {
  * of these tiles on device d (counted from 0) has its slot s at
  * byte `file_offset[d] + (slots*j + s) * tile_elems * sections * 4`. */
 typedef struct csd_extent {
-  uint64_t tile_elems; /* multiple of 1024 and of the page size / 4 */
+  uint64_t tile_elems; /* multiple of 1024 and of the page size / 4, up to 2^31; 2^56 in all n_tiles */
   uint32_t n_tiles;
   uint32_t sections;            /* 3, or 4 with amsgrad */
   uint32_t slots;               /* 2; or 1: steps write in place and cannot be undone (file only) */
@@ -181,7 +181,7 @@ typedef struct csd_extent {
    * updating and summing go chunk by chunk, so that what does not fit into the cache is fetched from memory once. */
   uint64_t sum_elems;
   const uint32_t *sums;        /* of `states`: tile by tile, chunk by chunk, one per section */
-  const uint64_t *file_offset; /* one per device, multiples of the page size */
+  const uint64_t *file_offset; /* one per device, multiples of the page size, up to 2^61 */
   const csd_piece *pieces;     /* sorted by tile, then by tile_first; tile counted from this extent's first */
   uint64_t n_pieces;
   const uint32_t *devices; /* one per tile: which it is on; NULL: tile i is on device (i mod n_devices) */

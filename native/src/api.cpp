@@ -1,17 +1,15 @@
-// The border: C++ exceptions become a status here and nowhere else.
-#include <errno.h>
+// The border: C++ exceptions become a status here and nowhere else. What is not guarded calls what is noexcept.
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <memory>
-#include <new>
-#include <system_error>
 
 #include "card.h"
 #include "crc32c.h"
 #include "csd.h"
 #include "engine.h"
+#include "float_mode.h"
 #include "pool.h"
 #include "topk.h"
 #include "updater.h"
@@ -22,7 +20,7 @@ struct csd_engine {
 
 namespace {
 
-int report(csd_error *error, const csd::Failure &f) {
+int report(csd_error *error, const csd::Failure &f) noexcept {
   if (error) {
     error->status = f.status;
     error->os_errno = f.os_errno;
@@ -35,18 +33,12 @@ int report(csd_error *error, const csd::Failure &f) {
 }
 
 template <typename Call>
-int guarded(csd_error *error, Call call) {
+int guarded(csd_error *error, Call call) noexcept {
   try {
     call();
     return CSD_OK;
-  } catch (const csd::Failure &f) {
-    return report(error, f);
-  } catch (const std::bad_alloc &) {
-    return report(error, {CSD_ENOMEM, "out of memory", ENOMEM});
-  } catch (const std::system_error &e) {
-    return report(error, {CSD_ENOMEM, std::string("no thread can be started: ") + e.what(), e.code().value()});
-  } catch (const std::exception &e) {
-    return report(error, {CSD_EINVAL, e.what()});
+  } catch (...) {
+    return report(error, csd::caught());
   }
 }
 
@@ -149,6 +141,7 @@ int csd_update(const csd_adamw *hyper, int32_t isa, uint64_t n, const void *grad
   return guarded(error, [&] {
     if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
     if (hyper->amsgrad && !max_exp_avg_sq) throw csd::Failure{CSD_EINVAL, "amsgrad needs max_exp_avg_sq"};
+    const csd::FloatMode mode(csd::Subnormals::zero);
     csd::update({hyper,
                  n,
                  grad,
@@ -178,7 +171,11 @@ int csd_threads_use(uint32_t n, csd_error *error) {
   });
 }
 
-uint32_t csd_threads_used(void) { return csd::Pool::updates().size(); }
+uint32_t csd_threads_used(void) {
+  uint32_t n = 0;
+  guarded(nullptr, [&] { n = csd::Pool::updates().size(); });
+  return n;
+}
 
 uint64_t csd_topk_count(double ratio, uint64_t n) { return csd::topk_count(ratio, n); }
 

@@ -30,6 +30,7 @@ struct Tile {
   uint32_t shown = 0;   // the one that the windows show as it is, or kNowhere
   bool open = false;    // what is written to the windows goes to the device
   bool edited = false;  // the windows hold what somebody wrote to them, and the device does not
+  uint32_t writes = 0;  // somebody told of, to open windows
   bool kept = false;    // a free buffer has what the current slot has
   Slot slots[2];
 
@@ -76,8 +77,9 @@ inline void *param_at(const csd_piece &p, const Work &work, uint64_t i) {
                          : static_cast<char *>(param.param) + bytes * (p.param_first + i);
 }
 
+// These throw nothing.
 using Done = std::function<void(int os_errno)>;
-using Updated = std::function<void(const Failure &)>;  // with status CSD_OK: none
+using Updated = std::function<void(Failure)>;  // with status CSD_OK: none
 
 class Device {
  public:
@@ -103,12 +105,13 @@ class Device {
   virtual int map(const Tile &) { return 0; }
 
   // Start to read the current slot into `buffer`, to write `buffer` to the next slot, and return; another thread
-  // calls `done` once. `buffer` holds the sections one after another. Never called on a resident device.
+  // calls `done` once; or throw, and then nothing was started and nobody calls it. `buffer` holds the sections one
+  // after another. Never called on a resident device.
   virtual void load(const Tile &, float *, Done) {}
   virtual void store(const Tile &, const float *, Done) {}
 
   // Starts to apply the rule to the tile in `buffer` (null on a resident device: in the windows), and returns; another
-  // thread calls `done` once. `tile` and `work` live until then.
+  // thread calls `done` once, or throws, likewise. `tile` and `work` live until then.
   virtual void update(const Tile &tile, float *buffer, Work &work, Updated done) = 0;
 };
 
@@ -125,7 +128,7 @@ Failure damaged(const Tile &tile, uint32_t section);
 uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums);
 
 // The sums of what lies in `sections`, all of it.
-Slot sum_of(const Tile &tile, float *const *sections);
+void sum_tile(const Tile &, float *const *sections, uint32_t *sums);
 
 std::unique_ptr<Device> make_file_device(const csd_device &);
 std::unique_ptr<Device> make_ram_device(const csd_device &);

@@ -106,10 +106,8 @@ void submit_update(std::function<Failure()> update, Updated done) {
     Failure failure;
     try {
       failure = update();
-    } catch (const Failure &f) {
-      failure = f;
-    } catch (const std::bad_alloc &) {
-      failure = {CSD_ENOMEM, "no memory to update a tile", ENOMEM};
+    } catch (...) {
+      failure = caught();
     }
     done(failure);
   });
@@ -124,13 +122,11 @@ uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sum
   return static_cast<uint32_t>(std::mismatch(sums, sums + tile.sections, stored).first - sums);
 }
 
-Slot sum_of(const Tile &tile, float *const *sections) {
-  Slot slot{true, std::vector<uint32_t>(tile.n_sums())};
+void sum_tile(const Tile &tile, float *const *sections, uint32_t *sums) {
   for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++) {
     const uint64_t first = chunk * tile.sum_elems, last = std::min(first + tile.sum_elems, tile.elems);
-    crc32c_sections(&slot.sums[chunk * tile.sections], sections, tile.sections, first, last - first);
+    crc32c_sections(sums + chunk * tile.sections, sections, tile.sections, first, last - first);
   }
-  return slot;
 }
 
 Failure damaged(const Tile &tile, uint32_t section) {
