@@ -4,10 +4,10 @@
     python -m bench.cycles hls_kernels/README.md   puts them between their two marks in a file
 
 A stage takes its initiation interval (II) for each of its iterations; stages run at the same time, so the slowest
-counts, and once what fills the pipelines. The card's one bank of DDR4 serves whole bursts, one after another: each costs
-its transfer at the full rate, a new row, and a turnaround where a write follows a read or the other way round; refreshes
-take their share of all. Latencies are those of the standard (JESD79-4, DDR4-2400); none was fitted. The same model of
-what others have published of the same card says how far it can be believed: CHECKS, printed with the tables.
+counts, and once what fills the pipelines. The card's one bank of DDR4 serves whole bursts, one after another: each
+costs its transfer at the full rate, a new row, and a turnaround where a write follows a read or the other way round;
+refreshes take their share of all. Latencies are those of the standard (JESD79-4, DDR4-2400); none was fitted. The same
+model of what others have published of the same card says how far it can be believed: CHECKS, printed with the tables.
 
 No stage was synthesized: that II is what its directive asks for is an assumption, and so is every clock.
 """
@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from math import ceil
 
 from bench.tables import put
+from csd_optim.layout import SUM_ELEMS
 
 LANES, WORD = 16, 64  # fp32 values in a word, bytes of one
 BLOCK = 1 << 16  # elements that a block of entries covers
 BURST = 64 * WORD  # bytes: 4 KiB, the longest of AXI
 TILE = 1 << 20  # elements, as the optimizer lays them out
-SUM_WORDS = (1 << 17) // LANES
+SUM_WORDS = SUM_ELEMS // LANES
 
 # The II of each loop of hls_kernels/stages.h, by its label; a test compares them.
 II = {

@@ -25,7 +25,9 @@ ffibuilder.set_source(
     # Relative: setuptools refuses absolute paths in an sdist, and builds from the project's root.
     sources=[f"{name}.cpp" for name in SOURCES],
     # hls_kernels/csim holds what Vitis brings along itself.
-    include_dirs=[str(ROOT / d) for d in ("native/include", "native/emulator", "hls_kernels", "hls_kernels/csim")],
+    include_dirs=[
+        str(ROOT / d) for d in ("native/include", "native/src", "native/emulator", "hls_kernels", "hls_kernels/csim")
+    ],
     extra_compile_args=[*native["FLAGS"], "-Wno-unknown-pragmas"],  # those of HLS
     extra_link_args=native["LINK_FLAGS"],
     py_limited_api=True,

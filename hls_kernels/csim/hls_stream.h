@@ -22,11 +22,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#elif !defined(__aarch64__)
-#error "how does this CPU take subnormal numbers for zero?"
-#endif
+#include "float_mode.h"
 
 #ifndef CSD_IN_FLIGHT  // iterations in a pipeline: the update, the longest, takes about 130 cycles, and a word every two
 #define CSD_IN_FLIGHT 64
@@ -35,17 +31,6 @@
 #define CSD_STAGE(stage, ...) csd_region_.add(#stage, [&] { stage(__VA_ARGS__); });
 
 namespace hls {
-
-// Subnormal operands and results are zero, in this thread.
-inline void flush_subnormals() {
-#if defined(__SSE2__)
-  _mm_setcsr(_mm_getcsr() | 0x8040);
-#else
-  uint64_t fpcr;
-  asm volatile("mrs %0, fpcr" : "=r"(fpcr));
-  asm volatile("msr fpcr, %0" : : "r"(fpcr | 1u << 24));
-#endif
-}
 
 // How full a stream is. One stage writes, one reads; each counts on a cache line of its own.
 struct fifo {
@@ -143,7 +128,7 @@ class region {
 
   void run(stage &self) {
     this_thread() = {this, &self};
-    flush_subnormals();
+    const csd::FloatMode mode(csd::Subnormals::zero);
     std::string failure;
     try {
       self.body();
