@@ -39,6 +39,7 @@ from .xclbin import find_kernels
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
 CARD_BYTES, LEAST_CARD_BYTES = 1 << 30, 48 << 20  # of scratch space on a card's drive
 ENGINE_ELEMS, ENGINE_STEPS = 1 << 24, 5  # 200 MB of states, 67 MB of gradients and parameters in 16 bits
+HYPERS = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0)], HYPER)  # of some step
 Kind = Literal["read", "write", "mixed"]
 
 
@@ -361,7 +362,7 @@ class Updater:
     def __init__(self, elems: int, dtype: torch.dtype) -> None:
         threads = bindings.threads_used()
         self._isa = bindings.isa_used()
-        self._hyper = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0)], HYPER)
+        self._hyper = HYPERS
         states = [torch.zeros(elems) for _ in range(3)]
         tensors = [torch.zeros(elems, dtype=dtype), *states, torch.zeros(elems, dtype=dtype)]
         tensors[0].fill_(1e-3)
@@ -388,9 +389,8 @@ class AtOnce:
     """The engine on a device that completes at once: /dev/zero takes what is written, and nothing needs to be read.
 
     Every tile stays in its buffer, one beside the other in memory; there it is verified, updated and summed, by the
-    engine's own threads, as on any drive. So this is how fast the engine is when drives are not the limit. `in_memory`:
-    as on `ram:`, which updates and sums nothing. Not `kept`: what is read is zeros, which is right as long as there are
-    no gradients (`grads`); tiles then pass through, verified.
+    engine's own threads, as on any drive. So this is how fast the engine is when drives are not the limit. Not `kept`:
+    every step reads, and gets zeros, which are right until the first update.
 
     `grad`, `param`: `elems` elements of `dtype`; `hyper`: one element of HYPER; all may be changed between steps.
     """
@@ -400,28 +400,22 @@ class AtOnce:
         elems: int,
         dtype: torch.dtype,
         *,
-        in_memory: bool = False,
         kept: bool = True,
-        grads: bool = True,
         tile_elems: int = TILE_ELEMS,
         block_bytes: int = DEFAULT_BLOCK,
     ) -> None:
         self.elems = elems
         self.grad, self.param = torch.full((elems,), 1e-3, dtype=dtype), torch.zeros(elems, dtype=dtype)
-        self.hyper = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0)], HYPER)
-        self._table = np.zeros(1, PARAM)
-        if grads:
-            code = DTYPE_CODES[dtype]
-            self._table[0] = (self.grad.data_ptr(), self.param.data_ptr(), code, code, 0, bindings.IN_SECTION, *[0] * 4)
+        self.hyper = HYPERS.copy()
+        self._table, code = np.zeros(1, PARAM), DTYPE_CODES[dtype]
+        self._table[0] = (self.grad.data_ptr(), self.param.data_ptr(), code, code, 0, bindings.IN_SECTION, *[0] * 4)
         extent = plan_extent([elems], 1, tile_elems=tile_elems)
         self.tiles = np.arange(extent.n_tiles, dtype=np.uint32)
         # As of a store that is there already, whose sums nobody knows: its windows are not looked at.
-        held = np.zeros(extent.n_tiles, TILE_STATE), np.zeros((extent.n_tiles, extent.chunks, 3), np.uint32)
-        states, sums = (None, None) if in_memory else held
+        states, sums = np.zeros(extent.n_tiles, TILE_STATE), np.zeros((extent.n_tiles, extent.chunks, 3), np.uint32)
         self._fd = os.open("/dev/zero", os.O_RDWR | os.O_CLOEXEC)
         cache = extent.n_tiles * extent.slot_bytes if kept else -1
-        backend = "ram" if in_memory else "file"
-        config = DeviceConfig(backend, self._fd, DEFAULT_BUFFERS, block_bytes, cache_bytes=cache)
+        config = DeviceConfig("file", self._fd, DEFAULT_BUFFERS, block_bytes, cache_bytes=cache)
         self._engine = None
         try:
             self._engine = bindings.engine_create([config], self._name)
@@ -433,9 +427,10 @@ class AtOnce:
             self.close()
             raise
 
-    def step(self) -> None:
-        """One step, until the last state is written."""
-        bindings.engine_begin(self._engine, self._table, self.hyper, self.tiles, self._name)
+    def step(self, *, update: bool = True) -> None:
+        """One step, until the last state is written. Not `update`: tiles pass through, verified."""
+        table = self._table if update else np.zeros(1, PARAM)
+        bindings.engine_begin(self._engine, table, self.hyper, self.tiles, self._name)
         for tile in self.tiles.tolist():
             bindings.engine_push(self._engine, tile, 0, 0, 0, 0, self._name)
         bindings.engine_finish(self._engine, True, self._name)
