@@ -98,11 +98,8 @@ def used(call: Callable[[], Any]) -> Row:
     before = resource.getrusage(resource.RUSAGE_SELF)
     seconds = timed(call)
     after = resource.getrusage(resource.RUSAGE_SELF)
-    return {
-        "seconds": seconds,
-        "user_seconds": after.ru_utime - before.ru_utime,
-        "system_seconds": after.ru_stime - before.ru_stime,
-    }
+    user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+    return {"seconds": seconds, "user_seconds": user, "system_seconds": system}
 
 
 def by_turns(calls: dict[str, Callable[[], Row]], runs: int) -> dict[str, Row]:
@@ -134,15 +131,14 @@ def engine_rows(arguments: argparse.Namespace) -> list[Row]:
                 "memory": lambda n=threads: {"bytes_per_s": memory.rate(n)},  # type: ignore[misc]
             }
             parts = by_turns(calls, arguments.runs)
-            rates = parts["memory"]["bytes_per_s"]
-            at = zip(parts["engine"]["seconds"], rates, strict=True)
+            at = zip(parts["engine"]["seconds"], parts["memory"]["bytes_per_s"], strict=True)
             parts["engine"]["ratio_to_memory"] = [MEMORY_BYTES * params / s / r for s, r in at]
-            rows.append({"threads": threads, "params": params, "bytes": DISK_BYTES * params, "tiles": TILES, **parts})
+            rows.append({"threads": threads, "params": params, "bytes": DISK_BYTES * params, **parts})
     return rows
 
 
 def in_cache(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """A chunk of SUM_ELEMS parameters again and again on this thread: per CPU second, bytes summed, parameters updated."""
+    """One chunk again and again on this thread: bytes summed, and parameters updated, per CPU second."""
     dtype = DTYPES[arguments.dtype]
     grad, states, param = torch.randn(SUM_ELEMS).to(dtype), torch.zeros(3, SUM_ELEMS), torch.zeros(SUM_ELEMS).to(dtype)
     isa, data = bindings.isa_used(), memoryview(states.numpy()).cast("B")
@@ -181,9 +177,12 @@ def disk_row(arguments: argparse.Namespace, specs: list[Any]) -> Row:
 def per_gb(chunk: dict[str, list[float]], rows: list[Row], disk: Row) -> list[Row]:
     """CPU seconds per GB moved: of the parts, of all together, of what was measured; the last one is on the disk."""
 
-    def cpu(part: Row, nbytes: float, *kinds: str) -> float:
+    def runs(part: Row, nbytes: float, *kinds: str) -> list[float]:
         every = zip(*(part[f"{kind}_seconds"] for kind in kinds or ("user", "system")), strict=True)
-        return statistics.median(map(sum, every)) / nbytes * 1e9
+        return [sum(seconds) / nbytes * 1e9 for seconds in every]
+
+    def cpu(*of: Any) -> float:
+        return statistics.median(runs(*of))
 
     found, tiles = [], DISK_BYTES * TILE_ELEMS * TILES  # bytes that as many tiles of full size move
     for row in rows:
@@ -194,46 +193,42 @@ def per_gb(chunk: dict[str, list[float]], rows: list[Row], disk: Row) -> list[Ro
             "sum": 1e9 / 2 / statistics.median(chunk["sum_per_cpu_s"]),  # half of what moves: what is written
             "wake-ups": wakes,
         }
-        whole = cpu(row["engine"], row["bytes"])
+        whole = runs(row["engine"], row["bytes"])
         found.append({"what": f"{row['threads']} thread(s)", "parts": parts, "measured": whole})
     # System calls that move nothing are in both, the wake-ups and the requests.
     calls = cpu(disk["requests"], disk["bytes"], "system") - cpu(rows[-1]["wake-ups"], tiles, "system")
     parts = found[-1]["parts"] | {"I/O calls": calls}
-    found.append({"what": "on the disk", "parts": parts, "measured": cpu(disk["step"], disk["bytes"])})
+    found.append({"what": "on the disk", "parts": parts, "measured": runs(disk["step"], disk["bytes"])})
     for entry in found:
         entry["together"] = sum(entry["parts"].values())
-        entry["ratio"] = entry["together"] / entry["measured"]
+        entry["ratio"] = entry["together"] / statistics.median(entry["measured"])
     return found
 
 
-def reckoned(of_disk: Row, row: Row) -> Row:
-    """Arithmetic: cores of this kind, and memory, that drives of DRIVE_RATE would keep busy."""
+def reckoned(of_disk: Row, row: Row) -> list[Row]:
+    """Arithmetic: cores of this kind, and memory, that drives of DRIVE_RATE keep busy; and what CORES can do."""
     second, memory = of_disk["together"] / 1e9, statistics.median(row["memory"]["bytes_per_s"])
-    drives = []
-    for n in DRIVES:
-        params = n * DRIVE_RATE / DISK_BYTES
-        drives.append(
-            {
-                "drives": n,
-                "bytes_per_s": n * DRIVE_RATE,
-                "params_per_s": params,
-                "cores": n * DRIVE_RATE * second,
-                "memory_bytes_per_s": TRAFFIC * params,
-                "times_this_memory": TRAFFIC * params / memory,
-            }
-        )
-    limit = CORES / second
-    return {"drives": drives, "cores": CORES, "bytes_per_s": limit, "params_per_s": limit / DISK_BYTES}
+    rates = [(f"{n} drives", n * DRIVE_RATE) for n in DRIVES] + [(f"{CORES} cores", CORES / second)]
+    return [
+        {
+            "what": what,
+            "bytes_per_s": rate,
+            "params_per_s": rate / DISK_BYTES,
+            "cores": rate * second,
+            "memory_bytes_per_s": TRAFFIC * rate / DISK_BYTES,
+            "times_this_memory": TRAFFIC * rate / DISK_BYTES / memory,
+        }
+        for what, rate in rates
+    ]
 
 
 def describe(found: Row) -> str:
     """Median (least to most) of everything."""
-    lines = [""]
     chunk = {what: [r / 1e9 for r in rates] for what, rates in found["chunk"].items()}
-    lines.append(
-        f"in the second-level cache, one thread, per CPU second: CRC-32C {span(chunk['sum_per_cpu_s'], 1)} GB, "
+    lines = [
+        f"\nin the second-level cache, one thread, per CPU second: CRC-32C {span(chunk['sum_per_cpu_s'], 1)} GB, "
         f"update {span(chunk['update_per_cpu_s'], 2)} G parameters"
-    )
+    ]
     for row in found["rows"]:
         rate = span([row["params"] / s / 1e6 for s in row["engine"]["seconds"]], 0)
         memory = span([r / 1e9 for r in row["memory"]["bytes_per_s"]], 1)
@@ -247,23 +242,18 @@ def describe(found: Row) -> str:
     lines.append("\nCPU ms per GB moved to or from drives")
     for entry in found["per_gb"]:
         parts = ", ".join(f"{name} {1e3 * s:.1f}" for name, s in entry["parts"].items())
+        rate = span([1e3 / DISK_BYTES / s for s in entry["measured"]], 0)
         lines.append(
-            f"    {entry['what']}: {parts}; together {1e3 * entry['together']:.1f}, measured "
-            f"{1e3 * entry['measured']:.1f} ({1e-6 / entry['measured'] * 1e9 / DISK_BYTES:.0f} Mparam per CPU second), "
-            f"ratio {entry['ratio']:.2f}"
+            f"    {entry['what']}: {parts}; together {1e3 * entry['together']:.1f}, {entry['ratio']:.2f} of what was "
+            f"measured: {span([1e3 * s for s in entry['measured']], 1)}, {rate} Mparam per CPU second"
         )
     lines.append(f"\nreckoned, not measured: drives of {DRIVE_RATE / 1e9:.0f} GB/s, cores and memory like these")
     lines += [
-        f"    {d['drives']} drives: {d['bytes_per_s'] / 1e9:.0f} GB/s, {d['params_per_s'] / 1e9:.2f} Gparam/s: "
-        f"{d['cores']:.1f} cores, {d['memory_bytes_per_s'] / 1e9:.0f} GB/s of memory "
-        f"({d['times_this_memory']:.1f} times what all threads here get)"
-        for d in found["reckoned"]["drives"]
+        f"    {r['what']}: {r['bytes_per_s'] / 1e9:.0f} GB/s, {r['params_per_s'] / 1e9:.2f} Gparam/s: "
+        f"{r['cores']:.1f} cores, {r['memory_bytes_per_s'] / 1e9:.0f} GB/s of memory "
+        f"({r['times_this_memory']:.1f} times what all threads here get)"
+        for r in found["reckoned"]
     ]
-    most = found["reckoned"]
-    lines.append(
-        f"    {most['cores']} cores: {most['bytes_per_s'] / 1e9:.0f} GB/s, {most['params_per_s'] / 1e9:.2f} Gparam/s, "
-        "if memory keeps up"
-    )
     return "\n".join(lines)
 
 
@@ -279,10 +269,10 @@ def plot(entries: list[Row], facts: Row, path: Path) -> None:
         widths = np.array([1e3 * e["parts"].get(part, 0) for e in entries])
         axis.barh(names, widths, left=left, label=part)
         left += widths
-    axis.plot([1e3 * e["measured"] for e in entries], names, "kD", label="measured")
+    axis.plot([1e3 * statistics.median(e["measured"]) for e in entries], names, "kD", label="measured")
     axis.invert_yaxis()
     axis.set_xlabel("CPU milliseconds per GB moved to or from drives")
-    axis.legend(fontsize="small", ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1))
+    axis.legend(fontsize="small", ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1))
     figure.suptitle(f"{facts['cpu']}, {facts['cores']} cores, {facts['date'][:10]}", fontsize="medium")
     figure.savefig(path, dpi=120)
 
