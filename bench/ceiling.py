@@ -11,13 +11,13 @@ First the engine is compared with torch.optim.AdamW. Then, by turns, for each nu
     verify    the same without gradients: tiles are fetched from memory and verified, no more
     wake-ups  tiles and requests as of drives, each of them tiny: threads, locks, system calls, Python
     memory    as much of it read and written back in place
-    update    and sum: each by one thread, of a chunk that the second-level cache has
+    chunk     updated, and summed, by one thread whose second-level cache has it
 
-and on a disk, with all threads: a step of CSDAdam, and the same requests without the update, whose system time is
-that of the I/O calls. CPU time is given per GB moved to or from drives (24 B per parameter), user and system, of all
-threads of the process; where others use the machine, too, it says more than the rates do. The parts' sum stands beside
-what was measured of the whole: they should about agree. What is then said of many fast drives is arithmetic: no such
-machine was measured.
+and with all threads on a disk: a step of CSDAdam, and the same requests without the update, whose system time is that
+of the I/O calls, and whose user time that of verifying. CPU time is that of all threads of the process, user and
+system, given per GB moved to or from drives (24 B per parameter); where others use the machine, too, it says more than
+the rates do. The parts' sum stands beside what was measured of the whole: they should about agree. What is said of many
+fast drives then is arithmetic: no such machine was measured.
 
 --json prints schema csd_optim.bench.ceiling/1; --plot writes a PNG.
 """
@@ -65,7 +65,7 @@ def main() -> None:
 
     chunk, rows, disk = in_cache(arguments), engine_rows(arguments), disk_row(arguments, on_disk)
     found = {"chunk": chunk, "rows": rows, "disk": disk, "per_gb": per_gb(chunk, rows, disk)}
-    found["reckoned"] = reckoned(found["per_gb"][-1], rows[-1])
+    found["reckoned"] = reckoned(found["per_gb"], rows[-1])
     say(describe(found))
     if arguments.json:
         json.dump({"schema": "csd_optim.bench.ceiling/1", "machine": facts, **found}, sys.stdout, indent=1)
@@ -105,12 +105,10 @@ def used(call: Callable[[], Any]) -> Row:
 def by_turns(calls: dict[str, Callable[[], Row]], runs: int) -> dict[str, Row]:
     """Of each call, after some to warm up: what it returned, as lists. The machine's speed drifts: one by one."""
     kept: dict[str, list[Row]] = {name: [] for name in calls}
-    for i in range(WARM_UP + runs):
+    for _ in range(WARM_UP + runs):
         for name, call in calls.items():
-            result = call()
-            if i >= WARM_UP:
-                kept[name].append(result)
-    return {name: {key: [r[key] for r in results] for key in results[0]} for name, results in kept.items()}
+            kept[name].append(call())
+    return {name: {key: [r[key] for r in results[WARM_UP:]] for key in results[0]} for name, results in kept.items()}
 
 
 def engine_rows(arguments: argparse.Namespace) -> list[Row]:
@@ -195,9 +193,10 @@ def per_gb(chunk: dict[str, list[float]], rows: list[Row], disk: Row) -> list[Ro
         }
         whole = runs(row["engine"], row["bytes"])
         found.append({"what": f"{row['threads']} thread(s)", "parts": parts, "measured": whole})
-    # System calls that move nothing are in both, the wake-ups and the requests.
-    calls = cpu(disk["requests"], disk["bytes"], "system") - cpu(rows[-1]["wake-ups"], tiles, "system")
-    parts = found[-1]["parts"] | {"I/O calls": calls}
+    # Of the requests without the update: what the tiles' verification took, and the kernel; wake-ups are in both.
+    parts = dict(found[-1]["parts"])
+    for part, kind in (("fetch, verify", "user"), ("I/O calls", "system")):
+        parts[part] = cpu(disk["requests"], disk["bytes"], kind) - cpu(rows[-1]["wake-ups"], tiles, kind)
     found.append({"what": "on the disk", "parts": parts, "measured": runs(disk["step"], disk["bytes"])})
     for entry in found:
         entry["together"] = sum(entry["parts"].values())
@@ -205,16 +204,17 @@ def per_gb(chunk: dict[str, list[float]], rows: list[Row], disk: Row) -> list[Ro
     return found
 
 
-def reckoned(of_disk: Row, row: Row) -> list[Row]:
+def reckoned(per_gb: list[Row], row: Row) -> list[Row]:
     """Arithmetic: cores of this kind, and memory, that drives of DRIVE_RATE keep busy; and what CORES can do."""
-    second, memory = of_disk["together"] / 1e9, statistics.median(row["memory"]["bytes_per_s"])
-    rates = [(f"{n} drives", n * DRIVE_RATE) for n in DRIVES] + [(f"{CORES} cores", CORES / second)]
+    *_, engine, disk = per_gb  # by all threads: from memory, whatever the buffers of few drives may find in a cache
+    second, memory = engine["together"] + disk["parts"]["I/O calls"], statistics.median(row["memory"]["bytes_per_s"])
+    rates = [(f"{n} drives", n * DRIVE_RATE) for n in DRIVES] + [(f"{CORES} cores", CORES / second * 1e9)]
     return [
         {
             "what": what,
             "bytes_per_s": rate,
             "params_per_s": rate / DISK_BYTES,
-            "cores": rate * second,
+            "cores": rate / 1e9 * second,
             "memory_bytes_per_s": TRAFFIC * rate / DISK_BYTES,
             "times_this_memory": TRAFFIC * rate / DISK_BYTES / memory,
         }

@@ -60,7 +60,7 @@ def test_ceiling(tmp_path):
         assert entry["ratio"] == pytest.approx(entry["together"] / statistics.median(entry["measured"]))
     drives = {r["what"]: r for r in result["reckoned"]}
     assert drives["4 drives"]["params_per_s"] == pytest.approx(52e9 / 24)
-    assert drives["4 drives"]["cores"] == pytest.approx(52 * disk["together"])
+    assert drives["4 drives"]["cores"] == pytest.approx(52 * (engine["together"] + disk["parts"]["I/O calls"]))
     assert drives["16 cores"]["cores"] == pytest.approx(16)
     assert "verified bf16" in done.stderr
     assert "the same bits as CSDAdam's" in done.stderr
