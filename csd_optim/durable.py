@@ -689,6 +689,9 @@ class DurableEngine(Engine):
     def idle(self) -> bool:
         return self._commits.idle and not self.pins
 
+    def _end_background(self) -> None:
+        self._commits.close()
+
     def _close_stores(self) -> None:
         self._commits.close()
         super()._close_stores()
