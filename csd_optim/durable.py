@@ -335,10 +335,10 @@ class DurableEngine(Engine):
         edited = self._note_written()
         if self.slots == 1:
             self._announce_step()
-            self._pass_through(edited)
-        else:
-            tiles = np.union1d(tiles, edited)
-            self._pass_through(tiles[~self._loose[tiles]])
+        # In place, too: the blocks may be a snapshot's as well (a reflink), and whoever writes takes new ones. On a full
+        # disk that is an error here; for who writes through a window it would be SIGBUS.
+        tiles = np.union1d(tiles, edited)
+        self._pass_through(tiles[~self._loose[tiles]])
         self._uncommitted = True
         self._show(open=True)
 
@@ -704,6 +704,9 @@ class DurableEngine(Engine):
     @property
     def idle(self) -> bool:
         return self._commits.idle and not self.pins
+
+    def _end_background(self) -> None:
+        self._commits.close()
 
     def _close_stores(self) -> None:
         self._commits.close()
