@@ -335,8 +335,8 @@ class DurableEngine(Engine):
         edited = self._note_written()
         if self.slots == 1:
             self._announce_step()
-        # In place, too: the blocks may be a snapshot's as well (a reflink), and whoever writes takes new ones. On a full
-        # disk that is an error here; for who writes through a window it would be SIGBUS.
+        # In place, too: the blocks may be a snapshot's as well (a reflink), and whoever writes takes new ones. On a
+        # full disk that is an error here; for who writes through a window it would be SIGBUS.
         tiles = np.union1d(tiles, edited)
         self._pass_through(tiles[~self._loose[tiles]])
         self._uncommitted = True
