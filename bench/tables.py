@@ -53,18 +53,22 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    made = table()
-    if len(sys.argv) == 1:
-        print(made, end="")
-        return
-    file = Path(sys.argv[1])
-    before, _, rest = file.read_text().partition(BEGIN)
-    old, end, after = rest.partition(END)
-    if not end:
-        raise SystemExit(f"{file} has no place for the table: {BEGIN.strip()} and {END.strip()}")
-    file.write_text(f"{before}{BEGIN}{made}{END}{after}")
+def put(path: str, made: str, begin: str, end: str) -> None:
+    """Puts `made` between its two marks in a file, and says whether that changes it."""
+    file = Path(path)
+    before, _, rest = file.read_text().partition(begin)
+    old, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{file} has no place for the table: {begin.strip()} and {end.strip()}")
+    file.write_text(f"{before}{begin}{made}{end}{after}")
     print(f"{file}: {'as it was' if old == made else 'changed'}")
+
+
+def main() -> None:
+    if len(sys.argv) == 1:
+        print(table(), end="")
+    else:
+        put(sys.argv[1], table(), BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ HYPER = np.dtype(
 )
 EVENT_KINDS = ("read", "update", "write")
 EVENT = np.dtype([("device", "u4"), ("tile", "u4"), ("kind", "u4"), ("reserved", "u4"), ("begin", "f8"), ("end", "f8")])
-TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4"), ("crc", "u4", 4)])
+TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4")])
 
 for _image, _struct in (
     (PIECE, "csd_piece"),
@@ -215,17 +215,26 @@ def engine_extend(
     slots: int = 2,
     states: np.ndarray[Any, Any] | None = None,
     devices: np.ndarray[Any, Any] | None = None,
+    sum_elems: int | None = None,
+    sums: np.ndarray[Any, Any] | None = None,
 ) -> list[Any]:
-    """`devices`: of each tile, uint32; None: in turns.
+    """`devices`: of each tile, uint32; None: in turns. `sum_elems` None: one checksum for all of a section.
 
-    Returns one window per section: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself."""
+    `sums`: of `states`, uint32, of shape (n_tiles, chunks, sections).
+    Returns one window per section: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself.
+    """
     assert pieces.dtype == PIECE
     assert devices is None or (devices.dtype == np.uint32 and len(devices) == n_tiles)
-    assert states is None or (states.dtype == TILE_STATE and len(states) == n_tiles)
+    sum_elems = min(sum_elems or tile_elems, tile_elems)
+    if states is not None:
+        shape = (n_tiles, -(-tile_elems // sum_elems), sections)
+        assert sums is not None
+        assert (states.dtype, states.shape, sums.dtype, sums.shape) == (TILE_STATE, (n_tiles,), np.uint32, shape)
     offsets = ffi.new("uint64_t[]", file_offsets)
     extent = ffi.new("csd_extent *")
     extent.tile_elems, extent.n_tiles, extent.sections, extent.slots = tile_elems, n_tiles, sections, slots
     extent.states = ffi.NULL if states is None else _array(states, "csd_tile_state *")
+    extent.sum_elems, extent.sums = sum_elems, ffi.NULL if sums is None else _array(sums, "uint32_t *")
     extent.devices = ffi.NULL if devices is None else _array(devices, "uint32_t *")
     extent.file_offset, extent.pieces, extent.n_pieces = offsets, _array(pieces, "csd_piece *"), len(pieces)
     windows, error = ffi.new("float *[4]"), ffi.new("csd_error *")
@@ -283,10 +292,12 @@ def engine_finish(engine: Any, keep: bool, name: Namer) -> None:
     check(lib.csd_engine_finish(engine, keep, error), error, name, _UNDONE)
 
 
-def engine_undone(engine: Any) -> np.ndarray[Any, Any]:
-    tiles = np.empty(lib.csd_engine_undone(engine, ffi.NULL, 0), np.uint32)
-    lib.csd_engine_undone(engine, _array(tiles, "uint32_t *"), len(tiles))
-    return tiles
+def engine_undone(engine: Any) -> list[tuple[int, int]]:
+    """Tiles, and of each how many of its elements, from the first on."""
+    n = lib.csd_engine_undone(engine, ffi.NULL, ffi.NULL, 0)
+    tiles, elems = np.empty(n, np.uint32), np.empty(n, np.uint64)
+    lib.csd_engine_undone(engine, _array(tiles, "uint32_t *"), _array(elems, "uint64_t *"), n)
+    return [*zip(tiles.tolist(), elems.tolist(), strict=True)]
 
 
 def engine_events(engine: Any) -> np.ndarray[Any, Any]:
@@ -306,10 +317,16 @@ def engine_drain(engine: Any, name: Namer, *, open: bool) -> None:
     check(lib.csd_engine_drain(engine, open, error), error, name)
 
 
-def engine_tiles(engine: Any, first: int, n: int) -> np.ndarray[Any, Any]:
-    states, error = np.empty(n, TILE_STATE), ffi.new("csd_error *")
-    check(lib.csd_engine_tiles(engine, first, n, _array(states, "csd_tile_state *"), error), error)
-    return states
+def engine_tiles(
+    engine: Any, first: int, n: int, chunks: int, sections: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Tiles of one extent: their states (TILE_STATE), their sums (uint32, of shape (n, chunks, sections))."""
+    states, sums, error = np.empty(n, TILE_STATE), np.empty((n, chunks, sections), np.uint32), ffi.new("csd_error *")
+    status = lib.csd_engine_tiles(
+        engine, first, n, _array(states, "csd_tile_state *"), _array(sums, "uint32_t *"), error
+    )
+    check(status, error)
+    return states, sums
 
 
 def engine_edited(engine: Any, tiles: np.ndarray[Any, Any]) -> None:

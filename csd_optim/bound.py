@@ -143,10 +143,10 @@ class Bound:
         p = self.local
         if self.in_place:  # the only master
             return
-        if not same_order(p.stride(), self.stride, p.shape):
-            p.copy_(self.windows["master"])
-        else:
-            flat(p)[first : first + n].copy_(flat(self.windows["master"])[first : first + n])
+        in_order = ordered(p, self.stride)
+        flat(in_order)[first : first + n].copy_(flat(self.windows["master"])[first : first + n])
+        if in_order is not p:
+            p.copy_(in_order)
         self.version = self.version_now
 
     def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> Source:

@@ -42,19 +42,20 @@ from .residuals import Residuals
 from .store import Mode, Staged, StoreFile
 from .store_format import (
     CLEAN,
+    NAMED_FEATURES,
     RESIDUAL_BYTES,
     RESIDUAL_ENTRY,
-    TILE_ENTRY,
     UNDER_WAY,
-    VERSION,
-    WITH_RESIDUALS,
-    WITH_SHARES,
     Contents,
     Record,
     Region,
     Superblock,
+    features_of,
     pack_table,
+    pack_tiles,
     read_commits,
+    tile_entry,
+    version_of,
 )
 from .tiles import Residual, find_damage, lying_in, residuals_of
 
@@ -188,8 +189,14 @@ class DurableEngine(Engine):
         self._changed = True
         return extent
 
-    def _add(self, extent: Extent, offsets: list[int], states: np.ndarray[Any, Any] | None) -> None:
-        super()._add(extent, offsets, states)
+    def _add(
+        self,
+        extent: Extent,
+        offsets: list[int],
+        states: np.ndarray[Any, Any] | None = None,
+        sums: np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        super()._add(extent, offsets, states, sums)
         new = np.full(extent.n_tiles, states is None)
         self._open, self._loose = np.append(self._open, new), np.append(self._loose, new)
         self._edited = np.append(self._edited, np.zeros(extent.n_tiles, bool))
@@ -328,8 +335,8 @@ class DurableEngine(Engine):
         edited = self._note_written()
         if self.slots == 1:
             self._announce_step()
-        # In place, too: the blocks may be a snapshot's as well (a reflink), and whoever writes takes new ones. On a full
-        # disk that is an error here; for who writes through a window it would be SIGBUS.
+        # In place, too: the blocks may be a snapshot's as well (a reflink), and whoever writes takes new ones. On a
+        # full disk that is an error here; for who writes through a window it would be SIGBUS.
         tiles = np.union1d(tiles, edited)
         self._pass_through(tiles[~self._loose[tiles]])
         self._uncommitted = True
@@ -398,27 +405,24 @@ class DurableEngine(Engine):
         self._sequence += 1
         self.record = record = record or self._loaded_record or self.record
         sequence, step, flags, n = self._sequence, self.step, CLEAN * clean, len(self.specs)
-        version = WITH_SHARES if any(e.shares for e in self.extents) else WITH_RESIDUALS if residuals else VERSION
         makes_round = self._makes_round
         round_ = self._round + makes_round
         durable = {d: store for d, store in enumerate(self._stores) if store and store.durable}
         self._committed_steps = steps = self._all_steps()
+        extents_on = {d: self._extents_on(d) for d in durable}
+        version = version_of(features_of(self._extents_on(0), residuals=bool(residuals)))
         manifests = {}
         if not self._described:
             manifests = {d: json.dumps(self._described_on(d)).encode() for d in durable}
-        nowhere = np.zeros(0, np.uint32)  # a rank may have no tiles at all
-        device_of = np.concatenate([nowhere, *(e.devices for e in self.extents)])
 
         def stage(in_parallel: InParallel) -> list[Staged]:
-            tiles = np.zeros(0, TILE_STATE)
             self.check_whole()
             if self._open.any():
                 self.sync()  # before their sums are taken: what these say is on the disk then
                 self.drain()  # what is committed is not to be written to
             elif self._handle is not None:
                 bindings.engine_settle(self._handle, self.name_device)
-            if self._handle is not None:
-                tiles = bindings.engine_tiles(self._handle, 0, len(self._loose))
+            tiles = [self.tiles_of(extent) for extent in self.extents]
             if changed:
                 for written in in_parallel([partial(self._kept.write, d, s, changed) for d, s in durable.items()]):
                     spaces.update(written)
@@ -428,7 +432,11 @@ class DurableEngine(Engine):
             for d, store in durable.items():
                 record_of = replace(record, written_bytes=total[d])
                 here = [spaces[param] for param in residuals if self._kept.rooms[param].device == d]
-                table = pack_table(tiles[device_of == d], steps, record_of, here)
+                parts = [
+                    pack_tiles(about, states[extent.devices == d], sums[extent.devices == d])
+                    for extent, about, (states, sums) in zip(self.extents, extents_on[d], tiles, strict=True)
+                ]
+                table = pack_table(parts, steps, record_of, here)
                 block = Superblock(self.store_id, d, n, sequence, step, flags, nothing, nothing, version, round_)
                 staged.append(store.stage(block, manifests.get(d), table))
             return staged
@@ -533,13 +541,14 @@ class DurableEngine(Engine):
         rest += RESIDUAL_ENTRY.itemsize * len(self.residuals)
         for d, store in enumerate(self._stores):
             if store and store.durable:
-                tiles = sum(e.tiles_of(d) for e in self.extents)
-                store.reserve("table", TILE_ENTRY.itemsize * tiles + rest)
+                tiles = sum(tile_entry(e).itemsize * e["tiles"] for e in self._extents_on(d))
+                store.reserve("table", tiles + rest)
                 if not self._described:
                     store.reserve("manifest", len(json.dumps(self._described_on(d))))
 
-    def _described_on(self, device: int) -> dict[str, Any]:
-        extents: list[dict[str, Any]] = [
+    def _extents_on(self, device: int) -> list[dict[str, Any]]:
+        """As the manifest has them."""
+        return [
             {
                 "tile_elems": e.tile_elems,
                 "tiles": e.tiles_of(device),
@@ -547,16 +556,22 @@ class DurableEngine(Engine):
                 "sections": list(SECTIONS[: e.sections]),
                 "file_offset": offsets[device],
                 **({"shares": [*e.shares]} if e.shares else {}),
+                **({"sum_elems": e.sum_elems} if e.sum_elems else {}),
             }
             for e, offsets in zip(self.extents, self._offsets, strict=True)
         ]
+
+    def _described_on(self, device: int) -> dict[str, Any]:
+        extents = self._extents_on(device)
         params = [
             {**p, "residual": self._kept.rooms[row]._asdict()} if row in self.residuals else p
             for row, p in enumerate(self._manifest["params"])
         ]
         ranks = {"rank": self.ranks.rank, "world_size": self.ranks.size} if self.ranks else {}
         tiles = sum(e["tiles"] for e in extents)
-        return {**self._manifest, **ranks, "params": params, "extents": extents, "tiles": tiles}
+        manifest = {**self._manifest, **ranks, "params": params, "extents": extents, "tiles": tiles}
+        features = features_of(extents, residuals=bool(self.residuals))
+        return {**manifest, "features": sorted(features)} if version_of(features) >= NAMED_FEATURES else manifest
 
     def _announce_step(self) -> None:
         """Before a step writes in place: whoever finds this, and not the commit after it, finds a mix of two steps."""
@@ -594,9 +609,9 @@ class DurableEngine(Engine):
         self.record = first.record
         self._before = [c.record.written_bytes for c in self.held]
         self.slots = manifest["extents"][0]["slots"] if manifest["extents"] else self.slots
-        self._manifest = {k: v for k, v in manifest.items() if k not in ("extents", "tiles")}
+        self._manifest = {k: v for k, v in manifest.items() if k not in ("extents", "tiles", "features")}
         self._manifest["params"] = [{k: v for k, v in p.items() if k != "residual"} for p in manifest["params"]]
-        rows = [0] * n
+        row = [0] * n
         for d, contents in zip(order, self.held, strict=True):
             stores[d].take_up(contents)
         self._kept.take_up(self.held)
@@ -605,11 +620,12 @@ class DurableEngine(Engine):
             self._tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
         for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)
+            sums = np.zeros((extent.n_tiles, extent.chunks, extent.sections), np.uint32)
             for d, contents in enumerate(self.held):
-                tiles = extent.tiles_of(d)
-                states[extent.devices == d] = contents.tiles[rows[d] : rows[d] + tiles].astype(TILE_STATE)
-                rows[d] += tiles
-            self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in self.held], states)
+                here, tiles = extent.devices == d, extent.tiles_of(d)
+                states[here], sums[here] = contents.tiles[row[d] : row[d] + tiles], contents.sums[e]
+                row[d] += tiles
+            self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in self.held], states, sums)
             self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
             self.shares = extent.shares
         self._committed_steps = self._all_steps()

@@ -30,7 +30,7 @@ from .errors import (
     CSDWarning,
     users_stacklevel,
 )
-from .layout import Extent, plan_extent
+from .layout import SUM_ELEMS, Extent, plan_extent
 from .probe import tune
 from .signals import signals_held
 from .store import Mode, StoreFile
@@ -183,12 +183,13 @@ class Engine:
             slots=self.slots,
             tile_elems=self.tile_elems,
             shares=self.shares,
+            sum_elems=SUM_ELEMS,
         )
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
         ends = [s.end if s else 0 for s in self._stores]
         try:
             offsets = [store.allocate(extent.device_bytes(d)) if store else 0 for d, store in enumerate(self._stores)]
-            self._add(extent, offsets, None)
+            self._add(extent, offsets)
         except BaseException:
             for store, end in zip(self._stores, ends, strict=True):
                 if store and store.end != end:
@@ -198,7 +199,14 @@ class Engine:
             self._announce(extent)
         return extent
 
-    def _add(self, extent: Extent, offsets: list[int], states: np.ndarray[Any, Any] | None) -> None:
+    def _add(
+        self,
+        extent: Extent,
+        offsets: list[int],
+        states: np.ndarray[Any, Any] | None = None,
+        sums: np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        """`states` and `sums`: of an extent that a store has already, as of bindings.engine_extend()."""
         if self._handle is None:
             configs = [
                 DeviceConfig(
@@ -231,6 +239,8 @@ class Engine:
             extent.slots,
             states,
             extent.devices,
+            extent.sum_elems,
+            sums,
         )
         self.extents.append(extent)
         self._windows.append(windows)
@@ -306,6 +316,11 @@ class Engine:
 
     def elems_of(self, tile: int) -> int:
         return self._extent_of(tile).tile_elems
+
+    def tiles_of(self, extent: Extent) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """What is known of the tiles of an extent: TILE_STATE of each, checksums (uint32: tiles, chunks, sections)."""
+        n, first = extent.n_tiles, extent.first_tile
+        return bindings.engine_tiles(self._handle, first, n, extent.chunks, extent.sections)
 
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
         """The parts of parameters in a tile, dtype PIECE."""
@@ -385,8 +400,8 @@ class Engine:
             self.stepping, self._ended = False, time.perf_counter()
         self.step += keep
 
-    def undone(self) -> np.ndarray[Any, Any]:
-        """Tiles whose parameters the last undone step had already written."""
+    def undone(self) -> list[tuple[int, int]]:
+        """Tiles whose parameters the last undone step had already written: of how many elements, from the first on."""
         return bindings.engine_undone(self._handle)
 
     def drain(self) -> None:

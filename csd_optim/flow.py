@@ -161,7 +161,7 @@ class Flow:
     def _restore(self, engine: Engine, took_part: np.ndarray[Any, Any]) -> None:
         """Gives the parameters of an undone step the values they had: those of the masters, back in their place."""
         engine.drain()  # the windows show the masters as they were
-        for tile in engine.undone().tolist():
-            for row, _, first, _, n in engine.pieces_of(tile).tolist():
-                if took_part[row]:
-                    self._places.by_index[row].restore(first, n)
+        for tile, elems in engine.undone():
+            for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
+                if took_part[row] and in_tile < elems:
+                    self._places.by_index[row].restore(first, min(n, elems - in_tile))

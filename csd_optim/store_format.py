@@ -28,16 +28,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import store_check
 from .bindings import crc32c
 from .errors import CSDStoreError
+from .store_check import MOST_BYTES, check_extent, check_param, check_record, require
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
-VERSION = 1
-WITH_RESIDUALS = 2  # format of a store that has any: who knows only format 1 would go on without them, and not say so
-WITH_SHARES = 3  # of one whose devices have unequal shares of the tiles, with residuals or without
+# Formats 1 to 3 stand for what a store has: residuals (2), unequal shares of the devices and perhaps residuals (3).
+# From format 4 on the manifest names what a reader has to know, and who does not know it says so by its name. A store
+# that has nothing but what an older format has keeps that one.
+VERSION = NAMED_FEATURES = 4
+CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many elements of a section, not all of them
+RESIDUALS = "residuals"  # params[].residual
+SHARES = "shares"  # extents[].shares
+FEATURES = frozenset({CHUNK_SUMS, RESIDUALS, SHARES})
 ENDIAN = 0x01020304
-PAGE = 4096
+PAGE = store_check.PAGE
 CLEAN = 1  # flag: closed in order, nothing written since
 UNDER_WAY = 2  # flag: a step in place has begun, and may have written some of its tiles
 
@@ -46,7 +53,7 @@ _REGION = struct.Struct("<QQQI")
 # table and the round, then zeros up to the checksum of all that in the last 4 bytes.
 _SUPERBLOCK = struct.Struct("<8sII16sIIQQI")
 _ROUND = struct.Struct("<Q")
-TILE_ENTRY = np.dtype([("slot", "<u4"), ("summed", "<u4"), ("crc", "<u4", 4)])
+TILE_STATE = np.dtype([("slot", "<u4"), ("summed", "<u4")])
 RESIDUAL_BYTES = 2  # of an element: bfloat16
 RESIDUAL_ENTRY = np.dtype([("space", "<u4"), ("crc", "<u4")])
 
@@ -94,9 +101,9 @@ class Superblock:
         _, version, endian, *fields = _SUPERBLOCK.unpack_from(block)
         if endian != ENDIAN:
             raise CSDStoreError(f"{path} was written on a machine of the other endianness")
-        if version not in (VERSION, WITH_RESIDUALS, WITH_SHARES):
+        if not 1 <= version <= VERSION:
             raise CSDStoreError(
-                f"{path} has store format {version}; this csd_optim reads formats up to {WITH_SHARES}: upgrade it"
+                f"{path} has store format {version}; this csd_optim reads formats up to {VERSION}: upgrade it"
             )
         regions = [Region(*_REGION.unpack_from(block, _SUPERBLOCK.size + i * _REGION.size)) for i in range(2)]
         (round_,) = _ROUND.unpack_from(block, _SUPERBLOCK.size + 2 * _REGION.size)
@@ -121,18 +128,63 @@ class Record:
     @classmethod
     def unpack(cls, data: bytes) -> Record:
         end = 4 + struct.unpack_from("<I", data)[0]
-        return cls(**json.loads(data[4:end]), user_state=data[end:])
+        return cls(**_json(data[4:end]), user_state=data[end:])
+
+
+def _json(data: bytes) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        require(len(found := dict(pairs)) == len(pairs), "JSON with a key twice")
+        return found
+
+    return json.loads(data, object_pairs_hook=once)
+
+
+def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool) -> set[str]:
+    """What a reader of a store with these extents has to know."""
+    has = {
+        CHUNK_SUMS: any("sum_elems" in e for e in extents),
+        RESIDUALS: residuals,
+        SHARES: any("shares" in e for e in extents),
+    }
+    return {feature for feature, there in has.items() if there}
+
+
+def version_of(features: set[str]) -> int:
+    """The oldest format that has them."""
+    if features - {RESIDUALS, SHARES}:
+        return NAMED_FEATURES
+    return 3 if SHARES in features else 2 if RESIDUALS in features else 1
+
+
+def sums_shape(extent: dict[str, Any]) -> tuple[int, int]:
+    """Of the checksums of a tile: chunks, sections."""
+    return math.ceil(extent["tile_elems"] / extent.get("sum_elems", extent["tile_elems"])), len(extent["sections"])
+
+
+def tile_entry(extent: dict[str, Any]) -> np.dtype[Any]:
+    """What the table has for a tile: its state, and the checksums of each chunk, one per section."""
+    chunks, sections = sums_shape(extent)
+    # Formats up to 3 have one chunk, and room for a fourth section in any case.
+    return np.dtype([("state", TILE_STATE), ("sums", "<u4", (chunks, sections if "sum_elems" in extent else 4))])
+
+
+def pack_tiles(extent: dict[str, Any], states: np.ndarray[Any, Any], sums: np.ndarray[Any, Any]) -> bytes:
+    """The entries of an extent's tiles. `states`: of TILE_STATE; `sums`: uint32, (tiles, chunks, sections)."""
+    entries = np.zeros(len(states), tile_entry(extent))
+    entries["state"] = states
+    entries["sums"][..., : sums.shape[2]] = sums
+    return entries.tobytes()
 
 
 def pack_table(
-    tiles: np.ndarray[Any, Any],
+    tiles: Sequence[bytes],
     steps: np.ndarray[Any, Any],
     record: Record,
     residuals: Sequence[tuple[int, int]] = (),
 ) -> bytes:
-    """`tiles` has the fields of TILE_ENTRY, `steps` a number per parameter, `residuals` those of RESIDUAL_ENTRY."""
-    state = tiles.astype(TILE_ENTRY).tobytes() + steps.astype("<f8").tobytes()
-    return b"".join((state, np.array([*residuals], RESIDUAL_ENTRY).tobytes(), record.head(), record.user_state))
+    """`tiles`: of each extent, by pack_tiles(); `steps`: a number per parameter; `residuals`: of RESIDUAL_ENTRY."""
+    rest = steps.astype("<f8").tobytes(), np.array([*residuals], RESIDUAL_ENTRY).tobytes()
+    return b"".join((*tiles, *rest, record.head(), record.user_state))
 
 
 def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
@@ -159,7 +211,8 @@ class Contents:
     copy: int  # 0 or 1: which one says so
     superblock: Superblock
     manifest: dict[str, Any]
-    tiles: np.ndarray[Any, Any]  # of TILE_ENTRY: those of this device, extent by extent
+    tiles: np.ndarray[Any, Any]  # of TILE_STATE: those of this device, extent by extent
+    sums: list[np.ndarray[Any, Any]]  # of each extent: uint32, of shape (tiles, chunks, sections)
     steps: np.ndarray[Any, Any]
     residuals: np.ndarray[Any, Any]  # of RESIDUAL_ENTRY: those of this device, in the order of the parameters
     record: Record
@@ -212,6 +265,56 @@ class Contents:
         return max(ends)
 
 
+def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
+    """A manifest of which everything has the type and the range that it must have, and lies in a file of `size` bytes.
+
+    Raises CSDStoreError. Checksums tell what is damaged; this is for what never was a store of ours.
+    """
+    require(type(manifest) is dict, "the manifest is no object")
+    features = manifest.get("features", [])
+    require(type(features) is list and all(type(f) is str for f in features), "features are no names")
+    if unknown := {*features} - FEATURES:
+        raise CSDStoreError(f"it has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
+    require(block.device < block.devices <= 1 << 16, f"it is device {block.device} of {block.devices}")
+    require(max(block.sequence, block.step, block.round) < 1 << 53, "it has made more steps than anybody can")
+    rank, world_size = manifest.get("rank", 0), manifest.get("world_size", 1)
+    require(type(rank) is int and type(world_size) is int and 0 <= rank < world_size, "rank and world_size")
+    for key in ("params", "waiting", "extents"):
+        require(type(manifest[key]) is list, f"{key} is no list")
+    areas = [(0, 2 * PAGE, "the superblocks")]
+    for e, extent in enumerate(manifest["extents"]):
+        areas.append((*check_extent(extent, block.device, block.devices), f"extent {e}"))
+    require(type(manifest["tiles"]) is int, "tiles is no number")
+    require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
+    last, end = 0, 0  # the extent, and what is taken of it
+    for p in manifest["params"]:
+        place = check_param(p, block.devices)
+        if place and p["residual"]["device"] == block.device:
+            areas.append((*place, f"the residual of {p['name']}"))
+        require(
+            last <= p["extent"] < len(manifest["extents"]), f"parameter {p['name']} is in no extent, or out of order"
+        )
+        end = end if p["extent"] == last else 0
+        require(p["start"] >= end, f"parameter {p['name']} lies where another one does")
+        last, end = p["extent"], p["start"] + p["numel"]
+    for p in manifest["waiting"]:
+        check_param(p, block.devices, waits=True)
+    for what, region in (("the manifest", block.manifest), ("the table", block.table)):
+        require(region.base % PAGE == 0 and region.room % PAGE == 0, f"{what} is not on whole pages")
+        require(region.size <= region.room, f"{what} is larger than its room")
+        areas.append((region.base, region.offset(2), what))
+    for (_, end, what), (begin, _, other) in zip(areas := sorted(areas), areas[1:], strict=False):
+        require(end <= begin, f"{what} and {other} overlap")
+    require(areas[-1][1] <= size, f"{areas[-1][2]} ends behind the end of the file")
+    return dict(manifest)
+
+
+def checked_record(record: Record) -> Record:
+    """Raises CSDStoreError."""
+    check_record(vars(record))
+    return record
+
+
 # ---- reading and writing -------------------------------------------------------
 
 
@@ -232,6 +335,8 @@ def write(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
     """A manifest or table. Raises CSDStoreError if it is not whole."""
+    if region.size > MOST_BYTES or region.offset(copy) + region.size > os.fstat(fd).st_size:
+        raise CSDStoreError(f"{path}: the {what} is said to be where it cannot be")
     data = read(fd, region.size, region.offset(copy))
     if len(data) != region.size or crc32c(data) != region.crc:
         raise CSDStoreError(f"{path}: the {what} is damaged")
@@ -244,18 +349,28 @@ def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
     return sorted(((copy, s) for copy, s in found if s), key=lambda pair: -pair[1].sequence)
 
 
-def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes) -> Contents:
-    """What these say. Raises CSDStoreError."""
+def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes, size: int) -> Contents:
+    """What these say, of a file of `size` bytes. Raises CSDStoreError if it cannot be so."""
     try:
-        about = json.loads(manifest)
-        tiles = np.frombuffer(table, TILE_ENTRY, about["tiles"])
-        steps = np.frombuffer(table, "<f8", len(about["params"]), offset=tiles.nbytes)
-        n_residuals = len(rows_with_residual(about, block.device))
-        residuals = np.frombuffer(table, RESIDUAL_ENTRY, n_residuals, offset=tiles.nbytes + steps.nbytes)
-        record = Record.unpack(table[tiles.nbytes + steps.nbytes + residuals.nbytes :])
-    except (KeyError, TypeError, ValueError, struct.error) as e:
+        about = checked(_json(manifest), block, size)
+        at, states, sums = 0, [np.zeros(0, TILE_STATE)], []
+        for extent in about["extents"]:
+            entries = np.frombuffer(table, tile_entry(extent), extent["tiles"], offset=at)
+            require((entries["state"]["slot"] < extent["slots"]).all(), "a tile is in a slot that there is not")
+            states.append(entries["state"])
+            sums.append(np.ascontiguousarray(entries["sums"][..., : len(extent["sections"])], np.uint32))
+            at += entries.nbytes
+        steps = np.frombuffer(table, "<f8", len(about["params"]), offset=at)
+        require(bool(((steps >= 0) & (steps < 2**53)).all()), "a parameter has made steps that cannot be")
+        at += steps.nbytes
+        residuals = np.frombuffer(table, RESIDUAL_ENTRY, len(rows_with_residual(about, block.device)), offset=at)
+        require((residuals["space"] < 2).all(), "a residual is in a space that there is not")
+        record = checked_record(Record.unpack(table[at + residuals.nbytes :]))
+    except CSDStoreError as e:
+        raise CSDStoreError(f"{path}: {e}") from None
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, MemoryError, struct.error) as e:
         raise CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})") from e
-    return Contents(path, copy, block, about, tiles, steps, residuals, record)
+    return Contents(path, copy, block, about, np.concatenate(states), sums, steps, residuals, record)
 
 
 def read_commits(fd: int, path: str) -> list[Contents]:
@@ -271,7 +386,7 @@ def read_commits(fd: int, path: str) -> list[Contents]:
         try:
             manifest = read_region(fd, block.manifest, copy, "manifest", path)
             table = read_region(fd, block.table, copy, "slot table", path)
-            commits.append(unpack(path, copy, block, manifest, table))
+            commits.append(unpack(path, copy, block, manifest, table, os.fstat(fd).st_size))
         except CSDStoreError as e:
             damage = damage or e
     if damage and not commits:

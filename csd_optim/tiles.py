@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .bindings import IO_DEPTH, crc32c
 from .errors import CSDOSError, CSDStoreError
@@ -31,11 +34,18 @@ class Tile(NamedTuple):
     sections: list[str]
     section_bytes: int
     summed: bool
-    sums: list[int]
+    sum_bytes: int  # of a section, that a checksum covers; the last one covers the rest
+    sums: np.ndarray[Any, Any]  # uint32: (chunks, sections)
 
     @property
     def size(self) -> int:
         return self.section_bytes * len(self.sections)
+
+    def part(self, section: int, chunk: int) -> tuple[int, int]:
+        """Where a chunk of a section lies: from which byte of the slot to which."""
+        first = chunk * self.sum_bytes
+        last = min(first + self.sum_bytes, self.section_bytes)
+        return section * self.section_bytes + first, section * self.section_bytes + last
 
 
 class Residual(NamedTuple):
@@ -64,10 +74,13 @@ class Damage:
         return f"{where}: {', '.join(self.params)}" if self.params else f"{where}; no parameter lies there"
 
 
-def lying_in(manifest: dict[str, Any], extent: int, tile: int) -> list[str]:
-    """The parameters of a tile, each with the range of its elements (of fp32 values: complex numbers are two)."""
+def lying_in(manifest: dict[str, Any], extent: int, tile: int, first: int = 0, last: int | None = None) -> list[str]:
+    """The parameters of a tile, each with the range of its elements (of fp32 values: complex numbers are two).
+
+    `first`, `last`: only what lies in elements [first, last) of the tile.
+    """
     elems = manifest["extents"][extent]["tile_elems"]
-    first, last = tile * elems, (tile + 1) * elems
+    first, last = tile * elems + first, tile * elems + (elems if last is None else last)
     return [
         f"elements {max(first - p['start'], 0)} to {min(last - p['start'], p['numel']) - 1} of {p['name']}"
         for p in manifest["params"]
@@ -80,10 +93,12 @@ def tiles_of(held: Iterable[Contents]) -> list[Tile]:
     found = []
     for contents in held:
         extent_number = {id(extent): e for e, extent in enumerate(contents.manifest["extents"])}
-        summed, sums = contents.tiles["summed"].tolist(), contents.tiles["crc"].tolist()
+        summed, sums = contents.tiles["summed"].tolist(), chain.from_iterable(contents.sums)
         for (extent, number, offset), checked, crc in zip(contents.slots(), summed, sums, strict=True):
             place = (contents, extent_number[id(extent)], number, offset)
-            found.append(Tile(*place, extent["sections"], 4 * extent["tile_elems"], checked == 1, crc))
+            elems = extent["tile_elems"]
+            sizes = (4 * elems, checked == 1, 4 * min(extent.get("sum_elems", elems), elems))
+            found.append(Tile(*place, extent["sections"], *sizes, crc))
     return sorted(found, key=lambda t: (t.extent, t.number))
 
 
@@ -197,19 +212,26 @@ def find_damage(
 
 def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
     """Is it a hole, of which nothing is read? What is damaged? Raises CSDOSError."""
-    size = tile.section_bytes
     if hole := _is_hole(fd, tile.offset, tile.size):
-        n, sums = tile.size, [_sum_of_zeros(size)] * len(tile.sections)
+        n = tile.size
     else:
         n = _read_part(fd, view, tile.offset, tile.contents.path)
-        sums = [crc32c(view[k * size : (k + 1) * size]) for k in range(len(tile.sections))]
-    bad = [
-        section
-        for k, (section, now, then) in enumerate(zip(tile.sections, sums, tile.sums, strict=False))
-        if n < (k + 1) * size or (tile.summed and now != then)
-    ]
-    params = lying_in(tile.contents.manifest, tile.extent, tile.number) if bad else []
-    return hole, [Damage(tile.contents.path, tile.number, f"{s} of tile {tile.number}", params) for s in bad]
+
+    def whole(section: int, chunk: int) -> bool:
+        first, last = tile.part(section, chunk)
+        if n < last or not tile.summed:
+            return n >= last
+        crc = _sum_of_zeros(last - first) if hole else crc32c(view[first:last])
+        return crc == int(tile.sums[chunk, section])
+
+    damage = []
+    for k, section in enumerate(tile.sections):
+        if bad := [chunk for chunk in range(len(tile.sums)) if not whole(k, chunk)]:
+            first, last = tile.part(0, bad[0])[0] // 4, tile.part(0, bad[-1])[1] // 4
+            params = lying_in(tile.contents.manifest, tile.extent, tile.number, first, last)
+            what = f"{section} of tile {tile.number}"
+            damage.append(Damage(tile.contents.path, tile.number, what, params))
+    return hole, damage
 
 
 def _read_part(fd: int, view: memoryview, offset: int, path: str) -> int:

@@ -15,6 +15,7 @@ BUILD = ROOT / "build" / "sanitize"
 PROGRAMS = {  # in tests/native, and what each drives
     "engine_test": sorted((ROOT / "native" / "src").glob("*.cpp")),
     "kernels_test": sorted((ROOT / "hls_kernels").glob("*.cpp")),
+    "crc32c_test": [ROOT / "native" / "src" / "crc32c.cpp"],
 }
 INCLUDE = [f"-I{ROOT}/{d}" for d in ("native/include", "native/src", "hls_kernels", "hls_kernels/csim")]
 FLAGS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-sanitize-recover=all"]

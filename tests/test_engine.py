@@ -72,7 +72,7 @@ class Driven:
         return [t.clone() for t in [*self.params, *itertools.chain(*self.windows.values())]]
 
     def slots(self):
-        return bindings.engine_tiles(self.engine._handle, 0, self.engine.n_tiles)["slot"].tolist()
+        return [slot for e in self.engine.extents for slot in self.engine.tiles_of(e)[0]["slot"].tolist()]
 
 
 @pytest.fixture
@@ -121,6 +121,7 @@ def pieces(*rows):
         ({"tile_elems": 0}, "1024"),
         ({"tile_elems": 1000}, "1024"),
         ({"tile_elems": 1536}, "1024"),
+        ({"sum_elems": 1000}, "checksum"),
         ({"sections": 2}, "sections"),
         ({"sections": 5}, "sections"),
         ({"devices": np.array([0, 1], np.uint32)}, "tile 1 is on a device"),
@@ -138,9 +139,10 @@ def test_bad_extent_changes_nothing(changed, message):
     with pytest.raises(CSDValueError, match=message):
         bindings.engine_extend(handle, **{**good, **changed}, name=lambda d, t: str(d))
     assert len(bindings.engine_extend(handle, **good, name=lambda d, t: str(d))) == 3
-    assert len(bindings.engine_tiles(handle, 0, 2)) == 2
+    states, sums = bindings.engine_tiles(handle, 0, 2, 1, 3)
+    assert (len(states), sums.any()) == (2, False)
     with pytest.raises(CSDValueError):
-        bindings.engine_tiles(handle, 0, 3)
+        bindings.engine_tiles(handle, 0, 3, 1, 3)
     bindings.engine_close(handle, lambda d, t: str(d))
 
 
@@ -199,7 +201,7 @@ def test_step_with_a_tile_never_pushed_is_undone(file):
         file.engine.finish()
     assert file.slots() == slots
     assert same(file.image()[3:], before[3:])  # the states; parameters are the caller's to restore
-    assert set(file.engine.undone()) <= set(file.tiles[:-1])
+    assert {tile for tile, _ in file.engine.undone()} <= {*file.tiles[:-1]}
 
 
 def test_closed_engine(driven):
@@ -294,7 +296,7 @@ def test_finish_without_keep_undoes_the_step(file, pushed):
     file.engine.finish(keep=False)
     assert file.slots() == slots
     assert same(file.image()[3:], before[3:])
-    assert set(file.engine.undone()) <= set(file.tiles[:pushed])
+    assert {tile for tile, _ in file.engine.undone()} <= {*file.tiles[:pushed]}
     for p, b in zip(file.params, before, strict=False):
         p.copy_(b)
     file.step()

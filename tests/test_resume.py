@@ -1153,6 +1153,39 @@ def test_without_shadow_an_error_before_the_first_write_undoes_the_step(tmp_path
     assert_same(resumed(devices, 4).close(), never_stopped(4))
 
 
+@pytest.mark.cards
+@pytest.mark.parametrize("section", range(3))
+def test_damage_in_the_middle_of_a_tile_changes_no_parameter(tmp_path, section):
+    """A tile is verified chunk by chunk: the parameters of those before the damage have been given out by then."""
+    devices = reading_all(named_devices(tmp_path, 1))
+
+    def begun(devices):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(40, 100).bfloat16().t())
+        return p, CSDAdam([p], devices=devices, tile_size=4096)
+
+    def step(p, opt):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        opt.step()
+
+    p, opt = begun(devices)
+    step(p, opt)
+    opt.synchronize()
+    before = p.detach().clone()
+    flip(devices[0], section, 2500)  # in the third chunk
+    with pytest.raises(CSDStoreError, match="is not what was written there"):
+        step(p, opt)
+    assert [elems for _, elems in opt._live_engine.undone()] == ([] if on_cards() else [2048])
+    assert torch.equal(p, before)
+    flip(devices[0], section, 2500)
+    step(p, opt)
+    opt.close()
+    same, memory = begun("ram:")
+    for _ in range(2):
+        step(same, memory)
+    assert torch.equal(p, same)
+
+
 # ---- optimizers that are dropped -----------------------------------------------------------
 
 CYCLES = """

@@ -3,11 +3,14 @@
 import errno
 import fcntl
 import gc
+import json
 import os
 import signal
 import struct
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,8 @@ import torch
 
 from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDTypeError, CSDValueError
 from csd_optim.devices import parse_bytes, parse_device, parse_devices
-from csd_optim.store_format import CLEAN, FILE_NAME, PAGE, read_contents
+from csd_optim.store_format import CLEAN, FILE_NAME, PAGE, read_contents, read_region, write
+from csd_optim.verify import verify
 
 
 def crc32c(data):
@@ -389,27 +393,33 @@ def test_optimizer_never_stepped_leaves_no_file(tmp_path, end):
 
 
 def tiles_of(store):
-    """(extent, global number, current slot, {section: bytes}, table row) of each tile of one store, read plainly."""
+    """(extent, global number, current slot, {section: bytes}, row, sums) of each tile of a store, read plainly."""
     contents = read_contents(store)
-    rows = iter(contents.tiles)
+    rows = iter([*zip(contents.tiles, chain.from_iterable(contents.sums), strict=True)])
     for e, extent in enumerate(contents.manifest["extents"]):
         n_bytes = 4 * extent["tile_elems"]
         for j in range(extent["tiles"]):
-            row = next(rows)
+            row, sums = next(rows)
             at = extent["file_offset"] + (2 * j + int(row["slot"])) * n_bytes * len(extent["sections"])
             sections = {
                 name: np.fromfile(store, np.uint8, n_bytes, offset=at + s * n_bytes).tobytes()
                 for s, name in enumerate(extent["sections"])
             }
             tile = contents.superblock.device + j * contents.superblock.devices
-            yield e, tile, int(row["slot"]), sections, row
+            yield e, tile, int(row["slot"]), sections, row, sums
+
+
+def sums_of(sections, chunks):
+    """[chunk][section], of chunks of 1024 elements (see conftest.small_chunks)."""
+    assert {len(data) for data in sections.values()} == {4096 * chunks}
+    return [[crc32c(data[4096 * i : 4096 * (i + 1)]) for data in sections.values()] for i in range(chunks)]
 
 
 def check_against(opt, stores, manifest):
     """Every state of `opt`, and the parameter's master, stands where manifest and table say."""
     flat = {}  # extent, section -> the flat space, tile by tile
     tiles = sorted((t for store in stores for t in tiles_of(store)), key=lambda t: t[:2])
-    for extent, _, _, sections, _ in tiles:
+    for extent, _, _, sections, _, _ in tiles:
         for name, data in sections.items():
             flat[extent, name] = flat.get((extent, name), b"") + data
     params = [p for group in opt.param_groups for p in group["params"]]
@@ -485,9 +495,9 @@ def test_checksums_are_those_of_the_current_slots(trained):
     _, stores = trained
     summed = 0
     for store in stores:
-        for _, tile, _, sections, row in tiles_of(store):
+        for _, tile, _, sections, row, sums in tiles_of(store):
             if row["summed"]:
-                assert [crc32c(data) for data in sections.values()] == row["crc"][: len(sections)].tolist(), tile
+                assert sums_of(sections, len(sums)) == sums.tolist(), tile
                 summed += 1
     assert summed == sum(1 for store in stores for _ in tiles_of(store))  # each was written in some step
 
@@ -505,10 +515,10 @@ def test_no_checksum_is_wrong_after_state_was_set_from_outside(tmp_path, how):
             state = {k: v.clone() for k, v in saved["state"][0].items()}
             state["exp_avg"].fill_(0.5)
             opt.load_state_dict({**saved, "state": {0: state}})
-    for _, _, _, sections, row in tiles_of(tmp_path / FILE_NAME):
+    for _, _, _, sections, row, sums in tiles_of(tmp_path / FILE_NAME):
         assert np.frombuffer(sections["exp_avg"], "<f4")[0] == 0.5
         if row["summed"]:
-            assert [crc32c(data) for data in sections.values()] == row["crc"][:3].tolist()
+            assert sums_of(sections, len(sums)) == sums.tolist()
 
 
 def test_both_slots_alternate(tmp_path):
@@ -520,7 +530,7 @@ def test_both_slots_alternate(tmp_path):
             q.grad = None
             for _ in range(1, steps):
                 opt.step()
-        slots.append([slot for _, _, slot, _, _ in tiles_of(tmp_path / str(steps) / FILE_NAME)])
+        slots.append([slot for _, _, slot, _, _, _ in tiles_of(tmp_path / str(steps) / FILE_NAME)])
     assert [p for p, _ in slots] == [1, 0, 1, 0]
     assert [q for _, q in slots] == [1, 1, 1, 1]  # without a gradient it stays where it is
 
@@ -646,7 +656,7 @@ def test_store_cut_short_is_noticed(tmp_path):
         read_contents(store)
 
 
-@pytest.mark.parametrize(("offset", "value", "message"), [(8, 4, "format 4"), (12, 0x04030201, "endianness")])
+@pytest.mark.parametrize(("offset", "value", "message"), [(8, 5, "format 5"), (12, 0x04030201, "endianness")])
 def test_format_of_another_version_or_machine_is_refused(tmp_path, offset, value, message):
     store = store_of(tmp_path)
     with store.open("r+b") as file:
@@ -663,3 +673,66 @@ def test_format_of_another_version_or_machine_is_refused(tmp_path, offset, value
     with pytest.raises((CSDStoreError, CSDStoreExistsError)):
         CSDAdam(parameters((5,)), devices=[str(tmp_path)])
     assert store.read_bytes() == before
+
+
+def test_feature_that_nobody_knows_is_refused_by_its_name(tmp_path):
+    store = store_of(tmp_path)
+    block = read_contents(store).superblock
+    with store.open("r+b") as file:
+        for copy in range(2):
+            manifest = json.loads(read_region(file.fileno(), block.manifest, copy, "manifest", str(store)))
+            data = json.dumps(manifest | {"features": [*manifest["features"], "telepathy"]}).encode()
+            region = block.manifest._replace(size=len(data), crc=crc32c(data))
+            assert region.size <= region.room
+            write(file.fileno(), data, region.offset(copy))
+            write(file.fileno(), replace(block, manifest=region).pack(), copy * PAGE)
+    before = store.read_bytes()
+    with pytest.raises(
+        CSDStoreError, match=r"csd_optim\.store has telepathy, which this csd_optim does not know: upgrade"
+    ):
+        CSDAdam(parameters((3000,)), devices=[str(tmp_path)], resume=True)
+    assert store.read_bytes() == before
+
+
+def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkeypatch):
+    """Its checksums stay one for a section; an extent that joins has its own, and the store then names its features."""
+
+    def begun(**options):
+        torch.manual_seed(0)
+        params = parameters((3000,), (2100,))
+        named = [("first", params[0]), ("late", params[1])]
+        return params, CSDAdam(named, devices=[str(tmp_path)], tile_size=2048, **options)
+
+    def trained(params, opt, members, steps):
+        for step in range(steps):
+            for p in params:
+                p.grad = None
+            for i in members:
+                generator = torch.Generator().manual_seed(10 * step + i)
+                params[i].grad = torch.randn(params[i].shape, generator=generator)
+            opt.step()
+        opt.close()
+
+    with monkeypatch.context() as before:
+        before.setattr("csd_optim.engine.SUM_ELEMS", None)
+        trained(*begun(), [0], 2)
+    old = read_contents(tmp_path)
+    assert (old.superblock.version, "features" in old.manifest, old.sums[0].shape) == (1, False, (2, 1, 3))
+
+    def resumed():
+        params, opt = begun(resume=True)
+        with torch.no_grad():  # as whoever resumes loads the model's checkpoint
+            params[0].copy_(opt.state[params[0]]["master"])
+        return params, opt
+
+    trained(*resumed(), [0], 3)
+    same = read_contents(tmp_path)
+    assert (same.superblock.version, same.superblock.step, same.sums[0].shape) == (1, 5, (2, 1, 3))
+
+    trained(*resumed(), [0, 1], 2)
+    new = read_contents(tmp_path)
+    assert (new.superblock.version, new.manifest["features"]) == (4, ["chunk_sums"])
+    assert [sums.shape for sums in new.sums] == [(2, 1, 3), (2, 2, 3)]
+    assert "sum_elems" not in new.manifest["extents"][0]
+    assert [verdict.damage for verdict in verify([tmp_path])] == [[]]
+    resumed()[1].close()

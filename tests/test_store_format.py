@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import struct
 
 import numpy as np
@@ -47,7 +48,10 @@ def region(data, place, copy):
 
 @pytest.mark.parametrize("kept", [(), ("columns", "late", "half", "weight")])  # those that have residuals
 @pytest.mark.parametrize("shares", [[1.0], [1.0] * 3, [1.0, 0.3, 2.5]], ids=str)
-def test_store_is_what_the_page_says(tmp_path, shares, kept):
+# Tiles have 3072 elements, so that their last chunk has fewer. None: formats 1 to 3.
+@pytest.mark.parametrize("sum_elems", [2048, None])
+def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, kept):
+    monkeypatch.setattr("csd_optim.engine.SUM_ELEMS", sum_elems)
     devices = len(shares)
     assert crc32c(b"123456789") == 0xE3069283
     torch.manual_seed(0)
@@ -64,7 +68,7 @@ def test_store_is_what_the_page_says(tmp_path, shares, kept):
     opt = CSDAdam(
         [{"params": named[:4]}, {"params": named[4:], "amsgrad": True}],
         devices=[f"file:{place}?share={share}" for place, share in zip(places, shares, strict=True)],
-        tile_size=1024,
+        tile_size=3072,
     )
     for _ in range(3):
         for p in params.values():
@@ -86,18 +90,25 @@ def test_store_is_what_the_page_says(tmp_path, shares, kept):
         data = (place / "csd_optim.store").read_bytes()
         block = superblock(data, 0)
         assert superblock(data, 1) == block
-        version = 3 if len({*shares}) > 1 else 2 if kept else 1
+        unequal = len({*shares}) > 1
+        version = 4 if sum_elems else 3 if unequal else 2 if kept else 1
         assert (block["version"], block["order"]) == (version, 0x01020304)
         assert (block["device"], block["devices"], block["step"], block["flags"]) == (d, devices, 3, 1)
         ids.add(block["id"])
         manifest = json.loads(region(data, block["manifest"], 0))
         assert block["round"] == 0
         assert not {"rank", "world_size"} & {*manifest}
+        has = {"chunk_sums": sum_elems, "residuals": kept, "shares": unequal}
+        assert manifest.get("features") == ([name for name, there in has.items() if there] if version == 4 else None)
         table = region(data, block["table"], 0)
         for what, copy0 in (("manifest", json.dumps(manifest).encode()), ("table", table)):
             assert region(data, block[what], 1) == copy0
         here = [p for p in manifest["params"] if p.get("residual", {}).get("device") == d]
-        entries = 24 * manifest["tiles"] + 8 * len(manifest["params"])
+        sizes = [
+            8 + 4 * math.ceil(3072 / sum_elems) * len(e["sections"]) if sum_elems else 24 for e in manifest["extents"]
+        ]
+        tiles_end = sum(size * e["tiles"] for size, e in zip(sizes, manifest["extents"], strict=True))
+        entries = tiles_end + 8 * len(manifest["params"])
         for i, p in enumerate(here):
             space, checksum = struct.unpack_from("<2I", table, entries + 8 * i)
             base, room = p["residual"]["base"], p["residual"]["room"]
@@ -118,11 +129,12 @@ def test_store_is_what_the_page_says(tmp_path, shares, kept):
             e["tiles"] * e["tile_elems"] * 4 * len(e["sections"]) for e in manifest["extents"]
         )
         assert torch.load(io.BytesIO(record[end:]), weights_only=True) == {"epoch": 7}
-        assert struct.unpack_from(f"<{len(params)}d", table, 24 * manifest["tiles"]) == (3.0,) * len(params)
-        row = 0
+        assert struct.unpack_from(f"<{len(params)}d", table, tiles_end) == (3.0,) * len(params)
+        row = at_row = 0
         for e, extent in enumerate(manifest["extents"]):
             n_bytes = 4 * extent["tile_elems"]
-            assert extent.get("shares") == (shares if version == 3 else None)
+            assert extent.get("shares") == (shares if unequal else None)
+            assert extent.get("sum_elems") == sum_elems
             given, numbers = [0] * devices, []  # tiles to each device; those of this one
             while len(numbers) < extent["tiles"]:
                 to = min(range(devices), key=lambda i: (given[i] + 1) / shares[i])
@@ -130,15 +142,18 @@ def test_store_is_what_the_page_says(tmp_path, shares, kept):
                     numbers.append(sum(given))
                 given[to] += 1
             for j in range(extent["tiles"]):
-                slot, summed, *sums = struct.unpack_from("<6I", table, 24 * row)
-                row += 1
+                slot, summed, *sums = struct.unpack_from(f"<{sizes[e] // 4}I", table, at_row)
+                row, at_row = row + 1, at_row + sizes[e]
                 assert summed == 1
                 at = extent["file_offset"] + (extent["slots"] * j + slot) * n_bytes * len(extent["sections"])
                 for k, section in enumerate(extent["sections"]):
                     content = data[at + k * n_bytes : at + (k + 1) * n_bytes]
-                    assert crc32c(content) == sums[k]
+                    size = 4 * sum_elems if sum_elems else n_bytes
+                    for chunk, first in enumerate(range(0, n_bytes, size)):
+                        assert crc32c(content[first : first + size]) == sums[chunk * len(extent["sections"]) + k]
                     flat[e, numbers[j], section] = np.frombuffer(content, "<f4")
-                assert sums[len(extent["sections"]) :] == [0] * (4 - len(extent["sections"]))
+                if not sum_elems:
+                    assert sums[len(extent["sections"]) :] == [0] * (4 - len(extent["sections"]))
         assert row == manifest["tiles"]
     assert len(ids) == 1
 

@@ -122,7 +122,7 @@ typedef struct csd_device {
   const char *backend;
   int32_t fd;           /* file, xrt: open for reading and writing, belongs to the caller, outlives the engine */
   uint32_t buffers;     /* file, xrt: tile buffers, allocated once and fixed; with 1, nothing overlaps */
-  uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096 */
+  uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096, up to 1 GiB */
   csd_card *card;       /* xrt: belongs to the caller, outlives the engine */
   uint32_t p2p;         /* xrt: csd_p2p */
   csd_pace pace;        /* not xrt */
@@ -165,21 +165,24 @@ typedef struct csd_piece {
 
 typedef struct csd_tile_state {
   uint32_t slot;   /* 0 or 1: the slot that holds the tile */
-  uint32_t summed; /* 1: `crc` is that of the slot's content as the engine wrote it */
-  uint32_t crc[4]; /* CRC-32C of each section */
+  uint32_t summed; /* 1: its checksums are those of the slot's content as the engine wrote it */
 } csd_tile_state;
 
 /* A run of `n_tiles` equal tiles: the parameters that join at one time. On a file, the j-th
  * of these tiles on device d (counted from 0) has its slot s at
  * byte `file_offset[d] + (slots*j + s) * tile_elems * sections * 4`. */
 typedef struct csd_extent {
-  uint64_t tile_elems; /* multiple of 1024 and of the page size / 4 */
+  uint64_t tile_elems; /* multiple of 1024 and of the page size / 4, up to 2^31; 2^56 in all n_tiles */
   uint32_t n_tiles;
   uint32_t sections;            /* 3, or 4 with amsgrad */
   uint32_t slots;               /* 2; or 1: steps write in place and cannot be undone (file only) */
   const csd_tile_state *states; /* one per tile, of a store that is there already; NULL: new */
-  const uint64_t *file_offset;  /* one per device, multiples of the page size */
-  const csd_piece *pieces;      /* sorted by tile, then by tile_first; tile counted from this extent's first */
+  /* A checksum (CRC-32C) covers so many elements of a section, the last of a tile fewer: a multiple of 1024. Verifying,
+   * updating and summing go chunk by chunk, so that what does not fit into the cache is fetched from memory once. */
+  uint64_t sum_elems;
+  const uint32_t *sums;        /* of `states`: tile by tile, chunk by chunk, one per section */
+  const uint64_t *file_offset; /* one per device, multiples of the page size, up to 2^61 */
+  const csd_piece *pieces;     /* sorted by tile, then by tile_first; tile counted from this extent's first */
   uint64_t n_pieces;
   const uint32_t *devices; /* one per tile: which it is on; NULL: tile i is on device (i mod n_devices) */
 } csd_extent;
@@ -253,8 +256,9 @@ int csd_engine_given(csd_engine *engine, const uint32_t *tiles, uint32_t n, int3
  * CSD_ETORN: tiles with one slot had been written already; states and parameters are a mix. */
 int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
 
-/* Tiles of the last undone step whose parameters were given out. Returns how many; fills up to `n`. */
-uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint32_t n);
+/* Tiles of the last undone step whose parameters were given out, and of each how many of its elements, from the first
+ * on: all of them, unless the tile turned out to be damaged behind these. Returns how many; fills up to `n`. */
+uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems, uint32_t n);
 
 /* Waits for all writes. One that fails keeps its data in its buffer and is tried again by the next call, so nothing
  * is lost when the cause goes away. May be called by another thread. */
@@ -271,7 +275,9 @@ int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd
 
 /* ---- What is known of it ------------------------------------------------ */
 
-int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *out, csd_error *error);
+/* `sums` as of csd_extent, for as many tiles as `states`; zeros where a tile has none. */
+int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums,
+                     csd_error *error);
 
 /* Counts of the last step (since csd_engine_begin), counted where the bytes are moved. Seconds are those
  * in which at least one operation of the kind was going on. */

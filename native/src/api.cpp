@@ -1,17 +1,15 @@
-// The border: C++ exceptions become a status here and nowhere else.
-#include <errno.h>
+// The border: C++ exceptions become a status here and nowhere else. What is not guarded calls what is noexcept.
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <memory>
-#include <new>
-#include <system_error>
 
 #include "card.h"
 #include "crc32c.h"
 #include "csd.h"
 #include "engine.h"
+#include "float_mode.h"
 #include "pool.h"
 #include "topk.h"
 #include "updater.h"
@@ -22,7 +20,7 @@ struct csd_engine {
 
 namespace {
 
-int report(csd_error *error, const csd::Failure &f) {
+int report(csd_error *error, const csd::Failure &f) noexcept {
   if (error) {
     error->status = f.status;
     error->os_errno = f.os_errno;
@@ -35,18 +33,12 @@ int report(csd_error *error, const csd::Failure &f) {
 }
 
 template <typename Call>
-int guarded(csd_error *error, Call call) {
+int guarded(csd_error *error, Call call) noexcept {
   try {
     call();
     return CSD_OK;
-  } catch (const csd::Failure &f) {
-    return report(error, f);
-  } catch (const std::bad_alloc &) {
-    return report(error, {CSD_ENOMEM, "out of memory", ENOMEM});
-  } catch (const std::system_error &e) {
-    return report(error, {CSD_ENOMEM, std::string("no thread can be started: ") + e.what(), e.code().value()});
-  } catch (const std::exception &e) {
-    return report(error, {CSD_EINVAL, e.what()});
+  } catch (...) {
+    return report(error, csd::caught());
   }
 }
 
@@ -114,7 +106,9 @@ int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error) {
   return guarded(error, [&] { engine->engine.finish(keep != 0); });
 }
 
-uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint32_t n) { return engine->engine.undone(tiles, n); }
+uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems, uint32_t n) {
+  return engine->engine.undone(tiles, elems, n);
+}
 
 uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n) {
   return engine->engine.events(events, n);
@@ -132,8 +126,9 @@ int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd
   return guarded(error, [&] { engine->engine.edited(tiles, n); });
 }
 
-int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *out, csd_error *error) {
-  return guarded(error, [&] { engine->engine.tiles(first, n, out); });
+int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums,
+                     csd_error *error) {
+  return guarded(error, [&] { engine->engine.tiles(first, n, states, sums); });
 }
 
 int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error) {
@@ -146,6 +141,7 @@ int csd_update(const csd_adamw *hyper, int32_t isa, uint64_t n, const void *grad
   return guarded(error, [&] {
     if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
     if (hyper->amsgrad && !max_exp_avg_sq) throw csd::Failure{CSD_EINVAL, "amsgrad needs max_exp_avg_sq"};
+    const csd::FloatMode mode(csd::Subnormals::zero);
     csd::update({hyper,
                  n,
                  grad,
@@ -175,7 +171,11 @@ int csd_threads_use(uint32_t n, csd_error *error) {
   });
 }
 
-uint32_t csd_threads_used(void) { return csd::Pool::updates().size(); }
+uint32_t csd_threads_used(void) {
+  uint32_t n = 0;
+  guarded(nullptr, [&] { n = csd::Pool::updates().size(); });
+  return n;
+}
 
 uint64_t csd_topk_count(double ratio, uint64_t n) { return csd::topk_count(ratio, n); }
 

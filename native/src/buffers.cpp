@@ -1,4 +1,6 @@
 // The tile buffers of each device: how many there are, which tile takes which, and what they keep between steps.
+#include <errno.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -6,15 +8,21 @@
 
 namespace csd {
 
+constexpr uint64_t kMostBytes = uint64_t{1} << 47;  // of the buffers of a device: an address space
+
 // For tiles of up to `bytes`, and so many on each device. If that fails, a device may be left without any; whoever needs
 // them asks again.
 void Engine::grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles) {
+  if (bytes == 0) return;  // there are no extents yet
   for (Lane &lane : lanes_) {
     const auto device = static_cast<size_t>(&lane - lanes_.data());
     uint64_t n = lane.depth;
     if (lane.device->keeps_buffers() && lane.cache_bytes > 0)
       n = std::max(n, std::min(n + static_cast<uint64_t>(lane.cache_bytes) / bytes, tiles[device]));
     if (bytes <= lane.buffer_bytes && n <= lane.n_buffers) continue;
+    if (n > kMostBytes / bytes)
+      throw Failure{CSD_ENOMEM, std::to_string(n) + " buffers of " + std::to_string(bytes) + " bytes are too much",
+                    ENOMEM, static_cast<int32_t>(device)};
     for (const Buffer &buffer : lane.free)
       if (buffer.tile) buffer.tile->kept = false;
     lane.free = {};

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <vector>
 
 namespace csd {
 
@@ -7,5 +8,12 @@ uint32_t crc32c(uint32_t crc, const void *data, uint64_t bytes);
 
 // Continues the sums of a tile's sections, each over elements [first, first + elems).
 void crc32c_sections(uint32_t *crc, float *const *sections, uint32_t n_sections, uint64_t first, uint64_t elems);
+
+// The ways to compute it that this CPU has, from the slowest to the one in use. Without the inversions at both ends.
+struct Crc32cWay {
+  const char *name;
+  uint32_t (*run)(uint32_t c, const uint8_t *p, uint64_t n);
+};
+std::vector<Crc32cWay> crc32c_ways();
 
 }  // namespace csd

@@ -12,7 +12,7 @@ namespace csd {
 
 struct Slot {
   bool summed = false;
-  uint32_t crc[4] = {};  // of each section, as the engine wrote it
+  std::vector<uint32_t> sums;  // CRC-32C of what the engine wrote: chunk by chunk, one per section
 };
 
 constexpr uint32_t kNowhere = UINT32_MAX;
@@ -20,6 +20,7 @@ constexpr uint32_t kNowhere = UINT32_MAX;
 struct Tile {
   uint32_t index = 0, device = 0, sections = 3;
   uint64_t elems = 0;        // per section
+  uint64_t sum_elems = 0;    // of a chunk, which has checksums of its own; the last one may have fewer
   uint64_t file_offset = 0;  // of slot 0; slot 1 follows it
   const csd_piece *pieces = nullptr;
   uint64_t n_pieces = 0;
@@ -29,11 +30,14 @@ struct Tile {
   uint32_t shown = 0;   // the one that the windows show as it is, or kNowhere
   bool open = false;    // what is written to the windows goes to the device
   bool edited = false;  // the windows hold what somebody wrote to them, and the device does not
+  uint32_t writes = 0;  // somebody told of, to open windows
   bool kept = false;    // a free buffer has what the current slot has
   Slot slots[2];
 
   uint64_t section_bytes() const { return 4 * elems; }
   uint64_t bytes() const { return section_bytes() * sections; }
+  uint64_t n_chunks() const { return (elems + sum_elems - 1) / sum_elems; }
+  uint64_t n_sums() const { return n_chunks() * sections; }
   uint64_t slot_offset(uint32_t s) const { return file_offset + s * bytes(); }
   uint32_t next_slot() const { return slot ^ (n_slots - 1); }  // where a step writes
 };
@@ -52,6 +56,7 @@ struct Work {
   bool verify = false;             // what was loaded must have the checksums of the tile's slot
   // What Device::update fills in: bytes, bytes, parameters, gradients that are inf or nan, and the new state's sums.
   uint64_t pushed = 0, pulled = 0, updated = 0, nonfinite = 0;
+  uint64_t given = 0;  // elements from the first on whose parameters were handed out, also where it then failed
   Slot sum{};
 };
 
@@ -72,8 +77,9 @@ inline void *param_at(const csd_piece &p, const Work &work, uint64_t i) {
                          : static_cast<char *>(param.param) + bytes * (p.param_first + i);
 }
 
+// These throw nothing.
 using Done = std::function<void(int os_errno)>;
-using Updated = std::function<void(const Failure &)>;  // with status CSD_OK: none
+using Updated = std::function<void(Failure)>;  // with status CSD_OK: none
 
 class Device {
  public:
@@ -99,12 +105,13 @@ class Device {
   virtual int map(const Tile &) { return 0; }
 
   // Start to read the current slot into `buffer`, to write `buffer` to the next slot, and return; another thread
-  // calls `done` once. `buffer` holds the sections one after another. Never called on a resident device.
+  // calls `done` once; or throw, and then nothing was started and nobody calls it. `buffer` holds the sections one
+  // after another. Never called on a resident device.
   virtual void load(const Tile &, float *, Done) {}
   virtual void store(const Tile &, const float *, Done) {}
 
   // Starts to apply the rule to the tile in `buffer` (null on a resident device: in the windows), and returns; another
-  // thread calls `done` once. `tile` and `work` live until then.
+  // thread calls `done` once, or throws, likewise. `tile` and `work` live until then.
   virtual void update(const Tile &tile, float *buffer, Work &work, Updated done) = 0;
 };
 
@@ -116,6 +123,12 @@ void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done);
 
 // What to report when a section is not what was stored there.
 Failure damaged(const Tile &tile, uint32_t section);
+
+// The section of a chunk that is not what was stored in the tile's slot, by its sums; `tile.sections` if there is none.
+uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums);
+
+// The sums of what lies in `sections`, all of it.
+void sum_tile(const Tile &, float *const *sections, uint32_t *sums);
 
 std::unique_ptr<Device> make_file_device(const csd_device &);
 std::unique_ptr<Device> make_ram_device(const csd_device &);

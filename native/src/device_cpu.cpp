@@ -11,8 +11,8 @@
 namespace csd {
 namespace {
 
-// The tile goes through in chunks that stay in the second-level cache between the update and the sum.
-constexpr uint64_t kChunk = 16 * 1024;
+// Elements that are updated and then summed, while the second-level cache has them.
+constexpr uint64_t kBlock = 16 * 1024;
 
 void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, float *const *sections, uint32_t n_sections,
                   Work &work, Entries &entries) {
@@ -21,7 +21,7 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, float *con
   const uint64_t in_piece = first - piece.tile_first, param_bytes = dtype_bytes(p.param_dtype);
   void *param = param_at(piece, work, in_piece);
   Span span{work.hypers + p.hyper, n, nullptr, p.grad_dtype, {}, param, p.param_dtype};
-  alignas(64) uint16_t dense[kChunk];
+  alignas(64) uint16_t dense[kBlock];
   if (is_sparse(p)) {
     entries.expand(first, n, dense);
     span.grad = dense;
@@ -42,40 +42,59 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, float *con
   work.updated += n;
 }
 
-void update_pieces(const Tile &tile, float *const *sections, Work &work, uint32_t *crc) {
-  const csd_piece *piece = tile.pieces, *const end = tile.pieces + tile.n_pieces;
-  Entries entries(work.entries, work.n_entries);
-  for (uint64_t first = 0; first < tile.elems; first += kChunk) {
-    const uint64_t last = std::min(first + kChunk, tile.elems);
-    for (const csd_piece *p = piece; p != end && p->tile_first < last; p++) {
-      const uint64_t from = std::max(first, p->tile_first), to = std::min(last, p->tile_first + p->elems);
-      if (from < to) update_piece(*p, from, to - from, sections, tile.sections, work, entries);
-      if (p->tile_first + p->elems <= last) piece = p + 1;
-    }
-    if (crc) crc32c_sections(crc, sections, tile.sections, first, last - first);
-  }
-}
+// Walks through a tile from its first element to its last.
+class Updater {
+ public:
+  Updater(const Tile &tile, float *const *sections, Work &work)
+      : tile_(tile), sections_(sections), work_(work), entries_(work.entries, work.n_entries), piece_(tile.pieces) {}
 
+  // Updates elements [first, last), which begin where the last ones ended; adds them to `sums`, if anybody wants those.
+  void update(uint64_t first, uint64_t last, uint32_t *sums) {
+    const csd_piece *const end = tile_.pieces + tile_.n_pieces;
+    for (uint64_t next; first < last; first = next) {
+      next = std::min(first + kBlock, last);
+      for (const csd_piece *p = piece_; p != end && p->tile_first < next; p++) {
+        const uint64_t from = std::max(first, p->tile_first), to = std::min(next, p->tile_first + p->elems);
+        if (from < to) update_piece(*p, from, to - from, sections_, tile_.sections, work_, entries_);
+        if (p->tile_first + p->elems <= next) piece_ = p + 1;
+      }
+      if (sums) crc32c_sections(sums, sections_, tile_.sections, first, next - first);
+    }
+  }
+
+ private:
+  const Tile &tile_;
+  float *const *const sections_;
+  Work &work_;
+  Entries entries_;
+  const csd_piece *piece_;  // the first that has not come to its end
+};
+
+// Chunk by chunk, each of which comes from memory once: it is verified, updated and summed while the cache has it.
 Failure update_tile(const Tile &tile, float *buffer, Work &work) {
   float *sections[4] = {};
   for (uint32_t s = 0; s < tile.sections; s++) sections[s] = buffer ? buffer + s * tile.elems : tile.window[s];
-  if (buffer && work.from_windows) {
-    for (uint32_t s = 0; s < tile.sections; s++) memcpy(sections[s], tile.window[s], tile.section_bytes());
-  } else if (buffer && work.verify) {
-    uint32_t crc[4] = {};
-    crc32c_sections(crc, sections, tile.sections, 0, tile.elems);
-    const uint32_t *const stored = tile.slots[tile.slot].crc;
-    const auto section = static_cast<uint32_t>(std::mismatch(crc, crc + tile.sections, stored).first - crc);
-    if (section < tile.sections) return damaged(tile, section);
-  }
   provide_entries(tile, work);
+  const Slot &held = tile.slots[tile.slot];
   const bool any = std::any_of(tile.pieces, tile.pieces + tile.n_pieces,
                                [&work](const csd_piece &p) { return work.params[p.param].grad; });
-  if (any || work.from_windows || !tile.slots[tile.slot].summed) {
-    update_pieces(tile, sections, work, buffer ? work.sum.crc : nullptr);
-    work.sum.summed = true;
-  } else {
-    work.sum = tile.slots[tile.slot];  // passed through as it is
+  const bool changes = any || work.from_windows || !held.summed;
+  if (!changes) work.sum = held;  // passed through as it is
+  else if (buffer) work.sum = {true, std::vector<uint32_t>(tile.n_sums())};
+  Updater updater(tile, sections, work);
+  for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++) {
+    const uint64_t first = chunk * tile.sum_elems, last = std::min(first + tile.sum_elems, tile.elems);
+    if (buffer && work.from_windows) {
+      for (uint32_t s = 0; s < tile.sections; s++)
+        memcpy(sections[s] + first, tile.window[s] + first, 4 * (last - first));
+    } else if (buffer && work.verify) {
+      uint32_t sums[4] = {};
+      crc32c_sections(sums, sections, tile.sections, first, last - first);
+      const uint32_t section = differing_section(tile, chunk, sums);
+      if (section < tile.sections) return damaged(tile, section);
+    }
+    if (changes) updater.update(first, last, buffer ? &work.sum.sums[chunk * tile.sections] : nullptr);
+    work.given = last;
   }
   return {};
 }
@@ -87,10 +106,8 @@ void submit_update(std::function<Failure()> update, Updated done) {
     Failure failure;
     try {
       failure = update();
-    } catch (const Failure &f) {
-      failure = f;
-    } catch (const std::bad_alloc &) {
-      failure = {CSD_ENOMEM, "no memory to select gradients", ENOMEM};
+    } catch (...) {
+      failure = caught();
     }
     done(failure);
   });
@@ -98,6 +115,18 @@ void submit_update(std::function<Failure()> update, Updated done) {
 
 void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done) {
   submit_update([&tile, buffer, &work] { return update_tile(tile, buffer, work); }, std::move(done));
+}
+
+uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums) {
+  const uint32_t *const stored = &tile.slots[tile.slot].sums[chunk * tile.sections];
+  return static_cast<uint32_t>(std::mismatch(sums, sums + tile.sections, stored).first - sums);
+}
+
+void sum_tile(const Tile &tile, float *const *sections, uint32_t *sums) {
+  for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++) {
+    const uint64_t first = chunk * tile.sum_elems, last = std::min(first + tile.sum_elems, tile.elems);
+    crc32c_sections(sums + chunk * tile.sections, sections, tile.sections, first, last - first);
+  }
 }
 
 Failure damaged(const Tile &tile, uint32_t section) {

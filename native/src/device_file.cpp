@@ -13,6 +13,8 @@
 
 namespace csd {
 
+constexpr uint64_t kMostBlock = uint64_t{1} << 30;  // Linux moves less than 2 GiB at a time
+
 int FileDevice::map(const Tile &tile) {
   const int flags = (tile.open ? MAP_SHARED : MAP_PRIVATE | MAP_NORESERVE) | MAP_FIXED;
   for (uint32_t s = 0; s < tile.sections; s++) {
@@ -48,8 +50,9 @@ void FileDevice::in_blocks(uint64_t bytes, Done done, Io io) {
     Join(uint64_t n, Done d) : left(n), done(std::move(d)) {}
   };
   auto join = std::make_shared<Join>((bytes + block_ - 1) / block_, std::move(done));
+  std::list<Pool::Task> blocks;
   for (uint64_t first = 0; first < bytes; first += block_) {
-    io_.submit([join, io, first, n = std::min(block_, bytes - first)] {
+    blocks.push_back([join, io, first, n = std::min(block_, bytes - first)] {
       if (const int error = io(first, n)) {
         int none = 0;
         join->error.compare_exchange_strong(none, error);
@@ -57,11 +60,14 @@ void FileDevice::in_blocks(uint64_t bytes, Done done, Io io) {
       if (join->left.fetch_sub(1) == 1) join->done(join->error);
     });
   }
+  io_.submit(std::move(blocks));
 }
 
 Pool *FileDevice::io_of(const csd_device &d) {
   struct stat st{};
-  if (d.buffers == 0 || d.block_bytes == 0 || d.block_bytes % 4096 || fstat(d.fd, &st) != 0) return nullptr;
+  if (d.buffers == 0 || d.block_bytes == 0 || d.block_bytes % 4096 || d.block_bytes > kMostBlock ||
+      fstat(d.fd, &st) != 0)
+    return nullptr;
   Pool &io = Pool::io(st.st_dev);
   io.grow(d.depth);
   io.start();

@@ -3,13 +3,16 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
-#include <deque>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -51,6 +54,15 @@ struct Passage {
   uint64_t n;
 };
 
+// What goes along up to three paths, one after another, and is called at the end.
+struct Passing {
+  std::array<Passage, 3> way;
+  size_t steps;
+  std::function<void()> done;
+  size_t gone = 0;
+};
+using Passings = std::multimap<Time, Passing>;
+
 }  // namespace
 
 // The clock of an engine's paced devices, and the link that they share. It reckons with the times at which things should
@@ -68,39 +80,47 @@ class Pacer {
     thread_.join();
   }
 
-  // What is there at `at` goes along paths, one after another; then this calls `done`, in its own thread.
-  void pass(Time at, std::deque<Passage> way, std::function<void()> done) {
-    call_at(at, [this, at, way = std::move(way), done = std::move(done)]() mutable {
-      if (way.empty()) return done();
-      const auto [path, n] = way.front();
-      way.pop_front();
-      pass(path->through(n, at), std::move(way), std::move(done));
-    });
+  // Made before anything begins, for whoever has it pass must not fail, and has no need of memory any more.
+  static std::shared_ptr<Passings> prepare(std::array<Passage, 3> way, size_t steps, std::function<void()> done) {
+    auto one = std::make_shared<Passings>();
+    one->emplace(Time{}, Passing{way, steps, std::move(done)});
+    return one;
+  }
+
+  // What was prepared is there at `at`, and goes its way; then this calls `done`, in its own thread.
+  void pass(Time at, Passings &one) {
+    auto passing = one.extract(one.begin());
+    passing.key() = at;
+    std::lock_guard lock(mutex_);
+    passings_.insert(std::move(passing));
+    wake_.notify_one();
   }
 
   Channel down, up;  // full duplex: gradients to the devices, parameters from them
 
  private:
-  void call_at(Time at, std::function<void()> call) {
-    std::lock_guard lock(mutex_);
-    calls_.emplace(at, std::move(call));
-    wake_.notify_one();
-  }
-
   void run() {
     block_signals();
     pthread_setname_np(pthread_self(), "csd-pacer");
     std::unique_lock lock(mutex_);
     while (!ending_) {
-      if (calls_.empty()) {
+      if (passings_.empty()) {
         wake_.wait(lock);
-      } else if (const Time next = calls_.begin()->first; next > Clock::now()) {
+        continue;
+      }
+      if (const Time next = passings_.begin()->first; next > Clock::now()) {
         wake_.wait_until(lock, next);
+        continue;
+      }
+      auto first = passings_.extract(passings_.begin());
+      if (Passing &p = first.mapped(); p.gone < p.steps) {
+        const auto [path, n] = p.way[p.gone++];
+        first.key() = path->through(n, first.key());
+        passings_.insert(std::move(first));
       } else {
-        auto call = calls_.extract(calls_.begin());
         lock.unlock();
-        call.mapped()();
-        call = {};
+        p.done();
+        first = {};
         lock.lock();
       }
     }
@@ -108,7 +128,7 @@ class Pacer {
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable wake_;
-  std::multimap<Time, std::function<void()>> calls_;
+  Passings passings_;
   bool ending_ = false;
   std::thread thread_;  // last: it uses all of the above
 };
@@ -153,20 +173,24 @@ class PacedDevice : public Device {
   // How many bytes come and go is known when the tile has been updated. Then they go the way once more, in time alone:
   // gradients come, the tile is updated, parameters go.
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
-    device_->update(tile, buffer, work,
-                    [this, &work, began = Clock::now(), done = std::move(done)](const Failure &failure) mutable {
-                      if (failure.status != CSD_OK) return done(failure);
-                      pacer_->pass(began, {{&push_, work.pushed}, {&apply_, work.updated}, {&pull_, work.pulled}},
-                                   [done = std::move(done)] { done({}); });
-                    });
+    auto passing = Pacer::prepare({{{&push_, 0}, {&apply_, 0}, {&pull_, 0}}}, 3, [done] { done({}); });
+    device_->update(tile, buffer, work, [this, &work, began = Clock::now(), passing, done](Failure failure) {
+      if (failure.status != CSD_OK) return done(std::move(failure));
+      std::array<Passage, 3> &way = passing->begin()->second.way;
+      way[0].n = work.pushed;
+      way[1].n = work.updated;
+      way[2].n = work.pulled;
+      pacer_->pass(began, *passing);
+    });
   }
 
  private:
   // For what begins now and moves `bytes`: not done before its time. Errors come at once.
   Done after(const Path &path, uint64_t bytes, Done done) {
-    return [this, &path, bytes, began = Clock::now(), done = std::move(done)](int error) mutable {
+    auto passing = Pacer::prepare({{{&path, bytes}}}, 1, [done] { done(0); });
+    return [this, began = Clock::now(), passing, done](int error) {
       if (error) return done(error);
-      pacer_->pass(began + latency_, {{&path, bytes}}, [done = std::move(done)] { done(0); });
+      pacer_->pass(began + latency_, *passing);
     };
   }
 

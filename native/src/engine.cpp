@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <tuple>
 #include <utility>
 
 #include "pool.h"
@@ -77,13 +78,19 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   }
   grow_buffers(largest_tile_, tiles_on_device());
 
+  // What the step notes down while it runs has its room from the beginning. Each tile is read, updated and written.
+  undone_.clear();
+  undone_.reserve(n_tiles);
+  unwritten_.reserve(n_tiles);
+  to_pull_.clear();
+  to_pull_.reserve(n_tiles);
+  n_pulled_ = 0;
+  events_.clear();
+  events_.reserve(3 * size_t{n_tiles});
   params_.assign(params, params + n_params);
   hypers_.assign(hypers, hypers + n_hypers);
   jobs_.clear();
   job_of_tile_.assign(tiles_.size(), nullptr);
-  to_pull_.clear();
-  undone_.clear();
-  events_.clear();
   failed_ = false;
   images_out_ = 0;
   not_given_ = n_tiles;
@@ -135,20 +142,64 @@ bool Engine::pump(Lane &l) {
     job.loaded = true;
     update_if_ready(job);
   } else {
-    began(job, CSD_READ);
-    l.device->load(*job.tile, job.buffer, [this, &job](int error) { on_loaded(job, error); });
+    start(job, CSD_READ,
+          [&] { l.device->load(*job.tile, job.buffer, [this, &job](int error) { on_loaded(job, error); }); });
   }
   return true;
 }
 
-void Engine::on_loaded(Job &job, int os_errno) {
+// Returns whether it was started; if not, the step has failed.
+template <typename Start>
+bool Engine::start(Job &job, csd_event_kind kind, Start call) noexcept {
+  going_on_++;
+  lane(job).busy[kind].enter();
+  job.began = Clock::now();
+  try {
+    call();
+    return true;
+  } catch (...) {
+    going_on_--;
+    lane(job).busy[kind].leave();
+    if (kind == CSD_WRITE) not_stored(job, caught());
+    else fail(job, caught());
+    return false;
+  }
+}
+
+void Engine::ended(const Job &job, csd_event_kind kind) noexcept {
+  going_on_--;
+  lane(job).busy[kind].leave();
+  if (!traced_) return;
+  const auto seconds = [](Clock::time_point t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); };
+  events_.push_back({job.tile->device, job.tile->index, kind, 0, seconds(job.began), seconds(Clock::now())});
+}
+
+void Engine::fail(const Job &job, Failure failure) noexcept {
+  failure.device = static_cast<int32_t>(job.tile->device);
+  if (!failed_) failure_ = std::move(failure);
+  failed_ = true;
+  pulled_.notify_all();
+}
+
+namespace {
+
+Failure not_moved(const char *what, const Tile &tile, int os_errno) noexcept {
+  try {
+    return {CSD_EIO, std::string(what) + " tile " + std::to_string(tile.index), os_errno};
+  } catch (...) {
+    return {CSD_EIO, "a tile", os_errno};
+  }
+}
+
+}  // namespace
+
+void Engine::on_loaded(Job &job, int os_errno) noexcept {
   Lock lock(mutex_);
-  Lane &l = lane(job);
   ended(job, CSD_READ);
   if (os_errno) {
-    fail(job, {CSD_EIO, "reading tile " + std::to_string(job.tile->index), os_errno});
+    fail(job, not_moved("reading", *job.tile, os_errno));
   } else {
-    l.counts.read_bytes += job.tile->bytes();
+    lane(job).counts.read_bytes += job.tile->bytes();
     job.loaded = true;
     update_if_ready(job);
   }
@@ -177,19 +228,20 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
   update_if_ready(*job);
 }
 
-void Engine::update_if_ready(Job &job) {
+void Engine::update_if_ready(Job &job) noexcept {
   if (failed_ || !job.loaded || !job.pushed) return;
-  began(job, CSD_UPDATE);
-  lane(job).device->update(*job.tile, job.buffer, job.work,
-                           [this, &job](const Failure &failure) { on_updated(job, failure); });
+  start(job, CSD_UPDATE, [&] {
+    lane(job).device->update(*job.tile, job.buffer, job.work,
+                             [this, &job](Failure failure) { on_updated(job, std::move(failure)); });
+  });
 }
 
-void Engine::on_updated(Job &job, const Failure &failure) {
+void Engine::on_updated(Job &job, Failure failure) noexcept {
   Lock lock(mutex_);
   Lane &l = lane(job);
   ended(job, CSD_UPDATE);
   if (failure.status != CSD_OK) {
-    fail(job, failure);
+    fail(job, std::move(failure));
   } else {
     l.counts.push_bytes += job.work.pushed;
     l.counts.pull_bytes += job.work.pulled;
@@ -211,29 +263,23 @@ void Engine::on_updated(Job &job, const Failure &failure) {
   if (going_on_ == 0) settled_.notify_all();
 }
 
-void Engine::start_store(Job &job) {
-  job.storing = true;
-  began(job, CSD_WRITE);
-  lane(job).device->store(*job.tile, job.buffer, [this, &job](int error) { on_stored(job, error); });
+void Engine::start_store(Job &job) noexcept {
+  job.storing |= start(job, CSD_WRITE, [&] {
+    lane(job).device->store(*job.tile, job.buffer, [this, &job](int error) { on_stored(job, error); });
+  });
 }
 
-void Engine::on_stored(Job &job, int os_errno) {
+void Engine::on_stored(Job &job, int os_errno) noexcept {
   Lock lock(mutex_);
   Lane &l = lane(job);
   ended(job, CSD_WRITE);
-  if (os_errno && not_given_ > 0) {
-    fail(job, {CSD_EIO, "writing tile " + std::to_string(job.tile->index), os_errno});
-  } else if (os_errno) {
-    // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes it.
-    // Keep the data in its buffer and let the next drain try again.
-    failure_ = {CSD_EIO, "writing tile " + std::to_string(job.tile->index), os_errno,
-                static_cast<int32_t>(job.tile->device)};
-    unwritten_.push_back(&job);
+  if (os_errno) {
+    not_stored(job, not_moved("writing", *job.tile, os_errno));
   } else {
     l.counts.write_bytes += job.tile->bytes();
     l.counts.total_write_bytes += job.tile->bytes();
     job.tile->slot = job.tile->next_slot();
-    job.tile->slots[job.tile->slot] = job.work.sum;
+    job.tile->slots[job.tile->slot] = std::move(job.work.sum);
     job.tile->shown = kNowhere;  // also where there is one slot: somebody may have written to the window meanwhile
     job.stored = true;
     // Not if an open window shows the slot, as it does where there is one only.
@@ -243,36 +289,25 @@ void Engine::on_stored(Job &job, int os_errno) {
   if (going_on_ == 0) settled_.notify_all();
 }
 
-void Engine::began(Job &job, csd_event_kind kind) {
-  going_on_++;
-  lane(job).busy[kind].enter();
-  job.began = Clock::now();
-}
-
-void Engine::ended(const Job &job, csd_event_kind kind) {
-  going_on_--;
-  lane(job).busy[kind].leave();
-  if (!traced_) return;
-  const auto seconds = [](Clock::time_point t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); };
-  events_.push_back({job.tile->device, job.tile->index, kind, 0, seconds(job.began), seconds(Clock::now())});
-}
-
-void Engine::fail(const Job &job, Failure failure) {
-  failure.device = static_cast<int32_t>(job.tile->device);
-  if (!failed_) failure_ = failure;
-  failed_ = true;
-  pulled_.notify_all();
+void Engine::not_stored(Job &job, Failure failure) noexcept {
+  if (not_given_ > 0) {
+    fail(job, std::move(failure));
+  } else {
+    // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes it.
+    // Keep the data in its buffer and let the next drain try again.
+    failure_ = std::move(failure);
+    failure_.device = static_cast<int32_t>(job.tile->device);
+    unwritten_.push_back(&job);
+  }
 }
 
 uint32_t Engine::pull() {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
-  pulled_.wait(lock, [this] { return !to_pull_.empty() || failed_ || images_out_ == 0; });
+  pulled_.wait(lock, [this] { return n_pulled_ < to_pull_.size() || failed_ || images_out_ == 0; });
   if (failed_) throw failure_;
-  if (to_pull_.empty()) throw Failure{CSD_ESTATE, "no tile is out"};
-  const uint32_t tile = to_pull_.front();
-  to_pull_.pop_front();
-  return tile;
+  if (n_pulled_ == to_pull_.size()) throw Failure{CSD_ESTATE, "no tile is out"};
+  return to_pull_[n_pulled_++];
 }
 
 bool Engine::given(const uint32_t *tiles, uint32_t n, bool wait) {
@@ -292,16 +327,26 @@ bool Engine::given(const uint32_t *tiles, uint32_t n, bool wait) {
 void Engine::finish(bool keep) {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
-  if (keep)
-    for (const Job &job : jobs_)
-      if (!job.pushed && !failed_)
-        failure_ = {CSD_ESTATE, "tile " + std::to_string(job.tile->index) + " was never pushed"}, failed_ = true;
-  if (keep) pulled_.wait(lock, [this] { return not_given_ == 0 || failed_; });
+  std::list<Pool::Task> owed;
+  if (keep) {
+    const auto missing = std::find_if(jobs_.begin(), jobs_.end(), [](const Job &job) { return !job.pushed; });
+    try {
+      if (missing != jobs_.end() && !failed_)
+        throw Failure{CSD_ESTATE, "tile " + std::to_string(missing->tile->index) + " was never pushed"};
+      pulled_.wait(lock, [this] { return not_given_ == 0 || failed_; });
+      if (!failed_) owed = feed_back_tasks();
+    } catch (...) {
+      failure_ = caught();
+      failed_ = true;
+    }
+  }
   if (keep && !failed_) {
     phase_ = Phase::idle;
     for (Job &job : jobs_)
       if (job.work.from_windows) job.tile->edited = false;
-    feed_back_all(lock);
+    feeding_back_ = owed.size();
+    Pool::updates().submit(std::move(owed));
+    pulled_.wait(lock, [this] { return feeding_back_ == 0; });
     return;
   }
   const bool broken = failed_;
@@ -310,25 +355,26 @@ void Engine::finish(bool keep) {
   const bool undone = undo();
   phase_ = Phase::idle;
   failed_ = false;
-  if (!undone)
-    throw Failure{CSD_ETORN, broken ? failure_.text : "the step was given up", failure_.os_errno, failure_.device};
-  if (broken) throw failure_;
+  // Moved, not copied: whatever memory there is, this is what it is.
+  if (!undone && broken) throw Failure{CSD_ETORN, std::move(failure_.text), failure_.os_errno, failure_.device};
+  if (!undone) throw Failure{CSD_ETORN, "the step"};
+  if (broken) throw std::move(failure_);
 }
 
-// The gradients are there until the step has come to its end; what is owed of them changes only now that it is whole.
-void Engine::feed_back_all(Lock &lock) {
+// The gradients are there until the step has come to its end; what is owed of them changes only when it is whole.
+std::list<Pool::Task> Engine::feed_back_tasks() {
+  std::list<Pool::Task> tasks;
   for (Job &job : jobs_) {
     if (job.work.selected.empty()) continue;
-    Pool::updates().submit([this, &job] {
+    tasks.push_back([this, &job] {
       feed_back(*job.tile, job.work);
       std::lock_guard done(mutex_);
       job.work.selected = std::vector<uint32_t>();
       feeding_back_--;
       pulled_.notify_all();
     });
-    feeding_back_++;
   }
-  pulled_.wait(lock, [this] { return feeding_back_ == 0; });
+  return tasks;
 }
 
 // Returns whether all of the step could be undone.
@@ -337,11 +383,16 @@ bool Engine::undo() {
   unwritten_.clear();
   for (Job &job : jobs_) {
     Tile &t = *job.tile;
-    if (job.given) undone_.push_back(t.index);
+    // What went to an image was not taken from there unless the whole tile was given.
+    if (job.given) undone_.emplace_back(t.index, t.elems);
+    else if (job.work.given && !job.work.param_image) undone_.emplace_back(t.index, job.work.given);
     if (job.buffer) release_buffer(job, false);
     forget(t);
     if (job.storing && t.n_slots == 1) all = false;
-    else if (job.stored && !lane(job).device->resident()) t.slot = t.next_slot(), t.shown = job.shown;
+    else if (job.stored && !lane(job).device->resident()) {
+      t.slot = t.next_slot();
+      t.shown = job.shown;
+    }
   }
   return all;
 }
@@ -353,7 +404,9 @@ void Engine::settle_writes() {
 
 void Engine::settle_writes(Lock &lock) {
   settle(lock);
-  const std::vector<Job *> again = std::exchange(unwritten_, {});
+  const std::vector<Job *> again = unwritten_;
+  events_.reserve(events_.size() + again.size());
+  unwritten_.clear();
   for (Job *job : again) start_store(*job);
   settle(lock);
   if (!unwritten_.empty()) throw failure_;
@@ -362,7 +415,7 @@ void Engine::settle_writes(Lock &lock) {
 void Engine::close() {
   try {
     finish(false);
-  } catch (const Failure &) {
+  } catch (...) {
     // no step is under way, or it had failed and is undone
   }
   std::exception_ptr error;
@@ -380,13 +433,13 @@ void Engine::close() {
   if (error) std::rethrow_exception(error);
 }
 
-uint32_t Engine::undone(uint32_t *tiles, uint32_t n) const {
+uint32_t Engine::undone(uint32_t *tiles, uint64_t *elems, uint32_t n) const noexcept {
   Lock lock(mutex_);
-  std::copy_n(undone_.begin(), std::min<size_t>(n, undone_.size()), tiles);
+  for (size_t i = 0; i < std::min<size_t>(n, undone_.size()); i++) std::tie(tiles[i], elems[i]) = undone_[i];
   return static_cast<uint32_t>(undone_.size());
 }
 
-uint32_t Engine::events(csd_event *events, uint32_t n) {
+uint32_t Engine::events(csd_event *events, uint32_t n) noexcept {
   Lock lock(mutex_);
   traced_ = true;
   std::copy_n(events_.begin(), std::min<size_t>(n, events_.size()), events);

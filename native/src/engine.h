@@ -3,6 +3,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -11,6 +12,7 @@
 #include "csd.h"
 #include "device.h"
 #include "failure.h"
+#include "pool.h"
 
 namespace csd {
 
@@ -44,10 +46,10 @@ class Engine {
   void drain(bool open);
   void edited(const uint32_t *tiles, uint32_t n);
   void close();
-  uint32_t undone(uint32_t *tiles, uint32_t n) const;
-  void tiles(uint32_t first, uint32_t n, csd_tile_state *out);
+  uint32_t undone(uint32_t *tiles, uint64_t *elems, uint32_t n) const noexcept;
+  void tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums);
   csd_stats stats(uint32_t device);
-  uint32_t events(csd_event *, uint32_t n);
+  uint32_t events(csd_event *, uint32_t n) noexcept;
 
  private:
   // A tile on its way through a step.
@@ -82,14 +84,17 @@ class Engine {
   using Lock = std::unique_lock<std::mutex>;
   Lane &lane(const Job &job) { return lanes_[job.tile->device]; }
   bool pump(Lane &);
-  void on_loaded(Job &, int os_errno);
-  void update_if_ready(Job &);
-  void on_updated(Job &, const Failure &);
-  void start_store(Job &);
-  void on_stored(Job &, int os_errno);
-  void began(Job &, csd_event_kind);
-  void ended(const Job &, csd_event_kind);
-  void fail(const Job &, Failure);
+  // What runs in threads of the devices, or has begun what they end, throws nothing: it fails the step.
+  void on_loaded(Job &, int os_errno) noexcept;
+  void update_if_ready(Job &) noexcept;
+  void on_updated(Job &, Failure) noexcept;
+  void start_store(Job &) noexcept;
+  void on_stored(Job &, int os_errno) noexcept;
+  void not_stored(Job &, Failure) noexcept;
+  template <typename Start>
+  bool start(Job &, csd_event_kind, Start) noexcept;
+  void ended(const Job &, csd_event_kind) noexcept;
+  void fail(const Job &, Failure) noexcept;
   bool take_buffer(Lane &, Job &, bool ahead);
   void release_buffer(Job &, bool keep);
   uint64_t needed_in(const Lane &, const Buffer &) const;
@@ -99,8 +104,10 @@ class Engine {
     settled_.wait(lock, [this] { return going_on_ == 0; });
   }
   bool undo();
-  void feed_back_all(Lock &);
+  std::list<Pool::Task> feed_back_tasks();
+  std::list<Pool::Task> sum_tasks();
   void settle_writes(Lock &);
+  void add_tiles(const csd_extent &, const std::vector<uint32_t> &device, float *const *window);
   void show(Tile &, bool open);
   void grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles);
 
@@ -117,13 +124,14 @@ class Engine {
   std::vector<csd_adamw> hypers_;
   std::deque<Job> jobs_;
   std::vector<Job *> job_of_tile_;
-  std::deque<uint32_t> to_pull_;  // updated, pushed with an image
+  std::vector<uint32_t> to_pull_;  // updated, pushed with an image
+  size_t n_pulled_ = 0;            // of them
   uint64_t not_given_ = 0, images_out_ = 0;
-  uint64_t going_on_ = 0;  // loads, updates and stores under way
+  uint64_t going_on_ = 0;  // loads, updates, stores and sums of windows under way
   bool failed_ = false;
   Failure failure_{};
-  std::vector<Job *> unwritten_;  // whose write failed after the step was whole
-  std::vector<uint32_t> undone_;
+  std::vector<Job *> unwritten_;                       // whose write failed after the step was whole
+  std::vector<std::pair<uint32_t, uint64_t>> undone_;  // tile, elements
   bool traced_ = false;
   std::vector<csd_event> events_;
   uint64_t feeding_back_ = 0;  // tiles whose residuals are being brought up to date

@@ -14,4 +14,7 @@ struct Failure {
   int32_t tile = -1;  // that is damaged
 };
 
+// What was thrown, in a catch block: said without asking for memory, where there is none.
+Failure caught() noexcept;
+
 }  // namespace csd

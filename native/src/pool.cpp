@@ -4,10 +4,12 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <exception>
 #include <map>
-#include <system_error>
+#include <utility>
 
 #include "csd.h"
+#include "float_mode.h"
 
 namespace csd {
 namespace {
@@ -32,18 +34,24 @@ void Pool::start() {
   add_threads();
 }
 
-void Pool::submit(std::function<void()> task) {
+void Pool::submit(Task task) {
+  std::list<Task> one;
+  one.push_back(std::move(task));
+  submit(std::move(one));
+}
+
+void Pool::submit(std::list<Task> tasks) {
   std::lock_guard lock(mutex_);
-  tasks_.push_back(std::move(task));
   add_threads();
-  wake_.notify_one();
+  for (size_t i = 0; i < tasks.size(); i++) wake_.notify_one();
+  tasks_.splice(tasks_.end(), tasks);
 }
 
 void Pool::add_threads() {
   while (running_ < wanted_) {
     try {
       std::thread([this] { work(); }).detach();
-    } catch (const std::system_error &) {
+    } catch (const std::exception &) {  // std::system_error, std::bad_alloc
       if (running_ == 0) throw;
       return;  // fewer do the same, more slowly
     }
@@ -69,13 +77,14 @@ void Pool::stop() {
   stopped_.wait(lock, [this] { return running_ == 0; });
 }
 
-uint32_t Pool::size() {
+uint32_t Pool::size() noexcept {
   std::lock_guard lock(mutex_);
   return wanted_;
 }
 
 void Pool::work() {
   block_signals();
+  const FloatMode mode(Subnormals::zero);
   std::unique_lock lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return !tasks_.empty() || running_ > wanted_; });
@@ -85,11 +94,11 @@ void Pool::work() {
       if (running_ == 0) stopped_.notify_all();
       return;
     }
-    std::function<void()> task = std::move(tasks_.front());
-    tasks_.pop_front();
+    std::list<Task> task;
+    task.splice(task.end(), tasks_, tasks_.begin());
     lock.unlock();
-    task();
-    task = nullptr;
+    task.front()();
+    task.clear();
     lock.lock();
   }
 }

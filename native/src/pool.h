@@ -5,8 +5,8 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -18,13 +18,16 @@ void block_signals();  // in this thread: they are for the program's own
 class Pool {
  public:
   explicit Pool(uint32_t threads) : wanted_(threads) {}
+  using Task = std::function<void()>;
+
   // Throws std::system_error if not a single thread can be had. From then on submit() does not throw for want of one.
   void start();
-  void submit(std::function<void()> task);
-  void resize(uint32_t threads);  // from the next task on
-  void stop();                    // when all tasks are done; for pools that are not the process's own
-  void grow(uint32_t threads);    // unless there are as many
-  uint32_t size();
+  void submit(Task task);              // which throws nothing
+  void submit(std::list<Task> tasks);  // all of them. Once a thread runs, this throws nothing
+  void resize(uint32_t threads);       // from the next task on
+  void stop();                         // when all tasks are done; for pools that are not the process's own
+  void grow(uint32_t threads);         // unless there are as many
+  uint32_t size() noexcept;
 
   static Pool &updates();              // as many threads as CPUs this process may run on
   static Pool &io(dev_t file_system);  // CSD_IO_DEPTH requests in flight
@@ -35,7 +38,7 @@ class Pool {
   void work();
   std::mutex mutex_;
   std::condition_variable wake_, stopped_;
-  std::deque<std::function<void()>> tasks_;
+  std::list<Task> tasks_;
   uint32_t wanted_, running_ = 0;
 };
 

@@ -1,11 +1,9 @@
 // Extents, and the windows onto their states: what lies where, and what a program sees and writes between steps.
-#include <string.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "crc32c.h"
 #include "engine.h"
 #include "memory.h"
 
@@ -14,11 +12,29 @@ namespace csd {
 constexpr uint64_t kStagger = 272;  // elements: 17 lines of a cache; three of them are less than a page
 static_assert(4 * 3 * kStagger < 4096);
 
+// Beyond any machine, and small enough that no product below wraps: 16 bytes and two slots per element are 2^61 bytes.
+constexpr uint64_t kMostTileElems = uint64_t{1} << 31, kMostElems = uint64_t{1} << 56;
+constexpr uint64_t kMostFileOffset = uint64_t{1} << 61;
+
 void Engine::extend(const csd_extent &e, float **windows) {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 3 || e.sections > 4)
     throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 3 or 4 sections"};
+  if (e.sum_elems == 0 || e.sum_elems % 1024)
+    throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
+  if (e.tile_elems > kMostTileElems || e.n_tiles > kMostElems / e.tile_elems)
+    throw Failure{CSD_EINVAL, std::to_string(e.n_tiles) + " tiles of " + std::to_string(e.tile_elems) +
+                                  " elements are too much: at most 2^31 in a tile and 2^56 in an extent"};
+  for (size_t d = 0; d < lanes_.size(); d++)
+    if (e.file_offset[d] % page || e.file_offset[d] > kMostFileOffset)
+      throw Failure{CSD_EINVAL,
+                    "file_offset " + std::to_string(e.file_offset[d]) + " is not a multiple of a page, up to 2^61", 0,
+                    static_cast<int32_t>(d)};
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
+  if (e.n_tiles > INT32_MAX - tiles_.size()) throw Failure{CSD_EINVAL, "more than 2^31 tiles"};
   if (e.slots < 1 || e.slots > 2) throw Failure{CSD_EINVAL, "a tile has 1 or 2 slots"};
+  if (e.states && !e.sums) throw Failure{CSD_EINVAL, "tiles of a store come with their checksums"};
   for (uint32_t i = 0; e.states && i < e.n_tiles; i++)
     if (e.states[i].slot >= e.slots)
       throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is in a slot that there is not"};
@@ -36,8 +52,6 @@ void Engine::extend(const csd_extent &e, float **windows) {
     if (device[i] >= lanes_.size())
       throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is on a device that there is not"};
   }
-  Lock lock(mutex_);
-  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   settle_writes(lock);  // buffers may be exchanged for larger ones
 
   // Windows that nothing is mapped over start at different lines of a page: streams that run through memory at equal
@@ -54,37 +68,46 @@ void Engine::extend(const csd_extent &e, float **windows) {
   for (const uint32_t d : device) on_device[d]++;
   grow_buffers(largest, on_device);
 
-  const uint32_t first_tile = static_cast<uint32_t>(tiles_.size());
+  const size_t first_tile = tiles_.size(), extents = pieces_.size();
+  try {
+    pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
+    add_tiles(e, device, window);
+  } catch (...) {
+    tiles_.resize(first_tile);
+    pieces_.resize(extents);
+    throw;
+  }
+  for (uint32_t s = 0; s < e.sections; s++) {
+    windows[s] = window[s];
+    memory[s].release();
+  }
+  largest_tile_ = largest;
+}
+
+void Engine::add_tiles(const csd_extent &e, const std::vector<uint32_t> &device, float *const *window) {
+  const auto first_tile = static_cast<uint32_t>(tiles_.size());
   std::vector<uint64_t> end_of_file(e.file_offset, e.file_offset + lanes_.size());
-  const std::vector<csd_piece> &pieces = pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
-  const csd_piece *piece = pieces.data(), *const end = piece + pieces.size();
+  const csd_piece *piece = pieces_.back().data(), *const end = piece + e.n_pieces;
   for (uint32_t i = 0; i < e.n_tiles; i++) {
     Tile &t = tiles_.emplace_back();
     t.index = first_tile + i;
     t.device = device[i];
     t.sections = e.sections;
     t.elems = e.tile_elems;
+    t.sum_elems = std::min(e.sum_elems, e.tile_elems);
     t.n_slots = e.slots;
     t.file_offset = std::exchange(end_of_file[t.device], end_of_file[t.device] + e.slots * t.bytes());
     if (e.states) {
       t.slot = e.states[i].slot;
       t.slots[t.slot].summed = e.states[i].summed;
-      std::copy_n(e.states[i].crc, 4, t.slots[t.slot].crc);
+      t.slots[t.slot].sums.assign(e.sums + i * t.n_sums(), e.sums + (i + 1) * t.n_sums());
     }
     t.pieces = piece;
     while (piece != end && piece->tile == i) piece++;
     t.n_pieces = static_cast<uint64_t>(piece - t.pieces);
     for (uint32_t s = 0; s < e.sections; s++) t.window[s] = window[s] + i * e.tile_elems;
-    try {
-      show(t, !e.states);
-    } catch (...) {
-      tiles_.resize(first_tile);
-      pieces_.pop_back();
-      throw;
-    }
+    show(t, !e.states);
   }
-  for (uint32_t s = 0; s < e.sections; s++) windows[s] = window[s], memory[s].release();
-  largest_tile_ = largest;
 }
 
 void Engine::show(Tile &t, bool open) {
@@ -109,16 +132,33 @@ void Engine::drain(bool open) {
   Lock lock(mutex_);
   if (phase_ == Phase::stepping) throw Failure{CSD_ESTATE, "a step is under way"};
   settle_writes(lock);
-  for (Tile &t : tiles_) {
-    if (t.shown == t.slot && t.open == open) continue;
-    Slot &slot = t.slots[t.slot];
-    if (t.open && !open && !slot.summed) {  // then nothing has been stored since: the windows show the current slot
-      std::fill_n(slot.crc, 4, 0);
-      crc32c_sections(slot.crc, t.window, t.sections, 0, t.elems);
-      slot.summed = true;
-    }
-    show(t, open);
+  if (!open) {
+    std::list<Pool::Task> sums = sum_tasks();
+    const size_t n = sums.size();
+    Pool::updates().submit(std::move(sums));
+    going_on_ += n;
+    settle(lock);
   }
+  for (Tile &t : tiles_)
+    if (t.shown != t.slot || t.open != open) show(t, open);
+}
+
+// Of tiles that are open and not summed: nothing has been stored since somebody wrote there, so the windows show the
+// current slot. A model that was loaded is read from its file here, which takes its time: in all threads, without the
+// lock.
+std::list<Pool::Task> Engine::sum_tasks() {
+  std::list<Pool::Task> tasks;
+  for (Tile &t : tiles_) {
+    if (!t.open || t.slots[t.slot].summed) continue;
+    const auto sum = std::make_shared<Slot>(Slot{true, std::vector<uint32_t>(t.n_sums())});
+    tasks.push_back([this, &t, sum, writes = t.writes] {
+      sum_tile(t, t.window, sum->sums.data());
+      std::lock_guard lock(mutex_);
+      if (t.writes == writes) t.slots[t.slot] = std::move(*sum);
+      if (--going_on_ == 0) settled_.notify_all();
+    });
+  }
+  return tasks;
 }
 
 void Engine::edited(const uint32_t *tiles, uint32_t n) {
@@ -126,21 +166,25 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) {
     if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
     Tile &t = tiles_[tiles[i]];
-    if (t.open) t.slots[t.slot].summed = false;
-    else if (t.shown == t.slot)
+    if (t.open) {
+      t.slots[t.slot].summed = false;
+      t.writes++;
+    } else if (t.shown == t.slot) {
       t.edited = true;  // else to a window from before the last step, which shows nothing that counts
+    }
   }
 }
 
-void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *out) {
+void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums) {
   Lock lock(mutex_);
   if (first + static_cast<uint64_t>(n) > tiles_.size()) throw Failure{CSD_EINVAL, "no such tiles"};
   for (uint32_t i = 0; i < n; i++) {
     const Tile &t = tiles_[first + i];
     const Slot &slot = t.slots[t.slot];
-    out[i].slot = t.slot;
-    out[i].summed = slot.summed;
-    memcpy(out[i].crc, slot.crc, sizeof slot.crc);
+    states[i] = {t.slot, slot.summed};
+    if (slot.summed) std::copy(slot.sums.begin(), slot.sums.end(), sums);
+    else std::fill_n(sums, t.n_sums(), 0);
+    sums += t.n_sums();
   }
 }
 

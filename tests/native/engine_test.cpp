@@ -9,6 +9,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -24,9 +26,43 @@
   } while (0)
 #define OK(call) CHECK((call) == CSD_OK)
 
+// Allocations fail on command, in all threads.
+namespace {
+std::atomic<int64_t> left_until_failure{0};  // of allocations; 0: none fails
+std::atomic<bool> fail_for_good{false}, has_failed{false};
+
+// The n-th allocation from now on fails, and `for_good` all after it. Returns whether one has, since the last call.
+bool fail_at(int64_t n, bool for_good) {
+  fail_for_good = for_good;
+  left_until_failure = n;
+  return has_failed.exchange(false);
+}
+
+void *allocate(size_t bytes, size_t alignment) {
+  if (left_until_failure.load() > 0 && left_until_failure.fetch_sub(1) == 1) {
+    if (fail_for_good) left_until_failure = 1;
+    has_failed = true;
+    throw std::bad_alloc();
+  }
+  void *p = nullptr;
+  if (posix_memalign(&p, alignment, bytes ? bytes : 1) != 0) throw std::bad_alloc();
+  return p;
+}
+}  // namespace
+
+// Not inlined, for the compiler does not see that these belong together.
+#define APART __attribute__((noinline))
+APART void *operator new(size_t bytes) { return allocate(bytes, 16); }
+APART void *operator new[](size_t bytes) { return allocate(bytes, 16); }
+APART void operator delete(void *p) noexcept { free(p); }
+APART void operator delete[](void *p) noexcept { free(p); }
+APART void operator delete(void *p, size_t) noexcept { free(p); }
+APART void operator delete[](void *p, size_t) noexcept { free(p); }
+
 namespace {
 
-constexpr uint64_t kTile = 1024;
+constexpr uint64_t kTile = 2048;
+constexpr uint64_t kSumElems = 1024;          // two checksums for each section of a tile
 constexpr uint32_t kTiles = 12;               // per extent
 constexpr uint64_t kParam = 2 * kTile - 100;  // elements: every parameter ends within a tile
 
@@ -51,18 +87,21 @@ struct Model {
   std::vector<csd_device> devices;
   uint32_t sections, dtype, slots;
   const csd_tile_state *states;  // of a store that is there already
+  const uint32_t *sums;
   csd_engine *engine = nullptr;
   csd_error error{};
   std::vector<float *> windows;
   std::vector<csd_piece> pieces;
+  std::vector<uint64_t> offsets;
+  float *got[4] = {};
   std::vector<std::vector<char>> params, grads;
   std::vector<csd_param> table;
   std::vector<uint32_t> tiles;
   csd_adamw hyper{0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f, 0};
 
   Model(std::vector<csd_device> d, uint32_t n_sections = 3, uint32_t of_dtype = CSD_F32, uint32_t n_slots = 2,
-        const csd_tile_state *held = nullptr)
-      : devices(std::move(d)), sections(n_sections), dtype(of_dtype), slots(n_slots), states(held) {
+        const csd_tile_state *held = nullptr, const uint32_t *held_sums = nullptr)
+      : devices(std::move(d)), sections(n_sections), dtype(of_dtype), slots(n_slots), states(held), sums(held_sums) {
     hyper.amsgrad = sections == 4;
     OK(csd_engine_create(devices.data(), static_cast<uint32_t>(devices.size()), &engine, &error));
     extend();
@@ -75,6 +114,12 @@ struct Model {
 
   // Adds an extent of parameters that lie across tiles, two tiles of room for each.
   void extend() {
+    prepare();
+    OK(join());
+    joined();
+  }
+
+  void prepare() {
     const auto first = static_cast<uint32_t>(params.size()), first_tile = static_cast<uint32_t>(tiles.size());
     pieces.clear();
     for (uint32_t i = 0; i < kTiles / 2; i++) {
@@ -85,10 +130,16 @@ struct Model {
       fill(grads.back(), i);
     }
     for (uint32_t i = 0; i < kTiles; i++) tiles.push_back(first_tile + i);
-    const std::vector<uint64_t> offsets(devices.size(), first ? static_cast<uint64_t>(File::kExtent) : 0);
-    const csd_extent extent{kTile, kTiles, sections, slots, states, offsets.data(), pieces.data(), pieces.size()};
-    float *got[4] = {};
-    OK(csd_engine_extend(engine, &extent, got, &error));
+    offsets.assign(devices.size(), first ? static_cast<uint64_t>(File::kExtent) : 0);
+  }
+
+  int join() {
+    const csd_extent extent{kTile,     kTiles, sections,       slots,         states,
+                            kSumElems, sums,   offsets.data(), pieces.data(), pieces.size()};
+    return csd_engine_extend(engine, &extent, got, &error);
+  }
+
+  void joined() {
     windows.insert(windows.end(), got, got + sections);
     table.clear();
     for (size_t i = 0; i < params.size(); i++)
@@ -181,10 +232,13 @@ void many_steps() {
   CHECK(finite(state) && state == mixed.state() && state == memory.state());
   CHECK(state[kTile * kTiles] != 0);
   csd_tile_state tiles[2 * kTiles];
-  OK(csd_engine_tiles(files.engine, 0, 2 * kTiles, tiles, &files.error));
+  std::vector<uint32_t> sums(2 * kTiles * 2 * 3);
+  OK(csd_engine_tiles(files.engine, 0, 2 * kTiles, tiles, sums.data(), &files.error));
   for (uint32_t i = 0; i < 2 * kTiles; i++) {
     const float *master = files.windows[i < kTiles ? 0 : 3] + i % kTiles * kTile;
-    CHECK(tiles[i].summed && tiles[i].crc[0] == csd_crc32c(0, master, 4 * kTile));
+    CHECK(tiles[i].summed);
+    for (uint64_t chunk = 0; chunk < 2; chunk++)
+      CHECK(sums[(2 * i + chunk) * 3] == csd_crc32c(0, master + chunk * kSumElems, 4 * kSumElems));
   }
   csd_stats stats;
   for (uint32_t i = 0; i < 3; i++) OK(csd_engine_stats(files.engine, i, &stats, &files.error));
@@ -267,7 +321,8 @@ void undo() {
       OK(csd_engine_finish(m.engine, 0, &m.error));
     }
     uint32_t undone[kTiles];
-    CHECK(csd_engine_undone(m.engine, undone, kTiles) <= pushed);
+    uint64_t elems[kTiles];
+    CHECK(csd_engine_undone(m.engine, undone, elems, kTiles) <= pushed);
     CHECK(m.state() == before);
   }
   OK(m.step());
@@ -278,6 +333,7 @@ void undo() {
 void edits() {
   const File a;
   std::vector<csd_tile_state> held(kTiles);
+  std::vector<uint32_t> sums(kTiles * 2 * 3);
   std::vector<float> last;
   {
     Model m({file(a)}), same({ram()});
@@ -308,28 +364,34 @@ void edits() {
     OK(csd_engine_edited(m.engine, edited, 2, &m.error));
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), &m.error));
+    OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), sums.data(), &m.error));
     for (const csd_tile_state &tile : held) CHECK(tile.summed);
     last = same.state();
   }
   // Another engine takes it up where it is; nothing was written there meanwhile.
-  Model again({file(a)}, 3, CSD_F32, 2, held.data());
+  Model again({file(a)}, 3, CSD_F32, 2, held.data(), sums.data());
   OK(csd_engine_drain(again.engine, 0, &again.error));
   for (uint32_t s = 0; s < 3; s++)
     CHECK(memcmp(again.windows[s], last.data() + s * kTile * kTiles, 4 * kTile * kTiles) == 0);
   again.windows[2][7] = 5;  // never told of: stays here
   OK(again.step());
-  // A tile that is no longer what was written: the step is undone.
+  // A tile that is no longer what was written, in the second of its chunks: the step is undone, and the parameters of
+  // the first had been given out.
   OK(csd_engine_drain(again.engine, 0, &again.error));
   const std::vector<float> before(again.windows[1], again.windows[1] + kTile * kTiles);
-  OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), &again.error));
-  const off_t at = static_cast<off_t>((2 * 5 + held[5].slot) * 3 * 4 * kTile + 4 * kTile + 400);
+  OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), sums.data(), &again.error));
+  const off_t at = static_cast<off_t>((2 * 5 + held[5].slot) * 3 * 4 * kTile + 4 * kTile + 4 * kSumElems + 400);
   char byte;
   CHECK(pread(a.fd, &byte, 1, at) == 1);
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
   CHECK(again.step() == CSD_EDAMAGED && again.error.tile == 5 && again.error.device == 0 &&
         strstr(again.error.text, "exp_avg of tile 5"));
+  uint32_t undone[kTiles];
+  uint64_t elems[kTiles];
+  const uint32_t n = csd_engine_undone(again.engine, undone, elems, kTiles);
+  for (uint32_t i = 0; i < n; i++) CHECK(elems[i] == (undone[i] == 5 ? kSumElems : kTile));
+  CHECK(std::find(undone, undone + n, 5u) != undone + n);
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
   OK(csd_engine_drain(again.engine, 0, &again.error));
@@ -408,11 +470,8 @@ void wrong_calls() {
   const File a;
   csd_engine *none = nullptr;
   csd_error error;
-  const csd_device bad[] = {{"tape", -1, 8, 4096},
-                            {nullptr, -1, 8, 4096},
-                            {"file", -1, 8, 4096},
-                            {"file", a.fd, 0, 4096},
-                            {"file", a.fd, 8, 100}};
+  const csd_device bad[] = {{"tape", -1, 8, 4096},   {nullptr, -1, 8, 4096}, {"file", -1, 8, 4096},
+                            {"file", a.fd, 0, 4096}, {"file", a.fd, 8, 100}, {"file", a.fd, 8, uint64_t{1} << 63}};
   for (const csd_device &d : bad) CHECK(csd_engine_create(&d, 1, &none, &error) == CSD_EINVAL && error.text[0]);
   CHECK(csd_engine_create(bad, 0, &none, nullptr) == CSD_EINVAL);
 
@@ -431,9 +490,36 @@ void wrong_calls() {
   OK(csd_engine_finish(m.engine, 1, &error));
   const csd_piece over{0, 0, 0, UINT64_MAX - 3, 8};
   const uint64_t offset = 0;
-  const csd_extent extent{kTile, 1, 3, 2, nullptr, &offset, &over, 1};
+  const csd_extent extent{kTile, 1, 3, 2, nullptr, kSumElems, nullptr, &offset, &over, 1};
   float *windows[4];
   CHECK(csd_engine_extend(m.engine, &extent, windows, &error) == CSD_EINVAL);
+
+  // Sizes of which a product or a sum wraps: what remained would be small, and what is written to it is not.
+  const csd_piece long_one{0, 0, 0, 0, 100'000};
+  const uint64_t far = UINT64_MAX - 4095, odd = 512;
+  const csd_extent wrapping[] = {
+      {(uint64_t{1} << 62) + kTile, 1, 3, 2, nullptr, kSumElems, nullptr, &offset, &long_one, 1},
+      {uint64_t{1} << 31, UINT32_MAX, 3, 2, nullptr, kSumElems, nullptr, &offset, &long_one, 1},
+      {kTile, UINT32_MAX, 3, 2, nullptr, kSumElems, nullptr, &offset, nullptr, 0},
+      {kTile, 1, 3, 2, nullptr, kSumElems, nullptr, &far, nullptr, 0},
+      {kTile, 1, 3, 2, nullptr, kSumElems, nullptr, &odd, nullptr, 0}};
+  for (const csd_extent &e : wrapping) CHECK(csd_engine_extend(m.engine, &e, windows, &error) == CSD_EINVAL);
+  OK(m.step());
+
+  // A step of nothing, before there is anything.
+  csd_engine *empty = nullptr;
+  const csd_device cached = file(a, 3, 1 << 20);
+  OK(csd_engine_create(&cached, 1, &empty, &error));
+  OK(csd_engine_begin(empty, nullptr, 0, nullptr, 0, nullptr, 0, &error));
+  OK(csd_engine_finish(empty, 1, &error));
+  OK(csd_engine_close(empty, &error));
+
+  // More buffers than there are bytes to count them with.
+  const csd_device many[] = {file(a, UINT32_MAX)};
+  const csd_extent large{uint64_t{1} << 31, 1, 4, 2, nullptr, kSumElems, nullptr, &offset, nullptr, 0};
+  OK(csd_engine_create(many, 1, &empty, &error));
+  CHECK(csd_engine_extend(empty, &large, windows, &error) == CSD_ENOMEM);
+  OK(csd_engine_close(empty, &error));
 }
 
 // One device fails: the file is read-only, or too short, or gone. The step fails, the rest of the process does not.
@@ -604,6 +690,98 @@ void paced_devices() {
   }
 }
 
+// Memory runs out at every allocation that there is, once or for good, in whichever thread: the call or the step fails,
+// nothing else does, and the next one goes its way.
+void out_of_memory() {
+  constexpr int kSteps = 3;
+  const auto device = [](const File &f, uint32_t buffers) { return file(f, buffers, 24 * kTile); };
+  for (const bool for_good : {false, true}) {
+    int64_t n = 1;
+    for (bool failed = true; failed; n++) {
+      const File a, b, c;
+      csd_device slow = device(c, 2);
+      slow.pace.update = 1e9;
+      Model m({device(a, 3), device(b, 1), slow}), same({ram(), ram(), ram()});
+      std::vector<std::vector<uint16_t>> owed[2];
+      Model *const models[] = {&m, &same};
+      csd_engine_events(m.engine, nullptr, 0);
+      const auto sparse = [&](int i) {
+        owed[i].resize(models[i]->params.size(), std::vector<uint16_t>(kParam));
+        for (size_t p = 0; p < models[i]->table.size(); p += 2) {
+          models[i]->table[p].topk = 0.1;
+          models[i]->table[p].topk_dtype = CSD_BF16;
+          models[i]->table[p].residual = owed[i][p].data();
+        }
+      };
+      for (int i = 0; i < 2; i++) sparse(i);
+      OK(m.step());
+      OK(same.step());
+      failed = false;
+      const auto armed = [&](auto &&call) {
+        fail_at(n, for_good);
+        const int status = call();
+        const bool hit = fail_at(0, false);
+        CHECK(status == CSD_OK || (hit && status == CSD_ENOMEM && m.error.text[0]));
+        failed |= hit;
+        return status;
+      };
+      for (int i = 0; i < kSteps; i++) {
+        const std::vector<std::vector<char>> before = m.params;
+        const bool images = i == 1;
+        std::vector<std::vector<char>> image(2 * m.tiles.size(), std::vector<char>(4 * kTile, 1));
+        for (csd_param &param : m.table)
+          if (images) param.topk = 0;
+        const int status = armed([&] {
+          int result = m.begin();
+          for (size_t t = 0; result == CSD_OK && t < m.tiles.size(); t++)
+            result = csd_engine_push(m.engine, m.tiles[t], images ? image[2 * t].data() : nullptr,
+                                     images ? image[2 * t + 1].data() : nullptr, nullptr, 0, &m.error);
+          uint32_t tile;
+          for (size_t t = 0; images && result == CSD_OK && t < m.tiles.size(); t++)
+            result = csd_engine_pull(m.engine, &tile, &m.error);
+          const int end = csd_engine_finish(m.engine, result == CSD_OK && !images, &m.error);
+          CHECK(images || result == CSD_OK || end != CSD_OK);
+          if (result == CSD_OK) result = end;
+          const int late = csd_engine_settle(m.engine, &m.error);  // writes that may still be under way
+          CHECK(late == CSD_OK || late == CSD_ENOMEM);
+          return result;
+        });
+        if (status != CSD_OK || images) {
+          std::vector<uint32_t> undone(m.tiles.size());
+          std::vector<uint64_t> elems(m.tiles.size());
+          CHECK(csd_engine_undone(m.engine, undone.data(), elems.data(), static_cast<uint32_t>(undone.size())) <=
+                undone.size());
+          m.params = before;
+          for (size_t p = 0; p < before.size(); p++) m.table[p].param = m.params[p].data();
+        } else {
+          OK(same.step());
+        }
+        sparse(0);
+        CHECK(owed[0] == owed[1]);
+        const uint32_t edited[] = {1, 6};
+        OK(csd_engine_drain(m.engine, 1, &m.error));
+        OK(csd_engine_edited(m.engine, edited, 2, &m.error));
+        armed([&] { return csd_engine_drain(m.engine, 0, &m.error); });
+        CHECK(m.state() == same.state());
+      }
+      m.prepare();
+      if (armed([&] { return m.join(); }) != CSD_OK) OK(m.join());
+      m.joined();
+      same.extend();
+      OK(m.step());
+      OK(same.step());
+      CHECK(m.state() == same.state());
+      OK(m.begin());
+      OK(m.push(0, 5));
+      armed([&] { return m.close_engine(); });
+      csd_engine *engine = nullptr;
+      if (armed([&] { return csd_engine_create(m.devices.data(), 3, &engine, &m.error); }) == CSD_OK)
+        OK(csd_engine_close(engine, &m.error));
+    }
+    CHECK(n > 100);
+  }
+}
+
 void many_engines_and_threads() {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; t++)
@@ -626,7 +804,7 @@ void many_engines_and_threads() {
 
 }  // namespace
 
-int main() {
+int main(int argc, char **argv) {
   const struct {
     const char *name;
     void (*run)();
@@ -642,8 +820,10 @@ int main() {
                {"failing writes", failing_writes},
                {"close in flight", close_in_flight},
                {"paced devices", paced_devices},
+               {"out of memory", out_of_memory},
                {"many engines and threads", many_engines_and_threads}};
   for (const auto &test : tests) {
+    if (argc > 1 && !strstr(test.name, argv[1])) continue;
     test.run();
     printf("%s, ", test.name);
     fflush(stdout);

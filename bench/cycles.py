@@ -1,0 +1,218 @@
+"""What the FPGA's kernel takes, from the structure of its stages: cycles, memory, Mparam/s, and who bounds them.
+
+    python -m bench.cycles                         prints the tables
+    python -m bench.cycles hls_kernels/README.md   puts them between their two marks in a file
+
+A stage takes its initiation interval (II) for each of its iterations; stages run at the same time, so the slowest
+counts, and once what fills the pipelines. The card's one bank of DDR4 serves whole bursts, one after another: each costs
+its transfer at the full rate, a new row, and a turnaround where a write follows a read or the other way round; refreshes
+take their share of all. Latencies are those of the standard (JESD79-4, DDR4-2400); none was fitted. The same model of
+what others have published of the same card says how far it can be believed: CHECKS, printed with the tables.
+
+No stage was synthesized: that II is what its directive asks for is an assumption, and so is every clock.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from math import ceil
+
+from bench.tables import put
+
+LANES, WORD = 16, 64  # fp32 values in a word, bytes of one
+BLOCK = 1 << 16  # elements that a block of entries covers
+BURST = 64 * WORD  # bytes: 4 KiB, the longest of AXI
+TILE = 1 << 20  # elements, as the optimizer lays them out
+SUM_WORDS = (1 << 17) // LANES
+
+# The II of each loop of hls_kernels/stages.h, by its label; a test compares them.
+II = {
+    "READ": 1,
+    "READ_SECTION": 2,
+    "STORE": 2,
+    "SUMS": 2,
+    "UPDATE": 2,
+    "ENTRIES": 1,
+    "REST": 1,
+    "SPARSE": 1,
+    "DENSE": 1,
+}
+FILL = 500  # cycles until the first word is through all stages and the last one's response is there; reckoned
+
+PCIE = 3.4e9  # bytes per second each way, as others measured
+
+# DDR4-2400, 64 bits, 8 Gbit: bytes per second, seconds.
+PEAK = 19.2e9
+ROW = 27.5e-9  # precharge and activate (tRP + tRCD), of a burst that others have driven out of its row
+READ_TO_WRITE, WRITE_TO_READ = 7e-9, 20e-9  # (CL - CWL + 4 clocks); CWL + 4 clocks + tWTR
+REFRESH = 350e-9 / 7.8e-6  # tRFC of tREFI
+CYCLE = 46e-9  # tRC: row to row in a bank
+ACCESS = 14e-9  # CL
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the kernel over a tile. `share`: of gradients that are sent (Top-K), None: all of them."""
+
+    elems: int = TILE
+    grad_bytes: int = 2
+    param_bytes: int = 2
+    share: float | None = None
+    sections: int = 3
+    sum_words: int = SUM_WORDS
+
+    @property
+    def words(self) -> int:
+        return ceil(self.elems / LANES)
+
+    @property
+    def entries(self) -> int:
+        return 0 if self.share is None else ceil(self.share * self.elems)
+
+    @property
+    def entry_words(self) -> int:
+        blocks = ceil(self.elems / BLOCK)
+        return 0 if self.share is None else ceil(4 * self.entries / WORD) + blocks  # each with a count, and padded
+
+    @property
+    def chunks(self) -> int:
+        return ceil(self.words / self.sum_words)
+
+    def bytes(self) -> tuple[int, int]:
+        """Bytes that it reads from memory and writes there."""
+        grad = self.elems * self.grad_bytes if self.share is None else WORD * self.entry_words
+        state = self.sections * 4 * self.elems
+        return state + grad, state + self.elems * self.param_bytes + WORD * (1 + self.chunks)
+
+    def stages(self) -> dict[str, int]:
+        """Cycles of each stage."""
+        grad_words = ceil(self.elems * self.grad_bytes / WORD)
+        sparse = self.share is not None
+        return {
+            "read_section": II["READ_SECTION"] * self.words,
+            "read_words": II["READ"] * (self.entry_words if sparse else grad_words),
+            "check_entries": II["ENTRIES"] * self.entries,
+            "scatter": II["SPARSE"] * (self.entries + grad_words) if sparse else II["DENSE"] * grad_words,
+            "update": II["UPDATE"] * self.words,
+            "write_section": II["STORE"] * self.words,
+            "write_params": II["STORE"] * ceil(self.elems * self.param_bytes / WORD),
+            "write_report": II["SUMS"] * self.chunks,
+        }
+
+
+def memory_seconds(read: float, written: float, burst: float = BURST, *, alternating: bool = True) -> float:
+    """Seconds that so many bytes take, in bursts of so many. `alternating`: reads and writes come at the same time, and
+    take turns while there are both; otherwise all of one follow all of the other."""
+    bursts = (read + written) / burst
+    turns = 2 * min(read, written) / burst if alternating else 0
+    busy = (read + written) / PEAK + bursts * ROW + turns * (READ_TO_WRITE + WRITE_TO_READ) / 2
+    return busy / (1 - REFRESH)
+
+
+def seconds(run: Run, hertz: float, others: float = 0) -> tuple[float, str]:
+    """Seconds of a run and what bounds it, "memory" or a stage. `others`: bytes that transfers move through the same
+    memory meanwhile, as many in as out."""
+    read, written = run.bytes()
+    cycles = run.stages()
+    slowest = max(cycles, key=lambda stage: (cycles[stage], stage == "update"))
+    times = {"memory": memory_seconds(read + others / 2, written + others / 2), slowest: cycles[slowest] / hertz}
+    bound = max(times, key=lambda name: times[name])
+    return times[bound] + FILL / hertz, bound
+
+
+def transfers(run: Run) -> tuple[float, float]:
+    """Bytes that come into the card's memory and leave it for each tile: states by P2P, the others by DMA."""
+    read, written = run.bytes()
+    return read, written
+
+
+# ---- what others have published -------------------------------------------------------
+
+
+def read_and_write_at_once() -> float:
+    """Bytes per second of AMD's `mem-bw`, which reads and writes at the same time."""
+    return 1 / memory_seconds(0.5, 0.5)
+
+
+LOOP = 100  # cycles until a loop over memory has its first word; reckoned
+SMART_HERTZ = 300e6  # the platform's own clock: its Makefile names none
+
+
+def smart_infinity(share: float | None = None) -> float:
+    """Parameters per second of Smart-Infinity's Adam: 65 536 of them in eight loops, one after another, over fp32
+    states, gradients in fp32 and parameters in fp16 (30 B). Top-K: a dense gradient is cleared in memory, and written
+    there one element at a time, each of which is a read and a write of 64 bytes in another row (ECC)."""
+    n, loops = 65536, 8
+    moved = memory_seconds((4 + 12) * n, (12 + 2) * n, alternating=False)
+    total = max(moved, 30 * n / WORD / SMART_HERTZ) + loops * LOOP / SMART_HERTZ
+    if share is not None:
+        element = ROW + ACCESS + READ_TO_WRITE + WRITE_TO_READ + 2 * WORD / PEAK
+        total += memory_seconds(8 * share * n, 4 * n, alternating=False) + share * n * max(element, CYCLE)
+    return n / total
+
+
+CHECKS = (  # what, published, by this model
+    ("`mem-bw` of a SmartSSD, GB/s", 15.417, lambda: read_and_write_at_once() / 1e9),
+    ("Smart-Infinity's Adam, Mparam/s (8.2 GiB/s of 16 B)", 8.2 * 2**30 / 16 / 1e6, lambda: smart_infinity() / 1e6),
+    (
+        "its Top-K Adam, 1 % of the entries, Mparam/s (2.92 GiB/s of 12.08 B)",
+        2.92 * 2**30 / 12.08 / 1e6,
+        lambda: smart_infinity(0.01) / 1e6,
+    ),
+)
+
+
+# ---- tables ---------------------------------------------------------------------------
+
+BEGIN, END = "<!-- begin: python -m bench.cycles -->\n", "<!-- end: python -m bench.cycles -->\n"
+COLUMNS = {"fp16, bf16": Run(), "fp32": Run(grad_bytes=4, param_bytes=4), "Top-K 1 %, 16-bit": Run(share=0.01)}
+CLOCKS = (200e6, 250e6, 300e6)
+
+
+def table() -> str:
+    def row(name: str, cell) -> str:
+        return f"| {name} | " + " | ".join(cell(run) for run in COLUMNS.values()) + " |"
+
+    def rate(time: float, run: Run) -> str:
+        return f"{run.elems / time / 1e6:.0f}"
+
+    def per_param(run: Run, index: int) -> str:
+        return f"{run.bytes()[index] / run.elems:.2f}".rstrip("0").rstrip(".")
+
+    def alone(hertz: float, run: Run) -> str:
+        time, bound = seconds(run, hertz)
+        return f"{rate(time, run)} ({bound}), {time * hertz / 1e3:.0f} k cycles"
+
+    head = ["", *COLUMNS]
+    lines = [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        row("bytes per parameter that the kernel reads, writes", lambda r: f"{per_param(r, 0)}, {per_param(r, 1)}"),
+        row("the stages alone at 200 MHz, Mparam/s", lambda r: rate((max(r.stages().values()) + FILL) / CLOCKS[0], r)),
+        *(row(f"**the kernel at {hertz / 1e6:.0f} MHz**", lambda r, hertz=hertz: alone(hertz, r)) for hertz in CLOCKS),
+        row(
+            "at 200 MHz, transfers of other tiles meanwhile",
+            lambda r: rate(seconds(r, CLOCKS[0], sum(transfers(r)))[0], r),
+        ),
+        row("PCIe into the card, states and gradients", lambda r: rate(transfers(r)[0] / PCIE, r)),
+        row("PCIe out of it, states and parameters", lambda r: rate(transfers(r)[1] / PCIE, r)),
+        "",
+        "| the model beside what is published | published | model | error |",
+        "|---|---|---|---|",
+    ]
+    for what, published, model in CHECKS:
+        made = model()
+        lines.append(f"| {what} | {published:.1f} | {made:.1f} | {100 * (made / published - 1):+.0f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    if len(sys.argv) == 1:
+        print(table(), end="")
+    else:
+        put(sys.argv[1], table(), BEGIN, END)
+
+
+if __name__ == "__main__":
+    main()
