@@ -25,15 +25,15 @@ def is_int(value: object, least: int, most: int = MOST) -> bool:
 
 
 def is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[operator]
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def is_ints(value: object, least: int) -> bool:
     return type(value) is list and len(value) <= 64 and all(is_int(n, least) for n in value)
 
 
-def check_extent(extent: Any, device: int, devices: int) -> tuple[int, int]:
-    """Returns where it begins and ends in the file. Raises CSDStoreError."""
+def check_extent(extent: Any, device: int, devices: int) -> tuple[int, int, int]:
+    """Returns where it begins and ends in the file, and how many elements it may have. Raises CSDStoreError."""
     require(type(extent) is dict, "an extent is no object")
     elems, tiles, slots, sections = (extent.get(key) for key in ("tile_elems", "tiles", "slots", "sections"))
     require(is_int(elems, 1024, 1 << 31) and elems % 1024 == 0, f"a tile has {elems!r} elements")
@@ -41,16 +41,20 @@ def check_extent(extent: Any, device: int, devices: int) -> tuple[int, int]:
     require(is_int(slots, 1, 2), f"a tile has {slots!r} slots")
     require(sections in (SECTIONS[:3], SECTIONS), f"a tile has the sections {sections!r}")
     if "sum_elems" in extent:
-        require(is_int(extent["sum_elems"], 1024, elems), f"a checksum covers {extent['sum_elems']!r} elements")
+        require(is_int(extent["sum_elems"], 1024, 1 << 31), f"a checksum covers {extent['sum_elems']!r} elements")
     if "shares" in extent:
         shares = extent["shares"]
         right = type(shares) is list and len(shares) == devices and all(is_number(s) and s > 0 for s in shares)
         require(right, f"the devices have the shares {shares!r}")
-        most = tiles * sum(shares) / shares[device]
-        require(max(most, devices) * devices <= MOST_TILES, f"{tiles} tiles for the shares {shares!r}")
+        part = shares[device] / sum(shares)
+    else:
+        part = 1 / devices
+    # With one tile more, this device would have more for its share than any other.
+    most = (tiles + 1) / part + devices
+    require(most * devices <= max(MOST_TILES, 2 * tiles), f"{tiles} tiles are this device's part of {most}")
     offset = extent.get("file_offset")
     require(is_int(offset, 2 * PAGE) and offset % PAGE == 0, f"an extent begins at byte {offset!r}")
-    return offset, offset + slots * tiles * 4 * elems * len(sections)
+    return offset, offset + slots * tiles * 4 * elems * len(sections), int(most) * elems
 
 
 def check_param(p: Any, devices: int, *, waits: bool = False) -> tuple[int, int] | None:

@@ -282,8 +282,11 @@ def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
     for key in ("params", "waiting", "extents"):
         require(type(manifest[key]) is list, f"{key} is no list")
     areas = [(0, 2 * PAGE, "the superblocks")]
+    room = []  # of the extents, in elements
     for e, extent in enumerate(manifest["extents"]):
-        areas.append((*check_extent(extent, block.device, block.devices), f"extent {e}"))
+        begin, end, most = check_extent(extent, block.device, block.devices)
+        areas.append((begin, end, f"extent {e}"))
+        room.append(most)
     require(type(manifest["tiles"]) is int, "tiles is no number")
     require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
     last, end = 0, 0  # the extent, and what is taken of it
@@ -297,6 +300,7 @@ def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
         end = end if p["extent"] == last else 0
         require(p["start"] >= end, f"parameter {p['name']} lies where another one does")
         last, end = p["extent"], p["start"] + p["numel"]
+        require(end <= room[last], f"parameter {p['name']} ends behind its extent")
     for p in manifest["waiting"]:
         check_param(p, block.devices, waits=True)
     for what, region in (("the manifest", block.manifest), ("the table", block.table)):
