@@ -101,7 +101,10 @@ def check_record(record: dict[str, Any]) -> None:
         require(type(record[key]) is list, f"{key} of the record")
         for group in record[key]:
             require(type(group) is dict, f"{key} of the record")
-            betas = group.get("betas", [0, 0])
-            require(type(betas) is list and len(betas) == 2 and all(map(is_number, betas)), f"betas {betas!r}")
+            numbers = [group.get(name) for name in ("lr", "eps", "weight_decay")]
+            betas = group.get("betas")
+            require(type(betas) is list and len(betas) == 2, f"betas {betas!r}")
+            require(all(type(n) in (int, float) for n in (*numbers, *betas)), f"hyperparameters in {key}")
+            require(all(type(group.get(name)) is bool for name in ("amsgrad", "maximize")), f"flags in {key}")
     require(is_number(record["seconds"]) and record["seconds"] >= 0, f"seconds {record['seconds']!r}")
     require(is_int(record["written_bytes"], 0), f"written_bytes {record['written_bytes']!r}")
