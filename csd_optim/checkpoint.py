@@ -52,7 +52,7 @@ from .store_format import (
     write,
 )
 from .tiles import Residual, Tick, Tile, each_tile, residuals_of, stored_bytes, total_bytes
-from .user_state import unpack_user_state
+from .user_state import stored_user_state
 
 EXPORT_FORMAT = 1  # of what a state dict says of us beside AdamW's entries
 EXPORT_WITH_RESIDUALS = 2  # the same, if there are any: who knows only format 1 would leave them out, and not say so
@@ -406,7 +406,7 @@ def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], 
     return {
         "state": state,
         "param_groups": _groups(contents.manifest, contents.record.groups),
-        "csd_optim": {**about_of(contents), "user_state": unpack_user_state(contents.record.user_state)},
+        "csd_optim": {**about_of(contents), "user_state": stored_user_state(contents.record.user_state, contents.path)},
     }
 
 

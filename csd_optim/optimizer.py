@@ -47,7 +47,7 @@ from .stats import describe
 from .store import Mode
 from .store_format import Record
 from .topk import check_topk, entry_dtype, shares
-from .user_state import checked_user_state, unpack_user_state
+from .user_state import checked_user_state, stored_user_state
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
 # it; more goes to the devices at once, and is committed there by itself.
@@ -697,7 +697,7 @@ class CSDAdam(AdamW, Joinable):
         with engine.together():
             if difference := first_difference(held.manifest, self.param_groups, self._places.part_of):
                 raise CSDStoreError(f"{held.path} is the store of another model: {difference}")
-            user_state = unpack_user_state(held.record.user_state)
+            user_state = stored_user_state(held.record.user_state, held.path)
             engine.check()
         with engine.together():
             engine.settle()

@@ -33,7 +33,7 @@ def prove(store: StoreFile, staged: Staged) -> None:
     store.forget_cached()
     block, path = staged.superblock, str(store.path)
     manifest = staged.manifest or read_region(store.fd, block.manifest, 0, "manifest", path)
-    contents = unpack(path, 0, block, manifest, staged.table)
+    contents = unpack(path, 0, block, manifest, staged.table, os.fstat(store.fd).st_size)
     damage = [str(d) for d in find_damage([contents])]
     if not damage and _may_be_cached(store, contents):
         damage = [f"{path}: what is looked at in memory cannot be read from the disk, as its file system reads that"]

@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import store_check
 from .bindings import crc32c
 from .errors import CSDStoreError
+from .store_check import MOST_BYTES, check_extent, check_param, check_record, require
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
@@ -42,7 +44,7 @@ RESIDUALS = "residuals"  # params[].residual
 SHARES = "shares"  # extents[].shares
 FEATURES = frozenset({CHUNK_SUMS, RESIDUALS, SHARES})
 ENDIAN = 0x01020304
-PAGE = 4096
+PAGE = store_check.PAGE
 CLEAN = 1  # flag: closed in order, nothing written since
 UNDER_WAY = 2  # flag: a step in place has begun, and may have written some of its tiles
 
@@ -126,7 +128,15 @@ class Record:
     @classmethod
     def unpack(cls, data: bytes) -> Record:
         end = 4 + struct.unpack_from("<I", data)[0]
-        return cls(**json.loads(data[4:end]), user_state=data[end:])
+        return cls(**_json(data[4:end]), user_state=data[end:])
+
+
+def _json(data: bytes) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        require(len(found := dict(pairs)) == len(pairs), "JSON with a key twice")
+        return found
+
+    return json.loads(data, object_pairs_hook=once)
 
 
 def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool) -> set[str]:
@@ -255,6 +265,60 @@ class Contents:
         return max(ends)
 
 
+def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
+    """A manifest of which everything has the type and the range that it must have, and lies in a file of `size` bytes.
+
+    Raises CSDStoreError. Checksums tell what is damaged; this is for what never was a store of ours.
+    """
+    require(type(manifest) is dict, "the manifest is no object")
+    features = manifest.get("features", [])
+    require(type(features) is list and all(type(f) is str for f in features), "features are no names")
+    if unknown := {*features} - FEATURES:
+        raise CSDStoreError(f"it has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
+    require(block.device < block.devices <= 1 << 16, f"it is device {block.device} of {block.devices}")
+    require(max(block.sequence, block.step, block.round) < 1 << 53, "it has made more steps than anybody can")
+    rank, world_size = manifest.get("rank", 0), manifest.get("world_size", 1)
+    require(type(rank) is int and type(world_size) is int and 0 <= rank < world_size, "rank and world_size")
+    for key in ("params", "waiting", "extents"):
+        require(type(manifest[key]) is list, f"{key} is no list")
+    areas = [(0, 2 * PAGE, "the superblocks")]
+    room = []  # of the extents, in elements
+    for e, extent in enumerate(manifest["extents"]):
+        begin, end, most = check_extent(extent, block.device, block.devices)
+        areas.append((begin, end, f"extent {e}"))
+        room.append(most)
+    require(type(manifest["tiles"]) is int, "tiles is no number")
+    require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
+    last, end = 0, 0  # the extent, and what is taken of it
+    for p in manifest["params"]:
+        place = check_param(p, block.devices)
+        if place and p["residual"]["device"] == block.device:
+            areas.append((*place, f"the residual of {p['name']}"))
+        require(
+            last <= p["extent"] < len(manifest["extents"]), f"parameter {p['name']} is in no extent, or out of order"
+        )
+        end = end if p["extent"] == last else 0
+        require(p["start"] >= end, f"parameter {p['name']} lies where another one does")
+        last, end = p["extent"], p["start"] + p["numel"]
+        require(end <= room[last], f"parameter {p['name']} ends behind its extent")
+    for p in manifest["waiting"]:
+        check_param(p, block.devices, waits=True)
+    for what, region in (("the manifest", block.manifest), ("the table", block.table)):
+        require(region.base % PAGE == 0 and region.room % PAGE == 0, f"{what} is not on whole pages")
+        require(region.size <= region.room, f"{what} is larger than its room")
+        areas.append((region.base, region.offset(2), what))
+    for (_, end, what), (begin, _, other) in zip(areas := sorted(areas), areas[1:], strict=False):
+        require(end <= begin, f"{what} and {other} overlap")
+    require(areas[-1][1] <= size, f"{areas[-1][2]} ends behind the end of the file")
+    return dict(manifest)
+
+
+def checked_record(record: Record) -> Record:
+    """Raises CSDStoreError."""
+    check_record(vars(record))
+    return record
+
+
 # ---- reading and writing -------------------------------------------------------
 
 
@@ -275,6 +339,8 @@ def write(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
     """A manifest or table. Raises CSDStoreError if it is not whole."""
+    if region.size > MOST_BYTES or region.offset(copy) + region.size > os.fstat(fd).st_size:
+        raise CSDStoreError(f"{path}: the {what} is said to be where it cannot be")
     data = read(fd, region.size, region.offset(copy))
     if len(data) != region.size or crc32c(data) != region.crc:
         raise CSDStoreError(f"{path}: the {what} is damaged")
@@ -287,27 +353,26 @@ def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
     return sorted(((copy, s) for copy, s in found if s), key=lambda pair: -pair[1].sequence)
 
 
-def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes) -> Contents:
-    """What these say. Raises CSDStoreError."""
+def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes, size: int) -> Contents:
+    """What these say, of a file of `size` bytes. Raises CSDStoreError if it cannot be so."""
     try:
-        about = json.loads(manifest)
-        if unknown := {*about.get("features", ())} - FEATURES:
-            raise CSDStoreError(
-                f"{path} has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it"
-            )
+        about = checked(_json(manifest), block, size)
         at, states, sums = 0, [np.zeros(0, TILE_STATE)], []
         for extent in about["extents"]:
             entries = np.frombuffer(table, tile_entry(extent), extent["tiles"], offset=at)
+            require((entries["state"]["slot"] < extent["slots"]).all(), "a tile is in a slot that there is not")
             states.append(entries["state"])
             sums.append(np.ascontiguousarray(entries["sums"][..., : len(extent["sections"])], np.uint32))
             at += entries.nbytes
         steps = np.frombuffer(table, "<f8", len(about["params"]), offset=at)
+        require(bool(((steps >= 0) & (steps < 2**53)).all()), "a parameter has made steps that cannot be")
         at += steps.nbytes
         residuals = np.frombuffer(table, RESIDUAL_ENTRY, len(rows_with_residual(about, block.device)), offset=at)
-        record = Record.unpack(table[at + residuals.nbytes :])
-    except CSDStoreError:
-        raise
-    except (KeyError, TypeError, ValueError, struct.error) as e:
+        require((residuals["space"] < 2).all(), "a residual is in a space that there is not")
+        record = checked_record(Record.unpack(table[at + residuals.nbytes :]))
+    except CSDStoreError as e:
+        raise CSDStoreError(f"{path}: {e}") from None
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, MemoryError, struct.error) as e:
         raise CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})") from e
     return Contents(path, copy, block, about, np.concatenate(states), sums, steps, residuals, record)
 
@@ -325,7 +390,7 @@ def read_commits(fd: int, path: str) -> list[Contents]:
         try:
             manifest = read_region(fd, block.manifest, copy, "manifest", path)
             table = read_region(fd, block.table, copy, "slot table", path)
-            commits.append(unpack(path, copy, block, manifest, table))
+            commits.append(unpack(path, copy, block, manifest, table, os.fstat(fd).st_size))
         except CSDStoreError as e:
             damage = damage or e
     if damage and not commits:

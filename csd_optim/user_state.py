@@ -8,13 +8,24 @@ from typing import Any
 
 import torch
 
-from .errors import CSDTypeError, CSDValueError
+from .errors import CSDStoreError, CSDTypeError, CSDValueError
 
 USER_STATE_BYTES = 16 << 20  # it is written with every step
 
 
 def unpack_user_state(data: bytes) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu") if data else {}
+    return state
+
+
+def stored_user_state(data: bytes, path: str) -> dict[str, Any]:
+    """What a store has. Raises CSDStoreError if that is not what we would have put there."""
+    try:
+        state = unpack_user_state(data)
+    except Exception as e:
+        raise CSDStoreError(f"{path}: user_state cannot be read: {e}") from e
+    if not isinstance(state, dict):
+        raise CSDStoreError(f"{path}: user_state is no dict")
     return state
 
 

@@ -1,0 +1,219 @@
+"""A store that somebody made up, with the right checksums, is refused: no reader crashes, hangs or fails otherwise."""
+
+import copy
+import json
+import random
+import struct
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDError, CSDStoreError
+from csd_optim.bindings import crc32c
+from csd_optim.checkpoint import about_of
+from csd_optim.cli import describe_store
+from csd_optim.layout import extents_of
+from csd_optim.store_format import FILE_NAME, PAGE, Superblock, read_commits, unpack
+from csd_optim.tiles import residuals_of, tiles_of
+from csd_optim.verify import verify
+
+VALUES = (-1, 0, 1, 3, 4095, 1 << 31, 1 << 45, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30, 0.5, 1e308, float("nan"))
+VALUES += (float("inf"), True, False, None, "", "x", "\ud800", [], {}, [0], ["x"], [[]], {"x": 1}, [1e-300], [1, 1, 1])
+
+
+def optimizer(directory, **options):
+    torch.manual_seed(3)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((80, 60), (7,), (40, 3))]
+    groups = [{"params": params[:2]}, {"params": params[2:], "amsgrad": True}]
+    devices = [f"file:{directory}/csd{d}?share={share}" for d, share in enumerate((1.0, 0.5))]
+    return params, CSDAdam(groups, devices=devices, tile_size=1024, topk=0.1, **options)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """The files of a store on two devices."""
+    place = tmp_path_factory.mktemp("hostile")
+    params, opt = optimizer(place)
+    with opt:
+        for step in range(2):
+            for p in params[: 2 + step]:
+                p.grad = torch.randn_like(p)
+            opt.user_state = {"step": step}
+            opt.step()
+    return [(place / f"csd{d}" / FILE_NAME).read_bytes() for d in range(2)]
+
+
+class Forged:
+    """A store of which something is otherwise, and all sums are right."""
+
+    def __init__(self, data, choose):
+        self.choose = choose
+        self.block = Superblock.unpack(data[:PAGE], "")
+        parts = (self.block.manifest, self.block.table)
+        self.manifest, self.table = (data[r.base : r.base + r.size] for r in parts)
+        self.data = data
+        self.what = choose.choice(
+            [self._tree, self._tree, self._tree, self._text, self._entries, self._record, self._head]
+        )
+        for _ in range(choose.choice([1, 1, 2, 5])):
+            self.what()
+        self.block = self._place("table", self.table, self._place("manifest", self.manifest, self.block))
+
+    def _place(self, name, data, block):
+        region = getattr(block, name)
+        if self.what == self._head and data == self.data[region.base : region.base + len(data)]:
+            return block  # the place itself is forged
+        if len(data) > region.room:  # behind everything
+            base = -(-len(self.data) // PAGE) * PAGE
+            room = -(-len(data) // PAGE) * PAGE
+            self.data = self.data.ljust(base, b"\0") + bytes(2 * room)
+            region = region._replace(base=base, room=room)
+        return replace(block, **{name: region._replace(size=len(data), crc=crc32c(data))})
+
+    def _mutated(self, tree):
+        """Something in it is replaced, removed or doubled."""
+        choose, at, path = self.choose, tree, []
+        while isinstance(at, (list, dict)) and len(at) and (not path or choose.random() < 0.8):
+            key = choose.choice([*at]) if isinstance(at, dict) else choose.randrange(len(at))
+            path.append((at, key))
+            at = at[key]
+        if path:
+            parent, key = path[-1]
+            how = choose.random()
+            if how < 0.7:
+                parent[key] = choose.choice(VALUES)
+            elif how < 0.8 and type(at) in (int, float):
+                parent[key] = at + choose.choice([-PAGE, -1, 1, 16, PAGE])
+            elif how < 0.9 or isinstance(parent, dict):
+                del parent[key]
+            else:
+                parent.insert(key, copy.deepcopy(at))
+        return tree
+
+    def _tree(self):
+        try:
+            self.manifest = json.dumps(self._mutated(json.loads(self.manifest))).encode()
+        except ValueError:  # it is text no more
+            self._text()
+
+    def _text(self):
+        choose, at = self.choose, self.choose.randrange(len(self.manifest) + 1)
+        insert = choose.choice(
+            [b"[" * 100_000, b'{"a":' * 50_000, b"9" * 5000, b"NaN", b"-1", b'"\\ud800"', b"\xff", b"1e999", b'"a":1,']
+        )
+        self.manifest = self.manifest[:at] + insert + self.manifest[at + choose.randrange(20) :]
+
+    def _entries(self):
+        at = self.choose.randrange(max(1, len(self.table) // 4)) * 4
+        value = self.choose.choice([0, 1, 2, 0xFFFFFFFF, 0x7FF00000, 1 << 31])
+        self.table = self.table[:at] + struct.pack("<I", value) + self.table[at + 4 :]
+        if self.choose.random() < 0.2:
+            self.table = self.table[: self.choose.randrange(len(self.table) + 1)]
+
+    def _record(self):
+        at = self.table.find(b'{"groups"')
+        if at < 4:
+            return self._entries()
+        (size,) = struct.unpack_from("<I", self.table, at - 4)
+        try:
+            record = json.dumps(self._mutated(json.loads(self.table[at : at + size]))).encode()
+        except ValueError:
+            return self._entries()
+        rest = self.table[at + size :]
+        if self.choose.random() < 0.2:
+            rest = self.choose.choice([b"", b"x", rest[: len(rest) // 2], b"\x80\x04."])
+        self.table = self.table[: at - 4] + struct.pack("<I", len(record)) + record + rest
+
+    def _head(self):
+        number = self.choose.choice(
+            [0, 1, 2, 3, 4, 4095, 4096, 8192, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 45, (1 << 64) - 1]
+        )
+        name = self.choose.choice(
+            ["device", "devices", "sequence", "step", "flags", "version", "round", "manifest", "table"]
+        )
+        if name in ("manifest", "table"):
+            number = getattr(self.block, name)._replace(**{self.choose.choice(["base", "room", "size"]): number})
+        elif name in ("device", "devices", "flags", "version"):
+            number &= 0xFFFFFFFF
+        self.block = replace(self.block, **{name: number})
+
+    def write(self, file):
+        with open(file, "wb") as out:
+            out.write(self.data)
+            for copy_ in range(2):
+                for region, data in ((self.block.manifest, self.manifest), (self.block.table, self.table)):
+                    if region.offset(copy_) + len(data) <= len(self.data):
+                        out.seek(region.offset(copy_))
+                        out.write(data)
+            for copy_ in range(2):
+                out.seek(copy_ * PAGE)
+                out.write(self.block.pack())
+
+
+def test_what_cannot_be_is_refused(stores):
+    refused, whole = 0, []
+    for data in stores:
+        block = Superblock.unpack(data[:PAGE], "")
+        parts = [data[r.base : r.base + r.size] for r in (block.manifest, block.table)]
+        whole.append(unpack("store", 0, block, *parts, len(data)))
+    for seed in range(12_000):
+        choose = random.Random(seed)
+        d = choose.randrange(2)
+        forged = Forged(stores[d], choose)
+        try:
+            block = Superblock.unpack(forged.block.pack(), "store")
+            contents = unpack("store", 0, block, forged.manifest, forged.table, len(forged.data))
+            assert contents.end <= len(forged.data)
+            for place in (*tiles_of([contents]), *residuals_of([contents])):
+                assert 2 * PAGE <= place.offset <= place.offset + place.size <= len(forged.data)
+            about_of(contents)
+            held = [*whole]
+            held[d] = contents
+            extents_of(held)
+        except CSDStoreError:
+            refused += 1
+        except Exception as e:
+            raise AssertionError(f"seed {seed}, {forged.what.__name__}: {e!r}") from e
+    assert 6000 < refused < 12_000
+
+
+def test_no_reader_fails_otherwise(stores, tmp_path):
+    """The same, on disks, through everything that opens a store."""
+    warnings.simplefilter("ignore")
+    opened = 0
+    wrong = {}
+    for seed in range(100):
+        choose = random.Random(-seed)
+        place = tmp_path / str(seed)
+        for d, data in enumerate(stores):
+            (place / f"csd{d}").mkdir(parents=True)
+            Forged(data, choose).write(place / f"csd{d}" / FILE_NAME) if choose.random() < 0.7 else (
+                place / f"csd{d}" / FILE_NAME
+            ).write_bytes(data)
+        devices = [place / f"csd{d}" for d in range(2)]
+        for reader in (describe_store, verify, CSDAdam.load, None):
+            try:
+                if reader is None:
+                    optimizer(place, resume=True)[1].close()
+                else:
+                    reader(devices[0] if reader is describe_store else devices)
+                opened += 1
+            except CSDError:
+                pass
+            except Exception as e:
+                wrong.setdefault(repr(e), (seed, reader))
+    assert not wrong, wrong
+    assert opened > 50
+
+
+@pytest.mark.parametrize("text", [b"[" * 200_000, b'{"a": 1, "a": 1}', b"", b"null", b"NaN", b"\xff", b"1" * 6000])
+def test_json_that_is_no_manifest(text, stores, tmp_path):
+    forged = Forged(stores[0], random.Random(1))
+    forged.what, forged.block = forged._text, Superblock.unpack(stores[0][:PAGE], "")
+    forged.manifest = text
+    forged.block = forged._place("manifest", text, forged.block)
+    forged.write(tmp_path / FILE_NAME)
+    with open(tmp_path / FILE_NAME) as file, pytest.raises(CSDStoreError, match=FILE_NAME):
+        read_commits(file.fileno(), str(tmp_path / FILE_NAME))
