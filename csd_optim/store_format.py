@@ -340,7 +340,7 @@ def write(fd: int, data: bytes | memoryview, offset: int) -> None:
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
     """A manifest or table. Raises CSDStoreError if it is not whole."""
     if region.size > MOST_BYTES or region.offset(copy) + region.size > os.fstat(fd).st_size:
-        raise CSDStoreError(f"{path}: the {what} is said to be where it cannot be")
+        raise CSDStoreError(f"{path}: the {what} is damaged: the file ends before it does")
     data = read(fd, region.size, region.offset(copy))
     if len(data) != region.size or crc32c(data) != region.crc:
         raise CSDStoreError(f"{path}: the {what} is damaged")
