@@ -17,7 +17,9 @@ MOST_TILES = 1 << 26  # of an extent, times devices: what it takes to say which 
 
 def require(holds: object, what: str) -> None:
     if not holds:
-        raise CSDStoreError(f"the store says what cannot be: {what}")
+        raise CSDStoreError(
+            f": manifest and slot table do not belong together, or the manifest contradicts itself: {what}"
+        )
 
 
 def is_int(value: object, least: int, most: int = MOST) -> bool:

@@ -274,7 +274,7 @@ def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
     features = manifest.get("features", [])
     require(type(features) is list and all(type(f) is str for f in features), "features are no names")
     if unknown := {*features} - FEATURES:
-        raise CSDStoreError(f"it has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
+        raise CSDStoreError(f" has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
     require(block.device < block.devices <= 1 << 16, f"it is device {block.device} of {block.devices}")
     require(max(block.sequence, block.step, block.round) < 1 << 53, "it has made more steps than anybody can")
     rank, world_size = manifest.get("rank", 0), manifest.get("world_size", 1)
@@ -340,7 +340,7 @@ def write(fd: int, data: bytes | memoryview, offset: int) -> None:
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
     """A manifest or table. Raises CSDStoreError if it is not whole."""
     if region.size > MOST_BYTES or region.offset(copy) + region.size > os.fstat(fd).st_size:
-        raise CSDStoreError(f"{path}: the {what} is said to be where it cannot be")
+        raise CSDStoreError(f"{path}: the {what} is damaged: the file ends before it does")
     data = read(fd, region.size, region.offset(copy))
     if len(data) != region.size or crc32c(data) != region.crc:
         raise CSDStoreError(f"{path}: the {what} is damaged")
@@ -371,7 +371,7 @@ def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: byte
         require((residuals["space"] < 2).all(), "a residual is in a space that there is not")
         record = checked_record(Record.unpack(table[at + residuals.nbytes :]))
     except CSDStoreError as e:
-        raise CSDStoreError(f"{path}: {e}") from None
+        raise CSDStoreError(f"{path}{e}") from None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, MemoryError, struct.error) as e:
         raise CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})") from e
     return Contents(path, copy, block, about, np.concatenate(states), sums, steps, residuals, record)
