@@ -285,6 +285,35 @@ def test_memory_that_loses_a_bit(tmp_path):
 
 
 @needs_xrt
+def test_parameters_that_lose_a_bit(tmp_path):
+    """... between kernel and host: the step that brings them is undone, and the next one is as if nothing had been."""
+    out = script(
+        """
+        runs = []
+        for devices in f"xrt:0?nvme={sys.argv[1]}", "file:":
+            net = model()
+            with CSDAdam(net.parameters(), lr=1e-2, devices=[devices]) as opt:
+                for i in range(12):
+                    before = [p.detach().clone() for p in net.parameters()]
+                    try:
+                        train(net, opt, [i])
+                    except CSDError as e:
+                        print(e)
+                        same(before, [p.detach() for p in net.parameters()])
+                        opt.step()  # with the gradients that there are
+                        opt.zero_grad()
+                runs.append(bits(net, opt))
+        same(*runs)
+        """,
+        tmp_path / "csd",
+        fault="params:14",
+    )
+    (said,) = out.splitlines()
+    assert "the parameters that came from it are not those that its kernel wrote" in said
+    assert "The step was undone" in said
+
+
+@needs_xrt
 def test_one_of_three_cards_fails(tmp_path):
     text = FAULT.replace(
         'devices=[f"xrt:0?nvme={place}&timeout=1.5"]',

@@ -15,6 +15,7 @@
 //   hang:5     the 5th run does nothing and never ends
 //   lost:5     from the 5th run on the card is gone: runs end at once and do nothing, and what is read is all ones
 //   garble:5   a bit of what the 5th run wrote to the tile is turned over
+//   params:5   a bit of the parameters that the 5th run wrote is
 //   kill:5     instead of the 5th run, this process is killed
 //   nop2p      buffers cannot be mapped by the host: as where P2P is off
 //
@@ -101,9 +102,10 @@ Fault fault_of_this_card(unsigned card) {
   const bool counted = sscanf(set, "%15[a-z0-9]:%llu@%u", kind, &run, &at) >= 2;
   if (!counted) sscanf(set, "%15[a-z0-9]@%u", kind, &at);
   const std::string_view name = kind;
-  const bool of_a_run = name == "hang" || name == "lost" || name == "garble" || name == "kill";
+  const bool of_a_run = name == "hang" || name == "lost" || name == "garble" || name == "params" || name == "kill";
   const bool known = of_a_run ? counted && run : name == "nop2p" && !counted;
-  if (!known) say("CSD_OPTIM_EMULATOR_FAULT is hang:N, lost:N, garble:N, kill:N or nop2p, then @CARD; got '%s'", set);
+  if (!known)
+    say("CSD_OPTIM_EMULATOR_FAULT is hang:N, lost:N, garble:N, params:N, kill:N or nop2p, then @CARD; got '%s'", set);
   return at == card || !known ? Fault{kind, run, known} : Fault{};
 }
 
@@ -190,7 +192,8 @@ class Memory {
 // ---- The kernel -----------------------------------------------------------------------
 
 constexpr const char *kKernel = "csd_adamw_update";
-constexpr uint32_t kTileOut = kFirstArgument + 7 * kPointerBytes;  // the register of `tile_out_0`
+// The registers of `tile_out_0` and `param`.
+constexpr uint32_t kTileOut = kFirstArgument + 7 * kPointerBytes, kParam = kFirstArgument + 11 * kPointerBytes;
 
 // nullptr, or why the run never ends.
 const char *run_kernel(const uint8_t *registers, const Memory &memory) {
@@ -250,10 +253,11 @@ class Unit {
     return true;
   }
 
-  void start(bool garble) {
+  // `garbles`: 0, or the register of an argument that is not what the run wrote there.
+  void start(uint32_t garbles) {
     if (state_ == State::kRunning || state_ == State::kHung) die("%s was started while it runs", kKernel);
     state_ = State::kRunning;
-    garble_ = garble;
+    garbles_ = garbles;
     child_ = fork();
     if (child_ < 0) die("cannot start a run: %s", strerror(errno));
     if (child_ == 0) run();
@@ -295,17 +299,17 @@ class Unit {
       return;
     }
     state_ = State::kDone;
-    if (!garble_) return;
-    uint64_t tile;
-    memcpy(&tile, registers_.data() + kTileOut, sizeof tile);
-    *memory_.at(tile, 1) ^= 1;
+    if (!garbles_) return;
+    uint64_t address;
+    memcpy(&address, registers_.data() + garbles_, sizeof address);
+    *memory_.at(address, 1) ^= 1;
   }
 
   const Memory &memory_;
   std::vector<uint8_t> registers_;
   State state_ = State::kIdle;
   pid_t child_ = 0;  // while it runs
-  bool garble_ = false;
+  uint32_t garbles_ = 0;
 };
 
 // ---- The card -------------------------------------------------------------------------
@@ -413,7 +417,7 @@ class Card {
     if (fault_.is("kill", run)) kill(getpid(), SIGKILL);
     if (fault_.is("lost", run)) lost_ = true;
     if (fault_.is("hang", run)) return unit.hang();
-    if (!lost_) unit.start(fault_.is("garble", run));
+    if (!lost_) unit.start(fault_.is("garble", run) ? kTileOut : fault_.is("params", run) ? kParam : 0);
   }
 
   Answer read_at(uint64_t address, uint64_t bytes) {
