@@ -184,6 +184,7 @@ class Engine:
             tile_elems=self.tile_elems,
             shares=self.shares,
             sum_elems=None if self._cards else SUM_ELEMS,
+            mapped=0 if self.resident else bindings.mappings(),
         )
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
         ends = [s.end if s else 0 for s in self._stores]
@@ -241,6 +242,7 @@ class Engine:
             extent.devices,
             extent.sum_elems,
             sums,
+            mappings=extent.n_tiles if any(self._stores) else 1,
         )
         self.extents.append(extent)
         self._windows.append(windows)

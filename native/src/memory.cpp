@@ -13,11 +13,11 @@ namespace csd {
 
 constexpr uint64_t kHugePage = 2 << 20;
 
-HugeMemory::HugeMemory(uint64_t bytes) : bytes_(bytes) {
+HugeMemory::HugeMemory(uint64_t bytes, bool reserved) : bytes_(bytes) {
   if (bytes == 0) return;
   // Mapped larger by a huge page and trimmed, so that it begins on one. Nothing is reserved: untouched pages cost nothing.
-  void *raw =
-      mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void *raw = mmap(nullptr, bytes + kHugePage, reserved ? PROT_NONE : PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) throw Failure{CSD_ENOMEM, "cannot map " + std::to_string(bytes) + " bytes of memory", errno};
   const uintptr_t from = reinterpret_cast<uintptr_t>(raw), begin = (from + kHugePage - 1) / kHugePage * kHugePage;
   if (begin > from) munmap(raw, begin - from);
@@ -39,6 +39,11 @@ HugeMemory &HugeMemory::operator=(HugeMemory &&o) noexcept {
   std::swap(address_, o.address_);
   std::swap(bytes_, o.bytes_);
   return *this;
+}
+
+void allow(float *at, uint64_t bytes) {
+  if (mprotect(at, bytes, PROT_READ | PROT_WRITE) != 0)
+    throw Failure{CSD_ENOMEM, "cannot have " + std::to_string(bytes) + " bytes of memory", errno};
 }
 
 float *HugeMemory::release() { return static_cast<float *>(std::exchange(address_, nullptr)); }

@@ -7,7 +7,9 @@ namespace csd {
 class HugeMemory {
  public:
   HugeMemory() = default;
-  explicit HugeMemory(uint64_t bytes);  // throws Failure
+  // `reserved`: addresses that nobody may touch before allow(), or before something else is mapped there. They do not
+  // count as memory, even where the system never promises more than it has. Throws Failure.
+  explicit HugeMemory(uint64_t bytes, bool reserved = false);
   ~HugeMemory();
   HugeMemory(HugeMemory &&) noexcept;
   HugeMemory &operator=(HugeMemory &&) noexcept;
@@ -19,5 +21,7 @@ class HugeMemory {
   void *address_ = nullptr;
   uint64_t bytes_ = 0;
 };
+
+void allow(float *at, uint64_t bytes);  // to be read and written, whole pages. Throws Failure
 
 }  // namespace csd

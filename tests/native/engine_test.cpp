@@ -522,6 +522,50 @@ void wrong_calls() {
   OK(csd_engine_close(empty, &error));
 }
 
+// Bytes that count as memory of this process, whether it has touched them or not.
+uint64_t private_and_writable() {
+  FILE *status = fopen("/proc/self/status", "r");
+  CHECK(status);
+  char line[256];
+  unsigned long kib = 0;
+  while (fgets(line, sizeof line, status))
+    if (sscanf(line, "VmData: %lu kB", &kib) == 1) break;
+  fclose(status);
+  return uint64_t{kib} << 10;
+}
+
+// Windows onto files are addresses alone; others can be read and written at once, beside them too.
+void windows_take_no_memory() {
+  constexpr uint64_t kElems = 1 << 20, kN = 64;
+  const File a;
+  CHECK(ftruncate(a.fd, 2 * 12 * kElems * kN) == 0);
+  for (const bool mixed : {false, true}) {
+    const csd_device devices[] = {file(a, 1), mixed ? ram() : file(a, 1), mixed ? null() : file(a, 1)};
+    csd_engine *engine = nullptr;
+    csd_error error;
+    OK(csd_engine_create(devices, 3, &engine, &error));
+    const uint64_t offsets[3] = {};
+    const csd_extent extent{kElems, kN, 3, 2, nullptr, kElems, nullptr, offsets, nullptr, 0};
+    float *windows[4] = {};
+    const uint64_t before = private_and_writable();
+    OK(csd_engine_extend(engine, &extent, windows, &error));
+    const uint64_t buffers = (mixed ? 1 : 3) * 12 * kElems, all = kN * 12 * kElems;
+    const uint64_t in_memory = mixed ? kN * 2 / 3 * 12 * kElems : 0, grown = private_and_writable() - before;
+    CHECK(grown < buffers + in_memory + all / 16);
+    for (float *window : {windows[0], windows[1], windows[2]}) {
+      for (uint64_t tile = 0; tile < kN; tile++) {
+        float &at = window[tile * kElems + tile];
+        CHECK(at == 0);
+        if (tile % 3) at = 1;
+        CHECK(tile % 3 == 0 || at == 1);
+      }
+    }
+    OK(csd_engine_close(engine, &error));
+    for (float *window : {windows[0], windows[1], windows[2]}) csd_window_release(window, kElems * kN);
+    CHECK(ftruncate(a.fd, 0) == 0 && ftruncate(a.fd, 2 * 12 * kElems * kN) == 0);
+  }
+}
+
 // One device fails: the file is read-only, or too short, or gone. The step fails, the rest of the process does not.
 void failing_io() {
   const File good, short_file, closed;
@@ -816,6 +860,7 @@ int main(int argc, char **argv) {
                {"in place", in_place},
                {"sparse steps", sparse_steps},
                {"wrong calls", wrong_calls},
+               {"windows take no memory", windows_take_no_memory},
                {"failing I/O", failing_io},
                {"failing writes", failing_writes},
                {"close in flight", close_in_flight},
