@@ -36,8 +36,8 @@ TILE_ELEMS = 1 << 20
 TILES_PER_DEVICE = 8
 # And still finer if a device has a small share, down to this part of that.
 FINEST = 8
-# A section of a tile on a file is a mapping of its own, of which Linux allows a process 65530 (vm.max_map_count). Tiles
-# of a model beyond 14 G parameters are therefore larger.
+# A section of a tile on a file is a mapping of its own, of which Linux allows a process 65530 (vm.max_map_count).
+# Tiles of a model beyond 14 G parameters are therefore larger.
 MAX_MAPPINGS = 40_000
 # What joins later has this part of the mappings that are left, if that is less than it would take: fewer tiles, and
 # larger ones. A large extent leaves some for whoever comes after it.

@@ -447,6 +447,28 @@ def test_parameters_join_one_after_another(tmp_path):
     assert bindings.mappings() == 0
 
 
+@pytest.mark.parametrize("disabled", [0, 1])
+def test_huge_pages_that_are_refused_are_told(disabled):
+    """`stats()` says what the kernel gave, and not what was asked for: here a process that may have none."""
+    code = f"""if True:
+        import ctypes, torch
+        from csd_optim import CSDAdam, layout
+        assert ctypes.CDLL(None).prctl(41, {disabled}, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
+        p = torch.nn.Parameter(torch.zeros(1 << 21))
+        p.grad = torch.ones_like(p)
+        with CSDAdam([p], devices=["file:?buffers=8", "file:?buffers=1&block=4096"], tile_size=1 << 20) as opt:
+            opt.step()
+            print(*(d["huge_pages"] for d in opt.stats()["devices"]))
+        with CSDAdam([p], devices=["file:?buffers=2", "ram:"], tile_size=1024) as opt:
+            opt.step()
+            print(*(d["huge_pages"] for d in opt.stats()["devices"]))
+    """
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    huge = not disabled and "[never]" not in enabled
+    assert said == [str(huge)] * 2 + ["None"] * 2
+
+
 def test_constructing_starts_no_threads():
     code = (
         "import os, torch, csd_optim; n = len(os.listdir('/proc/self/task'));"

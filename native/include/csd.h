@@ -293,6 +293,7 @@ typedef struct csd_stats {
   double write_seconds;
   uint64_t buffer_bytes;      /* fixed memory of the device's tile buffers */
   uint64_t total_write_bytes; /* since the engine was made */
+  uint64_t huge_bytes;        /* of the tile buffers, on huge pages: as the system gave them; file */
 } csd_stats;
 
 int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error);

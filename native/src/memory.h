@@ -15,7 +15,8 @@ class HugeMemory {
   HugeMemory &operator=(HugeMemory &&) noexcept;
   float *floats() const { return static_cast<float *>(address_); }
   uint64_t bytes() const { return bytes_; }
-  float *release();  // the caller unmaps
+  uint64_t huge_bytes() const;  // of those that were touched: on huge pages, as the kernel tells
+  float *release();             // the caller unmaps
 
  private:
   void *address_ = nullptr;
