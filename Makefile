@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV := build/venv
 BIN := $(VENV)/bin
 # The compiler's output depends on these; editing one of them rebuilds the extension.
-NATIVE := $(wildcard native/*/*.h native/*/*.cpp hls_kernels/*.h hls_kernels/*.cpp hls_kernels/csim/*.h) \
+NATIVE := $(wildcard native/*/*.h native/*/*.cpp hls_kernels/*.h hls_kernels/*.cpp hls_kernels/*/*.h) \
     $(wildcard csd_optim/_build_*.py) setup.py setup.cfg
 
 CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/faults,$(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))

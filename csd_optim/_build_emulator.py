@@ -1,4 +1,4 @@
-"""Builds `csd_optim._emulator` (cffi, API mode): the FPGA's kernels by the host's compiler, and what runs them."""
+"""Builds `csd_optim._emulator` (cffi, API mode): the FPGA's kernel by the host's compiler, and what runs them."""
 
 import runpy
 from pathlib import Path
@@ -9,7 +9,6 @@ ROOT = Path(__file__).resolve().parent.parent
 EMULATOR = ROOT / "native" / "emulator"
 SOURCES = [
     "hls_kernels/csd_adamw_update",
-    "hls_kernels/csd_adamw_topk_update",
     "native/emulator/csim",
     "native/emulator/device",
 ]

@@ -183,7 +183,7 @@ class Engine:
             slots=self.slots,
             tile_elems=self.tile_elems,
             shares=self.shares,
-            sum_elems=None if self._cards else SUM_ELEMS,
+            sum_elems=SUM_ELEMS,
             mapped=0 if self.resident else bindings.mappings(),
         )
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.

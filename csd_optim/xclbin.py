@@ -59,12 +59,8 @@ _TILE_OUT = tuple(f"tile_out_{section}" for section in range(4))
 # As csd_kernel.h has them; a test compares them with the kernels themselves.
 KERNELS: Mapping[str, Kernel] = {
     "csd_adamw_update": Kernel(
-        (*_TILE_IN, "grad", "segments", *_TILE_OUT, "param", "report"),
-        ("n_words", "sections", "n_segments", "grad_words", "param_words"),
-    ),
-    "csd_adamw_topk_update": Kernel(
         (*_TILE_IN, "grad", "entries", "segments", *_TILE_OUT, "param", "report"),
-        ("n_words", "sections", "n_segments", "grad_words", "entry_words", "param_words"),
+        ("n_words", "sections", "n_segments", "grad_words", "entry_words", "param_words", "sum_words"),
     ),
 }
 

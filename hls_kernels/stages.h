@@ -1,5 +1,5 @@
-// The stages of the kernels: labelled loops, joined by streams. csd_adamw_update.cpp and csd_adamw_topk_update.cpp
-// connect them; README.md beside this file draws the picture and counts the cycles.
+// The stages of the kernel: labelled loops, joined by streams. csd_adamw_update.cpp connects them; README.md beside this
+// file draws the picture, bench/cycles.py counts the cycles. None of them is inlined: a stage is a module of its own.
 #pragma once
 #include "adamw.h"
 #include "float16.h"
@@ -11,10 +11,12 @@
 #endif
 
 // As deep as a burst is long, so that a stage can wait for one while its neighbours go on. Any depth would do without a
-// deadlock: where streams part and join again, they are written and read in the same order, or carry a single number.
-constexpr int kFifoWords = 64;
+// deadlock if stages kept nothing back: where streams part and join again, they are written and read in the same order,
+// or carry a single number. But a pipeline that waits for its next word keeps those that it has begun, `update` about
+// 60: this many words have to be on their way before a sum of what was written follows that of what was read.
+constexpr int kFifoWords = 64, kFifoSums = 16;  // 16 sums are of 1024 words at least
 using Words = hls::stream<Word>;
-using Number = hls::stream<uint32_t>;  // carries a single one, at the end of a stage
+using Numbers = hls::stream<uint32_t>;
 
 inline Word zero_word() {
 #pragma HLS INLINE
@@ -57,6 +59,7 @@ inline uint32_t end_of(const csd_segment &s) {
 
 // Linear, and nothing else in the loop: that is what becomes bursts.
 inline void read_words(const Word *from, uint32_t n, Words &words) {
+#pragma HLS INLINE off
 READ:
   for (uint32_t i = 0; i < n; i++) {
 #pragma HLS PIPELINE II = 1
@@ -65,70 +68,103 @@ READ:
   }
 }
 
+// Sums of a section, one for every `sum_words` words of it. Each is sent when the next begins; the last one by who calls.
+struct Summing {
+  uint32_t crc, left;
+};
+
+inline void sum(Summing &now, const Word &word, uint32_t sum_words, Numbers &sums) {
+#pragma HLS INLINE
+  if (now.left == 0) {
+    sums.write(~now.crc);
+    now.crc = kCrcBegin;
+    now.left = sum_words;
+  }
+  now.crc = crc_of(now.crc, word);
+  now.left--;
+}
+
 // A word every other cycle, as the update takes them: that leaves the checksum two cycles from word to word.
-inline void read_section(const Word *tile, uint32_t section, uint32_t n_words, uint32_t sections, Words &words,
-                         Number &crc_out) {
+inline void read_section(const Word *tile, uint32_t section, uint32_t n_words, uint32_t sections, uint32_t sum_words,
+                         Words &words, Numbers &sums) {
+#pragma HLS INLINE off
   const size_t first = (size_t)section * n_words;
   const uint32_t n = section < sections ? n_words : 0;
-  uint32_t crc = kCrcBegin;
+  Summing now = {kCrcBegin, sum_words};
 READ_SECTION:
   for (uint32_t i = 0; i < n; i++) {
 #pragma HLS PIPELINE II = 2
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
     const Word word = tile[first + i];
-    crc = crc_of(crc, word);
+    sum(now, word, sum_words, sums);
     words.write(word);
   }
-  crc_out.write(~crc);
+  if (n != 0) sums.write(~now.crc);
 }
 
 // ---- Streams to memory --------------------------------------------------------
 
-// Not inlined: a function that writes to memory returns after the memory's last response, so that whoever uses its
-// result knows that everything has arrived. Without a sum the result is something else that comes from the last word.
-template <bool summed>
-uint32_t store(Word *to, size_t first, uint32_t n, Words &words) {
+// A function that writes to memory returns after the memory's last response, if it is not inlined: whoever has its
+// result, the last sum, knows that everything has arrived.
+inline uint32_t store(Word *to, size_t first, uint32_t n, uint32_t sum_words, Words &words, Numbers &sums) {
 #pragma HLS INLINE off
-  uint32_t result = kCrcBegin;
+  Summing now = {kCrcBegin, sum_words};
 STORE:
   for (uint32_t i = 0; i < n; i++) {
 #pragma HLS PIPELINE II = 2
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
     const Word word = words.read();
-    result = summed ? crc_of(result, word) : word[0];
+    sum(now, word, sum_words, sums);
     to[first + i] = word;
   }
-  return ~result;
+  return ~now.crc;
 }
 
-inline void write_section(Word *tile, uint32_t section, uint32_t n_words, uint32_t sections, Words &words,
-                          Number &crc_out) {
-  crc_out.write(store<true>(tile, (size_t)section * n_words, section < sections ? n_words : 0, words));
+inline void write_section(Word *tile, uint32_t section, uint32_t n_words, uint32_t sections, uint32_t sum_words,
+                          Words &words, Numbers &sums) {
+#pragma HLS INLINE off
+  const uint32_t n = section < sections ? n_words : 0;
+  const uint32_t last = store(tile, (size_t)section * n_words, n, sum_words, words, sums);
+  if (n != 0) sums.write(last);
 }
 
-inline void write_params(Word *param, uint32_t n, Words &words, Number &written) {
-  written.write(store<false>(param, 0, n, words));
+// With a single sum of all.
+inline void write_params(Word *param, uint32_t n, Words &words, Numbers &sums) {
+#pragma HLS INLINE off
+  sums.write(store(param, 0, n, n, words, sums));
 }
 
-// Sums of what was written and `params_written` come after the writing, hence the report after all of it.
-inline void write_report(Word *report, uint32_t n_words, Number &crc_in_0, Number &crc_in_1, Number &crc_in_2,
-                         Number &crc_in_3, Number &crc_out_0, Number &crc_out_1, Number &crc_out_2, Number &crc_out_3,
-                         Number &params_written, Number &nonfinite, Number &bad_entries) {
-  params_written.read();
+// The header comes last. It is made of the parameters' sum, and follows the last sums of all sections on the same port:
+// hence it is there after everything else.
+inline void write_report(Word *report, uint32_t n_words, uint32_t sections, uint32_t sum_words, Numbers &crc_in_0,
+                         Numbers &crc_in_1, Numbers &crc_in_2, Numbers &crc_in_3, Numbers &crc_out_0,
+                         Numbers &crc_out_1, Numbers &crc_out_2, Numbers &crc_out_3, Numbers &crc_param,
+                         Numbers &nonfinite, Numbers &bad_entries) {
+#pragma HLS INLINE off
+  uint32_t left = n_words;
+SUMS:
+  for (uint32_t chunk = 1; left != 0; chunk++) {
+#pragma HLS PIPELINE II = 2
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 4096
+    Word word = zero_word();  // a csd_sums
+    word[0] = crc_in_0.read();
+    word[1] = crc_in_1.read();
+    word[2] = crc_in_2.read();
+    if (sections == 4) word[3] = crc_in_3.read();
+    word[4] = crc_out_0.read();
+    word[5] = crc_out_1.read();
+    word[6] = crc_out_2.read();
+    if (sections == 4) word[7] = crc_out_3.read();
+    report[chunk] = word;
+    left -= left < sum_words ? left : sum_words;
+  }
   Word word = zero_word();  // a csd_report
   word[0] = kKernelVersion;
   word[1] = n_words;
   word[2] = nonfinite.read();
   word[3] = bad_entries.read();
-  word[4] = crc_in_0.read();
-  word[5] = crc_in_1.read();
-  word[6] = crc_in_2.read();
-  word[7] = crc_in_3.read();
-  word[8] = crc_out_0.read();
-  word[9] = crc_out_1.read();
-  word[10] = crc_out_2.read();
-  word[11] = crc_out_3.read();
-  *report = word;
+  word[4] = crc_param.read();
+  report[0] = word;
 }
 
 // ---- The update ---------------------------------------------------------------
@@ -151,18 +187,25 @@ inline uint32_t narrow(float master, uint32_t dtype) {
 inline bool is_finite(float f) { return (float_bits(f) & 0x7f800000u) != 0x7f800000u; }
 
 // Walks through the tile and its segments side by side, a word of 16 elements every other cycle: memory brings one
-// every sixth at best (README.md), and with two cycles each multiplier serves two lanes. Elements in no segment, and
-// lanes beyond the end of one, pass through.
+// every sixth at best (README.md), and with two cycles each operator serves two lanes. That has to be said, because a
+// compiler may well prefer speed to sharing: at most this many of each, 16 lanes of operations in two cycles, and a
+// pipeline that stalls as a whole. Elements in no segment, and lanes beyond the end of one, pass through.
 inline void update(Words &segments, Words &grads, Words &master_in, Words &exp_avg_in, Words &exp_avg_sq_in,
                    Words &max_exp_avg_sq_in, Words &master_out, Words &exp_avg_out, Words &exp_avg_sq_out,
-                   Words &max_exp_avg_sq_out, Words &params, Number &nonfinite_out, uint32_t n_words, uint32_t sections,
-                   uint32_t n_segments) {
+                   Words &max_exp_avg_sq_out, Words &params, Numbers &nonfinite_out, uint32_t n_words,
+                   uint32_t sections, uint32_t n_segments) {
+#pragma HLS INLINE off
+#pragma HLS ALLOCATION operation instances = fmul limit = 80
+#pragma HLS ALLOCATION operation instances = fadd limit = 32
+#pragma HLS ALLOCATION operation instances = fsub limit = 8
+#pragma HLS ALLOCATION operation instances = fdiv limit = 8
+#pragma HLS ALLOCATION operation instances = fsqrt limit = 8
   csd_segment s = segment_of(zero_word());
   uint32_t end = 0, segments_left = n_segments, nonfinite = 0;
   Word grad = zero_word(), param = zero_word();
 UPDATE:
   for (uint32_t at = 0; at < n_words; at++) {
-#pragma HLS PIPELINE II = 2
+#pragma HLS PIPELINE II = 2 style = stp
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
     if (at == end && segments_left != 0) {
       s = segment_of(segments.read());
@@ -221,9 +264,6 @@ UPDATE:
   nonfinite_out.write(nonfinite);
 }
 
-// The dense kernel has no entries, hence no bad ones.
-inline void no_entries(Number &bad_entries) { bad_entries.write(0); }
-
 // ---- Top-K: from entries to gradients -------------------------------------------
 
 struct Entry {
@@ -232,9 +272,11 @@ struct Entry {
 };
 constexpr uint32_t kNoElement = 0xffffffffu;  // of the entry after the last one
 
-// One entry a cycle out of the blocks, each of them checked, so that whatever memory holds, elements ascend.
-inline void check_entries(Words &words, hls::stream<Entry> &entries, Number &bad_out, uint32_t n_words,
+// One entry a cycle out of the blocks, each of them checked, so that whatever memory holds, elements ascend. Without a
+// word there is no entry, and none is missed.
+inline void check_entries(Words &words, hls::stream<Entry> &entries, Numbers &bad_out, uint32_t n_words,
                           uint32_t entry_words) {
+#pragma HLS INLINE off
   uint32_t left = entry_words, bad = 0;
   bool lost = false;  // a count cannot be true: nobody can tell where the next block begins
 BLOCKS:
@@ -267,7 +309,7 @@ BLOCKS:
       }
     }
   }
-  bad_out.write(bad + (lost || left != 0));
+  bad_out.write(bad + (entry_words != 0 && (lost || left != 0)));
 REST:
   for (; left != 0; left--) {
 #pragma HLS PIPELINE II = 1
@@ -280,6 +322,7 @@ REST:
 // which they are scattered is one word: it takes an entry a cycle and leaves when no more can fall into it.
 inline void scatter(Words &segments_in, Words &dense, hls::stream<Entry> &entries, Words &segments_out, Words &grads,
                     uint32_t n_segments) {
+#pragma HLS INLINE off
   Entry entry = entries.read();
 SEGMENTS:
   for (uint32_t n = 0; n < n_segments; n++) {

@@ -1,8 +1,15 @@
 """The numbers. Oracle: torch.optim.AdamW on fp32 copies of the parameters, given the same gradients.
 
 Against torch: largest difference over largest magnitude, parameter and each state by itself. Against ourselves
-(threads, instruction sets, tiles, devices): every bit.
+(threads, instruction sets, tiles, devices, what else the process has set): every bit. Subnormal numbers are zero, as
+for torch after set_flush_denormal(True); only where they matter is the oracle told so, for users seldom tell it.
 """
+
+import ctypes
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +21,7 @@ from csd_optim import CSDAdam, bindings
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]
 SIZES = [1, 15, 16, 17, 31, 33, TILE - 1, TILE, TILE + 1, 3 * TILE + 5]
+TESTS = Path(__file__).parent
 STATES = ["exp_avg", "exp_avg_sq"]
 TOLERANCE = 1e-6
 
@@ -482,6 +490,106 @@ def test_bits_with_amsgrad_do_not_depend_on_back_end(devices):
     assert_same_bits(final_bits(devices, amsgrad=True), final_bits(["ram:"] * 2, amsgrad=True))
 
 
+LIBM = ctypes.CDLL("libm.so.6")
+NEAREST, UPWARD = 0, 0x400000 if platform.machine() == "aarch64" else 0x800  # fenv.h
+
+
+BEFORE = ["nothing", "flush", "upward"]
+
+
+def set_floats(how):
+    """How this thread computes from now on: as it always does, or otherwise."""
+    torch.set_flush_denormal(how == "flush")
+    LIBM.fesetround(UPWARD if how == "upward" else NEAREST)
+
+
+def small_grads(n, dtype):
+    """Normal numbers whose squares, averages and residuals are subnormal, among others."""
+    return (torch.randn(n, dtype=torch.float64) * 10.0 ** torch.randint(-37, -2, (n,))).to(dtype)
+
+
+# What the process sets before any thread is made, which inherits it; then it trains, with Top-K and without. Prints all
+# bits: parameters, states, residuals.
+TRAIN = """
+import sys, torch
+from csd_optim import CSDAdam
+from test_adamw import set_floats, small_grads
+
+def train(steps, **kwargs):
+    torch.manual_seed(0)
+    opt = CSDAdam([torch.nn.Parameter(torch.randn(64, 80)) for _ in range(2)], devices=["ram:"], **kwargs)
+    for _ in range(steps):
+        for p in opt.param_groups[0]["params"]:
+            p.grad = small_grads(p.numel(), torch.float32).view(p.shape)
+        opt.step()
+    return [t for p in opt.param_groups[0]["params"] for t in (p, *opt.state[p].values())]
+
+set_floats(sys.argv[1])
+train(1)
+set_floats("nothing" if sys.argv[1] == "upward" else sys.argv[1])  # the step's constants are the caller's own
+for t in train(6) + train(6, topk=0.1, betas=(0.5, 0.9)):
+    print(t.detach().reshape(-1).view(torch.uint8).numpy().tobytes().hex())
+"""
+
+
+def test_bits_do_not_depend_on_who_made_the_first_thread():
+    """Threads inherit how floats are rounded and whether subnormal numbers count."""
+    runs = [
+        subprocess.run([sys.executable, "-c", TRAIN, how], cwd=TESTS, stdout=subprocess.PIPE, check=True).stdout
+        for how in BEFORE
+    ]
+    assert len(runs[0]) > 10**5
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_bits_do_not_depend_on_the_calling_thread():
+    """The updater and the selection alone: neither takes over what the thread has set, nor changes it."""
+    n = 4096
+    grad, residual = small_grads(n, torch.float32), small_grads(n, torch.bfloat16)
+    before = [torch.randn(n), small_grads(n, torch.float32), small_grads(n, torch.float32).abs()]
+    constants = hyper()
+    results = []
+    for how in BEFORE:
+        states, param = [t.clone() for t in before], torch.empty(n, dtype=torch.bfloat16)
+        set_floats(how)
+        try:
+            bindings.update(constants, "scalar", grad, *states, None, param)
+            sent = bindings.topk_select(grad, n // 3, torch.bfloat16, residual, 3.0)
+            assert LIBM.fegetround() == (UPWARD if how == "upward" else NEAREST)
+            assert (torch.tensor(1e-40) * 1 == 0) == (how == "flush")
+        finally:
+            set_floats("nothing")
+        results.append([*states, param, *sent])
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+def test_moments_fade_to_zero_as_in_torch():
+    """Where gradients stay away a moment falls below the normal numbers; there it is zero, and the update stays fast.
+
+    With torch's default it would stop at a few units of the last subnormal number, for ever.
+    """
+    kwargs = {"lr": 1e-2, "betas": (0.5, 0.5)}  # all products are exact: the same bits
+    ours, reference = make_pair([torch.randn(100, requires_grad=True)], ["ram:"], **kwargs)
+    torch.set_flush_denormal(True)
+    try:
+        for step in range(300):
+            set_grads(ours, reference, torch.randn_like if step < 3 else torch.zeros_like)
+            ours.step()
+            reference.step()
+            if step % 20 == 0:
+                for name in STATES:
+                    found, expected = (
+                        ours.state[params_of(ours)[0]][name],
+                        reference.state[params_of(reference)[0]][name],
+                    )
+                    assert torch.equal(found != 0, expected != 0)
+    finally:
+        torch.set_flush_denormal(False)
+    for name in STATES:
+        assert not ours.state[params_of(ours)[0]][name].view(torch.int32).any()
+
+
 # ---- The updater alone ---------------------------------------------------------------
 
 
@@ -508,6 +616,11 @@ def bits(t):
     """The tensor's bits; every nan counts as the same, for its payload may differ."""
     t = torch.where(t.isnan(), torch.full_like(t, float("nan")), t)
     return t.view(torch.int32 if t.dtype is torch.float32 else torch.int16)
+
+
+def flushed(t):
+    """What is subnormal in fp32 is zero, of the same sign."""
+    return torch.where(t.abs() < torch.finfo(torch.float32).tiny, t * 0, t)
 
 
 def extremes(n, dtype=torch.float32, nan=True):
@@ -574,7 +687,7 @@ def test_every_16_bit_gradient_widens_as_in_torch(dtype, isa):
     exp_avg = torch.full((n,), -0.0)  # with beta1 = 0 exp_avg becomes the gradient; -0 + x is x, even for x = -0
     constants = hyper(beta1=0.0, one_minus_beta1=1.0)
     bindings.update(constants, isa, grad, torch.zeros(n), exp_avg, torch.zeros(n), None, None)
-    assert torch.equal(bits(exp_avg), bits(grad.float()))
+    assert torch.equal(bits(exp_avg), bits(flushed(grad.float())))
 
 
 def fp32_around(dtype):
@@ -594,10 +707,10 @@ def fp32_around(dtype):
 @pytest.mark.parametrize("isa", bindings.isas())
 @pytest.mark.parametrize("dtype", HALVES)
 def test_masters_round_as_in_torch(dtype, isa):
-    """Ties to even, subnormals, overflow to infinity, nan stays nan."""
+    """Ties to even, subnormals of fp16, overflow to infinity, nan stays nan."""
     master = fp32_around(dtype)
     n = master.numel()
-    before, param = master.clone(), torch.empty(n, dtype=dtype)
+    before, param = flushed(master), torch.empty(n, dtype=dtype)
     constants = hyper(decay=1.0, step_size=0.0, eps=1.0)  # a step that changes nothing
     bindings.update(constants, isa, torch.zeros(n), master, torch.zeros(n), torch.zeros(n), None, param)
     assert torch.equal(bits(master), bits(before))

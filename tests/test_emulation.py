@@ -107,9 +107,10 @@ def test_a_tile_is_updated_beside_its_drive(devices, places, tmp_path, capfd):
         assert (drives[i] / "tile").read_bytes() == tile.numpy().tobytes()
         assert np.array_equal(np.load(tmp_path / f"param{i}.npy"), param.view(torch.int16).numpy().view("u2"))
         report = np.load(tmp_path / f"report{i}.npy")
-        assert report[:4].tolist() == [1, n_words, 0, 0]
-        assert report[4:7].tolist() == before
-        assert report[8:11].tolist() == [bindings.crc32c(section.numpy().tobytes()) for section in tile]
+        after = [bindings.crc32c(section.numpy().tobytes()) for section in tile]
+        words = param.numpy().tobytes().ljust(-(-elems // 32) * 64, b"\0")
+        assert report[:16].tolist() == [2, n_words, 0, 0, bindings.crc32c(words)] + [0] * 11
+        assert report[16:].tolist() == [*before, 0, *after, 0] + [0] * 8
 
 
 @needs_xrt

@@ -1,9 +1,13 @@
-// C-simulation: streams as bounded as the FPGA's FIFOs, between stages that are threads. Under Vitis its own header of
-// this name is found, whose simulated streams are unbounded; that a FIFO is too shallow is found here, or by a card
-// that hangs.
+// C-simulation: streams as bounded as the FPGA's FIFOs, between stages that are threads and, like its pipelines, keep
+// what they have begun. Under Vitis its own header of this name is found, whose simulated streams are unbounded; that a
+// FIFO is too shallow is found here, or by a card that hangs.
 //
 // A stage runs until a stream has nothing for it, or no room. Then it wakes whoever can go on now, and sleeps. If all
 // sleep and none can go on, none ever will: a deadlock is recognised for certain and at once, not by its taking long.
+//
+// What an iteration writes comes out CSD_IN_FLIGHT iterations later, or when the stage has come to its end: a pipeline
+// that waits stands still, with all that is in it. An iteration uses a stream once; who uses one again is in the next.
+// The arithmetic is the FPGA's, too: subnormal numbers are zero.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -18,22 +22,45 @@
 #include <thread>
 #include <vector>
 
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#elif !defined(__aarch64__)
+#error "how does this CPU take subnormal numbers for zero?"
+#endif
+
+#ifndef CSD_IN_FLIGHT  // iterations in a pipeline: the update, the longest, takes about 130 cycles, and a word every two
+#define CSD_IN_FLIGHT 64
+#endif
 #define CSD_DATAFLOW hls::region csd_region_;
 #define CSD_STAGE(stage, ...) csd_region_.add(#stage, [&] { stage(__VA_ARGS__); });
 
 namespace hls {
 
+// Subnormal operands and results are zero, in this thread.
+inline void flush_subnormals() {
+#if defined(__SSE2__)
+  _mm_setcsr(_mm_getcsr() | 0x8040);
+#else
+  uint64_t fpcr;
+  asm volatile("mrs %0, fpcr" : "=r"(fpcr));
+  asm volatile("msr fpcr, %0" : : "r"(fpcr | 1u << 24));
+#endif
+}
+
 // How full a stream is. One stage writes, one reads; each counts on a cache line of its own.
 struct fifo {
   const size_t depth;
   const std::string name;
-  alignas(64) std::atomic<uint64_t> written{0};
-  alignas(64) std::atomic<uint64_t> read{0};
+  alignas(64) std::atomic<uint64_t> n_written{0};
+  alignas(64) std::atomic<uint64_t> n_read{0};
 
   fifo(size_t depth, const char *name) : depth(depth), name(name) {}
+  virtual ~fifo() = default;
+
+  virtual void come_out() = 0;  // the oldest number that a pipeline holds for this stream
 
   bool ready(bool to_write) const {
-    const uint64_t n = written.load(std::memory_order_acquire) - read.load(std::memory_order_acquire);
+    const uint64_t n = n_written.load(std::memory_order_acquire) - n_read.load(std::memory_order_acquire);
     return to_write ? n != depth : n != 0;
   }
 };
@@ -58,20 +85,45 @@ class region {
 
   // The stage that this thread is returns when the stream is ready for it.
   static void wait(const fifo &stream, bool to_write) {
-    const place &here = this_thread();
-    if (!here.in) throw std::logic_error("a stage that is not in a region waits for " + stream.name);
-    here.in->wait(*here.as, stream, to_write);
+    stage &self = this_stage(stream);
+    this_thread().in->wait(self, stream, to_write);
+  }
+
+  // The stage that this thread is uses a stream, for the last time in iteration `used`. Lets come out what is due.
+  static void step(const fifo &stream, uint64_t &used) {
+    stage &self = this_stage(stream);
+    if (used == self.iteration) self.iteration++;
+    used = self.iteration;
+    while (!self.held.empty() && self.held.front().due <= self.iteration) self.let_out();
+  }
+
+  // What it writes is in its pipeline from now on.
+  static void hold(fifo &stream) {
+    stage &self = this_stage(stream);
+    self.held.push_back({&stream, self.iteration + CSD_IN_FLIGHT});
+    if (CSD_IN_FLIGHT == 0) self.let_out();
   }
 
  private:
+  struct number {
+    fifo *stream;
+    uint64_t due;  // the iteration in which it comes out
+  };
   struct stage {
     const std::string name;
     const std::function<void()> body;
+    uint64_t iteration = 1;
+    std::deque<number> held;
     const fifo *waits_for = nullptr;  // while it sleeps
     bool to_write = false;
     std::condition_variable woken;
 
     stage(const char *name, std::function<void()> body) : name(name), body(std::move(body)) {}
+
+    void let_out() {
+      held.front().stream->come_out();
+      held.pop_front();
+    }
   };
   struct place {
     region *in;
@@ -84,11 +136,18 @@ class region {
     return here;
   }
 
+  static stage &this_stage(const fifo &stream) {
+    if (!this_thread().as) throw std::logic_error("a stage that is not in a region uses " + stream.name);
+    return *this_thread().as;
+  }
+
   void run(stage &self) {
     this_thread() = {this, &self};
+    flush_subnormals();
     std::string failure;
     try {
       self.body();
+      while (!self.held.empty()) self.let_out();
     } catch (const given_up &) {
     } catch (const std::exception &e) {
       failure = self.name + ": " + e.what();
@@ -122,7 +181,8 @@ class region {
     std::string waiting;
     for (const stage &s : stages_)
       if (s.waits_for)
-        waiting += " " + s.name + " waits for " + (s.to_write ? "room in " : "") + s.waits_for->name + ";";
+        waiting += " " + s.name + " waits for " + (s.to_write ? "room in " : "") + s.waits_for->name +
+                   (s.held.empty() ? "" : ", " + std::to_string(s.held.size()) + " in its pipeline") + ";";
     if (waiting.empty()) return;  // all have come to their end
     waiting.back() = '.';
     fail("deadlock:" + waiting);
@@ -144,48 +204,54 @@ template <typename T, int DEPTH = 0>
 class stream;
 
 template <typename T>
-class stream<T, 0> {
+class stream<T, 0> : fifo {
  public:
   explicit stream(const char *name) : stream(2, name) {}  // the depth of a FIFO of which nothing is said
   stream(const stream &) = delete;
   stream &operator=(const stream &) = delete;
 
   void write(const T &value) {
-    const uint64_t at = fifo_.written.load(std::memory_order_relaxed);
-    if (at - read_before_ == fifo_.depth && at - (read_before_ = now(fifo_.read)) == fifo_.depth) {
-      region::wait(fifo_, true);
-      read_before_ = now(fifo_.read);
-    }
+    region::step(*this, written_in_);
     slots_[write_slot_] = value;
-    if (++write_slot_ == fifo_.depth) write_slot_ = 0;
-    fifo_.written.store(at + 1, std::memory_order_release);
+    if (++write_slot_ == slots_.size()) write_slot_ = 0;
+    region::hold(*this);
   }
 
   T read() {
-    const uint64_t at = fifo_.read.load(std::memory_order_relaxed);
-    if (at == written_before_ && at == (written_before_ = now(fifo_.written))) {
-      region::wait(fifo_, false);
-      written_before_ = now(fifo_.written);
+    const uint64_t at = n_read.load(std::memory_order_relaxed);
+    if (at == written_before_ && at == (written_before_ = now(n_written))) {
+      region::wait(*this, false);
+      written_before_ = now(n_written);
     }
+    region::step(*this, read_in_);
     const T value = slots_[read_slot_];
-    if (++read_slot_ == fifo_.depth) read_slot_ = 0;
-    fifo_.read.store(at + 1, std::memory_order_release);
+    if (++read_slot_ == slots_.size()) read_slot_ = 0;
+    n_read.store(at + 1, std::memory_order_release);
     return value;
   }
 
  protected:
-  stream(size_t depth, const char *name) : fifo_(depth, name), slots_(depth) {}
+  // Of each stream a pipeline holds one number for each iteration in it.
+  stream(size_t depth, const char *name) : fifo(depth, name), slots_(depth + CSD_IN_FLIGHT + 1) {}
 
  private:
   static uint64_t now(const std::atomic<uint64_t> &count) { return count.load(std::memory_order_acquire); }
 
-  fifo fifo_;
+  void come_out() override {
+    const uint64_t at = n_written.load(std::memory_order_relaxed);
+    if (at - read_before_ == depth && at - (read_before_ = now(n_read)) == depth) {
+      region::wait(*this, true);
+      read_before_ = now(n_read);
+    }
+    n_written.store(at + 1, std::memory_order_release);
+  }
+
   std::vector<T> slots_;
-  // Each side's own: its next slot, and how far the other one was when it last looked.
+  // Each side's own: its next slot, the iteration of its stage, and how far the other one was when it last looked.
   alignas(64) size_t write_slot_ = 0;
-  uint64_t read_before_ = 0;
+  uint64_t written_in_ = 0, read_before_ = 0;
   alignas(64) size_t read_slot_ = 0;
-  uint64_t written_before_ = 0;
+  uint64_t read_in_ = 0, written_before_ = 0;
 };
 
 template <typename T, int DEPTH>

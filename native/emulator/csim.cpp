@@ -1,10 +1,10 @@
-// Calls the kernels as a card would: with addresses and numbers.
+// Calls the kernel as a card would: with addresses and numbers.
 #include <exception>
 #include <stdexcept>
 #include <string>
 
 #include "emulator.h"
-#include "kernels.h"
+#include "kernel.h"
 
 namespace {
 
@@ -16,11 +16,11 @@ const Word *argument(const void *address) {
 Word *argument(void *address) { return const_cast<Word *>(argument(static_cast<const void *>(address))); }
 uint32_t argument(uint32_t number) { return number; }
 
-template <typename Kernel, typename... Arguments>
-const char *run(Kernel kernel, Arguments... arguments) {
+template <typename... Arguments>
+const char *run(Arguments... arguments) {
   static thread_local std::string why;
   try {
-    kernel(argument(arguments)...);
+    csd_adamw_update(argument(arguments)...);
     return nullptr;
   } catch (const std::exception &e) {
     why = e.what();
@@ -31,19 +31,10 @@ const char *run(Kernel kernel, Arguments... arguments) {
 }  // namespace
 
 const char *csd_csim_update(const void *tile_in_0, const void *tile_in_1, const void *tile_in_2, const void *tile_in_3,
-                            const void *grad, const void *segments, void *tile_out_0, void *tile_out_1,
-                            void *tile_out_2, void *tile_out_3, void *param, void *report, uint32_t n_words,
-                            uint32_t sections, uint32_t n_segments, uint32_t grad_words, uint32_t param_words) {
-  return run(csd_adamw_update, tile_in_0, tile_in_1, tile_in_2, tile_in_3, grad, segments, tile_out_0, tile_out_1,
-             tile_out_2, tile_out_3, param, report, n_words, sections, n_segments, grad_words, param_words);
-}
-
-const char *csd_csim_topk_update(const void *tile_in_0, const void *tile_in_1, const void *tile_in_2,
-                                 const void *tile_in_3, const void *grad, const void *entries, const void *segments,
-                                 void *tile_out_0, void *tile_out_1, void *tile_out_2, void *tile_out_3, void *param,
-                                 void *report, uint32_t n_words, uint32_t sections, uint32_t n_segments,
-                                 uint32_t grad_words, uint32_t entry_words, uint32_t param_words) {
-  return run(csd_adamw_topk_update, tile_in_0, tile_in_1, tile_in_2, tile_in_3, grad, entries, segments, tile_out_0,
-             tile_out_1, tile_out_2, tile_out_3, param, report, n_words, sections, n_segments, grad_words, entry_words,
-             param_words);
+                            const void *grad, const void *entries, const void *segments, void *tile_out_0,
+                            void *tile_out_1, void *tile_out_2, void *tile_out_3, void *param, void *report,
+                            uint32_t n_words, uint32_t sections, uint32_t n_segments, uint32_t grad_words,
+                            uint32_t entry_words, uint32_t param_words, uint32_t sum_words) {
+  return run(tile_in_0, tile_in_1, tile_in_2, tile_in_3, grad, entries, segments, tile_out_0, tile_out_1, tile_out_2,
+             tile_out_3, param, report, n_words, sections, n_segments, grad_words, entry_words, param_words, sum_words);
 }

@@ -1,5 +1,5 @@
 // A card for XRT's software emulation (sw_emu): the process that XRT starts in place of each card, and that runs the
-// HLS kernels as g++ compiled them. XRT's driver library `libxrt_swemu` listens on a Unix socket and sends requests:
+// HLS kernel as g++ compiled it. XRT's driver library `libxrt_swemu` listens on a Unix socket and sends requests:
 //
 //   request  {0x09, uint64 size, 0x15, uint32 number}, then a protobuf message of that size
 //   answer   {0x09, uint64 size}, then a message
@@ -187,49 +187,38 @@ class Memory {
   int fd_;
 };
 
-// ---- Kernels --------------------------------------------------------------------------
+// ---- The kernel -----------------------------------------------------------------------
 
-struct Kernel {
-  const char *(*run)(const uint8_t *registers, const Memory &memory);  // nullptr, or why it never ends
-  uint32_t tile_out;                                                   // the register of `tile_out_0`
-};
+constexpr const char *kKernel = "csd_adamw_update";
+constexpr uint32_t kTileOut = kFirstArgument + 7 * kPointerBytes;  // the register of `tile_out_0`
 
-constexpr uint32_t buffer_register(uint32_t argument) { return kFirstArgument + argument * kPointerBytes; }
-
-template <auto kernel>
+// nullptr, or why the run never ends.
 const char *run_kernel(const uint8_t *registers, const Memory &memory) {
-  return call(kernel, registers, [&memory](uint64_t address) {
+  return call(csd_csim_update, registers, [&memory](uint64_t address) {
     void *place = memory.at(address, 1);
     if (!place) {
-      say("a kernel was given the address 0x%" PRIx64 ", which is in no buffer", address);
+      say("the kernel was given the address 0x%" PRIx64 ", which is in no buffer", address);
       _exit(1);
     }
     return place;
   });
 }
 
-const std::map<std::string, Kernel, std::less<>> kKernels = {
-    {"csd_adamw_update", {run_kernel<csd_csim_update>, buffer_register(6)}},
-    {"csd_adamw_topk_update", {run_kernel<csd_csim_topk_update>, buffer_register(7)}},
-};
-
 const Memory *memory_of_run;  // in the child of a run: for the handler below
-const char *kernel_of_run;
 
 void on_bad_access(int, siginfo_t *info, void *) {
   char where[200];
   memory_of_run->describe(info->si_addr, where, sizeof where);
-  say("%s went astray: it touched what lies %s", kernel_of_run, where);
+  say("%s went astray: it touched what lies %s", kKernel, where);
   _exit(1);
 }
 
 // ---- A compute unit -------------------------------------------------------------------
 
-// One kernel and its registers. A run is a child process.
+// The kernel's registers. A run is a child process.
 class Unit {
  public:
-  Unit(std::string name, const Kernel &kernel, const Memory &memory)
-      : name_(std::move(name)), kernel_(kernel), memory_(memory), registers_(kUnitBytes) {}
+  explicit Unit(const Memory &memory) : memory_(memory), registers_(kUnitBytes) {}
   Unit(const Unit &) = delete;
 
   ~Unit() {
@@ -262,7 +251,7 @@ class Unit {
   }
 
   void start(bool garble) {
-    if (state_ == State::kRunning || state_ == State::kHung) die("%s was started while it runs", name_.c_str());
+    if (state_ == State::kRunning || state_ == State::kHung) die("%s was started while it runs", kKernel);
     state_ = State::kRunning;
     garble_ = garble;
     child_ = fork();
@@ -278,13 +267,12 @@ class Unit {
   [[noreturn]] void run() {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     memory_of_run = &memory_;
-    kernel_of_run = name_.c_str();
     struct sigaction action = {};
     action.sa_sigaction = on_bad_access;
     action.sa_flags = SA_SIGINFO;
     sigaction(SIGSEGV, &action, nullptr);
     sigaction(SIGBUS, &action, nullptr);
-    const char *why_not = kernel_.run(registers_.data(), memory_);
+    const char *why_not = run_kernel(registers_.data(), memory_);
     if (why_not) say("%s", why_not);
     _exit(why_not ? 1 : 0);
   }
@@ -302,19 +290,17 @@ class Unit {
     }
     if (!ended) return;
     if (ended < 0 || !WIFEXITED(status) || WEXITSTATUS(status)) {
-      say("this run of %s hangs", name_.c_str());
+      say("this run of %s hangs", kKernel);
       state_ = State::kHung;
       return;
     }
     state_ = State::kDone;
     if (!garble_) return;
     uint64_t tile;
-    memcpy(&tile, registers_.data() + kernel_.tile_out, sizeof tile);
+    memcpy(&tile, registers_.data() + kTileOut, sizeof tile);
     *memory_.at(tile, 1) ^= 1;
   }
 
-  const std::string name_;
-  const Kernel &kernel_;
   const Memory &memory_;
   std::vector<uint8_t> registers_;
   State state_ = State::kIdle;
@@ -355,8 +341,7 @@ class Card {
       std::string kernel;
       uint64_t address;
       while (lines >> kernel >> std::hex >> address)
-        if (const auto found = kKernels.find(kernel); found != kKernels.end())  // others are there, but do nothing
-          units_.try_emplace(address, kernel, found->second, memory_);
+        if (kernel == kKernel) units_.try_emplace(address, memory_);  // others are there, but do nothing
       if (!lines.eof()) {
         say("the xclbin was not made for this emulator");
         return Answer().number(1, 0);

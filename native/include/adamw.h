@@ -1,8 +1,8 @@
 // The update rule. It stands here and nowhere else: the CPU updater and every HLS kernel call it.
 //
 // AdamW (Loshchilov & Hutter, 2019, algorithm 2) as torch.optim.AdamW orders it: decay, both moments, then the step.
-// Every operation is rounded to nearest fp32 on its own. Compile with -ffp-contract=off: a fused multiply-add here
-// would give other bits on other machines.
+// Every operation is rounded to nearest fp32 on its own, and subnormal numbers are zero (native/src/float_mode.h).
+// Compile with -ffp-contract=off: a fused multiply-add here would give other bits on other machines.
 #pragma once
 #include <math.h>
 

@@ -1,5 +1,5 @@
-// What host and FPGA say to each other: the memory that one run of a kernel reads and writes. Shared by the back end
-// (native/src/device_xrt.cpp), the kernels (hls_kernels/) and their tests. Everything is little-endian and in units of
+// What host and FPGA say to each other: the memory that one run of the kernel reads and writes. Shared by the back end
+// (native/src/device_xrt.cpp), the kernel (hls_kernels/) and their tests. Everything is little-endian and in units of
 // one *word*: 512 bits, what a port of the FPGA moves in a cycle.
 //
 // One run updates one tile, whatever lies in it. Each argument is one linear array, so that the FPGA reads and writes
@@ -11,14 +11,14 @@
 //   grad      the gradients of the dense segments in the same order, each from a new word on: 16 fp32 values a word,
 //             or 32 of 16 bits
 //   param     the rounded masters of all segments, in the same way, in the dtype of the parameter
-//   entries   Top-K only: the gradients of the sparse segments, see below
-//   report    one word that the kernel writes at the end
+//   entries   the gradients of the sparse segments (Top-K), see below
+//   report    what the kernel has to say: a header, which it writes last, and its sums
 #pragma once
 #include <stdint.h>
 
 #include "csd.h"
 
-constexpr uint32_t kKernelVersion = 1;  // of all this; a kernel reports its own
+constexpr uint32_t kKernelVersion = 2;  // of all this; a kernel reports its own
 constexpr uint32_t kLanes = 16;         // fp32 values in a word
 constexpr uint32_t kWordBytes = 4 * kLanes;
 
@@ -38,26 +38,35 @@ static_assert(sizeof(csd_segment) == kWordBytes, "a segment is one word");
 // lower half and the 16 bits of the gradient, in the dtype of the segment, in its upper half; indices ascend. Elements
 // of sparse segments without an entry have the gradient zero. An entry out of order or beyond the tile is counted in
 // `bad_entries` and has no effect. So is, once, a count that runs beyond the words that there are, with all that
-// follows it, and so are words after the last block.
+// follows it, and so are words after the last block. No words at all are no entries: all those gradients are zero.
 constexpr uint32_t kBlockElems = 1 << 16;
 constexpr uint32_t kBlockWords = kBlockElems / kLanes;
 
+// The first word of the report.
 struct csd_report {
   uint32_t version;    // kKernelVersion
-  uint32_t n_words;    // as given: the run has come to its end
+  uint32_t n_words;    // as given: the run has come to its end, and all that it wrote is in memory
   uint32_t nonfinite;  // gradients that are inf or nan, before scaling; their elements were updated all the same
   uint32_t bad_entries;
-  uint32_t crc_in[4];    // CRC-32C of each section as it was read
-  uint32_t crc_out[4];   // and as it was written
-  uint32_t reserved[4];  // 0
+  uint32_t crc_param;  // CRC-32C of all words of `param`, as they were written
+  uint32_t reserved[11];
 };
-static_assert(sizeof(csd_report) == kWordBytes, "a report is one word");
+static_assert(sizeof(csd_report) == kWordBytes, "a report begins with one word");
 
-// The kernels. `tile_in` and `tile_out` may be the same memory: a word is read before it is written. Each is given four
+// Each word after it: CRC-32C of the next `sum_words` words of each section, or of what is left of it; 0 for a section
+// that there is not. Each sum begins anew.
+struct csd_sums {
+  uint32_t in[4];   // as it was read
+  uint32_t out[4];  // and as it was written
+  uint32_t reserved[8];
+};
+static_assert(sizeof(csd_sums) == kWordBytes, "the sums of a chunk are one word");
+
+constexpr uint32_t kLeastSumWords = 64;  // the least `sum_words`: 4 KiB
+
+// The kernel. `tile_in` and `tile_out` may be the same memory: a word is read before it is written. Each is given four
 // times, once per section, because that is four ports, which work at the same time; all four are the tile's first byte.
 // The fourth is not touched where sections = 3.
 //
-//   csd_adamw_update(tile_in_0 .. tile_in_3, grad, segments, tile_out_0 .. tile_out_3, param, report,
-//                    n_words, sections, n_segments, grad_words, param_words)
-//   csd_adamw_topk_update(tile_in_0 .. tile_in_3, grad, entries, segments, tile_out_0 .. tile_out_3, param, report,
-//                         n_words, sections, n_segments, grad_words, entry_words, param_words)
+//   csd_adamw_update(tile_in_0 .. tile_in_3, grad, entries, segments, tile_out_0 .. tile_out_3, param, report,
+//                    n_words, sections, n_segments, grad_words, entry_words, param_words, sum_words)

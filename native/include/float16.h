@@ -2,23 +2,28 @@
 // updater, and what the HLS kernels call. IEEE 754-2008 binary16; bf16 is the upper half of binary32.
 #pragma once
 #include <stdint.h>
-#include <string.h>
+
+// A union, which g++, clang and Vitis all document as a way to the bits of a float.
+union FloatBits {
+  float f;
+  uint32_t u;
+};
 
 inline uint32_t float_bits(float f) {
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  return u;
+  FloatBits bits;
+  bits.f = f;
+  return bits.u;
 }
 
 inline float bits_float(uint32_t u) {
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
+  FloatBits bits;
+  bits.u = u;
+  return bits.f;
 }
 
 inline float f16_to_f32(uint16_t h) {
   const uint32_t sign = (uint32_t)(h & 0x8000u) << 16, magnitude = h & 0x7fffu;
-  const float subnormal = (float)magnitude * 0x1p-24f;  // exact
+  const float subnormal = (float)magnitude * (1.0f / (1 << 24));  // exact
   uint32_t u = (magnitude << 13) + ((127u - 15u) << 23);
   if (magnitude < 0x400u) u = float_bits(subnormal);
   if (magnitude >= 0x7c00u) u = 0x7f800000u | (magnitude << 13);  // inf and nan

@@ -9,6 +9,7 @@
 #include "crc32c.h"
 #include "csd.h"
 #include "engine.h"
+#include "float_mode.h"
 #include "pool.h"
 #include "topk.h"
 #include "updater.h"
@@ -140,6 +141,7 @@ int csd_update(const csd_adamw *hyper, int32_t isa, uint64_t n, const void *grad
   return guarded(error, [&] {
     if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
     if (hyper->amsgrad && !max_exp_avg_sq) throw csd::Failure{CSD_EINVAL, "amsgrad needs max_exp_avg_sq"};
+    const csd::FloatMode mode(csd::Subnormals::zero);
     csd::update({hyper,
                  n,
                  grad,

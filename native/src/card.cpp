@@ -23,7 +23,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr const char *kKernels[] = {"csd_adamw_update", "csd_adamw_topk_update"};  // by Kernel
+constexpr const char *kKernel = "csd_adamw_update";
 constexpr uint64_t kPage = 4096;
 
 std::string seconds(milliseconds t) {
@@ -138,13 +138,11 @@ void Card::open_now() try {
   }
   unsigned char uuid[16];
   if (xrt_.device_xclbin_uuid(device_, uuid)) fail("XRT does not say which kernels are loaded", errno);
-  for (const Kernel kernel : {kDense, kTopK}) {
-    errno = 0;
-    kernels_[kernel] = xrt_.kernel_open(device_, uuid, kKernels[kernel]);
-    if (!kernels_[kernel])
-      fail(xclbin_ + " has no kernel " + kKernels[kernel] + ": it is another program's; build ours (docs/smartssd.md)",
-           errno ? errno : ENOENT);
-  }
+  errno = 0;
+  kernel_ = xrt_.kernel_open(device_, uuid, kKernel);
+  if (!kernel_)
+    fail(xclbin_ + " has no kernel " + kKernel + ": it is another program's; build ours (docs/smartssd.md)",
+         errno ? errno : ENOENT);
   has_p2p_ = maps_p2p();
 } catch (...) {
   close_now();
@@ -153,7 +151,7 @@ void Card::open_now() try {
 
 bool Card::maps_p2p() const {
   const Xrt::Handle buffer =
-      xrt_.buffer_alloc(device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernels_[kTopK], kTileIn)));
+      xrt_.buffer_alloc(device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernel_, kTileIn)));
   if (!buffer) return false;
   // Direct I/O needs a whole page; XRT's `noop` driver, for one, returns something else.
   void *const map = xrt_.buffer_map(buffer);
@@ -172,8 +170,7 @@ void Card::try_p2p(int fd, uint64_t offset) {
 }
 
 void Card::close_now() {
-  for (Xrt::Handle &kernel : kernels_)
-    if (const Xrt::Handle open = std::exchange(kernel, nullptr)) xrt_.kernel_close(open);
+  if (const Xrt::Handle open = std::exchange(kernel_, nullptr)) xrt_.kernel_close(open);
   if (const Xrt::Handle open = std::exchange(device_, nullptr)) xrt_.device_close(open);
 }
 
@@ -218,8 +215,8 @@ void Card::lose(const std::string &why) {
 
 void Card::fail(const std::string &what, int os_errno) { throw Failure{CSD_EDEVICE, what, os_errno}; }
 
-Xrt::Handle Card::open_run(Kernel kernel) const {
-  const Xrt::Handle run = xrt_.run_open(kernels_[kernel]);
+Xrt::Handle Card::open_run() const {
+  const Xrt::Handle run = xrt_.run_open(kernel_);
   if (!run) fail("cannot make a run of its kernel", errno);
   return run;
 }
@@ -233,7 +230,7 @@ void Card::set_arg(Xrt::Handle run, int index, uint32_t value) const {
 }
 
 void Card::execute(Xrt::Handle run) {
-  const std::unique_lock in_use(kernels_in_use_, 3 * timeout_);
+  const std::unique_lock in_use(kernel_in_use_, 3 * timeout_);
   if (!in_use) lose("it has not come to an end with a tile in " + seconds(3 * timeout_));
   check();
   if (xrt_.run_start(run)) fail("cannot start its kernel", errno);
@@ -257,7 +254,7 @@ CardBuffer::CardBuffer(std::shared_ptr<Card> card, uint64_t bytes, KernelArg arg
     : card_(std::move(card)), size_((bytes + kPage - 1) / kPage * kPage), p2p_(p2p) {
   // In emulation ordinary buffers are shared with the device, and a forgotten copy would go unnoticed; these are not.
   const uint64_t flags = p2p ? kP2p : card_->emulated_ ? kCacheable : kNormal;
-  const auto group = static_cast<uint32_t>(card_->xrt_.kernel_arg_group(card_->kernels_[kTopK], arg));
+  const auto group = static_cast<uint32_t>(card_->xrt_.kernel_arg_group(card_->kernel_, arg));
   handle_ = card_->xrt_.buffer_alloc(card_->device_, size_, flags, group);
   if (!handle_)
     Card::fail(

@@ -14,10 +14,7 @@
 
 namespace csd {
 
-enum Kernel { kDense, kTopK };
-
-// The Top-K kernel's arguments (csd_kernel.h); the tile has one per section. The dense kernel has them without the
-// entries.
+// The kernel's arguments (csd_kernel.h); the tile has one per section.
 enum KernelArg {
   kTileIn = 0,
   kGrad = 4,
@@ -28,7 +25,6 @@ enum KernelArg {
   kReport = 12,
   kScalars = 13
 };
-inline int arg_of(Kernel kernel, int arg) { return kernel == kDense && arg > kEntries ? arg - 1 : arg; }
 
 class Card : public std::enable_shared_from_this<Card> {
  public:
@@ -50,7 +46,7 @@ class Card : public std::enable_shared_from_this<Card> {
   std::chrono::milliseconds run_limit() const { return 4 * timeout_; }
 
   // The calls themselves, all from within guarded().
-  Xrt::Handle open_run(Kernel) const;
+  Xrt::Handle open_run() const;
   void set_arg(Xrt::Handle run, int index, Xrt::Handle buffer) const;
   void set_arg(Xrt::Handle run, int index, uint32_t value) const;
   void execute(Xrt::Handle run);  // one at a time: they would share the same memory; waits for its end
@@ -70,11 +66,11 @@ class Card : public std::enable_shared_from_this<Card> {
   const Xrt &xrt_;
   const std::string name_, xclbin_;
   const std::chrono::milliseconds timeout_;
-  Xrt::Handle device_ = nullptr, kernels_[2] = {};
+  Xrt::Handle device_ = nullptr, kernel_ = nullptr;
   std::atomic<bool> has_p2p_{false};
   bool emulated_ = false;
   uint32_t users_ = 0;  // guarded by the mutex of all cards
-  std::timed_mutex kernels_in_use_;
+  std::timed_mutex kernel_in_use_;
   std::mutex mutex_;  // guards why_
   std::atomic<bool> lost_{false};
   std::string why_;

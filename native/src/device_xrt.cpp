@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "card.h"
+#include "crc32c.h"
 #include "csd_kernel.h"
 #include "device_file.h"
 #include "topk.h"
@@ -28,6 +29,11 @@ namespace {
 // Tiles between their gradients and their parameters: one that goes in, one in the kernel, one that comes out.
 constexpr uint32_t kFrames = 3;
 
+// Of a report with the sums of so many chunks.
+constexpr uint64_t report_bytes(uint64_t chunks) { return sizeof(csd_report) + chunks * sizeof(csd_sums); }
+
+constexpr uint64_t kLeastChunkBytes = kLeastSumWords * kWordBytes;  // of a section, as long as it is not its last
+
 // What a tile takes along to the kernel and back.
 struct Frame {
   CardBuffer grad, param, segments, report;
@@ -35,25 +41,21 @@ struct Frame {
   std::unique_ptr<CardBuffer> windows, entries;
   uint64_t n_entries = 0;
   const std::shared_ptr<Card> card;
-  const Xrt::Handle runs[2];  // by Kernel
+  const Xrt::Handle run;
 
   Frame(const std::shared_ptr<Card> &c, uint64_t bytes)
       : grad(c, bytes, kGrad),
         param(c, bytes, kParam),
         segments(c, bytes, kSegments),
-        report(c, sizeof(csd_report), kReport),
+        report(c, report_bytes(bytes / kLeastChunkBytes + 1), kReport),
         card(c),
-        runs{c->open_run(kDense), c->open_run(kTopK)} {}
-  ~Frame() {
-    for (const Xrt::Handle run : runs) card->close_run(run);
-  }
+        run(c->open_run()) {}
+  ~Frame() { card->close_run(run); }
 };
 
 // What gather() found: sizes in words.
 struct Load {
   uint32_t segments = 0, grad_words = 0, entry_words = 0, param_words = 0;
-
-  Kernel kernel() const { return entry_words ? kTopK : kDense; }
 };
 
 uint32_t words(uint64_t elems, uint32_t dtype) {
@@ -61,24 +63,21 @@ uint32_t words(uint64_t elems, uint32_t dtype) {
 }
 
 void set_args(const Frame &frame, const CardBuffer &in, const CardBuffer &out, const Load &load, uint32_t n_words,
-              uint32_t sections) {
-  const Card &card = *frame.card;
-  const Kernel kernel = load.kernel();
-  const Xrt::Handle run = frame.runs[kernel];
-  const auto set = [&card, kernel, run](int arg, auto value) { card.set_arg(run, arg_of(kernel, arg), value); };
+              uint32_t sections, uint32_t sum_words) {
+  const auto set = [&frame](int arg, auto value) { frame.card->set_arg(frame.run, arg, value); };
   for (int s = 0; s < 4; s++) {
     set(kTileIn + s, in.handle());
     set(kTileOut + s, out.handle());
   }
   set(kGrad, frame.grad.handle());
-  if (kernel == kTopK) set(kEntries, frame.entries->handle());
+  set(kEntries, (load.entry_words ? *frame.entries : frame.grad).handle());  // a port wants some buffer
   set(kSegments, frame.segments.handle());
   set(kParam, frame.param.handle());
   set(kReport, frame.report.handle());
   int arg = kScalars;
-  for (const uint32_t scalar : {n_words, sections, load.segments, load.grad_words}) set(arg++, scalar);
-  if (kernel == kTopK) set(arg++, load.entry_words);
-  set(arg, load.param_words);
+  for (const uint32_t scalar :
+       {n_words, sections, load.segments, load.grad_words, load.entry_words, load.param_words, sum_words})
+    set(arg++, scalar);
 }
 
 class XrtDevice : public FileDevice {
@@ -172,28 +171,29 @@ class XrtDevice : public FileDevice {
       for (uint32_t s = 0; s < tile.sections; s++)
         memcpy(to + s * tile.section_bytes(), tile.window[s], tile.section_bytes());
     }
-    memset(frame->report.bytes(), 0, sizeof(csd_report));
+    memset(frame->report.bytes(), 0, report_bytes(tile.n_chunks()));
 
     const CardBuffer *const from = work.from_windows && p2p_ ? frame->windows.get() : state.get();
     card_->guarded(
         "updating a tile",
         [frame, state, from, bounce, load, bytes = tile.bytes(), n_words = static_cast<uint32_t>(tile.elems / kLanes),
-         sections = tile.sections] {
+         sections = tile.sections, sum_words = static_cast<uint32_t>(tile.sum_elems / kLanes),
+         report = report_bytes(tile.n_chunks())] {
           Card &card = *frame->card;
           frame->grad.to_device(uint64_t{kWordBytes} * load.grad_words);
           if (load.entry_words) frame->entries->to_device(uint64_t{kWordBytes} * load.entry_words);
           frame->segments.to_device(uint64_t{kWordBytes} * load.segments);
-          frame->report.to_device(sizeof(csd_report));
+          frame->report.to_device(report);
           if (bounce || from != state.get()) from->to_device(bytes);
-          set_args(*frame, *from, *state, load, n_words, sections);
-          card.execute(frame->runs[load.kernel()]);
-          frame->report.from_device(sizeof(csd_report));
+          set_args(*frame, *from, *state, load, n_words, sections, sum_words);
+          card.execute(frame->run);
+          frame->report.from_device(report);
           frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
           if (bounce) state->from_device(bytes);
         },
         card_->run_limit());
 
-    check(tile, work, *reinterpret_cast<const csd_report *>(frame->report.bytes()));
+    check(tile, work, *frame, load);
     scatter(tile, work, *frame);
   }
 
@@ -240,7 +240,10 @@ class XrtDevice : public FileDevice {
     }
   }
 
-  void check(const Tile &tile, Work &work, const csd_report &report) const {
+  // Before anything is given out: parameters of a damaged tile are nobody's.
+  static void check(const Tile &tile, Work &work, const Frame &frame, const Load &load) {
+    const auto &report = *reinterpret_cast<const csd_report *>(frame.report.bytes());
+    const auto *const sums = reinterpret_cast<const csd_sums *>(&report + 1);
     if (report.version == UINT32_MAX) Card::fail("it reads as all ones: it has dropped off the bus", ENODEV);
     if (report.version != kKernelVersion)
       Card::fail("its kernel speaks version " + std::to_string(report.version) + ", and we " +
@@ -248,11 +251,17 @@ class XrtDevice : public FileDevice {
                  EPROTO);
     if (report.n_words != tile.elems / kLanes || report.bad_entries)
       Card::fail("its kernel has not done what it was told", EIO);
-    if (work.verify && !work.from_windows)
-      for (uint32_t s = 0; s < tile.sections; s++)
-        if (report.crc_in[s] != tile.slots[tile.slot].sums[s]) throw damaged(tile, s);
+    for (uint64_t chunk = 0; work.verify && !work.from_windows && chunk < tile.n_chunks(); chunk++) {
+      const uint32_t section = differing_section(tile, chunk, sums[chunk].in);
+      if (section < tile.sections) throw damaged(tile, section);
+    }
+    if (crc32c(0, frame.param.bytes(), uint64_t{kWordBytes} * load.param_words) != report.crc_param)
+      Card::fail("the parameters that came from it are not those that its kernel wrote", EIO);
     work.nonfinite = report.nonfinite;
-    work.sum = {true, {report.crc_out, report.crc_out + tile.sections}};
+    work.sum.summed = true;
+    work.sum.sums.clear();
+    for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++)
+      work.sum.sums.insert(work.sum.sums.end(), sums[chunk].out, sums[chunk].out + tile.sections);
   }
 
   // A frame for as long as a tile needs one; there are as many as workers.
@@ -346,9 +355,10 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
     *reinterpret_cast<csd_segment *>(frame->segments.bytes()) = {
         0, kElems, CSD_F16, CSD_F16, {1, 0.9f, 0.1f, 0.999f, 0.001f, 0.001f, 1, 1e-8f, 1, 0}, 0, 0};
     frame->segments.to_device(kWordBytes);
-    set_args(*frame, *state, *state, {1, kElems / 2 / kLanes, 0, kElems / 2 / kLanes}, kElems / kLanes, 3);
+    set_args(*frame, *state, *state, {1, kElems / 2 / kLanes, 0, kElems / 2 / kLanes}, kElems / kLanes, 3,
+             kElems / kLanes);
     seconds->kernel = timed([&] {
-      for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->runs[kDense]);
+      for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->run);
     });
     seconds->out = timed([&] {
       for (uint64_t i = 0; i < kRuns; i++) frame->param.from_device(4 * kElems);

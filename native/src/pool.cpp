@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "csd.h"
+#include "float_mode.h"
 
 namespace csd {
 namespace {
@@ -83,6 +84,7 @@ uint32_t Pool::size() noexcept {
 
 void Pool::work() {
   block_signals();
+  const FloatMode mode(Subnormals::zero);
   std::unique_lock lock(mutex_);
   for (;;) {
     wake_.wait(lock, [this] { return !tasks_.empty() || running_ > wanted_; });

@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "csd_kernel.h"
+#include "float_mode.h"
 
 namespace csd {
 namespace {
@@ -110,6 +111,7 @@ void check_entries(const Tile &tile, const Work &work) {
 
 uint64_t topk_count(double ratio, uint64_t n) {
   if (n == 0) return 0;
+  const FloatMode mode(Subnormals::kept);
   return std::clamp<uint64_t>(static_cast<uint64_t>(std::nearbyint(ratio * static_cast<double>(n))), 1, n);
 }
 
@@ -126,6 +128,7 @@ uint16_t magnitude(uint16_t value, uint32_t dtype) {
 // One pass over the values: a sample says from which magnitude on there are probably k of them and some more, those are
 // collected, and the k largest of them are the k largest of all. Where the sample has misled us, all are collected.
 uint64_t select(const Part &part, uint64_t n, uint64_t k, Scratch &scratch, const uint16_t **values_out) {
+  const FloatMode mode(Subnormals::kept);
   const auto *values = static_cast<const uint16_t *>(part.grad);
   if (part.owes() || part.grad_dtype != part.dtype) {
     round_part(part, n, grown(scratch.values, n));
@@ -173,6 +176,7 @@ bool provide_entries(const Tile &tile, Work &work) {
 }
 
 void feed_back(const Tile &tile, const Work &work) {
+  const FloatMode mode(Subnormals::kept);
   alignas(64) uint16_t sent[kChunk];
   Entries entries(work.entries, work.n_entries);
   for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {

@@ -1,5 +1,7 @@
 #include "updater.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <type_traits>
 

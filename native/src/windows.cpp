@@ -34,6 +34,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   if (e.n_tiles > INT32_MAX - tiles_.size()) throw Failure{CSD_EINVAL, "more than 2^31 tiles"};
   if (e.slots < 1 || e.slots > 2) throw Failure{CSD_EINVAL, "a tile has 1 or 2 slots"};
+  if (e.states && !e.sums) throw Failure{CSD_EINVAL, "tiles of a store come with their checksums"};
   for (uint32_t i = 0; e.states && i < e.n_tiles; i++)
     if (e.states[i].slot >= e.slots)
       throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is in a slot that there is not"};

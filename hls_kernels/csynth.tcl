@@ -1,0 +1,35 @@
+# C synthesis of the kernel: its II, latency, DSP, block RAM and clock, as the compiler sees them. Needs neither card nor
+# platform, and takes minutes. The free edition knows the default part, whose fabric is that of the SmartSSD's.
+#
+#   make csynth                                             with vitis_hls, until 2024.1
+#   make csynth HLS='vitis-run --mode hls --tcl'            from 2024.2 on
+#   make csynth PART=xcku15p-ffva1156-2LV-e                 the SmartSSD's own part
+#
+# Nobody has run this on an HLS compiler yet; a test runs it on one that only listens.
+
+proc setting {name default} {
+    if {[info exists ::env($name)] && $::env($name) ne ""} {
+        return $::env($name)
+    }
+    return $default
+}
+
+set part [setting PART xcku5p-ffvb676-2-e]
+set frequency [setting FREQUENCY 200]
+set here [file dirname [file normalize [info script]]]
+
+file mkdir $here/build
+cd $here/build
+open_project -reset csynth
+set_top csd_adamw_update
+add_files $here/csd_adamw_update.cpp -cflags "-std=gnu++14 -I$here -I$here/../native/include"
+open_solution -reset -flow_target vitis solution
+set_part $part
+create_clock -period ${frequency}MHz
+csynth_design
+
+# The table of all stages and their loops.
+set report [open csynth/solution/syn/report/csynth.rpt]
+puts [read $report]
+close $report
+exit
