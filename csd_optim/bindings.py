@@ -186,8 +186,9 @@ def _fill(device: Any, config: DeviceConfig) -> Any:
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
-    device.pace, device.depth, device.cache_bytes = asdict(config.pace), config.depth, config.cache_bytes
-    return backend
+    device.pace = pace = ffi.new("csd_pace *", asdict(config.pace))
+    device.depth, device.cache_bytes = config.depth, config.cache_bytes
+    return backend, pace
 
 
 def engine_create(devices: list[DeviceConfig], name: Namer) -> Any:

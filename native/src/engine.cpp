@@ -295,8 +295,8 @@ void Engine::not_stored(Job &job, Failure failure) noexcept {
   if (not_given_ > 0) {
     fail(job, std::move(failure));
   } else {
-    // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes it.
-    // Keep the data in its buffer and let the next drain try again.
+    // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes
+    // it. Keep the data in its buffer and let the next drain try again.
     failure_ = std::move(failure);
     failure_.device = static_cast<int32_t>(job.tile->device);
     unwritten_.push_back(&job);

@@ -17,7 +17,8 @@ constexpr uint64_t kHugePage = 2 << 20;
 
 HugeMemory::HugeMemory(uint64_t bytes, bool reserved) : bytes_(bytes) {
   if (bytes == 0) return;
-  // Mapped larger by a huge page and trimmed, so that it begins on one. Nothing is reserved: untouched pages cost nothing.
+  // Mapped larger by a huge page and trimmed, so that it begins on one. Nothing is reserved: untouched pages cost
+  // nothing.
   void *raw = mmap(nullptr, bytes + kHugePage, reserved ? PROT_NONE : PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) throw Failure{CSD_ENOMEM, "cannot map " + std::to_string(bytes) + " bytes of memory", errno};

@@ -1,5 +1,5 @@
-// Drives the engine through csd.h alone, for the sanitizers; tests/sanitize.py builds and runs it in an empty directory.
-// What it computes is checked by pytest; here only what must hold whatever the numbers are.
+// Drives the engine through csd.h alone, for the sanitizers; tests/sanitize.py builds and runs it in an empty
+// directory. What it computes is checked by pytest; here only what must hold whatever the numbers are.
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -201,7 +201,7 @@ struct Model {
 };
 
 csd_device file(const File &f, uint32_t buffers = 3, int64_t cache_bytes = 0) {
-  return {"file", f.fd, buffers, 4096, nullptr, 0, {}, 0, cache_bytes};
+  return {"file", f.fd, buffers, 4096, nullptr, 0, nullptr, 0, cache_bytes};
 }
 csd_device ram() { return {"ram", -1, 0, 0}; }
 csd_device null() { return {"null", -1, 0, 0}; }
@@ -209,7 +209,9 @@ csd_device null() { return {"null", -1, 0, 0}; }
 // About a millisecond per tile for each of what it does.
 csd_device paced(csd_device d) {
   const uint32_t serial = d.buffers == 1;
-  d.pace = {2e7, 1e7, 2.5e7, 0.0005, 1e6, 5e6, serial, serial};
+  static const csd_pace kPaces[] = {{2e7, 1e7, 2.5e7, 0.0005, 1e6, 5e6, 0, 0},
+                                    {2e7, 1e7, 2.5e7, 0.0005, 1e6, 5e6, 1, 1}};
+  d.pace = &kPaces[serial];
   return d;
 }
 
@@ -720,7 +722,9 @@ void paced_devices() {
 
   csd_engine *none = nullptr;
   csd_device wrong[] = {paced(ram()), paced(ram())};
-  wrong[1].pace.link++;
+  csd_pace other = *wrong[1].pace;
+  other.link++;
+  wrong[1].pace = &other;
   CHECK(csd_engine_create(wrong, 2, &none, &m.error) == CSD_EINVAL && m.error.device == 1);
   for (const csd_pace &pace : {csd_pace{-1, 0, 0, 0, 0, 0, 0, 0},
                                {0, 10, 0, 0, 0, 0, 0, 0},
@@ -729,7 +733,7 @@ void paced_devices() {
                                {0, 0, 0, 1e9, 0, 0, 0, 0},
                                {0, 0, 0, 0, HUGE_VAL, 0, 0, 0},
                                {0, 0, 0, 0, 0, NAN, 0, 0}}) {
-    wrong[0].pace = pace;
+    wrong[0].pace = &pace;
     CHECK(csd_engine_create(wrong, 1, &none, nullptr) == CSD_EINVAL);
   }
 }
@@ -744,7 +748,8 @@ void out_of_memory() {
     for (bool failed = true; failed; n++) {
       const File a, b, c;
       csd_device slow = device(c, 2);
-      slow.pace.update = 1e9;
+      const csd_pace pace{0, 0, 0, 0, 1e9, 0, 0, 0};
+      slow.pace = &pace;
       Model m({device(a, 3), device(b, 1), slow}), same({ram(), ram(), ram()});
       std::vector<std::vector<uint16_t>> owed[2];
       Model *const models[] = {&m, &same};
