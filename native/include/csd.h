@@ -43,7 +43,7 @@
  *         puts(error.text);
  *         return 1;
  *       }
- *       printf("param %g, exp_avg %g\n", param[0], state[CSD_EXP_AVG][0]);  // param -0.1, exp_avg 0.1
+ *       printf("param %.3f, exp_avg %.3f\n", param[0], state[CSD_EXP_AVG][0]);  // param -0.100, exp_avg 0.100
  *       for (int s = 0; s < 3; s++) csd_window_release(state[s], TILE);
  *       return csd_engine_close(engine, &error);
  *     }
@@ -332,7 +332,8 @@ typedef struct csd_card_rates {
   double kernel;             /* parameters per second: fp16 gradients and parameters, tiles of 1 Mi elements */
 } csd_card_rates;
 
-/* Measures a device with a card that no engine uses at the time. `bytes` of its file from `offset` on are overwritten. */
+/* Measures a device with a card that no engine uses at the time. `bytes` of its file from `offset` on are
+ * overwritten. */
 int csd_card_measure(const csd_device *device, uint64_t offset, uint64_t bytes, csd_card_rates *out, csd_error *error);
 
 /* ---- What a step did, when ----------------------------------------------- */
