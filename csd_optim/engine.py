@@ -483,7 +483,7 @@ class Engine:
             card = self._cards.get(spec.card)
             p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
             about: dict[str, Any] = {"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p}
-            # Else transfers cost 4 to 5 times the CPU time. A card has other buffers; less than such a page never has one.
+            # Else transfers cost 4 to 5 times the CPU time. A card has other buffers; what is smaller never has one.
             if store and not card and counts["buffer_bytes"] >= HUGE_PAGE:
                 about["huge_pages"] = 2 * counts["huge_bytes"] > counts["buffer_bytes"]
             if store:
