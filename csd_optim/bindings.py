@@ -186,8 +186,9 @@ def _fill(device: Any, config: DeviceConfig) -> Any:
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
-    device.pace, device.depth, device.cache_bytes = asdict(config.pace), config.depth, config.cache_bytes
-    return backend
+    device.pace = pace = ffi.new("csd_pace *", asdict(config.pace))
+    device.depth, device.cache_bytes = config.depth, config.cache_bytes
+    return backend, pace
 
 
 def engine_create(devices: list[DeviceConfig], name: Namer) -> Any:
@@ -217,10 +218,11 @@ def engine_extend(
     devices: np.ndarray[Any, Any] | None = None,
     sum_elems: int | None = None,
     sums: np.ndarray[Any, Any] | None = None,
+    mappings: int = 1,
 ) -> list[Any]:
     """`devices`: of each tile, uint32; None: in turns. `sum_elems` None: one checksum for all of a section.
 
-    `sums`: of `states`, uint32, of shape (n_tiles, chunks, sections).
+    `sums`: of `states`, uint32, of shape (n_tiles, chunks, sections). `mappings`: that each window consists of.
     Returns one window per section: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself.
     """
     assert pieces.dtype == PIECE
@@ -240,8 +242,27 @@ def engine_extend(
     windows, error = ffi.new("float *[4]"), ffi.new("csd_error *")
     check(lib.csd_engine_extend(engine, extent, windows, error), error, name)
     elems = n_tiles * tile_elems
-    release = lib.csd_window_release
-    return [ffi.buffer(ffi.gc(windows[s], lambda w: release(w, elems)), 4 * elems) for s in range(sections)]
+    return [ffi.buffer(_window(windows[s], elems, mappings), 4 * elems) for s in range(sections)]
+
+
+_mappings: dict[int, int] = {}  # by the address of a window
+
+
+def _window(window: Any, elems: int, mappings: int) -> Any:
+    """The window, which is counted and unmaps itself."""
+    address, counted, release = int(ffi.cast("uintptr_t", window)), _mappings, lib.csd_window_release
+    counted[address] = mappings
+
+    def gone(window: Any) -> None:
+        del counted[address]  # first: once it is released, another may lie there
+        release(window, elems)
+
+    return ffi.gc(window, gone)
+
+
+def mappings() -> int:
+    """Of all windows in this process."""
+    return sum([*_mappings.values()])
 
 
 def engine_begin(

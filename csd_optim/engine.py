@@ -31,7 +31,7 @@ from .errors import (
     users_stacklevel,
 )
 from .layout import SUM_ELEMS, Extent, plan_extent
-from .probe import tune
+from .probe import HUGE_PAGE, tune
 from .signals import signals_held
 from .store import Mode, StoreFile
 from .store_format import PAGE, Contents, Record
@@ -184,6 +184,7 @@ class Engine:
             tile_elems=self.tile_elems,
             shares=self.shares,
             sum_elems=SUM_ELEMS,
+            mapped=0 if self.resident else bindings.mappings(),
         )
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
         ends = [s.end if s else 0 for s in self._stores]
@@ -241,6 +242,7 @@ class Engine:
             extent.devices,
             extent.sum_elems,
             sums,
+            mappings=extent.n_tiles if any(self._stores) else 1,
         )
         self.extents.append(extent)
         self._windows.append(windows)
@@ -481,6 +483,9 @@ class Engine:
             card = self._cards.get(spec.card)
             p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
             about: dict[str, Any] = {"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p}
+            # Else transfers cost 4 to 5 times the CPU time. A card has other buffers; what is smaller never has one.
+            if store and not card and counts["buffer_bytes"] >= HUGE_PAGE:
+                about["huge_pages"] = 2 * counts["huge_bytes"] > counts["buffer_bytes"]
             if store:
                 about |= {"block_bytes": spec.block_bytes, "depth": spec.depth}
             stats.append(about | {"share": self.shares[d] if self.shares else 1.0} | counts)

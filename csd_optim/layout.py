@@ -12,6 +12,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,20 @@ TILE_ELEMS = 1 << 20
 TILES_PER_DEVICE = 8
 # And still finer if a device has a small share, down to this part of that.
 FINEST = 8
-# A section of a tile is a mapping of its own; Linux allows a process 65530 (vm.max_map_count). Tiles of a model beyond
-# 14 G parameters are therefore larger.
+# A section of a tile on a file is a mapping of its own, of which Linux allows a process 65530 (vm.max_map_count).
+# Tiles of a model beyond 14 G parameters are therefore larger.
 MAX_MAPPINGS = 40_000
+# What joins later has this part of the mappings that are left, if that is less than it would take: fewer tiles, and
+# larger ones. A large extent leaves some for whoever comes after it.
+SMALL_PART, LARGE_PART = 1 / 128, 0.7
+
+
+def max_mappings() -> int:
+    """That all extents of a process may take: an eighth of what the system allows is left to everybody else's."""
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text()) * 7 // 8
+    except (OSError, ValueError):
+        return 65530 * 7 // 8
 
 
 @dataclass(frozen=True)
@@ -90,10 +102,13 @@ def plan_extent(
     tile_elems: int | None = None,
     shares: Sequence[float] | None = None,
     sum_elems: int | None = SUM_ELEMS,
+    mapped: int = 0,
 ) -> Extent:
     """Lays `numels` out over `n_devices`, each of which gets its share (positive numbers; None: equal ones).
 
-    `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`. `sum_elems`: see Extent.
+    `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`. `sum_elems`: see Extent. `mapped`: the
+    mappings that other extents of the process take (bindings.mappings()). Tiles are larger where few are left, down to
+    one for each device.
     """
     starts, end = [], 0
     for n in numels:
@@ -101,9 +116,14 @@ def plan_extent(
         end += round_up(n, ALIGN)
     if tile_elems is None:
         # The same number of tiles for every device, so that none has to wait for another.
-        largest = max(TILE_ELEMS, math.ceil(end * sections / MAX_MAPPINGS))
+        one_each, left = n_devices * sections, max_mappings() - mapped
+        most = max(one_each, min(MAX_MAPPINGS, int(LARGE_PART * left)))
+        largest = max(TILE_ELEMS, math.ceil(end * sections / most))
         finer = min(FINEST, sum(shares) / n_devices / min(shares)) if shares else 1
-        rounds = max(math.ceil(TILES_PER_DEVICE * finer), math.ceil(end / (n_devices * largest)))
+        rounds = math.ceil(TILES_PER_DEVICE * finer)
+        if mapped:
+            rounds = max(1, min(rounds, int(SMALL_PART * left) // one_each))
+        rounds = max(rounds, math.ceil(end / (n_devices * largest)))
         tile_elems = math.ceil(end / (n_devices * rounds))
     tile_elems = max(GRAIN, round_up(tile_elems, GRAIN))
     n_tiles = math.ceil(end / tile_elems)

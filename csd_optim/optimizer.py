@@ -786,7 +786,9 @@ class CSDAdam(AdamW, Joinable):
         ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed; a card's, if it has.
         ``residual_bytes``: memory, beside the parameters, of what Top-K owes them.
         ``block_bytes``, ``depth``, of a device with a store: size of its I/O requests, and how many are in flight at
-        once. ``share``: of the parameters, relative to the other devices.
+        once. ``share``: of the parameters, relative to the other devices. ``huge_pages``: whether the system gave them
+        to a device's buffers (None: it has none, or less than such a page); without, transfers cost 4 to 5 times the
+        CPU time, see /sys/kernel/mm/transparent_hugepage/enabled.
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         """

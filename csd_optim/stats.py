@@ -34,6 +34,7 @@ def describe(
             "backend": d["backend"],
             "direct_io": d["direct_io"],
             "p2p": d["p2p"],
+            "huge_pages": d.get("huge_pages"),
             "block_bytes": d.get("block_bytes"),
             "depth": d.get("depth"),
             "share": d["share"],

@@ -20,7 +20,7 @@ from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
 from csd_optim.devices import parse_devices
 from csd_optim.durable import open_engine
-from csd_optim.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, plan_extent
+from csd_optim.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, max_mappings, plan_extent
 
 ADAM = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0, 0)], HYPER)
 
@@ -410,6 +410,63 @@ def test_tiles_of_a_huge_model_fit_the_number_of_mappings():
             extent = plan_extent([int(n)], 2, sections=sections)
             assert extent.n_tiles * sections <= MAX_MAPPINGS + 4 * 2
     assert plan_extent([7 * 10**9], 2).tile_elems <= TILE_ELEMS
+
+
+@pytest.mark.parametrize("numels", [[65_536] * 600, [14 * 10**9] * 5, [10**6] * 3 + [10**11] * 2 + [10**5] * 200])
+def test_extents_of_a_process_fit_the_number_of_mappings_together(numels):
+    """However many join, large and small: the first are cut as if they were alone, the last have a tile a device."""
+    mapped = 0
+    for i, n in enumerate(numels):
+        extent, alone = plan_extent([n], 8, mapped=mapped), plan_extent([n], 8)
+        mapped += extent.n_tiles * 3
+        assert extent.tile_elems == alone.tile_elems if i == 0 else extent.tile_elems >= alone.tile_elems
+        assert min(extent.tiles_of(d) for d in range(8)) >= 1
+    assert mapped <= max_mappings()
+
+
+def test_parameters_join_one_after_another(tmp_path):
+    """500 of them on 8 devices, each an extent of its own: windows onto all, a step of some, and then none is left."""
+    n, code = 65_536, bindings.DTYPE_CODES[torch.float32]
+    engine = open_engine(parse_devices([f"file:{tmp_path}?scratch=1"] * 8))
+    extents = [engine.extend([n], 3) for _ in range(500)]
+    assert 12_000 < bindings.mappings() <= max_mappings()
+    stepping = extents[::60]
+    tiles = np.concatenate([np.arange(e.first_tile, e.first_tile + e.n_tiles, dtype=np.uint32) for e in stepping])
+    grad, param = torch.ones(n), torch.zeros(n)
+    engine.begin(np.array([(grad.data_ptr(), param.data_ptr(), code, code, *[0] * 6)] * 500, PARAM), ADAM, tiles)
+    for tile in tiles:
+        engine.push(int(tile))
+    engine.finish()
+    engine.drain()
+    for extent in extents[::30]:
+        exp_avg = engine.window(extent, 0, 1, torch.float32)
+        assert torch.equal(exp_avg, torch.full((n,), 0.1 if extent.first_tile in tiles else 0.0))
+    engine.close()
+    del engine, exp_avg
+    gc.collect()
+    assert bindings.mappings() == 0
+
+
+@pytest.mark.parametrize("disabled", [0, 1])
+def test_huge_pages_that_are_refused_are_told(disabled):
+    """`stats()` says what the kernel gave, and not what was asked for: here a process that may have none."""
+    code = f"""if True:
+        import ctypes, torch
+        from csd_optim import CSDAdam, layout
+        assert ctypes.CDLL(None).prctl(41, {disabled}, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
+        p = torch.nn.Parameter(torch.zeros(1 << 21))
+        p.grad = torch.ones_like(p)
+        with CSDAdam([p], devices=["file:?buffers=8", "file:?buffers=1&block=4096"], tile_size=1 << 20) as opt:
+            opt.step()
+            print(*(d["huge_pages"] for d in opt.stats()["devices"]))
+        with CSDAdam([p], devices=["file:?buffers=2", "ram:"], tile_size=1024) as opt:
+            opt.step()
+            print(*(d["huge_pages"] for d in opt.stats()["devices"]))
+    """
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    huge = not disabled and "[never]" not in enabled
+    assert said == [str(huge)] * 2 + ["None"] * 2
 
 
 def test_constructing_starts_no_threads():

@@ -11,11 +11,42 @@
  *     csd_engine_finish(...)               the step is whole (or undone)
  *     csd_engine_close()
  *
- * The smallest step, with every gradient and parameter in host memory:
+ * The smallest complete step: one parameter, in one tile of a device in memory.
  *
- *     csd_engine_begin(e, params, n_params, hypers, n_hypers, tiles, n_tiles, &err);
- *     for (i = 0; i < n_tiles; i++) csd_engine_push(e, tiles[i], NULL, NULL, NULL, 0, &err);
- *     csd_engine_finish(e, 1, &err);
+ *     #include <stdio.h>
+ *     #include "csd.h"
+ *
+ *     int main(void) {
+ *       enum { N = 1000, TILE = 1024 };
+ *       static float param[N], grad[N];
+ *       for (int i = 0; i < N; i++) grad[i] = 1;
+ *
+ *       const csd_device device = {.backend = "ram"};
+ *       const uint64_t file_offset = 0;
+ *       const csd_piece piece = {.param = 0, .tile = 0, .elems = N};
+ *       const csd_extent extent = {.tile_elems = TILE, .n_tiles = 1, .sections = 3, .slots = 2, .sum_elems = TILE,
+ *                                  .file_offset = &file_offset, .pieces = &piece, .n_pieces = 1};
+ *       const csd_param params = {.grad = grad, .param = param, .grad_dtype = CSD_F32, .param_dtype = CSD_F32};
+ *       const csd_adamw first = {.decay = 1, .beta1 = 0.9f, .one_minus_beta1 = 0.1f, .beta2 = 0.999f,
+ *                                .one_minus_beta2 = 0.001f, .step_size = 1, .inv_sqrt_bias2 = 31.6228f,
+ *                                .eps = 1e-8f, .grad_scale = 1};
+ *       const uint32_t tile = 0;
+ *       csd_engine *engine;
+ *       float *state[4];
+ *       csd_error error;
+ *       if (csd_engine_create(&device, 1, &engine, &error) ||
+ *           csd_engine_extend(engine, &extent, state, &error) ||
+ *           csd_engine_begin(engine, &params, 1, &first, 1, &tile, 1, &error) ||
+ *           csd_engine_push(engine, tile, NULL, NULL, NULL, 0, &error) ||
+ *           csd_engine_finish(engine, 1, &error) ||
+ *           csd_engine_drain(engine, 1, &error)) {
+ *         puts(error.text);
+ *         return 1;
+ *       }
+ *       printf("param %.3f, exp_avg %.3f\n", param[0], state[CSD_EXP_AVG][0]);  // param -0.100, exp_avg 0.100
+ *       for (int s = 0; s < 3; s++) csd_window_release(state[s], TILE);
+ *       return csd_engine_close(engine, &error);
+ *     }
  *
  * Parameters lie one after another in a *flat space*, cut into *tiles*: the unit of
  * I/O and of update. A tile's state is [master | exp_avg | exp_avg_sq (| max_exp_avg_sq)],
@@ -61,9 +92,6 @@ enum csd_dtype { CSD_F32 = 0, CSD_F16 = 1, CSD_BF16 = 2 };
 /* The sections of a tile, in this order. The fourth exists with amsgrad only. */
 enum csd_section { CSD_MASTER = 0, CSD_EXP_AVG = 1, CSD_EXP_AVG_SQ = 2, CSD_MAX_EXP_AVG_SQ = 3 };
 
-/* Instruction sets of the CPU updater. All of them compute the same bits. */
-enum csd_isa { CSD_ISA_SCALAR = 0, CSD_ISA_AVX2 = 1, CSD_ISA_AVX512 = 2 };
-
 /* One step's constants for one parameter: the bias corrections are folded in, computed
  * in double by the caller and rounded once. */
 typedef struct csd_adamw {
@@ -81,41 +109,18 @@ typedef struct csd_adamw {
 
 /* ---- Devices ------------------------------------------------------------ */
 
-/* Requests in flight per file system, whatever the number of engines and devices, unless one asks for more. Four of a megabyte already saturate
- * the drives we measured; twice that keeps reads and writes going at the same time. */
+/* Requests in flight per file system, whatever the number of engines and devices, unless one asks for more. Four of a
+ * megabyte already saturate the drives we measured; twice that keeps reads and writes going at the same time. */
 #define CSD_IO_DEPTH 8
 
 /* The FPGA of a SmartSSD, through the Xilinx runtime (XRT), which is loaded when the first one is opened. */
 typedef struct csd_card csd_card;
 
-/* Opens a card by XRT's index ("0") or its PCIe address ("0000:65:00.1"), and loads the kernels in the file `xclbin`.
- * All who open one share it. A kernel that has not come to its end after `timeout_ms` hangs, and the card is lost to
- * this process. */
-int csd_card_open(const char *name, const char *xclbin, uint32_t timeout_ms, csd_card **out, csd_error *error);
-int csd_card_close(csd_card *card, csd_error *error);
-int32_t csd_card_has_p2p(const csd_card *card); /* can a drive reach its memory? */
-
-/* Tries that out: reads a page of an O_DIRECT file on its drive at `offset`, and writes it back. Where that fails, the
- * card counts as one without P2P from now on. */
-int csd_card_try_p2p(csd_card *card, int32_t fd, uint64_t offset, csd_error *error);
+/* How fast an emulated device is at most: at the end. */
+typedef struct csd_pace csd_pace;
 
 /* Between drive and card: directly where that works, insist on it, or through host memory. */
 enum csd_p2p { CSD_P2P_AUTO = 0, CSD_P2P_ON = 1, CSD_P2P_OFF = 2 };
-
-/* Rates that an emulated device does not exceed, so that it is timed like another. 0: as fast as it goes; else a rate is
- * at least 1000. What can go on at the same time does. */
-typedef struct csd_pace {
-  double read, write; /* bytes of state per second, each of them by itself */
-  double mixed;       /* and both together */
-  double latency;     /* seconds before the first byte of each read and write of a tile; at most 3600 */
-  double update;      /* parameters per second */
-  double link;        /* bytes per second each way: gradients come, parameters go, at the same time. All devices of an
-                       * engine that name it share it, and name the same rate */
-  uint32_t host;      /* 1: the host updates its tiles, as with a plain drive. Their state goes over the link, read one
-                       * way and written the other; gradients and parameters do not */
-  uint32_t flash_grads; /* 1: gradients were put on its drive before the step. They come from there like the state, and
-                       * not over the link as others do. In time alone: in truth they are read where the params say */
-} csd_pace;
 
 typedef struct csd_device {
   /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "ram": in memory; "null": nowhere */
@@ -125,7 +130,7 @@ typedef struct csd_device {
   uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096, up to 1 GiB */
   csd_card *card;       /* xrt: belongs to the caller, outlives the engine */
   uint32_t p2p;         /* xrt: csd_p2p */
-  csd_pace pace;        /* not xrt */
+  const csd_pace *pace; /* not xrt; read by csd_engine_create. NULL: as fast as it goes */
   uint32_t depth;       /* file, xrt: that many requests in flight on its file system; not fewer than CSD_IO_DEPTH */
   /* file: memory for more buffers. A buffer keeps the tile that was written from it, until it is used for another; a
    * step need not read a tile that a buffer has. -1: it does all the same */
@@ -140,16 +145,6 @@ int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine 
  * what is written to them from now on stays private. A step that is under way is undone.
  * Returns the error of a write that never succeeded; the engine is gone all the same. */
 int csd_engine_close(csd_engine *engine, csd_error *error);
-
-typedef struct csd_card_rates {
-  double drive_to_card,
-      card_to_drive;         /* bytes per second by P2P, as the engine moves states; 0 where there is no P2P */
-  double to_card, from_card; /* bytes per second by DMA */
-  double kernel;             /* parameters per second: fp16 gradients and parameters, tiles of 1 Mi elements */
-} csd_card_rates;
-
-/* Measures a device with a card that no engine uses at the time. `bytes` of its file from `offset` on are overwritten. */
-int csd_card_measure(const csd_device *device, uint64_t offset, uint64_t bytes, csd_card_rates *out, csd_error *error);
 
 /* ---- Layout ------------------------------------------------------------- */
 
@@ -293,16 +288,62 @@ typedef struct csd_stats {
   double write_seconds;
   uint64_t buffer_bytes;      /* fixed memory of the device's tile buffers */
   uint64_t total_write_bytes; /* since the engine was made */
+  uint64_t huge_bytes;        /* of the tile buffers, on huge pages: as the system gave them; file */
 } csd_stats;
 
 int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error);
+
+/* ---- From here on: what benchmarks, tools and tests ask for ------------- */
+
+/* ---- Devices that are timed like others --------------------------------- */
+
+/* Rates that an emulated device does not exceed, so that it is timed like another. 0: as fast as it goes; else a rate
+ * is at least 1000. What can go on at the same time does. */
+struct csd_pace {
+  double read, write; /* bytes of state per second, each of them by itself */
+  double mixed;       /* and both together */
+  double latency;     /* seconds before the first byte of each read and write of a tile; at most 3600 */
+  double update;      /* parameters per second */
+  double link;        /* bytes per second each way: gradients come, parameters go, at the same time. All devices of an
+                       * engine that name it share it, and name the same rate */
+  uint32_t host;      /* 1: the host updates its tiles, as with a plain drive. Their state goes over the link, read one
+                       * way and written the other; gradients and parameters do not */
+  uint32_t flash_grads; /* 1: gradients were put on its drive before the step. They come from there like the state, and
+                       * not over the link as others do. In time alone: in truth they are read where the params say */
+};
+
+/* ---- Cards --------------------------------------------------------------- */
+
+/* Opens a card by XRT's index ("0") or its PCIe address ("0000:65:00.1"), and loads the kernels in the file `xclbin`.
+ * All who open one share it. A kernel that has not come to its end after `timeout_ms` hangs, and the card is lost to
+ * this process. */
+int csd_card_open(const char *name, const char *xclbin, uint32_t timeout_ms, csd_card **out, csd_error *error);
+int csd_card_close(csd_card *card, csd_error *error);
+int32_t csd_card_has_p2p(const csd_card *card); /* can a drive reach its memory? */
+
+/* Tries that out: reads a page of an O_DIRECT file on its drive at `offset`, and writes it back. Where that fails, the
+ * card counts as one without P2P from now on. */
+int csd_card_try_p2p(csd_card *card, int32_t fd, uint64_t offset, csd_error *error);
+
+typedef struct csd_card_rates {
+  double drive_to_card,
+      card_to_drive;         /* bytes per second by P2P, as the engine moves states; 0 where there is no P2P */
+  double to_card, from_card; /* bytes per second by DMA */
+  double kernel;             /* parameters per second: fp16 gradients and parameters, tiles of 1 Mi elements */
+} csd_card_rates;
+
+/* Measures a device with a card that no engine uses at the time. `bytes` of its file from `offset` on are
+ * overwritten. */
+int csd_card_measure(const csd_device *device, uint64_t offset, uint64_t bytes, csd_card_rates *out, csd_error *error);
+
+/* ---- What a step did, when ----------------------------------------------- */
 
 enum csd_event_kind { CSD_READ = 0, CSD_UPDATE = 1, CSD_WRITE = 2 };
 
 typedef struct csd_event {
   uint32_t device;
   uint32_t tile;
-  uint32_t kind; /* csd_event_kind; an update of a card, or of a paced device, has its transfers over the link in it */
+  uint32_t kind; /* csd_event_kind; an update of a card, or of a paced device, has its way over the link in it */
   uint32_t reserved;
   double begin, end; /* seconds of CLOCK_MONOTONIC */
 } csd_event;
@@ -312,6 +353,9 @@ typedef struct csd_event {
 uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n);
 
 /* ---- The updater alone, and what it is made of --------------------------- */
+
+/* Instruction sets of the CPU updater. All of them compute the same bits. */
+enum csd_isa { CSD_ISA_SCALAR = 0, CSD_ISA_AVX2 = 1, CSD_ISA_AVX512 = 2 };
 
 /* Updates `n` elements in place by the rule of adamw.h, on the calling thread. `max_exp_avg_sq` may be NULL
  * without amsgrad, `param` where nobody wants the rounded master. */
@@ -330,8 +374,9 @@ uint32_t csd_threads_used(void);
 /* How many of the `n` gradients of a piece Top-K sends: max(1, n * ratio, rounded to nearest even); 0 of 0. */
 uint64_t csd_topk_count(double ratio, uint64_t n);
 
-/* The selection alone, on the calling thread, of one piece of `n` elements. Fills `indices` (ascending) and `values` (16
- * bits, of `dtype`) of up to `k` elements, and `selected` with how many. `residual` may be NULL; `scale`: grad_scale. */
+/* The selection alone, on the calling thread, of one piece of `n` elements. Fills `indices` (ascending) and `values`
+ * (16 bits, of `dtype`) of up to `k` elements, and `selected` with how many. `residual` may be NULL; `scale`:
+ * grad_scale. */
 int csd_topk_select(const void *grad, int32_t grad_dtype, uint64_t n, const uint16_t *residual, float scale,
                     int32_t dtype, uint64_t k, uint32_t *indices, uint16_t *values, uint64_t *selected,
                     csd_error *error);

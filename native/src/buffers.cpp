@@ -1,5 +1,6 @@
 // The tile buffers of each device: how many there are, which tile takes which, and what they keep between steps.
 #include <errno.h>
+#include <string.h>
 
 #include <algorithm>
 #include <utility>
@@ -10,8 +11,8 @@ namespace csd {
 
 constexpr uint64_t kMostBytes = uint64_t{1} << 47;  // of the buffers of a device: an address space
 
-// For tiles of up to `bytes`, and so many on each device. If that fails, a device may be left without any; whoever needs
-// them asks again.
+// For tiles of up to `bytes`, and so many on each device. If that fails, a device may be left without any; whoever
+// needs them asks again.
 void Engine::grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles) {
   if (bytes == 0) return;  // there are no extents yet
   for (Lane &lane : lanes_) {
@@ -24,12 +25,13 @@ void Engine::grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles) {
       throw Failure{CSD_ENOMEM, std::to_string(n) + " buffers of " + std::to_string(bytes) + " bytes are too much",
                     ENOMEM, static_cast<int32_t>(device)};
     for (const Buffer &buffer : lane.free)
-      if (buffer.tile) buffer.tile->kept = false;
-    lane.free = {};
+      if (buffer.tile) buffer.tile->kept = nullptr;
+    lane.free.clear();
     lane.n_buffers = 0;
     lane.buffer_bytes = lane.counts.buffer_bytes = 0;
     try {
-      for (float *at : lane.device->allocate(static_cast<uint32_t>(n), bytes)) lane.free.push_back({at, nullptr});
+      for (float *at : lane.device->allocate(static_cast<uint32_t>(n), bytes))
+        lane.free.insert({at, nullptr, needed_in(lane, nullptr), lane.freed++});
     } catch (Failure &failure) {
       failure.device = static_cast<int32_t>(device);
       throw;
@@ -37,6 +39,7 @@ void Engine::grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles) {
     lane.buffer_bytes = bytes;
     lane.n_buffers = static_cast<uint32_t>(n);
     lane.counts.buffer_bytes = lane.device->memory_bytes();
+    lane.counts.huge_bytes = lane.device->huge_bytes();
   }
 }
 
@@ -50,41 +53,67 @@ std::vector<uint64_t> Engine::tiles_on_device() const {
 // what this step or the beginning of the next could do without a read.
 bool Engine::take_buffer(Lane &l, Job &job, bool ahead) {
   Tile &t = *job.tile;
-  const auto later = [this, &l](const Buffer &a, const Buffer &b) { return needed_in(l, a) < needed_in(l, b); };
-  const auto found = t.kept ? std::find_if(l.free.begin(), l.free.end(), [&t](const Buffer &b) { return b.tile == &t; })
-                            : std::max_element(l.free.begin(), l.free.end(), later);
-  if (found == l.free.end() || (ahead && needed_in(l, *found) < l.in_step + l.n_buffers)) return false;
+  const auto found = t.kept ? l.free.find(*t.kept) : l.free.begin();
+  if (found == l.free.end() || (ahead && found->needed_in < l.jobs.size() + l.n_buffers)) return false;
   job.read = job.must_read();
   // Who holds an open window may write there.
   job.work.verify = !job.work.from_windows && t.slots[t.slot].summed && (t.kept || !t.open);
-  if (found->tile) found->tile->kept = false;
-  job.buffer = found->at;
-  l.free.erase(found);
+  job.buffer = l.free.extract(found);
+  if (Tile *had = std::exchange(job.buffer.value().tile, nullptr)) {
+    had->kept = nullptr;
+    if (const Job *other = job_of(*had); other && !other->begun) l.to_read[other->place] = other->must_read();
+  }
   l.on_way++;
   l.read += job.read;
   return true;
 }
 
+Engine::Job *Engine::first_to_read(const Lane &l) {
+  const void *at = memchr(&l.to_read[l.next], true, l.to_read.size() - l.next);
+  return at ? l.jobs[static_cast<size_t>(static_cast<const char *>(at) - l.to_read.data())] : nullptr;
+}
+
+Engine::Job *Engine::job_of(const Tile &t) const {
+  return t.index < job_of_tile_.size() ? job_of_tile_[t.index] : nullptr;
+}
+
 // How many tiles of its device flow before the one that a buffer has, if the next step flows the other way round.
-uint64_t Engine::needed_in(const Lane &l, const Buffer &buffer) const {
-  if (!buffer.tile) return UINT64_MAX;
-  const Job *job = buffer.tile->index < job_of_tile_.size() ? job_of_tile_[buffer.tile->index] : nullptr;
+uint64_t Engine::needed_in(const Lane &l, const Tile *tile) const {
+  if (!tile) return UINT64_MAX;
+  const Job *job = job_of(*tile);
   if (!job) return UINT64_MAX - 1;  // nobody knows
-  return job->begun ? 2 * l.in_step - job->place : job->place;
+  return job->begun ? 2 * l.jobs.size() - job->place : job->place;
+}
+
+// As this step needs them. What a free buffer has does not begin before it is taken: so this holds until the next step.
+void Engine::reorder_buffers() {
+  for (Lane &l : lanes_) {
+    FreeBuffers before = std::exchange(l.free, {});
+    while (!before.empty()) {
+      auto buffer = before.extract(before.begin());
+      buffer.value().needed_in = needed_in(l, buffer.value().tile);
+      l.free.insert(std::move(buffer));
+    }
+  }
 }
 
 void Engine::release_buffer(Job &job, bool keep) {
   Lane &l = lane(job);
-  job.tile->kept = keep;
-  l.free.push_back({std::exchange(job.buffer, nullptr), keep ? job.tile : nullptr});
+  Tile *const tile = keep ? job.tile : nullptr;
+  job.buffer.value() = {job.at(), tile, needed_in(l, tile), l.freed++};
+  const Buffer &free = *l.free.insert(std::move(job.buffer)).position;
+  job.tile->kept = keep ? &free : nullptr;
   l.on_way--;
   l.read -= job.read;
 }
 
 void Engine::forget(Tile &t) {
-  if (!std::exchange(t.kept, false)) return;
-  for (Buffer &buffer : lanes_[t.device].free)
-    if (buffer.tile == &t) buffer.tile = nullptr;
+  if (!t.kept) return;
+  FreeBuffers &all = lanes_[t.device].free;
+  auto buffer = all.extract(all.find(*std::exchange(t.kept, nullptr)));
+  buffer.value().tile = nullptr;
+  buffer.value().needed_in = needed_in(lanes_[t.device], nullptr);
+  all.insert(std::move(buffer));
 }
 
 }  // namespace csd

@@ -26,12 +26,12 @@ struct Tile {
   uint64_t n_pieces = 0;
   float *window[4] = {};  // the tile's part of each window
   uint32_t n_slots = 2;
-  uint32_t slot = 0;    // the one that holds the state
-  uint32_t shown = 0;   // the one that the windows show as it is, or kNowhere
-  bool open = false;    // what is written to the windows goes to the device
-  bool edited = false;  // the windows hold what somebody wrote to them, and the device does not
-  uint32_t writes = 0;  // somebody told of, to open windows
-  bool kept = false;    // a free buffer has what the current slot has
+  uint32_t slot = 0;                    // the one that holds the state
+  uint32_t shown = 0;                   // the one that the windows show as it is, or kNowhere
+  bool open = false;                    // what is written to the windows goes to the device
+  bool edited = false;                  // the windows hold what somebody wrote to them, and the device does not
+  uint32_t writes = 0;                  // somebody told of, to open windows
+  const struct Buffer *kept = nullptr;  // the free buffer that has what the current slot has
   Slot slots[2];
 
   uint64_t section_bytes() const { return 4 * elems; }
@@ -99,6 +99,7 @@ class Device {
   // Is what was stored from a buffer there to be updated again, until another tile is loaded?
   virtual bool keeps_buffers() const { return false; }
   virtual uint64_t memory_bytes() const { return 0; }  // of these and whatever else is fixed
+  virtual uint64_t huge_bytes() const { return 0; }    // of them, on huge pages
 
   // Makes the windows show the tile's slot `shown`; if it is `open`, what is written there goes to the device.
   // Returns 0 or an errno.

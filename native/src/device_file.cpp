@@ -88,12 +88,14 @@ class EmulatedDevice : public FileDevice {
     // After a fork, copying on write would cost the parent its huge pages for good.
     madvise(memory_.floats(), memory_.bytes(), MADV_DONTFORK);
     memset(memory_.floats(), 0, memory_.bytes());  // all of it now, not in the first step
+    huge_bytes_ = memory_.huge_bytes();
     std::vector<float *> all;
     for (uint32_t i = 0; i < n; i++) all.push_back(memory_.floats() + i * bytes / sizeof(float));
     return all;
   }
 
   uint64_t memory_bytes() const override { return memory_.bytes(); }
+  uint64_t huge_bytes() const override { return huge_bytes_; }
 
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
     update_on_cpu(tile, buffer, work, std::move(done));
@@ -101,6 +103,7 @@ class EmulatedDevice : public FileDevice {
 
  private:
   HugeMemory memory_;
+  uint64_t huge_bytes_ = 0;
 };
 
 }  // namespace

@@ -34,7 +34,7 @@ class NullDevice : public Device {
 }  // namespace
 
 std::unique_ptr<Device> make_null_device(const csd_device &d) {
-  return std::make_unique<NullDevice>(d.pace.update != 0 || d.pace.link != 0);
+  return std::make_unique<NullDevice>(d.pace && (d.pace->update != 0 || d.pace->link != 0));
 }
 
 }  // namespace csd

@@ -1,5 +1,5 @@
-// Paced devices: emulated CSDs that take the time that others would. What is read, updated and written is real, and so is
-// all that goes on at the same time; only what is done too early is held back until its time.
+// Paced devices: emulated CSDs that take the time that others would. What is read, updated and written is real, and so
+// is all that goes on at the same time; only what is done too early is held back until its time.
 #include <pthread.h>
 
 #include <algorithm>
@@ -65,8 +65,8 @@ using Passings = std::multimap<Time, Passing>;
 
 }  // namespace
 
-// The clock of an engine's paced devices, and the link that they share. It reckons with the times at which things should
-// have happened, and not with those at which a thread woke up to see to them: so nothing adds up.
+// The clock of an engine's paced devices, and the link that they share. It reckons with the times at which things
+// should have happened, and not with those at which a thread woke up to see to them: so nothing adds up.
 class Pacer {
  public:
   Pacer() : thread_([this] { run(); }) {}
@@ -160,6 +160,7 @@ class PacedDevice : public Device {
   bool keeps_buffers() const override { return device_->keeps_buffers(); }
   std::vector<float *> allocate(uint32_t n, uint64_t bytes) override { return device_->allocate(n, bytes); }
   uint64_t memory_bytes() const override { return device_->memory_bytes(); }
+  uint64_t huge_bytes() const override { return device_->huge_bytes(); }
   int map(const Tile &tile) override { return device_->map(tile); }
 
   void load(const Tile &tile, float *buffer, Done done) override {
@@ -204,9 +205,9 @@ class PacedDevice : public Device {
 }  // namespace
 
 std::unique_ptr<Device> paced(std::unique_ptr<Device> device, const csd_device &d, std::shared_ptr<Pacer> &pacer) {
-  const csd_pace &p = d.pace;
-  if (!device || (p.read == 0 && p.write == 0 && p.mixed == 0 && p.update == 0 && p.latency == 0 && p.link == 0))
-    return device;
+  if (!device || !d.pace) return device;
+  const csd_pace &p = *d.pace;
+  if (p.read == 0 && p.write == 0 && p.mixed == 0 && p.update == 0 && p.latency == 0 && p.link == 0) return device;
   for (const double rate : {p.read, p.write, p.mixed, p.update, p.link})
     if (rate != 0 && !(rate >= 1000 && std::isfinite(rate))) return nullptr;  // less, and the clock might overflow
   if (d.card || !(p.latency >= 0 && p.latency <= 3600)) return nullptr;

@@ -95,10 +95,12 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   images_out_ = 0;
   not_given_ = n_tiles;
   for (Lane &l : lanes_) {
-    l.waiting.clear();
-    l.in_step = 0;
+    l.jobs.clear();
+    l.next = 0;
+    l.to_read.clear();
     const csd_stats last = std::exchange(l.counts, {});
     l.counts.buffer_bytes = last.buffer_bytes;
+    l.counts.huge_bytes = last.huge_bytes;
     l.counts.total_write_bytes = last.total_write_bytes;
     for (BusyTime &time : l.busy) time.reset();
   }
@@ -109,10 +111,12 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
     job.work.hypers = hypers_.data();
     job.work.from_windows = job.tile->edited;
     job.shown = job.tile->shown;
-    job.place = lane(job).in_step++;
+    job.place = lane(job).jobs.size();
     job_of_tile_[tiles[i]] = &job;
-    lane(job).waiting.push_back(&job);
+    lane(job).jobs.push_back(&job);
+    lane(job).to_read.push_back(job.must_read());
   }
+  reorder_buffers();
   phase_ = Phase::stepping;
   // One tile of each device in turn: devices that share a disk are served alike.
   for (bool more = true; more;) {
@@ -123,27 +127,25 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
 
 // Begins with the next tile, if the device has room for one more on its way.
 bool Engine::pump(Lane &l) {
-  if (failed_ || l.waiting.empty()) return false;
-  auto next = l.waiting.begin();
+  while (l.next < l.jobs.size() && l.jobs[l.next]->begun) l.next++;
+  if (failed_ || l.next == l.jobs.size()) return false;
+  Job *next = l.jobs[l.next];
   if (!l.device->resident()) {
     if (l.on_way == l.depth) return false;
     // So that the drive always has both to read and to write: beside tiles that need no read goes one that does.
-    const auto ahead = 2 * l.read < l.on_way
-                           ? std::find_if(
-                                 next, l.waiting.end(), [](const Job *job) { return job->must_read(); })
-                           : next;
-    if (ahead != next && ahead != l.waiting.end() && take_buffer(l, **ahead, true)) next = ahead;
-    else if (!take_buffer(l, **next, false)) return false;
+    Job *const ahead = 2 * l.read < l.on_way ? first_to_read(l) : next;
+    if (ahead != next && ahead && take_buffer(l, *ahead, true)) next = ahead;
+    else if (!take_buffer(l, *next, false)) return false;
   }
-  Job &job = **next;
-  l.waiting.erase(next);
+  Job &job = *next;
+  l.to_read[job.place] = false;
   job.begun = true;
   if (!job.read) {
     job.loaded = true;
     update_if_ready(job);
   } else {
     start(job, CSD_READ,
-          [&] { l.device->load(*job.tile, job.buffer, [this, &job](int error) { on_loaded(job, error); }); });
+          [&] { l.device->load(*job.tile, job.at(), [this, &job](int error) { on_loaded(job, error); }); });
   }
   return true;
 }
@@ -231,7 +233,7 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
 void Engine::update_if_ready(Job &job) noexcept {
   if (failed_ || !job.loaded || !job.pushed) return;
   start(job, CSD_UPDATE, [&] {
-    lane(job).device->update(*job.tile, job.buffer, job.work,
+    lane(job).device->update(*job.tile, job.at(), job.work,
                              [this, &job](Failure failure) { on_updated(job, std::move(failure)); });
   });
 }
@@ -265,7 +267,7 @@ void Engine::on_updated(Job &job, Failure failure) noexcept {
 
 void Engine::start_store(Job &job) noexcept {
   job.storing |= start(job, CSD_WRITE, [&] {
-    lane(job).device->store(*job.tile, job.buffer, [this, &job](int error) { on_stored(job, error); });
+    lane(job).device->store(*job.tile, job.at(), [this, &job](int error) { on_stored(job, error); });
   });
 }
 
@@ -293,8 +295,8 @@ void Engine::not_stored(Job &job, Failure failure) noexcept {
   if (not_given_ > 0) {
     fail(job, std::move(failure));
   } else {
-    // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes it.
-    // Keep the data in its buffer and let the next drain try again.
+    // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes
+    // it. Keep the data in its buffer and let the next drain try again.
     failure_ = std::move(failure);
     failure_.device = static_cast<int32_t>(job.tile->device);
     unwritten_.push_back(&job);

@@ -6,6 +6,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,21 @@
 namespace csd {
 
 using Clock = std::chrono::steady_clock;
+
+struct Buffer {
+  float *at;
+  Tile *tile;          // that it has, which knows it as `kept`; or null
+  uint64_t needed_in;  // so many tiles; as it was when the buffer became free, or the step began
+  uint64_t freed;      // the how manieth to become free
+};
+
+// Free buffers: first the one to take, which is needed last; of equal ones the one that has been free for longest.
+struct NeededLast {
+  bool operator()(const Buffer &a, const Buffer &b) const {
+    return a.needed_in != b.needed_in ? a.needed_in > b.needed_in : a.freed < b.freed;
+  }
+};
+using FreeBuffers = std::set<Buffer, NeededLast>;
 
 // Seconds in which at least one operation of a kind was going on.
 class BusyTime {
@@ -55,7 +71,8 @@ class Engine {
   // A tile on its way through a step.
   struct Job {
     Tile *tile;
-    float *buffer = nullptr;  // null on a resident device
+    FreeBuffers::node_type buffer;  // empty on a resident device
+    float *at() { return buffer ? buffer.value().at : nullptr; }
     Work work{};
     uint32_t shown = 0;         // the slot that the windows showed when the step began
     Clock::time_point began{};  // the read, update or write that is under way
@@ -63,19 +80,17 @@ class Engine {
     bool must_read() const { return !tile->kept && !work.from_windows; }
     bool begun = false, read = false, pushed = false, loaded = false, given = false, storing = false, stored = false;
   };
-  struct Buffer {
-    float *at;
-    Tile *tile;  // that it has, which is `kept`; or null
-  };
   struct Lane {  // a device and what is queued on it
     std::unique_ptr<Device> device;
     uint32_t depth = 0;         // so many tiles are on their way at once
     int64_t cache_bytes = 0;    // see csd_device
     uint64_t buffer_bytes = 0;  // of each
     uint32_t n_buffers = 0;     // not fewer than `depth`
-    std::vector<Buffer> free;
-    std::deque<Job *> waiting;      // not yet begun
-    uint64_t in_step = 0;           // tiles of this step
+    FreeBuffers free;
+    uint64_t freed = 0;             // so many times
+    std::vector<Job *> jobs;        // of this step, in the order in which they flow
+    size_t next = 0;                // all before it have begun
+    std::vector<char> to_read;      // by place: has not begun, and must be read
     uint32_t on_way = 0, read = 0;  // begun and not yet stored; those of them that had to be read
     csd_stats counts{};
     BusyTime busy[3];  // by csd_event_kind
@@ -97,7 +112,10 @@ class Engine {
   void fail(const Job &, Failure) noexcept;
   bool take_buffer(Lane &, Job &, bool ahead);
   void release_buffer(Job &, bool keep);
-  uint64_t needed_in(const Lane &, const Buffer &) const;
+  uint64_t needed_in(const Lane &, const Tile *) const;
+  Job *job_of(const Tile &) const;
+  static Job *first_to_read(const Lane &);
+  void reorder_buffers();
   void forget(Tile &);
   std::vector<uint64_t> tiles_on_device() const;
   void settle(Lock &lock) {

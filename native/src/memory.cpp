@@ -1,6 +1,8 @@
 #include "memory.h"
 
 #include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -13,11 +15,12 @@ namespace csd {
 
 constexpr uint64_t kHugePage = 2 << 20;
 
-HugeMemory::HugeMemory(uint64_t bytes) : bytes_(bytes) {
+HugeMemory::HugeMemory(uint64_t bytes, bool reserved) : bytes_(bytes) {
   if (bytes == 0) return;
-  // Mapped larger by a huge page and trimmed, so that it begins on one. Nothing is reserved: untouched pages cost nothing.
-  void *raw =
-      mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  // Mapped larger by a huge page and trimmed, so that it begins on one. Nothing is reserved: untouched pages cost
+  // nothing.
+  void *raw = mmap(nullptr, bytes + kHugePage, reserved ? PROT_NONE : PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) throw Failure{CSD_ENOMEM, "cannot map " + std::to_string(bytes) + " bytes of memory", errno};
   const uintptr_t from = reinterpret_cast<uintptr_t>(raw), begin = (from + kHugePage - 1) / kHugePage * kHugePage;
   if (begin > from) munmap(raw, begin - from);
@@ -26,6 +29,29 @@ HugeMemory::HugeMemory(uint64_t bytes) : bytes_(bytes) {
   if (raw_end > end) munmap(reinterpret_cast<void *>(end), raw_end - end);
   address_ = reinterpret_cast<void *>(begin);
   madvise(address_, bytes, MADV_HUGEPAGE);  // a wish: without it everything works, more slowly
+}
+
+// Whether madvise was refused says little: with "never" it is not, and where memory is in pieces nothing comes of it.
+uint64_t HugeMemory::huge_bytes() const {
+  FILE *smaps = fopen("/proc/self/smaps", "re");
+  if (!smaps) return 0;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(address_);
+  bool here = false;  // in the mapping that this is, perhaps with neighbours
+  uint64_t resident = 0, huge = 0;
+  char line[512];
+  while (fgets(line, sizeof line, smaps)) {
+    uintptr_t from, to;
+    if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " ", &from, &to) == 2) {
+      if (here) break;
+      here = from <= begin && begin < to;
+    } else if (here) {
+      if (sscanf(line, "Rss: %" SCNu64, &resident) != 1) sscanf(line, "AnonHugePages: %" SCNu64, &huge);
+    }
+  }
+  fclose(smaps);
+  return resident ? static_cast<uint64_t>(static_cast<double>(bytes_) * static_cast<double>(huge) /
+                                          static_cast<double>(resident))
+                  : 0;
 }
 
 HugeMemory::~HugeMemory() {
@@ -39,6 +65,11 @@ HugeMemory &HugeMemory::operator=(HugeMemory &&o) noexcept {
   std::swap(address_, o.address_);
   std::swap(bytes_, o.bytes_);
   return *this;
+}
+
+void allow(float *at, uint64_t bytes) {
+  if (mprotect(at, bytes, PROT_READ | PROT_WRITE) != 0)
+    throw Failure{CSD_ENOMEM, "cannot have " + std::to_string(bytes) + " bytes of memory", errno};
 }
 
 float *HugeMemory::release() { return static_cast<float *>(std::exchange(address_, nullptr)); }

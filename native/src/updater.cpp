@@ -17,8 +17,8 @@
 #define CSD_X86 0
 #endif
 
-// updater_loop.h and topk_loop.h are compiled once per instruction set. The compiler vectorises the rule; only the 16-bit
-// conversions, for which it has no pattern, are spelled in intrinsics. -ffp-contract=off and IEEE division and
+// updater_loop.h and topk_loop.h are compiled once per instruction set. The compiler vectorises the rule; only the
+// 16-bit conversions, for which it has no pattern, are spelled in intrinsics. -ffp-contract=off and IEEE division and
 // square root make all of them compute the same bits.
 
 #define CSD_SIMD 0

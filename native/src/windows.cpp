@@ -60,7 +60,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
   HugeMemory memory[4];
   float *window[4] = {};
   for (uint32_t s = 0; s < e.sections; s++) {
-    memory[s] = HugeMemory(4 * e.tile_elems * e.n_tiles + page);
+    memory[s] = HugeMemory(4 * e.tile_elems * e.n_tiles + page, !resident);
     window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
   }
   const uint64_t largest = std::max(largest_tile_, 4 * e.tile_elems * e.sections);
@@ -72,6 +72,9 @@ void Engine::extend(const csd_extent &e, float **windows) {
   try {
     pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
     add_tiles(e, device, window);
+    for (size_t i = first_tile; !resident && i < tiles_.size(); i++)
+      if (const Tile &t = tiles_[i]; lanes_[t.device].device->resident())  // beside others, over which files are mapped
+        for (uint32_t s = 0; s < e.sections; s++) allow(t.window[s], t.section_bytes());
   } catch (...) {
     tiles_.resize(first_tile);
     pieces_.resize(extents);

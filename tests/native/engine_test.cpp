@@ -1,5 +1,5 @@
-// Drives the engine through csd.h alone, for the sanitizers; tests/sanitize.py builds and runs it in an empty directory.
-// What it computes is checked by pytest; here only what must hold whatever the numbers are.
+// Drives the engine through csd.h alone, for the sanitizers; tests/sanitize.py builds and runs it in an empty
+// directory. What it computes is checked by pytest; here only what must hold whatever the numbers are.
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -201,7 +201,7 @@ struct Model {
 };
 
 csd_device file(const File &f, uint32_t buffers = 3, int64_t cache_bytes = 0) {
-  return {"file", f.fd, buffers, 4096, nullptr, 0, {}, 0, cache_bytes};
+  return {"file", f.fd, buffers, 4096, nullptr, 0, nullptr, 0, cache_bytes};
 }
 csd_device ram() { return {"ram", -1, 0, 0}; }
 csd_device null() { return {"null", -1, 0, 0}; }
@@ -209,7 +209,9 @@ csd_device null() { return {"null", -1, 0, 0}; }
 // About a millisecond per tile for each of what it does.
 csd_device paced(csd_device d) {
   const uint32_t serial = d.buffers == 1;
-  d.pace = {2e7, 1e7, 2.5e7, 0.0005, 1e6, 5e6, serial, serial};
+  static const csd_pace kPaces[] = {{2e7, 1e7, 2.5e7, 0.0005, 1e6, 5e6, 0, 0},
+                                    {2e7, 1e7, 2.5e7, 0.0005, 1e6, 5e6, 1, 1}};
+  d.pace = &kPaces[serial];
   return d;
 }
 
@@ -522,6 +524,50 @@ void wrong_calls() {
   OK(csd_engine_close(empty, &error));
 }
 
+// Bytes that count as memory of this process, whether it has touched them or not.
+uint64_t private_and_writable() {
+  FILE *status = fopen("/proc/self/status", "r");
+  CHECK(status);
+  char line[256];
+  unsigned long kib = 0;
+  while (fgets(line, sizeof line, status))
+    if (sscanf(line, "VmData: %lu kB", &kib) == 1) break;
+  fclose(status);
+  return uint64_t{kib} << 10;
+}
+
+// Windows onto files are addresses alone; others can be read and written at once, beside them too.
+void windows_take_no_memory() {
+  constexpr uint64_t kElems = 1 << 20, kN = 64;
+  const File a;
+  CHECK(ftruncate(a.fd, 2 * 12 * kElems * kN) == 0);
+  for (const bool mixed : {false, true}) {
+    const csd_device devices[] = {file(a, 1), mixed ? ram() : file(a, 1), mixed ? null() : file(a, 1)};
+    csd_engine *engine = nullptr;
+    csd_error error;
+    OK(csd_engine_create(devices, 3, &engine, &error));
+    const uint64_t offsets[3] = {};
+    const csd_extent extent{kElems, kN, 3, 2, nullptr, kElems, nullptr, offsets, nullptr, 0};
+    float *windows[4] = {};
+    const uint64_t before = private_and_writable();
+    OK(csd_engine_extend(engine, &extent, windows, &error));
+    const uint64_t buffers = (mixed ? 1 : 3) * 12 * kElems, all = kN * 12 * kElems;
+    const uint64_t in_memory = mixed ? kN * 2 / 3 * 12 * kElems : 0, grown = private_and_writable() - before;
+    CHECK(grown < buffers + in_memory + all / 16);
+    for (float *window : {windows[0], windows[1], windows[2]}) {
+      for (uint64_t tile = 0; tile < kN; tile++) {
+        float &at = window[tile * kElems + tile];
+        CHECK(at == 0);
+        if (tile % 3) at = 1;
+        CHECK(tile % 3 == 0 || at == 1);
+      }
+    }
+    OK(csd_engine_close(engine, &error));
+    for (float *window : {windows[0], windows[1], windows[2]}) csd_window_release(window, kElems * kN);
+    CHECK(ftruncate(a.fd, 0) == 0 && ftruncate(a.fd, 2 * 12 * kElems * kN) == 0);
+  }
+}
+
 // One device fails: the file is read-only, or too short, or gone. The step fails, the rest of the process does not.
 void failing_io() {
   const File good, short_file, closed;
@@ -676,7 +722,9 @@ void paced_devices() {
 
   csd_engine *none = nullptr;
   csd_device wrong[] = {paced(ram()), paced(ram())};
-  wrong[1].pace.link++;
+  csd_pace other = *wrong[1].pace;
+  other.link++;
+  wrong[1].pace = &other;
   CHECK(csd_engine_create(wrong, 2, &none, &m.error) == CSD_EINVAL && m.error.device == 1);
   for (const csd_pace &pace : {csd_pace{-1, 0, 0, 0, 0, 0, 0, 0},
                                {0, 10, 0, 0, 0, 0, 0, 0},
@@ -685,7 +733,7 @@ void paced_devices() {
                                {0, 0, 0, 1e9, 0, 0, 0, 0},
                                {0, 0, 0, 0, HUGE_VAL, 0, 0, 0},
                                {0, 0, 0, 0, 0, NAN, 0, 0}}) {
-    wrong[0].pace = pace;
+    wrong[0].pace = &pace;
     CHECK(csd_engine_create(wrong, 1, &none, nullptr) == CSD_EINVAL);
   }
 }
@@ -694,13 +742,19 @@ void paced_devices() {
 // nothing else does, and the next one goes its way.
 void out_of_memory() {
   constexpr int kSteps = 3;
+#ifdef __SANITIZE_THREAD__  // slow, and looks for races alone: one in sixteen
+  constexpr int64_t kNext = 16;
+#else
+  constexpr int64_t kNext = 1;
+#endif
   const auto device = [](const File &f, uint32_t buffers) { return file(f, buffers, 24 * kTile); };
   for (const bool for_good : {false, true}) {
     int64_t n = 1;
-    for (bool failed = true; failed; n++) {
+    for (bool failed = true; failed; n += kNext) {
       const File a, b, c;
       csd_device slow = device(c, 2);
-      slow.pace.update = 1e9;
+      const csd_pace pace{0, 0, 0, 0, 1e9, 0, 0, 0};
+      slow.pace = &pace;
       Model m({device(a, 3), device(b, 1), slow}), same({ram(), ram(), ram()});
       std::vector<std::vector<uint16_t>> owed[2];
       Model *const models[] = {&m, &same};
@@ -816,6 +870,7 @@ int main(int argc, char **argv) {
                {"in place", in_place},
                {"sparse steps", sparse_steps},
                {"wrong calls", wrong_calls},
+               {"windows take no memory", windows_take_no_memory},
                {"failing I/O", failing_io},
                {"failing writes", failing_writes},
                {"close in flight", close_in_flight},
