@@ -219,7 +219,7 @@ def test_every_instant_of_a_commit_leaves_one_step(tmp_path, monkeypatch, n, ste
 
 @pytest.mark.parametrize("nth", range(1, 9))  # eight tables and superblocks are written, after three residuals
 def test_a_commit_that_fails_is_tried_again(tmp_path, monkeypatch, nth):
-    """Every nth write fails: no attempt comes to its end, and each gets to another point."""
+    """Every nth write fails: each attempt gets to another point, and what has come to its end is not made again."""
     devices, calls, pwrite = named_devices(tmp_path, 2), itertools.count(1), os.pwrite
 
     def fails(*arguments):
@@ -232,8 +232,11 @@ def test_a_commit_that_fails_is_tried_again(tmp_path, monkeypatch, nth):
         with monkeypatch.context() as patched:
             patched.setattr(os, "pwrite", fails)
             training.step()
-            for _ in range(3):
-                with pytest.raises(CSDOSError, match="step 5 cannot be committed yet"):
+            with pytest.raises(CSDOSError, match="step 5 cannot be committed yet"):
+                training.engine.wait()
+            for _ in range(2):
+                # Copy 1 is four writes: from nth = 5 on it may be through.
+                with contextlib.suppress(CSDOSError) if nth > 4 else pytest.raises(CSDOSError, match="step 5 cannot"):
                     training.engine.wait()
             killed = crashed(devices, tmp_path / "b")
         with resumed(killed) as other:
