@@ -6,6 +6,7 @@ from importlib.metadata import version
 from .errors import (
     CSDBusyError,
     CSDError,
+    CSDLostError,
     CSDMemoryError,
     CSDOSError,
     CSDRuntimeError,
@@ -24,6 +25,7 @@ __all__ = [
     "CSDAdam",
     "CSDBusyError",
     "CSDError",
+    "CSDLostError",
     "CSDMemoryError",
     "CSDOSError",
     "CSDRuntimeError",

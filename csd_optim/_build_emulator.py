@@ -24,6 +24,7 @@ ffibuilder.set_source(
     source_extension=".cpp",
     # Relative: setuptools refuses absolute paths in an sdist, and builds from the project's root.
     sources=[f"{name}.cpp" for name in SOURCES],
+    depends=native["HEADERS"],
     # hls_kernels/csim holds what Vitis brings along itself.
     include_dirs=[
         str(ROOT / d) for d in ("native/include", "native/src", "native/emulator", "hls_kernels", "hls_kernels/csim")

@@ -30,6 +30,12 @@ SOURCES = [
     "device_paced",
 ]
 
+# An extension that is newer than its sources is not built again; nor would it be when only one of these is edited.
+HEADERS = [
+    str(header.relative_to(ROOT))
+    for where in ("native", "hls_kernels")
+    for header in sorted((ROOT / where).rglob("*.h"))
+]
 
 FLAGS = [
     "-std=c++17",
@@ -61,6 +67,7 @@ ffibuilder.set_source(
     source_extension=".cpp",
     # Relative: setuptools refuses absolute paths in an sdist, and builds from the project's root.
     sources=[f"native/src/{name}.cpp" for name in SOURCES],
+    depends=HEADERS,
     include_dirs=[str(NATIVE / "include"), str(NATIVE / "src")],
     extra_compile_args=FLAGS,
     extra_link_args=LINK_FLAGS,

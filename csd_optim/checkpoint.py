@@ -109,7 +109,11 @@ def made_whole(path: Path) -> Iterator[Path]:
         if os.path.lexists(path):
             raise CSDStoreExistsError(errno.EEXIST, f"{path} was made by somebody else meanwhile")
         temporary.rename(path)
-        sync_directory(path.parent)
+        try:
+            sync_directory(path.parent)
+        except OSError:
+            path.rename(temporary)
+            raise
     except BaseException as e:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)

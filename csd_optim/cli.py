@@ -264,7 +264,10 @@ def plan(
     ] = None,
     gpu_link: Annotated[str, typer.Option(help="Between GPU and host, each way.")] = "25GB/s",
     cpu: Annotated[
-        str | None, typer.Option(help="Parameters per second that the CPU updates.", show_default="1.4G/s, or measured")
+        str | None,
+        typer.Option(
+            help="Parameters per second that the CPU updates: 1.4G/s.", show_default="measured on this machine"
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients: fp16, bf16 or fp32.")] = "bf16",
     topk: Annotated[
@@ -301,7 +304,7 @@ def plan(
             host=planning.Host(
                 link=parse_rate(link) if link else math.inf,
                 gpu_link=parse_rate(gpu_link),
-                update=parse_rate(cpu, "") if cpu else planning.CPU_UPDATE,
+                update=parse_rate(cpu, "") if cpu else math.inf,  # until it is measured
             ),
             dtype=dtype,
             topk=topk,
@@ -313,7 +316,12 @@ def plan(
         )
         planning.check(request)
         counts = planning.parse_sweep(sweep) if sweep else ()
-        found = planning.plan(measured_request(request, names, cpu) if names else request, counts)
+        if names:
+            request = measured_request(request, names)
+        if not cpu:
+            rate = probe.engine_rate(benchmark.DTYPES[dtype])
+            request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
+        found = planning.plan(request, counts)
         if plot:
             planning.plot(found, plot)
         if as_json:
@@ -428,7 +436,7 @@ def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
     return added
 
 
-def measured_request(request: planning.Request, names: list[str], cpu: str | None) -> planning.Request:
+def measured_request(request: planning.Request, names: list[str]) -> planning.Request:
     """What is measured of the named devices takes the place of what was assumed. Raises CSDError."""
     specs = parse_devices(names)
     entries = [describe_device(spec, {}) for spec in specs]
@@ -439,10 +447,6 @@ def measured_request(request: planning.Request, names: list[str], cpu: str | Non
                 entry |= measure_device(spec, entry)
     device = planning.measured(entries)
     places = [entry["storage"]["mounted_at"] for entry in entries]
-    host = request.host
-    if device.on_host and not cpu:
-        alone = probe.Updater(min(request.params, benchmark.UPDATER_ELEMS), benchmark.DTYPES[request.dtype])
-        host = replace(host, update=max(alone.rate() for _ in range(3)))
     ratings = [spec.tbw_bytes for spec in specs if spec.tbw_bytes]
     return replace(
         request,
@@ -450,7 +454,6 @@ def measured_request(request: planning.Request, names: list[str], cpu: str | Non
         on="drive" if device.on_host else "csd",
         drive=device if device.on_host else request.drive,
         csd=request.csd if device.on_host else device,
-        host=host,
         tbw=request.tbw or (min(ratings) if ratings else None),
         free=min(entry["storage"]["free_bytes"] / places.count(entry["storage"]["mounted_at"]) for entry in entries),
         measured=True,

@@ -1,7 +1,8 @@
 """A commit: a step becomes the durable one on all devices, or on none, beside the next forward.
 
-copy 0    all tiles and residuals reach the disk, then the first copy of manifest, table and superblock; a crash in
-          between finds the new step on some devices, and the one before, in copy 1, on all of them
+copy 0    all tiles and residuals reach the disk (after a flush that failed: are read back from there, see proof.py),
+          then the first copy of manifest, table and superblock; a crash in between finds the new step on some devices,
+          and the one before, in copy 1, on all of them
 copy 1    so does the second copy: now what the step before had may be overwritten
 
 Of a step that several ranks make together, copy 1 waits until the ranks have told each other that all of them have
@@ -11,12 +12,14 @@ copy 0: see DurableEngine.confirm().
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from .errors import CSDOSError
+from .errors import CSDLostError, CSDOSError
+from .proof import prove
 from .store import Staged, StoreFile
 
 InParallel = Callable[[Iterable[Callable[[], Any]]], list[Any]]
@@ -32,21 +35,30 @@ class Commit:
 
     def __init__(self, stores: list[StoreFile], stage: Callable[[InParallel], list[Staged]]) -> None:
         self._stores, self._stage = stores, stage
-        self._staged: list[Staged] | None = None
+        self._staged: list[Staged] = []
+        self._prepared = False
 
     def prepare(self, in_parallel: InParallel) -> None:
-        if self._staged is None:
+        """Raises CSDLostError if a flush has failed and something is not there: then every call does."""
+        if self._prepared:  # copy 1 may be half written by now: copy 0 is all that there is
+            return
+        if lost := next((store.lost for store in self._stores if store.lost), ""):
+            raise CSDLostError(errno.EIO, lost)
+        if not self._staged:
             self._staged = self._stage(in_parallel)
+        in_parallel([functools.partial(prove, *pair) for pair in self._pairs() if pair[0].in_doubt])
         self._publish(0, in_parallel)
+        self._prepared = True
 
     def complete(self, in_parallel: InParallel) -> None:
         self._publish(1, in_parallel)
 
     def _publish(self, copy: int, in_parallel: InParallel) -> None:
         # A second attempt writes what the first may have written, and the same again.
-        assert self._staged is not None
-        pairs = zip(self._stores, self._staged, strict=True)
-        in_parallel([functools.partial(store.publish, staged, copy) for store, staged in pairs])
+        in_parallel([functools.partial(store.publish, staged, copy) for store, staged in self._pairs()])
+
+    def _pairs(self) -> Iterable[tuple[StoreFile, Staged]]:
+        return zip(self._stores, self._staged, strict=True)
 
 
 class Background:
@@ -90,6 +102,8 @@ class Background:
         if again:
             try:
                 self._work(lambda calls: [call() for call in calls])
+            except CSDLostError:
+                raise
             except CSDOSError as e:
                 raise CSDOSError(
                     e.errno, f"{self._name} cannot be committed yet: {e.strerror}; the next call tries again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import secrets
 import threading
@@ -24,8 +25,18 @@ from .bindings import HYPER, PARAM, TILE_STATE
 from .commit import Background, Commit, InParallel
 from .devices import DeviceSpec
 from .engine import SECTIONS, Engine
-from .errors import CSDError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from .errors import (
+    CSDError,
+    CSDLostError,
+    CSDOSError,
+    CSDRuntimeError,
+    CSDStoreError,
+    CSDValueError,
+    CSDWarning,
+    users_stacklevel,
+)
 from .layout import Extent, extents_of
+from .proof import way_out
 from .ranks import Ranks, together
 from .residuals import Residuals
 from .store import Mode, Staged, StoreFile
@@ -142,7 +153,9 @@ class DurableEngine(Engine):
         self._mode = mode
         self._round = 0  # the last that this rank has begun to commit
         self._round_step = 0  # and the step that it has
+        self._loaded_record: Record | None = None  # to be committed with what is being loaded
         self._loading = False  # what is loaded makes a round, whatever its step
+        self._lost = ""  # why what was written through windows will never be committed
         self._unconfirmed: tuple[Commit, Callable[[], None]] | None = None  # of a round, and what tells that it counts
         try:
             with self.together():
@@ -287,6 +300,25 @@ class DurableEngine(Engine):
                 self.drain()  # others' windows were opened, too, and theirs are committed
             raise
 
+    def sync(self) -> None:
+        """As of Engine. Raises CSDLostError, as everything does from then on.
+
+        Sums of what was written through windows are those of the page cache: they cannot show what a failed flush lost.
+        """
+        try:
+            super().sync()
+        except CSDOSError as e:
+            step = self.committed_step
+            what = f"what was written to the state after step {step}" if step else "the state before the first step"
+            said = f"{what} is lost: a flush failed ({e.strerror}). {way_out(step, self.slots == 1)}"
+            self._lost = self._lost or said
+            raise CSDLostError(e.errno, self._lost) from e
+
+    def check_whole(self) -> None:
+        super().check_whole()
+        if self._lost:
+            raise CSDLostError(errno.EIO, self._lost)
+
     def _open_windows(self, params: Sequence[int]) -> None:
         self.check_open()
         if self._handle is None:
@@ -303,10 +335,10 @@ class DurableEngine(Engine):
         edited = self._note_written()
         if self.slots == 1:
             self._announce_step()
-            self._pass_through(edited)
-        else:
-            tiles = np.union1d(tiles, edited)
-            self._pass_through(tiles[~self._loose[tiles]])
+        # In place, too: the blocks may be a snapshot's as well (a reflink), and whoever writes takes new ones. On a
+        # full disk that is an error here; for who writes through a window it would be SIGBUS.
+        tiles = np.union1d(tiles, edited)
+        self._pass_through(tiles[~self._loose[tiles]])
         self._uncommitted = True
         self._show(open=True)
 
@@ -362,7 +394,8 @@ class DurableEngine(Engine):
         """
         self.check_whole()
         self._commits.wait()
-        assert not self._unconfirmed, "confirm() goes before whatever follows a round"
+        if self._unconfirmed:
+            raise CSDRuntimeError("confirm() goes before whatever follows a round")
         residuals = sorted(self.residuals)
         if changed := self._kept.changed(self.residuals):
             self._make_way()
@@ -370,7 +403,7 @@ class DurableEngine(Engine):
                 torch.cuda.synchronize(cuda)  # what writes to them may be under way
         spaces = {param: self._kept.committed[param] for param in residuals if param not in changed}
         self._sequence += 1
-        self.record = record = record or self.record
+        self.record = record = record or self._loaded_record or self.record
         sequence, step, flags, n = self._sequence, self.step, CLEAN * clean, len(self.specs)
         makes_round = self._makes_round
         round_ = self._round + makes_round
@@ -383,7 +416,9 @@ class DurableEngine(Engine):
             manifests = {d: json.dumps(self._described_on(d)).encode() for d in durable}
 
         def stage(in_parallel: InParallel) -> list[Staged]:
+            self.check_whole()
             if self._open.any():
+                self.sync()  # before their sums are taken: what these say is on the disk then
                 self.drain()  # what is committed is not to be written to
             elif self._handle is not None:
                 bindings.engine_settle(self._handle, self.name_device)
@@ -433,7 +468,7 @@ class DurableEngine(Engine):
         CSDRankError; nothing has been touched, and the next call tries again.
         """
         if self.ranks is None:
-            return
+            return self.check_whole()
         with self.together():
             self.check_whole()
             if self._makes_round:  # its commit did not even begin
@@ -445,22 +480,27 @@ class DurableEngine(Engine):
             self._commits.start(f"step {self.committed_step}", commit.complete)
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self, record: Record | None = None) -> Iterator[None]:
         """What is loaded within is durable at the end; ranks make it a round. All ranks call it, and it raises on all.
+
+        `record` is committed with that, and not without it.
 
         The step is what the rank says that is farthest: its parameters may have made more steps than others.
         """
         self.confirm()
-        self._loading = self.ranks is not None
-        with self.together():
-            yield
-        said = self.ranks.gather(self.step, self.n_params) if self.ranks else [(self.step, self.n_params)]
-        self.step = max((step for step, n in said if n), default=self.step)
-        if any(n for _, n in said):
+        self._loading, self._loaded_record = self.ranks is not None, record
+        try:
             with self.together():
-                self.flush()
-            self.wait()
-        self._loading = False  # if there was nothing to commit
+                yield
+            said = self.ranks.gather(self.step, self.n_params) if self.ranks else [(self.step, self.n_params)]
+            self.step = max((step for step, n in said if n), default=self.step)
+            if any(n for _, n in said):
+                with self.together():
+                    self.flush()
+                self.wait()
+            self._loading = False  # if there was nothing to commit
+        finally:
+            self._loaded_record = None
 
     def wait(self) -> None:
         """Returns when the last step is durable. Raises CSDOSError. Of ranks, all call it, and it raises on all."""
@@ -617,8 +657,7 @@ class DurableEngine(Engine):
 
     def settle(self) -> None:
         """Forgets what some of the devices have and others have not, before something new is written."""
-        # What was found may be in the page cache only; nothing else is given up before it is on all disks.
-        self.sync()
+        # What was found came from the disks themselves: see StoreFile. So each always has a whole copy of it.
         for store, commit in zip(self._stores, self.held, strict=True):
             assert store is not None
             store.settle(commit)
@@ -635,17 +674,18 @@ class DurableEngine(Engine):
             or self._kept.changed(self.residuals)
             or not np.array_equal(self._all_steps(), self._committed_steps)
         )
-        if self._unconfirmed or self._makes_round:
-            # The other ranks may lack this round, or be gone: what all of them have is not to be written over.
-            if edited:
-                warnings.warn(
-                    f"what was written to `state` after step {self.step} is lost: the ranks have not agreed on that "
-                    "step yet. Call synchronize() on all of them first, then close() keeps it",
-                    CSDWarning,
-                    users_stacklevel(),
-                )
-            self._commits.wait()
-        elif (self._changed or edited) and self._manifest and not self._torn and self._mode != "read":
+        # The other ranks may lack this round, or be gone: what all of them have is not to be written over.
+        unconfirmed = self._unconfirmed or self._makes_round
+        if unconfirmed and edited:
+            warnings.warn(
+                f"what was written to `state` after step {self.step} is lost: the ranks have not agreed on that "
+                "step yet. Call synchronize() on all of them first, then close() keeps it",
+                CSDWarning,
+                users_stacklevel(),
+            )
+        self._commits.wait()
+        broken = self._torn or self._lost  # of which somebody has been told
+        if (self._changed or edited) and self._manifest and not (unconfirmed or broken) and self._mode != "read":
             self.flush(clean=True)
 
     def stats(self) -> list[dict[str, Any]]:
@@ -664,6 +704,9 @@ class DurableEngine(Engine):
     @property
     def idle(self) -> bool:
         return self._commits.idle and not self.pins
+
+    def _end_background(self) -> None:
+        self._commits.close()
 
     def _close_stores(self) -> None:
         self._commits.close()

@@ -426,8 +426,8 @@ class Engine:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """What is loaded within is durable at the end, where it can be: as a whole, or not at all."""
+    def loading(self, record: Record | None = None) -> Iterator[None]:
+        """What is loaded within is durable at the end, with `record`, where it can be: as a whole, or not at all."""
         yield
 
     def wait(self) -> None:
@@ -501,11 +501,13 @@ class Engine:
     def close(self) -> None:
         """Drains and lets go of the devices. Raises CSDOSError if the last states could not be written.
 
+        Ctrl-C, and every other signal that Python code handles, comes when that is done.
+
         A forked child has neither the threads nor the devices: there, nothing happens.
         """
         if self.pid != os.getpid():
             return
-        with self.lock:
+        with signals_held(), self.lock:  # interrupted, it would go on to let go of what a commit still uses
             if self.closed:
                 return
             if self.stepping:  # the same thread, say in a signal handler
@@ -518,6 +520,7 @@ class Engine:
             finally:
                 if self._trace:
                     self._trace.close()
+                self._end_background()
                 handle, self._handle = self._handle, None
                 if handle is not None:
                     with contextlib.suppress(CSDError):  # drain() has raised it
@@ -526,6 +529,9 @@ class Engine:
 
     def _before_close(self) -> None:
         pass
+
+    def _end_background(self) -> None:
+        """Returns when no other thread uses the handle."""
 
     def _close_stores(self) -> None:
         with contextlib.ExitStack() as stack:  # all of them, whatever happens to one

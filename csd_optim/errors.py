@@ -33,6 +33,10 @@ class CSDTornError(CSDOSError):
     """A step of an optimizer with shadow=False was cut short: parameters and state are a mix of two steps."""
 
 
+class CSDLostError(CSDOSError):
+    """A flush failed, and what it should have put on the disk is not there: the last step will never be durable."""
+
+
 class CSDStoreExistsError(CSDOSError, FileExistsError):
     """The directory already holds a store and nobody asked to erase it."""
 

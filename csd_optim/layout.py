@@ -27,7 +27,7 @@ ALIGN = 16
 # Tiles are a multiple of this many elements, so that each section of each slot can be mapped by itself.
 GRAIN = max(4096, mmap.PAGESIZE) // 4
 # A checksum covers so many elements of each section: what is verified, updated and summed while a cache of the second
-# level has it. Three sections are 768 KiB, four a MiB; 32 Ki to 128 Ki were measured to be the same with 2 MiB of cache.
+# level has it. Three sections are 768 KiB, four a MiB; 32 Ki to 128 Ki were measured to be the same with 2 MiB of it.
 SUM_ELEMS = 1 << 16
 # 1 Mi elements, 12 MiB of state: from 1.5 MiB up the size made no measurable difference, and memory grows with it.
 TILE_ELEMS = 1 << 20

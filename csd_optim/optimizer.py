@@ -313,9 +313,8 @@ class CSDAdam(AdamW, Joinable):
             self._check_and_take(engine, state_dict)
         # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
         resumed = self._unwritten() if self._just_resumed else []
-        with signals_held(), engine.lock, engine.loading():
+        with signals_held(), engine.lock, engine.loading(self._record(engine) if engine.durable else None):
             if engine.durable:
-                engine.record = self._record(engine)
                 self._places.describe(engine, self.param_groups)
             self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
         if self._just_resumed:

@@ -45,9 +45,7 @@ LINK_SHARE = 0.8
 # takes 1.8 to 2.6 ns per parameter longer than its transfers, on one and on two drives of 3 GB/s.
 ZERO_UPDATE = 450e6
 
-# Assumed where nothing is given or measured.
-CPU_UPDATE = 1.4e9  # DeepSpeedCPUAdam's on a server, published; our own does more on two cores
-GPU_LINK = 25e9  # each way: PCIe 4.0 x16
+GPU_LINK = 25e9  # each way, assumed where nothing is given: PCIe 4.0 x16
 MOST_DEVICES = 64  # so far break-even is looked for
 
 
@@ -73,9 +71,10 @@ class Device:
 class Host:
     """What all devices share. `math.inf`: no bound."""
 
+    # Parameters per second of the CPU, for devices `on_host` and for "base"; of this machine: probe.engine_rate().
+    update: float
     link: float = math.inf  # bytes per second each way at once, of the uplink behind which all devices are
     gpu_link: float = math.inf  # the same between GPU and host
-    update: float = CPU_UPDATE  # parameters per second of the CPU, for devices `on_host` and for "base"
 
 
 @dataclass(frozen=True)
@@ -217,10 +216,10 @@ class Request:
 
     params: int
     devices: int
+    host: Host
     on: str = "drive"  # or "csd": what the plan is for; the other is what it is compared with
     drive: Device = DRIVES["gen4"]
     csd: Device = SMARTSSD
-    host: Host = Host(gpu_link=GPU_LINK)
     dtype: str = "bf16"
     topk: float | None = None
     error_feedback: bool = True
@@ -230,6 +229,7 @@ class Request:
     tbw: float | None = None  # bytes that a device is rated to take
     free: float | None = None  # bytes of room on the fullest device
     measured: bool = False  # the rates of the devices that the plan is for
+    cpu_measured: bool = False  # host.update, on this machine
 
     @property
     def variant(self) -> str:

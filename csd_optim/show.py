@@ -269,10 +269,11 @@ def show_plan(found: dict[str, Any]) -> None:
     capacity = found["capacity_bytes_per_device"]
     room = "" if r["free"] is None else f"; {short(r['free'])} free{': too little' if r['free'] < capacity else ''}"
     held = [f"{name} {short(memory[name])}" for name in ("parameters", "gradients", "residuals") if memory[name]]
-    update = f"the CPU, {r['host']['update'] / 1e6:.0f}" if d["on_host"] else f"each itself, {d['update'] / 1e6:.0f}"
+    cpu = f"{r['host']['update'] / 1e9:.2f} G parameters/s, {'measured here' if r['cpu_measured'] else 'as given'}"
     rows = [
         ("each", describe_rates(d)),
-        ("updated by", f"{update} Mparam/s"),
+        ("updated by", "the CPU" if d["on_host"] else f"each itself, {d['update'] / 1e6:.0f} Mparam/s"),
+        ("CPU", cpu),
         ("space", f"{short(capacity)} on each, or half with shadow=False{room}"),
         ("memory", f"{', '.join(held)} where the model lives; buffers {short(memory['buffers'])}"),
     ]

@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,15 @@ from typing import Literal
 
 from .bindings import crc32c
 from .closing import wait_for_dropped
-from .errors import CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDWarning, users_stacklevel
+from .errors import (
+    CSDBusyError,
+    CSDLostError,
+    CSDOSError,
+    CSDStoreError,
+    CSDStoreExistsError,
+    CSDWarning,
+    users_stacklevel,
+)
 from .layout import round_up
 from .store_format import (
     FILE_NAME,
@@ -51,6 +60,22 @@ def lock_owner(stat: os.stat_result) -> int | None:
     return None
 
 
+def _holders(stat: os.stat_result) -> list[int]:
+    """The processes that have a file open, of those that this one may look at."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(os.path.samestat(stat, fd.stat()) for fd in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def _left_behind(owner: int, stat: os.stat_result) -> str:
+    """What keeps the lock of a process that has ended: a lock belongs to all who have inherited the open file."""
+    children = [f"process {pid}" for pid in _holders(stat) if pid != os.getpid()]
+    return f"{' and '.join(children) or 'a process'}, forked by process {owner}, which has ended"
+
+
 def lock(fd: int, path: Path, *, shared: bool = False) -> None:
     """Makes this process the owner of the file; `shared`: one of those that only want nobody to write it.
 
@@ -68,8 +93,12 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
             wait_for_dropped()
     if owner == os.getpid():
         who = "another optimizer of this process, or by tensors from load(); close() or drop those"
+    elif owner is None:
+        who = "another process; stop that"
+    elif Path(f"/proc/{owner}").exists():
+        who = f"process {owner}; stop that"
     else:
-        who = f"{'another process' if owner is None else f'process {owner}'}; stop that"
+        who = f"{_left_behind(owner, os.fstat(fd))}; stop that"
     instead = "another directory"
     if shared:
         instead = "a snapshot, which its optimizer makes by save()"
@@ -99,9 +128,14 @@ class StoreFile:
     def __init__(self, directory: Path | None, *, durable: bool, mode: Mode = "new") -> None:
         self.durable = durable
         self.direct: bool | None = None  # past the page cache? None: there is none
-        self.fd = self.io_fd = -1
+        self.fd = self.io_fd = self._next_fd = -1  # the last one: of a file that is to replace this one
+        _open.add(self)
         self.end = 2 * PAGE
         self.held: list[Contents] = []
+        self.in_doubt = False  # a flush has failed, and what it should have covered was not read back since
+        self.lost = ""  # why the last step will never be committed here
+        self._named = True  # as far as is known, the file's name is on the disk
+        self._unsure: int | None = None  # the copy of the superblock that may be half written
         self._is_new = not durable  # a file of our own, which nobody misses until it has a superblock
         self.current: Superblock | None = None  # of the last commit
         self._spaces: dict[str, tuple[int, int]] = {}  # for "manifest" and "table": base, room
@@ -156,6 +190,11 @@ class StoreFile:
         self._is_new = mode != "read" and os.fstat(self.fd).st_size == 0
         if self._is_new:
             return path
+        if mode in ("resume", "read"):
+            # Who wrote it may have died with that in memory only, or have been told that it did not get to the disk:
+            # then it is in the page cache all the same, and gone when it leaves that.
+            os.fdatasync(self.fd)
+            self.forget_cached()
         heads = [read(self.fd, PAGE, i * PAGE) for i in range(2)]
         unborn = self._is_unborn(path, *heads)
         if mode != "read" and MAGIC not in (head[:8] for head in heads) and not unborn:
@@ -200,16 +239,17 @@ class StoreFile:
         Not before the first byte is to be written; and a new file, because somebody may still look at the old one.
         """
         temporary = self.path.with_name(f".{FILE_NAME}.{secrets.token_hex(8)}")
-        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        self._next_fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
-            lock(fd, temporary)
+            lock(self._next_fd, temporary)
             temporary.replace(self.path)
         except BaseException:
+            fd, self._next_fd = self._next_fd, -1
             os.close(fd)
             temporary.unlink(missing_ok=True)
             raise
-        os.close(self.fd)
-        self.fd, self._is_new = fd, True
+        fd, self.fd, self._next_fd, self._is_new = self.fd, self._next_fd, -1, True
+        os.close(fd)
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -271,11 +311,10 @@ class StoreFile:
         """
         if self.io_fd < 0:
             with self._naming("write"):
-                if not self._is_new:
+                if not (self._is_new and self._named):
                     self._replace()
                 if self.durable:
-                    for directory in (self.path.parent, self.path.parent.parent):  # so that the file has its name
-                        sync_directory(directory)
+                    self._sync_names()
                 self._open_direct()
         unit = max(PAGE, mmap.PAGESIZE)  # tiles are mapped from here
         offset, size = round_up(self.end, unit), round_up(size, unit)
@@ -293,16 +332,43 @@ class StoreFile:
         self.end = offset + size
         return offset
 
+    def _sync_names(self) -> None:
+        """Waits until the file and its directory have their names on the disk: after an error, they need others."""
+        if self.lost:
+            raise CSDLostError(errno.EIO, self.lost)
+        directory = self.path.parent
+        self._named = False
+        sync_directory(directory)
+        self._named = True
+        try:
+            sync_directory(directory.parent)
+        except OSError as e:
+            self.lost = f"{directory} may be gone after a power loss: {directory.parent} could not be flushed "
+            self.lost += f"({e.strerror}). Remove {directory.name} and begin anew, or name another directory"
+            raise CSDLostError(e.errno, self.lost) from e
+
     def shrink(self, end: int) -> None:
         """Gives back what was allocated from byte `end` on."""
         os.ftruncate(self.fd, end)
         self.end = end
 
     def sync(self) -> None:
-        """Waits until everything written so far, through mappings too, is on the disk. Raises CSDOSError."""
+        """Waits until everything written so far, through mappings too, is on the disk. Raises CSDOSError.
+
+        The system tells once that it could not write something, and takes it for written from then on: after an error
+        no later flush says anything about what this one should have covered. See proof.py.
+        """
         if self.io_fd >= 0:
-            with self._naming("write"):
-                os.fdatasync(self.fd)
+            try:
+                with self._naming("write"):
+                    os.fdatasync(self.fd)
+            except CSDOSError:
+                self.in_doubt = True
+                raise
+
+    def forget_cached(self) -> None:
+        """Takes out of the page cache what is on the disk: it is read from there next."""
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Whole pages, of memory too, past the page cache where the file system can. Raises CSDOSError."""
@@ -324,10 +390,11 @@ class StoreFile:
         Copy 1 is written when copy 0 is on the disks of all devices: until then all of them have the commit before.
         """
         block = staged.superblock
+        if copy == 0:
+            self.sync()
         with self._naming("write the superblock"):
-            if copy == 0:
-                os.fdatasync(self.fd)
-            # In any order: a superblock whose manifest and table are not there yet does not count.
+            # In any order: a superblock whose manifest and table are not there yet does not count. If the flush fails,
+            # all of it is written anew: nothing else can have been lost.
             if staged.manifest is not None:
                 write(self.fd, staged.manifest, block.manifest.offset(copy))
             write(self.fd, staged.table, block.table.offset(copy))
@@ -340,10 +407,13 @@ class StoreFile:
         """Changes the flags of the commit that is valid, in both copies, and waits until that is on the disk."""
         if self.current:
             self.current = replace(self.current, sequence=sequence, flags=flags)
-            with self._naming("write the superblock"):
-                for copy in range(2):
+            # After a failure, first the copy that is not known to be whole: the other one is all that there is.
+            for copy in (0, 1) if self._unsure != 1 else (1, 0):
+                self._unsure = copy
+                with self._naming("write the superblock"):
                     write(self.fd, self.current.pack(), copy * PAGE)
-                    os.fdatasync(self.fd)
+                self.sync()
+                self._unsure = None
 
     def _region(self, what: str, data: bytes) -> Region:
         self.reserve(what, len(data))
@@ -362,8 +432,27 @@ class StoreFile:
                 self.path.unlink()
         finally:
             if self.fd >= 0:
-                fcntl.flock(self.fd, fcntl.LOCK_UN)  # a forked child may keep the file open
-            for fd in (self.io_fd, self.fd):
-                if fd >= 0:
-                    os.close(fd)
-            self.fd = self.io_fd = -1
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # a child that was forked by native code keeps the file open
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Closes what is open, and no more: the lock stays with those that have the same file open."""
+        # The numbers are forgotten first: they may be another file's as soon as they are closed.
+        fds = self.io_fd, self.fd, self._next_fd
+        self.fd = self.io_fd = self._next_fd = -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+
+_open: weakref.WeakSet[StoreFile] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A child can use no store, but would keep it locked when its parent is gone: workers outlive a trainer."""
+    for store in list(_open):
+        with contextlib.suppress(OSError):
+            store.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

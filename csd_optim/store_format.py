@@ -287,6 +287,31 @@ def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
     return sorted(((copy, s) for copy, s in found if s), key=lambda pair: -pair[1].sequence)
 
 
+def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes) -> Contents:
+    """What these say. Raises CSDStoreError."""
+    try:
+        about = json.loads(manifest)
+        if unknown := {*about.get("features", ())} - FEATURES:
+            raise CSDStoreError(
+                f"{path} has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it"
+            )
+        at, states, sums = 0, [np.zeros(0, TILE_STATE)], []
+        for extent in about["extents"]:
+            entries = np.frombuffer(table, tile_entry(extent), extent["tiles"], offset=at)
+            states.append(entries["state"])
+            sums.append(np.ascontiguousarray(entries["sums"][..., : len(extent["sections"])], np.uint32))
+            at += entries.nbytes
+        steps = np.frombuffer(table, "<f8", len(about["params"]), offset=at)
+        at += steps.nbytes
+        residuals = np.frombuffer(table, RESIDUAL_ENTRY, len(rows_with_residual(about, block.device)), offset=at)
+        record = Record.unpack(table[at + residuals.nbytes :])
+    except CSDStoreError:
+        raise
+    except (KeyError, TypeError, ValueError, struct.error) as e:
+        raise CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})") from e
+    return Contents(path, copy, block, about, np.concatenate(states), sums, steps, residuals, record)
+
+
 def read_commits(fd: int, path: str) -> list[Contents]:
     """The commits that are whole, tiles apart, the newest first. Raises CSDStoreError if there is none."""
     blocks = superblocks(fd, path)
@@ -298,31 +323,11 @@ def read_commits(fd: int, path: str) -> list[Contents]:
         if commits and commits[-1].superblock.sequence == block.sequence:
             continue
         try:
-            manifest = json.loads(read_region(fd, block.manifest, copy, "manifest", path))
+            manifest = read_region(fd, block.manifest, copy, "manifest", path)
             table = read_region(fd, block.table, copy, "slot table", path)
-            if unknown := {*manifest.get("features", ())} - FEATURES:
-                raise CSDStoreError(
-                    f"{path} has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it"
-                )
-            at, states, sums = 0, [np.zeros(0, TILE_STATE)], []
-            for extent in manifest["extents"]:
-                entries = np.frombuffer(table, tile_entry(extent), extent["tiles"], offset=at)
-                states.append(entries["state"])
-                sums.append(np.ascontiguousarray(entries["sums"][..., : len(extent["sections"])], np.uint32))
-                at += entries.nbytes
-            steps = np.frombuffer(table, "<f8", len(manifest["params"]), offset=at)
-            at += steps.nbytes
-            n_residuals = len(rows_with_residual(manifest, block.device))
-            residuals = np.frombuffer(table, RESIDUAL_ENTRY, n_residuals, offset=at)
-            record = Record.unpack(table[at + residuals.nbytes :])
+            commits.append(unpack(path, copy, block, manifest, table))
         except CSDStoreError as e:
             damage = damage or e
-            continue
-        except (KeyError, TypeError, ValueError, struct.error) as e:
-            damage = damage or CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})")
-            continue
-        tiles = np.concatenate(states)
-        commits.append(Contents(path, copy, block, manifest, tiles, sums, steps, residuals, record))
     if damage and not commits:
         raise damage
     return commits

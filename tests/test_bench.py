@@ -1,6 +1,7 @@
 """The benchmarks at tiny size: that they still run, verify and say what they promise. Never how fast."""
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,35 @@ def test_step(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "verified fp16" in done.stderr
     assert "Mparam/s" in done.stderr
+    assert list(tmp_path.iterdir()) == [png]
+
+
+def test_ceiling(tmp_path):
+    png = tmp_path / "ceiling.png"
+    done = run("bench.ceiling", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.ceiling/1"
+    assert {"cpu", "cores", "isa", "storage", "date"} <= set(result["machine"])
+    (row,) = result["rows"]
+    assert row["bytes"] == 24 * row["params"]
+    assert all(len(row[part]["seconds"]) == 5 for part in ("engine", "verify", "wake-ups"))
+    assert len(row["memory"]["bytes_per_s"]) == len(row["engine"]["ratio_to_memory"]) == 5
+    assert all(len(rates) == 5 and min(rates) > 0 for rates in result["chunk"].values())
+    assert len(result["disk"]["step"]["seconds"]) == len(result["disk"]["requests"]["seconds"]) == 5
+    engine, disk = result["per_gb"]
+    assert [*engine["parts"]] == ["fetch, verify", "update", "sum", "wake-ups"]
+    assert [*disk["parts"]] == [*engine["parts"], "I/O calls"]
+    for entry in (engine, disk):
+        assert entry["together"] == pytest.approx(sum(entry["parts"].values()))
+        assert entry["ratio"] == pytest.approx(entry["together"] / statistics.median(entry["measured"]))
+    drives = {r["what"]: r for r in result["reckoned"]}
+    assert drives["4 drives"]["params_per_s"] == pytest.approx(52e9 / 24)
+    assert drives["4 drives"]["cores"] == pytest.approx(52 * (engine["together"] + disk["parts"]["I/O calls"]))
+    assert drives["16 cores"]["cores"] == pytest.approx(16)
+    assert "verified bf16" in done.stderr
+    assert "the same bits as CSDAdam's" in done.stderr
+    assert "reckoned, not measured" in done.stderr
+    assert png.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [png]
 
 

@@ -465,3 +465,16 @@ def test_tmpfs(tmp_path):
             training.step()
             fails_and_recovers(training, TILE_WRITE, directory, errno.EIO, skip=1, steps_before=1)
         assert read_contents(Path(directory) / "csd1").superblock.flags & CLEAN
+
+
+@pytest.mark.parametrize("shadow", [True, False])
+@in_child
+def test_full_disk_is_no_matter_of_who_writes_to_windows(shadow, tmp_path):
+    """A snapshot may share the blocks: new ones are taken before anybody can write through a mapping."""
+    reached = False
+    with Training(device_strings("file", tmp_path), shadow=shadow) as training:
+        training.steps(2).opt.synchronize()
+        with fault(TILE_WRITE, tmp_path, errno.ENOSPC):
+            with pytest.raises(CSDOSError), training.opt.loading():
+                reached = True
+            assert not reached

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from csd_optim import CSDAdam, CSDValueError, cli, plan
+from csd_optim import CSDAdam, CSDStoreError, CSDValueError, cli, plan, probe
+from csd_optim.adamw import hyper
 from csd_optim.devices import Pace
 from csd_optim.plan import Device, Host, Request, predict, traffic
 
+ENGINE_RATE = probe.engine_rate  # the real one
 DOCS = Path(__file__).parents[1] / "docs/plan.md"
 
 # ---- published times -----------------------------------------------------------------
@@ -73,6 +75,11 @@ PHASES = [  # GPU, parameters, devices, variant, forward, backward with the grad
     ("A100", 4.0, 10, "su_o", 0.5, 4.2, 7.8),
     ("A100", 4.0, 10, "su_o_c", 0.5, 2.8, 7.4),
 ]
+
+
+def server(**rates):
+    """A host with the rate of DeepSpeedCPUAdam on a server, published: no plan here depends on this machine's speed."""
+    return Host(**({"update": 1.4e9} | rates))
 
 
 def published(gpu, billions, devices, variant):
@@ -204,7 +211,7 @@ def test_prediction_is_what_a_paced_engine_takes(alone, devices):
         link=2 * NUMEL / alone["down"],
     )
     device = Device(pace.read, pace.write, pace.read + pace.write, pace.update)
-    predicted = predict("csdadam", NUMEL, devices, device, Host(link=pace.link))
+    predicted = predict("csdadam", NUMEL, devices, device, server(link=pace.link))
     text = f"file:?read={pace.read}B/s&write={pace.write}B/s&update={pace.update}/s&link={pace.link}B/s&cache=off"
     p = torch.nn.Parameter(torch.randn(NUMEL).half())
     p.grad = torch.randn(NUMEL).half()
@@ -224,11 +231,11 @@ def test_prediction_is_what_a_paced_engine_takes(alone, devices):
 
 def test_pipeline_fills_and_drains():
     device = Device(read=12e6, write=12e6, mixed=24e6, update=1e6)  # a second each for a million parameters
-    p = predict("csdadam", 1e6, 1, device, Host(link=2e6))
+    p = predict("csdadam", 1e6, 1, device, server(link=2e6))
     tiles = plan.tiles_per_device(1e6, 1)
     assert tiles == 8
     assert p.step == pytest.approx(1 + 4 / tiles)  # read, write, update, down and up, of which one is always there
-    assert predict("csdadam", 1e9, 1, device, Host()).step == pytest.approx(1000, rel=0.01)
+    assert predict("csdadam", 1e9, 1, device, server()).step == pytest.approx(1000, rel=0.01)
 
 
 # ---- bytes ---------------------------------------------------------------------------
@@ -284,7 +291,8 @@ def own(found):
 def test_plan_by_hand():
     """7 B on two drives that read 6 and write 3 GB/s in turn: 24 B / (4 GB/s) each."""
     drive = Device.in_turn(6e9, 3e9, on_host=True)
-    found = plan.plan(Request(params=7 * 10**9, devices=2, drive=drive, forward=1, backward=2, accumulate=3, tbw=1e15))
+    gpu = {"forward": 1, "backward": 2, "accumulate": 3}
+    found = plan.plan(Request(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, **gpu))
     assert own(found)["bound"] == "drive"
     assert own(found)["step"] == pytest.approx(7e9 * 24 / (2 * 4e9), rel=0.01)
     assert own(found)["seconds"] == own(found)["step"] + 9
@@ -300,15 +308,15 @@ def test_plan_by_hand():
 
 def test_what_bounds_changes_with_the_machine():
     def bound(**changes):
-        return own(plan.plan(Request(**({"params": 10**10, "devices": 4} | changes))))["bound"]
+        return own(plan.plan(Request(**({"params": 10**10, "devices": 4, "host": server()} | changes))))["bound"]
 
     assert bound() == "drive"
-    assert bound(host=Host(update=1e8)) == "update"
-    assert bound(host=Host(link=1e9)) == "link down"
-    assert bound(host=Host(link=1e9), on="csd") == "drive"  # states stay behind the link
-    assert bound(host=Host(link=1e8), on="csd") == "link down"
-    assert bound(host=Host(link=1e8), on="csd", topk=0.01) == "link up"
-    assert bound(host=Host(gpu_link=1e8)) == "gpu link down"
+    assert bound(host=server(update=1e8)) == "update"
+    assert bound(host=server(link=1e9)) == "link down"
+    assert bound(host=server(link=1e9), on="csd") == "drive"  # states stay behind the link
+    assert bound(host=server(link=1e8), on="csd") == "link down"
+    assert bound(host=server(link=1e8), on="csd", topk=0.01) == "link up"
+    assert bound(host=server(gpu_link=1e8)) == "gpu link down"
     assert bound(on="csd", csd=Device.in_turn(3e9, 3e9, 1e6)) == "update"
 
 
@@ -316,19 +324,21 @@ def test_break_even():
     slow = Device.in_turn(1.0e9, 1.0e9, 1e12)
     fast = Device.in_turn(5.0e9, 5.0e9, on_host=True)
 
-    def even(**changes):
-        return plan.plan(Request(params=10**10, devices=1, csd=slow, drive=fast, **changes))["break_even"]
+    def even(**rates):
+        return plan.plan(Request(params=10**10, devices=1, csd=slow, drive=fast, host=server(**rates)))["break_even"]
 
     # Without a shared link five times slower ones never pay; with one of 8 GB/s in each direction plain drives stop at
     # 12 B / 8 GB/s = 1.5 ns, and slow CSDs, 24 ns each, get there with 16.
-    assert even(host=Host(update=1e12))["csdadam"] is None
-    assert even(host=Host(link=8e9, update=1e12))["csdadam"] == 16
-    assert even(host=Host(link=8e9))["base"] < 16
+    assert even(update=1e12)["csdadam"] is None
+    assert even(link=8e9, update=1e12)["csdadam"] == 16
+    assert even(link=8e9)["base"] < 16
 
 
 def test_advice():
     def said(**changes):
-        return " ".join(plan.plan(Request(**({"params": 7 * 10**9, "devices": 2} | changes)))["advice"])
+        return " ".join(
+            plan.plan(Request(**({"params": 7 * 10**9, "devices": 2, "host": server()} | changes)))["advice"]
+        )
 
     assert "twice as many plain drives" in said()
     assert "waits for the update" in said()
@@ -336,13 +346,13 @@ def test_advice():
     assert "--accumulate" in said(forward=0.4, backward=0.8)
     assert "--accumulate" not in said(forward=0.4, backward=0.8, accumulate=100)
     assert "Top-K buys no time" in said(topk=0.01)
-    assert "more plain drives change nothing" in said(host=Host(link=1e9))
-    assert "on as many CSDs" in said(host=Host(link=1e9))
-    assert "the CPU is the limit" in said(host=Host(update=1e8))
+    assert "more plain drives change nothing" in said(host=server(link=1e9))
+    assert "on as many CSDs" in said(host=server(link=1e9))
+    assert "the CPU is the limit" in said(host=server(update=1e8))
 
 
 def test_accumulating_as_advised_does_what_it_says():
-    request = Request(params=7 * 10**9, devices=2, forward=0.4, backward=0.8)
+    request = Request(params=7 * 10**9, devices=2, host=server(), forward=0.4, backward=0.8)
     advice = plan.plan(request)["advice"][-1]
     batches = int(advice.rpartition("--accumulate ")[2].rstrip(")"))
     row = own(plan.plan(plan.replace(request, accumulate=batches)))
@@ -359,12 +369,12 @@ def test_accumulating_as_advised_does_what_it_says():
         ({"topk": 1.5}, "topk: 1.5"),
         ({"forward": -1.0}, "forward: -1.0"),
         ({"backward": math.nan}, "backward: nan"),
-        ({"host": Host(link=0.0)}, "link 0.0"),
+        ({"host": server(link=0.0)}, "link 0.0"),
     ],
 )
 def test_plan_refuses(changes, named):
     with pytest.raises(CSDValueError, match="Invalid") as caught:
-        plan.plan(Request(**({"params": 10**9, "devices": 1} | changes)))
+        plan.plan(Request(**({"params": 10**9, "devices": 1, "host": server()} | changes)))
     assert named in str(caught.value)
 
 
@@ -481,6 +491,14 @@ def test_what_is_no_config_is_refused(tmp_path, text, said):
 # ---- the command ---------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """The types for which this machine's CPU was to be measured. Wherever this runs, that gives a server's rate."""
+    dtypes = []
+    monkeypatch.setattr(probe, "engine_rate", lambda dtype: dtypes.append(dtype) or server().update)
+    return dtypes
+
+
 def run_json(run, *arguments):
     code, out, err = run("plan", *arguments, "--json")
     assert (code, err.strip()) == (0, "")
@@ -525,6 +543,52 @@ def test_command_for_people(run):
     assert "of nothing but steps" in run("plan", "--params", "7B", "--tbw", "1PB")[1]
 
 
+def test_command_measures_this_cpu_unless_a_rate_is_given(run, measured):
+    found = run_json(run, "--params=7B", "--dtype=fp16")
+    assert measured == [torch.float16]
+    assert (found["request"]["host"]["update"], found["request"]["cpu_measured"]) == (1.4e9, True)
+    assert "1.40 G parameters/s, measured here" in run("plan", "--params=7B")[1]
+    measured.clear()
+    found = run_json(run, "--params=7B", "--devices=40", "--cpu=2.5G/s")
+    assert (found["request"]["host"]["update"], found["request"]["cpu_measured"]) == (2.5e9, False)
+    assert own(found)["stages"]["update"] == pytest.approx(7 / 2.5)
+    assert "2.50 G parameters/s, as given" in run("plan", "--params=7B", "--csd=smartssd", "--cpu=2.5G/s")[1]
+    assert measured == []
+
+
+def test_cpu_is_measured_once_with_the_engine(monkeypatch):
+    made = []
+
+    class Small(probe.AtOnce):
+        def __init__(self, elems, dtype):
+            made.append((elems, dtype))
+            super().__init__(elems, dtype)
+
+    monkeypatch.setattr(probe, "ENGINE_ELEMS", 1 << 16)
+    monkeypatch.setattr(probe, "AtOnce", Small)
+    ENGINE_RATE.cache_clear()
+    assert 0 < ENGINE_RATE(torch.bfloat16) == ENGINE_RATE(torch.bfloat16)
+    assert made == [(1 << 16, torch.bfloat16)]
+    ENGINE_RATE.cache_clear()
+
+
+def test_engine_without_drives_updates_and_verifies():
+    """The same bits as on a drive; and what is not what was written is noticed, as there."""
+    p = torch.nn.Parameter(torch.zeros(300_000).bfloat16())
+    with CSDAdam([p], devices=["file:"]) as opt, probe.AtOnce(p.numel(), p.dtype) as engine:
+        for t in range(1, 4):
+            p.grad = torch.randn(p.numel()).bfloat16()
+            engine.grad.copy_(p.grad)
+            engine.hyper[0] = hyper(opt.param_groups[0], t, 1.0)
+            opt.step()
+            engine.step()
+            assert torch.equal(engine.param, p)
+    with probe.AtOnce(4096, torch.bfloat16, kept=False) as engine:
+        engine.step()
+        with pytest.raises(CSDStoreError, match="of tile 0 is not what was written there"):
+            engine.step()  # reads zeros
+
+
 def test_command_measures_named_devices(run, tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "PROBE_BYTES", 16 << 20)
     (tmp_path / "a").mkdir()
@@ -532,7 +596,6 @@ def test_command_measures_named_devices(run, tmp_path, monkeypatch):
     request = found["request"]
     assert (request["devices"], request["on"], request["measured"], request["tbw"]) == (2, "drive", True, 1e12)
     assert request["drive"]["read"] > 0
-    assert request["host"]["update"] not in (plan.CPU_UPDATE, None)
     assert request["free"] > 0
     assert not list((tmp_path / "a").iterdir())
     assert not (tmp_path / "b").exists()

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from faults.losing import LosingDisk
 from ranks import KILLED, on_ranks
 from test_store_format import region, superblock
 
 import csd_optim.optimizer
 import csd_optim.store
-from csd_optim import CSDAdam, CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
+from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from csd_optim.commit import Commit
 from csd_optim.durable import DurableEngine
 from csd_optim.errors import CSDRankError
@@ -307,6 +308,36 @@ def test_no_rank_goes_on_when_one_cannot_commit(tmp_path):
     assert all("step 3 cannot be committed yet" in text for _, text in (*said_0, *said_1))
     assert all("rank 1: " in text for _, text in said_0)
     assert goes_on(tmp_path) == 6
+
+
+def train_until_a_step_is_lost(rank):
+    with LosingDisk(f"run/rank-{rank}") as disk:
+        training = Training(rank).until(2)
+        training.opt.synchronize()
+        if rank == 1:
+            disk.nth = disk.flushes
+        training.step()
+        said = []
+        for call in (training.step, training.opt.synchronize):
+            try:
+                call()
+            except CSDError as e:
+                said.append((type(e), str(e)))
+        committed = training.opt.committed_step
+        with contextlib.suppress(CSDLostError):
+            training.opt.close()
+    return committed, said
+
+
+def test_a_step_that_one_rank_has_lost(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"run/rank-{rank}").mkdir(parents=True)
+    (step_0, said_0), (step_1, said_1) = on_ranks(2, train_until_a_step_is_lost, directory=tmp_path)
+    assert step_0 == step_1 == 2
+    assert [kind for kind, _ in said_1] == [CSDLostError] * 2
+    assert [kind for kind, _ in said_0] == [CSDRankError] * 2
+    assert all("step 3 is lost" in text and "at step 2" in text for _, text in (*said_0, *said_1))
+    assert goes_on(tmp_path) == 2
 
 
 def train_on_while_copy_1_fails(rank):

@@ -3,11 +3,13 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
 
-from csd_optim import CSDAdam
+from csd_optim import CSDAdam, bindings
+from csd_optim.store_format import read_contents
 
 
 def make_pair(devices):
@@ -81,3 +83,61 @@ def test_step_in_another_thread():
     thread.start()
     thread.join()
     assert_same(ours, reference)
+
+
+# ---- close() -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_commit(tmp_path, monkeypatch):
+    """An optimizer on two devices whose second step is being committed, and what happens to its native engine then."""
+    happened, reached, goes_on = [], threading.Event(), threading.Event()
+    ours, _ = make_pair([str(tmp_path / f"csd{d}") for d in range(2)])
+    step(ours)
+    ours.synchronize()
+    really_settle, really_close = bindings.engine_settle, bindings.engine_close
+
+    def settle(*arguments):
+        reached.set()
+        goes_on.wait(10)
+        really_settle(*arguments)
+        happened.append("settled")
+
+    def close(*arguments):
+        happened.append("closed")
+        really_close(*arguments)
+
+    monkeypatch.setattr(bindings, "engine_settle", settle)
+    monkeypatch.setattr(bindings, "engine_close", close)
+    step(ours)
+    assert reached.wait(10)
+    yield ours, happened, goes_on
+    goes_on.set()
+
+
+def test_ctrl_c_comes_after_close(slow_commit, tmp_path):
+    ours, happened, goes_on = slow_commit
+
+    def interrupt():
+        time.sleep(0.2)  # close() waits for the commit by now
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        happened.append("interrupted")
+        goes_on.set()
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        ours.close()
+    assert happened[:2] == ["interrupted", "settled"]
+    assert happened[-1] == "closed"
+    assert [read_contents(tmp_path / f"csd{d}").superblock.step for d in range(2)] == [2, 2]
+    ours.close()  # closed is closed
+
+
+def test_close_that_fails_waits_for_the_commit(slow_commit, monkeypatch):
+    ours, happened, goes_on = slow_commit
+    threading.Timer(0.3, goes_on.set).start()
+    monkeypatch.setattr(ours._engine, "_versions", lambda: 1 / 0)  # whatever it may be
+    with pytest.raises(ZeroDivisionError):
+        ours.close()
+    assert happened == ["settled", "closed"]

@@ -2,20 +2,29 @@
 
 What a completed flush covers is on the disk. Of everything else, each sector holds what it held before, or what any of
 the writes under way would have put there. An image of the disks that results must open at a committed step.
+
+A flush that has failed covers nothing, and of what was written before it nothing is ever covered by a later one: that
+may be there or not, until it is written again, or read from the disk itself after a flush that did not fail.
 """
 
+import contextlib
 import ctypes
+import errno
 import os
 import random
 import shutil
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import faults
 import numpy as np
+from faults import ERROR
+from faults import SYNC as SYNC_CALL
 
+from csd_optim import CSDOSError
 from csd_optim.store_format import FILE_NAME, PAGE, Superblock
 
 from .kills import devices_in
@@ -24,7 +33,9 @@ from .training import LAST, Training, Violation, named, reference
 
 SECTOR = 512
 # As in faults/record.c.
-WRITE, ALLOCATE, TRUNCATE, SYNC, SYNC_DIRECTORY, RENAME, MARK, DONE, OTHER, CREATE, SEEN = range(1, 12)
+WRITE, ALLOCATE, TRUNCATE, SYNC, SYNC_DIRECTORY, RENAME, MARK, DONE, OTHER, CREATE, SEEN, READ, READ_DIRECT, DROP = (
+    range(1, 15)
+)
 NAMES = (
     "",
     "write",
@@ -38,6 +49,7 @@ NAMES = (
     "unlink",
     "create",
     "the end of a process that wrote",
+    *("read", "read past the cache", "drop of the cache"),
 )
 HEAD = np.dtype([("active", "u8"), ("end", "u8"), ("room", "u8"), ("root", "S232")])
 ENTRY = np.dtype(
@@ -93,6 +105,13 @@ class Recording:
 
     def _run(self, store, choose):
         shared = Shared()
+        # In most, a flush fails, too: which does not mean that anything was lost.
+        flush = choose.randrange(120)
+        with faults.rule(SYNC_CALL, store, ERROR, errno.EIO, skip=flush, times=choose.choice([0, 1, 1, 2])):
+            self._processes(shared, store, choose)
+        self._process(shared, store, LAST)
+
+    def _processes(self, shared, store, choose):
         for until in (18, 22) if not self.killed else (choose.randint(4, 16), choose.randint(17, 22)):
             # A run makes some 20 calls per event, and some 50 to its first commit.
             call = choose.randrange(choose.choice([50, 20 * until])) if self.killed else 1 << 60
@@ -100,7 +119,6 @@ class Recording:
             kinds = choose.choice([CHANGES, COMMITS])
             with kill_at(call, KILL_EFFECTS[choose.choice([*KILL_EFFECTS])], store, kinds):
                 self._process(shared, store, until)
-        self._process(shared, store, LAST)
 
     def _process(self, shared, store, until):
         with Child(shared, lambda: _train(self.seed, devices_in(store, self.n_devices), until)) as child:
@@ -126,13 +144,21 @@ class Recording:
 
 def _train(seed, devices, until):
     mark = ctypes.CDLL(None).csd_record_mark
-    training = Training(seed, devices)
-    while training.event < until:
-        mark(ctypes.c_uint64(2 * training.opt.committed_step))
-        event = training.next_event()
-        mark(ctypes.c_uint64(event if event % 2 else 2 * training.opt.committed_step))
-    training.opt.close()
-    mark(ctypes.c_uint64(training.event))
+    try:
+        training = Training(seed, devices)
+    except CSDOSError:  # a flush has failed
+        return
+    try:
+        while training.event < until:
+            mark(ctypes.c_uint64(2 * training.opt.committed_step))
+            event = training.next_event()
+            mark(ctypes.c_uint64(event if event % 2 else 2 * training.opt.committed_step))
+        training.opt.close()
+    except CSDOSError:
+        with contextlib.suppress(CSDOSError):
+            training.opt.close()
+    else:
+        mark(ctypes.c_uint64(training.event))
 
 
 def _entries(log):
@@ -141,8 +167,6 @@ def _entries(log):
         row = log[at : at + ENTRY.itemsize].view(ENTRY)[0]
         what, call, data = int(row["what"]), int(row["call"]), int(row["data"])
         path = os.fsdecode(row["path"])
-        if what == OTHER and FILE_NAME in path:
-            raise RuntimeError(f"{path} was removed, or linked: the replay does not know how")
         entry = Entry(
             begun[call].what if what == DONE else what,
             what == DONE,
@@ -166,7 +190,10 @@ def _find_mapped(entries):
     """Finds, for every flush, the pages that changed since the one before without a call."""
     shadows, under_way, last = {}, {}, {}
     for entry in entries:
-        if entry.what in (SYNC_DIRECTORY, MARK, OTHER) or Path(entry.path).name != FILE_NAME:
+        if entry.what == OTHER:  # removed: it had never become a store
+            shadows.pop(entry.path, None)
+            last.pop(entry.path, None)
+        if entry.what in (SYNC_DIRECTORY, MARK, OTHER, READ, READ_DIRECT, DROP) or Path(entry.path).name != FILE_NAME:
             continue  # a temporary file is empty
         if entry.done:
             under_way.pop(entry.call, None)
@@ -243,6 +270,15 @@ class Pending:
 
     entry: Entry
     returned: bool = False
+    doomed: bool = False  # by a flush that failed: no other covers it
+
+    def replaced(self, by):
+        """The same where a later write covers it: it is known what is there."""
+        first, last = max(self.entry.at, by.at), min(self.entry.at + self.entry.n, by.at + by.n)
+        if first < last:
+            data = bytearray(self.entry.data)
+            data[first - self.entry.at : last - self.entry.at] = by.data[first - by.at : last - by.at]
+            self.entry = replace(self.entry, data=bytes(data))
 
 
 class File:
@@ -253,8 +289,29 @@ class File:
         self.pending = {}  # by call
         self.mapped = mapped  # pages written through mappings before the next flush, as it will see them
         self.covered = {}  # by flush under way: the calls that it covers
+        self.readable = self.dropped = False  # what is read comes from the disk: past the cache, or through it
         self.named = set()  # directories that were flushed since it was made
         self.before = before  # the file that had its name, and may have it still
+
+    def doom(self, flush):
+        """It has failed. Changes of size are an exception: a file system whose journal fails stops for good."""
+        calls, mapped = self.covered.pop(flush)
+        for call in calls:
+            if call in self.pending and self.pending[call].entry.what == WRITE:
+                self.pending[call].doomed = True
+        for i, write in enumerate(mapped):
+            self.pending[flush, i] = Pending(write, returned=True, doomed=True)
+        self.readable = self.dropped = False
+
+    def read(self, at, n):
+        """What is there was read from the disk."""
+        there = [p for p in self.pending.values() if p.entry.what == WRITE]
+        for k, pending in enumerate(there):
+            entry = pending.entry
+            first, last = max(at, entry.at), min(at + n, entry.at + entry.n)
+            newer = (p.entry for p in there[k + 1 :])
+            if pending.doomed and first < last and not any(e.at < last and first < e.at + e.n for e in newer):
+                _put(self.safe, first, entry.data[first - entry.at : last - entry.at])
 
     def image(self, choose):
         """One thing that may be on the disk, and a word on it. `choose` None: everything, in order."""
@@ -300,6 +357,7 @@ class Disk:
     def __init__(self, recording):
         self.recording = recording
         self.files = {}  # by path
+        self.begun = {}  # reads, by call
         self.flushed = {}  # path: the last step whose superblock is safe there
         self.promised = 0  # what the optimizer has said is durable
 
@@ -316,7 +374,9 @@ class Disk:
             # If the process is killed before it happens, the next one does it again.
             if not entry.done:
                 self.files[entry.path] = File(self.files.get(entry.path), entry.ahead)
-        elif entry.what != OTHER and Path(entry.path).name == FILE_NAME:
+        elif entry.what == OTHER:
+            self.files.pop(entry.path, None)
+        elif Path(entry.path).name == FILE_NAME:
             self._pass_file(entry)
 
     def _pass_file(self, entry):
@@ -324,6 +384,15 @@ class Disk:
             self.files[entry.path] = File(None, entry.ahead)
         file = self.files[entry.path]
         if entry.what == CREATE:
+            return
+        if entry.what == DROP:
+            file.dropped = file.readable
+            return
+        if entry.what in (READ, READ_DIRECT):
+            if entry.done and file.readable and (entry.what == READ_DIRECT or file.dropped):
+                file.read(self.begun.pop(entry.call).at, entry.n)
+            elif not entry.done:
+                self.begun[entry.call] = entry
             return
         if entry.what == SEEN:
             for pending in file.pending.values():
@@ -333,6 +402,7 @@ class Disk:
         if entry.what != SYNC:
             if not entry.done:
                 file.pending[entry.call] = Pending(entry)
+                file.dropped = False
             elif entry.call in file.pending:
                 # A short write has written what it says; what came to nothing, nothing.
                 pending = file.pending[entry.call]
@@ -340,15 +410,22 @@ class Disk:
                 if entry.what == WRITE and entry.n < pending.entry.n:
                     raise RuntimeError(f"{self.recording}: a short write, which the replay does not know")
         elif not entry.done:
-            file.covered[entry.call] = [c for c, p in file.pending.items() if p.returned], file.mapped
+            calls = [c for c, p in file.pending.items() if p.returned and not p.doomed]
+            file.covered[entry.call] = (
+                calls,
+                [Entry(WRITE, False, 0, 0, at, len(data), "", data) for at, data in file.mapped],
+            )
             file.mapped = entry.ahead  # they may have been written from now on
-        elif entry.n == 0:
+        elif entry.n != 0:
+            file.doom(entry.call)
+        else:
             calls, mapped = file.covered.pop(entry.call)
-            for call in calls:
-                if pending := file.pending.pop(call, None):
-                    _apply(file.safe, pending.entry)
-            for at, data in mapped:
-                _put(file.safe, at, data)
+            for write in (*(p.entry for c in calls if (p := file.pending.pop(c, None))), *mapped):
+                _apply(file.safe, write)
+                for doomed in file.pending.values() if write.what == WRITE else ():
+                    if doomed.doomed:
+                        doomed.replaced(write)
+            file.readable = True
             if block := Superblock.unpack(bytes(file.safe[:PAGE]), entry.path):
                 self.flushed[entry.path] = block.step
 
@@ -447,9 +524,10 @@ class PowerLosses:
         yield lambda choose: choose.randint(0, first)
         # While a process takes up what one before it has left.
         begins = [i for i in range(1, len(entries)) if entries[i - 1].what == SEEN != entries[i].what]
-        ends = [next(i for i in range(b, len(entries)) if entries[i].what == MARK) for b in begins]
+        ends = [next((i for i in range(b, len(entries)) if entries[i].what == MARK), len(entries)) for b in begins]
         windows = [*zip(begins, ends, strict=True)]
-        yield lambda choose: choose.randint(*choose.choice(windows))
+        if windows:  # else a flush failed before there was anything
+            yield lambda choose: choose.randint(*choose.choice(windows))
 
     def _lane(self, shared, points, lane):
         disk, at = Disk(self.recording), 0

@@ -8,7 +8,10 @@ import warnings
 import torch
 from torch.nn.functional import dropout, embedding
 
+import csd_optim.engine
 from csd_optim import CSDAdam, CSDStoreError, CSDWarning
+
+csd_optim.engine.SUM_ELEMS = 1024  # so that a tile has several checksums
 
 STEPS = 12
 LATE = 3  # the step in which a parameter gets its first gradient
@@ -73,15 +76,15 @@ class Training:
 
     def _open(self, devices):
         if not self.resumes:
-            return CSDAdam(self._groups(), devices=devices, tile_size=1024)
+            return CSDAdam(self._groups(), devices=devices, tile_size=2048)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                opt = CSDAdam(self._groups(), devices=devices, tile_size=1024, resume=True)
+                opt = CSDAdam(self._groups(), devices=devices, tile_size=2048, resume=True)
             except CSDStoreError as e:
                 if "only the store has" not in str(e):
                     raise
-                opt = CSDAdam([*self._groups(), self._joining()], devices=devices, tile_size=1024, resume=True)
+                opt = CSDAdam([*self._groups(), self._joining()], devices=devices, tile_size=2048, resume=True)
         said = any(issubclass(w.category, CSDWarning) and "a new one is begun" in str(w.message) for w in caught)
         if said == bool(opt.user_state):
             raise Violation(f"user_state is {opt.user_state}, but a warning that a new store is begun: {said}")

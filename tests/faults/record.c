@@ -3,7 +3,8 @@
  * The file named by CSD_RECORD is mapped here and by the test: a head, then entries, one after another, in one order over
  * all threads, and over all processes that record, one after the other. An entry counts once `end` is behind it, so a
  * process may be killed at any instant. A call has an entry before it and one after it. Before a flush goes the whole
- * file, as it is seen through the page cache: what was written through mappings shows there and nowhere else. */
+ * file, as it is seen through the page cache: what was written through mappings shows there and nowhere else. What was
+ * read is not written down, only that it was. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -29,7 +30,10 @@ enum {
   kDone = 8,
   kOther = 9,
   kCreate = 10,
-  kSeen = 11
+  kSeen = 11,
+  kRead = 12,       /* through the page cache */
+  kReadDirect = 13, /* past it */
+  kDrop = 14        /* what is on the disk leaves the page cache */
 };
 
 struct head {      /* the numpy dtype HEAD in power.py */
@@ -186,6 +190,19 @@ CHANGE(ftruncate64, kTruncate, (int fd, off64_t n), (fd, n), 0, n)
 
 RECORD(int, fsync, (int fd), (fd), fd, NULL, before_sync(fd, path))
 RECORD(int, fdatasync, (int fd), (fd), fd, NULL, before_sync(fd, path))
+
+#define READ(name, parameters, arguments, size)          \
+  RECORD(ssize_t, name, parameters, arguments, fd, NULL, \
+         before(fcntl(fd, F_GETFL) & O_DIRECT ? kReadDirect : kRead, (uint64_t)at, size, NULL, 0, path))
+READ(pread, (int fd, void *buffer, size_t n, off_t at), (fd, buffer, n, at), n)
+READ(pread64, (int fd, void *buffer, size_t n, off64_t at), (fd, buffer, n, at), n)
+READ(preadv, (int fd, const struct iovec *v, int n, off_t at), (fd, v, n, at), 0)
+READ(preadv64, (int fd, const struct iovec *v, int n, off64_t at), (fd, v, n, at), 0)
+READ(preadv2, (int fd, const struct iovec *v, int n, off_t at, int flags), (fd, v, n, at, flags), 0)
+READ(preadv64v2, (int fd, const struct iovec *v, int n, off64_t at, int flags), (fd, v, n, at, flags), 0)
+
+CHANGE(posix_fadvise, kDrop, (int fd, off_t at, off_t n, int advice), (fd, at, n, advice), 0, advice)
+CHANGE(posix_fadvise64, kDrop, (int fd, off64_t at, off64_t n, int advice), (fd, at, n, advice), 0, advice)
 
 #define NAME(name, what, parameters, arguments, of) \
   RECORD(int, name, parameters, arguments, -1, of, before(what, 0, 0, NULL, 0, path))

@@ -1,0 +1,127 @@
+"""A trainer that was killed can be started again at once, whatever it has forked: as supervisors do."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDBusyError
+from csd_optim.store import StoreFile
+from csd_optim.store_format import FILE_NAME
+
+TRAINER = """
+import ctypes, os, signal, sys, time
+import torch
+from csd_optim import CSDAdam
+
+p = torch.nn.Parameter(torch.ones(5000))
+opt = CSDAdam([p], devices=["csd0"], tile_size=1024, **OPTIONS)
+p.grad = torch.ones(5000)
+opt.step()
+opt.synchronize()
+
+def workers():
+    loader = torch.utils.data.DataLoader(range(1000), num_workers=2, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)
+    return [w.pid for w in batches._workers], batches
+
+def forked():
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    return [child], None
+
+def natively():
+    child = ctypes.CDLL(None).fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    return [child], None
+
+children, keep = CHILDREN()
+print(*children, flush=True)
+time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def killed_trainer(children, directory, options="{}"):
+    """Yields what it had forked, which lives, the moment that it is dead."""
+    script = TRAINER.replace("CHILDREN", children).replace("OPTIONS", options)
+    trainer = subprocess.Popen([sys.executable, "-c", script], cwd=directory, stdout=subprocess.PIPE, text=True)
+    left = []
+    try:
+        left = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert left, "the trainer has failed"
+        trainer.kill()
+        trainer.wait()
+        for pid in left:
+            os.kill(pid, 0)
+        yield left
+    finally:
+        trainer.kill()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):  # workers end by themselves, some seconds later
+                os.kill(pid, signal.SIGKILL)
+        trainer.stdout.close()
+        trainer.wait()
+
+
+def resume(directory):
+    return CSDAdam([torch.nn.Parameter(torch.ones(5000))], devices=[str(directory)], tile_size=1024, resume=True)
+
+
+@pytest.mark.parametrize("options", ["{}", "dict(overwrite=True)"])
+@pytest.mark.parametrize("children", ["workers", "forked"])
+def test_a_killed_trainer_is_started_again(children, options, tmp_path):
+    if "overwrite" in options:
+        with CSDAdam([p := torch.nn.Parameter(torch.ones(7))], devices=[str(tmp_path / "csd0")]) as opt:
+            p.grad = torch.ones(7)
+            opt.step()
+    with killed_trainer(children, tmp_path, options), resume(tmp_path / "csd0") as opt:
+        assert opt.committed_step == 1
+
+
+def test_a_child_that_python_knows_nothing_of(tmp_path):
+    with killed_trainer("natively", tmp_path) as (child,):
+        with pytest.raises(CSDBusyError, match=rf"in use by process {child}, forked by process \d+, which has ended"):
+            resume(tmp_path / "csd0")
+        os.kill(child, signal.SIGKILL)
+        end = time.monotonic() + 20
+        while True:  # it is another one's child: nobody here can wait for it
+            try:
+                resume(tmp_path / "csd0").close()
+                break
+            except CSDBusyError:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+
+
+def test_a_child_leaves_its_parent_the_lock_and_its_own_files_alone(tmp_path):
+    store = StoreFile(tmp_path / "csd0", durable=True)
+    store.allocate(4096)
+    numbers = store.fd, store.io_fd
+    child = os.fork()
+    if child == 0:
+        right = False
+        try:
+            taken = [os.open(os.devnull, os.O_RDONLY) for _ in numbers]
+            reused = set(taken) == set(numbers)
+            store.close()  # a finalizer may
+            right = reused and all(os.fstat(fd) for fd in taken)
+        finally:
+            os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    file = tmp_path / "csd0" / FILE_NAME
+    assert file.exists()
+    with open(file) as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    store.close()

@@ -1,0 +1,245 @@
+"""A flush that has failed covers nothing: what it should have put on the disk is read back from there, or is lost.
+
+Then the program is told, and the store stays at the step before. Never is it damaged, and never is a step called
+durable that is not.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from crash.training import Training, Violation, reference
+from faults.losing import LosingDisk
+
+from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDWarning
+from csd_optim.store import StoreFile
+from csd_optim.store_format import PAGE, Superblock
+
+SEED = 5
+CLOSED, END = 10, 15  # events: residuals, a late parameter and a loaded state dict before; a group joins after
+
+
+@functools.cache
+def expected():
+    return reference(SEED)
+
+
+def again(call):
+    @functools.wraps(call)
+    def tried(*arguments):
+        for _ in range(2):
+            with contextlib.suppress(CSDOSError):
+                return call(*arguments)
+        return call(*arguments)
+
+    return tried
+
+
+class Patient(Training):
+    """Tries again what failed, as a user would."""
+
+    def _step(self, number):
+        with mock.patch.object(self.opt, "step", again(self.opt.step)):
+            super()._step(number)
+
+    def _load(self):
+        with mock.patch.object(self.opt, "load_state_dict", again(self.opt.load_state_dict)):
+            super()._load()
+
+
+def train(devices, *, patient):
+    """Trains, closes, goes on. Returns the event that must survive, and whether all went well."""
+    durable, training = 0, None
+    try:
+        for until in (CLOSED, END):
+            training = None
+            training = (Patient if patient else Training)(SEED, devices)
+            training.check(expected(), durable)
+            while training.event < until:
+                training.next_event()  # what it reads of `state` then may be gone: nobody has been told yet
+                durable = max(durable, training.event if training.event % 2 else 2 * training.opt.committed_step)
+            training.opt.close()
+            durable = training.event
+    except CSDOSError:
+        if training:
+            durable = max(durable, 2 * training.opt.committed_step)
+            with contextlib.suppress(CSDError):
+                training.opt.close()
+        return durable, False
+    return durable, True
+
+
+@pytest.mark.parametrize(
+    ("devices", "at_once", "patient"),
+    [(1, True, True), (2, False, False)],
+)
+def test_every_flush_fails_once(devices, at_once, patient, tmp_path):
+    """One after another, each in a run of its own, and what it should have covered is gone."""
+    torch.set_num_threads(1)
+    expected()  # which sets the seed
+    nth, told, wrong = 0, 0, []
+    while True:
+        place = tmp_path / str(nth)
+        place.mkdir()
+        names = [str(place / f"csd{d}") for d in range(devices)]
+        with LosingDisk(place, nth, at_once=at_once) as disk:
+            try:
+                durable, well = train(names, patient=patient)
+            except (CSDError, Violation) as e:
+                wrong.append(f"{disk.failed}: while training: {e}")
+                durable, well = 0, False
+        if not disk.failed:
+            break
+        told += not well
+        try:
+            found = Training(SEED, names)
+            found.check(expected(), durable)
+            found.check_next(expected())
+            found.opt.close()
+        except (CSDError, Violation) as e:
+            wrong.append(f"{disk.failed}: {'it was told' if not well else 'nobody was told'}: {e}")
+        nth += 1
+    assert not wrong, f"{len(wrong)} of {nth}: " + "\n".join(wrong)
+    assert nth > 40 * devices
+    assert 0 < told < nth  # metadata are written again, and nothing is lost
+
+
+# ---- what the program is told --------------------------------------------------------
+
+
+class Small:
+    def __init__(self, directory, **options):
+        self.p = torch.nn.Parameter(torch.linspace(-1, 1, 5000))
+        self.opt = CSDAdam([self.p], devices=[str(directory)], tile_size=1024, **options)
+
+    def step(self):
+        self.p.grad = torch.ones(5000)
+        self.opt.step()
+
+    def steps(self, n):
+        for _ in range(n):
+            self.step()
+        self.opt.synchronize()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_lost_step_is_told_again_and_again(at_once, tmp_path):
+    with LosingDisk(tmp_path, at_once=at_once) as disk:
+        small = Small(tmp_path / "csd0")
+        small.steps(2)
+        disk.nth = disk.flushes  # of the tiles
+        small.step()
+        before = small.p.detach().clone()
+        for call in (small.step, small.opt.synchronize, small.step, small.opt.close):
+            with pytest.raises(CSDLostError, match=r"step 3 is lost.*tile.*at step 2;.*resume=True"):
+                call()
+            assert small.opt.committed_step == 2
+            assert torch.equal(small.p, before)
+    small = Small(tmp_path / "csd0", resume=True)
+    assert small.opt.committed_step == 2
+    small.steps(1)
+    assert torch.equal(small.p, before)
+    small.opt.close()
+
+
+def test_a_lost_step_in_place(tmp_path):
+    with LosingDisk(tmp_path) as disk:
+        small = Small(tmp_path / "csd0", shadow=False)
+        small.steps(2)
+        disk.nth = disk.flushes + 2  # behind the marks
+        small.step()
+        with pytest.raises(CSDLostError, match=r"step 3 is lost.*shadow=False nothing older.*snapshot"):
+            small.opt.close()
+    with pytest.raises(CSDStoreError, match="mix of two steps"):
+        Small(tmp_path / "csd0", resume=True)
+
+
+def test_what_is_loaded_is_lost(tmp_path):
+    with LosingDisk(tmp_path) as disk:
+        small = Small(tmp_path / "csd0")
+        small.steps(2)
+        kept = small.opt.state[small.p]["exp_avg"].clone()
+        disk.nth = disk.flushes
+        with pytest.raises(CSDLostError, match="written to the state after step 2 is lost"), small.opt.loading():
+            small.opt.state[small.p]["exp_avg"].mul_(2)
+        with pytest.raises(CSDLostError, match="written to the state after step 2 is lost"):
+            small.step()
+        small.opt.close()  # who closes it has been told
+    with contextlib.closing(Small(tmp_path / "csd0", resume=True).opt) as opt:
+        assert opt.committed_step == 2
+        assert torch.equal(opt.state[opt.param_groups[0]["params"][0]]["exp_avg"], kept)
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_without_direct_io_what_is_in_memory_proves_nothing(looked_at, tmp_path, monkeypatch):
+    """Pages that somebody looks at stay in the page cache, whatever is on the disk."""
+    really_open, really_flush, fails = os.open, os.fdatasync, []
+
+    def without_direct(path, flags, *mode):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really_open(path, flags, *mode)
+
+    def flush(fd):
+        really_flush(fd)
+        if fails:
+            raise OSError(errno.EIO, fails.pop())
+
+    monkeypatch.setattr(os, "open", without_direct)
+    monkeypatch.setattr(os, "fdatasync", flush)
+    warnings.simplefilter("ignore", CSDWarning)  # when it is resumed
+    small = Small(tmp_path / "csd0")
+    with pytest.warns(CSDWarning, match="no direct I/O"):
+        small.steps(2)
+    fails.append("Input/output error")
+    small.step()
+    if looked_at:
+        assert small.opt.state[small.p]["exp_avg"].sum() > 0
+    with pytest.raises(CSDLostError, match="looked at in memory") if looked_at else contextlib.nullcontext():
+        small.opt.close()
+    with contextlib.closing(Small(tmp_path / "csd0", resume=True).opt) as opt:
+        assert opt.committed_step == (2 if looked_at else 3)
+
+
+def test_a_mark_that_fails_is_written_where_it_failed_first(tmp_path, monkeypatch):
+    """While one copy of the superblock may be half written, the other one is not touched."""
+    small = Small(tmp_path / "csd0", shadow=False)
+    small.steps(2)
+    really_flush, seen = os.fdatasync, []
+
+    def flush(fd):
+        seen.append([Superblock.unpack(os.pread(fd, PAGE, copy * PAGE), "").sequence for copy in range(2)])
+        if len(seen) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        really_flush(fd)
+
+    monkeypatch.setattr(os, "fdatasync", flush)
+    with pytest.raises(CSDOSError):
+        small.step()
+    small.step()
+    small.opt.close()
+    (a, b), (c, d), (e, f) = seen[:3]
+    assert (c, d) == (a, b + 1) == (a, a)  # copy 1 fails ...
+    assert (e, f) == (c, d + 1)  # ... and is the first that is written again
+
+
+def test_copy_0_is_left_alone_while_copy_1_fails(tmp_path, monkeypatch):
+    small = Small(tmp_path / "csd0")
+    small.steps(2)
+    really_publish, published = StoreFile.publish, []
+
+    def publish(store, staged, copy):
+        published.append(copy)
+        if published.count(1) == 1 and copy == 1:
+            raise CSDOSError(errno.EIO, "Input/output error")
+        really_publish(store, staged, copy)
+
+    monkeypatch.setattr(StoreFile, "publish", publish)
+    small.steps(1)
+    assert published == [0, 1, 1]
+    small.opt.close()
