@@ -187,9 +187,9 @@ class XrtDevice : public FileDevice {
           if (bounce || from != state.get()) from->to_device(bytes);
           set_args(*frame, *from, *state, load, n_words, sections, sum_words);
           card.execute(frame->run);
-          frame->report.from_device(report);
           frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
           if (bounce) state->from_device(bytes);
+          frame->report.from_device(report);  // last: a card that is gone meanwhile says so
         },
         card_->run_limit());
 
