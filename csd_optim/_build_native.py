@@ -19,6 +19,7 @@ SOURCES = [
     "topk",
     "crc32c",
     "memory",
+    "numa",
     "failure",
     "device_cpu",
     "device_file",

@@ -135,6 +135,7 @@ class DeviceConfig:
     pace: Pace = UNPACED
     depth: int = IO_DEPTH
     cache_bytes: int = 0  # -1: every step reads everything
+    numa_node: int | None = None  # of the drive; None: any
 
 
 def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
@@ -188,6 +189,7 @@ def _fill(device: Any, config: DeviceConfig) -> Any:
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
     device.pace = pace = ffi.new("csd_pace *", asdict(config.pace))
     device.depth, device.cache_bytes = config.depth, config.cache_bytes
+    device.numa = 0 if config.numa_node is None else 1 + config.numa_node
     return backend, pace
 
 

@@ -6,6 +6,8 @@ file:                        the same in the current directory
 file:/mnt/nvme0?buffers=16&block=4MiB    tile buffers; size of one I/O request
 file:/mnt/nvme0?depth=32     requests in flight on its file system
 file:/mnt/nvme0?cache=4GB    memory for tiles that the next step then need not read; off: every step reads everything
+file:/mnt/nvme0?numa=1       its buffers and update threads on this NUMA node; without, on the drive's, where the system
+                             tells; off: on any
 file:/mnt/nvme0?share=0.5    half as many parameters as a device that says nothing: any device may have a share
 file:/mnt/nvme0?tbw=600TB    what the drive is rated to take: stats() then tells in how many days that is used up
 xrt:0                        a SmartSSD: its FPGA by XRT's index, or by PCIe address (xrt:0000:65:00.1); durable, on
@@ -46,6 +48,7 @@ DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
 DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
 DEFAULT_DEPTH: int = lib.CSD_IO_DEPTH
 NO_CACHE = -1  # every step reads everything, also what is still in a buffer
+ANY_NODE = -1  # buffers and update threads are not to be those of the drive's NUMA node
 CARD_BLOCK = 4 << 20  # what others have published of P2P asks for 4 MiB and more
 DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
 _UNITS = {
@@ -100,6 +103,7 @@ class DeviceSpec:
     depth: int = DEFAULT_DEPTH  # requests in flight on its file system, if no other device there asks for more
     chosen: frozenset[str] = frozenset()  # by the user, of block and depth
     cache_bytes: int = 0  # memory, beside the buffers, for what the next step need not read; or NO_CACHE
+    numa: int | None = None  # the node of its buffers and update threads, or ANY_NODE; None: the drive's
     tbw_bytes: int | None = None  # the drive's rating: bytes that it takes in its life
     share: float | None = None  # of the tiles, relative to the other devices; None: not said
     pace: Pace = UNPACED
@@ -247,6 +251,10 @@ def _cache(value: str) -> int:
     return NO_CACHE if value == "off" else int(_within(parse_bytes(value), 0, 1 << 50))
 
 
+def _node(value: str) -> int:
+    return ANY_NODE if value == "off" else int(_within(int(value), 0, 1023))
+
+
 def _rate(unit: str) -> Callable[[str], float]:
     return lambda value: _within(parse_rate(value, unit), 1e3, 1e15)
 
@@ -259,7 +267,10 @@ _STORE_OPTIONS = (
     _Option("scratch", "0 or 1", _yes),
     _Option("tbw", "a number of bytes such as 600TB", lambda v: _within(parse_bytes(v), 1, math.inf), "tbw_bytes"),
 )
-_FILE_OPTIONS = (_Option("cache", "a number of bytes such as 4GB, or off", _cache, "cache_bytes"),)
+_FILE_OPTIONS = (
+    _Option("cache", "a number of bytes such as 4GB, or off", _cache, "cache_bytes"),
+    _Option("numa", "the number of a node, or off", _node),
+)
 _XRT_OPTIONS = (
     _Option("nvme", "a directory on the card's drive", lambda v: Path(v).expanduser(), "directory"),
     _Option("xclbin", "a file", lambda v: Path(v).expanduser()),

@@ -19,7 +19,7 @@ import torch
 from . import bindings
 from .bindings import TORN, DeviceConfig
 from .cards import find as find_card
-from .devices import UNPACED, DeviceSpec, shares_of
+from .devices import ANY_NODE, UNPACED, DeviceSpec, shares_of
 from .errors import (
     CSDError,
     CSDOSError,
@@ -31,7 +31,7 @@ from .errors import (
     users_stacklevel,
 )
 from .layout import SUM_ELEMS, Extent, plan_extent
-from .probe import HUGE_PAGE, tune
+from .probe import HUGE_PAGE, numa_node, tune
 from .signals import signals_held
 from .store import Mode, StoreFile
 from .store_format import PAGE, Contents, Record
@@ -220,6 +220,7 @@ class Engine:
                     spec.pace,
                     spec.depth,
                     spec.cache_bytes,
+                    None if spec.card else _numa_node(spec, store),
                 )
                 if store
                 else DeviceConfig(spec.backend, pace=spec.pace)
@@ -486,6 +487,9 @@ class Engine:
             # Else transfers cost 4 to 5 times the CPU time. A card has other buffers; what is smaller never has one.
             if store and not card and counts["buffer_bytes"] >= HUGE_PAGE:
                 about["huge_pages"] = 2 * counts["huge_bytes"] > counts["buffer_bytes"]
+            node = counts.pop("numa")
+            if store and not card:
+                about["numa_node"] = node - 1 if node else None
             if store:
                 about |= {"block_bytes": spec.block_bytes, "depth": spec.depth}
             stats.append(about | {"share": self.shares[d] if self.shares else 1.0} | counts)
@@ -560,3 +564,10 @@ class Engine:
                 f"this optimizer belongs to process {self.pid}; a forked process has neither its threads nor "
                 "its devices. Construct the optimizer after forking."
             )
+
+
+def _numa_node(spec: DeviceSpec, store: StoreFile) -> int | None:
+    """From which node a device's buffers are to come, and whose CPUs are to update its tiles; None: any."""
+    if spec.numa is not None:
+        return None if spec.numa == ANY_NODE else spec.numa
+    return numa_node(os.fstat(store.fd).st_dev)

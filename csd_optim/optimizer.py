@@ -788,7 +788,8 @@ class CSDAdam(AdamW, Joinable):
         ``block_bytes``, ``depth``, of a device with a store: size of its I/O requests, and how many are in flight at
         once. ``share``: of the parameters, relative to the other devices. ``huge_pages``: whether the system gave them
         to a device's buffers (None: it has none, or less than such a page); without, transfers cost 4 to 5 times the
-        CPU time, see /sys/kernel/mm/transparent_hugepage/enabled.
+        CPU time, see /sys/kernel/mm/transparent_hugepage/enabled. ``numa_node``: that its buffers come from (None: any;
+        so it is where the machine has one only, or the system does not tell which is the drive's, or allows it).
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         """

@@ -101,6 +101,26 @@ def storage(directory: Path) -> dict[str, Any]:
     }
 
 
+def numa_node(device: int, sysfs: Path = Path("/sys")) -> int | None:
+    """The NUMA node of the drives below a file system (`st_dev` of a file).
+
+    None where the machine has one node only, the system does not say (network file systems, btrfs), or they disagree.
+    """
+    if _text(sysfs / "devices/system/node/online") in ("", "0"):
+        return None
+    nodes = set()
+    below = [(sysfs / f"dev/block/{os.major(device)}:{os.minor(device)}").resolve()]
+    while below:
+        block = below.pop()
+        if slaves := [*block.glob("slaves/*")]:  # of LVM, of a RAID
+            below += [slave.resolve() for slave in slaves]
+            continue
+        # A partition's disk is one directory up; its controller, which knows, further on.
+        said = next((text for at in (block, *block.parents) if (text := _text(at / "numa_node"))), "-1")
+        nodes.add(int(said))
+    return nodes.pop() if len(nodes) == 1 and min(nodes) >= 0 else None
+
+
 def _text(path: str | Path) -> str:
     """A small system file's text, "" where there is none."""
     try:

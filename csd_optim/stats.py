@@ -35,6 +35,7 @@ def describe(
             "direct_io": d["direct_io"],
             "p2p": d["p2p"],
             "huge_pages": d.get("huge_pages"),
+            "numa_node": d.get("numa_node"),
             "block_bytes": d.get("block_bytes"),
             "depth": d.get("depth"),
             "share": d["share"],

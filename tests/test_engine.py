@@ -21,6 +21,7 @@ from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
 from csd_optim.devices import parse_devices
 from csd_optim.durable import open_engine
 from csd_optim.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, max_mappings, plan_extent
+from csd_optim.probe import numa_node
 
 ADAM = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0, 0)], HYPER)
 
@@ -445,6 +446,90 @@ def test_parameters_join_one_after_another(tmp_path):
     del engine, exp_avg
     gc.collect()
     assert bindings.mappings() == 0
+
+
+@pytest.mark.parametrize(("option", "node"), [("?numa=0", 0), ("?numa=off", None), ("", None)])
+def test_buffers_and_update_threads_of_a_node(option, node):
+    """Here on the only node that every machine has; without a word, nothing is pinned where there is no other."""
+    if node is not None and not Path("/sys/devices/system/node/node0").exists():
+        pytest.skip("this kernel knows no NUMA nodes")
+    code = f"""if True:
+        import os, re, torch
+        from pathlib import Path
+        from csd_optim import CSDAdam
+        p = torch.nn.Parameter(torch.zeros(1 << 21))
+        p.grad = torch.ones_like(p)
+        with CSDAdam([p], devices=["file:{option}"], tile_size=1 << 20) as opt:
+            opt.step()
+            [device] = opt.stats()["devices"]
+            print(device["numa_node"])
+            # Of the mappings with a policy, the pages.
+            found = re.findall(r"^\\S+ prefer[^:]*:0 .*?anon=(\\d+)", Path("/proc/self/numa_maps").read_text(), re.M)
+            print(sum(map(int, found)) * os.sysconf("SC_PAGE_SIZE") >= device["buffer_bytes"])
+            print(p[0].item())
+    """
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert said[:2] == [str(node), str(node is not None)]
+    assert float(said[2]) == pytest.approx(-1e-3)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_update_threads_of_a_node_keep_to_its_cpus():
+    """The node's pool is made while the process may run on one CPU alone: its threads keep to that one."""
+    code = """if True:
+        import os, time, torch
+        from csd_optim import CSDAdam, bindings
+        one, *others = sorted(os.sched_getaffinity(0))
+        params = [torch.nn.Parameter(torch.zeros(1 << 16)) for _ in range(2)]
+        anywhere, on_node = (CSDAdam([p], devices=[d]) for p, d in zip(params, ("file:", "file:?numa=0")))
+        for p in params:
+            p.grad = torch.ones_like(p)
+        anywhere.step()  # starts the threads that read, write and update anywhere
+        os.sched_setaffinity(0, {one})
+        on_node.step()
+        os.sched_setaffinity(0, {one, *others})
+        before = set(os.listdir("/proc/self/task"))
+        bindings.threads_use(4 * (1 + len(others)))
+        on_node.step()
+        new = set(os.listdir("/proc/self/task")) - before
+        deadline = time.monotonic() + 20  # by which each has begun, however busy the machine
+        while (found := [os.sched_getaffinity(int(task)) for task in new]) != [{one}] * len(new):
+            assert time.monotonic() < deadline, found
+        print(len(new))
+    """
+    said = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert int(said) > 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [([0], 0), ([1], 1), ([1, 1], 1), ([0, 1], None), ([-1], None), ([], None)],
+    ids=str,
+)
+def test_node_of_a_drive(tmp_path, nodes, expected):
+    """As sysfs has it: a partition, or a RAID of several; on its controller, some directories up."""
+    partitions = []
+    for i, node in enumerate(nodes):
+        controller = tmp_path / f"devices/pci{i}"
+        partitions.append(controller / f"nvme/nvme{i}/nvme{i}n1/nvme{i}n1p1")
+        partitions[-1].mkdir(parents=True)
+        (controller / "numa_node").write_text(f"{node}\n")
+    blocks = tmp_path / "dev/block"
+    blocks.mkdir(parents=True)
+    if len(nodes) == 1:
+        (blocks / "259:1").symlink_to(partitions[0])
+    elif nodes:
+        slaves = tmp_path / "devices/virtual/block/md0/slaves"
+        slaves.mkdir(parents=True)
+        for i, partition in enumerate(partitions):
+            (slaves / f"{i}").symlink_to(partition)
+        (blocks / "259:1").symlink_to(slaves.parent)
+    online = tmp_path / "devices/system/node/online"
+    online.parent.mkdir(parents=True)
+    online.write_text("0-1\n")
+    assert numa_node(os.makedev(259, 1), tmp_path) == expected
+    online.write_text("0\n")
+    assert numa_node(os.makedev(259, 1), tmp_path) is None  # there is no other
 
 
 @pytest.mark.parametrize("disabled", [0, 1])

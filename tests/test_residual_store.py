@@ -232,12 +232,11 @@ def test_a_commit_that_fails_is_tried_again(tmp_path, monkeypatch, nth):
         with monkeypatch.context() as patched:
             patched.setattr(os, "pwrite", fails)
             training.step()
-            with pytest.raises(CSDOSError, match="step 5 cannot be committed yet"):
-                training.engine.wait()
-            for _ in range(2):
-                # Copy 1 is four writes: from nth = 5 on it may be through.
+            for _ in range(3):
+                # Copy 1 is four writes: from nth = 5 on it may be through with the second attempt.
                 with contextlib.suppress(CSDOSError) if nth > 4 else pytest.raises(CSDOSError, match="step 5 cannot"):
                     training.engine.wait()
+            assert next(calls) > nth
             killed = crashed(devices, tmp_path / "b")
         with resumed(killed) as other:
             assert other.done in (4, 5)
@@ -291,6 +290,12 @@ def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, su
         assert asks() == without
 
 
+def entry(position, extent, start, numel):
+    """A parameter of one dimension, as a manifest has it."""
+    about = {"name": f"{position}", "group": 0, "position": position, "shape": [numel], "stride": [1]}
+    return about | {"dtype": "float32", "extent": extent, "start": start, "numel": numel}
+
+
 def test_they_are_spread_over_the_durable_devices(tmp_path):
     numels = [9000, 100, 5000, 5000, 3000, 12000, 2048, 1]
     spread = []
@@ -299,8 +304,7 @@ def test_they_are_spread_over_the_durable_devices(tmp_path):
         (tmp_path / f"{run}").mkdir()
         with contextlib.closing(open_engine(parse_devices(devices), tile_elems=1024)) as engine:
             extent = engine.extend(numels, 3)
-            starts = zip(extent.starts, numels, strict=True)
-            params = [{"name": f"{i}", "extent": 0, "start": start, "numel": n} for i, (start, n) in enumerate(starts)]
+            params = [entry(i, 0, *place) for i, place in enumerate(zip(extent.starts, numels, strict=True))]
             engine.describe({"params": params, "waiting": []})
             for i, n in enumerate(numels):
                 engine.keep_residual(i, torch.full((n,), i, dtype=torch.bfloat16))
@@ -422,7 +426,7 @@ def test_a_commit_needs_no_more_room_than_the_step_has_found(tmp_path, monkeypat
         params = []
         for n in (300, 550):  # these have the table's room nearly full
             starts = engine.extend([1] * n, 3).starts
-            params += [{"name": "", "extent": len(engine.extents) - 1, "start": s, "numel": 1} for s in starts]
+            params += [entry(len(params) + i, len(engine.extents) - 1, s, 1) for i, s in enumerate(starts)]
             engine.describe({"params": params, "waiting": []})
             engine.commit(RECORD)
             engine.wait()
@@ -476,7 +480,7 @@ def test_they_are_counted_where_they_are_written(tmp_path):
 def test_nothing_but_an_empty_one(tmp_path):
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]))) as engine:
         starts = engine.extend([0], 3).starts
-        engine.describe({"params": [{"name": "", "extent": 0, "start": starts[0], "numel": 0}], "waiting": []})
+        engine.describe({"params": [entry(0, 0, starts[0], 0)], "waiting": []})
         engine.keep_residual(0, torch.zeros(0, dtype=torch.bfloat16))
     assert not verify(tmp_path / "csd")[0].damage
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
@@ -492,8 +496,7 @@ def test_large_ones_go_in_parts(tmp_path, monkeypatch):
     kept = [torch.randn(n).bfloat16() for n in numels]
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), tile_elems=1024)) as engine:
         extent = engine.extend(numels, 3)
-        starts = zip(extent.starts, numels, strict=True)
-        params = [{"name": f"{i}", "extent": 0, "start": start, "numel": n} for i, (start, n) in enumerate(starts)]
+        params = [entry(i, 0, *place) for i, place in enumerate(zip(extent.starts, numels, strict=True))]
         engine.describe({"params": params, "waiting": []})
         for i, residual in enumerate(kept):
             engine.keep_residual(i, residual)
@@ -557,7 +560,9 @@ def test_what_no_commit_names_is_not_looked_at(devices):
 def test_store_that_is_cut_off(devices):
     file, offset = found_at(devices, "late")  # the last to find room
     os.truncate(file, offset + 100)
-    assert [d for v in verify(file.parent) for d in v.damage] == [f"{file}: residual is damaged: late"]
+    [said] = [d for v in verify(file.parent) for d in v.damage]
+    assert said.startswith(f"{file}: ")
+    assert said.endswith("the residual of late ends behind the end of the file")
 
 
 # ---- snapshots, state dicts, exports -----------------------------------------------------

@@ -135,6 +135,9 @@ typedef struct csd_device {
   /* file: memory for more buffers. A buffer keeps the tile that was written from it, until it is used for another; a
    * step need not read a tile that a buffer has. -1: it does all the same */
   int64_t cache_bytes;
+  /* file: 1 + the NUMA node of its drive, from which its buffers come and on whose CPUs its tiles are updated, where the
+   * system allows it; 0: any */
+  uint32_t numa;
 } csd_device;
 
 typedef struct csd_engine csd_engine;
@@ -289,6 +292,7 @@ typedef struct csd_stats {
   uint64_t buffer_bytes;      /* fixed memory of the device's tile buffers */
   uint64_t total_write_bytes; /* since the engine was made */
   uint64_t huge_bytes;        /* of the tile buffers, on huge pages: as the system gave them; file */
+  uint64_t numa;              /* 1 + the NUMA node that the tile buffers come from; 0: any */
 } csd_stats;
 
 int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error);

@@ -167,7 +167,7 @@ int32_t csd_isa_used(void) { return csd::used_isa; }
 int csd_threads_use(uint32_t n, csd_error *error) {
   return guarded(error, [&] {
     if (n == 0) throw csd::Failure{CSD_EINVAL, "at least one update thread is needed"};
-    csd::Pool::updates().resize(n);
+    csd::Pool::use_update_threads(n);
   });
 }
 

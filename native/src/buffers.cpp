@@ -40,6 +40,7 @@ void Engine::grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles) {
     lane.n_buffers = static_cast<uint32_t>(n);
     lane.counts.buffer_bytes = lane.device->memory_bytes();
     lane.counts.huge_bytes = lane.device->huge_bytes();
+    lane.counts.numa = lane.device->numa();
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include "csd.h"
 #include "failure.h"
+#include "pool.h"
 
 namespace csd {
 
@@ -100,6 +101,7 @@ class Device {
   virtual bool keeps_buffers() const { return false; }
   virtual uint64_t memory_bytes() const { return 0; }  // of these and whatever else is fixed
   virtual uint64_t huge_bytes() const { return 0; }    // of them, on huge pages
+  virtual uint32_t numa() const { return 0; }          // of which node they are, see csd_device
 
   // Makes the windows show the tile's slot `shown`; if it is `open`, what is written there goes to the device.
   // Returns 0 or an errno.
@@ -116,11 +118,11 @@ class Device {
   virtual void update(const Tile &tile, float *buffer, Work &work, Updated done) = 0;
 };
 
-// Runs `update` on a thread of the pool, and calls `done` with what it returns or throws.
-void submit_update(std::function<Failure()> update, Updated done);
+// Runs `update` on one of these threads, and calls `done` with what it returns or throws.
+void submit_update(std::function<Failure()> update, Updated done, Pool &threads = Pool::updates());
 
 // The updater of every device whose update runs on the CPU.
-void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done);
+void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads = Pool::updates());
 
 // What to report when a section is not what was stored there.
 Failure damaged(const Tile &tile, uint32_t section);

@@ -101,8 +101,8 @@ Failure update_tile(const Tile &tile, float *buffer, Work &work) {
 
 }  // namespace
 
-void submit_update(std::function<Failure()> update, Updated done) {
-  Pool::updates().submit([update = std::move(update), done = std::move(done)] {
+void submit_update(std::function<Failure()> update, Updated done, Pool &threads) {
+  threads.submit([update = std::move(update), done = std::move(done)] {
     Failure failure;
     try {
       failure = update();
@@ -113,8 +113,8 @@ void submit_update(std::function<Failure()> update, Updated done) {
   });
 }
 
-void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done) {
-  submit_update([&tile, buffer, &work] { return update_tile(tile, buffer, work); }, std::move(done));
+void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads) {
+  submit_update([&tile, buffer, &work] { return update_tile(tile, buffer, work); }, std::move(done), threads);
 }
 
 uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums) {

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "memory.h"
+#include "numa.h"
 #include "transfer.h"
 
 namespace csd {
@@ -78,7 +79,9 @@ namespace {
 
 class EmulatedDevice : public FileDevice {
  public:
-  using FileDevice::FileDevice;
+  EmulatedDevice(const csd_device &d, Pool &io) : FileDevice(d, io), numa_(d.numa), threads_(Pool::updates(d.numa)) {
+    threads_.start();
+  }
 
   bool keeps_buffers() const override { return true; }
 
@@ -87,6 +90,7 @@ class EmulatedDevice : public FileDevice {
     memory_ = HugeMemory(bytes * n);
     // After a fork, copying on write would cost the parent its huge pages for good.
     madvise(memory_.floats(), memory_.bytes(), MADV_DONTFORK);
+    prefers_node_ = numa_ != 0 && prefer_node(memory_.floats(), memory_.bytes(), numa_);
     memset(memory_.floats(), 0, memory_.bytes());  // all of it now, not in the first step
     huge_bytes_ = memory_.huge_bytes();
     std::vector<float *> all;
@@ -96,14 +100,18 @@ class EmulatedDevice : public FileDevice {
 
   uint64_t memory_bytes() const override { return memory_.bytes(); }
   uint64_t huge_bytes() const override { return huge_bytes_; }
+  uint32_t numa() const override { return prefers_node_ ? numa_ : 0; }
 
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
-    update_on_cpu(tile, buffer, work, std::move(done));
+    update_on_cpu(tile, buffer, work, std::move(done), threads_);
   }
 
  private:
+  const uint32_t numa_;
+  Pool &threads_;
   HugeMemory memory_;
   uint64_t huge_bytes_ = 0;
+  bool prefers_node_ = false;
 };
 
 }  // namespace

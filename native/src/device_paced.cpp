@@ -161,6 +161,7 @@ class PacedDevice : public Device {
   std::vector<float *> allocate(uint32_t n, uint64_t bytes) override { return device_->allocate(n, bytes); }
   uint64_t memory_bytes() const override { return device_->memory_bytes(); }
   uint64_t huge_bytes() const override { return device_->huge_bytes(); }
+  uint32_t numa() const override { return device_->numa(); }
   int map(const Tile &tile) override { return device_->map(tile); }
 
   void load(const Tile &tile, float *buffer, Done done) override {

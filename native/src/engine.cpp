@@ -101,6 +101,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
     const csd_stats last = std::exchange(l.counts, {});
     l.counts.buffer_bytes = last.buffer_bytes;
     l.counts.huge_bytes = last.huge_bytes;
+    l.counts.numa = last.numa;
     l.counts.total_write_bytes = last.total_write_bytes;
     for (BusyTime &time : l.busy) time.reset();
   }

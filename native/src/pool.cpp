@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 
@@ -10,18 +11,9 @@
 
 #include "csd.h"
 #include "float_mode.h"
+#include "numa.h"
 
 namespace csd {
-namespace {
-
-uint32_t usable_cpus() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return static_cast<uint32_t>(CPU_COUNT(&set));
-  return std::max(1u, std::thread::hardware_concurrency());
-}
-
-}  // namespace
-
 void block_signals() {
   sigset_t all;
   sigfillset(&all);
@@ -41,6 +33,7 @@ void Pool::submit(Task task) {
 }
 
 void Pool::submit(std::list<Task> tasks) {
+  if (tasks.empty()) return;
   std::lock_guard lock(mutex_);
   add_threads();
   for (size_t i = 0; i < tasks.size(); i++) wake_.notify_one();
@@ -84,6 +77,7 @@ uint32_t Pool::size() noexcept {
 
 void Pool::work() {
   block_signals();
+  if (cpus_) pthread_setaffinity_np(pthread_self(), sizeof *cpus_, &*cpus_);  // refused: it runs anywhere, more slowly
   const FloatMode mode(Subnormals::zero);
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -106,16 +100,24 @@ void Pool::work() {
 // The pools of the process. Never destroyed: their threads may still be waiting when the process ends.
 struct Pools {
   Pool updates;
-  std::mutex mutex;  // guards `io`
+  std::mutex mutex;  // guards what follows
+  std::map<uint32_t, Pool> of_node;
   std::map<dev_t, Pool> io;
 
   explicit Pools(uint32_t threads) : updates(threads) {}
+
+  // Of the update threads, the part of a node that has these CPUs.
+  static uint32_t part(uint32_t threads, const cpu_set_t &cpus) {
+    const cpu_set_t all = usable_cpus();
+    return std::max(1u, threads * static_cast<uint32_t>(CPU_COUNT(&cpus)) / static_cast<uint32_t>(CPU_COUNT(&all)));
+  }
 
   static Pools &get() {
     static Pools *all = nullptr;
     static std::once_flag once;
     std::call_once(once, [] {
-      all = new Pools(usable_cpus());
+      const cpu_set_t cpus = usable_cpus();
+      all = new Pools(static_cast<uint32_t>(CPU_COUNT(&cpus)));
       // A forked child has none of the threads, and perhaps a mutex that nobody will unlock: it gets pools of its own.
       pthread_atfork(nullptr, nullptr, [] { all = new Pools(all->updates.wanted_); });
     });
@@ -123,7 +125,22 @@ struct Pools {
   }
 };
 
-Pool &Pool::updates() { return Pools::get().updates; }
+Pool &Pool::updates(uint32_t numa) {
+  Pools &all = Pools::get();
+  if (numa == 0) return all.updates;
+  const cpu_set_t cpus = usable_cpus_of(numa);
+  if (CPU_COUNT(&cpus) == 0) return all.updates;
+  const uint32_t threads = Pools::part(all.updates.size(), cpus);
+  std::lock_guard lock(all.mutex);
+  return all.of_node.try_emplace(numa, threads, cpus).first->second;
+}
+
+void Pool::use_update_threads(uint32_t threads) {
+  Pools &all = Pools::get();
+  all.updates.resize(threads);
+  std::lock_guard lock(all.mutex);
+  for (auto &[numa, pool] : all.of_node) pool.resize(Pools::part(threads, *pool.cpus_));
+}
 
 Pool &Pool::io(dev_t file_system) {
   Pools &all = Pools::get();

@@ -1,6 +1,7 @@
 // Two kinds of threads serve all engines of a process: one pool that updates, and for every file system one pool that
 // reads and writes. A hundred small optimizers therefore cost no more threads than one big one.
 #pragma once
+#include <sched.h>
 #include <sys/types.h>
 
 #include <condition_variable>
@@ -8,6 +9,7 @@
 #include <functional>
 #include <list>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -17,7 +19,8 @@ void block_signals();  // in this thread: they are for the program's own
 
 class Pool {
  public:
-  explicit Pool(uint32_t threads) : wanted_(threads) {}
+  // `cpus`: that its threads run on; none: on those of the process.
+  explicit Pool(uint32_t threads, std::optional<cpu_set_t> cpus = {}) : cpus_(cpus), wanted_(threads) {}
   using Task = std::function<void()>;
 
   // Throws std::system_error if not a single thread can be had. From then on submit() does not throw for want of one.
@@ -29,8 +32,11 @@ class Pool {
   void grow(uint32_t threads);         // unless there are as many
   uint32_t size() noexcept;
 
-  static Pool &updates();              // as many threads as CPUs this process may run on
-  static Pool &io(dev_t file_system);  // CSD_IO_DEPTH requests in flight
+  // Updates on any CPU this process may run on, or on those of a NUMA node (see numa.h) if it has any there: as many
+  // threads as CPUs unless set, and of a node its part of them.
+  static Pool &updates(uint32_t numa = 0);
+  static void use_update_threads(uint32_t threads);  // in all, by nodes or not
+  static Pool &io(dev_t file_system);                // CSD_IO_DEPTH requests in flight
 
  private:
   friend struct Pools;
@@ -39,6 +45,7 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable wake_, stopped_;
   std::list<Task> tasks_;
+  const std::optional<cpu_set_t> cpus_;
   uint32_t wanted_, running_ = 0;
 };
 
