@@ -49,8 +49,8 @@ TINY = 4 * GRAIN  # elements of one, bytes of a request: so it has twelve of the
 CALLS = 200  # to time something that takes microseconds
 DRIVES, DRIVE_RATE, CORES = (4, 8, 16), 13e9, 16  # bytes per second, read plus written
 # Bytes of memory traffic per parameter if caches keep nothing but a chunk: states in from the drive, into the CPU,
-# back, out to the drive; 16-bit gradients in; 16-bit parameters out, whose lines are fetched first.
-TRAFFIC = 4 * 12 + 2 + 2 * 2
+# back, out to the drive; 16-bit gradients in, 16-bit parameters out past the caches.
+TRAFFIC = 4 * 12 + 2 + 2
 
 
 def main() -> None:
@@ -182,6 +182,8 @@ def per_gb(chunk: dict[str, list[float]], rows: list[Row], disk: Row) -> list[Ro
     def cpu(*of: Any) -> float:
         return statistics.median(runs(*of))
 
+    # Wake-ups are those of reads and writes. What lies in buffers is only written: there they are fewer, and what is left
+    # for "fetch, verify" is more, by 2 or 3 ms that change places.
     found, tiles = [], DISK_BYTES * TILE_ELEMS * TILES  # bytes that as many tiles of full size move
     for row in rows:
         wakes = cpu(row["wake-ups"], tiles)

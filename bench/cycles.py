@@ -122,12 +122,6 @@ def seconds(run: Run, hertz: float, others: float = 0) -> tuple[float, str]:
     return times[bound] + FILL / hertz, bound
 
 
-def transfers(run: Run) -> tuple[float, float]:
-    """Bytes that come into the card's memory and leave it for each tile: states by P2P, the others by DMA."""
-    read, written = run.bytes()
-    return read, written
-
-
 # ---- what others have published -------------------------------------------------------
 
 
@@ -194,10 +188,10 @@ def table() -> str:
         *(row(f"**the kernel at {hertz / 1e6:.0f} MHz**", lambda r, hertz=hertz: alone(hertz, r)) for hertz in CLOCKS),
         row(
             "at 200 MHz, transfers of other tiles meanwhile",
-            lambda r: rate(seconds(r, CLOCKS[0], sum(transfers(r)))[0], r),
+            lambda r: rate(seconds(r, CLOCKS[0], sum(r.bytes()))[0], r),
         ),
-        row("PCIe into the card, states and gradients", lambda r: rate(transfers(r)[0] / PCIE, r)),
-        row("PCIe out of it, states and parameters", lambda r: rate(transfers(r)[1] / PCIE, r)),
+        row("PCIe into the card, states and gradients", lambda r: rate(r.bytes()[0] / PCIE, r)),
+        row("PCIe out of it, states and parameters", lambda r: rate(r.bytes()[1] / PCIE, r)),
         "",
         "| the model beside what is published | published | model | error |",
         "|---|---|---|---|",

@@ -143,6 +143,8 @@ class DurableEngine(Engine):
         self._described = True  # the stores carry it
         self._changed = False  # since the store was last closed in order
         self._uncommitted = False  # current slots of committed tiles changed since the last commit began
+        self._extents_on: list[list[dict[str, Any]]] = [[] for _ in specs]  # per device: as the manifest has them
+        self._tiles_bytes = [0] * len(specs)  # per device: what the table has of its tiles
         self._open = np.zeros(0, bool)  # per tile: what is written to its windows goes to the device
         self._loose = np.zeros(0, bool)  # per tile: its slot is part of no commit
         self._edited = np.zeros(0, bool)  # per tile: somebody wrote to its windows, and no step has begun with that
@@ -200,6 +202,18 @@ class DurableEngine(Engine):
         new = np.full(extent.n_tiles, states is None)
         self._open, self._loose = np.append(self._open, new), np.append(self._loose, new)
         self._edited = np.append(self._edited, np.zeros(extent.n_tiles, bool))
+        for device, offset in enumerate(offsets):
+            about: dict[str, Any] = {
+                "tile_elems": extent.tile_elems,
+                "tiles": extent.tiles_of(device),
+                "slots": extent.slots,
+                "sections": list(SECTIONS[: extent.sections]),
+                "file_offset": offset,
+                **({"shares": [*extent.shares]} if extent.shares else {}),
+                **({"sum_elems": extent.sum_elems} if extent.sum_elems else {}),
+            }
+            self._extents_on[device].append(about)
+            self._tiles_bytes[device] += tile_entry(about).itemsize * about["tiles"]
 
     def window(self, extent: Extent, param: int, section: int, dtype: torch.dtype) -> torch.Tensor:
         window = super().window(extent, param, section, dtype)
@@ -409,8 +423,8 @@ class DurableEngine(Engine):
         round_ = self._round + makes_round
         durable = {d: store for d, store in enumerate(self._stores) if store and store.durable}
         self._committed_steps = steps = self._all_steps()
-        extents_on = {d: self._extents_on(d) for d in durable}
-        version = version_of(features_of(self._extents_on(0), residuals=bool(residuals)))
+        extents_on = {d: [*self._extents_on[d]] for d in durable}
+        version = version_of(features_of(self._extents_on[0], residuals=bool(residuals)))
         manifests = {}
         if not self._described:
             manifests = {d: json.dumps(self._described_on(d)).encode() for d in durable}
@@ -541,28 +555,12 @@ class DurableEngine(Engine):
         rest += RESIDUAL_ENTRY.itemsize * len(self.residuals)
         for d, store in enumerate(self._stores):
             if store and store.durable:
-                tiles = sum(tile_entry(e).itemsize * e["tiles"] for e in self._extents_on(d))
-                store.reserve("table", tiles + rest)
+                store.reserve("table", self._tiles_bytes[d] + rest)
                 if not self._described:
                     store.reserve("manifest", len(json.dumps(self._described_on(d))))
 
-    def _extents_on(self, device: int) -> list[dict[str, Any]]:
-        """As the manifest has them."""
-        return [
-            {
-                "tile_elems": e.tile_elems,
-                "tiles": e.tiles_of(device),
-                "slots": e.slots,
-                "sections": list(SECTIONS[: e.sections]),
-                "file_offset": offsets[device],
-                **({"shares": [*e.shares]} if e.shares else {}),
-                **({"sum_elems": e.sum_elems} if e.sum_elems else {}),
-            }
-            for e, offsets in zip(self.extents, self._offsets, strict=True)
-        ]
-
     def _described_on(self, device: int) -> dict[str, Any]:
-        extents = self._extents_on(device)
+        extents = self._extents_on[device]
         params = [
             {**p, "residual": self._kept.rooms[row]._asdict()} if row in self.residuals else p
             for row, p in enumerate(self._manifest["params"])
@@ -662,10 +660,13 @@ class DurableEngine(Engine):
             assert store is not None
             store.settle(commit)
 
-    def _before_close(self) -> None:
-        for pin in self.pins:
+    def _end_copies(self) -> None:
+        for pin in (pins := [*self.pins]):
             pin.wanted.set()
-        wait([pin.done for pin in self.pins])
+        wait([pin.done for pin in pins])
+
+    def _before_close(self) -> None:
+        self._end_copies()  # one may have begun since
         if not self.steps and not self._round:
             return
         edited = (

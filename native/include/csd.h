@@ -251,7 +251,8 @@ int csd_engine_given(csd_engine *engine, const uint32_t *tiles, uint32_t n, int3
  * may still be on their way to the device (csd_engine_settle waits for them). If anything failed, or with
  * keep = 0, the step is undone: every tile is back at its old slot, and the tiles whose
  * parameters had already been written are listed by csd_engine_undone, for the caller to restore.
- * CSD_ETORN: tiles with one slot had been written already; states and parameters are a mix. */
+ * CSD_ETORN: tiles with one slot had been written already; states and parameters are a mix. Tiles in memory ("ram") are
+ * updated where they lie, and stay as they are: nothing fails there, and nobody should give up such a step. */
 int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
 
 /* Tiles of the last undone step whose parameters were given out, and of each how many of its elements, from the first

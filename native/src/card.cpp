@@ -143,6 +143,9 @@ void Card::open_now() try {
   if (!kernel_)
     fail(xclbin_ + " has no kernel " + kKernel + ": it is another program's; build ours (docs/smartssd.md)",
          errno ? errno : ENOENT);
+  // One of another version may take a number where ours takes memory. What it reports is compared at each run, too.
+  if (xrt_.kernel_arg_group(kernel_, kReport) < 0)
+    fail(xclbin_ + " has a " + kKernel + " of another version: build both from the same source", EPROTO);
   has_p2p_ = maps_p2p();
 } catch (...) {
   close_now();

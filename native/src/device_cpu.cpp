@@ -109,7 +109,7 @@ void submit_update(std::function<Failure()> update, Updated done, Pool &threads)
     } catch (...) {
       failure = caught();
     }
-    done(failure);
+    done(std::move(failure));
   });
 }
 

@@ -122,17 +122,11 @@ class XrtDevice : public FileDevice {
   uint64_t memory_bytes() const override { return tiles_.size() * tile_bytes_ + kFrames * 3 * (tile_bytes_ / 3); }
 
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
-    workers_.submit([this, &tile, buffer, &work, done = std::move(done)] {
-      Failure failure;
-      try {
-        update_now(tile, buffer, work);
-      } catch (const Failure &f) {
-        failure = f;
-      } catch (const std::exception &e) {
-        failure = {CSD_ENOMEM, std::string("updating a tile: ") + e.what(), ENOMEM};
-      }
-      done(failure);
-    });
+    const auto update = [this, &tile, buffer, &work] {
+      update_now(tile, buffer, work);
+      return Failure{};
+    };
+    submit_update(update, std::move(done), workers_);
   }
 
  private:
@@ -295,11 +289,12 @@ class XrtDevice : public FileDevice {
 // Seconds from the beginning of all to the end of the last; `start(i, done)` starts one.
 template <typename Start>
 double seconds_of(size_t n, Start start) {
-  std::vector<std::promise<int>> ends(n);
+  // Shared with what is under way: if one cannot be started, the others end when nobody waits for them.
+  const auto ends = std::make_shared<std::vector<std::promise<int>>>(n);
   const auto begin = std::chrono::steady_clock::now();
-  for (size_t i = 0; i < n; i++) start(i, [&end = ends[i]](int os_errno) { end.set_value(os_errno); });
+  for (size_t i = 0; i < n; i++) start(i, [ends, i](int os_errno) { (*ends)[i].set_value(os_errno); });
   int error = 0;
-  for (std::promise<int> &end : ends)
+  for (std::promise<int> &end : *ends)
     if (const int e = end.get_future().get()) error = e;
   if (error) throw Failure{CSD_EIO, "measuring", error};
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();

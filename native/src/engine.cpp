@@ -86,7 +86,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
   to_pull_.reserve(n_tiles);
   n_pulled_ = 0;
   events_.clear();
-  events_.reserve(3 * size_t{n_tiles});
+  if (traced_) events_.reserve(3 * size_t{n_tiles});
   params_.assign(params, params + n_params);
   hypers_.assign(hypers, hypers + n_hypers);
   jobs_.clear();
@@ -408,7 +408,7 @@ void Engine::settle_writes() {
 void Engine::settle_writes(Lock &lock) {
   settle(lock);
   const std::vector<Job *> again = unwritten_;
-  events_.reserve(events_.size() + again.size());
+  if (traced_) events_.reserve(events_.size() + again.size());
   unwritten_.clear();
   for (Job *job : again) start_store(*job);
   settle(lock);

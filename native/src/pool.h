@@ -28,7 +28,7 @@ class Pool {
   void submit(Task task);              // which throws nothing
   void submit(std::list<Task> tasks);  // all of them. Once a thread runs, this throws nothing
   void resize(uint32_t threads);       // from the next task on
-  void stop();                         // when all tasks are done; for pools that are not the process's own
+  void stop();                         // nothing is queued any more; for pools that are not the process's own
   void grow(uint32_t threads);         // unless there are as many
   uint32_t size() noexcept;
 

@@ -147,7 +147,7 @@ void Engine::drain(bool open) {
 }
 
 // Of tiles that are open and not summed: nothing has been stored since somebody wrote there, so the windows show the
-// current slot. A model that was loaded is read from its file here, which takes its time: in all threads, without the
+// current slot (see edited()). A model that was loaded is read from its file here, which takes its time: in all threads, without the
 // lock.
 std::list<Pool::Task> Engine::sum_tasks() {
   std::list<Pool::Task> tasks;
@@ -169,11 +169,13 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
   for (uint32_t i = 0; i < n; i++) {
     if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
     Tile &t = tiles_[tiles[i]];
-    if (t.open) {
+    // A window from before the last step shows nothing that counts; but an open one of a tile with one slot shows that.
+    const bool current = t.shown == t.slot;
+    if (t.open && (current || t.n_slots == 1)) {
       t.slots[t.slot].summed = false;
       t.writes++;
-    } else if (t.shown == t.slot) {
-      t.edited = true;  // else to a window from before the last step, which shows nothing that counts
+    } else if (!t.open && current) {
+      t.edited = true;
     }
   }
 }

@@ -366,6 +366,16 @@ void edits() {
     OK(csd_engine_edited(m.engine, edited, 2, &m.error));
     OK(m.step());
     OK(same.step());
+    // And so to one that was open then: the sums of the current slot stay what they are.
+    OK(csd_engine_drain(m.engine, 1, &m.error));
+    OK(m.step());
+    OK(same.step());
+    OK(csd_engine_settle(m.engine, &m.error));
+    m.windows[1][0] = 1e9f;
+    OK(csd_engine_edited(m.engine, edited, 2, &m.error));
+    OK(csd_engine_drain(m.engine, 0, &m.error));
+    OK(m.step());
+    OK(same.step());
     OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), sums.data(), &m.error));
     for (const csd_tile_state &tile : held) CHECK(tile.summed);
     last = same.state();
