@@ -61,8 +61,8 @@ APART void operator delete[](void *p, size_t) noexcept { free(p); }
 
 namespace {
 
-constexpr uint64_t kTile = 2048;
-constexpr uint64_t kSumElems = 1024;          // two checksums for each section of a tile
+constexpr uint64_t kTile = 3072;
+constexpr uint64_t kSumElems = 2048;          // a section of a tile has two checksums, of which the second covers less
 constexpr uint32_t kTiles = 12;               // per extent
 constexpr uint64_t kParam = 2 * kTile - 100;  // elements: every parameter ends within a tile
 
@@ -240,7 +240,8 @@ void many_steps() {
     const float *master = files.windows[i < kTiles ? 0 : 3] + i % kTiles * kTile;
     CHECK(tiles[i].summed);
     for (uint64_t chunk = 0; chunk < 2; chunk++)
-      CHECK(sums[(2 * i + chunk) * 3] == csd_crc32c(0, master + chunk * kSumElems, 4 * kSumElems));
+      CHECK(sums[(2 * i + chunk) * 3] ==
+            csd_crc32c(0, master + chunk * kSumElems, 4 * (chunk ? kTile - kSumElems : kSumElems)));
   }
   csd_stats stats;
   for (uint32_t i = 0; i < 3; i++) OK(csd_engine_stats(files.engine, i, &stats, &files.error));
@@ -324,7 +325,9 @@ void undo() {
     }
     uint32_t undone[kTiles];
     uint64_t elems[kTiles];
-    CHECK(csd_engine_undone(m.engine, undone, elems, kTiles) <= pushed);
+    const uint32_t n_undone = csd_engine_undone(m.engine, undone, elems, kTiles);
+    CHECK(n_undone <= pushed);
+    for (uint32_t i = 0; i < n_undone; i++) CHECK(undone[i] < pushed && elems[i] == kTile);
     CHECK(m.state() == before);
   }
   OK(m.step());
@@ -376,6 +379,7 @@ void edits() {
     OK(csd_engine_drain(m.engine, 0, &m.error));
     OK(m.step());
     OK(same.step());
+    OK(csd_engine_settle(m.engine, &m.error));
     OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), sums.data(), &m.error));
     for (const csd_tile_state &tile : held) CHECK(tile.summed);
     last = same.state();
