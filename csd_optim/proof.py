@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import CSDLostError
+from .errors import CSDLostError, CSDOSError, CSDStoreError
 from .store import Staged, StoreFile
 from .store_format import PAGE, Contents, read_region, unpack
 from .tiles import find_damage, residuals_of, tiles_of
@@ -30,12 +30,17 @@ def prove(store: StoreFile, staged: Staged) -> None:
     Raises CSDOSError if the store cannot be flushed or read, CSDLostError if something is not what was written there.
     """
     store.sync()
-    store.forget_cached()
     block, path = staged.superblock, str(store.path)
-    manifest = staged.manifest or read_region(store.fd, block.manifest, 0, "manifest", path)
-    contents = unpack(path, 0, block, manifest, staged.table, os.fstat(store.fd).st_size)
-    damage = [str(d) for d in find_damage([contents])]
-    if not damage and _may_be_cached(store, contents):
+    try:
+        with store.naming("read"):  # somebody may have renamed the directory
+            store.forget_cached()
+            manifest = staged.manifest or read_region(store.fd, block.manifest, 0, "manifest", path)
+            contents = unpack(path, 0, block, manifest, staged.table, None)
+            damage = [str(d) for d in find_damage([contents])]
+            cached = not damage and _may_be_cached(store, contents)
+    except CSDStoreError as e:
+        raise CSDOSError(errno.EIO, str(e)) from e
+    if cached:
         damage = [f"{path}: what is looked at in memory cannot be read from the disk, as its file system reads that"]
     if damage:
         store.lost = _what_is_lost(store, contents, damage)

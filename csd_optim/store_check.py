@@ -106,7 +106,9 @@ def check_record(record: dict[str, Any]) -> None:
             numbers = [group.get(name) for name in ("lr", "eps", "weight_decay")]
             betas = group.get("betas")
             require(type(betas) is list and len(betas) == 2, f"betas {betas!r}")
-            require(all(type(n) in (int, float) for n in (*numbers, *betas)), f"hyperparameters in {key}")
-            require(all(type(group.get(name)) is bool for name in ("amsgrad", "maximize")), f"flags in {key}")
+            # As Python takes them: True for 1, and 1 for True. A tensor of one element was a list once.
+            numbers = [n[0] if type(n) is list and len(n) == 1 else n for n in numbers]
+            numbers += [*betas, group.get("amsgrad"), group.get("maximize")]
+            require(all(isinstance(n, (int, float)) for n in numbers), f"hyperparameters in {key}")
     require(is_number(record["seconds"]) and record["seconds"] >= 0, f"seconds {record['seconds']!r}")
     require(is_int(record["written_bytes"], 0), f"written_bytes {record['written_bytes']!r}")

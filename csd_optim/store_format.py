@@ -31,7 +31,7 @@ import numpy as np
 from . import store_check
 from .bindings import crc32c
 from .errors import CSDStoreError
-from .store_check import MOST_BYTES, check_extent, check_param, check_record, require
+from .store_check import MOST, MOST_BYTES, check_extent, check_param, check_record, require
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
@@ -265,7 +265,7 @@ class Contents:
         return max(ends)
 
 
-def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
+def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str, Any]:
     """A manifest of which everything has the type and the range that it must have, and lies in a file of `size` bytes.
 
     Raises CSDStoreError. Checksums tell what is damaged; this is for what never was a store of ours.
@@ -303,20 +303,16 @@ def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
         require(end <= room[last], f"parameter {p['name']} ends behind its extent")
     for p in manifest["waiting"]:
         check_param(p, block.devices, waits=True)
+    for _, end, what in areas:  # of manifest and table, one copy may be cut off: read_region() looks at the other
+        require(end <= size, f"{what} ends behind the end of the file")
     for what, region in (("the manifest", block.manifest), ("the table", block.table)):
         require(region.base % PAGE == 0 and region.room % PAGE == 0, f"{what} is not on whole pages")
         require(region.size <= region.room, f"{what} is larger than its room")
+        require(region.offset(2) <= MOST, f"{what} ends behind everything")
         areas.append((region.base, region.offset(2), what))
     for (_, end, what), (begin, _, other) in zip(areas := sorted(areas), areas[1:], strict=False):
         require(end <= begin, f"{what} and {other} overlap")
-    require(areas[-1][1] <= size, f"{areas[-1][2]} ends behind the end of the file")
-    return dict(manifest)
-
-
-def checked_record(record: Record) -> Record:
-    """Raises CSDStoreError."""
-    check_record(vars(record))
-    return record
+    return manifest
 
 
 # ---- reading and writing -------------------------------------------------------
@@ -353,10 +349,10 @@ def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
     return sorted(((copy, s) for copy, s in found if s), key=lambda pair: -pair[1].sequence)
 
 
-def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes, size: int) -> Contents:
-    """What these say, of a file of `size` bytes. Raises CSDStoreError if it cannot be so."""
+def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes, size: int | None) -> Contents:
+    """What these say, of a file of `size` bytes. Raises CSDStoreError if it cannot be so. None: it is our own."""
     try:
-        about = checked(_json(manifest), block, size)
+        about = _json(manifest) if size is None else checked(_json(manifest), block, size)
         at, states, sums = 0, [np.zeros(0, TILE_STATE)], []
         for extent in about["extents"]:
             entries = np.frombuffer(table, tile_entry(extent), extent["tiles"], offset=at)
@@ -369,7 +365,9 @@ def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: byte
         at += steps.nbytes
         residuals = np.frombuffer(table, RESIDUAL_ENTRY, len(rows_with_residual(about, block.device)), offset=at)
         require((residuals["space"] < 2).all(), "a residual is in a space that there is not")
-        record = checked_record(Record.unpack(table[at + residuals.nbytes :]))
+        record = Record.unpack(table[at + residuals.nbytes :])
+        if size is not None:
+            check_record(vars(record))
     except CSDStoreError as e:
         raise CSDStoreError(f"{path}{e}") from None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, MemoryError, struct.error) as e:
