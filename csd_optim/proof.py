@@ -11,7 +11,6 @@ import ctypes
 import errno
 import mmap
 import os
-from typing import Any
 
 import numpy as np
 
@@ -53,22 +52,20 @@ def _may_be_cached(store: StoreFile, contents: Contents) -> bool:
     with mmap.mmap(-1, PAGE) as page:
         store.forget_cached()
         os.preadv(store.io_fd, [page], 0)  # of the superblock, which nobody maps
-    seen = _cached(store.fd)
-    if not seen[0]:  # it is read past the cache
+    if not _cached(store.fd, 0, PAGE):  # it is read past the cache
         return False
     places = [(t.offset, t.size) for t in tiles_of([contents])]
     places += [(r.offset, r.size) for r in residuals_of([contents])]
-    return any(seen[at // mmap.PAGESIZE : -(-(at + size) // mmap.PAGESIZE)].any() for at, size in places)
+    return any(_cached(store.fd, at, size) for at, size in places if size)
 
 
-def _cached(fd: int) -> np.ndarray[Any, Any]:
-    """Of each page of a file: is it in the page cache?"""
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as pages:
+def _cached(fd: int, at: int, size: int) -> bool:
+    """Is any page of these bytes of a file in the page cache?"""
+    first = at // mmap.PAGESIZE * mmap.PAGESIZE
+    with mmap.mmap(fd, at + size - first, access=mmap.ACCESS_READ, offset=first) as pages:
         found = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
         address = np.frombuffer(pages, np.uint8).ctypes.data
-        if _mincore(address, len(pages), found.ctypes.data) != 0:
-            found[:] = 1
-    return (found & 1).astype(bool)
+        return bool(_mincore(address, len(pages), found.ctypes.data) != 0 or (found & 1).any())
 
 
 def _what_is_lost(store: StoreFile, contents: Contents, damage: list[str]) -> str:

@@ -31,7 +31,7 @@ import numpy as np
 from . import store_check
 from .bindings import crc32c
 from .errors import CSDStoreError
-from .store_check import MOST, MOST_BYTES, check_extent, check_param, check_record, require
+from .store_check import MOST, MOST_BYTES, MOST_TILES, check_extent, check_param, check_record, require
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
@@ -198,6 +198,22 @@ def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
     return (order // max(n, 1)).astype(np.uint32)
 
 
+def all_tiles(manifest: dict[str, Any]) -> list[int]:
+    """Of each extent: how many tiles its parameters take, on all devices."""
+    ends = [0] * len(manifest["extents"])
+    for p in manifest["params"]:
+        ends[p["extent"]] = p["start"] + p["numel"]
+    return [-(-end // e["tile_elems"]) for end, e in zip(ends, manifest["extents"], strict=True)]
+
+
+def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Sequence[int]:
+    """Those of the `n` tiles of an extent that are on a device, by their numbers."""
+    if "shares" not in extent:
+        return range(device, n, devices)
+    found: list[int] = np.flatnonzero(devices_of(extent["shares"], n) == device).tolist()
+    return found
+
+
 def rows_with_residual(manifest: dict[str, Any], device: int) -> list[int]:
     """The parameters whose residuals are on a device."""
     return [row for row, p in enumerate(manifest["params"]) if p.get("residual", {}).get("device") == device]
@@ -230,21 +246,11 @@ class Contents:
     def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
         """Of each tile, in the order of `tiles`: its extent, its number there over all devices, its slot's offset."""
         entries = iter(self.tiles["slot"].tolist())
-        for extent in self.manifest["extents"]:
+        here = self.superblock.device, self.superblock.devices
+        for extent, n in zip(self.manifest["extents"], all_tiles(self.manifest), strict=True):
             size = 4 * extent["tile_elems"] * len(extent["sections"])
-            for j, number in enumerate(self._numbers(extent)):
+            for j, number in enumerate(tiles_on(extent, n, *here)):
                 yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
-
-    def _numbers(self, extent: dict[str, Any]) -> Sequence[int]:
-        """Of the tiles of an extent that are here."""
-        n, device, devices = extent["tiles"], self.superblock.device, self.superblock.devices
-        if "shares" not in extent:
-            return range(device, device + n * devices, devices)
-        shares = extent["shares"]
-        # When the last of them was given to this device, no other had more for its share.
-        most = math.ceil(n * sum(shares) / shares[device]) + devices
-        found: list[int] = np.flatnonzero(devices_of(shares, most) == device)[:n].tolist()
-        return found
 
     def residual_places(self) -> Iterator[tuple[int, int, int]]:
         """Of each residual in this store: the row of its parameter, its offset, its checksum."""
@@ -282,11 +288,9 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
     for key in ("params", "waiting", "extents"):
         require(type(manifest[key]) is list, f"{key} is no list")
     areas = [(0, 2 * PAGE, "the superblocks")]
-    room = []  # of the extents, in elements
     for e, extent in enumerate(manifest["extents"]):
-        begin, end, most = check_extent(extent, block.device, block.devices)
+        begin, end = check_extent(extent, block.devices)
         areas.append((begin, end, f"extent {e}"))
-        room.append(most)
     require(type(manifest["tiles"]) is int, "tiles is no number")
     require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
     last, end = 0, 0  # the extent, and what is taken of it
@@ -300,7 +304,11 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
         end = end if p["extent"] == last else 0
         require(p["start"] >= end, f"parameter {p['name']} lies where another one does")
         last, end = p["extent"], p["start"] + p["numel"]
-        require(end <= room[last], f"parameter {p['name']} ends behind its extent")
+    for e, n in enumerate(all_tiles(manifest)):
+        extent = manifest["extents"][e]
+        require("shares" not in extent or n * block.devices <= MOST_TILES, f"extent {e} has {n} tiles")
+        here = len(tiles_on(extent, n, block.device, block.devices))
+        require(extent["tiles"] == here, f"{extent['tiles']} tiles of extent {e} are here, not {here}")
     for p in manifest["waiting"]:
         check_param(p, block.devices, waits=True)
     for _, end, what in areas:  # of manifest and table, one copy may be cut off: read_region() looks at the other

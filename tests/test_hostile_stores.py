@@ -270,3 +270,15 @@ def test_a_copy_that_is_cut_off_leaves_the_other(tmp_path):
         (damage,) = verdict.damage
         assert "copy 1" in damage
         assert "resume=True repairs" in damage
+
+
+def test_shares_as_unequal_as_they_may_be(tmp_path):
+    shares = [0.001] + 8 * [1000]
+    devices = [f"file:{tmp_path}/csd{d}?share={share}" for d, share in enumerate(shares)]
+    for step in range(2):
+        p = torch.nn.Parameter(torch.ones(50_000))
+        with CSDAdam([p], devices=devices, tile_size=1024, resume=step > 0) as opt:
+            assert opt.committed_step == step
+            p.grad = torch.ones(50_000)
+            opt.step()
+    assert not any(verdict.damage for verdict in verify([tmp_path / f"csd{d}" for d in range(9)]))
