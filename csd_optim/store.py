@@ -35,6 +35,7 @@ from .store_format import (
     Contents,
     Region,
     Superblock,
+    opened,
     read,
     read_commits,
     read_region,
@@ -70,6 +71,16 @@ def _holders(stat: os.stat_result) -> list[int]:
     return sorted(found)
 
 
+def _has_ended(pid: int) -> bool:
+    """Has a process ended, waited for by its parent or not? /proc may hide those of others."""
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat").read_text()  # number, (name), state; the name may have any characters
+    except OSError as e:
+        return isinstance(e, ProcessLookupError)
+    return stat.rpartition(")")[2].split()[:1] == ["Z"]
+
+
 def _left_behind(owner: int, stat: os.stat_result) -> str:
     """What keeps the lock of a process that has ended: a lock belongs to all who have inherited the open file."""
     children = [f"process {pid}" for pid in _holders(stat) if pid != os.getpid()]
@@ -95,10 +106,10 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
         who = "another optimizer of this process, or by tensors from load(); close() or drop those"
     elif owner is None:
         who = "another process; stop that"
-    elif Path(f"/proc/{owner}").exists():
-        who = f"process {owner}; stop that"
-    else:
+    elif _has_ended(owner):
         who = f"{_left_behind(owner, os.fstat(fd))}; stop that"
+    else:
+        who = f"process {owner}; stop that"
     instead = "another directory"
     if shared:
         instead = "a snapshot, which its optimizer makes by save()"
@@ -344,12 +355,13 @@ class StoreFile:
         self._named = False
         sync_directory(directory)
         self._named = True
-        try:
-            sync_directory(directory.parent)
-        except OSError as e:
-            self.lost = f"{directory} may be gone after a power loss: {directory.parent} could not be flushed "
-            self.lost += f"({e.strerror}). Remove {directory.name} and begin anew, or name another directory"
-            raise CSDLostError(e.errno, self.lost) from e
+        with opened(directory.parent, os.O_DIRECTORY) as fd:
+            try:
+                os.fsync(fd)
+            except OSError as e:
+                self.lost = f"{directory} may be gone after a power loss: {directory.parent} could not be flushed "
+                self.lost += f"({e.strerror}). Remove {directory.name} and begin anew, or name another directory"
+                raise CSDLostError(e.errno, self.lost) from e
 
     def shrink(self, end: int) -> None:
         """Gives back what was allocated from byte `end` on."""

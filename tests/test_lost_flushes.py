@@ -277,3 +277,27 @@ def test_a_directory_that_was_renamed_is_told_as_what_it_is(in_doubt, tmp_path):
         in_doubt.opt.synchronize()
     (tmp_path / "csd1").rename(tmp_path / "csd0")
     in_doubt.opt.close()
+
+
+@pytest.mark.parametrize("fails", ["open", "fsync"])
+def test_a_parent_that_cannot_be_flushed(fails, tmp_path, monkeypatch):
+    """Who may not look at it is told that, and that nothing is lost; what may be lost is told as that."""
+    really = getattr(os, fails)
+
+    def failing(what, *more, **options):
+        directory = os.readlink(f"/proc/self/fd/{what}") if fails == "fsync" else str(what)
+        if directory == str(tmp_path):
+            raise OSError(errno.EIO if fails == "fsync" else errno.EACCES, "no")
+        return really(what, *more, **options)
+
+    small = Small(tmp_path / "csd0")
+    monkeypatch.setattr(os, fails, failing)
+    with pytest.raises(CSDOSError) as told:
+        small.steps(1)
+    assert isinstance(told.value, CSDLostError) == (fails == "fsync")
+    assert ("begin anew" in str(told.value)) == (fails == "fsync")
+    monkeypatch.undo()
+    with pytest.raises(CSDLostError) if fails == "fsync" else contextlib.nullcontext():
+        small.steps(1)
+    with contextlib.suppress(CSDLostError):
+        small.opt.close()
