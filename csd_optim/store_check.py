@@ -20,7 +20,7 @@ MOST_TILES = 1 << 26
 def require(holds: object, what: str) -> None:
     if not holds:
         raise CSDStoreError(
-            f": manifest and slot table do not belong together, or the manifest contradicts itself: {what}"
+            f"manifest and slot table do not belong together, or the manifest contradicts itself: {what}"
         )
 
 

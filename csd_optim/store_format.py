@@ -280,7 +280,7 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
     features = manifest.get("features", [])
     require(type(features) is list and all(type(f) is str for f in features), "features are no names")
     if unknown := {*features} - FEATURES:
-        raise CSDStoreError(f" has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
+        raise CSDStoreError(f"it has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
     require(block.device < block.devices <= 1 << 16, f"it is device {block.device} of {block.devices}")
     require(max(block.sequence, block.step, block.round) < 1 << 53, "it has made more steps than anybody can")
     rank, world_size = manifest.get("rank", 0), manifest.get("world_size", 1)
@@ -377,7 +377,7 @@ def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: byte
         if size is not None:
             check_record(vars(record))
     except CSDStoreError as e:
-        raise CSDStoreError(f"{path}{e}") from None
+        raise CSDStoreError(f"{path}: {e}") from None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, MemoryError, struct.error) as e:
         raise CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})") from e
     return Contents(path, copy, block, about, np.concatenate(states), sums, steps, residuals, record)

@@ -708,7 +708,7 @@ def test_feature_that_nobody_knows_is_refused_by_its_name(tmp_path):
             write(file.fileno(), replace(block, manifest=region).pack(), copy * PAGE)
     before = store.read_bytes()
     with pytest.raises(
-        CSDStoreError, match=r"csd_optim\.store has telepathy, which this csd_optim does not know: upgrade"
+        CSDStoreError, match=r"csd_optim\.store: it has telepathy, which this csd_optim does not know: upgrade"
     ):
         CSDAdam(parameters((3000,)), devices=[str(tmp_path)], resume=True)
     assert store.read_bytes() == before
