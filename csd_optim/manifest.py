@@ -80,7 +80,7 @@ def first_difference(held: dict[str, Any], groups: Groups, part_of: PartOf) -> s
 def _item(value: Any) -> Any:
     """A number as Python has it, from where it may have come."""
     if isinstance(value, torch.Tensor):
-        return value.tolist()
+        return value.item() if value.numel() == 1 else value.tolist()
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -105,6 +105,8 @@ def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
         now = group.get(name)
         if name in ("foreach", "fused", "capturable", "differentiable"):
             continue  # no hyperparameters: how torch computes
+        if name in HYPERPARAMETERS and isinstance(value, list) and len(value) == 1:
+            (value,) = value  # of a tensor with one element, as stores had it once
         if isinstance(now, torch.Tensor):
             now.fill_(value)
         elif name == "initial_lr" and isinstance(group["lr"], torch.Tensor):

@@ -11,11 +11,10 @@ import ctypes
 import errno
 import mmap
 import os
-from typing import Any
 
 import numpy as np
 
-from .errors import CSDLostError
+from .errors import CSDLostError, CSDOSError, CSDStoreError
 from .store import Staged, StoreFile
 from .store_format import PAGE, Contents, read_region, unpack
 from .tiles import find_damage, residuals_of, tiles_of
@@ -30,12 +29,17 @@ def prove(store: StoreFile, staged: Staged) -> None:
     Raises CSDOSError if the store cannot be flushed or read, CSDLostError if something is not what was written there.
     """
     store.sync()
-    store.forget_cached()
     block, path = staged.superblock, str(store.path)
-    manifest = staged.manifest or read_region(store.fd, block.manifest, 0, "manifest", path)
-    contents = unpack(path, 0, block, manifest, staged.table, os.fstat(store.fd).st_size)
-    damage = [str(d) for d in find_damage([contents])]
-    if not damage and _may_be_cached(store, contents):
+    try:
+        with store.naming("read"):  # somebody may have renamed the directory
+            store.forget_cached()
+            manifest = staged.manifest or read_region(store.fd, block.manifest, 0, "manifest", path)
+            contents = unpack(path, 0, block, manifest, staged.table, None)
+            damage = [str(d) for d in find_damage([contents])]
+            cached = not damage and _may_be_cached(store, contents)
+    except CSDStoreError as e:
+        raise CSDOSError(errno.EIO, str(e)) from e
+    if cached:
         damage = [f"{path}: what is looked at in memory cannot be read from the disk, as its file system reads that"]
     if damage:
         store.lost = _what_is_lost(store, contents, damage)
@@ -48,22 +52,20 @@ def _may_be_cached(store: StoreFile, contents: Contents) -> bool:
     with mmap.mmap(-1, PAGE) as page:
         store.forget_cached()
         os.preadv(store.io_fd, [page], 0)  # of the superblock, which nobody maps
-    seen = _cached(store.fd)
-    if not seen[0]:  # it is read past the cache
+    if not _cached(store.fd, 0, PAGE):  # it is read past the cache
         return False
     places = [(t.offset, t.size) for t in tiles_of([contents])]
     places += [(r.offset, r.size) for r in residuals_of([contents])]
-    return any(seen[at // mmap.PAGESIZE : -(-(at + size) // mmap.PAGESIZE)].any() for at, size in places)
+    return any(_cached(store.fd, at, size) for at, size in places if size)
 
 
-def _cached(fd: int) -> np.ndarray[Any, Any]:
-    """Of each page of a file: is it in the page cache?"""
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as pages:
+def _cached(fd: int, at: int, size: int) -> bool:
+    """Is any page of these bytes of a file in the page cache?"""
+    first = at // mmap.PAGESIZE * mmap.PAGESIZE
+    with mmap.mmap(fd, at + size - first, access=mmap.ACCESS_READ, offset=first) as pages:
         found = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
         address = np.frombuffer(pages, np.uint8).ctypes.data
-        if _mincore(address, len(pages), found.ctypes.data) != 0:
-            found[:] = 1
-    return (found & 1).astype(bool)
+        return bool(_mincore(address, len(pages), found.ctypes.data) != 0 or (found & 1).any())
 
 
 def _what_is_lost(store: StoreFile, contents: Contents, damage: list[str]) -> str:

@@ -35,6 +35,7 @@ from .store_format import (
     Contents,
     Region,
     Superblock,
+    opened,
     read,
     read_commits,
     read_region,
@@ -70,6 +71,16 @@ def _holders(stat: os.stat_result) -> list[int]:
     return sorted(found)
 
 
+def _has_ended(pid: int) -> bool:
+    """Has a process ended, waited for by its parent or not? /proc may hide those of others."""
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat").read_text()  # number, (name), state; the name may have any characters
+    except OSError as e:
+        return isinstance(e, ProcessLookupError)
+    return stat.rpartition(")")[2].split()[:1] == ["Z"]
+
+
 def _left_behind(owner: int, stat: os.stat_result) -> str:
     """What keeps the lock of a process that has ended: a lock belongs to all who have inherited the open file."""
     children = [f"process {pid}" for pid in _holders(stat) if pid != os.getpid()]
@@ -95,10 +106,10 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
         who = "another optimizer of this process, or by tensors from load(); close() or drop those"
     elif owner is None:
         who = "another process; stop that"
-    elif Path(f"/proc/{owner}").exists():
-        who = f"process {owner}; stop that"
-    else:
+    elif _has_ended(owner):
         who = f"{_left_behind(owner, os.fstat(fd))}; stop that"
+    else:
+        who = f"process {owner}; stop that"
     instead = "another directory"
     if shared:
         instead = "a snapshot, which its optimizer makes by save()"
@@ -193,8 +204,12 @@ class StoreFile:
         if mode in ("resume", "read"):
             # Who wrote it may have died with that in memory only, or have been told that it did not get to the disk:
             # then it is in the page cache all the same, and gone when it leaves that.
-            os.fdatasync(self.fd)
-            self.forget_cached()
+            try:
+                os.fdatasync(self.fd)
+                self.forget_cached()
+            except OSError as e:
+                if mode != "read" or e.errno not in (errno.EINVAL, errno.EROFS, errno.ENOSYS):
+                    raise  # else a file system that is only read, and has nothing to flush
         heads = [read(self.fd, PAGE, i * PAGE) for i in range(2)]
         unborn = self._is_unborn(path, *heads)
         if mode != "read" and MAGIC not in (head[:8] for head in heads) and not unborn:
@@ -252,7 +267,7 @@ class StoreFile:
         os.close(fd)
 
     @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def naming(self, what: str) -> Iterator[None]:
         """Errors of the operating system say which file they are about."""
         try:
             yield
@@ -291,7 +306,7 @@ class StoreFile:
         self.current = block = commit.superblock
         self._spaces = {"manifest": block.manifest[:2], "table": block.table[:2]}
         self.end = commit.end
-        with self._naming("open"):
+        with self.naming("open"):
             self._open_direct()
 
     def settle(self, commit: Contents) -> None:
@@ -301,7 +316,7 @@ class StoreFile:
         table = read_region(self.fd, block.table, commit.copy, "slot table", path)
         for copy in (1 - commit.copy, commit.copy):
             self.publish(Staged(block, manifest, table), copy)
-        with self._naming("shrink"):
+        with self.naming("shrink"):
             os.ftruncate(self.fd, self.end)
 
     def allocate(self, size: int, what: str = STATE) -> int:
@@ -310,7 +325,7 @@ class StoreFile:
         Raises CSDOSError when the disk is full, and then gives back what it had taken.
         """
         if self.io_fd < 0:
-            with self._naming("write"):
+            with self.naming("write"):
                 if not (self._is_new and self._named):
                     self._replace()
                 if self.durable:
@@ -340,12 +355,13 @@ class StoreFile:
         self._named = False
         sync_directory(directory)
         self._named = True
-        try:
-            sync_directory(directory.parent)
-        except OSError as e:
-            self.lost = f"{directory} may be gone after a power loss: {directory.parent} could not be flushed "
-            self.lost += f"({e.strerror}). Remove {directory.name} and begin anew, or name another directory"
-            raise CSDLostError(e.errno, self.lost) from e
+        with opened(directory.parent, os.O_DIRECTORY) as fd:
+            try:
+                os.fsync(fd)
+            except OSError as e:
+                self.lost = f"{directory} may be gone after a power loss: {directory.parent} could not be flushed "
+                self.lost += f"({e.strerror}). Remove {directory.name} and begin anew, or name another directory"
+                raise CSDLostError(e.errno, self.lost) from e
 
     def shrink(self, end: int) -> None:
         """Gives back what was allocated from byte `end` on."""
@@ -360,7 +376,7 @@ class StoreFile:
         """
         if self.io_fd >= 0:
             try:
-                with self._naming("write"):
+                with self.naming("write"):
                     os.fdatasync(self.fd)
             except CSDOSError:
                 self.in_doubt = True
@@ -372,7 +388,7 @@ class StoreFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Whole pages, of memory too, past the page cache where the file system can. Raises CSDOSError."""
-        with self._naming("write"):
+        with self.naming("write"):
             write(self.io_fd, data, offset)
 
     def stage(self, block: Superblock, manifest: bytes | None, table: bytes) -> Staged:
@@ -392,7 +408,7 @@ class StoreFile:
         block = staged.superblock
         if copy == 0:
             self.sync()
-        with self._naming("write the superblock"):
+        with self.naming("write the superblock"):
             # In any order: a superblock whose manifest and table are not there yet does not count. If the flush fails,
             # all of it is written anew: nothing else can have been lost.
             if staged.manifest is not None:
@@ -410,7 +426,7 @@ class StoreFile:
             # After a failure, first the copy that is not known to be whole: the other one is all that there is.
             for copy in (0, 1) if self._unsure != 1 else (1, 0):
                 self._unsure = copy
-                with self._naming("write the superblock"):
+                with self.naming("write the superblock"):
                     write(self.fd, self.current.pack(), copy * PAGE)
                 self.sync()
                 self._unsure = None

@@ -12,13 +12,15 @@ SECTIONS = ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
 DTYPES = {"float32", "float16", "bfloat16", "complex64"}
 MOST = 1 << 60  # elements or bytes of anything: sums of a few of them still are numbers of 64 bits
 MOST_BYTES = 1 << 31  # of a manifest or table
-MOST_TILES = 1 << 26  # of an extent, times devices: what it takes to say which of them are where
+# Of an extent with unequal shares, times devices: what it takes to say which of them are where. A process has fewer:
+# they are mappings (layout.MAX_MAPPINGS).
+MOST_TILES = 1 << 26
 
 
 def require(holds: object, what: str) -> None:
     if not holds:
         raise CSDStoreError(
-            f": manifest and slot table do not belong together, or the manifest contradicts itself: {what}"
+            f"manifest and slot table do not belong together, or the manifest contradicts itself: {what}"
         )
 
 
@@ -34,8 +36,8 @@ def is_ints(value: object, least: int) -> bool:
     return type(value) is list and len(value) <= 64 and all(is_int(n, least) for n in value)
 
 
-def check_extent(extent: Any, device: int, devices: int) -> tuple[int, int, int]:
-    """Returns where it begins and ends in the file, and how many elements it may have. Raises CSDStoreError."""
+def check_extent(extent: Any, devices: int) -> tuple[int, int]:
+    """Returns where it begins and ends in the file. Raises CSDStoreError."""
     require(type(extent) is dict, "an extent is no object")
     elems, tiles, slots, sections = (extent.get(key) for key in ("tile_elems", "tiles", "slots", "sections"))
     require(is_int(elems, 1024, 1 << 31) and elems % 1024 == 0, f"a tile has {elems!r} elements")
@@ -48,15 +50,9 @@ def check_extent(extent: Any, device: int, devices: int) -> tuple[int, int, int]
         shares = extent["shares"]
         right = type(shares) is list and len(shares) == devices and all(is_number(s) and s > 0 for s in shares)
         require(right, f"the devices have the shares {shares!r}")
-        part = shares[device] / sum(shares)
-    else:
-        part = 1 / devices
-    # With one tile more, this device would have more for its share than any other.
-    most = (tiles + 1) / part + devices
-    require(most * devices <= max(MOST_TILES, 2 * tiles), f"{tiles} tiles are this device's part of {most}")
     offset = extent.get("file_offset")
     require(is_int(offset, 2 * PAGE) and offset % PAGE == 0, f"an extent begins at byte {offset!r}")
-    return offset, offset + slots * tiles * 4 * elems * len(sections), int(most) * elems
+    return offset, offset + slots * tiles * 4 * elems * len(sections)
 
 
 def check_param(p: Any, devices: int, *, waits: bool = False) -> tuple[int, int] | None:
@@ -106,7 +102,9 @@ def check_record(record: dict[str, Any]) -> None:
             numbers = [group.get(name) for name in ("lr", "eps", "weight_decay")]
             betas = group.get("betas")
             require(type(betas) is list and len(betas) == 2, f"betas {betas!r}")
-            require(all(type(n) in (int, float) for n in (*numbers, *betas)), f"hyperparameters in {key}")
-            require(all(type(group.get(name)) is bool for name in ("amsgrad", "maximize")), f"flags in {key}")
+            # As Python takes them: True for 1, and 1 for True. A tensor of one element was a list once.
+            numbers = [n[0] if type(n) is list and len(n) == 1 else n for n in numbers]
+            numbers += [*betas, group.get("amsgrad"), group.get("maximize")]
+            require(all(isinstance(n, (int, float)) for n in numbers), f"hyperparameters in {key}")
     require(is_number(record["seconds"]) and record["seconds"] >= 0, f"seconds {record['seconds']!r}")
     require(is_int(record["written_bytes"], 0), f"written_bytes {record['written_bytes']!r}")

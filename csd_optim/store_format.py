@@ -31,7 +31,7 @@ import numpy as np
 from . import store_check
 from .bindings import crc32c
 from .errors import CSDStoreError
-from .store_check import MOST_BYTES, check_extent, check_param, check_record, require
+from .store_check import MOST, MOST_BYTES, MOST_TILES, check_extent, check_param, check_record, require
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
@@ -198,6 +198,22 @@ def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
     return (order // max(n, 1)).astype(np.uint32)
 
 
+def all_tiles(manifest: dict[str, Any]) -> list[int]:
+    """Of each extent: how many tiles its parameters take, on all devices."""
+    ends = [0] * len(manifest["extents"])
+    for p in manifest["params"]:
+        ends[p["extent"]] = p["start"] + p["numel"]
+    return [-(-end // e["tile_elems"]) for end, e in zip(ends, manifest["extents"], strict=True)]
+
+
+def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Sequence[int]:
+    """Those of the `n` tiles of an extent that are on a device, by their numbers."""
+    if "shares" not in extent:
+        return range(device, n, devices)
+    found: list[int] = np.flatnonzero(devices_of(extent["shares"], n) == device).tolist()
+    return found
+
+
 def rows_with_residual(manifest: dict[str, Any], device: int) -> list[int]:
     """The parameters whose residuals are on a device."""
     return [row for row, p in enumerate(manifest["params"]) if p.get("residual", {}).get("device") == device]
@@ -230,21 +246,11 @@ class Contents:
     def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
         """Of each tile, in the order of `tiles`: its extent, its number there over all devices, its slot's offset."""
         entries = iter(self.tiles["slot"].tolist())
-        for extent in self.manifest["extents"]:
+        here = self.superblock.device, self.superblock.devices
+        for extent, n in zip(self.manifest["extents"], all_tiles(self.manifest), strict=True):
             size = 4 * extent["tile_elems"] * len(extent["sections"])
-            for j, number in enumerate(self._numbers(extent)):
+            for j, number in enumerate(tiles_on(extent, n, *here)):
                 yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
-
-    def _numbers(self, extent: dict[str, Any]) -> Sequence[int]:
-        """Of the tiles of an extent that are here."""
-        n, device, devices = extent["tiles"], self.superblock.device, self.superblock.devices
-        if "shares" not in extent:
-            return range(device, device + n * devices, devices)
-        shares = extent["shares"]
-        # When the last of them was given to this device, no other had more for its share.
-        most = math.ceil(n * sum(shares) / shares[device]) + devices
-        found: list[int] = np.flatnonzero(devices_of(shares, most) == device)[:n].tolist()
-        return found
 
     def residual_places(self) -> Iterator[tuple[int, int, int]]:
         """Of each residual in this store: the row of its parameter, its offset, its checksum."""
@@ -265,7 +271,7 @@ class Contents:
         return max(ends)
 
 
-def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
+def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str, Any]:
     """A manifest of which everything has the type and the range that it must have, and lies in a file of `size` bytes.
 
     Raises CSDStoreError. Checksums tell what is damaged; this is for what never was a store of ours.
@@ -274,7 +280,7 @@ def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
     features = manifest.get("features", [])
     require(type(features) is list and all(type(f) is str for f in features), "features are no names")
     if unknown := {*features} - FEATURES:
-        raise CSDStoreError(f" has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
+        raise CSDStoreError(f"it has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
     require(block.device < block.devices <= 1 << 16, f"it is device {block.device} of {block.devices}")
     require(max(block.sequence, block.step, block.round) < 1 << 53, "it has made more steps than anybody can")
     rank, world_size = manifest.get("rank", 0), manifest.get("world_size", 1)
@@ -282,11 +288,9 @@ def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
     for key in ("params", "waiting", "extents"):
         require(type(manifest[key]) is list, f"{key} is no list")
     areas = [(0, 2 * PAGE, "the superblocks")]
-    room = []  # of the extents, in elements
     for e, extent in enumerate(manifest["extents"]):
-        begin, end, most = check_extent(extent, block.device, block.devices)
+        begin, end = check_extent(extent, block.devices)
         areas.append((begin, end, f"extent {e}"))
-        room.append(most)
     require(type(manifest["tiles"]) is int, "tiles is no number")
     require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
     last, end = 0, 0  # the extent, and what is taken of it
@@ -300,23 +304,23 @@ def checked(manifest: Any, block: Superblock, size: int) -> dict[str, Any]:
         end = end if p["extent"] == last else 0
         require(p["start"] >= end, f"parameter {p['name']} lies where another one does")
         last, end = p["extent"], p["start"] + p["numel"]
-        require(end <= room[last], f"parameter {p['name']} ends behind its extent")
+    for e, n in enumerate(all_tiles(manifest)):
+        extent = manifest["extents"][e]
+        require("shares" not in extent or n * block.devices <= MOST_TILES, f"extent {e} has {n} tiles")
+        here = len(tiles_on(extent, n, block.device, block.devices))
+        require(extent["tiles"] == here, f"{extent['tiles']} tiles of extent {e} are here, not {here}")
     for p in manifest["waiting"]:
         check_param(p, block.devices, waits=True)
+    for _, end, what in areas:  # of manifest and table, one copy may be cut off: read_region() looks at the other
+        require(end <= size, f"{what} ends behind the end of the file")
     for what, region in (("the manifest", block.manifest), ("the table", block.table)):
         require(region.base % PAGE == 0 and region.room % PAGE == 0, f"{what} is not on whole pages")
         require(region.size <= region.room, f"{what} is larger than its room")
+        require(region.offset(2) <= MOST, f"{what} ends behind everything")
         areas.append((region.base, region.offset(2), what))
     for (_, end, what), (begin, _, other) in zip(areas := sorted(areas), areas[1:], strict=False):
         require(end <= begin, f"{what} and {other} overlap")
-    require(areas[-1][1] <= size, f"{areas[-1][2]} ends behind the end of the file")
-    return dict(manifest)
-
-
-def checked_record(record: Record) -> Record:
-    """Raises CSDStoreError."""
-    check_record(vars(record))
-    return record
+    return manifest
 
 
 # ---- reading and writing -------------------------------------------------------
@@ -353,10 +357,10 @@ def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
     return sorted(((copy, s) for copy, s in found if s), key=lambda pair: -pair[1].sequence)
 
 
-def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes, size: int) -> Contents:
-    """What these say, of a file of `size` bytes. Raises CSDStoreError if it cannot be so."""
+def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes, size: int | None) -> Contents:
+    """What these say, of a file of `size` bytes. Raises CSDStoreError if it cannot be so. None: it is our own."""
     try:
-        about = checked(_json(manifest), block, size)
+        about = _json(manifest) if size is None else checked(_json(manifest), block, size)
         at, states, sums = 0, [np.zeros(0, TILE_STATE)], []
         for extent in about["extents"]:
             entries = np.frombuffer(table, tile_entry(extent), extent["tiles"], offset=at)
@@ -369,9 +373,11 @@ def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: byte
         at += steps.nbytes
         residuals = np.frombuffer(table, RESIDUAL_ENTRY, len(rows_with_residual(about, block.device)), offset=at)
         require((residuals["space"] < 2).all(), "a residual is in a space that there is not")
-        record = checked_record(Record.unpack(table[at + residuals.nbytes :]))
+        record = Record.unpack(table[at + residuals.nbytes :])
+        if size is not None:
+            check_record(vars(record))
     except CSDStoreError as e:
-        raise CSDStoreError(f"{path}{e}") from None
+        raise CSDStoreError(f"{path}: {e}") from None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, MemoryError, struct.error) as e:
         raise CSDStoreError(f"{path}: manifest and slot table do not belong together ({e!r})") from e
     return Contents(path, copy, block, about, np.concatenate(states), sums, steps, residuals, record)

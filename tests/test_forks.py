@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 
+import csd_optim.store as store_module
 from csd_optim import CSDAdam, CSDBusyError
-from csd_optim.store import StoreFile
+from csd_optim.store import StoreFile, lock
 from csd_optim.store_format import FILE_NAME
 
 TRAINER = """
@@ -125,3 +126,43 @@ def test_a_child_leaves_its_parent_the_lock_and_its_own_files_alone(tmp_path):
     with open(file) as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     store.close()
+
+
+def test_an_owner_that_nobody_has_waited_for_has_ended(tmp_path):
+    file = tmp_path / "file"
+    reader, writer = os.pipe()
+    if (owner := os.fork()) == 0:
+        fd = os.open(file, os.O_CREAT | os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fork() == 0:
+            os.close(writer)
+            os.read(reader, 1)  # until the test is done
+        os._exit(0)
+    try:
+        os.waitid(os.P_PID, owner, os.WEXITED | os.WNOWAIT)
+        with open(file, "rb+") as other, pytest.raises(CSDBusyError, match=f"forked by process {owner}, which has end"):
+            lock(other.fileno(), file)
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(owner, 0)
+
+
+@pytest.mark.parametrize("error", [PermissionError, ProcessLookupError])
+def test_an_owner_that_is_hidden_has_not_ended(error, tmp_path, monkeypatch):
+    """As /proc is with hidepid=2: what can be known is whether there is somebody to get a signal."""
+    hidden = (1 << 22) + 1  # more than a number of a process can be
+
+    def kill(pid, number):
+        assert (pid, number) == (hidden, 0)
+        raise error
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(store_module, "lock_owner", lambda _: hidden)
+    says = (
+        f"in use by process {hidden}; stop that" if error is PermissionError else f"process {hidden}, which has ended"
+    )
+    with open(tmp_path / "file", "wb") as one, open(tmp_path / "file", "rb+") as other:
+        fcntl.flock(one, fcntl.LOCK_EX)
+        with pytest.raises(CSDBusyError, match=says):
+            lock(other.fileno(), tmp_path / "file")

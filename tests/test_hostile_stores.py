@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from csd_optim import CSDAdam, CSDError, CSDStoreError
+from csd_optim import CSDAdam, CSDError, CSDStoreError, manifest
 from csd_optim.bindings import crc32c
 from csd_optim.checkpoint import about_of
 from csd_optim.cli import describe_store
 from csd_optim.layout import extents_of
+from csd_optim.store_check import MOST
 from csd_optim.store_format import FILE_NAME, PAGE, Superblock, read_commits, unpack
 from csd_optim.tiles import residuals_of, tiles_of
 from csd_optim.verify import verify
@@ -165,7 +166,7 @@ def test_what_cannot_be_is_refused(stores):
         try:
             block = Superblock.unpack(forged.block.pack(), "store")
             contents = unpack("store", 0, block, forged.manifest, forged.table, len(forged.data))
-            assert contents.end <= len(forged.data)
+            assert contents.end <= MOST
             for place in (*tiles_of([contents]), *residuals_of([contents])):
                 assert 2 * PAGE <= place.offset <= place.offset + place.size <= len(forged.data)
             about_of(contents)
@@ -217,3 +218,67 @@ def test_json_that_is_no_manifest(text, stores, tmp_path):
     forged.write(tmp_path / FILE_NAME)
     with open(tmp_path / FILE_NAME) as file, pytest.raises(CSDStoreError, match=FILE_NAME):
         read_commits(file.fileno(), str(tmp_path / FILE_NAME))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lr": torch.tensor([1e-3])},
+        {"lr": 1, "weight_decay": True},
+        {"weight_decay": False, "eps": 1},
+        {"maximize": 0, "amsgrad": 1},
+    ],
+)
+def test_what_a_program_may_say_is_not_refused(values, tmp_path):
+    for step in range(3):
+        p = torch.nn.Parameter(torch.ones(7))
+        with CSDAdam([p], devices=[f"file:{tmp_path / 'csd0'}"], resume=step > 0, **values) as opt:
+            assert opt.committed_step == step
+            p.grad = torch.ones(7)
+            opt.step()
+
+
+def test_a_learning_rate_in_a_list_goes_on_as_a_number(tmp_path, monkeypatch):
+    """As stores have it that were written of a tensor with one element."""
+    monkeypatch.setattr(manifest, "_item", lambda value: value.tolist() if isinstance(value, torch.Tensor) else value)
+    for lr in (torch.tensor([0.5]), 0.5, torch.tensor([0.25])):
+        p = torch.nn.Parameter(torch.ones(7))
+        resume = (tmp_path / "csd0").exists()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the store's counts
+            opt = CSDAdam([p], devices=[f"file:{tmp_path / 'csd0'}"], resume=resume, lr=lr)
+        with opt:
+            assert float(opt.param_groups[0]["lr"]) == 0.5
+            p.grad = torch.ones(7)
+            opt.step()
+
+
+def test_a_copy_that_is_cut_off_leaves_the_other(tmp_path):
+    for resume in (False, True):
+        p = torch.nn.Parameter(torch.ones(7))
+        with CSDAdam([p], devices=[f"file:{tmp_path / 'csd0'}"], resume=resume) as opt:
+            assert opt.committed_step == resume
+            p.grad = torch.ones(7)
+            opt.step()
+        file = tmp_path / "csd0" / FILE_NAME
+        with open(file, "rb+") as f:
+            block = Superblock.unpack(f.read(PAGE), "")
+            last = max(block.manifest, block.table)
+            assert last.offset(2) == file.stat().st_size
+            f.truncate(last.offset(1))
+        (verdict,) = verify([file.parent])
+        (damage,) = verdict.damage
+        assert "copy 1" in damage
+        assert "resume=True repairs" in damage
+
+
+def test_shares_as_unequal_as_they_may_be(tmp_path):
+    shares = [0.001] + 8 * [1000]
+    devices = [f"file:{tmp_path}/csd{d}?share={share}" for d, share in enumerate(shares)]
+    for step in range(2):
+        p = torch.nn.Parameter(torch.ones(50_000))
+        with CSDAdam([p], devices=devices, tile_size=1024, resume=step > 0) as opt:
+            assert opt.committed_step == step
+            p.grad = torch.ones(50_000)
+            opt.step()
+    assert not any(verdict.damage for verdict in verify([tmp_path / f"csd{d}" for d in range(9)]))

@@ -16,7 +16,7 @@ import torch
 from crash.training import Training, Violation, reference
 from faults.losing import LosingDisk
 
-from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDWarning
+from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDWarning, store_format
 from csd_optim.store import StoreFile
 from csd_optim.store_format import PAGE, Superblock
 
@@ -243,3 +243,61 @@ def test_copy_0_is_left_alone_while_copy_1_fails(tmp_path, monkeypatch):
     small.steps(1)
     assert published == [0, 1, 1]
     small.opt.close()
+
+
+@pytest.fixture
+def in_doubt(tmp_path):
+    """An optimizer whose last step could not be flushed, and was not proven yet."""
+    small = Small(tmp_path / "csd0")
+    small.steps(2)
+    fails, really_flush = ["Input/output error"], os.fdatasync
+
+    def flush(fd):
+        really_flush(fd)
+        if fails:
+            raise OSError(errno.EIO, fails.pop())
+
+    with mock.patch.object(os, "fdatasync", flush):
+        yield small
+
+
+def test_what_this_process_says_of_itself_is_not_judged(in_doubt, tmp_path):
+    refuses = mock.Mock(side_effect=CSDStoreError("not so"))
+    with mock.patch.multiple(store_format, checked=refuses, check_record=refuses):
+        in_doubt.step()
+        in_doubt.opt.close()
+    with contextlib.closing(Small(tmp_path / "csd0", resume=True).opt) as opt:
+        assert opt.committed_step == 3
+
+
+def test_a_directory_that_was_renamed_is_told_as_what_it_is(in_doubt, tmp_path):
+    in_doubt.step()
+    (tmp_path / "csd0").rename(tmp_path / "csd1")
+    with pytest.raises(CSDOSError, match=r"csd0.*No such file.*the next call tries again"):
+        in_doubt.opt.synchronize()
+    (tmp_path / "csd1").rename(tmp_path / "csd0")
+    in_doubt.opt.close()
+
+
+@pytest.mark.parametrize("fails", ["open", "fsync"])
+def test_a_parent_that_cannot_be_flushed(fails, tmp_path, monkeypatch):
+    """Who may not look at it is told that, and that nothing is lost; what may be lost is told as that."""
+    really = getattr(os, fails)
+
+    def failing(what, *more, **options):
+        directory = os.readlink(f"/proc/self/fd/{what}") if fails == "fsync" else str(what)
+        if directory == str(tmp_path):
+            raise OSError(errno.EIO if fails == "fsync" else errno.EACCES, "no")
+        return really(what, *more, **options)
+
+    small = Small(tmp_path / "csd0")
+    monkeypatch.setattr(os, fails, failing)
+    with pytest.raises(CSDOSError) as told:
+        small.steps(1)
+    assert isinstance(told.value, CSDLostError) == (fails == "fsync")
+    assert ("begin anew" in str(told.value)) == (fails == "fsync")
+    monkeypatch.undo()
+    with pytest.raises(CSDLostError) if fails == "fsync" else contextlib.nullcontext():
+        small.steps(1)
+    with contextlib.suppress(CSDLostError):
+        small.opt.close()

@@ -19,6 +19,7 @@ import torch
 
 from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDTypeError, CSDValueError
 from csd_optim.devices import parse_bytes, parse_device, parse_devices
+from csd_optim.store import StoreFile
 from csd_optim.store_format import CLEAN, FILE_NAME, PAGE, read_contents, read_region, write
 from csd_optim.verify import verify
 
@@ -247,6 +248,25 @@ def test_parameters_that_join_one_by_one_cost_no_more(tmp_path):
     assert [p["numel"] for p in contents.manifest["params"]] == [1000] * 60
     assert contents.steps.tolist() == [*range(60, 0, -1)]
     assert (tmp_path / FILE_NAME).stat().st_size < 60 * 24 * 1024 * 2
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EROFS, errno.ENOSYS, errno.EIO])
+def test_a_file_system_that_cannot_flush_can_be_read(code, tmp_path, monkeypatch):
+    """As squashfs and iso9660; but an error that says something is told."""
+    with CSDAdam(parameters((5,)), devices=[str(tmp_path)]) as opt:
+        train(opt, 1)
+
+    def flush(fd):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fdatasync", flush)
+    if code == errno.EIO:
+        with pytest.raises(CSDOSError, match="Input/output"):
+            StoreFile(tmp_path, durable=True, mode="read")
+    else:
+        StoreFile(tmp_path, durable=True, mode="read").close()
+        with pytest.raises(CSDOSError):
+            StoreFile(tmp_path, durable=True, mode="resume")
 
 
 # ---- one owner -----------------------------------------------------------------------
@@ -688,7 +708,7 @@ def test_feature_that_nobody_knows_is_refused_by_its_name(tmp_path):
             write(file.fileno(), replace(block, manifest=region).pack(), copy * PAGE)
     before = store.read_bytes()
     with pytest.raises(
-        CSDStoreError, match=r"csd_optim\.store has telepathy, which this csd_optim does not know: upgrade"
+        CSDStoreError, match=r"csd_optim\.store: it has telepathy, which this csd_optim does not know: upgrade"
     ):
         CSDAdam(parameters((3000,)), devices=[str(tmp_path)], resume=True)
     assert store.read_bytes() == before
