@@ -182,8 +182,8 @@ def per_gb(chunk: dict[str, list[float]], rows: list[Row], disk: Row) -> list[Ro
     def cpu(*of: Any) -> float:
         return statistics.median(runs(*of))
 
-    # Wake-ups are those of reads and writes. What lies in buffers is only written: there they are fewer, and what is left
-    # for "fetch, verify" is more, by 2 or 3 ms that change places.
+    # Wake-ups are those of reads and writes. What lies in buffers is only written: there they are fewer, and what is
+    # left for "fetch, verify" is more, by 2 or 3 ms that change places.
     found, tiles = [], DISK_BYTES * TILE_ELEMS * TILES  # bytes that as many tiles of full size move
     for row in rows:
         wakes = cpu(row["wake-ups"], tiles)

@@ -39,7 +39,7 @@ from .errors import (
     CSDStoreExistsError,
     CSDWarning,
 )
-from .store import StoreFile, lock
+from .store import StoreFile, lock, not_for_children
 from .store_format import (
     CLEAN,
     FILE_NAME,
@@ -428,8 +428,12 @@ class _Keeper:
     def __init__(self, files: Iterable[Path]) -> None:
         self._files = contextlib.ExitStack()
         weakref.finalize(self, self._files.close)
+        not_for_children(self)
         for file in files:
             lock(self._files.enter_context(opened(file)), file, shared=True)
+
+    def let_go(self) -> None:
+        self._files.close()
 
 
 def load(paths: Paths) -> dict[str, Any]:

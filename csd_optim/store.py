@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from .bindings import crc32c
 from .closing import wait_for_dropped
@@ -140,7 +140,7 @@ class StoreFile:
         self.durable = durable
         self.direct: bool | None = None  # past the page cache? None: there is none
         self.fd = self.io_fd = self._next_fd = -1  # the last one: of a file that is to replace this one
-        _open.add(self)
+        not_for_children(self)
         self.end = 2 * PAGE
         self.held: list[Contents] = []
         self.in_doubt = False  # a flush has failed, and what it should have covered was not read back since
@@ -461,7 +461,16 @@ class StoreFile:
                 os.close(fd)
 
 
-_open: weakref.WeakSet[StoreFile] = weakref.WeakSet()
+class Locked(Protocol):
+    def let_go(self) -> None: ...
+
+
+_open: weakref.WeakSet[Locked] = weakref.WeakSet()
+
+
+def not_for_children(locked: Locked) -> None:
+    """From now on a forked child lets go of it first thing."""
+    _open.add(locked)
 
 
 def _after_fork_in_child() -> None:

@@ -40,6 +40,11 @@ def forked():
         os._exit(0)
     return [child], None
 
+def loaded():
+    opt.close()
+    tensors = CSDAdam.load("csd0")
+    return forked()[0], tensors
+
 def natively():
     child = ctypes.CDLL(None).fork()
     if child == 0:
@@ -78,6 +83,11 @@ def killed_trainer(children, directory, options="{}"):
 
 def resume(directory):
     return CSDAdam([torch.nn.Parameter(torch.ones(5000))], devices=[str(directory)], tile_size=1024, resume=True)
+
+
+def test_tensors_of_load_are_not_for_children_either(tmp_path):
+    with killed_trainer("loaded", tmp_path):
+        resume(tmp_path / "csd0").close()
 
 
 @pytest.mark.parametrize("options", ["{}", "dict(overwrite=True)"])
