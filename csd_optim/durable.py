@@ -186,6 +186,8 @@ class DurableEngine(Engine):
 
     def extend(self, numels: Sequence[int], sections: int) -> Extent:
         self.check_open()
+        if self._uncommitted:  # what joins is no part of the step before
+            self.commit()
         self._commits.wait()  # it may still be allocating
         extent = super().extend(numels, sections)
         self._changed = True
@@ -631,6 +633,22 @@ class DurableEngine(Engine):
     def _all_steps(self) -> np.ndarray[Any, Any]:
         return np.concatenate([np.zeros(0, np.float32), *self.steps])
 
+    @property
+    def _steps_changed(self) -> bool:
+        """Since the last commit? Parameters that joined since have made none."""
+        now, then = self._all_steps(), self._committed_steps
+        return not np.array_equal(now[: len(then)], then) or bool(now[len(then) :].any())
+
+    @property
+    def _failed_to_join(self) -> bool:
+        """The step failed in which parameters joined: the last commit, which is without them, is the one to go on from.
+
+        A script that is started again adds them in that step again.
+        """
+        marked = any(s.current.flags & UNDER_WAY for s in self._stores if s and s.current)
+        joined = not self._described or self.n_params > len(self._committed_steps)
+        return joined and 0 < self.step == self.committed_step and not marked
+
     def check(self) -> None:
         """Reads all states that were taken up; residuals into memory, unless the store is only looked at.
 
@@ -673,7 +691,7 @@ class DurableEngine(Engine):
             self._edited.any()
             or self._seen != self._versions()
             or self._kept.changed(self.residuals)
-            or not np.array_equal(self._all_steps(), self._committed_steps)
+            or self._steps_changed
         )
         # The other ranks may lack this round, or be gone: what all of them have is not to be written over.
         unconfirmed = self._unconfirmed or self._makes_round
@@ -686,6 +704,8 @@ class DurableEngine(Engine):
             )
         self._commits.wait()
         broken = self._torn or self._lost  # of which somebody has been told
+        if self._failed_to_join and not edited:
+            return
         if (self._changed or edited) and self._manifest and not (unconfirmed or broken) and self._mode != "read":
             self.flush(clean=True)
 

@@ -234,13 +234,12 @@ class StoreFile:
         sectors = [first[i : i + SECTOR] for i in range(0, PAGE, SECTOR)]
         if any(second) or any(map(any, sectors[1:-1])) or (any(sectors[0]) and first[: len(MAGIC)] != MAGIC):
             return False
-        if not superblocks(self.fd, str(path)):  # raises if it is one that we do not know
-            return True
-        try:
-            read_commits(self.fd, str(path))
-        except CSDStoreError:
-            return True
-        return False
+        for copy, block in superblocks(self.fd, str(path)):  # raises if it is one that we do not know
+            with contextlib.suppress(CSDStoreError):
+                read_region(self.fd, block.manifest, copy, "manifest", str(path))
+                read_region(self.fd, block.table, copy, "slot table", str(path))
+                return False  # whole, and a commit then, if perhaps one that is refused
+        return True
 
     def _has_name(self, path: Path) -> bool:
         try:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from crash.power import RENAME, SYNC, SYNC_DIRECTORY, WRITE, Disk, Entry
 
 from csd_optim import CSDAdam, CSDStoreError
-from csd_optim.store_format import FILE_NAME, PAGE
+from csd_optim.store_format import FILE_NAME, PAGE, Region, Superblock
 
 CRASH = Path(__file__).parent / "crash"
 
@@ -29,6 +30,41 @@ def test_training_goes_on_from_a_committed_step(share, tmp_path):
     done = subprocess.run([sys.executable, CRASH, *options], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "every one went on from a committed step" in done.stdout
+
+
+def test_a_file_that_takes_the_place_of_another_promises_nothing_for_it():
+    """All devices but one had the first commit, a process that begins anew takes its own files: nothing is durable."""
+
+    class Recording:
+        n_devices = 2
+
+    block = Superblock(bytes(16), 0, 2, 1, 1, 0, Region(0, 0, 0, 0), Region(0, 0, 0, 0)).pack()
+    disk = Disk(Recording)
+
+    def happens(what, device, data=b"", *, path=None, call=0):
+        path = f"/csd{device}/{FILE_NAME}" if path is None else path
+        for done in (False, True):
+            disk.pass_by(Entry(what, done, 1, call, 0, len(data), path, data))
+
+    def commit(device):
+        happens(WRITE, device, block, call=1)
+        happens(SYNC, device, call=2)
+
+    def begin(device):
+        happens(RENAME, device)
+        happens(SYNC_DIRECTORY, device, path=f"/csd{device}")
+        happens(SYNC_DIRECTORY, device, path="")
+
+    begin(0), begin(1)
+    commit(0)
+    assert disk.durable == 0  # the other has nothing: the process that comes next begins anew
+    begin(0), begin(1)
+    commit(1)
+    assert disk.durable == 0
+    commit(0)
+    assert disk.durable == 2  # step 1
+    begin(0)
+    assert disk.durable == 2  # which nobody may take away
 
 
 # ---- lost superblocks --------------------------------------------------------------

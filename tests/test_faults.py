@@ -313,6 +313,35 @@ def test_failure_when_parameters_join(tmp_path):
     assert [len(e["sections"]) for e in read_contents(tmp_path).manifest["extents"]] == [3, 4]
 
 
+@pytest.mark.parametrize(("calls", "nth"), [(ALLOCATE, 0), (TILE_READ, 0), (TILE_WRITE, 0), (TILE_WRITE, 3)])
+@in_child
+def test_restart_after_the_step_failed_in_which_parameters_join(calls, nth, tmp_path):
+    """A script that adds them in that step finds the store of the step before, without them."""
+
+    def script(until, *, resume):
+        p, q = (torch.nn.Parameter(torch.full((5000,), value)) for value in (1.0, 2.0))
+        opt = CSDAdam([p], devices=[str(tmp_path)], tile_size=1024, resume=resume)
+        try:
+            while opt.committed_step < until:
+                if opt.committed_step == 1:
+                    opt.add_param_group({"params": [q], "amsgrad": True})
+                p.grad, q.grad = torch.ones(5000), torch.full((5000,), 0.5)
+                opt.step()
+                opt.synchronize()
+        finally:
+            opt.close()
+        return {"p": p.detach(), "q": q.detach()}
+
+    script(1, resume=False)
+    code = errno.ENOSPC if calls == ALLOCATE else errno.EIO
+    with fault(calls, tmp_path, code, skip=nth, times=2), pytest.raises(CSDOSError):
+        script(3, resume=True)
+    found = script(3, resume=True)
+    for store in tmp_path.iterdir():
+        store.unlink()
+    assert_same(found, script(3, resume=False), "trained on")
+
+
 @in_child
 def test_one_failure_does_not_disturb_another_optimizer(tmp_path):
     with Training([str(tmp_path / "csd1")]) as one, Training([str(tmp_path / "csd2")]) as other:

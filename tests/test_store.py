@@ -695,7 +695,8 @@ def test_format_of_another_version_or_machine_is_refused(tmp_path, offset, value
     assert store.read_bytes() == before
 
 
-def test_feature_that_nobody_knows_is_refused_by_its_name(tmp_path):
+@pytest.mark.parametrize("whole", ["two copies", "one copy"])  # or it was killed in its first commit
+def test_feature_that_nobody_knows_is_refused_by_its_name(whole, tmp_path):
     store = store_of(tmp_path)
     block = read_contents(store).superblock
     with store.open("r+b") as file:
@@ -706,6 +707,8 @@ def test_feature_that_nobody_knows_is_refused_by_its_name(tmp_path):
             assert region.size <= region.room
             write(file.fileno(), data, region.offset(copy))
             write(file.fileno(), replace(block, manifest=region).pack(), copy * PAGE)
+        if whole == "one copy":
+            write(file.fileno(), bytes(PAGE), PAGE)
     before = store.read_bytes()
     with pytest.raises(
         CSDStoreError, match=r"csd_optim\.store: it has telepathy, which this csd_optim does not know: upgrade"

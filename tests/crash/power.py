@@ -373,11 +373,18 @@ class Disk:
         elif entry.what == RENAME:
             # If the process is killed before it happens, the next one does it again.
             if not entry.done:
+                self._forget(entry.path)
                 self.files[entry.path] = File(self.files.get(entry.path), entry.ahead)
         elif entry.what == OTHER:
+            self._forget(entry.path)
             self.files.pop(entry.path, None)
         elif Path(entry.path).name == FILE_NAME:
             self._pass_file(entry)
+
+    def _forget(self, path):
+        """Another file takes the name, or none: what this one has counts no more, but for a step that all have."""
+        self.promised = self.durable
+        self.flushed.pop(path, None)
 
     def _pass_file(self, entry):
         if entry.path not in self.files:
