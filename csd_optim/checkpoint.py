@@ -31,26 +31,9 @@ import torch
 from .devices import parse_devices
 from .durable import DurableEngine, Pin, common_commit
 from .engine import Engine
-from .errors import (
-    CSDError,
-    CSDOSError,
-    CSDRuntimeError,
-    CSDStoreError,
-    CSDStoreExistsError,
-    CSDWarning,
-)
+from .errors import CSDError, CSDOSError, CSDRuntimeError, CSDStoreError, CSDStoreExistsError, CSDWarning
 from .store import StoreFile, lock, not_for_children
-from .store_format import (
-    CLEAN,
-    FILE_NAME,
-    PAGE,
-    RESIDUAL_BYTES,
-    Contents,
-    opened,
-    read_region,
-    sync_directory,
-    write,
-)
+from .store_format import CLEAN, FILE_NAME, PAGE, RESIDUAL_BYTES, Contents, opened, read_region, sync_directory, write
 from .tiles import Residual, Tick, Tile, each_tile, residuals_of, stored_bytes, total_bytes
 from .user_state import stored_user_state
 

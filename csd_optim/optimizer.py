@@ -25,12 +25,12 @@ from . import checkpoint
 from .adamw import hyper
 from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
 from .bound import Bound, check_param
-from .closing import close_quietly
 from .compression import inverse_of
 from .devices import parse_devices
 from .durable import DurableEngine, open_engine
 from .engine import Engine
 from .errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from .finalize import close_quietly
 from .flow import Flow, Plan, Step
 from .gather import Gather
 from .images import Source

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from .bindings import crc32c
-from .closing import wait_for_dropped
 from .errors import (
     CSDBusyError,
     CSDLostError,
@@ -27,6 +26,7 @@ from .errors import (
     CSDWarning,
     users_stacklevel,
 )
+from .finalize import wait_for_dropped
 from .layout import round_up
 from .store_format import (
     FILE_NAME,

@@ -1228,7 +1228,7 @@ gc.disable()
 def collecting(*arguments, plain=csd_optim.durable.pack_table):
     gc.collect()  # on the thread of the commit, when its optimizer is garbage
     return plain(*arguments)
-csd_optim.closing.CLOSE_SECONDS = 0.2
+csd_optim.finalize.CLOSE_SECONDS = 0.2
 csd_optim.durable.pack_table = collecting
 p = torch.nn.Parameter(torch.ones(3000))
 p.grad = torch.ones(3000)
