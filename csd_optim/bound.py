@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .bindings import DTYPE_CODES
+from .distributed.sharding import Shard, Whole
 from .engine import SECTIONS
 from .errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from .images import Source
-from .parts import Shard, Whole
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
 # Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.

@@ -40,8 +40,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from ._native import lib
+from .distributed.ranks import fill_in
 from .errors import CSDTypeError, CSDValueError
-from .ranks import fill_in
 
 BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough

@@ -24,6 +24,7 @@ from . import bindings
 from .bindings import HYPER, PARAM, TILE_STATE
 from .commit import Background, Commit, InParallel
 from .devices import DeviceSpec
+from .distributed.ranks import Ranks, together
 from .engine import SECTIONS, Engine
 from .errors import (
     CSDError,
@@ -37,7 +38,6 @@ from .errors import (
 )
 from .layout import Extent, extents_of
 from .proof import way_out
-from .ranks import Ranks, together
 from .residuals import Residuals
 from .store import Mode, Staged, StoreFile
 from .store_format import (

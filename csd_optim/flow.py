@@ -11,13 +11,13 @@ import torch
 
 from .bound import Bound, flat
 from .compression import TopK
+from .distributed.ranks import Ranks, together
+from .distributed.sharding import Share
 from .engine import Engine
 from .errors import CSDError
 from .gather import Gather
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
-from .parts import Share
 from .places import Places
-from .ranks import Ranks, together
 from .store_format import Record
 from .topk import entry_dtype
 

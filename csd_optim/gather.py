@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from .bound import Bound, flat, numel, same_order
+from .distributed.ranks import Ranks
+from .distributed.sharding import Share
 from .engine import Engine
 from .images import Source
 from .layout import round_up
-from .parts import Share
-from .ranks import Ranks
 
 ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there
 BUCKET_BYTES = 16 << 20  # of all ranks together

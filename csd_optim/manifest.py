@@ -10,9 +10,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .bound import Bound
+from .distributed.sharding import Whole
 from .errors import CSDTypeError
 from .layout import Extent
-from .parts import Whole
 from .store_format import Record
 
 Groups = Sequence[dict[str, Any]]

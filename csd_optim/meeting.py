@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .bound import flat
+from .distributed.ranks import Ranks
+from .distributed.sharding import held_alike
 from .errors import CSDRankError
 from .join import borrow
 from .manifest import Groups, members, name_of
-from .parts import held_alike
-from .ranks import Ranks
 
 
 class _Word(NamedTuple):

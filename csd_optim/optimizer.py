@@ -27,6 +27,9 @@ from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARA
 from .bound import Bound, check_param
 from .compression import inverse_of
 from .devices import parse_devices
+from .distributed.grad_norm import global_norm
+from .distributed.ranks import Ranks, ranks_of, together
+from .distributed.sharding import WHOLE, Share, whole_of
 from .durable import DurableEngine, open_engine
 from .engine import Engine
 from .errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
@@ -38,10 +41,7 @@ from .join import StepHook
 from .manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
 from .materialized import COPIED, warn_if_large
 from .meeting import Agreed, meet
-from .norm import global_norm
-from .parts import WHOLE, Share, whole_of
 from .places import Places
-from .ranks import Ranks, ranks_of, together
 from .signals import signals_held
 from .stats import describe
 from .store import Mode

@@ -22,9 +22,9 @@ from torch.optim import AdamW
 
 import csd_optim.flow
 from csd_optim import CSDAdam
+from csd_optim.distributed.ranks import Ranks
+from csd_optim.distributed.sharding import Share
 from csd_optim.errors import CSDOSError, CSDRankError, CSDTypeError
-from csd_optim.parts import Share
-from csd_optim.ranks import Ranks
 
 TILE = 1024  # the smallest
 STEPS = 4

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import CSDRankError, CSDValueError
+from ..errors import CSDRankError, CSDValueError
 
 LINGER = 0.1  # seconds at exit
 

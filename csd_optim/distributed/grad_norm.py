@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .parts import Shard, Whole
 from .ranks import device_of
+from .sharding import Shard, Whole
 
 
 def global_norm(params: Iterable[tuple[torch.Tensor, Whole]]) -> float:

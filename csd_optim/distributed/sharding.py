@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from .errors import CSDRuntimeError
+from ..errors import CSDRuntimeError
 from .ranks import Ranks
 
 
