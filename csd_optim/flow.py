@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from .bound import Bound, flat
-from .compression import TopK
+from .compression.policy import entry_dtype
+from .compression.selection import TopK
 from .distributed.ranks import Ranks, together
 from .distributed.sharding import Share
 from .engine import Engine
@@ -19,7 +20,6 @@ from .gather import Gather
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
 from .places import Places
 from .store_format import Record
-from .topk import entry_dtype
 
 
 @dataclass

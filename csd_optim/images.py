@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .bindings import topk_count
-from .compression import TopK, feed_back, pack, rounded, select
+from .compression.selection import TopK, feed_back, pack, rounded, select
 from .engine import Engine
 
 # Tiles under way per device: one travelling each way while two are updated or wait for their states.

@@ -25,7 +25,8 @@ from . import checkpoint
 from .adamw import hyper
 from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
 from .bound import Bound, check_param
-from .compression import inverse_of
+from .compression.policy import check_topk, entry_dtype, shares
+from .compression.selection import inverse_of
 from .devices import parse_devices
 from .distributed.grad_norm import global_norm
 from .distributed.ranks import Ranks, ranks_of, together
@@ -46,7 +47,6 @@ from .signals import signals_held
 from .stats import describe
 from .store import Mode
 from .store_format import Record
-from .topk import check_topk, entry_dtype, shares
 from .user_state import checked_user_state, stored_user_state
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes

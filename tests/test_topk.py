@@ -1,4 +1,4 @@
-"""Top-K and error feedback. Oracle: csd_optim/topk.py's definitions in plain torch, then torch.optim.AdamW.
+"""Top-K and error feedback. Oracle: the definitions of docs/topk.md in plain torch, then torch.optim.AdamW.
 
 What is sent and what is owed: every bit. States and parameters: as in test_adamw.py.
 """
@@ -15,7 +15,7 @@ from conftest import TILE
 from test_adamw import fp32_copy, params_of, relative_difference
 
 from csd_optim import CSDAdam, CSDError, bindings
-from csd_optim.topk import shares
+from csd_optim.compression.policy import shares
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .bound import Bound
-from .errors import CSDValueError
+from ..bound import Bound
+from ..errors import CSDValueError
 
 Groups = Sequence[dict[str, Any]]
 
