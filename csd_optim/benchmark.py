@@ -13,9 +13,9 @@ from . import bindings
 from .cards import find, located
 from .devices import DeviceSpec, shares_of
 from .errors import CSDRuntimeError, CSDValueError
-from .layout import round_up
 from .optimizer import CSDAdam
 from .probe import Memory, Scratch, Updater, available_memory, machine, rate, spread, storage, updater
+from .store.layout import round_up
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TENSOR = 1 << 24  # elements of one parameter tensor at most

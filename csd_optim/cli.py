@@ -25,10 +25,10 @@ from . import benchmark, cards, checkpoint, convert, emulation, probe
 from . import plan as planning
 from .devices import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_device, parse_devices, parse_rate
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
-from .layout import MEMORY_STATE_BYTES, STORE_BYTES
 from .show import number, show_bench, show_devices, show_plan, show_store, show_verdicts, size
-from .store import lock_owner
-from .store_format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
+from .store.file import lock_owner
+from .store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
+from .store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from .verify import verify as verify_stores
 from .xclbin import find_kernels, read_xclbin
 

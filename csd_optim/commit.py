@@ -20,7 +20,7 @@ from typing import Any
 
 from .errors import CSDLostError, CSDOSError
 from .proof import prove
-from .store import Staged, StoreFile
+from .store.file import Staged, StoreFile
 
 InParallel = Callable[[Iterable[Callable[[], Any]]], list[Any]]
 Work = Callable[[InParallel], None]

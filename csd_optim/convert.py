@@ -37,12 +37,12 @@ from .devices import parse_devices
 from .durable import DurableEngine
 from .engine import SECTIONS
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
-from .layout import extents_of
 from .manifest import plain
 from .merge import Merged, at_rest_together
-from .store_format import RESIDUAL_BYTES, Contents, Record, opened
-from .tiles import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
-from .user_state import pack_user_state
+from .store.format import RESIDUAL_BYTES, Contents, Record, opened
+from .store.layout import extents_of
+from .store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
+from .store.user_state import pack_user_state
 
 # As NumPy has them: it has no bfloat16, and 16 bits are as good for copying.
 NUMPY = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}

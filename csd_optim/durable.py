@@ -36,11 +36,10 @@ from .errors import (
     CSDWarning,
     users_stacklevel,
 )
-from .layout import Extent, extents_of
 from .proof import way_out
 from .residuals import Residuals
-from .store import Mode, Staged, StoreFile
-from .store_format import (
+from .store.file import Mode, Staged, StoreFile
+from .store.format import (
     CLEAN,
     NAMED_FEATURES,
     RESIDUAL_BYTES,
@@ -57,7 +56,8 @@ from .store_format import (
     tile_entry,
     version_of,
 )
-from .tiles import Residual, find_damage, lying_in, residuals_of
+from .store.layout import Extent, extents_of
+from .store.reader import Residual, find_damage, lying_in, residuals_of
 
 
 def open_engine(

@@ -30,11 +30,11 @@ from .errors import (
     CSDWarning,
     users_stacklevel,
 )
-from .layout import SUM_ELEMS, Extent, plan_extent
 from .probe import HUGE_PAGE, numa_node, tune
 from .signals import signals_held
-from .store import Mode, StoreFile
-from .store_format import PAGE, Contents, Record
+from .store.file import Mode, StoreFile
+from .store.format import PAGE, Contents, Record
+from .store.layout import SUM_ELEMS, Extent, plan_extent
 from .trace import Trace
 from .xclbin import find_kernels
 

@@ -19,7 +19,7 @@ from .errors import CSDError
 from .gather import Gather
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
 from .places import Places
-from .store_format import Record
+from .store.format import Record
 
 
 @dataclass

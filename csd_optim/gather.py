@@ -21,7 +21,7 @@ from .distributed.ranks import Ranks
 from .distributed.sharding import Share
 from .engine import Engine
 from .images import Source
-from .layout import round_up
+from .store.layout import round_up
 
 ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there
 BUCKET_BYTES = 16 << 20  # of all ranks together

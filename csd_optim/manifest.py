@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from .bound import Bound
 from .distributed.sharding import Whole
 from .errors import CSDTypeError
-from .layout import Extent
-from .store_format import Record
+from .store.format import Record
+from .store.layout import Extent
 
 Groups = Sequence[dict[str, Any]]
 PartOf = Callable[[torch.Tensor], Whole]  # of a parameter, that which this process updates

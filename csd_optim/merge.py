@@ -13,8 +13,8 @@ import torch
 from .checkpoint import Paths, last_step, stores_at_rest
 from .durable import RanksStore, common_commits, last_round
 from .errors import CSDStoreError
-from .store import StoreFile
-from .store_format import Contents
+from .store.file import StoreFile
+from .store.format import Contents
 
 
 @dataclass(frozen=True)

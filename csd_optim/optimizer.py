@@ -45,9 +45,9 @@ from .meeting import Agreed, meet
 from .places import Places
 from .signals import signals_held
 from .stats import describe
-from .store import Mode
-from .store_format import Record
-from .user_state import checked_user_state, stored_user_state
+from .store.file import Mode
+from .store.format import Record
+from .store.user_state import checked_user_state, stored_user_state
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
 # it; more goes to the devices at once, and is committed there by itself.

@@ -21,7 +21,7 @@ from typing import Any
 from .compression.policy import DENSE_FROM
 from .devices import DEFAULT_BUFFERS, parse_rate
 from .errors import CSDUnavailableError, CSDValueError
-from .layout import MAX_MAPPINGS, MEMORY_STATE_BYTES, STORE_BYTES, TILE_ELEMS, TILES_PER_DEVICE
+from .store.layout import MAX_MAPPINGS, MEMORY_STATE_BYTES, STORE_BYTES, TILE_ELEMS, TILES_PER_DEVICE
 
 VARIANTS = {
     "base": "ZeRO-Infinity",  # RAID0, updated by the CPU, gradients through flash

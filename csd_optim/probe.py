@@ -32,8 +32,8 @@ from .bindings import DTYPE_CODES, HYPER, IO_DEPTH, PARAM, TILE_STATE, DeviceCon
 from .cards import find as find_card
 from .devices import DEFAULT_BLOCK, DEFAULT_BUFFERS, DeviceSpec
 from .errors import CSDOSError, CSDWarning
-from .layout import TILE_ELEMS, plan_extent
-from .store import StoreFile
+from .store.file import StoreFile
+from .store.layout import TILE_ELEMS, plan_extent
 from .xclbin import find_kernels
 
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from .bindings import crc32c
-from .layout import round_up
-from .store import StoreFile
-from .store_format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
-from .tiles import CHUNK
+from .store.file import StoreFile
+from .store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
+from .store.layout import round_up
+from .store.reader import CHUNK
 
 Spaces = dict[int, tuple[int, int]]  # by parameter: the space that a commit names, and the checksum of what is in it
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from . import benchmark
 from . import plan as planning
-from .layout import MEMORY_STATE_BYTES, STORE_BYTES
+from .store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from .verify import Verdict
 
 LONG = 16  # parameters; more are listed in part

@@ -11,9 +11,9 @@ from .checkpoint import Paths, Progress, directories, no_bar
 from .devices import parse_devices
 from .durable import common_commit
 from .errors import CSDStoreError
-from .store import StoreFile
-from .store_format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, opened, read, read_region
-from .tiles import find_damage, total_bytes
+from .store.file import StoreFile
+from .store.format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, opened, read, read_region
+from .store.reader import find_damage, total_bytes
 
 
 @dataclass

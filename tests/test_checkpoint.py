@@ -33,11 +33,10 @@ from csd_optim import (
     convert,
     engine,
     show,
-    tiles,
 )
 from csd_optim.bindings import crc32c
-from csd_optim.layout import plan_extent, round_up
-from csd_optim.store_format import (
+from csd_optim.store import reader as tiles
+from csd_optim.store.format import (
     CLEAN,
     FILE_NAME,
     PAGE,
@@ -49,6 +48,7 @@ from csd_optim.store_format import (
     pack_tiles,
     read_contents,
 )
+from csd_optim.store.layout import plan_extent, round_up
 from csd_optim.verify import verify
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, benchmark, cli
-from csd_optim.store import FILE_NAME, lock_owner
+from csd_optim.store.file import FILE_NAME, lock_owner
 
 STEPS = 3
 

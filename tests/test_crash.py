@@ -13,7 +13,7 @@ import torch
 from crash.power import RENAME, SYNC, SYNC_DIRECTORY, WRITE, Disk, Entry
 
 from csd_optim import CSDAdam, CSDStoreError
-from csd_optim.store_format import FILE_NAME, PAGE, Region, Superblock
+from csd_optim.store.format import FILE_NAME, PAGE, Region, Superblock
 
 CRASH = Path(__file__).parent / "crash"
 

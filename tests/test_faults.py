@@ -34,7 +34,7 @@ from faults import (
 )
 
 from csd_optim import CSDAdam, CSDOSError, CSDWarning
-from csd_optim.store_format import CLEAN, read_contents
+from csd_optim.store.format import CLEAN, read_contents
 
 DEVICES = ["file", "files", "mixed", "scratch", "paced"]  # of which csd1 is the one that fails, if there are several
 PACE = "read=20MB/s&write=10MB/s&latency=1ms&update=2M/s&link=10MB/s"  # a step of Training takes some 20 ms

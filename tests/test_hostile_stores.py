@@ -14,10 +14,10 @@ from csd_optim import CSDAdam, CSDError, CSDStoreError, manifest
 from csd_optim.bindings import crc32c
 from csd_optim.checkpoint import about_of
 from csd_optim.cli import describe_store
-from csd_optim.layout import extents_of
-from csd_optim.store_check import MOST
-from csd_optim.store_format import FILE_NAME, PAGE, Superblock, read_commits, unpack
-from csd_optim.tiles import residuals_of, tiles_of
+from csd_optim.store.check import MOST
+from csd_optim.store.format import FILE_NAME, PAGE, Superblock, read_commits, unpack
+from csd_optim.store.layout import extents_of
+from csd_optim.store.reader import residuals_of, tiles_of
 from csd_optim.verify import verify
 
 VALUES = (-1, 0, 1, 3, 4095, 1 << 31, 1 << 45, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30, 0.5, 1e308, float("nan"))

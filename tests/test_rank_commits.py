@@ -21,13 +21,13 @@ from ranks import KILLED, on_ranks
 from test_store_format import region, superblock
 
 import csd_optim.optimizer
-import csd_optim.store
+import csd_optim.store.file
 from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from csd_optim.commit import Commit
 from csd_optim.durable import DurableEngine
 from csd_optim.errors import CSDRankError
-from csd_optim.store import StoreFile
-from csd_optim.store_format import CLEAN, FILE_NAME, read_commits, read_contents
+from csd_optim.store.file import StoreFile
+from csd_optim.store.format import CLEAN, FILE_NAME, read_commits, read_contents
 
 KEYS = ("master", "exp_avg", "exp_avg_sq", "step", "residual")
 

@@ -33,11 +33,11 @@ from csd_optim import (
     CSDValueError,
     CSDWarning,
     bindings,
-    user_state,
 )
 from csd_optim.errors import CSDTornError
-from csd_optim.store import StoreFile
-from csd_optim.store_format import CLEAN, FILE_NAME, read_contents
+from csd_optim.store import user_state
+from csd_optim.store.file import StoreFile
+from csd_optim.store.format import CLEAN, FILE_NAME, read_contents
 
 pytestmark = pytest.mark.cards
 

@@ -28,7 +28,7 @@ from trainers import (
 )
 
 from csd_optim import CSDAdam, CSDWarning, materialized
-from csd_optim.store_format import FILE_NAME, read_contents
+from csd_optim.store.format import FILE_NAME, read_contents
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec"),

@@ -25,7 +25,7 @@ from faults import ERROR
 from faults import SYNC as SYNC_CALL
 
 from csd_optim import CSDOSError
-from csd_optim.store_format import FILE_NAME, PAGE, Superblock
+from csd_optim.store.format import FILE_NAME, PAGE, Superblock
 
 from .kills import devices_in
 from .processes import CHANGES, COMMITS, KILL_EFFECTS, Child, Shared, in_child, kill_at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .errors import CSDStoreError
+from ..errors import CSDStoreError
 
 PAGE = 4096
 SECTIONS = ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]

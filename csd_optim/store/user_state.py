@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .errors import CSDStoreError, CSDTypeError, CSDValueError
+from ..errors import CSDStoreError, CSDTypeError, CSDValueError
 
 USER_STATE_BYTES = 16 << 20  # it is written with every step
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .bindings import IO_DEPTH, crc32c
-from .errors import CSDOSError, CSDStoreError
+from ..bindings import IO_DEPTH, crc32c
+from ..errors import CSDOSError, CSDStoreError
+from .format import PAGE, RESIDUAL_BYTES, Contents, opened
 from .layout import round_up
-from .store_format import PAGE, RESIDUAL_BYTES, Contents, opened
 
 CHUNK = 4 << 20  # bytes of a residual that are read or written at a time, at least
 Tick = Callable[[int], None]  # so many more bytes are done

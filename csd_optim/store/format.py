@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import store_check
-from .bindings import crc32c
-from .errors import CSDStoreError
-from .store_check import MOST, MOST_BYTES, MOST_TILES, check_extent, check_param, check_record, require
+from ..bindings import crc32c
+from ..errors import CSDStoreError
+from . import check as store_check
+from .check import MOST, MOST_BYTES, MOST_TILES, check_extent, check_param, check_record, require
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from .bindings import crc32c
-from .errors import (
+from ..bindings import crc32c
+from ..errors import (
     CSDBusyError,
     CSDLostError,
     CSDOSError,
@@ -26,9 +26,8 @@ from .errors import (
     CSDWarning,
     users_stacklevel,
 )
-from .finalize import wait_for_dropped
-from .layout import round_up
-from .store_format import (
+from ..finalize import wait_for_dropped
+from .format import (
     FILE_NAME,
     MAGIC,
     PAGE,
@@ -43,6 +42,7 @@ from .store_format import (
     sync_directory,
     write,
 )
+from .layout import round_up
 
 SECTOR = 512  # bytes that a disk writes as a whole
 STATE = "optimizer state (24 bytes per parameter, 32 with amsgrad, half of it with shadow=False)"

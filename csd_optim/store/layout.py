@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from .bindings import PIECE
-from .errors import CSDStoreError
-from .store_format import Contents, devices_of
+from ..bindings import PIECE
+from ..errors import CSDStoreError
+from .format import Contents, devices_of
 
 STORE_BYTES = 24  # of a store per parameter: three fp32 states in two slots
 MEMORY_STATE_BYTES = 12  # of `ram:` per parameter: one slot
