@@ -49,7 +49,7 @@ from torch.optim import AdamW, Optimizer
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam, bindings, probe
 from csd_optim.benchmark import DTYPES, TOLERANCE, WARM_UP, scratch
-from csd_optim.devices import parse_devices
+from csd_optim.devices.spec import parse_devices
 
 Row = dict[str, Any]
 Params = list[nn.Parameter]

@@ -26,8 +26,8 @@ from typing import Any
 from bench.step import machine_facts, say
 from csd_optim import benchmark, probe
 from csd_optim.bindings import IO_DEPTH
-from csd_optim.cards import located
-from csd_optim.devices import DeviceSpec, parse_device
+from csd_optim.devices.smartssd import located
+from csd_optim.devices.spec import DeviceSpec, parse_device
 from csd_optim.show import span
 
 Row = dict[str, Any]

@@ -48,7 +48,7 @@ import torch
 
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam, benchmark, probe
-from csd_optim.devices import parse_devices, parse_rate
+from csd_optim.devices.spec import parse_devices, parse_rate
 
 Row = dict[str, Any]
 

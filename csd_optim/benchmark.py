@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from . import bindings
-from .cards import find, located
-from .devices import DeviceSpec, shares_of
+from .devices.smartssd import find, located
+from .devices.spec import DeviceSpec, shares_of
 from .errors import CSDRuntimeError, CSDValueError
 from .optimizer import CSDAdam
 from .probe import Memory, Scratch, Updater, available_memory, machine, rate, spread, storage, updater

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .devices import parse_devices
+from .devices.spec import parse_devices
 from .durable import DurableEngine, Pin, common_commit
 from .engine import Engine
 from .errors import CSDError, CSDOSError, CSDRuntimeError, CSDStoreError, CSDStoreExistsError, CSDWarning

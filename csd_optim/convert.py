@@ -33,7 +33,7 @@ from .checkpoint import (
     numbered,
     state_dict,
 )
-from .devices import parse_devices
+from .devices.spec import parse_devices
 from .durable import DurableEngine
 from .engine import SECTIONS
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError

@@ -23,7 +23,7 @@ import torch
 from . import bindings
 from .bindings import HYPER, PARAM, TILE_STATE
 from .commit import Background, Commit, InParallel
-from .devices import DeviceSpec
+from .devices.spec import DeviceSpec
 from .distributed.ranks import Ranks, together
 from .engine import SECTIONS, Engine
 from .errors import (

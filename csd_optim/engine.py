@@ -18,8 +18,9 @@ import torch
 
 from . import bindings
 from .bindings import TORN, DeviceConfig
-from .cards import find as find_card
-from .devices import ANY_NODE, UNPACED, DeviceSpec, shares_of
+from .devices.smartssd import find as find_card
+from .devices.spec import ANY_NODE, UNPACED, DeviceSpec, shares_of
+from .devices.xclbin import find_kernels
 from .errors import (
     CSDError,
     CSDOSError,
@@ -36,7 +37,6 @@ from .store.file import Mode, StoreFile
 from .store.format import PAGE, Contents, Record
 from .store.layout import SUM_ELEMS, Extent, plan_extent
 from .trace import Trace
-from .xclbin import find_kernels
 
 log = logging.getLogger("csd_optim")
 

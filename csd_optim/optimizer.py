@@ -27,7 +27,7 @@ from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARA
 from .bound import Bound, check_param
 from .compression.policy import check_topk, entry_dtype, shares
 from .compression.selection import inverse_of
-from .devices import parse_devices
+from .devices.spec import parse_devices
 from .distributed.grad_norm import global_norm
 from .distributed.ranks import Ranks, ranks_of, together
 from .distributed.sharding import WHOLE, Share, whole_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .devices import days_left
+from .devices.spec import days_left
 from .engine import Engine
 
 KINDS = ("read", "update", "write")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .checkpoint import Paths, Progress, directories, no_bar
-from .devices import parse_devices
+from .devices.spec import parse_devices
 from .durable import common_commit
 from .errors import CSDStoreError
 from .store.file import StoreFile

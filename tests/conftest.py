@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from csd_optim import cli
-from csd_optim.devices import parse_device
+from csd_optim.devices.spec import parse_device
 
 BACKENDS = ["file", "files", "ram", "mixed"]
 # Those of a run under emulated cards (test_xrt.py): pytest --xrt

@@ -18,7 +18,7 @@ import torch
 
 from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
-from csd_optim.devices import parse_devices
+from csd_optim.devices.spec import parse_devices
 from csd_optim.durable import open_engine
 from csd_optim.probe import numa_node
 from csd_optim.store.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, max_mappings, plan_extent

@@ -13,7 +13,7 @@ import torch
 
 from csd_optim import CSDAdam, CSDValueError
 from csd_optim.benchmark import scratch
-from csd_optim.devices import NO_CACHE, Pace, parse_device, parse_devices
+from csd_optim.devices.spec import NO_CACHE, Pace, parse_device, parse_devices
 
 NUMEL = 1 << 20  # parameters: states of 12.6 MB, fp16 gradients of 2.1 MB
 TILE = 1 << 16  # elements: 16 tiles

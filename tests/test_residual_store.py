@@ -24,7 +24,7 @@ from conftest import named_devices, place
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError, checkpoint, convert, residuals
 from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM
-from csd_optim.devices import parse_devices
+from csd_optim.devices.spec import parse_devices
 from csd_optim.durable import open_engine
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, Record, read_contents

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDValueError
-from csd_optim.devices import parse_device, parse_devices, shares_of
+from csd_optim.devices.spec import parse_device, parse_devices, shares_of
 from csd_optim.store.format import FILE_NAME, devices_of, read_contents
 from csd_optim.store.layout import GRAIN, TILE_ELEMS, TILES_PER_DEVICE, plan_extent
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDOSError, CSDValueError, engine, probe
-from csd_optim.devices import parse_device
+from csd_optim.devices.spec import parse_device
 from csd_optim.probe import SETTINGS, Tuned, tune
 from csd_optim.store.format import FILE_NAME, devices_of, read_contents
 

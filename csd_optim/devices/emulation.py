@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .errors import CSDUnavailableError, CSDValueError
+from ..errors import CSDUnavailableError, CSDValueError
 from .xclbin import write_emulated
 
 PLATFORM = "xilinx_u2_gen3x4_xdma_emulated"

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .devices import DeviceSpec
-from .errors import CSDUnavailableError, CSDValueError
+from ..errors import CSDUnavailableError, CSDValueError
+from .spec import DeviceSpec
 
 XILINX = 0x10EE
 ACCELERATOR = 0x12  # PCI classes

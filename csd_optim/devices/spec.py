@@ -39,9 +39,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from ._native import lib
-from .distributed.ranks import fill_in
-from .errors import CSDTypeError, CSDValueError
+from .._native import lib
+from ..distributed.ranks import fill_in
+from ..errors import CSDTypeError, CSDValueError
 
 BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 from xml.sax.saxutils import quoteattr
 
-from .errors import CSDStoreError, CSDUnavailableError
+from ..errors import CSDStoreError, CSDUnavailableError
 
 INSTALLED = "/usr/local/share/csd_optim/csd_optim.xclbin"
 
