@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from csd_optim import CSDAdam
 from csd_optim.devices.spec import days_left
-from csd_optim.probe import machine
+from csd_optim.engine.tuning import machine
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.step import machine_facts, say
-from csd_optim import benchmark, probe
+from csd_optim import benchmark
 from csd_optim.bindings import IO_DEPTH
 from csd_optim.devices.smartssd import located
 from csd_optim.devices.spec import DeviceSpec, parse_device
+from csd_optim.engine import tuning as probe
 from csd_optim.show import span
 
 Row = dict[str, Any]

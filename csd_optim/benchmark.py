@@ -12,9 +12,9 @@ import torch
 from . import bindings
 from .devices.smartssd import find, located
 from .devices.spec import DeviceSpec, shares_of
+from .engine.tuning import Memory, Scratch, Updater, available_memory, machine, rate, spread, storage, updater
 from .errors import CSDRuntimeError, CSDValueError
 from .optimizer import CSDAdam
-from .probe import Memory, Scratch, Updater, available_memory, machine, rate, spread, storage, updater
 from .store.layout import round_up
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -10,7 +10,7 @@ import torch
 
 from .bindings import DTYPE_CODES
 from .distributed.sharding import Shard, Whole
-from .engine import SECTIONS
+from .engine.engine import SECTIONS
 from .errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from .images import Source
 

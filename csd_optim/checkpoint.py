@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from .devices.spec import parse_devices
-from .durable import DurableEngine, Pin, common_commit
-from .engine import Engine
+from .engine.durable import DurableEngine, Pin, common_commit
+from .engine.engine import Engine
 from .errors import CSDError, CSDOSError, CSDRuntimeError, CSDStoreError, CSDStoreExistsError, CSDWarning
 from .store.file import StoreFile, lock, not_for_children
 from .store.format import CLEAN, FILE_NAME, PAGE, RESIDUAL_BYTES, Contents, opened, read_region, sync_directory, write

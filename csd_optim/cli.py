@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import benchmark, checkpoint, convert, probe
+from . import benchmark, checkpoint, convert
 from . import plan as planning
 from .devices import emulation
 from .devices import smartssd as cards
 from .devices.spec import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_device, parse_devices, parse_rate
 from .devices.xclbin import find_kernels, read_xclbin
+from .engine import tuning as probe
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from .show import number, show_bench, show_devices, show_plan, show_store, show_verdicts, size
 from .store.file import lock_owner

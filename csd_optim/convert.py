@@ -34,8 +34,8 @@ from .checkpoint import (
     state_dict,
 )
 from .devices.spec import parse_devices
-from .durable import DurableEngine
-from .engine import SECTIONS
+from .engine.durable import DurableEngine
+from .engine.engine import SECTIONS
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from .manifest import plain
 from .merge import Merged, at_rest_together

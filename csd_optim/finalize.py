@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .errors import CSDError
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .engine.engine import Engine
 
 CLOSE_SECONDS = 5.0  # that a dropped optimizer waits for its last commit, if it cannot know that it may
 _threads: set[threading.Thread] = set()

@@ -14,7 +14,7 @@ from .compression.policy import entry_dtype
 from .compression.selection import TopK
 from .distributed.ranks import Ranks, together
 from .distributed.sharding import Share
-from .engine import Engine
+from .engine.engine import Engine
 from .errors import CSDError
 from .gather import Gather
 from .images import SLOTS_PER_DEVICE, ImageRing, Source

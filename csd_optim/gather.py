@@ -19,7 +19,7 @@ import torch
 from .bound import Bound, flat, numel, same_order
 from .distributed.ranks import Ranks
 from .distributed.sharding import Share
-from .engine import Engine
+from .engine.engine import Engine
 from .images import Source
 from .store.layout import round_up
 

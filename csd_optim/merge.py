@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .checkpoint import Paths, last_step, stores_at_rest
-from .durable import RanksStore, common_commits, last_round
+from .engine.durable import RanksStore, common_commits, last_round
 from .errors import CSDStoreError
 from .store.file import StoreFile
 from .store.format import Contents

@@ -31,8 +31,8 @@ from .devices.spec import parse_devices
 from .distributed.grad_norm import global_norm
 from .distributed.ranks import Ranks, ranks_of, together
 from .distributed.sharding import WHOLE, Share, whole_of
-from .durable import DurableEngine, open_engine
-from .engine import Engine
+from .engine.durable import DurableEngine, open_engine
+from .engine.engine import Engine
 from .errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from .finalize import close_quietly
 from .flow import Flow, Plan, Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .devices.spec import days_left
-from .engine import Engine
+from .engine.engine import Engine
 
 KINDS = ("read", "update", "write")
 

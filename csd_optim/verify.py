@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .checkpoint import Paths, Progress, directories, no_bar
 from .devices.spec import parse_devices
-from .durable import common_commit
+from .engine.durable import common_commit
 from .errors import CSDStoreError
 from .store.file import StoreFile
 from .store.format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, opened, read, read_region

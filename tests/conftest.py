@@ -96,7 +96,7 @@ def in_tmp_path(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """A checksum covers as little as it can, so that the small tiles of tests have several, too."""
-    monkeypatch.setattr("csd_optim.engine.SUM_ELEMS", 1024)
+    monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", 1024)
 
 
 @pytest.fixture(autouse=True)

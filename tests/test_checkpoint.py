@@ -31,10 +31,10 @@ from csd_optim import (
     CSDWarning,
     checkpoint,
     convert,
-    engine,
     show,
 )
 from csd_optim.bindings import crc32c
+from csd_optim.engine import engine
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import (
     CLEAN,

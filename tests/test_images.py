@@ -9,7 +9,7 @@ import torch
 from conftest import TILE, device_strings
 
 from csd_optim import CSDAdam
-from csd_optim.engine import Engine
+from csd_optim.engine.engine import Engine
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]

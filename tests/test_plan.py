@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from csd_optim import CSDAdam, CSDStoreError, CSDValueError, cli, plan, probe
+from csd_optim import CSDAdam, CSDStoreError, CSDValueError, cli, plan
 from csd_optim.adamw import hyper
 from csd_optim.devices.spec import Pace
+from csd_optim.engine import tuning as probe
 from csd_optim.plan import Device, Host, Request, predict, traffic
 
 ENGINE_RATE = probe.engine_rate  # the real one

@@ -23,8 +23,8 @@ from test_store_format import region, superblock
 import csd_optim.optimizer
 import csd_optim.store.file
 from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
-from csd_optim.commit import Commit
-from csd_optim.durable import DurableEngine
+from csd_optim.engine.commit import Commit
+from csd_optim.engine.durable import DurableEngine
 from csd_optim.errors import CSDRankError
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import CLEAN, FILE_NAME, read_commits, read_contents

@@ -22,10 +22,11 @@ import pytest
 import torch
 from conftest import named_devices, place
 
-from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError, checkpoint, convert, residuals
+from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError, checkpoint, convert
 from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM
 from csd_optim.devices.spec import parse_devices
-from csd_optim.durable import open_engine
+from csd_optim.engine import residuals
+from csd_optim.engine.durable import open_engine
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, Record, read_contents
 from csd_optim.verify import verify
@@ -264,7 +265,7 @@ def test_undone_step_leaves_them(tmp_path):
 
 @pytest.mark.parametrize("sum_elems", [None, 1024])  # None: as before format 4
 def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, sum_elems):
-    monkeypatch.setattr("csd_optim.engine.SUM_ELEMS", sum_elems)
+    monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", sum_elems)
     devices = named_devices(tmp_path, 2)
 
     def asks():

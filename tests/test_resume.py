@@ -22,7 +22,7 @@ import pytest
 import torch
 from conftest import device_strings, named_devices, on_cards, place, reading_all
 
-import csd_optim.durable
+import csd_optim.engine.durable
 import csd_optim.optimizer
 from csd_optim import (
     CSDAdam,
@@ -1108,18 +1108,20 @@ def test_without_shadow_a_torn_step_is_final(tmp_path, monkeypatch, end):
     devices = named_devices(tmp_path, 2)
     training = Training(devices, shadow=False).steps(3)
     training.opt.synchronize()
-    real = csd_optim.engine.bindings.engine_finish
+    real = csd_optim.engine.engine.bindings.engine_finish
 
     def torn(handle, keep, name):
         until = time.monotonic() + 10
         while (
-            keep and time.monotonic() < until and not csd_optim.engine.bindings.engine_stats(handle, 0)["write_bytes"]
+            keep
+            and time.monotonic() < until
+            and not csd_optim.engine.engine.bindings.engine_stats(handle, 0)["write_bytes"]
         ):
             time.sleep(0.001)
         real(handle, False, name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(csd_optim.engine.bindings, "engine_finish", torn)
+        patched.setattr(csd_optim.engine.engine.bindings, "engine_finish", torn)
         with pytest.raises(CSDTornError, match="shadow=False") as caught:
             training.step()
     assert isinstance(caught.value, CSDOSError)
@@ -1225,11 +1227,11 @@ import csd_optim.closing, csd_optim.durable
 from csd_optim import CSDAdam
 faulthandler.dump_traceback_later(40, exit=True)
 gc.disable()
-def collecting(*arguments, plain=csd_optim.durable.pack_table):
+def collecting(*arguments, plain=csd_optim.engine.durable.pack_table):
     gc.collect()  # on the thread of the commit, when its optimizer is garbage
     return plain(*arguments)
 csd_optim.finalize.CLOSE_SECONDS = 0.2
-csd_optim.durable.pack_table = collecting
+csd_optim.engine.durable.pack_table = collecting
 p = torch.nn.Parameter(torch.ones(3000))
 p.grad = torch.ones(3000)
 opt = CSDAdam([p], devices=sys.argv[1])
@@ -1257,14 +1259,14 @@ class Full(Exception):
 def failing(monkeypatch, where, call=0):
     """The engine's method `where` raises, once, the `call`-th time."""
     calls = iter(range(1000))
-    plain = getattr(csd_optim.durable.DurableEngine, where)
+    plain = getattr(csd_optim.engine.durable.DurableEngine, where)
 
     def full(*arguments, **named):
         if next(calls) == call:
             raise Full
         return plain(*arguments, **named)
 
-    monkeypatch.setattr(csd_optim.durable.DurableEngine, where, full)
+    monkeypatch.setattr(csd_optim.engine.durable.DurableEngine, where, full)
 
 
 @pytest.mark.parametrize("what", ["state", "parameter"])

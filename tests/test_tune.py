@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from csd_optim import CSDAdam, CSDOSError, CSDValueError, engine, probe
+from csd_optim import CSDAdam, CSDOSError, CSDValueError
 from csd_optim.devices.spec import parse_device
-from csd_optim.probe import SETTINGS, Tuned, tune
+from csd_optim.engine import engine
+from csd_optim.engine import tuning as probe
+from csd_optim.engine.tuning import SETTINGS, Tuned, tune
 from csd_optim.store.format import FILE_NAME, devices_of, read_contents
 
 SLOW, FAST = Tuned(512 << 10, 8, 1e9), Tuned(4 << 20, 16, 2e9)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .bindings import crc32c
-from .store.file import StoreFile
-from .store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
-from .store.layout import round_up
-from .store.reader import CHUNK
+from ..bindings import crc32c
+from ..store.file import StoreFile
+from ..store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
+from ..store.layout import round_up
+from ..store.reader import CHUNK
 
 Spaces = dict[int, tuple[int, int]]  # by parameter: the space that a commit names, and the checksum of what is in it
 

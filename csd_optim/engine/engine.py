@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import bindings
-from .bindings import TORN, DeviceConfig
-from .devices.smartssd import find as find_card
-from .devices.spec import ANY_NODE, UNPACED, DeviceSpec, shares_of
-from .devices.xclbin import find_kernels
-from .errors import (
+from .. import bindings
+from ..bindings import TORN, DeviceConfig
+from ..devices.smartssd import find as find_card
+from ..devices.spec import ANY_NODE, UNPACED, DeviceSpec, shares_of
+from ..devices.xclbin import find_kernels
+from ..errors import (
     CSDError,
     CSDOSError,
     CSDRuntimeError,
@@ -31,12 +31,12 @@ from .errors import (
     CSDWarning,
     users_stacklevel,
 )
-from .probe import HUGE_PAGE, numa_node, tune
-from .signals import signals_held
-from .store.file import Mode, StoreFile
-from .store.format import PAGE, Contents, Record
-from .store.layout import SUM_ELEMS, Extent, plan_extent
+from ..signals import signals_held
+from ..store.file import Mode, StoreFile
+from ..store.format import PAGE, Contents, Record
+from ..store.layout import SUM_ELEMS, Extent, plan_extent
 from .trace import Trace
+from .tuning import HUGE_PAGE, numa_node, tune
 
 log = logging.getLogger("csd_optim")
 

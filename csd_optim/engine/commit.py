@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from .errors import CSDLostError, CSDOSError
+from ..errors import CSDLostError, CSDOSError
+from ..store.file import Staged, StoreFile
 from .proof import prove
-from .store.file import Staged, StoreFile
 
 InParallel = Callable[[Iterable[Callable[[], Any]]], list[Any]]
 Work = Callable[[InParallel], None]

@@ -14,10 +14,10 @@ import os
 
 import numpy as np
 
-from .errors import CSDLostError, CSDOSError, CSDStoreError
-from .store.file import Staged, StoreFile
-from .store.format import PAGE, Contents, read_region, unpack
-from .store.reader import find_damage, residuals_of, tiles_of
+from ..errors import CSDLostError, CSDOSError, CSDStoreError
+from ..store.file import Staged, StoreFile
+from ..store.format import PAGE, Contents, read_region, unpack
+from ..store.reader import find_damage, residuals_of, tiles_of
 
 _mincore = ctypes.CDLL(None).mincore
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from .bindings import EVENT_KINDS
-from .errors import CSDOSError
+from ..bindings import EVENT_KINDS
+from ..errors import CSDOSError
 
 log = logging.getLogger("csd_optim")
 

@@ -27,14 +27,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from . import bindings
-from .bindings import DTYPE_CODES, HYPER, IO_DEPTH, PARAM, TILE_STATE, DeviceConfig
-from .devices.smartssd import find as find_card
-from .devices.spec import DEFAULT_BLOCK, DEFAULT_BUFFERS, DeviceSpec
-from .devices.xclbin import find_kernels
-from .errors import CSDOSError, CSDWarning
-from .store.file import StoreFile
-from .store.layout import TILE_ELEMS, plan_extent
+from .. import bindings
+from ..bindings import DTYPE_CODES, HYPER, IO_DEPTH, PARAM, TILE_STATE, DeviceConfig
+from ..devices.smartssd import find as find_card
+from ..devices.spec import DEFAULT_BLOCK, DEFAULT_BUFFERS, DeviceSpec
+from ..devices.xclbin import find_kernels
+from ..errors import CSDOSError, CSDWarning
+from ..store.file import StoreFile
+from ..store.layout import TILE_ELEMS, plan_extent
 
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
 CARD_BYTES, LEAST_CARD_BYTES = 1 << 30, 48 << 20  # of scratch space on a card's drive

@@ -20,13 +20,11 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from . import bindings
-from .bindings import HYPER, PARAM, TILE_STATE
-from .commit import Background, Commit, InParallel
-from .devices.spec import DeviceSpec
-from .distributed.ranks import Ranks, together
-from .engine import SECTIONS, Engine
-from .errors import (
+from .. import bindings
+from ..bindings import HYPER, PARAM, TILE_STATE
+from ..devices.spec import DeviceSpec
+from ..distributed.ranks import Ranks, together
+from ..errors import (
     CSDError,
     CSDLostError,
     CSDOSError,
@@ -36,10 +34,8 @@ from .errors import (
     CSDWarning,
     users_stacklevel,
 )
-from .proof import way_out
-from .residuals import Residuals
-from .store.file import Mode, Staged, StoreFile
-from .store.format import (
+from ..store.file import Mode, Staged, StoreFile
+from ..store.format import (
     CLEAN,
     NAMED_FEATURES,
     RESIDUAL_BYTES,
@@ -56,8 +52,12 @@ from .store.format import (
     tile_entry,
     version_of,
 )
-from .store.layout import Extent, extents_of
-from .store.reader import Residual, find_damage, lying_in, residuals_of
+from ..store.layout import Extent, extents_of
+from ..store.reader import Residual, find_damage, lying_in, residuals_of
+from .commit import Background, Commit, InParallel
+from .engine import SECTIONS, Engine
+from .proof import way_out
+from .residuals import Residuals
 
 
 def open_engine(
