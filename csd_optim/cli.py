@@ -22,13 +22,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import benchmark, checkpoint, convert
-from . import plan as planning
 from .devices import emulation
 from .devices import smartssd as cards
 from .devices.spec import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_device, parse_devices, parse_rate
 from .devices.xclbin import find_kernels, read_xclbin
 from .engine import tuning as probe
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
+from .planning import advice as planning
 from .show import number, show_bench, show_devices, show_plan, show_store, show_verdicts, size
 from .store.file import lock_owner
 from .store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import benchmark
-from . import plan as planning
+from .planning import advice as planning
 from .store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from .verify import Verdict
 

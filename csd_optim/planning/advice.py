@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .compression.policy import DENSE_FROM
-from .devices.spec import DEFAULT_BUFFERS, parse_rate
-from .errors import CSDUnavailableError, CSDValueError
-from .store.layout import MAX_MAPPINGS, MEMORY_STATE_BYTES, STORE_BYTES, TILE_ELEMS, TILES_PER_DEVICE
+from ..compression.policy import DENSE_FROM
+from ..devices.spec import DEFAULT_BUFFERS, parse_rate
+from ..errors import CSDUnavailableError, CSDValueError
+from ..store.layout import MAX_MAPPINGS, MEMORY_STATE_BYTES, STORE_BYTES, TILE_ELEMS, TILES_PER_DEVICE
 
 VARIANTS = {
     "base": "ZeRO-Infinity",  # RAID0, updated by the CPU, gradients through flash
