@@ -37,8 +37,8 @@ from .devices.spec import parse_devices
 from .engine.durable import DurableEngine
 from .engine.engine import SECTIONS
 from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
-from .manifest import plain
 from .merge import Merged, at_rest_together
+from .params.manifest import plain
 from .store.format import RESIDUAL_BYTES, Contents, Record, opened
 from .store.layout import extents_of
 from .store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from .bound import Bound, flat
 from .compression.policy import entry_dtype
 from .compression.selection import TopK
 from .distributed.ranks import Ranks, together
@@ -18,7 +17,8 @@ from .engine.engine import Engine
 from .errors import CSDError
 from .gather import Gather
 from .images import SLOTS_PER_DEVICE, ImageRing, Source
-from .places import Places
+from .params.param_state import Bound, flat
+from .params.state_map import Places
 from .store.format import Record
 
 

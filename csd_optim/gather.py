@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .bound import Bound, flat, numel, same_order
 from .distributed.ranks import Ranks
 from .distributed.sharding import Share
 from .engine.engine import Engine
 from .images import Source
+from .params.param_state import Bound, flat, numel, same_order
 from .store.layout import round_up
 
 ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there

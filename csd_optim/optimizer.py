@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from . import checkpoint
 from .adamw import hyper
 from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
-from .bound import Bound, check_param
 from .compression.policy import check_topk, entry_dtype, shares
 from .compression.selection import inverse_of
 from .devices.spec import parse_devices
@@ -39,10 +38,11 @@ from .flow import Flow, Plan, Step
 from .gather import Gather
 from .images import Source
 from .join import StepHook
-from .manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
-from .materialized import COPIED, warn_if_large
 from .meeting import Agreed, meet
-from .places import Places
+from .params.manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
+from .params.memory_warnings import COPIED, warn_if_large
+from .params.param_state import Bound, check_param
+from .params.state_map import Places
 from .signals import signals_held
 from .stats import describe
 from .store.file import Mode

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from csd_optim import CSDAdam, CSDError, CSDStoreError, manifest
+from csd_optim import CSDAdam, CSDError, CSDStoreError
 from csd_optim.bindings import crc32c
 from csd_optim.checkpoint import about_of
 from csd_optim.cli import describe_store
+from csd_optim.params import manifest
 from csd_optim.store.check import MOST
 from csd_optim.store.format import FILE_NAME, PAGE, Superblock, read_commits, unpack
 from csd_optim.store.layout import extents_of

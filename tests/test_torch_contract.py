@@ -20,7 +20,7 @@ from torch.optim import AdamW, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
-from csd_optim.bound import Bound
+from csd_optim.params.param_state import Bound
 
 OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size"}
 SCRATCH = [["file:"], ["ram:"], ["ram:", "file:"]]

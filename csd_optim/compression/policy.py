@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bound import Bound
 from ..errors import CSDValueError
+from ..params.param_state import Bound
 
 Groups = Sequence[dict[str, Any]]
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from .bound import Bound
-from .distributed.sharding import Whole
-from .errors import CSDTypeError
-from .store.format import Record
-from .store.layout import Extent
+from ..distributed.sharding import Whole
+from ..errors import CSDTypeError
+from ..store.format import Record
+from ..store.layout import Extent
+from .param_state import Bound
 
 Groups = Sequence[dict[str, Any]]
 PartOf = Callable[[torch.Tensor], Whole]  # of a parameter, that which this process updates

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .errors import CSDWarning, users_stacklevel
+from ..errors import CSDWarning, users_stacklevel
 
 WORTH_A_WARNING = 1 << 30  # bytes of state
 LOADED = 'came from memory; torch.load(file, map_location="cpu", mmap=True) leaves it in the file'

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from .bound import Bound, check_entry, check_param, flat, numel
-from .distributed.ranks import Ranks
-from .distributed.sharding import WHOLE, Whole, part_of
-from .engine.engine import SECTIONS, Engine
-from .errors import CSDRuntimeError, CSDStoreError
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import WHOLE, Whole, part_of
+from ..engine.engine import SECTIONS, Engine
+from ..errors import CSDRuntimeError, CSDStoreError
 from .manifest import Groups, manifest, members, name_of
-from .materialized import LOADED, REPLACED, bytes_in_memory, warn_if_large
+from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
+from .param_state import Bound, check_entry, check_param, flat, numel
 
 
 class Places:
