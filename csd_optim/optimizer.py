@@ -21,9 +21,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 from torch.utils.hooks import RemovableHandle
 
-from . import checkpoint
 from .adamw import hyper
 from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
+from .checkpoint import snapshot as checkpoint
 from .compression.policy import check_topk, entry_dtype, shares
 from .compression.selection import inverse_of
 from .devices.spec import parse_devices

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import benchmark
+from .checkpoint.verify import Verdict
 from .planning import advice as planning
 from .store.layout import MEMORY_STATE_BYTES, STORE_BYTES
-from .verify import Verdict
 
 LONG = 16  # parameters; more are listed in part
 BACKENDS = {

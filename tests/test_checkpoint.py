@@ -29,11 +29,12 @@ from csd_optim import (
     CSDStoreExistsError,
     CSDValueError,
     CSDWarning,
-    checkpoint,
-    convert,
     show,
 )
 from csd_optim.bindings import crc32c
+from csd_optim.checkpoint import export as convert
+from csd_optim.checkpoint import snapshot as checkpoint
+from csd_optim.checkpoint.verify import verify
 from csd_optim.engine import engine
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import (
@@ -49,7 +50,6 @@ from csd_optim.store.format import (
     read_contents,
 )
 from csd_optim.store.layout import plan_extent, round_up
-from csd_optim.verify import verify
 
 GIB = 1 << 30
 

@@ -22,14 +22,16 @@ import pytest
 import torch
 from conftest import named_devices, place
 
-from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError, checkpoint, convert
+from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError
 from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM
+from csd_optim.checkpoint import export as convert
+from csd_optim.checkpoint import snapshot as checkpoint
+from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine import residuals
 from csd_optim.engine.durable import open_engine
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, Record, read_contents
-from csd_optim.verify import verify
 
 ADAM = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0, 0)], HYPER)
 FP32 = DTYPE_CODES[torch.float32]

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDError, CSDUnavailableError
+from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.emulation import find_xrt
 from csd_optim.devices.xclbin import write_emulated
-from csd_optim.verify import verify
 
 HERE = Path(__file__).parent
 SECONDS = 300  # for anything that runs here; none takes half of it

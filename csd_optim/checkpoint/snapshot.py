@@ -28,14 +28,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from .devices.spec import parse_devices
-from .engine.durable import DurableEngine, Pin, common_commit
-from .engine.engine import Engine
-from .errors import CSDError, CSDOSError, CSDRuntimeError, CSDStoreError, CSDStoreExistsError, CSDWarning
-from .store.file import StoreFile, lock, not_for_children
-from .store.format import CLEAN, FILE_NAME, PAGE, RESIDUAL_BYTES, Contents, opened, read_region, sync_directory, write
-from .store.reader import Residual, Tick, Tile, each_tile, residuals_of, stored_bytes, total_bytes
-from .store.user_state import stored_user_state
+from ..devices.spec import parse_devices
+from ..engine.durable import DurableEngine, Pin, common_commit
+from ..engine.engine import Engine
+from ..errors import CSDError, CSDOSError, CSDRuntimeError, CSDStoreError, CSDStoreExistsError, CSDWarning
+from ..store.file import StoreFile, lock, not_for_children
+from ..store.format import CLEAN, FILE_NAME, PAGE, RESIDUAL_BYTES, Contents, opened, read_region, sync_directory, write
+from ..store.reader import Residual, Tick, Tile, each_tile, residuals_of, stored_bytes, total_bytes
+from ..store.user_state import stored_user_state
 
 EXPORT_FORMAT = 1  # of what a state dict says of us beside AdamW's entries
 EXPORT_WITH_RESIDUALS = 2  # the same, if there are any: who knows only format 1 would leave them out, and not say so

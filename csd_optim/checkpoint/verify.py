@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .checkpoint import Paths, Progress, directories, no_bar
-from .devices.spec import parse_devices
-from .engine.durable import common_commit
-from .errors import CSDStoreError
-from .store.file import StoreFile
-from .store.format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, opened, read, read_region
-from .store.reader import find_damage, total_bytes
+from ..devices.spec import parse_devices
+from ..engine.durable import common_commit
+from ..errors import CSDStoreError
+from ..store.file import StoreFile
+from ..store.format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, opened, read, read_region
+from ..store.reader import find_damage, total_bytes
+from .snapshot import Paths, Progress, directories, no_bar
 
 
 @dataclass

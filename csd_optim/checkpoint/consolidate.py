@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Paths, last_step, stores_at_rest
-from .engine.durable import RanksStore, common_commits, last_round
-from .errors import CSDStoreError
-from .store.file import StoreFile
-from .store.format import Contents
+from ..engine.durable import RanksStore, common_commits, last_round
+from ..errors import CSDStoreError
+from ..store.file import StoreFile
+from ..store.format import Contents
+from .snapshot import Paths, last_step, stores_at_rest
 
 
 @dataclass(frozen=True)

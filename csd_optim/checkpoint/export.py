@@ -19,7 +19,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .checkpoint import (
+from ..devices.spec import parse_devices
+from ..engine.durable import DurableEngine
+from ..engine.engine import SECTIONS
+from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
+from ..params.manifest import plain
+from ..store.format import RESIDUAL_BYTES, Contents, Record, opened
+from ..store.layout import extents_of
+from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
+from ..store.user_state import pack_user_state
+from .consolidate import Merged, at_rest_together
+from .snapshot import (
     EXPORT_WITH_RESIDUALS,
     Output,
     Paths,
@@ -33,16 +43,6 @@ from .checkpoint import (
     numbered,
     state_dict,
 )
-from .devices.spec import parse_devices
-from .engine.durable import DurableEngine
-from .engine.engine import SECTIONS
-from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
-from .merge import Merged, at_rest_together
-from .params.manifest import plain
-from .store.format import RESIDUAL_BYTES, Contents, Record, opened
-from .store.layout import extents_of
-from .store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
-from .store.user_state import pack_user_state
 
 # As NumPy has them: it has no bfloat16, and 16 bits are as good for copying.
 NUMPY = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}
