@@ -34,17 +34,17 @@ from .engine.durable import DurableEngine, open_engine
 from .engine.engine import Engine
 from .errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from .finalize import close_quietly
-from .flow import Flow, Plan, Step
-from .gather import Gather
-from .images import Source
-from .join import StepHook
-from .meeting import Agreed, meet
 from .params.manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
 from .params.memory_warnings import COPIED, warn_if_large
 from .params.param_state import Bound, check_param
 from .params.state_map import Places
 from .signals import signals_held
 from .stats import describe
+from .step.agreement import Agreed, meet
+from .step.all_gather import Gather
+from .step.joining import StepHook
+from .step.run import Flow, Plan, Step
+from .step.staging import Source
 from .store.file import Mode
 from .store.format import Record
 from .store.user_state import checked_user_state, stored_user_state

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
-import csd_optim.flow
+import csd_optim.step.run
 from csd_optim import CSDAdam
 from csd_optim.distributed.ranks import Ranks
 from csd_optim.distributed.sharding import Share
@@ -189,7 +189,7 @@ def assert_same(params, others, optimizer, other):
 
 
 def shares_or_not(rank, size, options, bucket):
-    from csd_optim import gather
+    from csd_optim.step import all_gather as gather
 
     gather.BUCKET_BYTES = bucket
     params, others = odd_parameters(), odd_parameters()

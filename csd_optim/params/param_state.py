@@ -12,7 +12,7 @@ from ..bindings import DTYPE_CODES
 from ..distributed.sharding import Shard, Whole
 from ..engine.engine import SECTIONS
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
-from ..images import Source
+from ..step.staging import Source
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
 # Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.

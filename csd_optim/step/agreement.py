@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .distributed.ranks import Ranks
-from .distributed.sharding import held_alike
-from .errors import CSDRankError
-from .join import borrow
-from .params.manifest import Groups, members, name_of
-from .params.param_state import flat
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import held_alike
+from ..errors import CSDRankError
+from ..params.manifest import Groups, members, name_of
+from ..params.param_state import flat
+from .joining import borrow
 
 
 class _Word(NamedTuple):

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from .compression.policy import entry_dtype
-from .compression.selection import TopK
-from .distributed.ranks import Ranks, together
-from .distributed.sharding import Share
-from .engine.engine import Engine
-from .errors import CSDError
-from .gather import Gather
-from .images import SLOTS_PER_DEVICE, ImageRing, Source
-from .params.param_state import Bound, flat
-from .params.state_map import Places
-from .store.format import Record
+from ..compression.policy import entry_dtype
+from ..compression.selection import TopK
+from ..distributed.ranks import Ranks, together
+from ..distributed.sharding import Share
+from ..engine.engine import Engine
+from ..errors import CSDError
+from ..params.param_state import Bound, flat
+from ..params.state_map import Places
+from ..store.format import Record
+from .all_gather import Gather
+from .staging import SLOTS_PER_DEVICE, ImageRing, Source
 
 
 @dataclass

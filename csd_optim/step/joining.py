@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-from .distributed.ranks import Ranks
-from .distributed.sharding import held_alike
-from .errors import CSDRankError
-from .params.manifest import Groups, members, plain, put_back
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import held_alike
+from ..errors import CSDRankError
+from ..params.manifest import Groups, members, plain, put_back
 
 
 class StepHook(JoinHook):

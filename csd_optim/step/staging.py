@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .bindings import topk_count
-from .compression.selection import TopK, feed_back, pack, rounded, select
-from .engine.engine import Engine
+from ..bindings import topk_count
+from ..compression.selection import TopK, feed_back, pack, rounded, select
+from ..engine.engine import Engine
 
 # Tiles under way per device: one travelling each way while two are updated or wait for their states.
 SLOTS_PER_DEVICE = 4

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .distributed.ranks import Ranks
-from .distributed.sharding import Share
-from .engine.engine import Engine
-from .images import Source
-from .params.param_state import Bound, flat, numel, same_order
-from .store.layout import round_up
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import Share
+from ..engine.engine import Engine
+from ..params.param_state import Bound, flat, numel, same_order
+from ..store.layout import round_up
+from .staging import Source
 
 ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there
 BUCKET_BYTES = 16 << 20  # of all ranks together
