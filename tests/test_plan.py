@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError, cli
-from csd_optim.adamw import hyper
 from csd_optim.devices.spec import Pace
 from csd_optim.engine import tuning as probe
+from csd_optim.optim.adamw import hyper
 from csd_optim.planning import advice as plan
 from csd_optim.planning.advice import Device, Host, Request, predict, traffic
 

@@ -23,7 +23,7 @@ import torch
 from conftest import device_strings, named_devices, on_cards, place, reading_all
 
 import csd_optim.engine.durable
-import csd_optim.optimizer
+import csd_optim.optim.optimizer
 from csd_optim import (
     CSDAdam,
     CSDOSError,

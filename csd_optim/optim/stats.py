@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .devices.spec import days_left
-from .engine.engine import Engine
+from ..devices.spec import days_left
+from ..engine.engine import Engine
 
 KINDS = ("read", "update", "write")
 

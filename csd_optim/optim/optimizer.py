@@ -21,33 +21,33 @@ from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 from torch.utils.hooks import RemovableHandle
 
+from ..bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
+from ..checkpoint import snapshot as checkpoint
+from ..compression.policy import check_topk, entry_dtype, shares
+from ..compression.selection import inverse_of
+from ..devices.spec import parse_devices
+from ..distributed.grad_norm import global_norm
+from ..distributed.ranks import Ranks, ranks_of, together
+from ..distributed.sharding import WHOLE, Share, whole_of
+from ..engine.durable import DurableEngine, open_engine
+from ..engine.engine import Engine
+from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from ..finalize import close_quietly
+from ..params.manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
+from ..params.memory_warnings import COPIED, warn_if_large
+from ..params.param_state import Bound, check_param
+from ..params.state_map import Places
+from ..signals import signals_held
+from ..step.agreement import Agreed, meet
+from ..step.all_gather import Gather
+from ..step.joining import StepHook
+from ..step.run import Flow, Plan, Step
+from ..step.staging import Source
+from ..store.file import Mode
+from ..store.format import Record
+from ..store.user_state import checked_user_state, stored_user_state
 from .adamw import hyper
-from .bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
-from .checkpoint import snapshot as checkpoint
-from .compression.policy import check_topk, entry_dtype, shares
-from .compression.selection import inverse_of
-from .devices.spec import parse_devices
-from .distributed.grad_norm import global_norm
-from .distributed.ranks import Ranks, ranks_of, together
-from .distributed.sharding import WHOLE, Share, whole_of
-from .engine.durable import DurableEngine, open_engine
-from .engine.engine import Engine
-from .errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
-from .finalize import close_quietly
-from .params.manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
-from .params.memory_warnings import COPIED, warn_if_large
-from .params.param_state import Bound, check_param
-from .params.state_map import Places
-from .signals import signals_held
 from .stats import describe
-from .step.agreement import Agreed, meet
-from .step.all_gather import Gather
-from .step.joining import StepHook
-from .step.run import Flow, Plan, Step
-from .step.staging import Source
-from .store.file import Mode
-from .store.format import Record
-from .store.user_state import checked_user_state, stored_user_state
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
 # it; more goes to the devices at once, and is committed there by itself.
