@@ -39,8 +39,9 @@ import numpy as np
 import torch
 
 from bench.step import MEMORY, Row, machine_facts, replay_step, say, span, timed, verify
-from csd_optim import CSDAdam, benchmark, bindings
-from csd_optim.benchmark import DISK_BYTES, DTYPES, MEMORY_BYTES, WARM_UP
+from csd_optim import CSDAdam, bindings
+from csd_optim.cli import benchmark
+from csd_optim.cli.benchmark import DISK_BYTES, DTYPES, MEMORY_BYTES, WARM_UP
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine import tuning as probe
 from csd_optim.optim import adamw

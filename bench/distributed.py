@@ -48,7 +48,7 @@ from torch.optim import AdamW, Optimizer
 
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam, bindings
-from csd_optim.benchmark import DTYPES, TOLERANCE, WARM_UP, scratch
+from csd_optim.cli.benchmark import DTYPES, TOLERANCE, WARM_UP, scratch
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine import tuning as probe
 

@@ -38,9 +38,10 @@ import torch
 
 from bench import peers
 from bench.fio import fio_mixed
-from csd_optim import CSDAdam, benchmark, bindings
-from csd_optim.benchmark import DTYPES, MEMORY_BYTES, WARM_UP
+from csd_optim import CSDAdam, bindings
 from csd_optim.bindings import HYPER, PARAM
+from csd_optim.cli import benchmark
+from csd_optim.cli.benchmark import DTYPES, MEMORY_BYTES, WARM_UP
 from csd_optim.devices.spec import DeviceSpec, parse_devices
 from csd_optim.engine import tuning as probe
 

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from bench.step import machine_facts, say, span, timed, verify
-from csd_optim import CSDAdam, benchmark, bindings
+from csd_optim import CSDAdam, bindings
+from csd_optim.cli import benchmark
 from csd_optim.devices.spec import parse_devices
 
 Row = dict[str, Any]

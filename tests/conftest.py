@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from csd_optim import cli
+from csd_optim.cli import commands as cli
 from csd_optim.devices.spec import parse_device
 
 BACKENDS = ["file", "files", "ram", "mixed"]

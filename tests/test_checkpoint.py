@@ -29,12 +29,12 @@ from csd_optim import (
     CSDStoreExistsError,
     CSDValueError,
     CSDWarning,
-    show,
 )
 from csd_optim.bindings import crc32c
 from csd_optim.checkpoint import export as convert
 from csd_optim.checkpoint import snapshot as checkpoint
 from csd_optim.checkpoint.verify import verify
+from csd_optim.cli import output as show
 from csd_optim.engine import engine
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import (

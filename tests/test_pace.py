@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDValueError
-from csd_optim.benchmark import scratch
+from csd_optim.cli.benchmark import scratch
 from csd_optim.devices.spec import NO_CACHE, Pace, parse_device, parse_devices
 
 NUMEL = 1 << 20  # parameters: states of 12.6 MB, fp16 gradients of 2.1 MB

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from csd_optim import CSDAdam, CSDStoreError, CSDValueError, cli
+from csd_optim import CSDAdam, CSDStoreError, CSDValueError
+from csd_optim.cli import commands as cli
 from csd_optim.devices.spec import Pace
 from csd_optim.engine import tuning as probe
 from csd_optim.optim.adamw import hyper

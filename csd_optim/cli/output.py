@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..checkpoint.verify import Verdict
+from ..planning import advice as planning
+from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from . import benchmark
-from .checkpoint.verify import Verdict
-from .planning import advice as planning
-from .store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 
 LONG = 16  # parameters; more are listed in part
 BACKENDS = {

@@ -21,21 +21,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..checkpoint import export as convert
+from ..checkpoint import snapshot as checkpoint
+from ..checkpoint.verify import verify as verify_stores
+from ..devices import emulation
+from ..devices import smartssd as cards
+from ..devices.spec import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_device, parse_devices, parse_rate
+from ..devices.xclbin import find_kernels, read_xclbin
+from ..engine import tuning as probe
+from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
+from ..planning import advice as planning
+from ..store.file import lock_owner
+from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
+from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from . import benchmark
-from .checkpoint import export as convert
-from .checkpoint import snapshot as checkpoint
-from .checkpoint.verify import verify as verify_stores
-from .devices import emulation
-from .devices import smartssd as cards
-from .devices.spec import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_device, parse_devices, parse_rate
-from .devices.xclbin import find_kernels, read_xclbin
-from .engine import tuning as probe
-from .errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
-from .planning import advice as planning
-from .show import number, show_bench, show_devices, show_plan, show_store, show_verdicts, size
-from .store.file import lock_owner
-from .store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
-from .store.layout import MEMORY_STATE_BYTES, STORE_BYTES
+from .output import number, show_bench, show_devices, show_plan, show_store, show_verdicts, size
 
 P2P_SHARE = 0.6  # of the drive's rate, at which a way to the card is suspected to be a detour
 PROBE_BYTES = 1 << 30  # of scratch space for a speed check; less where it does not last a second
