@@ -342,6 +342,33 @@ def test_restart_after_the_step_failed_in_which_parameters_join(calls, nth, tmp_
     assert_same(found, script(3, resume=False), "trained on")
 
 
+@pytest.mark.parametrize(("calls", "nth"), [(TILE_WRITE, 0), (TILE_WRITE, 2)])
+@in_child
+def test_restart_after_the_step_failed_before_which_a_parameter_was_set(calls, nth, tmp_path):
+    """The step before is committed without what belongs to the next: who goes on from it sets the parameter again."""
+
+    def script(until, *, resume, failure=contextlib.nullcontext()):
+        p = torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))
+        with CSDAdam([p], devices=[str(tmp_path)], tile_size=1024, resume=resume) as opt:
+            while opt.committed_step < until:
+                if opt.committed_step == 2:
+                    with torch.no_grad():
+                        p.mul_(0.5)
+                p.grad = torch.ones_like(p)
+                with failure if opt.committed_step == 2 else contextlib.nullcontext():
+                    opt.step()
+                opt.synchronize()
+            return {"p": p.detach(), "master": opt.state[p]["master"].clone()}
+
+    script(2, resume=False)
+    with pytest.raises(CSDOSError):
+        script(3, resume=True, failure=fault(calls, tmp_path, errno.EIO, skip=nth, times=1))
+    found = script(3, resume=True)
+    for store in tmp_path.iterdir():
+        store.unlink()
+    assert_same(found, script(3, resume=False), "trained on")
+
+
 @in_child
 def test_one_failure_does_not_disturb_another_optimizer(tmp_path):
     with Training([str(tmp_path / "csd1")]) as one, Training([str(tmp_path / "csd2")]) as other:

@@ -148,6 +148,7 @@ class DurableEngine(Engine):
         self._open = np.zeros(0, bool)  # per tile: what is written to its windows goes to the device
         self._loose = np.zeros(0, bool)  # per tile: its slot is part of no commit
         self._edited = np.zeros(0, bool)  # per tile: somebody wrote to its windows, and no step has begun with that
+        self._reseeded = np.zeros(0, bool)  # per tile: a step did, which is not whole yet
         self._given: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
         self._seen: list[int] = []  # their versions when the native engine was last told of what was written to them
         self._committed_steps = np.zeros(0, np.float32)
@@ -204,6 +205,7 @@ class DurableEngine(Engine):
         new = np.full(extent.n_tiles, states is None)
         self._open, self._loose = np.append(self._open, new), np.append(self._loose, new)
         self._edited = np.append(self._edited, np.zeros(extent.n_tiles, bool))
+        self._reseeded = np.append(self._reseeded, np.zeros(extent.n_tiles, bool))
         for device, offset in enumerate(offsets):
             about: dict[str, Any] = {
                 "tile_elems": extent.tile_elems,
@@ -282,7 +284,7 @@ class DurableEngine(Engine):
         super().finish(keep)
         self._uncommitted |= keep
         if keep:
-            self._edited[:] = False
+            self._edited[:] = self._reseeded[:] = False
 
     def drain(self) -> None:
         self.check_open()
@@ -315,6 +317,20 @@ class DurableEngine(Engine):
             with contextlib.suppress(CSDError):
                 self.drain()  # others' windows were opened, too, and theirs are committed
             raise
+
+    @contextlib.contextmanager
+    def reseeding(self) -> Iterator[None]:
+        """What is written to windows within belongs to the step that follows: no commit has it before that is whole.
+
+        Who goes on from the step before sets the parameters again.
+        """
+        self._note_written()
+        before = self._edited.copy()
+        try:
+            yield
+        finally:
+            self._note_written()
+            self._reseeded |= self._edited & ~before
 
     def sync(self) -> None:
         """As of Engine. Raises CSDLostError, as everything does from then on.
@@ -387,6 +403,7 @@ class DurableEngine(Engine):
         bindings.engine_edited(self._handle, tiles)
         self._seen = versions
         self._edited[tiles[~self._open[tiles]]] = True
+        self._reseeded[tiles] = False
         return np.union1d(tiles, np.flatnonzero(self._edited)).astype(np.uint32)
 
     def _versions(self) -> list[int]:
@@ -532,7 +549,7 @@ class DurableEngine(Engine):
         self._commits.wait()
         self._changed = True
         edited = self._note_written()
-        edited = edited[~self._open[edited]]
+        edited = edited[~(self._open | self._reseeded)[edited]]
         if self.slots == 1 and len(edited):
             self._announce_step()
         self._pass_through(edited)
@@ -687,12 +704,8 @@ class DurableEngine(Engine):
         self._end_copies()  # one may have begun since
         if not self.steps and not self._round:
             return
-        edited = (
-            self._edited.any()
-            or self._seen != self._versions()
-            or self._kept.changed(self.residuals)
-            or self._steps_changed
-        )
+        self._note_written()
+        edited = (self._edited & ~self._reseeded).any() or self._kept.changed(self.residuals) or self._steps_changed
         # The other ranks may lack this round, or be gone: what all of them have is not to be written over.
         unconfirmed = self._unconfirmed or self._makes_round
         if unconfirmed and edited:

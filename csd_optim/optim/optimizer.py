@@ -542,9 +542,13 @@ class CSDAdam(AdamW, Joinable):
         if written and engine.keeps_state:
             always = not engine.synced
             many = not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES
-            if not many:
+            if many:
+                within = engine.writing([b.index for b in written])
+            else:
+                assert isinstance(engine, DurableEngine)
                 engine.drain()  # the windows show the masters, and keep what is written to them for the step
-            with engine.writing([b.index for b in written]) if many else contextlib.nullcontext():
+                within = engine.reseeding()
+            with within:
                 for bound in written:
                     bound.reseed(always=always)
         by_row = {b.index: g for b, g in zip(plan.bounds, grads, strict=True)}
