@@ -1096,11 +1096,11 @@ LIMITED = """
 import json, resource, sys, time
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
-from csd_optim import checkpoint, convert
+from csd_optim.checkpoint import export, snapshot
 place = Path(sys.argv[1])
-checkpoint.snapshot(place / "store", place / "snap")
-convert.export_torch(place / "snap", place / "out.pt")
-convert.export_safetensors(place / "snap", place / "out")
+snapshot.snapshot(place / "store", place / "snap")
+export.export_torch(place / "snap", place / "out.pt")
+export.export_safetensors(place / "snap", place / "out")
 print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 """
 

@@ -537,7 +537,8 @@ def test_huge_pages_that_are_refused_are_told(disabled):
     """`stats()` says what the kernel gave, and not what was asked for: here a process that may have none."""
     code = f"""if True:
         import ctypes, torch
-        from csd_optim import CSDAdam, layout
+        from csd_optim import CSDAdam
+        from csd_optim.store import layout
         assert ctypes.CDLL(None).prctl(41, {disabled}, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
         p = torch.nn.Parameter(torch.zeros(1 << 21))
         p.grad = torch.ones_like(p)
