@@ -523,7 +523,7 @@ def raises_before_the_step(rank):
         if rank == 1:
             setattr(of, name, broken)
 
-    for of, name in ((None, "extend"), (csd_optim.flow, "Gather")):
+    for of, name in ((None, "extend"), (csd_optim.step.run, "ParamAllGather")):
         params = [plain(), plain()]
         with CSDAdam(params, **ARGS, devices="file:") as optimizer:
             once(of or optimizer._engine, name)

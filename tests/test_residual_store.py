@@ -53,13 +53,13 @@ class Training:
 
     def __init__(self, devices, *, mode="new", **options):
         self.engine = engine = open_engine(parse_devices(devices), mode=mode, tile_elems=1024, **options)
-        if engine.held:
+        if engine.recovered:
             try:
                 engine.check()
             except CSDStoreError:
                 engine.close()
                 raise
-            engine.settle()
+            engine.discard_newer()
             self.extent = engine.extents[0]
         else:
             self.extent = engine.extend([math.prod(shape) for shape, _, _ in PARAMS.values()], 3)

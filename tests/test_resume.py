@@ -546,7 +546,7 @@ def test_record_of_a_step_that_never_was(tmp_path, monkeypatch, how):
     if how == "state assigned":
         opt.state[p]["exp_avg"] = torch.zeros(300)
     if how == "large edit":
-        monkeypatch.setattr(csd_optim.optimizer, "EDIT_BYTES", 16)
+        monkeypatch.setattr(csd_optim.optim.optimizer, "EDIT_BYTES", 16)
         with torch.no_grad():
             p.mul_(2)
 
@@ -909,7 +909,7 @@ EDITS = {
 )
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_count_from_the_next_step_on(tmp_path, monkeypatch, edit, name, shadow, edit_bytes):
-    monkeypatch.setattr(csd_optim.optimizer, "EDIT_BYTES", edit_bytes)
+    monkeypatch.setattr(csd_optim.optim.optimizer, "EDIT_BYTES", edit_bytes)
     device = named_devices(tmp_path, 1)
     # Of the same kind: on a card an fp32 master can be edited, elsewhere the parameter itself is the master.
     mine, other = Training(device, shadow=shadow), Training(device_strings("xrt" if on_cards() else "file", tmp_path))
@@ -1223,7 +1223,7 @@ def test_many_dropped_in_cycles_while_others_step(tmp_path):
 
 COLLECTED = """
 import faulthandler, gc, sys, torch
-import csd_optim.closing, csd_optim.durable
+import csd_optim.finalize, csd_optim.engine.durable
 from csd_optim import CSDAdam
 faulthandler.dump_traceback_later(40, exit=True)
 gc.disable()

@@ -18,7 +18,7 @@ from .snapshot import Paths, last_step, stores_at_rest
 
 
 @dataclass(frozen=True)
-class Merged:
+class Consolidated:
     """`contents`: what they hold together. `ranks`: of each rank its stores, and by row there the row here."""
 
     contents: Contents
@@ -26,17 +26,17 @@ class Merged:
 
     @property
     def stores(self) -> list[Contents]:
-        return [contents for held, _ in self.ranks for contents in held]
+        return [contents for recovered, _ in self.ranks for contents in recovered]
 
     def first_of(self, rank: int, row: int) -> list[int] | None:
         """Where, in the whole, the part begins that a rank has; None: it is all of it."""
-        held, _ = self.ranks[rank]
-        of = held[0].manifest["params"][row].get("of")
+        recovered, _ = self.ranks[rank]
+        of = recovered[0].manifest["params"][row].get("of")
         return of["first"] if of and len(self.ranks) > 1 else None
 
 
 @contextlib.contextmanager
-def at_rest_together(paths: Paths) -> Iterator[Merged]:
+def at_rest_together(paths: Paths) -> Iterator[Consolidated]:
     """The stores of one process, or of one rank; or those of all ranks, at the last step that all have. Nobody writes.
 
     Raises CSDBusyError, CSDStoreError, CSDOSError.
@@ -44,7 +44,7 @@ def at_rest_together(paths: Paths) -> Iterator[Merged]:
     with stores_at_rest(paths) as stores:
         by_rank: dict[int, list[StoreFile]] = {}
         for store in stores:
-            by_rank.setdefault(store.held[0].rank if store.held else 0, []).append(store)
+            by_rank.setdefault(store.recovered[0].rank if store.recovered else 0, []).append(store)
         if len(by_rank) == 1:
             yield merged([last_step(stores)])
         else:
@@ -61,37 +61,39 @@ def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
     commits = [common_commits(stores) for stores in by_rank]
     chosen = last_round([RanksStore.of(own) for own in commits])
     return [
-        sorted(held, key=lambda c: c.superblock.device)
+        sorted(recovered, key=lambda c: c.superblock.device)
         for own in commits
-        for held in own
-        if held[0].superblock.round == chosen
+        for recovered in own
+        if recovered[0].superblock.round == chosen
     ]
 
 
-def merged(ranks: list[list[Contents]]) -> Merged:
+def merged(ranks: list[list[Contents]]) -> Consolidated:
     """Raises CSDStoreError if the ranks have parts that only FSDP1 knows how to put together."""
     if len(ranks) == 1:
-        [held] = ranks
-        return Merged(held[0], [(held, {row: row for row in range(len(held[0].manifest["params"]))})])
+        [recovered] = ranks
+        return Consolidated(
+            recovered[0], [(recovered, {row: row for row in range(len(recovered[0].manifest["params"]))})]
+        )
     params: list[dict[str, Any]] = []
     steps: list[float] = []
     row_of: dict[tuple[int, int], int] = {}
     rows: list[dict[int, int]] = []
-    for held in ranks:
+    for recovered in ranks:
         rows.append({})
-        for row, p in enumerate(held[0].manifest["params"]):
+        for row, p in enumerate(recovered[0].manifest["params"]):
             if p["group"] < 0:  # it got another place later
                 continue
             if "of" in p and p["of"] is None:
                 raise CSDStoreError(
-                    f"{held[0].path}: {p['name']} is a shard of FSDP1, which alone can put it together: save it with "
-                    "FSDP.optim_state_dict() or torch.distributed.checkpoint"
+                    f"{recovered[0].path}: {p['name']} is a shard of FSDP1, which alone can put it together: save it "
+                    "with FSDP.optim_state_dict() or torch.distributed.checkpoint"
                 )
             place = p["group"], p["position"]
             if place not in row_of:
                 row_of[place] = len(params)
                 params.append(_whole(p))
-                steps.append(held[0].steps[row])
+                steps.append(recovered[0].steps[row])
             rows[-1][row] = row_of[place]
             if "residual" in p:
                 params[row_of[place]]["residual"] = p["residual"]
@@ -99,7 +101,7 @@ def merged(ranks: list[list[Contents]]) -> Merged:
     waiting = [p for p in first.manifest["waiting"] if (p["group"], p["position"]) not in row_of]
     manifest = {**first.manifest, "params": params, "waiting": [_whole(p) for p in waiting]}
     contents = replace(first, manifest=manifest, steps=torch.tensor(steps).numpy())
-    return Merged(contents, list(zip(ranks, rows, strict=True)))
+    return Consolidated(contents, list(zip(ranks, rows, strict=True)))
 
 
 def _whole(p: dict[str, Any]) -> dict[str, Any]:

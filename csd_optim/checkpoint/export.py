@@ -28,7 +28,7 @@ from ..store.format import RESIDUAL_BYTES, Contents, Record, opened
 from ..store.layout import extents_of
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
 from ..store.user_state import pack_user_state
-from .consolidate import Merged, at_rest_together
+from .consolidate import Consolidated, at_rest_together
 from .snapshot import (
     EXPORT_WITH_RESIDUALS,
     Output,
@@ -53,7 +53,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRegion:
     """Where the state of a parameter goes in a file."""
 
     output: Output
@@ -71,34 +71,34 @@ class Place:
             self.mapped[np.unravel_index(np.arange(first, first + len(values)), self.mapped.shape)] = values
 
 
-def _pour(source: Merged, places: dict[tuple[int, str], Place], progress: Progress) -> None:
+def _pour(source: Consolidated, regions: dict[tuple[int, str], FileRegion], progress: Progress) -> None:
     """Every tile's parts of parameters, and every residual, to their places, by row and name."""
     with progress("exporting", total_bytes(source.stores)) as tick:
-        for rank, (held, rows) in enumerate(source.ranks):
+        for rank, (recovered, rows) in enumerate(source.ranks):
             own = {}
             for row, whole in rows.items():
-                p, first = held[0].manifest["params"][row], source.first_of(rank, row)
-                for name in names_of(held[0].manifest, p):
-                    if place := places.get((whole, name)):
+                p, first = recovered[0].manifest["params"][row], source.first_of(rank, row)
+                for name in names_of(recovered[0].manifest, p):
+                    if place := regions.get((whole, name)):
                         of = source.contents.manifest["params"][whole]
                         own[row, name] = place if first is None else _part(place, of, first, p, name)
-            _pour_rank(held, own, tick)
+            _pour_rank(recovered, own, tick)
 
 
-def _part(place: Place, of: dict[str, Any], first: list[int], p: dict[str, Any], name: str) -> Place:
+def _part(place: FileRegion, of: dict[str, Any], first: list[int], p: dict[str, Any], name: str) -> FileRegion:
     """Where a part goes, given the place of the whole, which lies there in the order of its indices."""
     dtype, shape = dtype_of(p, name), p["shape"]
     if shape[1:] == of["shape"][1:] and _in_order(p):
-        return Place(place.output, place.offset + first[0] * math.prod(shape[1:]) * dtype.itemsize)
+        return FileRegion(place.output, place.offset + first[0] * math.prod(shape[1:]) * dtype.itemsize)
     path = f"/proc/self/fd/{place.output.fd}"
     os.posix_fallocate(place.output.fd, place.offset, _bytes(of, name))
     whole = np.memmap(path, NUMPY[dtype], "r+", offset=place.offset, shape=tuple(of["shape"]))
     block = whole[tuple(slice(begin, begin + n) for begin, n in zip(first, shape, strict=True))]
-    return Place(place.output, place.offset, block.transpose(_order(p)))
+    return FileRegion(place.output, place.offset, block.transpose(_order(p)))
 
 
-def _pour_rank(held: list[Contents], places: dict[tuple[int, str], Place], tick: Tick) -> None:
-    extents = extents_of(held)
+def _pour_rank(recovered: list[Contents], regions: dict[tuple[int, str], FileRegion], tick: Tick) -> None:
+    extents = extents_of(recovered)
 
     def use(tile: Tile, data: memoryview | None) -> None:
         if data is None:
@@ -107,15 +107,15 @@ def _pour_rank(held: list[Contents], places: dict[tuple[int, str], Place], tick:
         begin, end = extent.first_piece[tile.number : tile.number + 2]
         for row, _, first, tile_first, elems in extent.pieces[begin:end].tolist():
             for k, section in enumerate(tile.sections):
-                if place := places.get((row, section)):
+                if place := regions.get((row, section)):
                     at = k * tile.section_bytes + 4 * tile_first
                     place.write(4 * first, data[at : at + 4 * elems])
 
     def use_residual(residual: Residual, first: int, data: memoryview) -> None:
-        if place := places.get((residual.row, "residual")):
+        if place := regions.get((residual.row, "residual")):
             place.write(first, data)
 
-    each_tile(held, use, use_residual, tick=tick)
+    each_tile(recovered, use, use_residual, tick=tick)
 
 
 def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[Path]:
@@ -140,18 +140,18 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[P
         with FakeTensorMode():
             laid_out = torch.load(temporary, weights_only=True)
         with Output(temporary, None) as output:
-            places = {}
+            regions = {}
             for there, here in zip(tree_leaves(laid_out), tree_leaves(content), strict=True):
                 if not isinstance(there, torch.Tensor):
                     continue
                 offset = there.untyped_storage()._checkpoint_offset
                 assert offset is not None
                 if id(here) in wanted:
-                    places[wanted[id(here)]] = Place(output, offset)
+                    regions[wanted[id(here)]] = FileRegion(output, offset)
                 else:
                     storage = torch.empty(0, dtype=torch.uint8).set_(here.untyped_storage())
                     output.write(storage.numpy().tobytes(), offset)
-            _pour(source, places, progress)
+            _pour(source, regions, progress)
     return [out]
 
 
@@ -179,7 +179,7 @@ def export_safetensors(
                 filled += size
                 shards[-1][name] = row, what, p
                 names.add(name)
-        places, weight_map = {}, {}
+        regions, weight_map = {}, {}
         for i, shard in enumerate(shards):
             file = f"optimizer-{i + 1:05}-of-{len(shards):05}.safetensors"
             weight_map.update(dict.fromkeys(shard, file))
@@ -198,8 +198,8 @@ def export_safetensors(
             output.write(struct.pack("<Q", len(header)) + header, 0)
             for name, (row, what, p) in shard.items():
                 offset = begin + entries[name]["data_offsets"][0]
-                places[row, what] = Place(output, offset, _mapped(output, offset, p, what))
-        _pour(source, places, progress)
+                regions[row, what] = FileRegion(output, offset, _mapped(output, offset, p, what))
+        _pour(source, regions, progress)
         steps = [float(first.steps[row]) for _, row, _ in numbered(first.manifest)]
         about = {
             **about_of(first),

@@ -177,9 +177,9 @@ def stores_at_rest(paths: Paths) -> Iterator[list[StoreFile]]:
 
 def last_step(stores: Sequence[StoreFile]) -> list[Contents]:
     """What the stores of an optimizer hold of the last step that all have, device by device. Raises CSDStoreError."""
-    if not (held := common_commit(stores)):
+    if not (recovered := common_commit(stores)):
         raise CSDStoreError(f"{stores[0].path} holds no step yet")
-    return sorted(held, key=lambda c: c.superblock.device)
+    return sorted(recovered, key=lambda c: c.superblock.device)
 
 
 # ---- snapshots ---------------------------------------------------------------------
@@ -192,15 +192,15 @@ class Snapshot:
     commit holds is overwritten. Without reflinks, that is where the tiles are copied.
     """
 
-    def __init__(self, held: list[Contents], path: Path) -> None:
+    def __init__(self, recovered: list[Contents], path: Path) -> None:
         self.to_copy: list[Contents] = []
         self._outputs: dict[str, Output] = {}  # by the path of the store
         self._heads: list[tuple[str, int, bytes]] = []  # store, where, what
-        store_id = _id_of_copy(held[0])
+        store_id = _id_of_copy(recovered[0])
         with contextlib.ExitStack() as stack:
             place = stack.enter_context(made_whole(path))
             place.mkdir()
-            for d, contents in enumerate(held):
+            for d, contents in enumerate(recovered):
                 (place / f"device-{d}").mkdir()
                 output = stack.enter_context(Output(place / f"device-{d}" / FILE_NAME, 0))
                 self._outputs[contents.path] = output
@@ -253,8 +253,8 @@ def _cloned(to: int, source: int) -> bool:
 def snapshot(paths: Paths, path: Path, progress: Progress = no_bar) -> None:
     """Of stores that nobody uses."""
     with stores_at_rest(paths) as stores:
-        held = last_step(stores)
-        made = Snapshot(held, path)
+        recovered = last_step(stores)
+        made = Snapshot(recovered, path)
         with progress("copying", total_bytes(made.to_copy)) as tick:
             made.finish(tick=tick)
 
@@ -301,12 +301,12 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
             raise CSDOSError(e.errno, f"cannot make {path}: {e.strerror}") from e
         path = path / f"rank-{engine.ranks.rank}"
     engine.flush()
-    held = engine.committed()
-    made = Snapshot(held, path)
+    recovered = engine.committed()
+    made = Snapshot(recovered, path)
     give_up = threading.Event()
     done: Future[Path] = Future()
     # The step after the next is the first to write where the copied state is; with one slot per tile, the next.
-    sequence = held[0].superblock.sequence - (engine.slots == 1) if made.to_copy else math.inf
+    sequence = recovered[0].superblock.sequence - (engine.slots == 1) if made.to_copy else math.inf
     pin = Pin(sequence, done)
 
     def gate() -> None:
@@ -352,10 +352,10 @@ def numbered(manifest: dict[str, Any]) -> list[tuple[int, int, dict[str, Any]]]:
 def _groups(manifest: dict[str, Any], hypers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`param_groups` of a state dict."""
     groups, n = [], 0
-    for k, held in enumerate(hypers):
+    for k, recovered in enumerate(hypers):
         members = [p for p in (*manifest["params"], *manifest["waiting"]) if p["group"] == k]
         names = [p["name"] for p in sorted(members, key=lambda p: p["position"])]
-        group = {**held, "betas": tuple(held["betas"]), "params": [*range(n, n + len(names))]}
+        group = {**recovered, "betas": tuple(recovered["betas"]), "params": [*range(n, n + len(names))]}
         if names != [f"{k}.{i}" for i in range(len(names))]:
             group["param_names"] = names
         groups.append(group)
@@ -423,10 +423,10 @@ def load(paths: Paths) -> dict[str, Any]:
     """See CSDAdam.load."""
     engine = DurableEngine(parse_devices(directories(paths)), mode="read")
     try:
-        if not engine.held:
+        if not engine.recovered:
             raise CSDStoreError(f"{engine.specs[0]} holds no step yet")
         engine.check()
-        first = engine.held[0]
+        first = engine.recovered[0]
         windows: dict[tuple[int, str], torch.Tensor] = {}
         for row, p in enumerate(first.manifest["params"]):
             extent = engine.extents[p["extent"]]
@@ -434,9 +434,9 @@ def load(paths: Paths) -> dict[str, Any]:
                 window = engine.window(extent, row - extent.first_param, k, dtype_of(p, section))
                 windows[row, section] = window.as_strided(p["shape"], p["stride"])
         # The tensors are what lies in the files, even when the engine is closed.
-        keeper = _Keeper(Path(c.path) for c in engine.held)
+        keeper = _Keeper(Path(c.path) for c in engine.recovered)
         engine.hold(keeper)
-        for residual in residuals_of(engine.held):
+        for residual in residuals_of(engine.recovered):
             p, values = first.manifest["params"][residual.row], np.zeros(0, np.int16)
             if residual.size:
                 path, shape = residual.contents.path, (residual.size // RESIDUAL_BYTES,)

@@ -49,14 +49,14 @@ def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
             try:
                 store = StoreFile(spec.directory, durable=True, mode="read")
                 stack.callback(store.close)
-                if store.held:
+                if store.recovered:
                     problem = ""
                     stores.append(store)
-                    verdict.describe(store.held[0])
+                    verdict.describe(store.recovered[0])
                     # With one slot per tile, the step before is not there any more.
-                    undoable = all(extent["slots"] == 2 for extent in store.held[0].manifest["extents"])
-                    held = store.held if undoable else store.held[:1]
-                    to_check += [(verdict, contents) for contents in held]
+                    undoable = all(extent["slots"] == 2 for extent in store.recovered[0].manifest["extents"])
+                    recovered = store.recovered if undoable else store.recovered[:1]
+                    to_check += [(verdict, contents) for contents in recovered]
             except CSDStoreError as e:
                 problem = str(e)
             verdict.damage += _damaged_copies(file) or ([problem] if problem else [])
@@ -94,10 +94,10 @@ def _not_together(verdicts: list[Verdict], stores: list[StoreFile]) -> Iterator[
     """Devices of one optimizer that have no step in common, or are not all there (one by itself may be looked at)."""
     by_id: dict[tuple[bytes, int], list[tuple[Verdict, StoreFile]]] = {}
     for verdict, store in zip(verdicts, stores, strict=True):
-        held = store.held[0]
-        by_id.setdefault((held.superblock.store_id, held.rank), []).append((verdict, store))
+        recovered = store.recovered[0]
+        by_id.setdefault((recovered.superblock.store_id, recovered.rank), []).append((verdict, store))
     for members in by_id.values():
-        block = members[0][1].held[0].superblock
+        block = members[0][1].recovered[0].superblock
         if len(stores) == 1 < block.devices and not block.flags & UNDER_WAY:
             continue
         try:

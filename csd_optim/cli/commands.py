@@ -127,11 +127,11 @@ def inspect(
 ) -> None:
     """What a store holds. Reads only, also while it is in use."""
     with reported():
-        held = describe_store(store, parse_bytes(tbw) if tbw else None)
+        described = describe_store(store, parse_bytes(tbw) if tbw else None)
         if as_json:
-            print_json("inspect", **held)
+            print_json("inspect", **described)
         else:
-            show_store(held, everything)
+            show_store(described, everything)
 
 
 @app.command()
@@ -198,12 +198,15 @@ def import_(
     To change the number of devices: export, then import.
     """
     with reported():
-        held = convert.import_store(source, names, tile_size, checkpoint.bar)
+        described = convert.import_store(source, names, tile_size, checkpoint.bar)
         if as_json:
-            print_json("import", **held)
+            print_json("import", **described)
         else:
             devices = f"{len(names)} device{'s' * (len(names) > 1)}"
-            print(f"step {held['step']}, {number(held['params'])} parameters on {devices}; continue with resume=True")
+            print(
+                f"step {described['step']}, {number(described['params'])} parameters on {devices}; "
+                "continue with resume=True"
+            )
 
 
 def count(text: str) -> int:
@@ -403,7 +406,7 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
             raise CSDValueError(f"no such directory: {directory}")
         entry["storage"] = probe.storage(Path(entry["directory"]))
         entry["room_for_params"] = entry["storage"]["free_bytes"] // STORE_BYTES
-        entry["store"] = describe_held(directory / FILE_NAME) if entry["exists"] and spec.durable else None
+        entry["store"] = describe_store_there(directory / FILE_NAME) if entry["exists"] and spec.durable else None
         with probe.Scratch(Path(entry["directory"]), 0, 4096) as scratch:
             entry["direct_io"] = scratch.direct
     except (CSDError, OSError) as e:
@@ -465,7 +468,7 @@ def measured_request(request: planning.Request, names: list[str]) -> planning.Re
     )
 
 
-def describe_held(file: Path) -> dict[str, Any] | None:
+def describe_store_there(file: Path) -> dict[str, Any] | None:
     """The store in a device's directory, in short; None if there is none."""
     if not file.exists():
         return None
@@ -497,8 +500,8 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
     try:
         contents = read_contents(path)
     except OSError as e:
-        held = "there is no store" if isinstance(e, FileNotFoundError) else "cannot read the store"
-        raise CSDOSError(e.errno, f"{held} in {path}: {e.strerror}") from e
+        described = "there is no store" if isinstance(e, FileNotFoundError) else "cannot read the store"
+        raise CSDOSError(e.errno, f"{described} in {path}: {e.strerror}") from e
     block, manifest = contents.superblock, contents.manifest
     file = store_file(path)
     stat = file.stat()

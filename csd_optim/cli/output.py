@@ -47,7 +47,7 @@ def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[d
             rows.append(("free", f"{size(free)}: room for {number(free // each)} parameters, {each} B each"))
         if "direct_io" in entry:
             direct = "yes" if entry["direct_io"] else "no: slower, through the page cache; ext4 and xfs have it"
-            rows += [("direct I/O", direct), ("store", describe_held_text(entry["store"]))]
+            rows += [("direct I/O", direct), ("store", store_there_text(entry["store"]))]
         if speed := entry.get("speed"):
             read, write, mixed = (speed[f"{k}_bytes_per_second"] / 1e9 for k in ("read", "write", "mixed"))
             rows += [
@@ -105,37 +105,42 @@ def describe_machine(machine: dict[str, Any]) -> str:
     )
 
 
-def describe_held_text(held: dict[str, Any] | None) -> str:
-    if held is None:
+def store_there_text(described: dict[str, Any] | None) -> str:
+    if described is None:
         return "none"
-    owner = f"in use by process {held['owner']}" if held["owner"] is not None else ""
-    if "problem" in held:
-        return ", ".join(filter(None, (held["problem"], owner)))
-    state = owner or describe_end(held)
-    return f"step {held['step']}, device {held['device']} of {held['devices']}, {size(held['bytes'])}, {state}"
+    owner = f"in use by process {described['owner']}" if described["owner"] is not None else ""
+    if "problem" in described:
+        return ", ".join(filter(None, (described["problem"], owner)))
+    state = owner or describe_end(described)
+    place = f"device {described['device']} of {described['devices']}"
+    return f"step {described['step']}, {place}, {size(described['bytes'])}, {state}"
 
 
-def show_store(held: dict[str, Any], everything: bool) -> None:
+def show_store(described: dict[str, Any], everything: bool) -> None:
     out = console()
-    owner = f", in use by process {held['owner']}" if held["owner"] is not None else ""
-    closed = describe_end(held)
-    of_rank = f", of rank {held['rank']} of {held['world_size']}" if held["world_size"] > 1 else ""
-    tiles, params = held["tiles"], held["params"]
-    kept = held["residuals"]
+    owner = f", in use by process {described['owner']}" if described["owner"] is not None else ""
+    closed = describe_end(described)
+    of_rank = f", of rank {described['rank']} of {described['world_size']}" if described["world_size"] > 1 else ""
+    tiles, params = described["tiles"], described["params"]
+    kept = described["residuals"]
     residuals = f"{kept['count']} here, {size(kept['bytes'])} in bf16, each in two spaces"
-    sizes = sorted({e["tile_elems"] for e in held["extents"]})
-    out.print(escape(held["file"]), style="bold")
+    sizes = sorted({e["tile_elems"] for e in described["extents"]})
+    out.print(escape(described["file"]), style="bold")
     out.print(
         facts(
             [
-                ("format", f"{held['format']}, store {held['store_id']}"),
+                ("format", f"{described['format']}, store {described['store_id']}"),
                 (
                     "device",
-                    f"{held['device']} of {held['devices']}{of_rank}, with {held['share']:.0%} of the parameters",
+                    f"{described['device']} of {described['devices']}{of_rank}, with {described['share']:.0%} of the "
+                    "parameters",
                 ),
-                ("step", f"{held['step']}{owner or ', ' + closed}"),
-                ("model", f"{len(params)} parameters of {number(held['total_params'])} elements on all devices"),
-                ("states", ", ".join(dict.fromkeys(s for e in held["extents"] for s in e["sections"])) + " in fp32"),
+                ("step", f"{described['step']}{owner or ', ' + closed}"),
+                ("model", f"{len(params)} parameters of {number(described['total_params'])} elements on all devices"),
+                (
+                    "states",
+                    ", ".join(dict.fromkeys(s for e in described["extents"] for s in e["sections"])) + " in fp32",
+                ),
                 (
                     "tiles",
                     f"{tiles['count']} here, of {' and '.join(f'{n:,}' for n in sizes)} elements; "
@@ -145,14 +150,15 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
                 *([("residuals", residuals)] if kept["count"] else []),
                 (
                     "on disk",
-                    f"{size(held['allocated_bytes'])}, {held['bytes_per_param']:.2f} B per parameter of its share",
+                    f"{size(described['allocated_bytes'])}, {described['bytes_per_param']:.2f} B per parameter of its "
+                    "share",
                 ),
-                ("wear", describe_wear(held)),
+                ("wear", describe_wear(described)),
             ]
         )
     )
     out.print()
-    for k, group in enumerate(held["groups"]):
+    for k, group in enumerate(described["groups"]):
         shown = {name: v for name, v in group.items() if v is not None and v is not False}
         values = ", ".join(f"{name} {v:g}" if isinstance(v, float) else f"{name} {v}" for name, v in shown.items())
         out.print(f"group {k}: {sum(p['group'] == k for p in params)} parameters; {escape(values)}")
@@ -169,13 +175,13 @@ def show_store(held: dict[str, Any], everything: bool) -> None:
     out.print(made)
 
 
-def describe_end(held: dict[str, Any]) -> str:
+def describe_end(described: dict[str, Any]) -> str:
     """How a store was left that nobody uses."""
-    if held["torn"]:
+    if described["torn"]:
         return "cut short in the middle of a step, which shadow=False cannot undo"
-    if held["clean"]:
+    if described["clean"]:
         return "closed cleanly"
-    if held.get("world_size", 1) > 1:
+    if described.get("world_size", 1) > 1:
         return "not closed cleanly: resume=True goes on from this step, or the one before if a rank lacks it"
     return "not closed cleanly: resume=True goes on from this step"
 
@@ -190,13 +196,13 @@ def show_verdicts(found: list[Verdict]) -> None:
             print(f"{verdict.file}: ok, step {verdict.step}, {verdict.tiles} tiles{loose}{which}")
 
 
-def describe_wear(held: dict[str, Any]) -> str:
-    written, seconds, rating = held["written_bytes"], held["training_seconds"], held["tbw_bytes"]
-    text = f"{size(written)} written, {size(held['step_bytes'])} a step"
+def describe_wear(described: dict[str, Any]) -> str:
+    written, seconds, rating = described["written_bytes"], described["training_seconds"], described["tbw_bytes"]
+    text = f"{size(written)} written, {size(described['step_bytes'])} a step"
     if seconds:
         text += f", {size(86400 * written / seconds)} a day of training"
     if rating:
-        text += f"; of {size(rating)} it takes, {held['days_left']:,.1f} days of training are left"
+        text += f"; of {size(rating)} it takes, {described['days_left']:,.1f} days of training are left"
     return text
 
 
@@ -268,14 +274,14 @@ def show_plan(found: dict[str, Any]) -> None:
     )
     capacity = found["capacity_bytes_per_device"]
     room = "" if r["free"] is None else f"; {short(r['free'])} free{': too little' if r['free'] < capacity else ''}"
-    held = [f"{name} {short(memory[name])}" for name in ("parameters", "gradients", "residuals") if memory[name]]
+    described = [f"{name} {short(memory[name])}" for name in ("parameters", "gradients", "residuals") if memory[name]]
     cpu = f"{r['host']['update'] / 1e9:.2f} G parameters/s, {'measured here' if r['cpu_measured'] else 'as given'}"
     rows = [
         ("each", describe_rates(d)),
         ("updated by", "the CPU" if d["on_host"] else f"each itself, {d['update'] / 1e6:.0f} Mparam/s"),
         ("CPU", cpu),
         ("space", f"{short(capacity)} on each, or half with shadow=False{room}"),
-        ("memory", f"{', '.join(held)} where the model lives; buffers {short(memory['buffers'])}"),
+        ("memory", f"{', '.join(described)} where the model lives; buffers {short(memory['buffers'])}"),
     ]
     for name, what in (("flash", "to and from flash"), ("link", "host to devices"), ("gpu", "GPU to host")):
         moved, rate = found["bytes"][name], r["host"].get({"link": "link", "gpu": "gpu_link"}.get(name))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..errors import CSDValueError
-from ..params.param_state import Bound
+from ..params.param_state import ParamState
 
 Groups = Sequence[dict[str, Any]]
 
@@ -43,8 +43,8 @@ def is_large(p: torch.Tensor) -> bool:
     return p.dim() >= 2 and p.numel() >= LEAST_ELEMS
 
 
-def shares(
-    bounds: Sequence[Bound],
+def ratios(
+    param_states: Sequence[ParamState],
     groups_of: Sequence[int],
     groups: Groups,
     steps: np.ndarray[Any, Any],
@@ -65,11 +65,11 @@ def shares(
         check_topk(group.get("topk"), f" of group {k}")
     named = [group.get("topk", topk) for group in groups]
     if all(share is None for share in named) and not owing:
-        return np.zeros(len(bounds))
-    owes = np.array([owing and b.residual is not None for b in bounds])
+        return np.zeros(len(param_states))
+    owes = np.array([owing and b.residual is not None for b in param_states])
     sparse = [
         ("topk" in groups[k] or is_large(b.param)) and not b.param.is_complex()
-        for b, k in zip(bounds, groups_of, strict=True)
+        for b, k in zip(param_states, groups_of, strict=True)
     ]
     final = np.where(sparse, [named[k] or 1.0 for k in groups_of], 1.0)
     if warmup:

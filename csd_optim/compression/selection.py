@@ -101,8 +101,8 @@ def pack(elements: torch.Tensor, values: torch.Tensor, tile_elems: int) -> torch
     starts = ends - sizes
     packed = torch.zeros(int(ends[-1]), dtype=torch.int32, device=elements.device)
     packed[starts] = counts.int()
-    places = torch.arange(len(elements), device=elements.device) + (starts + 1 - firsts[:-1])[elements >> BLOCK_BITS]
-    packed[places] = (elements & (1 << BLOCK_BITS) - 1).int() | values.view(torch.int16).int() << 16
+    state_map = torch.arange(len(elements), device=elements.device) + (starts + 1 - firsts[:-1])[elements >> BLOCK_BITS]
+    packed[state_map] = (elements & (1 << BLOCK_BITS) - 1).int() | values.view(torch.int16).int() << 16
     return packed
 
 

@@ -129,7 +129,7 @@ class Ranks:
         return None
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def all_ranks_or_none(self) -> Iterator[None]:
         """What is done within counts only if no rank raises anything: see agree()."""
         failure = None
         try:
@@ -150,9 +150,9 @@ class Ranks:
         raise CSDRankError("; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text))
 
 
-def together(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:
+def all_ranks_or_none(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:
     """What is done within counts only if every rank has done it; a process on its own is all there is."""
-    return ranks.together() if ranks else contextlib.nullcontext()
+    return ranks.all_ranks_or_none() if ranks else contextlib.nullcontext()
 
 
 def device_of(group: Any) -> torch.device:

@@ -16,7 +16,7 @@ from ..errors import CSDRuntimeError
 from .ranks import Ranks
 
 
-class Whole:
+class Unsharded:
     """All of it."""
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Whole:
         return {}
 
 
-class FlatShard(Whole):
+class FSDP1Shard(Unsharded):
     """Of FSDP1: what it is the shard of is FSDP's own business."""
 
     def __init__(self, ranks: Ranks | None) -> None:
@@ -53,7 +53,7 @@ class FlatShard(Whole):
         return {"of": None}
 
 
-class _OfTensor(Whole):
+class _OfTensor(Unsharded):
     """A block of a larger tensor: `shape` and `stride` of the whole, `first` and `sizes` of the block."""
 
     mesh: Any
@@ -83,7 +83,7 @@ class _OfTensor(Whole):
         return {"of": {"shape": list(self.shape), "first": list(self.first)}}
 
 
-class Shard(_OfTensor):
+class DTensorShard(_OfTensor):
     """The local tensor of a DTensor: FSDP2, tensor parallelism."""
 
     def __init__(self, p: Any) -> None:
@@ -103,7 +103,7 @@ class Shard(_OfTensor):
         return tuple(self.mesh.get_group(dim) for dim in dims)
 
 
-class Share(_OfTensor):
+class ReplicaShard(_OfTensor):
     """Some rows (of dimension 0) of a parameter that all ranks hold alike, as DTensor and torch.chunk divide them."""
 
     def __init__(self, p: torch.Tensor, ranks: Ranks) -> None:
@@ -144,26 +144,26 @@ class Share(_OfTensor):
         return shown
 
 
-WHOLE = Whole()
+UNSHARDED = Unsharded()
 
 
-def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Whole:
+def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Unsharded:
     """The part of a parameter that this process updates. `sharded`: what the ranks hold alike, they share.
 
     Raises CSDRuntimeError for a DTensor that is no parameter's.
     """
     if hasattr(p, "to_local"):
-        return Shard(p)
+        return DTensorShard(p)
     if is_lazy(p):
-        return WHOLE
+        return UNSHARDED
     if getattr(p, "_fsdp_flattened", False):
-        return FlatShard(ranks)
+        return FSDP1Shard(ranks)
     if ranks is None or not sharded or p.dim() == 0:
-        return WHOLE
-    return Share(p, ranks)
+        return UNSHARDED
+    return ReplicaShard(p, ranks)
 
 
-def held_alike(p: torch.Tensor) -> bool:
+def is_replicated(p: torch.Tensor) -> bool:
     """Is it a plain parameter, that ranks may hold alike? Not a DTensor, nor a shard of FSDP1."""
     return not hasattr(p, "to_local") and not getattr(p, "_fsdp_flattened", False)
 

@@ -23,7 +23,7 @@ import torch
 from .. import bindings
 from ..bindings import HYPER, PARAM, TILE_STATE
 from ..devices.spec import DeviceSpec
-from ..distributed.ranks import Ranks, together
+from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..errors import (
     CSDError,
     CSDLostError,
@@ -80,14 +80,14 @@ def open_engine(
             "Invalid devices, resume or overwrite: directories keep the state on all ranks or on none, and all ranks "
             "resume or none"
         )
-    with together(ranks):
+    with all_ranks_or_none(ranks):
         if mode in ("resume", "read") and (temporary := [str(s) for s in specs if not s.durable]):
             raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
     if durable:
         return DurableEngine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, ranks=ranks)
     engine = None
     try:
-        with together(ranks):
+        with all_ranks_or_none(ranks):
             # In memory nothing fails; but a step that fails on another rank's disk has to be undone there, too.
             in_place = all(in_memory for _, _, in_memory in said)
             engine = Engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, in_place=in_place)
@@ -119,8 +119,8 @@ class DurableEngine(Engine):
     Nothing else is said, and nothing in the background: whoever dies, and whenever, all ranks have one round in common.
     Between two rounds a rank may commit by itself (what somebody wrote to its windows); that belongs to the first.
 
-    With mode "resume" or "read" an existing store is taken up: `held` is then what it says of itself at the last step
-    that all devices have. Raises CSDStoreError when the stores do not belong together.
+    With mode "resume" or "read" an existing store is taken up: `recovered` is then what it says of itself at the last
+    step that all devices have. Raises CSDStoreError when the stores do not belong together.
     """
 
     durable = True
@@ -149,7 +149,7 @@ class DurableEngine(Engine):
         self._loose = np.zeros(0, bool)  # per tile: its slot is part of no commit
         self._edited = np.zeros(0, bool)  # per tile: somebody wrote to its windows, and no step has begun with that
         self._reseeded = np.zeros(0, bool)  # per tile: a step did, which is not whole yet
-        self._given: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
+        self._handed_out: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
         self._seen: list[int] = []  # their versions when the native engine was last told of what was written to them
         self._committed_steps = np.zeros(0, np.float32)
         self._kept = Residuals(len(specs))
@@ -161,11 +161,11 @@ class DurableEngine(Engine):
         self._lost = ""  # why what was written through windows will never be committed
         self._unconfirmed: tuple[Commit, Callable[[], None]] | None = None  # of a round, and what tells that it counts
         try:
-            with self.together():
+            with self.all_ranks_or_none():
                 super().__init__(specs, mode=mode, tile_elems=tile_elems, shadow=shadow)
             if mode in ("resume", "read"):
-                self._take_up()
-            if ranks and not self.held:
+                self._recover()
+            if ranks and not self.recovered:
                 self.store_id = ranks.gather_objects(self.store_id)[0]
         except BaseException:
             if self._handle is not None:
@@ -221,12 +221,12 @@ class DurableEngine(Engine):
 
     def window(self, extent: Extent, param: int, section: int, dtype: torch.dtype) -> torch.Tensor:
         window = super().window(extent, param, section, dtype)
-        self._given.append((extent.first_param + param, window))
+        self._handed_out.append((extent.first_param + param, window))
         self._seen.append(window._version)
         return window
 
     def watch(self, param: int, shown: torch.Tensor) -> None:
-        self._given.append((param, shown))
+        self._handed_out.append((param, shown))
         self._seen.append(shown._version)
 
     def hold(self, keeper: object) -> None:
@@ -398,7 +398,9 @@ class DurableEngine(Engine):
         if versions == self._seen:  # as nearly always
             return np.flatnonzero(self._edited).astype(np.uint32)
         written = np.zeros(self.n_params, bool)
-        written[[param for (param, _), a, b in zip(self._given, versions, self._seen, strict=True) if a != b]] = True
+        written[[param for (param, _), a, b in zip(self._handed_out, versions, self._seen, strict=True) if a != b]] = (
+            True
+        )
         tiles = self.tiles_with(written)
         bindings.engine_edited(self._handle, tiles)
         self._seen = versions
@@ -407,7 +409,7 @@ class DurableEngine(Engine):
         return np.union1d(tiles, np.flatnonzero(self._edited)).astype(np.uint32)
 
     def _versions(self) -> list[int]:
-        return [window._version for _, window in self._given]
+        return [window._version for _, window in self._handed_out]
 
     # ---- commits -------------------------------------------------------------
 
@@ -416,8 +418,8 @@ class DurableEngine(Engine):
         """Is the next commit one that the ranks make together?"""
         return self.ranks is not None and (self._loading or self.step != self._round_step)
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        return together(self.ranks)
+    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[None]:
+        return all_ranks_or_none(self.ranks)
 
     def commit(self, record: Record | None = None, *, clean: bool = False, background: bool = True) -> None:
         """Makes the state durable as it is; `steps` and `record` with it, which None leaves as it is.
@@ -502,7 +504,7 @@ class DurableEngine(Engine):
         """
         if self.ranks is None:
             return self.check_whole()
-        with self.together():
+        with self.all_ranks_or_none():
             self.check_whole()
             if self._makes_round:  # its commit did not even begin
                 self.commit()
@@ -523,12 +525,12 @@ class DurableEngine(Engine):
         self.confirm()
         self._loading, self._loaded_record = self.ranks is not None, record
         try:
-            with self.together():
+            with self.all_ranks_or_none():
                 yield
             said = self.ranks.gather(self.step, self.n_params) if self.ranks else [(self.step, self.n_params)]
             self.step = max((step for step, n in said if n), default=self.step)
             if any(n for _, n in said):
-                with self.together():
+                with self.all_ranks_or_none():
                     self.flush()
                 self.wait()
             self._loading = False  # if there was nothing to commit
@@ -538,7 +540,7 @@ class DurableEngine(Engine):
     def wait(self) -> None:
         """Returns when the last step is durable. Raises CSDOSError. Of ranks, all call it, and it raises on all."""
         self.confirm()
-        with self.together():
+        with self.all_ranks_or_none():
             self._commits.wait()
 
     def flush(self, *, clean: bool = False) -> None:
@@ -599,50 +601,50 @@ class DurableEngine(Engine):
 
     # ---- resume ----------------------------------------------------------------
 
-    def _take_up(self) -> None:
+    def _recover(self) -> None:
         """Finds the last step that all devices have, on all ranks, and the places of the states."""
-        with self.together():
+        with self.all_ranks_or_none():
             commits = common_commits([s for s in self._stores if s])
             if commits and self._mode == "resume" and not self.ranks and commits[0][0].world_size > 1:
                 raise CSDStoreError(other_world_size(commits[0][0], 1))
         if self.ranks:
             chosen = last_round(self.ranks.gather_objects(RanksStore.of(commits)))
-            commits = [held for held in commits if held[0].superblock.round == chosen]
+            commits = [recovered for recovered in commits if recovered[0].superblock.round == chosen]
         if commits:
-            with self.together():
+            with self.all_ranks_or_none():
                 self._go_on_from(commits[0])
 
-    def _go_on_from(self, held: list[Contents]) -> None:
+    def _go_on_from(self, recovered: list[Contents]) -> None:
         stores = [s for s in self._stores if s]
-        self.held = held
+        self.recovered = recovered
         # The order of the devices is that of the store.
-        order = sorted(range(len(stores)), key=lambda d: self.held[d].superblock.device)
-        self.specs, self.held = [self.specs[d] for d in order], [self.held[d] for d in order]
+        order = sorted(range(len(stores)), key=lambda d: self.recovered[d].superblock.device)
+        self.specs, self.recovered = [self.specs[d] for d in order], [self.recovered[d] for d in order]
         self._stores = [stores[d] for d in order]
-        first, n = self.held[0], len(self.specs)
+        first, n = self.recovered[0], len(self.specs)
         block, manifest = first.superblock, first.manifest
         self.store_id, self._sequence, self._round = block.store_id, block.sequence, block.round
         self.step = self.committed_step = self._round_step = block.step
         self.record = first.record
-        self._before = [c.record.written_bytes for c in self.held]
+        self._before = [c.record.written_bytes for c in self.recovered]
         self.slots = manifest["extents"][0]["slots"] if manifest["extents"] else self.slots
         self._manifest = {k: v for k, v in manifest.items() if k not in ("extents", "tiles", "features")}
         self._manifest["params"] = [{k: v for k, v in p.items() if k != "residual"} for p in manifest["params"]]
         row = [0] * n
-        for d, contents in zip(order, self.held, strict=True):
-            stores[d].take_up(contents)
-        self._kept.take_up(self.held)
-        extents = extents_of(self.held)
+        for d, contents in zip(order, self.recovered, strict=True):
+            stores[d].adopt_commit(contents)
+        self._kept.adopt_commit(self.recovered)
+        extents = extents_of(self.recovered)
         if self._mode == "resume":
             self._tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
         for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)
             sums = np.zeros((extent.n_tiles, extent.chunks, extent.sections), np.uint32)
-            for d, contents in enumerate(self.held):
+            for d, contents in enumerate(self.recovered):
                 here, tiles = extent.devices == d, extent.tiles_of(d)
                 states[here], sums[here] = contents.tiles[row[d] : row[d] + tiles], contents.sums[e]
                 row[d] += tiles
-            self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in self.held], states, sums)
+            self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in self.recovered], states, sums)
             self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
             self.shares = extent.shares
         self._committed_steps = self._all_steps()
@@ -673,7 +675,7 @@ class DurableEngine(Engine):
         """
         residuals = {
             r.row: torch.empty(r.size // RESIDUAL_BYTES, dtype=torch.bfloat16, device="cpu")
-            for r in (residuals_of(self.held) if self._mode == "resume" else ())
+            for r in (residuals_of(self.recovered) if self._mode == "resume" else ())
         }
 
         def take(residual: Residual, first: int, data: memoryview) -> None:
@@ -681,19 +683,19 @@ class DurableEngine(Engine):
                 into = residuals[residual.row].view(torch.uint8).numpy()
                 into[first : first + len(data)] = np.frombuffer(data, np.uint8)
 
-        damage = find_damage(self.held, take)
+        damage = find_damage(self.recovered, take)
         if damage:
             more = f" (and {len(damage) - 1} more: `csd-optim verify` lists them)" if len(damage) > 1 else ""
             raise CSDStoreError(f"{damage[0]}{more}. Go back to a snapshot or a checkpoint")
         self.residuals = residuals
         self._kept.seen(residuals)
 
-    def settle(self) -> None:
+    def discard_newer(self) -> None:
         """Forgets what some of the devices have and others have not, before something new is written."""
         # What was found came from the disks themselves: see StoreFile. So each always has a whole copy of it.
-        for store, commit in zip(self._stores, self.held, strict=True):
+        for store, commit in zip(self._stores, self.recovered, strict=True):
             assert store is not None
-            store.settle(commit)
+            store.discard_newer(commit)
 
     def _end_copies(self) -> None:
         for pin in (pins := [*self.pins]):
@@ -758,44 +760,46 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
     Raises CSDStoreError when one is missing, when they are not the devices of one optimizer, or have no step in common.
     """
     # Killed before all of them had a first commit: then there is nothing to go on from.
-    if not all(s.held for s in stores) and all(c.superblock.sequence == 1 for s in stores for c in s.held):
+    if not all(s.recovered for s in stores) and all(c.superblock.sequence == 1 for s in stores for c in s.recovered):
         return []
     for store in stores:
-        if not store.held:
-            raise CSDStoreError(f"{store.path} holds no store, but {next(s.path for s in stores if s.held)} does")
-    newest = [s.held[0].superblock for s in stores]
+        if not store.recovered:
+            raise CSDStoreError(f"{store.path} holds no store, but {next(s.path for s in stores if s.recovered)} does")
+    newest = [s.recovered[0].superblock for s in stores]
     first = newest[0]
     for store, block in zip(stores, newest, strict=True):
         if block.store_id != first.store_id:
             raise CSDStoreError(f"{store.path} belongs to another optimizer than {stores[0].path}")
-        if (rank := store.held[0].rank) != stores[0].held[0].rank:
-            raise CSDStoreError(f"{store.path} is rank {rank}'s, {stores[0].path} is rank {stores[0].held[0].rank}'s")
+        if (rank := store.recovered[0].rank) != stores[0].recovered[0].rank:
+            raise CSDStoreError(
+                f"{store.path} is rank {rank}'s, {stores[0].path} is rank {stores[0].recovered[0].rank}'s"
+            )
     if len(stores) != first.devices or sorted(b.device for b in newest) != list(range(first.devices)):
         raise CSDStoreError(
             f"{stores[0].path} is device {first.device} of {first.devices}; "
             f"name all {first.devices} of them, each once, not {len(stores)}"
         )
     # Marks of a step in place that not all devices have: it had written nothing, and what they mark is whole.
-    known = [{c.superblock.sequence: c for c in reversed(s.held)} for s in stores]
+    known = [{c.superblock.sequence: c for c in reversed(s.recovered)} for s in stores]
     for commits in known:
         for c in [c for c in commits.values() if c.superblock.flags & UNDER_WAY]:
             before = replace(c.superblock, sequence=c.superblock.sequence - 1, flags=0)
             commits.setdefault(before.sequence, replace(c, superblock=before))
     common = sorted(set.intersection(*map(set, known)), reverse=True)
     if not common:
-        steps = ", ".join(f"{s.path}: {[c.superblock.step for c in s.held]}" for s in stores)
+        steps = ", ".join(f"{s.path}: {[c.superblock.step for c in s.recovered]}" for s in stores)
         raise CSDStoreError(f"the devices have no step in common ({steps}); go back to a snapshot or a checkpoint")
     found: list[list[Contents]] = []
     for sequence in common:
-        held = [commits[sequence] for commits in known]
-        if any(c.superblock.flags & UNDER_WAY for c in held):  # and what was before it is not there any more
+        recovered = [commits[sequence] for commits in known]
+        if any(c.superblock.flags & UNDER_WAY for c in recovered):  # and what was before it is not there any more
             if found:
                 break
             raise CSDStoreError(
-                f"{held[0].path}: a step after step {held[0].superblock.step} was cut short, and with shadow=False "
-                "that leaves a mix of two steps; go back to a snapshot or a checkpoint"
+                f"{recovered[0].path}: a step after step {recovered[0].superblock.step} was cut short, and with "
+                "shadow=False that leaves a mix of two steps; go back to a snapshot or a checkpoint"
             )
-        found.append(held)
+        found.append(recovered)
     return found
 
 

@@ -31,7 +31,7 @@ from ..errors import (
     CSDWarning,
     users_stacklevel,
 )
-from ..signals import signals_held
+from ..signals import defer_signals
 from ..store.file import Mode, StoreFile
 from ..store.format import PAGE, Contents, Record
 from ..store.layout import SUM_ELEMS, Extent, plan_extent
@@ -54,7 +54,7 @@ class Engine:
 
     durable = False  # see DurableEngine
     committed_step = 0  # the last step that is durable
-    held: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
+    recovered: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Engine:
         if card.name in self._cards:
             raise CSDValueError(f"Invalid devices: card {card.name} is named twice, the second time as '{spec}'")
         directory = card.place(spec.directory)
-        with signals_held():  # else nobody would close it
+        with defer_signals():  # else nobody would close it
             handle = bindings.card_open(card.name, find_kernels(spec.xclbin), spec.timeout)
             self._cards[card.name] = handle
         if spec.p2p != "0" and bindings.card_has_p2p(handle):
@@ -388,7 +388,7 @@ class Engine:
     def pull(self) -> int:
         return bindings.engine_pull(self._handle, self.name_device)
 
-    def given(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
+    def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         """Do these tiles (uint32), all of them pushed, have their new parameters? `wait`: until they have."""
         return bindings.engine_given(self._handle, tiles, wait, self.name_device)
 
@@ -424,7 +424,7 @@ class Engine:
     def confirm(self) -> None:
         """Goes before whatever changes states, where ranks commit together: see DurableEngine."""
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[None]:
         """What fails within raises on all ranks, where ranks commit together; all call it then."""
         return contextlib.nullcontext()
 
@@ -518,7 +518,7 @@ class Engine:
         if self.pid != os.getpid():
             return
         self._end_copies()  # which may take long, and be interrupted: nothing has been given up yet
-        with signals_held(), self.lock:  # interrupted, it would go on to let go of what a commit still uses
+        with defer_signals(), self.lock:  # interrupted, it would go on to let go of what a commit still uses
             if self.closed:
                 return
             if self.stepping:  # the same thread, say in a signal handler

@@ -41,12 +41,12 @@ class Residuals:
         self.before_step = [0] * n_devices  # what had been written when the last step began
         self._seen: dict[int, int] = {}  # versions, when the last commit began
 
-    def take_up(self, held: Sequence[Contents]) -> None:
+    def adopt_commit(self, recovered: Sequence[Contents]) -> None:
         """Goes on from what the stores say, device by device."""
-        for row, p in enumerate(held[0].manifest["params"]):
+        for row, p in enumerate(recovered[0].manifest["params"]):
             if "residual" in p:
                 self._keep_room(row, Room(**p["residual"]))
-        for device, contents in enumerate(held):
+        for device, contents in enumerate(recovered):
             rows = rows_with_residual(contents.manifest, device)
             self.committed.update(zip(rows, contents.residuals.tolist(), strict=True))
 

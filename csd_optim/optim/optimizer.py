@@ -23,26 +23,26 @@ from torch.utils.hooks import RemovableHandle
 
 from ..bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
 from ..checkpoint import snapshot as checkpoint
-from ..compression.policy import check_topk, entry_dtype, shares
+from ..compression.policy import check_topk, entry_dtype, ratios
 from ..compression.selection import inverse_of
 from ..devices.spec import parse_devices
 from ..distributed.grad_norm import global_norm
-from ..distributed.ranks import Ranks, ranks_of, together
-from ..distributed.sharding import WHOLE, Share, whole_of
+from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
+from ..distributed.sharding import UNSHARDED, ReplicaShard, whole_of
 from ..engine.durable import DurableEngine, open_engine
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from ..finalize import close_quietly
 from ..params.manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
 from ..params.memory_warnings import COPIED, warn_if_large
-from ..params.param_state import Bound, check_param
-from ..params.state_map import Places
-from ..signals import signals_held
-from ..step.agreement import Agreed, meet
-from ..step.all_gather import Gather
+from ..params.param_state import ParamState, check_param
+from ..params.state_map import StateMap
+from ..signals import defer_signals
+from ..step.agreement import StepAgreement, agree_on_step
+from ..step.all_gather import ParamAllGather
 from ..step.joining import StepHook
-from ..step.run import Flow, Plan, Step
-from ..step.staging import Source
+from ..step.run import PreparedStep, StepPlan, StepRunner
+from ..step.staging import GradSource
 from ..store.file import Mode
 from ..store.format import Record
 from ..store.user_state import checked_user_state, stored_user_state
@@ -202,20 +202,20 @@ class CSDAdam(AdamW, Joinable):
         self._engine: Engine | None = None
         self._ranks = ranks
         self.sharded = sharded
-        self._places = Places(ranks, sharded=sharded)
-        self._flow = Flow(self._places, ranks)
+        self._state_map = StateMap(ranks, sharded=sharded)
+        self._runner = StepRunner(self._state_map, ranks)
         self._taken = 0  # steps, that ranks have to agree about
         self._descending = False  # what the ranks share of the step under way goes from the last to the first
         self._joined = False  # taking a step of the others: this rank has no more data
         self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
         Joinable.__init__(self)
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
         # Of the last step
         self._seconds = 0.0
         self._skipped = False
         self._grad_norm: float | None = None
         self._started: float | None = None  # when
-        self._given: list[dict[str, Any]] = []  # hyperparameters of the groups when they were made
+        self._initial_groups: list[dict[str, Any]] = []  # hyperparameters of the groups when they were made
         self._just_resumed = False  # no step was made since
         self._trained = 0.0  # seconds of training, from step to step, since the store was made
         self._without_data: str | None = None  # a parameter that could not be given its value by resume
@@ -239,16 +239,16 @@ class CSDAdam(AdamW, Joinable):
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """A plain dict of plain tensors. Reading it first waits for states still on their way to a device."""
         engine = self._engine
-        if self._flow.in_flight and engine is not None and not engine.closed:
+        if self._runner.in_flight and engine is not None and not engine.closed:
             engine.check_open()
             with engine.lock:
                 engine.drain()
-                self._flow.in_flight = False
-        return self._places.state
+                self._runner.in_flight = False
+        return self._state_map.state
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
-        self._places.state = value
+        self._state_map.state = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -268,7 +268,7 @@ class CSDAdam(AdamW, Joinable):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._given.append(plain(group))
+        self._initial_groups.append(plain(group))
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
@@ -290,9 +290,9 @@ class CSDAdam(AdamW, Joinable):
         self._started = start
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         engine = self._live_engine
-        with signals_held(), engine.lock:
+        with defer_signals(), engine.lock:
             engine.confirm()
-            self._flow.moved, self._grad_norm = False, None
+            self._runner.moved, self._grad_norm = False, None
             self._skipped = found_inf is not None and bool(found_inf.item())
             scale = None if grad_scale is None else float(grad_scale)
             if self._ranks:
@@ -309,25 +309,25 @@ class CSDAdam(AdamW, Joinable):
         Of ranks with named directories all call it, and it is durable on all of them or on none.
         """
         engine = self._live_engine
-        with engine.together():
+        with engine.all_ranks_or_none():
             self._check_and_take(engine, state_dict)
         # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
         resumed = self._unwritten() if self._just_resumed else []
-        with signals_held(), engine.lock, engine.loading(self._record(engine) if engine.durable else None):
+        with defer_signals(), engine.lock, engine.loading(self._record(engine) if engine.durable else None):
             if engine.durable:
-                self._places.describe(engine, self.param_groups)
-            self._places.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
+                self._state_map.describe(engine, self.param_groups)
+            self._state_map.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
         if self._just_resumed:
-            self._give_values([self._places.bound[id(b.param)] for b in resumed])
+            self._give_values([self._state_map.param_states[id(b.param)] for b in resumed])
 
-    def _unwritten(self) -> list[Bound]:
+    def _unwritten(self) -> list[ParamState]:
         """Parameters that nobody has written to since resume; those that ranks share, on no rank. A collective."""
-        unwritten = self._places.unwritten()
+        unwritten = self._state_map.unwritten()
         if self._ranks is None:
             return unwritten
         said = self._ranks.gather_objects([b.name for b in unwritten])
         on_all = set.intersection(*map(set, said))
-        return [b for b in unwritten if b.name in on_all or not isinstance(b.part, Share)]
+        return [b for b in unwritten if b.name in on_all or not isinstance(b.part, ReplicaShard)]
 
     def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
         """Puts a state dict into `state` and `param_groups`, if it fits; nothing is changed otherwise."""
@@ -338,15 +338,15 @@ class CSDAdam(AdamW, Joinable):
         handle = self.register_load_state_dict_pre_hook(
             lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
         )
-        kept = self._places.state, self.param_groups
+        kept = self._state_map.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
             for before, group in zip(kept[1], self.param_groups, strict=True):
                 if "topk" in before:  # AdamW's checkpoints do not have it
                     group.setdefault("topk", before["topk"])
-            self._places.check(self.param_groups)
+            self._state_map.check(self.param_groups)
         except BaseException:
-            self._places.state, self.param_groups = kept  # refused: nothing was touched
+            self._state_map.state, self.param_groups = kept  # refused: nothing was touched
             raise
         finally:
             handle.remove()
@@ -364,7 +364,7 @@ class CSDAdam(AdamW, Joinable):
         Durable at the end, as a whole or not at all. Of ranks with named directories all call it, and it raises on all.
         """
         engine = self._live_engine
-        with engine.lock, engine.loading(), engine.writing([b.index for b in self._places.bound.values()]):
+        with engine.lock, engine.loading(), engine.writing([b.index for b in self._state_map.param_states.values()]):
             yield
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -375,7 +375,7 @@ class CSDAdam(AdamW, Joinable):
         """
         self._forget_consolidated()
         whole: dict[int, dict[str, Any]] = {}
-        with together(self._ranks):
+        with all_ranks_or_none(self._ranks):
             own = self.state_dict()["state"]
         for k, entry in own.items():
             for name, value in entry.items():
@@ -398,8 +398,10 @@ class CSDAdam(AdamW, Joinable):
             )
         if self._ranks and not self._ranks.is_world:
             raise CSDRuntimeError("a CSDAdam with a process_group cannot be copied or pickled: the group cannot")
-        held = sum(w.nbytes for bound in self._places.bound.values() for w in bound.windows.values())
-        warn_if_large(held, COPIED)
+        recovered = sum(
+            w.nbytes for param_state in self._state_map.param_states.values() for w in param_state.windows.values()
+        )
+        warn_if_large(recovered, COPIED)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -426,26 +428,26 @@ class CSDAdam(AdamW, Joinable):
     # ---- the step ----------------------------------------------------------------
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
-        with together(self._ranks):
+        with all_ranks_or_none(self._ranks):
             record = self._record(engine) if engine.durable else None
             members = self._take_part(engine)
             if self.max_grad_norm is None:
                 step = self._prepare(engine, members, grad_scale)
         if self.max_grad_norm is not None:
             grad_scale *= self._clip_scale(grad_scale)  # a collective: not where a rank may have raised
-            with together(self._ranks):
+            with all_ranks_or_none(self._ranks):
                 step = self._prepare(engine, members, grad_scale)
         if step is None and self._ranks is None:
             return
         if step is None:  # the other ranks' step
-            with together(self._ranks):
+            with all_ranks_or_none(self._ranks):
                 pass
             self._taken += 1
             engine.step += 1
-            self._places.describe(engine, self.param_groups)
+            self._state_map.describe(engine, self.param_groups)
             engine.commit(record)
             return
-        ring = self._flow.run(engine, step, record, descending=self._descending)
+        ring = self._runner.run(engine, step, record, descending=self._descending)
         self._taken += 1
         try:
             if ring is not None:
@@ -453,25 +455,27 @@ class CSDAdam(AdamW, Joinable):
         finally:  # the step is whole, whatever becomes of what it owes
             torch.autograd.graph.increment_version([b.windows["residual"] for b in step.owed])
             if not self.error_feedback:
-                self._places.forgive(engine, step.plan.bounds)
+                self._state_map.drop_residual(engine, step.plan.param_states)
             elif step.unscaled:
-                self._places.forgive(engine, [b for b in step.owed if step.table["topk"][b.index] == 1])  # all was sent
+                self._state_map.drop_residual(
+                    engine, [b for b in step.owed if step.table["topk"][b.index] == 1]
+                )  # all was sent
             for extent, own in zip(engine.extents, engine.steps, strict=True):
                 own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
             engine.commit(record)
         for source in step.prepared.values():
             source.give_back()
         torch.autograd.graph.increment_version(step.plan.params)
-        for bound in (*step.written, *step.plan.bounds):
-            bound.version = bound.version_now
+        for param_state in (*step.written, *step.plan.param_states):
+            param_state.version = param_state.version_now
 
-    def _meet(self, ranks: Ranks, engine: Engine, skips: bool, scale: float | None) -> Agreed:
-        bound = self._places.bound
-        return meet(
+    def _meet(self, ranks: Ranks, engine: Engine, skips: bool, scale: float | None) -> StepAgreement:
+        param_state = self._state_map.param_states
+        return agree_on_step(
             ranks,
             self.param_groups,
             sharded=self.sharded,
-            is_bound=lambda p: id(p) in bound,
+            is_bound=lambda p: id(p) in param_state,
             skips=skips,
             taken=self._taken,
             joined=self._joined,
@@ -487,51 +491,56 @@ class CSDAdam(AdamW, Joinable):
                     f"parameter {self._without_data} was on the meta device when the store was resumed; "
                     "call restore() when it has data"
                 )
-            self._places.exchange(engine, self.param_groups)
+            self._state_map.exchange(engine, self.param_groups)
             self._just_resumed = False
         return self._members()
 
-    def _prepare(self, engine: Engine, members: Members, grad_scale: float) -> Step | None:
+    def _prepare(self, engine: Engine, members: Members, grad_scale: float) -> PreparedStep | None:
         """Checks everything, takes in what was done from outside since the last step. None: there is no gradient."""
         params, grads, groups = members
-        places = self._places
-        if not places.intact():
-            places.adopt(engine, self.param_groups, self.grad_dtype)
+        state_map = self._state_map
+        if not state_map.intact():
+            state_map.adopt(engine, self.param_groups, self.grad_dtype)
         if not params:
             return None
         plan = self._plan_for(engine, params)
-        places.fill(engine)
-        places.describe(engine, self.param_groups)
+        state_map.fill(engine)
+        state_map.describe(engine, self.param_groups)
         # The parameters that somebody wrote, moved or converted since the last step; without a gradient, too, if they
         # can still be ours.
-        bounds = places.bound.values()
-        written = [b for b in bounds if b.version != b.version_now or b.pointer != b.pointer_now]
+        param_states = state_map.param_states.values()
+        written = [b for b in param_states if b.version != b.version_now or b.pointer != b.pointer_now]
         if self.grad_dtype is not plan.grad_dtype:
-            written = plan.bounds
+            written = plan.param_states
         written = [b for b in written if b.param.grad is not None or b.fits()]
         if written:
-            for bound in written:
-                bound.look(self.grad_dtype)
-                places.show(bound)
-            places.remember()
-            places.changes += 1
+            for param_state in written:
+                param_state.look(self.grad_dtype)
+                state_map.show(param_state)
+            state_map.remember()
+            state_map.changes += 1
             plan = self._plan_for(engine, params)
-        grads = [g if b.part is WHOLE else b.part.of(g) for b, g in zip(plan.bounds, grads, strict=True)]
+        grads = [g if b.part is UNSHARDED else b.part.of(g) for b, g in zip(plan.param_states, grads, strict=True)]
         steps = np.concatenate(engine.steps)
         steps[plan.rows] += 1
         hypers, hyper_of = self._hypers(plan, groups, steps[plan.rows], grad_scale)
 
         table = plan.table.copy()
         table["hyper"][plan.rows] = hyper_of
-        prepared: dict[int, Source] = {}
+        prepared: dict[int, GradSource] = {}
         pointers = []
-        for bound, g in zip(plan.bounds, grads, strict=True):
-            if g.dtype is bound.direct and g.numel() == bound.numel and g.is_contiguous() and not g.is_neg():
+        for param_state, g in zip(plan.param_states, grads, strict=True):
+            if (
+                g.dtype is param_state.direct
+                and g.numel() == param_state.numel
+                and g.is_contiguous()
+                and not g.is_neg()
+            ):
                 pointers.append(g.data_ptr())
                 continue
-            source = prepared[bound.index] = bound.source(g, self.grad_dtype)
+            source = prepared[param_state.index] = param_state.source(g, self.grad_dtype)
             pointers.append(source.grad.data_ptr())
-            row = table[bound.index]
+            row = table[param_state.index]
             row["param"] = source.param.data_ptr()
             row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
         table["grad"][plan.rows] = np.array(pointers, np.uint64)
@@ -549,11 +558,11 @@ class CSDAdam(AdamW, Joinable):
                 engine.drain()  # the windows show the masters, and keep what is written to them for the step
                 within = engine.reseeding()
             with within:
-                for bound in written:
-                    bound.reseed(always=always)
-        by_row = {b.index: g for b, g in zip(plan.bounds, grads, strict=True)}
-        step = Step(plan, by_row, steps, table, hypers, prepared, written, owed, bool(inverse_of(grad_scale)))
-        self._flow.make_ready(engine, step)
+                for param_state in written:
+                    param_state.reseed(always=always)
+        by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
+        step = PreparedStep(plan, by_row, steps, table, hypers, prepared, written, owed, bool(inverse_of(grad_scale)))
+        self._runner.make_ready(engine, step)
         return step
 
     def _members(self) -> Members:
@@ -572,41 +581,43 @@ class CSDAdam(AdamW, Joinable):
                 groups.append(k)
         return params, grads, groups
 
-    def _plan_for(self, engine: Engine, params: list[torch.Tensor]) -> Plan:
+    def _plan_for(self, engine: Engine, params: list[torch.Tensor]) -> StepPlan:
         """What stays the same from step to step while the same parameters take part. Binds those that are new."""
-        places, plan = self._places, self._plan
+        state_map, plan = self._state_map, self._plan
         if (
             plan is not None
-            and plan.changes == places.changes
+            and plan.changes == state_map.changes
             and len(params) == len(plan.params)
             and all(map(is_, params, plan.params))
         ):
             return plan
-        if any(id(p) not in places.bound for p in params):
-            joining = set(map(id, params)).difference(places.bound)
-            places.join(engine, self.param_groups, joining, self.grad_dtype)
-        bounds = [places.bound[id(p)] for p in params]
+        if any(id(p) not in state_map.param_states for p in params):
+            joining = set(map(id, params)).difference(state_map.param_states)
+            state_map.join(engine, self.param_groups, joining, self.grad_dtype)
+        param_states = [state_map.param_states[id(p)] for p in params]
         table = np.zeros(engine.n_params, PARAM)
-        for b in bounds:
+        for b in param_states:
             if b.direct:
                 row = table[b.index]
                 row["param"] = b.local.data_ptr()
                 row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype]
-        pointers, times = np.unique([b.pointer_now for b in bounds], return_counts=True)
+        pointers, times = np.unique([b.pointer_now for b in param_states], return_counts=True)
         if (twice := pointers[(times > 1) & (pointers > 0)]).size:
-            names = " and ".join(b.name for b in bounds if b.pointer_now == twice[0])
+            names = " and ".join(b.name for b in param_states if b.pointer_now == twice[0])
             raise CSDRuntimeError(
                 f"parameters {names} share their memory, and would be updated at the same time; "
                 "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
             )
-        rows = np.array([b.index for b in bounds])
-        table["master"][rows] = [IN_PARAM if b.in_place else FROM_PARAM if b.is_master else IN_SECTION for b in bounds]
-        sections = np.array([b.sections for b in bounds])
-        self._plan = Plan(params, bounds, rows, sections, table, self.grad_dtype, places.changes)
+        rows = np.array([b.index for b in param_states])
+        table["master"][rows] = [
+            IN_PARAM if b.in_place else FROM_PARAM if b.is_master else IN_SECTION for b in param_states
+        ]
+        sections = np.array([b.sections for b in param_states])
+        self._plan = StepPlan(params, param_states, rows, sections, table, self.grad_dtype, state_map.changes)
         return self._plan
 
     def _hypers(
-        self, plan: Plan, groups: list[int], steps: np.ndarray[Any, Any], grad_scale: float
+        self, plan: StepPlan, groups: list[int], steps: np.ndarray[Any, Any], grad_scale: float
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """This step's constants (dtype HYPER), a set per group and step count, and which of them each parameter has."""
         pairs, hyper_of = np.unique(np.array(groups) * 2.0**32 + steps, return_inverse=True)
@@ -616,7 +627,7 @@ class CSDAdam(AdamW, Joinable):
         )
         lacking = (hypers["amsgrad"][hyper_of] == 1) & (plan.sections == 3)
         if lacking.any():
-            name = plan.bounds[int(lacking.argmax())].name
+            name = plan.param_states[int(lacking.argmax())].name
             raise CSDRuntimeError(
                 f"amsgrad was turned on after the state of parameter {name} was made; "
                 "load a state dict with max_exp_avg_sq, or turn it on before the first step"
@@ -626,40 +637,40 @@ class CSDAdam(AdamW, Joinable):
     def _compress(
         self,
         engine: Engine,
-        plan: Plan,
+        plan: StepPlan,
         groups: list[int],
         grads: list[torch.Tensor],
         steps: np.ndarray[Any, Any],
         table: np.ndarray[Any, Any],
-        prepared: dict[int, Source],
-    ) -> list[Bound]:
+        prepared: dict[int, GradSource],
+    ) -> list[ParamState]:
         """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
-        of_step = plan.bounds, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup
-        topk = shares(*of_step, owing=self.error_feedback and bool(engine.residuals))
+        of_step = plan.param_states, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup
+        topk = ratios(*of_step, owing=self.error_feedback and bool(engine.residuals))
         if not topk.any():
             return []
         owed, new = [], False
-        for bound, grad, share in zip(plan.bounds, grads, topk.tolist(), strict=True):
+        for param_state, grad, share in zip(plan.param_states, grads, topk.tolist(), strict=True):
             if not share:
                 continue
-            row = table[bound.index]
+            row = table[param_state.index]
             row["topk"], row["topk_dtype"] = share, DTYPE_CODES[entry_dtype(grad.dtype, self.grad_dtype)]
-            if bound.index in prepared:  # the engine selects from the gradient as it is
-                row["grad_dtype"] = DTYPE_CODES[prepared[bound.index].grad.dtype]
+            if param_state.index in prepared:  # the engine selects from the gradient as it is
+                row["grad_dtype"] = DTYPE_CODES[prepared[param_state.index].grad.dtype]
             if self.error_feedback:
-                if self._places.owe(engine, bound):
-                    self._places.show(bound)
+                if self._state_map.add_residual(engine, param_state):
+                    self._state_map.show(param_state)
                     new = True
-                row["residual"], row["seed"] = bound.windows["residual"].data_ptr(), int(steps[bound.index])
-                owed.append(bound)
+                row["residual"], row["seed"] = param_state.windows["residual"].data_ptr(), int(steps[param_state.index])
+                owed.append(param_state)
         if new:
-            self._places.remember()
+            self._state_map.remember()
         return owed
 
     def _clip_scale(self, grad_scale: float) -> float:
         """What brings the gradients down to max_grad_norm; as torch.nn.utils.clip_grad_norm_, but in fp32."""
         assert self.max_grad_norm is not None
-        params = ((p, self._places.part(p)) for _, _, p in members(self.param_groups))
+        params = ((p, self._state_map.part(p)) for _, _, p in members(self.param_groups))
         norm = global_norm(params) * abs(grad_scale)
         self._grad_norm = norm
         return min(1.0, self.max_grad_norm / (norm + 1e-6)) if norm == norm else norm
@@ -684,7 +695,7 @@ class CSDAdam(AdamW, Joinable):
         """What the next commit carries. Raises CSDTypeError, CSDValueError if `user_state` cannot be kept."""
         return Record(
             groups=[plain(group) for group in self.param_groups],
-            given=[*self._given],
+            given=[*self._initial_groups],
             user_state=checked_user_state(self.user_state, engine.record.user_state),
             seconds=self._trained,
         )
@@ -692,47 +703,47 @@ class CSDAdam(AdamW, Joinable):
     def _resume(self) -> None:
         """Takes up the store, if there is one. Nothing is changed, in memory or on a device, before all is checked."""
         engine = self._live_engine
-        if not engine.held:
+        if not engine.recovered:
             where = ", ".join(map(str, engine.specs))
             warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
             return
         assert isinstance(engine, DurableEngine)
-        held = engine.held[0]
-        with engine.together():
-            if difference := first_difference(held.manifest, self.param_groups, self._places.part_of):
-                raise CSDStoreError(f"{held.path} is the store of another model: {difference}")
-            user_state = stored_user_state(held.record.user_state, held.path)
+        recovered = engine.recovered[0]
+        with engine.all_ranks_or_none():
+            if difference := first_difference(recovered.manifest, self.param_groups, self._state_map.part_of):
+                raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
+            user_state = stored_user_state(recovered.record.user_state, recovered.path)
             engine.check()
-        with engine.together():
-            engine.settle()
-        with engine.together():
-            self._places.take_up(engine, self.param_groups)
-        for changed in changed_by_resume(self._given, held.record):
+        with engine.all_ranks_or_none():
+            engine.discard_newer()
+        with engine.all_ranks_or_none():
+            self._state_map.adopt_commit(engine, self.param_groups)
+        for changed in changed_by_resume(self._initial_groups, recovered.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
-        self.user_state, self._trained, self._just_resumed = user_state, held.record.seconds, True
+        self.user_state, self._trained, self._just_resumed = user_state, recovered.record.seconds, True
         self._put_back(engine)
 
     def _put_back(self, engine: Engine) -> None:
-        self._without_data = self._give_values(self._places.bound.values())
-        for group, kept in zip(self.param_groups, engine.held[0].record.groups, strict=False):
+        self._without_data = self._give_values(self._state_map.param_states.values())
+        for group, kept in zip(self.param_groups, engine.recovered[0].record.groups, strict=False):
             put_back(group, kept)
 
-    def _give_values(self, bounds: Collection[Bound]) -> str | None:
+    def _give_values(self, param_states: Collection[ParamState]) -> str | None:
         """Gives parameters the values of their masters, on all ranks. Returns the name of one that has no data yet."""
         engine, gather = self._live_engine, None
-        with engine.together():
-            without_data = self._places.give_values(bounds, self.grad_dtype)
-            there = [self._places.bound.get(id(p)) for _, _, p in members(self.param_groups)]
-            shares = [b for b in there if b and isinstance(b.part, Share)]
-            if self._ranks and shares and not without_data:
-                gather = Gather(self._ranks, engine, shares)
+        with engine.all_ranks_or_none():
+            without_data = self._state_map.give_values(param_states, self.grad_dtype)
+            there = [self._state_map.param_states.get(id(p)) for _, _, p in members(self.param_groups)]
+            ratios = [b for b in there if b and isinstance(b.part, ReplicaShard)]
+            if self._ranks and ratios and not without_data:
+                gather = ParamAllGather(self._ranks, engine, ratios)
         if self._ranks:
-            said = self._ranks.gather_objects((bool(bounds), without_data))
+            said = self._ranks.gather_objects((bool(param_states), without_data))
             without_data = next((name for _, name in said if name), None)
             if gather and not without_data and any(given for given, _ in said):
                 gather.again()
-                for bound in shares:
-                    bound.version = bound.version_now
+                for param_state in ratios:
+                    param_state.version = param_state.version_now
         return without_data
 
     def restore(self) -> None:
@@ -744,12 +755,12 @@ class CSDAdam(AdamW, Joinable):
         """
         engine = self._live_engine
         with engine.lock:
-            if not engine.held:
+            if not engine.recovered:
                 return
             if not self._just_resumed:
                 raise CSDRuntimeError("restore() goes before the first step()")
-            with engine.together():
-                self._places.exchange(engine, self.param_groups)
+            with engine.all_ranks_or_none():
+                self._state_map.exchange(engine, self.param_groups)
             self._put_back(engine)
 
     # ---- torch.distributed.algorithms.Join -----------------------------------------------
@@ -805,10 +816,10 @@ class CSDAdam(AdamW, Joinable):
         return describe(
             engine,
             counted,
-            happened=self._flow.moved,
+            happened=self._runner.moved,
             trained=self._trained,
             seconds=self._seconds,
-            ring_bytes=self._flow.ring.bytes if self._flow.ring else 0,
+            ring_bytes=self._runner.ring.bytes if self._runner.ring else 0,
             gathered_bytes=gather.received_bytes if gather else 0,
             skipped=self._skipped,
             grad_norm=self._grad_norm,
@@ -830,15 +841,15 @@ class CSDAdam(AdamW, Joinable):
         future.
         """
         engine = self._live_engine
-        with signals_held(), engine.lock:
+        with defer_signals(), engine.lock:
             engine.confirm()
-            with engine.together():
-                if self._places.unfilled or not self._places.intact():
-                    self._places.adopt(engine, self.param_groups, self.grad_dtype)
+            with engine.all_ranks_or_none():
+                if self._state_map.unfilled or not self._state_map.intact():
+                    self._state_map.adopt(engine, self.param_groups, self.grad_dtype)
                 bar = checkpoint.bar if progress else checkpoint.no_bar
                 saving = checkpoint.save(engine, Path(path), bar, wait=wait)
         if wait:
-            with engine.together():
+            with engine.all_ranks_or_none():
                 saving.wait()
         return saving.future
 

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..distributed.sharding import Whole
+from ..distributed.sharding import Unsharded
 from ..errors import CSDTypeError
 from ..store.format import Record
 from ..store.layout import Extent
-from .param_state import Bound
+from .param_state import ParamState
 
 Groups = Sequence[dict[str, Any]]
-PartOf = Callable[[torch.Tensor], Whole]  # of a parameter, that which this process updates
+PartOf = Callable[[torch.Tensor], Unsharded]  # of a parameter, that which this process updates
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
@@ -33,16 +33,18 @@ def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
             yield k, i, p
 
 
-def manifest(bounds: Sequence[Bound], extents: Sequence[Extent], groups: Groups, part_of: PartOf) -> dict[str, Any]:
-    """`bounds` in the order of the extents."""
-    places = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
+def manifest(
+    param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
+) -> dict[str, Any]:
+    """`param_states` in the order of the extents."""
+    state_map = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
     place_of = {id(p): (k, i) for k, i, p in members(groups)}
     params = []
-    for b, (extent, start) in zip(bounds, places, strict=True):
+    for b, (extent, start) in zip(param_states, state_map, strict=True):
         k, i = place_of.get(id(b.param), (-1, -1)) if b.alive else (-1, -1)
         about = {"name": b.name, "group": k, "position": i, **_about(b.param, b.part)}
         params.append(about | {"stride": list(b.stride), "extent": extent, "start": start, "numel": b.numel})
-    placed = {id(b.param) for b in bounds if b.alive}
+    placed = {id(b.param) for b in param_states if b.alive}
     waiting = [
         {"name": name_of(groups, k, i), "group": k, "position": i, **_about(p, part_of(p))}
         for k, i, p in members(groups)
@@ -51,15 +53,15 @@ def manifest(bounds: Sequence[Bound], extents: Sequence[Extent], groups: Groups,
     return {"params": params, "waiting": waiting}
 
 
-def _about(p: torch.Tensor, part: Whole) -> dict[str, Any]:
+def _about(p: torch.Tensor, part: Unsharded) -> dict[str, Any]:
     shape = None if is_lazy(p) else list(part.of(p).shape)
     return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch."), **part.about()}
 
 
-def first_difference(held: dict[str, Any], groups: Groups, part_of: PartOf) -> str | None:
+def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) -> str | None:
     """What a manifest says otherwise than the optimizer's groups; None if they agree."""
-    placed = {(e["group"], e["position"]) for e in held["params"]}
-    there = {(e["group"], e["position"]): e for e in (*held["params"], *held["waiting"]) if e["group"] >= 0}
+    placed = {(e["group"], e["position"]) for e in stored["params"]}
+    there = {(e["group"], e["position"]): e for e in (*stored["params"], *stored["waiting"]) if e["group"] >= 0}
     here = {(k, i): {"name": name_of(groups, k, i), **_about(p, part_of(p))} for k, i, p in members(groups)}
     for k, i in sorted({*there, *here}):
         a, b, by_place = there.get((k, i)), here.get((k, i)), f"{k}.{i}"
@@ -86,17 +88,17 @@ def _item(value: Any) -> Any:
 
 def plain(group: dict[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out."""
-    held = {}
+    stored = {}
     for name, value in group.items():
         if name in ("params", "param_names"):
             continue
         value = [_item(v) for v in value] if isinstance(value, (list, tuple)) else _item(value)
         of = value if isinstance(value, list) else [value]
         if all(isinstance(v, (int, float, str, type(None))) for v in of):
-            held[name] = value
+            stored[name] = value
         elif name in HYPERPARAMETERS:
             raise CSDTypeError(f"Invalid {name}: {group[name]!r}; a store keeps numbers")
-    return held
+    return stored
 
 
 def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:

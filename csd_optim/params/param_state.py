@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..bindings import DTYPE_CODES
-from ..distributed.sharding import Shard, Whole
+from ..distributed.sharding import DTensorShard, Unsharded
 from ..engine.engine import SECTIONS
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
-from ..step.staging import Source
+from ..step.staging import GradSource
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
 # Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.
@@ -20,14 +20,14 @@ RESEED_CHUNK = 1 << 22
 
 
 @dataclass(eq=False)
-class Bound:
+class ParamState:
     """A parameter that has its place on the devices: it, or the part of it that this process updates.
 
     All that is said of elements here is said of the part.
     """
 
     param: torch.Tensor
-    part: Whole
+    part: Unsharded
     name: str
     index: int  # over all extents; the row in the step's table
     sections: int
@@ -67,12 +67,12 @@ class Bound:
         """Counts what was written to the parameter. A DTensor counts apart from its local tensor."""
         p: Any = self.param
         version: int = p._version
-        return version + p._local_tensor._version if isinstance(self.part, Shard) else version
+        return version + p._local_tensor._version if isinstance(self.part, DTensorShard) else version
 
     @property
     def pointer_now(self) -> int:
         p: Any = self.param
-        pointer: int = (p._local_tensor if isinstance(self.part, Shard) else p).data_ptr()
+        pointer: int = (p._local_tensor if isinstance(self.part, DTensorShard) else p).data_ptr()
         return pointer
 
     def fits(self) -> bool:
@@ -102,13 +102,13 @@ class Bound:
             else:  # no longer: what it was moves to the engine, with the bits that the parameter may have lost
                 self.set_window("master", self.own_master.copy_(self.windows["master"]))
 
-    def fill(self, held: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> None:
-        """Copies into the parameter's place what `held` (its entry of `state`) has of it.
+    def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> None:
+        """Copies into the parameter's place what `entry` (that of `state`) has of it.
 
         What is missing starts as AdamW starts; `fresh`: it reads as zero already. `seed`: the master too.
         """
         for key, window in self.windows.items():
-            value = held.get(key)
+            value = entry.get(key)
             if value is self.shown[key] or (key == "master" and self.in_place):
                 continue
             if value is not None and key == "step":
@@ -121,7 +121,7 @@ class Bound:
             elif not fresh:
                 window.zero_()
         # A master that came with the state may not round to the parameter: the next step compares them.
-        self.version = self.version_now if "master" not in held else -1
+        self.version = self.version_now if "master" not in entry else -1
 
     def reseed(self, *, always: bool) -> None:
         """Where the parameter is not its rounded master, somebody has set it: it becomes the master there.
@@ -149,7 +149,7 @@ class Bound:
             p.copy_(in_order)
         self.version = self.version_now
 
-    def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> Source:
+    def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> GradSource:
         """Gradient and parameter as flat arrays in the order of the state: views where memory has it, else copies.
 
         `g`: of the part.
@@ -166,7 +166,7 @@ class Bound:
         if not same_order(p.stride(), self.stride, p.shape):
             target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
             back = (p, target)
-        return Source(grad, flat(target), grad_dtype or grad.dtype, self.is_master, back)
+        return GradSource(grad, flat(target), grad_dtype or grad.dtype, self.is_master, back)
 
 
 def check_param(p: torch.Tensor, name: str) -> None:
@@ -188,10 +188,10 @@ def check_param(p: torch.Tensor, name: str) -> None:
         )
 
 
-def check_entry(held: Mapping[str, Any], p: torch.Tensor, name: str) -> None:
+def check_entry(entry: Mapping[str, Any], p: torch.Tensor, name: str) -> None:
     """Raises CSDValueError if an entry of `state` does not fit its parameter."""
     for key in (*SECTIONS, "residual", "step"):
-        value = held.get(key)
+        value = entry.get(key)
         if value is None or (key == "step" and isinstance(value, (int, float))):
             continue
         shape = () if key == "step" else p.shape

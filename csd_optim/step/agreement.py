@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..distributed.ranks import Ranks
-from ..distributed.sharding import held_alike
+from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError
 from ..params.manifest import Groups, members, name_of
 from ..params.param_state import flat
 from .joining import borrow
 
 
-class _Word(NamedTuple):
+class _Vote(NamedTuple):
     """Of one rank. What is sent are numbers."""
 
     skips: int  # the step: it has found an overflow
@@ -29,7 +29,7 @@ class _Word(NamedTuple):
 
 
 @dataclass
-class Agreed:
+class StepAgreement:
     """About one step."""
 
     skips: bool  # one overflow is enough
@@ -37,7 +37,7 @@ class Agreed:
     scale: float | None  # of the gradients
 
 
-def meet(
+def agree_on_step(
     ranks: Ranks,
     groups: Groups,
     *,
@@ -48,18 +48,18 @@ def meet(
     joined: bool,
     descending: bool,
     scale: float | None,
-) -> Agreed:
+) -> StepAgreement:
     """Before anything is touched; a collective. `scale`: a GradScaler's, which ranks that have `joined` lack.
 
     `is_bound`: has a parameter taken part before? If not, ranks that share it have to hold the same.
     Raises CSDRankError, on all ranks, if they cannot take this step together.
     """
 
-    def say() -> list[_Word]:
+    def say() -> list[_Vote]:
         names = _checksum([name for name, _ in alike])
         new = _checksum([name for name, p in alike if not is_bound(p)])
-        word = _Word(skips, taken, joined, names, new, descending)
-        return [_Word(*said) for said in ranks.gather(*word)]
+        word = _Vote(skips, taken, joined, names, new, descending)
+        return [_Vote(*said) for said in ranks.gather(*word)]
 
     alike = _with_gradients(groups) if sharded else []
     words = say()
@@ -87,7 +87,7 @@ def meet(
                 "replicas, as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a "
                 "process_group of its own; if they are parts of one model, sharded=False"
             )
-    return Agreed(any(word.skips for word in words), bool(words[0].descending), scale)
+    return StepAgreement(any(word.skips for word in words), bool(words[0].descending), scale)
 
 
 def _digest(p: torch.Tensor) -> tuple[Any, ...]:
@@ -103,4 +103,4 @@ def _checksum(names: list[str]) -> int:
 
 def _with_gradients(groups: Groups) -> list[tuple[str, torch.Tensor]]:
     """Those that ranks hold alike, with their names."""
-    return [(name_of(groups, k, i), p) for k, i, p in members(groups) if p.grad is not None and held_alike(p)]
+    return [(name_of(groups, k, i), p) for k, i, p in members(groups) if p.grad is not None and is_replicated(p)]

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from ..distributed.ranks import Ranks
-from ..distributed.sharding import Share
+from ..distributed.sharding import ReplicaShard
 from ..engine.engine import Engine
-from ..params.param_state import Bound, flat, numel, same_order
+from ..params.param_state import ParamState, flat, numel, same_order
 from ..store.layout import round_up
-from .staging import Source
+from .staging import GradSource
 
 ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there
 BUCKET_BYTES = 16 << 20  # of all ranks together
@@ -30,7 +30,7 @@ IN_FLIGHT = 3  # buckets: one is filled, one travels, one is emptied
 
 @dataclass
 class _Piece:
-    bound: Bound
+    param_state: ParamState
     first: int | None  # element of the share, as flat() has it; None: all of a share that is not dense
     n: int  # elements, of the largest share
     offset: int  # in the bucket, bytes
@@ -50,17 +50,17 @@ class _Bucket:
         return round_up(self.pieces[-1].offset + self.pieces[-1].bytes, ALIGN) if self.pieces else 0
 
 
-class Gather:
-    """What travels of `bounds`, in the same order on all ranks, after each step in which the same ones take part.
+class ParamAllGather:
+    """What travels of `param_states`, in the same order on all ranks, after each step in which the same ones take part.
 
     It refers to the memory of their parameters as it is now.
     """
 
-    def __init__(self, ranks: Ranks, engine: Engine, bounds: Sequence[Bound]) -> None:
+    def __init__(self, ranks: Ranks, engine: Engine, param_states: Sequence[ParamState]) -> None:
         self.ranks, self._engine = ranks, engine
         self.buckets: list[_Bucket] = []
-        for device in {b.local.device: None for b in bounds}:
-            self.buckets += _fill_buckets([b for b in bounds if b.local.device == device], ranks.size)
+        for device in {b.local.device: None for b in param_states}:
+            self.buckets += _fill_buckets([b for b in param_states if b.local.device == device], ranks.size)
         tiles_of = _tiles_of(engine)
         for k, bucket in enumerate(self.buckets):
             bucket.tiles = np.unique(np.concatenate([tiles_of(p) for p in bucket.pieces])).astype(np.uint32)
@@ -70,7 +70,7 @@ class Gather:
     def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
         """Gives a bucket its buffers, those of one that has arrived when this leaves, and views of them."""
         size, n = self.ranks.size, bucket.bytes
-        device = bucket.pieces[0].bound.local.device
+        device = bucket.pieces[0].param_state.local.device
         if device.type not in self.ranks.device_types:
             device = self.ranks.device
         if before is not None and before.buffer.device == device and before.buffer.numel() >= size * n:
@@ -78,10 +78,10 @@ class Gather:
         else:
             bucket.buffer = torch.empty(size * n, dtype=torch.uint8, device=device)
         for piece in bucket.pieces:
-            part = piece.bound.part
-            assert isinstance(part, Share)
+            part = piece.param_state.part
+            assert isinstance(part, ReplicaShard)
             for rank in range(size):
-                share = part.of_rank(piece.bound.param, rank)
+                share = part.of_rank(piece.param_state.param, rank)
                 if piece.first is not None:
                     share = flat(share)[piece.first : piece.first + piece.n]
                 if not share.numel():
@@ -96,7 +96,7 @@ class Gather:
     def begin(
         self,
         images: Iterable[int] = (),
-        sources: Mapping[int, Source] = MappingProxyType({}),
+        sources: Mapping[int, GradSource] = MappingProxyType({}),
         *,
         descending: bool = False,
     ) -> None:
@@ -118,10 +118,10 @@ class Gather:
         """Lets go of the buckets that can; with `wait` of all, as soon as each can."""
         while self._to_leave:
             tiles = self._to_leave[0].tiles
-            if not self._missing.isdisjoint(tiles.tolist()) or not self._engine.given(tiles, wait=wait):
+            if not self._missing.isdisjoint(tiles.tolist()) or not self._engine.params_ready(tiles, wait=wait):
                 return
             for piece in self._to_leave[0].pieces:
-                if source := self._sources.get(piece.bound.index):
+                if source := self._sources.get(piece.param_state.index):
                     source.give_back()
             self._leave()
 
@@ -158,14 +158,14 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(list(to), list(sources), non_blocking=to[0].is_cuda)
 
 
-def _fill_buckets(bounds: Sequence[Bound], n_ranks: int) -> list[_Bucket]:
+def _fill_buckets(param_states: Sequence[ParamState], n_ranks: int) -> list[_Bucket]:
     """Cuts the shares of parameters of one device into buckets. The same on every rank: by what they have in common."""
     room = max(1 << 12, BUCKET_BYTES // n_ranks)
     buckets = [_Bucket()]
-    for bound in bounds:
-        part = bound.part
-        assert isinstance(part, Share)
-        largest = part.of_rank(bound.param, 0)
+    for param_state in param_states:
+        part = param_state.part
+        assert isinstance(part, ReplicaShard)
+        largest = part.of_rank(param_state.param, 0)
         dense = same_order(largest.stride(), torch.empty_like(largest, device="meta").stride(), largest.shape)
         total = numel(largest) if dense else largest.numel()
         size = largest.numel() * largest.element_size() // max(1, total)
@@ -176,7 +176,7 @@ def _fill_buckets(bounds: Sequence[Bound], n_ranks: int) -> list[_Bucket]:
             if offset and (n <= 0 or offset + n * size > room):
                 buckets.append(_Bucket())
                 continue
-            buckets[-1].pieces.append(_Piece(bound, first if dense else None, n, offset, n * size))
+            buckets[-1].pieces.append(_Piece(param_state, first if dense else None, n, offset, n * size))
             first += n
     return [b for b in buckets if b.pieces]
 
@@ -190,7 +190,7 @@ def _tiles_of(engine: Engine) -> Callable[[_Piece], np.ndarray[Any, Any]]:
     begins = np.searchsorted(pieces["param"], np.arange(engine.n_params + 1))
 
     def tiles_of(piece: _Piece) -> np.ndarray[Any, Any]:
-        here = slice(*begins[piece.bound.index :][:2])
+        here = slice(*begins[piece.param_state.index :][:2])
         mine: np.ndarray[Any, Any] = tiles[here]
         if piece.first is not None:
             first = pieces["param_first"][here]

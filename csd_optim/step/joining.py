@@ -9,7 +9,7 @@ import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from ..distributed.ranks import Ranks
-from ..distributed.sharding import held_alike
+from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError
 from ..params.manifest import Groups, members, plain, put_back
 
@@ -30,7 +30,7 @@ def borrow(ranks: Ranks, leader: int, groups: Groups, scale: float | None, *, jo
     `scale`: of the gradients (a GradScaler's), or None. Returns the leader's. Raises CSDRankError, on all ranks, if
     those that have not joined have gradients of different parameters.
     """
-    params = [p for _, _, p in members(groups) if held_alike(p)]
+    params = [p for _, _, p in members(groups) if is_replicated(p)]
     with_own = [k for k, p in enumerate(params) if p.grad is not None]
     said = ranks.gather_objects((joined, with_own, [plain(group) for group in groups], scale))
     _, with_grad, hypers, scale = said[leader]

@@ -20,11 +20,11 @@ from ..compression.selection import TopK, feed_back, pack, rounded, select
 from ..engine.engine import Engine
 
 # Tiles under way per device: one travelling each way while two are updated or wait for their states.
-SLOTS_PER_DEVICE = 4
+BUFFERS_PER_DEVICE = 4
 
 
 @dataclass
-class Source:
+class GradSource:
     """One parameter of this step, seen as a flat array in the order of its state."""
 
     grad: torch.Tensor  # 1-D, any device
@@ -43,7 +43,7 @@ class Source:
 
 
 @dataclass
-class Part:
+class SparsePiece:
     """What a parameter with Top-K has in one tile; all tensors 1-D and on its device."""
 
     topk: TopK
@@ -64,7 +64,7 @@ class Part:
 
 
 @dataclass
-class Slot:
+class StagingBuffer:
     grad: torch.Tensor  # uint8, 4 bytes per element of a tile
     param: torch.Tensor
     entries: torch.Tensor  # int32: as many as the fullest tile so far needed
@@ -82,7 +82,7 @@ class Slot:
         self.events.clear()
 
 
-class ImageRing:
+class StagingRing:
     """The buffers and streams; made once per engine and tile size, memory fixed from then on, but that of entries."""
 
     def __init__(self, tile_elems: int, slots: int, *, pinned: bool) -> None:
@@ -90,11 +90,13 @@ class ImageRing:
         self.pinned = pinned
         image = 4 * tile_elems
         self.slots = [
-            Slot(self._buffer(image, torch.uint8), self._buffer(image, torch.uint8), self._buffer(0, torch.int32))
+            StagingBuffer(
+                self._buffer(image, torch.uint8), self._buffer(image, torch.uint8), self._buffer(0, torch.int32)
+            )
             for _ in range(slots)
         ]
         self._streams: dict[torch.device, Any] = {}
-        self._sent: list[Part] = []  # those that leave something owed
+        self._sent: list[SparsePiece] = []  # those that leave something owed
 
     def _buffer(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(n, dtype=dtype, device="cpu", pin_memory=self.pinned)
@@ -104,7 +106,7 @@ class ImageRing:
         return sum(t.nbytes for slot in self.slots for t in (slot.grad, slot.param, slot.entries))
 
     def run(
-        self, engine: Engine, tiles: Iterable[int], sources: dict[int, Source], pulled: Callable[[int], None] | None
+        self, engine: Engine, tiles: Iterable[int], sources: dict[int, GradSource], pulled: Callable[[int], None] | None
     ) -> None:
         """Pushes and pulls `tiles` of the step under way. `sources` holds the parameters that have a gradient.
 
@@ -117,7 +119,7 @@ class ImageRing:
         for device, stream in streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))  # the gradients must be there
         try:
-            self._flow(engine, tiles, sources, streams, pulled)
+            self._runner(engine, tiles, sources, streams, pulled)
         finally:
             self._join(streams)
 
@@ -136,11 +138,11 @@ class ImageRing:
         """The step is undone: the residuals stay as they are."""
         self._sent.clear()
 
-    def _flow(
+    def _runner(
         self,
         engine: Engine,
         tiles: Iterable[int],
-        sources: dict[int, Source],
+        sources: dict[int, GradSource],
         streams: dict[torch.device, Any],
         pulled: Callable[[int], None] | None,
     ) -> None:
@@ -148,8 +150,8 @@ class ImageRing:
         for tile in tiles:
             todo.setdefault(engine.device_of(tile), deque()).append(tile)
         out_on = dict.fromkeys(todo, 0)
-        free, travelling = deque(self.slots), deque[tuple[int, Slot]]()
-        out: dict[int, Slot] = {}
+        free, travelling = deque(self.slots), deque[tuple[int, StagingBuffer]]()
+        out: dict[int, StagingBuffer] = {}
         while todo or travelling or out:
             while todo and free:
                 # The device with the fewest tiles out goes first: a slow one must not hold all slots.
@@ -191,9 +193,9 @@ class ImageRing:
 
     @staticmethod
     def _copy(
-        slot: Slot,
+        slot: StagingBuffer,
         pieces: np.ndarray[Any, Any],
-        sources: dict[int, Source],
+        sources: dict[int, GradSource],
         streams: dict[torch.device, Any],
         *,
         to_device: bool,
@@ -228,20 +230,20 @@ class ImageRing:
 
     def _compress(
         self,
-        slot: Slot,
+        slot: StagingBuffer,
         pieces: np.ndarray[Any, Any],
-        sources: dict[int, Source],
+        sources: dict[int, GradSource],
         streams: dict[torch.device, Any],
         tile_elems: int,
     ) -> None:
         """Selects from a tile's sparse gradients, each on its device, and copies the entries into the slot."""
         slot.n_entries = 0
-        parts: list[tuple[int, Part]] = []
+        parts: list[tuple[int, SparsePiece]] = []
         for param, _, first, tile_first, n in pieces.tolist():
             source = sources.get(param)
             if source and source.topk:
                 here, residual = slice(first, first + n), source.topk.residual
-                part = Part(source.topk, source.grad[here], None if residual is None else residual[here], first)
+                part = SparsePiece(source.topk, source.grad[here], None if residual is None else residual[here], first)
                 parts.append((tile_first, part))
         if not parts:
             return

@@ -131,8 +131,8 @@ class StoreFile:
     """One open store, owned by this process until `close()`.
 
     Without `durable`: a nameless file in the directory, or in memory without one, gone with the process, however that
-    ends. `held`: the commits that an existing store has, the newest first, with `mode` "resume" and "read"; empty if
-    there is no store yet. Raises CSDStoreExistsError, CSDBusyError, CSDStoreError, CSDOSError; an existing store is
+    ends. `recovered`: the commits that an existing store has, the newest first, with `mode` "resume" and "read"; empty
+    if there is no store yet. Raises CSDStoreExistsError, CSDBusyError, CSDStoreError, CSDOSError; an existing store is
     only written with "overwrite" and "resume", and a file that is no store never.
     """
 
@@ -142,7 +142,7 @@ class StoreFile:
         self.fd = self.io_fd = self._next_fd = -1  # the last one: of a file that is to replace this one
         not_for_children(self)
         self.end = 2 * PAGE
-        self.held: list[Contents] = []
+        self.recovered: list[Contents] = []
         self.in_doubt = False  # a flush has failed, and what it should have covered was not read back since
         self.lost = ""  # why the last step will never be committed here
         self._named = True  # as far as is known, the file's name is on the disk
@@ -215,7 +215,7 @@ class StoreFile:
         if mode != "read" and MAGIC not in (head[:8] for head in heads) and not unborn:
             raise CSDStoreExistsError(errno.EEXIST, f"{path} exists and is no csd_optim store; move it away")
         if mode in ("resume", "read") and not unborn:
-            self.held = read_commits(self.fd, str(path))
+            self.recovered = read_commits(self.fd, str(path))
         elif mode == "new":
             known = superblocks(self.fd, str(path))
             step = f" of step {known[0][1].step}" if known else ""
@@ -300,15 +300,15 @@ class StoreFile:
                 stacklevel=users_stacklevel(),
             )
 
-    def take_up(self, commit: Contents) -> None:
-        """Goes on from one of `held`."""
+    def adopt_commit(self, commit: Contents) -> None:
+        """Goes on from one of `recovered`."""
         self.current = block = commit.superblock
         self._spaces = {"manifest": block.manifest[:2], "table": block.table[:2]}
         self.end = commit.end
         with self.naming("open"):
             self._open_direct()
 
-    def settle(self, commit: Contents) -> None:
+    def discard_newer(self, commit: Contents) -> None:
         """Makes the commit that was taken up the only one, and forgets what lies behind it. Raises CSDOSError."""
         block, path = commit.superblock, str(self.path)
         manifest = read_region(self.fd, block.manifest, commit.copy, "manifest", path)

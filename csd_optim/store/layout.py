@@ -151,9 +151,9 @@ def plan_extent(
     )
 
 
-def extents_of(held: Sequence[Contents]) -> list[Extent]:
+def extents_of(recovered: Sequence[Contents]) -> list[Extent]:
     """As they were planned for a store, from what its devices hold, in their order. Raises CSDStoreError."""
-    first, n = held[0], len(held)
+    first, n = recovered[0], len(recovered)
     extents: list[Extent] = []
     for e, described in enumerate(first.manifest["extents"]):
         members = [p for p in first.manifest["params"] if p["extent"] == e]
@@ -168,7 +168,7 @@ def extents_of(held: Sequence[Contents]) -> list[Extent]:
             shares=described.get("shares"),
             sum_elems=described.get("sum_elems"),
         )
-        tiles = [c.manifest["extents"][e]["tiles"] for c in held]
+        tiles = [c.manifest["extents"][e]["tiles"] for c in recovered]
         if [p["start"] for p in members] != [*extent.starts] or tiles != [extent.tiles_of(d) for d in range(n)]:
             raise CSDStoreError(f"{first.path}: the manifest contradicts itself")
         extents.append(extent)

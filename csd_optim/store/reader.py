@@ -88,10 +88,10 @@ def lying_in(manifest: dict[str, Any], extent: int, tile: int, first: int = 0, l
     ]
 
 
-def tiles_of(held: Iterable[Contents]) -> list[Tile]:
+def tiles_of(recovered: Iterable[Contents]) -> list[Tile]:
     """All tiles in the order of the flat space: the devices take turns."""
     found = []
-    for contents in held:
+    for contents in recovered:
         extent_number = {id(extent): e for e, extent in enumerate(contents.manifest["extents"])}
         summed, sums = contents.tiles["summed"].tolist(), chain.from_iterable(contents.sums)
         for (extent, number, offset), checked, crc in zip(contents.slots(), summed, sums, strict=True):
@@ -102,17 +102,17 @@ def tiles_of(held: Iterable[Contents]) -> list[Tile]:
     return sorted(found, key=lambda t: (t.extent, t.number))
 
 
-def residuals_of(held: Iterable[Contents]) -> list[Residual]:
+def residuals_of(recovered: Iterable[Contents]) -> list[Residual]:
     return [
         Residual(contents, row, offset, RESIDUAL_BYTES * contents.manifest["params"][row]["numel"], crc)
-        for contents in held
+        for contents in recovered
         for row, offset, crc in contents.residual_places()
     ]
 
 
-def total_bytes(held: Iterable[Contents]) -> int:
-    held = list(held)
-    return sum(t.size for t in tiles_of(held)) + sum(r.size for r in residuals_of(held))
+def total_bytes(recovered: Iterable[Contents]) -> int:
+    recovered = list(recovered)
+    return sum(t.size for t in tiles_of(recovered)) + sum(r.size for r in residuals_of(recovered))
 
 
 def stored_bytes(contents: Contents) -> int:
@@ -127,7 +127,7 @@ def _refuse(damage: list[Damage]) -> None:
 
 
 def each_tile(
-    held: Sequence[Contents],
+    recovered: Sequence[Contents],
     use: Callable[[Tile, memoryview | None], None],
     use_residual: Callable[[Residual, int, memoryview], None] = lambda *_: None,
     *,
@@ -141,7 +141,7 @@ def each_tile(
     `gate` is called before each; `damaged` where a checksum does not fit, for a tile instead of `use`, and raises
     CSDStoreError unless told otherwise. Raises CSDOSError.
     """
-    tiles, residuals = tiles_of(held), [r for r in residuals_of(held) if r.size]
+    tiles, residuals = tiles_of(recovered), [r for r in residuals_of(recovered) if r.size]
     sizes = [*(t.size for t in tiles), *(min(round_up(r.size, PAGE), CHUNK) for r in residuals)]
     largest = max(sizes, default=0)
     free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
@@ -182,7 +182,7 @@ def each_tile(
             damaged([Damage(path, residual.row, "residual", [residual.name])])
 
     with contextlib.ExitStack() as stack:
-        fds = {c.path: stack.enter_context(_opened_direct(Path(c.path))) for c in held}
+        fds = {c.path: stack.enter_context(_opened_direct(Path(c.path))) for c in recovered}
         pool = stack.enter_context(ThreadPoolExecutor(IO_DEPTH, thread_name_prefix="csd_optim"))
         futures = []
         try:
@@ -200,13 +200,13 @@ def each_tile(
 
 
 def find_damage(
-    held: Sequence[Contents],
+    recovered: Sequence[Contents],
     use_residual: Callable[[Residual, int, memoryview], None] = lambda *_: None,
     tick: Tick = lambda _: None,
 ) -> list[Damage]:
     """Everything in these stores that is not what was written there. `use_residual`: as of each_tile()."""
     found: list[Damage] = []
-    each_tile(held, lambda _, __: None, use_residual, damaged=found.extend, tick=tick)
+    each_tile(recovered, lambda _, __: None, use_residual, damaged=found.extend, tick=tick)
     return sorted(found, key=lambda d: (d.path, d.number))
 
 
