@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
@@ -362,6 +363,37 @@ def test_sharded_models(kind, clip, tmp_path):
     size = 4 if kind == "hybrid" else 3
     options = {"max_grad_norm": 0.1} if clip == "max_grad_norm" else {}
     on_ranks(size, sharded_trains, size, kind, clip, options, directory=tmp_path)
+
+
+def within_zero(rank, size):
+    """ZeroRedundancyOptimizer divides the parameters among the ranks by itself."""
+    models = [ddp() for _ in range(2)]
+    ours = ZeroRedundancyOptimizer(
+        models[0].parameters(), optimizer_class=CSDAdam, sharded=False, devices="csd{rank}", tile_size=TILE, **ARGS
+    )
+    oracle = ZeroRedundancyOptimizer(models[1].parameters(), optimizer_class=AdamW, **ARGS)
+    for model, optimizer in zip(models, (ours, oracle), strict=True):
+        train(model, optimizer, rank, size)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+    ours.consolidate_state_dict(to=0)
+    oracle.consolidate_state_dict(to=0)
+    if rank == 0:
+        saved, wanted = ours.state_dict()["state"], oracle.state_dict()["state"]
+        assert saved.keys() == wanted.keys()
+        for i, entry in wanted.items():
+            torch.testing.assert_close(saved[i]["exp_avg"], entry["exp_avg"], rtol=2e-6, atol=1e-7)
+    ours.optim.synchronize()
+    assert ours.optim.committed_step == STEPS
+    ours.optim.close()
+
+    shared = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=CSDAdam, devices="ram:")
+    return str(raised_by(shared.step))
+
+
+def test_within_zero_redundancy_optimizer(tmp_path):
+    for said in on_ranks(2, within_zero, 2, directory=tmp_path):
+        assert "ZeroRedundancyOptimizer(params, optimizer_class=CSDAdam, sharded=False, ...)" in said
 
 
 def fsdp2_offloads(rank, size):
