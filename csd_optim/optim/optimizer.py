@@ -402,10 +402,10 @@ class CSDAdam(AdamW, Joinable):
             )
         if self._ranks and not self._ranks.is_world:
             raise CSDRuntimeError("a CSDAdam with a process_group cannot be copied or pickled: the group cannot")
-        recovered = sum(
+        mapped = sum(
             w.nbytes for param_state in self._state_map.param_states.values() for w in param_state.windows.values()
         )
-        warn_if_large(recovered, COPIED)
+        warn_if_large(mapped, COPIED)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -745,15 +745,15 @@ class CSDAdam(AdamW, Joinable):
         with engine.all_ranks_or_none():
             without_data = self._state_map.give_values(param_states, self.grad_dtype)
             there = [self._state_map.param_states.get(id(p)) for _, _, p in members(self.param_groups)]
-            ratios = [b for b in there if b and b.part.replicas]
-            if self._ranks and ratios and not without_data:
-                gather = ParamAllGather(self._ranks, engine, ratios)
+            divided = [b for b in there if b and b.part.replicas]
+            if self._ranks and divided and not without_data:
+                gather = ParamAllGather(self._ranks, engine, divided)
         if self._ranks:
             said = self._ranks.gather_objects((bool(param_states), without_data))
             without_data = next((name for _, name in said if name), None)
             if gather and not without_data and any(given for given, _ in said):
                 gather.again()
-                for param_state in ratios:
+                for param_state in divided:
                     param_state.version = param_state.version_now
         return without_data
 

@@ -61,8 +61,8 @@ class ParamAllGather:
         self.buckets: list[_Bucket] = []
         for device, replicas in {(b.local.device, b.part.replicas): None for b in param_states}:
             assert replicas
-            all_ranks_or_none = [b for b in param_states if b.local.device == device and b.part.replicas is replicas]
-            self.buckets += _fill_buckets(all_ranks_or_none, replicas)
+            alike = [b for b in param_states if b.local.device == device and b.part.replicas is replicas]
+            self.buckets += _fill_buckets(alike, replicas)
         tiles_of = _tiles_of(engine)
         for k, bucket in enumerate(self.buckets):
             bucket.tiles = np.unique(np.concatenate([tiles_of(p) for p in bucket.pieces])).astype(np.uint32)
