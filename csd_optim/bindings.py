@@ -331,14 +331,14 @@ def engine_events(engine: Any) -> np.ndarray[Any, Any]:
     return events
 
 
-def engine_settle(engine: Any, name: Namer) -> None:
+def engine_wait_writes(engine: Any, name: Namer) -> None:
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_settle(engine, error), error, name)
+    check(lib.csd_engine_wait_writes(engine, error), error, name)
 
 
-def engine_drain(engine: Any, name: Namer, *, open: bool) -> None:
+def engine_remap(engine: Any, name: Namer, *, open: bool) -> None:
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_drain(engine, open, error), error, name)
+    check(lib.csd_engine_remap(engine, open, error), error, name)
 
 
 def engine_tiles(

@@ -69,7 +69,7 @@ class Driven:
         self.engine.finish()
 
     def image(self):
-        self.engine.drain()
+        self.engine.remap()
         return [t.clone() for t in [*self.params, *itertools.chain(*self.windows.values())]]
 
     def slots(self):
@@ -173,7 +173,7 @@ def test_calls_out_of_order(driven):
             call()
     driven.step()
     driven.begin(tiles=driven.tiles[1:])
-    for call in (driven.begin, driven.engine.drain, lambda: driven.engine.extend([5], 3)):
+    for call in (driven.begin, driven.engine.remap, lambda: driven.engine.extend([5], 3)):
         with pytest.raises(CSDRuntimeError, match="under way"):
             call()
     with pytest.raises(CSDRuntimeError, match="no tile is out"):
@@ -235,7 +235,7 @@ def test_step_is_that_of_the_updater_alone(driven):
         expected.append((master, m, v))
     for _ in range(3):
         driven.step()
-    driven.engine.drain()
+    driven.engine.remap()
     for i, (master, m, v) in enumerate(expected):
         assert torch.equal(driven.params[i], master)
         assert torch.equal(driven.windows["master"][i], master)
@@ -262,13 +262,13 @@ def test_images_give_the_same_step(devices):
         assert same(one.image()[3:], other.image()[3:])
 
 
-def test_windows_show_each_step_right_after_drain(file):
+def test_windows_show_each_step_right_after_remap(file):
     """Two slots, one address: the windows follow, however the writes lag."""
     addresses = [w.data_ptr() for w in file.windows["exp_avg"]]
     expected = [torch.zeros_like(g) for g in file.grads]
     for step in range(1, 8):
         file.step()
-        file.engine.drain()
+        file.engine.remap()
         assert file.slots() == [step % 2] * len(file.tiles)
         for i, g in enumerate(file.grads):
             expected[i] = expected[i] * ADAM["beta1"][0] + g * ADAM["one_minus_beta1"][0]
@@ -278,10 +278,10 @@ def test_windows_show_each_step_right_after_drain(file):
 
 def test_windows_write_the_device(file):
     file.step()
-    file.engine.drain()
+    file.engine.remap()
     file.windows["exp_avg"][0].fill_(5.0)
     file.step()
-    file.engine.drain()
+    file.engine.remap()
     expected = torch.full((2500,), 5.0) * ADAM["beta1"][0] + file.grads[0] * ADAM["one_minus_beta1"][0]
     assert torch.equal(file.windows["exp_avg"][0], expected)
 
@@ -438,7 +438,7 @@ def test_parameters_join_one_after_another(tmp_path):
     for tile in tiles:
         engine.push(int(tile))
     engine.finish()
-    engine.drain()
+    engine.remap()
     for extent in extents[::30]:
         exp_avg = engine.window(extent, 0, 1, torch.float32)
         assert torch.equal(exp_avg, torch.full((n,), 0.1 if extent.first_tile in tiles else 0.0))

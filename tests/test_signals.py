@@ -95,7 +95,7 @@ def slow_commit(tmp_path, monkeypatch):
     ours, _ = make_pair([str(tmp_path / f"csd{d}") for d in range(2)])
     step(ours)
     ours.synchronize()
-    really_settle, really_close = bindings.engine_settle, bindings.engine_close
+    really_settle, really_close = bindings.engine_wait_writes, bindings.engine_close
 
     def settle(*arguments):
         reached.set()
@@ -107,7 +107,7 @@ def slow_commit(tmp_path, monkeypatch):
         happened.append("closed")
         really_close(*arguments)
 
-    monkeypatch.setattr(bindings, "engine_settle", settle)
+    monkeypatch.setattr(bindings, "engine_wait_writes", settle)
     monkeypatch.setattr(bindings, "engine_close", close)
     step(ours)
     assert reached.wait(10)

@@ -297,13 +297,13 @@ class DurableEngine(Engine):
             self._edited[:] = self._reseeded[:] = False
             self._empty[self._in_step] = False
 
-    def drain(self) -> None:
+    def remap(self) -> None:
         self.check_open()
         if self._handle is not None:
             self._show(open=False)
 
     def _show(self, *, open: bool) -> None:
-        bindings.engine_drain(self._handle, self.name_device, open=open)
+        bindings.engine_remap(self._handle, self.name_device, open=open)
         self._open[:] = open
 
     # ---- writing to windows --------------------------------------------------
@@ -321,12 +321,12 @@ class DurableEngine(Engine):
             self.sync()
             if self._uncommitted:
                 self._note_written()
-                self.drain()
+                self.remap()
                 if not self._loading:
                     self.commit(background=False)
         except BaseException:
             with contextlib.suppress(CSDError):
-                self.drain()  # others' windows were opened, too, and theirs are committed
+                self.remap()  # others' windows were opened, too, and theirs are committed
             raise
 
     @contextlib.contextmanager
@@ -399,7 +399,7 @@ class DurableEngine(Engine):
             self.push(tile)
         bindings.engine_finish(self._handle, True, self.name_device)
         self._ended = time.perf_counter()
-        bindings.engine_settle(self._handle, self.name_device)
+        bindings.engine_wait_writes(self._handle, self.name_device)
         self._edited[tiles] = False
         self._loose[tiles] = True
         self._uncommitted = True
@@ -469,9 +469,9 @@ class DurableEngine(Engine):
             self.check_whole()
             if self._open.any():
                 self.sync()  # before their sums are taken: what these say is on the disk then
-                self.drain()  # what is committed is not to be written to
+                self.remap()  # what is committed is not to be written to
             elif self._handle is not None:
-                bindings.engine_settle(self._handle, self.name_device)
+                bindings.engine_wait_writes(self._handle, self.name_device)
             tiles = [self.tiles_of(extent) for extent in self.extents]
             if changed:
                 for written in in_parallel([partial(self._kept.write, d, s, changed) for d, s in durable.items()]):

@@ -378,7 +378,7 @@ class Engine:
     def _trace_step(self) -> None:
         """What the last step did is known when its last states are where they belong."""
         if self._trace and self._began:
-            bindings.engine_settle(self._handle, self.name_device)
+            bindings.engine_wait_writes(self._handle, self.name_device)
             events = bindings.engine_events(self._handle)
             self._trace.step(self.step, self._began, self._ended or time.perf_counter(), events)
             self._began = 0.0
@@ -411,16 +411,16 @@ class Engine:
         """Tiles whose parameters the last undone step had already written: of how many elements, from the first on."""
         return bindings.engine_undone(self._handle)
 
-    def drain(self) -> None:
+    def remap(self) -> None:
         """Waits until every state is on its device and the windows show it. Raises CSDOSError if one will not go."""
         self.check_open()
         if self._handle is not None:
-            bindings.engine_drain(self._handle, self.name_device, open=True)
+            bindings.engine_remap(self._handle, self.name_device, open=True)
 
-    def settle_writes(self) -> None:
+    def wait_writes(self) -> None:
         """Waits until every state is on its device. Raises CSDOSError if one will not go."""
         if self._handle is not None:
-            bindings.engine_settle(self._handle, self.name_device)
+            bindings.engine_wait_writes(self._handle, self.name_device)
 
     def commit(self, record: Record | None = None) -> None:
         """Makes the state durable as it is, in the background, with `steps` and `record`: where it can be durable."""
@@ -460,7 +460,7 @@ class Engine:
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
         """What is written to the windows of these parameters within is on the devices at the end. Raises CSDOSError."""
-        self.drain()
+        self.remap()
         yield
         self.sync()
 
@@ -530,7 +530,7 @@ class Engine:
             try:
                 self._before_close()
                 if self._handle is not None:
-                    bindings.engine_settle(self._handle, self.name_device)
+                    bindings.engine_wait_writes(self._handle, self.name_device)
                     self._trace_step()
             finally:
                 if self._trace:
@@ -538,7 +538,7 @@ class Engine:
                 self._end_background()
                 handle, self._handle = self._handle, None
                 if handle is not None:
-                    with contextlib.suppress(CSDError):  # drain() has raised it
+                    with contextlib.suppress(CSDError):  # remap() has raised it
                         bindings.engine_close(handle, self.name_device)
                 self._close_stores()
 

@@ -454,7 +454,7 @@ class AtOnce:
         for tile in self.tiles.tolist():
             bindings.engine_push(self._engine, tile, 0, 0, 0, 0, self._name)
         bindings.engine_finish(self._engine, True, self._name)
-        bindings.engine_settle(self._engine, self._name)
+        bindings.engine_wait_writes(self._engine, self._name)
 
     def close(self) -> None:
         try:

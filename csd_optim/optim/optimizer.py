@@ -244,7 +244,7 @@ class CSDAdam(AdamW, Joinable):
         if self._runner.in_flight and engine is not None and not engine.closed:
             engine.check_open()
             with engine.lock:
-                engine.drain()
+                engine.remap()
                 self._runner.in_flight = False
         return self._state_map.state
 
@@ -568,7 +568,7 @@ class CSDAdam(AdamW, Joinable):
                 within = engine.writing([b.index for b in written])
             else:
                 assert isinstance(engine, DurableEngine)
-                engine.drain()  # the windows show the masters, and keep what is written to them for the step
+                engine.remap()  # the windows show the masters, and keep what is written to them for the step
                 within = engine.reseeding()
             with within:
                 for param_state in written:
@@ -821,7 +821,7 @@ class CSDAdam(AdamW, Joinable):
         """
         engine = self._live_engine
         with engine.lock:
-            engine.settle_writes()
+            engine.wait_writes()
             counted = engine.stats()
         gather = self._plan.gather if self._plan else None
         return describe(

@@ -159,7 +159,7 @@ class StepRunner:
 
     def _restore(self, engine: Engine, took_part: np.ndarray[Any, Any]) -> None:
         """Gives the parameters of an undone step the values they had: those of the masters, back in their place."""
-        engine.drain()  # the windows show the masters as they were
+        engine.remap()  # the windows show the masters as they were
         for tile, elems in engine.undone():
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
                 if took_part[row] and in_tile < elems:

@@ -39,7 +39,7 @@
  *           csd_engine_begin(engine, &params, 1, &first, 1, &tile, 1, &error) ||
  *           csd_engine_push(engine, tile, NULL, NULL, NULL, 0, &error) ||
  *           csd_engine_finish(engine, 1, &error) ||
- *           csd_engine_drain(engine, 1, &error)) {
+ *           csd_engine_remap(engine, 1, &error)) {
  *         puts(error.text);
  *         return 1;
  *       }
@@ -144,8 +144,8 @@ typedef struct csd_engine csd_engine;
 
 int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine **out, csd_error *error);
 
-/* Drains, stops and frees everything but the windows (see csd_window_release), which keep showing the last state;
- * what is written to them from now on stays private. A step that is under way is undone.
+/* Waits for all writes, stops and frees everything but the windows (see csd_window_release), which keep showing the
+ * last state; what is written to them from now on stays private. A step that is under way is undone.
  * Returns the error of a write that never succeeded; the engine is gone all the same. */
 int csd_engine_close(csd_engine *engine, csd_error *error);
 
@@ -187,8 +187,8 @@ typedef struct csd_extent {
 
 /* Adds an extent; its tiles are numbered on from those there are. New states read as zero.
  * `windows` receives one address per section: `n_tiles * tile_elems` fp32 values each, the
- * state itself, readable and writable between steps, after csd_engine_drain: on a file the window of a
- * tile is a mapping of a slot, and csd_engine_drain maps the current one. Windows of a new extent are
+ * state itself, readable and writable between steps, after csd_engine_remap: on a file the window of a
+ * tile is a mapping of a slot, and csd_engine_remap maps the current one. Windows of a new extent are
  * open (see there), those of one that is there already are not. */
 int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **windows, csd_error *error);
 
@@ -228,7 +228,7 @@ typedef struct csd_param {
 } csd_param;
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
- * draining the last one. States are read ahead as far as the buffers reach. The arrays are copied.
+ * waiting for the writes of the last one. States are read ahead as far as the buffers reach. The arrays are copied.
  * Buffers keep what a step writes last: let the next one begin with that, and flow the other way round.
  * A tile without any gradient is read and written all the same, unchanged: the bare I/O of a step. */
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_adamw *hypers,
@@ -253,7 +253,7 @@ int csd_engine_given(csd_engine *engine, const uint32_t *tiles, uint32_t n, int3
                      csd_error *error);
 
 /* With keep = 1, waits until every tile has its new parameters, and brings the residuals up to date; the last states
- * may still be on their way to the device (csd_engine_settle waits for them). If anything failed, or with
+ * may still be on their way to the device (csd_engine_wait_writes waits for them). If anything failed, or with
  * keep = 0, the step is undone: every tile is back at its old slot, and the tiles whose
  * parameters had already been written are listed by csd_engine_undone, for the caller to restore.
  * CSD_ETORN: tiles with one slot had been written already; states and parameters are a mix. Tiles in memory ("ram") are
@@ -266,14 +266,14 @@ uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems,
 
 /* Waits for all writes. One that fails keeps its data in its buffer and is tried again by the next call, so nothing
  * is lost when the cause goes away. May be called by another thread. */
-int csd_engine_settle(csd_engine *engine, csd_error *error);
+int csd_engine_wait_writes(csd_engine *engine, csd_error *error);
 
 /* The same, and makes the windows show the current slots: with `open`, what is written to them goes to the device.
  * Otherwise it stays in memory, and the slot as it was, until csd_engine_edited tells of it. */
-int csd_engine_drain(csd_engine *engine, int32_t open, csd_error *error);
+int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error);
 
 /* Somebody wrote to the windows of these tiles. Where they are open, the tiles count as not summed until they are
- * updated or drained again. Elsewhere the next step that they are part of begins with what the windows show, and if
+ * updated or remapped. Elsewhere the next step that they are part of begins with what the windows show, and if
  * it is undone, so does the one after it. */
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 

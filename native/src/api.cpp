@@ -114,12 +114,12 @@ uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n) {
   return engine->engine.events(events, n);
 }
 
-int csd_engine_settle(csd_engine *engine, csd_error *error) {
-  return guarded(error, [&] { engine->engine.settle_writes(); });
+int csd_engine_wait_writes(csd_engine *engine, csd_error *error) {
+  return guarded(error, [&] { engine->engine.wait_writes(); });
 }
 
-int csd_engine_drain(csd_engine *engine, int32_t open, csd_error *error) {
-  return guarded(error, [&] { engine->engine.drain(open != 0); });
+int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error) {
+  return guarded(error, [&] { engine->engine.remap(open != 0); });
 }
 
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error) {

@@ -50,7 +50,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
                    const uint32_t *tiles, uint32_t n_tiles) {
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
-  settle_writes(lock);
+  wait_writes(lock);
   for (uint64_t i = 0; i < n_params; i++)
     if (params[i].grad &&
         (params[i].hyper >= n_hypers || params[i].grad_dtype > CSD_BF16 || params[i].param_dtype > CSD_BF16))
@@ -331,7 +331,7 @@ void Engine::not_stored(Job &job, Failure failure) noexcept {
     fail(job, std::move(failure));
   } else {
     // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes
-    // it. Keep the data in its buffer and let the next drain try again.
+    // it. Keep the data in its buffer and let the next wait try again.
     failure_ = std::move(failure);
     failure_.device = static_cast<int32_t>(job.tile->device);
     unwritten_.push_back(&job);
@@ -434,12 +434,12 @@ bool Engine::undo() {
   return all;
 }
 
-void Engine::settle_writes() {
+void Engine::wait_writes() {
   Lock lock(mutex_);
-  settle_writes(lock);
+  wait_writes(lock);
 }
 
-void Engine::settle_writes(Lock &lock) {
+void Engine::wait_writes(Lock &lock) {
   settle(lock);
   const std::vector<Job *> again = unwritten_;
   if (traced_) events_.reserve(events_.size() + again.size());
@@ -463,7 +463,7 @@ void Engine::close() {
       if (!error) error = std::current_exception();
     }
   };
-  attempt([&] { settle_writes(); });
+  attempt([&] { wait_writes(); });
   // Windows may outlive the engine; what is written to them from now on is no business of the device.
   for (Tile &t : tiles_)
     if (t.open || t.shown != t.slot) attempt([&] { show(t, false); });

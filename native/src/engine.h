@@ -58,8 +58,8 @@ class Engine {
   uint32_t pull();
   bool given(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);
-  void settle_writes();
-  void drain(bool open);
+  void wait_writes();
+  void remap(bool open);
   void edited(const uint32_t *tiles, uint32_t n);
   void close();
   uint32_t undone(uint32_t *tiles, uint64_t *elems, uint32_t n) const noexcept;
@@ -127,7 +127,7 @@ class Engine {
   bool undo();
   std::list<Pool::Task> feed_back_tasks();
   std::list<Pool::Task> sum_tasks();
-  void settle_writes(Lock &);
+  void wait_writes(Lock &);
   void add_tiles(const csd_extent &, const std::vector<uint32_t> &device, float *const *window);
   void show(Tile &, bool open);
   void grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles);

@@ -52,7 +52,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
     if (device[i] >= lanes_.size())
       throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is on a device that there is not"};
   }
-  settle_writes(lock);  // buffers may be exchanged for larger ones
+  wait_writes(lock);  // buffers may be exchanged for larger ones
 
   // Windows that nothing is mapped over start at different lines of a page: streams that run through memory at equal
   // distances of pages meet in the same sets and banks, which was measured to cost 2 to 10 % of the bandwidth.
@@ -131,10 +131,10 @@ void Engine::show(Tile &t, bool open) {
   throw Failure{CSD_EIO, "mapping tile " + std::to_string(t.index), error, device};
 }
 
-void Engine::drain(bool open) {
+void Engine::remap(bool open) {
   Lock lock(mutex_);
   if (phase_ == Phase::stepping) throw Failure{CSD_ESTATE, "a step is under way"};
-  settle_writes(lock);
+  wait_writes(lock);
   if (!open) {
     std::list<Pool::Task> sums = sum_tasks();
     const size_t n = sums.size();

@@ -187,7 +187,7 @@ struct Model {
   }
 
   std::vector<float> state() {
-    OK(csd_engine_drain(engine, 1, &error));
+    OK(csd_engine_remap(engine, 1, &error));
     std::vector<float> all;
     for (const float *window : windows) all.insert(all.end(), window, window + kTile * kTiles);
     return all;
@@ -295,7 +295,7 @@ void to_and_fro() {
     OK(m.step());
     OK(same.step());
     if (i == 8) CHECK(m.state() == same.state());
-    OK(csd_engine_settle(m.engine, &m.error));
+    OK(csd_engine_wait_writes(m.engine, &m.error));
     for (uint32_t d = 0; d < 3; d++) {
       csd_stats stats;
       OK(csd_engine_stats(m.engine, d, &stats, &m.error));
@@ -343,7 +343,7 @@ void edits() {
   {
     Model m({file(a)}), same({ram()});
     for (Model *model : {&m, &same}) OK(model->step());
-    OK(csd_engine_drain(m.engine, 0, &m.error));
+    OK(csd_engine_remap(m.engine, 0, &m.error));
     const uint32_t edited[] = {0, 3};
     for (int step = 0; step < 4; step++) {
       for (Model *model : {&m, &same})
@@ -358,42 +358,42 @@ void edits() {
       for (Model *model : {&m, &same}) OK(model->step());
       if (step % 2) OK(m.step());  // and two slots later it is the old slot's, of which nothing may be left
       if (step % 2) OK(same.step());
-      OK(csd_engine_drain(m.engine, 0, &m.error));
+      OK(csd_engine_remap(m.engine, 0, &m.error));
       CHECK(memcmp(m.windows[1], same.windows[1], 4 * kTile * kTiles) == 0);
     }
     // To a window from before the last step: it counts for nothing.
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_settle(m.engine, &m.error));
+    OK(csd_engine_wait_writes(m.engine, &m.error));
     m.windows[1][0] = 1e9f;
     OK(csd_engine_edited(m.engine, edited, 2, &m.error));
     OK(m.step());
     OK(same.step());
     // And so to one that was open then: the sums of the current slot stay what they are.
-    OK(csd_engine_drain(m.engine, 1, &m.error));
+    OK(csd_engine_remap(m.engine, 1, &m.error));
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_settle(m.engine, &m.error));
+    OK(csd_engine_wait_writes(m.engine, &m.error));
     m.windows[1][0] = 1e9f;
     OK(csd_engine_edited(m.engine, edited, 2, &m.error));
-    OK(csd_engine_drain(m.engine, 0, &m.error));
+    OK(csd_engine_remap(m.engine, 0, &m.error));
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_settle(m.engine, &m.error));
+    OK(csd_engine_wait_writes(m.engine, &m.error));
     OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), sums.data(), &m.error));
     for (const csd_tile_state &tile : held) CHECK(tile.summed);
     last = same.state();
   }
   // Another engine takes it up where it is; nothing was written there meanwhile.
   Model again({file(a)}, 3, CSD_F32, 2, held.data(), sums.data());
-  OK(csd_engine_drain(again.engine, 0, &again.error));
+  OK(csd_engine_remap(again.engine, 0, &again.error));
   for (uint32_t s = 0; s < 3; s++)
     CHECK(memcmp(again.windows[s], last.data() + s * kTile * kTiles, 4 * kTile * kTiles) == 0);
   again.windows[2][7] = 5;  // never told of: stays here
   OK(again.step());
   // A tile that is no longer what was written, in the second of its chunks: the step is undone, and the parameters of
   // the first had been given out.
-  OK(csd_engine_drain(again.engine, 0, &again.error));
+  OK(csd_engine_remap(again.engine, 0, &again.error));
   const std::vector<float> before(again.windows[1], again.windows[1] + kTile * kTiles);
   OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), sums.data(), &again.error));
   const off_t at = static_cast<off_t>((2 * 5 + held[5].slot) * 3 * 4 * kTile + 4 * kTile + 4 * kSumElems + 400);
@@ -410,7 +410,7 @@ void edits() {
   CHECK(std::find(undone, undone + n, 5u) != undone + n);
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
-  OK(csd_engine_drain(again.engine, 0, &again.error));
+  OK(csd_engine_remap(again.engine, 0, &again.error));
   CHECK(memcmp(again.windows[1], before.data(), 4 * kTile * kTiles) == 0);
   OK(again.step());
 }
@@ -498,7 +498,7 @@ void wrong_calls() {
   CHECK(csd_engine_finish(m.engine, 1, &error) == CSD_ESTATE);
   OK(m.begin());
   CHECK(m.begin() == CSD_ESTATE);
-  CHECK(csd_engine_drain(m.engine, 1, &error) == CSD_ESTATE);
+  CHECK(csd_engine_remap(m.engine, 1, &error) == CSD_ESTATE);
   CHECK(csd_engine_push(m.engine, 9999, nullptr, nullptr, nullptr, 0, &error) == CSD_EINVAL);
   OK(m.push(0, 1));
   CHECK(m.push(0, 1) == CSD_EINVAL);
@@ -594,7 +594,7 @@ void failing_io() {
   CHECK(m.step_by_images() == CSD_EIO);
   CHECK(ftruncate(short_file.fd, File::kBytes) == 0);  // zeros now, but that is not our matter
   OK(m.step());
-  OK(csd_engine_drain(m.engine, 1, &m.error));
+  OK(csd_engine_remap(m.engine, 1, &m.error));
 
   const int kept = dup(closed.fd), nothing = open("/dev/null", O_RDONLY);
   CHECK(dup2(nothing, closed.fd) == closed.fd);  // reads: end of file; writes: EBADF
@@ -620,7 +620,7 @@ struct ReadOnly {
   }
 };
 
-// Writes that fail: within the step, or after it, where the data waits in its buffer for a drain that succeeds.
+// Writes that fail: within the step, or after it, where the data waits in its buffer for one that succeeds.
 void failing_writes() {
   const File a;
   Model few({file(a)});
@@ -638,7 +638,7 @@ void failing_writes() {
     Model m({file(b, kTiles)}), same({ram()});
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_drain(m.engine, 1, &m.error));
+    OK(csd_engine_remap(m.engine, 1, &m.error));
     OK(m.begin());
     OK(m.push(0, kTiles - 1));
     usleep(500);  // most of them are written
@@ -647,7 +647,7 @@ void failing_writes() {
       const ReadOnly now(b.fd);
       OK(m.push(kTiles - 1, kTiles));
       status = csd_engine_finish(m.engine, 1, &m.error);
-      if (status == CSD_OK) CHECK(csd_engine_drain(m.engine, 1, &m.error) == CSD_EIO && m.begin() == CSD_EIO);
+      if (status == CSD_OK) CHECK(csd_engine_remap(m.engine, 1, &m.error) == CSD_EIO && m.begin() == CSD_EIO);
     }
     if (status == CSD_OK) OK(same.step());
     CHECK(m.state() == same.state());
@@ -658,7 +658,7 @@ void failing_writes() {
     Model m({file(b, kTiles)}), same({ram()});
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_drain(m.engine, 1, &m.error));
+    OK(csd_engine_remap(m.engine, 1, &m.error));
     OK(m.begin());
     OK(m.push(0, kTiles - 1));
     usleep(2000);  // most often they are written
@@ -810,7 +810,7 @@ void out_of_memory() {
           const int end = csd_engine_finish(m.engine, result == CSD_OK && !images, &m.error);
           CHECK(images || result == CSD_OK || end != CSD_OK);
           if (result == CSD_OK) result = end;
-          const int late = csd_engine_settle(m.engine, &m.error);  // writes that may still be under way
+          const int late = csd_engine_wait_writes(m.engine, &m.error);  // writes that may still be under way
           CHECK(late == CSD_OK || late == CSD_ENOMEM);
           return result;
         });
@@ -827,9 +827,9 @@ void out_of_memory() {
         sparse(0);
         CHECK(owed[0] == owed[1]);
         const uint32_t edited[] = {1, 6};
-        OK(csd_engine_drain(m.engine, 1, &m.error));
+        OK(csd_engine_remap(m.engine, 1, &m.error));
         OK(csd_engine_edited(m.engine, edited, 2, &m.error));
-        armed([&] { return csd_engine_drain(m.engine, 0, &m.error); });
+        armed([&] { return csd_engine_remap(m.engine, 0, &m.error); });
         CHECK(m.state() == same.state());
       }
       m.prepare();
