@@ -49,8 +49,9 @@ TAKEN_BY_XRT = [signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGUSR1, s
 SEGMENT = np.dtype(
     [
         *((name, "u4") for name in ("first_word", "elems", "grad_dtype", "param_dtype")),
+        ("rule", "u4"),
         ("hyper", "f4", 9),
-        *((name, "u4") for name in ("amsgrad", "sparse", "reserved")),
+        *((name, "u4") for name in ("sparse", "reserved")),
     ]
 )
 HYPER = np.array([0.999, 0.9, 0.1, 0.999, 0.001, 0.01, 3.0, 1e-8, 0.5], "f4")
@@ -108,7 +109,7 @@ class Update:
         self.segment, segment_map = card.buffer(PAGE, CACHEABLE)
         self.param, self.param_map = card.buffer(64 * n_words, CACHEABLE)
         self.report, self.report_map = card.buffer(PAGE, CACHEABLE)
-        segment_map[:64].view(SEGMENT)[0] = (0, elems, grad_dtype, param_dtype, HYPER, 0, sparse, 0)
+        segment_map[:64].view(SEGMENT)[0] = (0, elems, grad_dtype, param_dtype, 0, HYPER, sparse, 0)
         to_card(self.segment, 64)
         words = [-(-elems // (16 if dtype == F32 else 32)) for dtype in (grad_dtype, param_dtype)]
         counts = [n_words, 3, 1, 0 if sparse else words[0], int(sparse), words[1], n_words]

@@ -553,7 +553,7 @@ def test_bits_do_not_depend_on_the_calling_thread():
         states, param = [t.clone() for t in before], torch.empty(n, dtype=torch.bfloat16)
         set_floats(how)
         try:
-            bindings.update(constants, "scalar", grad, *states, None, param)
+            bindings.update(constants, "scalar", grad, states, param)
             sent = bindings.topk_select(grad, n // 3, torch.bfloat16, residual, 3.0)
             assert LIBM.fegetround() == (UPWARD if how == "upward" else NEAREST)
             assert (torch.tensor(1e-40) * 1 == 0) == (how == "flush")
@@ -587,7 +587,7 @@ def test_moments_fade_to_zero_as_in_torch():
 # ---- The updater alone ---------------------------------------------------------------
 
 
-def hyper(**changes):
+def hyper(amsgrad=False, **changes):
     """Constants of a third step with lr 1e-2, or of what the changes make of it."""
     lr, beta1, beta2, t = 1e-2, 0.9, 0.999, 3
     values = {
@@ -600,10 +600,9 @@ def hyper(**changes):
         "inv_sqrt_bias2": (1 - beta2**t) ** -0.5,
         "eps": 1e-8,
         "grad_scale": 1.0,
-        "amsgrad": 0,
         **changes,
     }
-    return np.array([tuple(values[name] for name in bindings.HYPER.names)], bindings.HYPER)
+    return np.array([(bindings.RULES["amsgrad" if amsgrad else "adamw"], (*values.values(),))], bindings.HYPER)
 
 
 def bits(t):
@@ -649,9 +648,7 @@ def test_instruction_sets_agree_at_every_length_and_offset(grad_dtype, param_dty
                 tensors = [t.clone() for t in inputs]
                 # The gradient says how long; the others go on, so that a write past the end shows.
                 grad, *sections, param = (t[offset:] for t in tensors)
-                if not amsgrad:
-                    sections[3] = None
-                bindings.update(constants, isa, grad[:length], *sections, param)
+                bindings.update(constants, isa, grad[:length], sections, param)
                 results[isa] = tensors
                 for before, after in zip(inputs, tensors, strict=True):
                     assert torch.equal(bits(before[:offset]), bits(after[:offset]))
@@ -668,7 +665,7 @@ def test_updater_without_a_parameter(isa):
     for param in (None, torch.empty(100)):
         torch.manual_seed(1)
         states = [torch.randn(100), torch.randn(100), torch.rand(100)]
-        bindings.update(hyper(), isa, torch.randn(100), *states, None, param)
+        bindings.update(hyper(), isa, torch.randn(100), states, param)
         runs.append(states)
     assert_same_bits(*runs)
 
@@ -680,7 +677,7 @@ def test_every_16_bit_gradient_widens_as_in_torch(dtype, isa):
     n = grad.numel()
     exp_avg = torch.full((n,), -0.0)  # with beta1 = 0 exp_avg becomes the gradient; -0 + x is x, even for x = -0
     constants = hyper(beta1=0.0, one_minus_beta1=1.0)
-    bindings.update(constants, isa, grad, torch.zeros(n), exp_avg, torch.zeros(n), None, None)
+    bindings.update(constants, isa, grad, (torch.zeros(n), exp_avg, torch.zeros(n)), None)
     assert torch.equal(bits(exp_avg), bits(flushed(grad.float())))
 
 
@@ -706,6 +703,6 @@ def test_masters_round_as_in_torch(dtype, isa):
     n = master.numel()
     before, param = flushed(master), torch.empty(n, dtype=dtype)
     constants = hyper(decay=1.0, step_size=0.0, eps=1.0)  # a step that changes nothing
-    bindings.update(constants, isa, torch.zeros(n), master, torch.zeros(n), torch.zeros(n), None, param)
+    bindings.update(constants, isa, torch.zeros(n), (master, torch.zeros(n), torch.zeros(n)), param)
     assert torch.equal(bits(master), bits(before))
     assert torch.equal(bits(param), bits(before.to(dtype)))

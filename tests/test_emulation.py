@@ -97,13 +97,11 @@ def test_a_tile_is_updated_beside_its_drive(devices, places, tmp_path, capfd):
     assert program("update", tmp_path, n_words, elems, devices=devices, drives=drives) == 0
     out = capfd.readouterr().out
     assert out.count("direct I/O") == devices
-    hyper = np.zeros((), bindings.HYPER)
-    for name, value in zip(bindings.HYPER.names, (0.999, 0.9, 0.1, 0.999, 0.001, 0.01, 3.0, 1e-8, 0.5, 0), strict=True):
-        hyper[name] = value
+    hyper = np.array((0, (0.999, 0.9, 0.1, 0.999, 0.001, 0.01, 3.0, 1e-8, 0.5)), bindings.HYPER)
     for i, (tile, grad) in enumerate(zip(tiles, grads, strict=True)):
         before = [bindings.crc32c(section.numpy().tobytes()) for section in tile]
         param = torch.empty(elems, dtype=torch.float16)
-        bindings.update(hyper, bindings.isas()[-1], grad, *(section[:elems] for section in tile), None, param)
+        bindings.update(hyper, bindings.isas()[-1], grad, [section[:elems] for section in tile], param)
         # The tile ends where its pages end.
         assert (drives[i] / "tile").read_bytes() == tile.numpy().tobytes()
         assert np.array_equal(np.load(tmp_path / f"param{i}.npy"), param.view(torch.int16).numpy().view("u2"))

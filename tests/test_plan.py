@@ -12,7 +12,7 @@ from csd_optim import CSDAdam, CSDStoreError, CSDValueError
 from csd_optim.cli import commands as cli
 from csd_optim.devices.spec import Pace
 from csd_optim.engine import tuning as probe
-from csd_optim.optim.adamw import hyper
+from csd_optim.optim.adamw import ADAMW
 from csd_optim.planning import advice as plan
 from csd_optim.planning.advice import Device, Host, Request, predict, traffic
 
@@ -581,7 +581,7 @@ def test_engine_without_drives_updates_and_verifies():
         for t in range(1, 4):
             p.grad = torch.randn(p.numel()).bfloat16()
             engine.grad.copy_(p.grad)
-            engine.hyper[0] = hyper(opt.param_groups[0], t, 1.0)
+            engine.hyper[0] = ADAMW.constants(opt.param_groups[0], t, 1.0)
             opt.step()
             engine.step()
             assert torch.equal(engine.param, p)

@@ -23,17 +23,19 @@ import torch
 from conftest import named_devices, place
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError
-from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM
+from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM, RULES
 from csd_optim.checkpoint import export as convert
 from csd_optim.checkpoint import snapshot as checkpoint
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine import residuals
 from csd_optim.engine.durable import open_engine
+from csd_optim.optim.adamw import ADAMW
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, Record, read_contents
 
-ADAM = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0, 0)], HYPER)
+ADAM = np.array([(RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0))], HYPER)
+STATES = ADAMW.sections[:3]
 FP32 = DTYPE_CODES[torch.float32]
 # Shape, stride, and the step in which it begins to have a residual.
 PARAMS = {
@@ -62,7 +64,7 @@ class Training:
             engine.discard_newer()
             self.extent = engine.extents[0]
         else:
-            self.extent = engine.extend([math.prod(shape) for shape, _, _ in PARAMS.values()], 3)
+            self.extent = engine.extend([math.prod(shape) for shape, _, _ in PARAMS.values()], STATES)
             engine.describe(self.manifest())
             engine.sync()
         self.windows = [[engine.window(self.extent, i, s, torch.float32) for s in range(3)] for i in range(len(PARAMS))]
@@ -307,7 +309,7 @@ def test_they_are_spread_over_the_durable_devices(tmp_path):
         devices = ["ram:", *named_devices(tmp_path / f"{run}", 3)]
         (tmp_path / f"{run}").mkdir()
         with contextlib.closing(open_engine(parse_devices(devices), tile_elems=1024)) as engine:
-            extent = engine.extend(numels, 3)
+            extent = engine.extend(numels, STATES)
             params = [entry(i, 0, *place) for i, place in enumerate(zip(extent.starts, numels, strict=True))]
             engine.describe({"params": params, "waiting": []})
             for i, n in enumerate(numels):
@@ -429,7 +431,7 @@ def test_a_commit_needs_no_more_room_than_the_step_has_found(tmp_path, monkeypat
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]))) as engine:
         params = []
         for n in (300, 550):  # these have the table's room nearly full
-            starts = engine.extend([1] * n, 3).starts
+            starts = engine.extend([1] * n, STATES).starts
             params += [entry(len(params) + i, len(engine.extents) - 1, s, 1) for i, s in enumerate(starts)]
             engine.describe({"params": params, "waiting": []})
             engine.commit(RECORD)
@@ -483,7 +485,7 @@ def test_they_are_counted_where_they_are_written(tmp_path):
 
 def test_nothing_but_an_empty_one(tmp_path):
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]))) as engine:
-        starts = engine.extend([0], 3).starts
+        starts = engine.extend([0], STATES).starts
         engine.describe({"params": [entry(0, 0, starts[0], 0)], "waiting": []})
         engine.keep_residual(0, torch.zeros(0, dtype=torch.bfloat16))
     assert not verify(tmp_path / "csd")[0].damage
@@ -499,7 +501,7 @@ def test_large_ones_go_in_parts(tmp_path, monkeypatch):
     numels = [5 * PAGE // 2, 5 * PAGE // 2 + 1, 12 * PAGE // 2 - 1]
     kept = [torch.randn(n).bfloat16() for n in numels]
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), tile_elems=1024)) as engine:
-        extent = engine.extend(numels, 3)
+        extent = engine.extend(numels, STATES)
         params = [entry(i, 0, *place) for i, place in enumerate(zip(extent.starts, numels, strict=True))]
         engine.describe({"params": params, "waiting": []})
         for i, residual in enumerate(kept):

@@ -779,7 +779,7 @@ def push_entries(opt, words):
         code = bindings.DTYPE_CODES[torch.bfloat16]
         row["grad"], row["param"], row["grad_dtype"], row["param_dtype"] = p.data_ptr(), p.data_ptr(), code, code
     table["topk"][0], table["topk_dtype"] = 0.01, bindings.DTYPE_CODES[torch.bfloat16]
-    hypers = np.array([(1, 0.0, 1.0, 0.0, 1.0, 0, 1, 1, 1, 0)], bindings.HYPER)  # moments are the gradient
+    hypers = np.array([(0, (1, 0.0, 1.0, 0.0, 1.0, 0, 1, 1, 1))], bindings.HYPER)  # moments are the gradient
     image_bytes = 4 * engine.extents[0].tile_elems
     grad, param = torch.zeros(image_bytes, dtype=torch.uint8), torch.zeros(image_bytes, dtype=torch.uint8)
     engine.begin(table, hypers, np.arange(engine.n_tiles, dtype=np.uint32))

@@ -55,7 +55,7 @@ from ..store.format import (
 from ..store.layout import Extent, extents_of
 from ..store.reader import Residual, find_damage, lying_in, residuals_of
 from .commit import Background, Commit, InParallel
-from .engine import SECTIONS, Engine
+from .engine import Engine
 from .proof import way_out
 from .residuals import Residuals
 
@@ -187,7 +187,7 @@ class DurableEngine(Engine):
             name += ": " + ", ".join(lying_in(manifest, self.extents.index(extent), tile - extent.first_tile))
         return name
 
-    def extend(self, numels: Sequence[int], sections: int) -> Extent:
+    def extend(self, numels: Sequence[int], sections: Sequence[str]) -> Extent:
         self.check_open()
         if self._uncommitted:  # what joins is no part of the step before
             self.commit()
@@ -215,7 +215,7 @@ class DurableEngine(Engine):
                 "tile_elems": extent.tile_elems,
                 "tiles": extent.tiles_of(device),
                 "slots": extent.slots,
-                "sections": list(SECTIONS[: extent.sections]),
+                "sections": [*extent.sections],
                 "file_offset": offset,
                 **({"shares": [*extent.shares]} if extent.shares else {}),
                 **({"sum_elems": extent.sum_elems} if extent.sum_elems else {}),
@@ -460,7 +460,8 @@ class DurableEngine(Engine):
         durable = {d: store for d, store in enumerate(self._stores) if store and store.durable}
         self._committed_steps = steps = self._all_steps()
         extents_on = {d: [*self._extents_on[d]] for d in durable}
-        version = version_of(features_of(self._extents_on[0], residuals=bool(residuals)))
+        features = features_of(self._extents_on[0], residuals=bool(residuals), rule="rule" in self._manifest)
+        version = version_of(features)
         manifests = {}
         if not self._described:
             manifests = {d: json.dumps(self._described_on(d)).encode() for d in durable}
@@ -604,7 +605,7 @@ class DurableEngine(Engine):
         ranks = {"rank": self.ranks.rank, "world_size": self.ranks.size} if self.ranks else {}
         tiles = sum(e["tiles"] for e in extents)
         manifest = {**self._manifest, **ranks, "params": params, "extents": extents, "tiles": tiles}
-        features = features_of(extents, residuals=bool(self.residuals))
+        features = features_of(extents, residuals=bool(self.residuals), rule="rule" in self._manifest)
         return {**manifest, "features": sorted(features)} if version_of(features) >= NAMED_FEATURES else manifest
 
     def _announce_step(self) -> None:
@@ -654,7 +655,7 @@ class DurableEngine(Engine):
             self._tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
         for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)
-            sums = np.zeros((extent.n_tiles, extent.chunks, extent.sections), np.uint32)
+            sums = np.zeros((extent.n_tiles, extent.chunks, len(extent.sections)), np.uint32)
             for d, contents in enumerate(self.recovered):
                 here, tiles = extent.devices == d, extent.tiles_of(d)
                 states[here], sums[here] = contents.tiles[row[d] : row[d] + tiles], contents.sums[e]

@@ -43,11 +43,9 @@ log = logging.getLogger("csd_optim")
 TUNE_BYTES = 4 << 30  # of states on each device: a step then takes seconds, and what it gains is worth half of one
 UNEQUAL = 1.5  # times as fast: what two short measurements of equal drives do not differ by
 
-SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
 
 class Engine:
-    """Owns `specs`' devices from now to `close()`. States are fp32, `SECTIONS` names them.
+    """Owns `specs`' devices from now to `close()`. States are fp32; who extends it names them.
 
     Raises what `StoreFile` raises when a directory cannot be had; then nothing is left open.
     """
@@ -76,7 +74,7 @@ class Engine:
         self._windows: list[list[Any]] = []  # per extent, per section: a buffer that unmaps itself
         self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
         self.synced = True  # what was written to windows is on the devices
-        self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
+        self.steps: list[np.ndarray[Any, Any]] = []  # per extent: `step` of each parameter, fp32
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, over all extents: see keep_residual()
         self.step = 0  # whole steps of this engine
         self.record = Record()  # of the last step
@@ -169,15 +167,17 @@ class Engine:
         card = f"xrt:{spec.card}, " if spec.card else ""
         return f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
 
-    def extend(self, numels: Sequence[int], sections: int) -> Extent:
+    def extend(self, numels: Sequence[int], sections: Sequence[str]) -> Extent:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
+
+        `sections`: names of the states of each, the fp32 master being the first.
 
         To be followed by `describe()`, and to be filled within `writing()`.
         """
         self.check_open()
         self.synced = False
         if not self.extents:
-            self._tune(self.slots * 4 * sections * sum(numels), new=True)
+            self._tune(self.slots * 4 * len(sections) * sum(numels), new=True)
         extent = plan_extent(
             numels,
             len(self.specs),
@@ -238,7 +238,7 @@ class Engine:
             self._handle,
             extent.tile_elems,
             extent.n_tiles,
-            extent.sections,
+            len(extent.sections),
             offsets,
             extent.pieces,
             self.name_device,
@@ -327,7 +327,7 @@ class Engine:
     def tiles_of(self, extent: Extent) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """What is known of the tiles of an extent: TILE_STATE of each, checksums (uint32: tiles, chunks, sections)."""
         n, first = extent.n_tiles, extent.first_tile
-        return bindings.engine_tiles(self._handle, first, n, extent.chunks, extent.sections)
+        return bindings.engine_tiles(self._handle, first, n, extent.chunks, len(extent.sections))
 
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
         """The parts of parameters in a tile, dtype PIECE."""

@@ -3,7 +3,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
+#include <string>
 
 #include "card.h"
 #include "crc32c.h"
@@ -83,7 +85,7 @@ void csd_window_release(float *window, uint64_t elems) {
   munmap(reinterpret_cast<void *>(begin), 4 * elems + page);
 }
 
-int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_adamw *hypers,
+int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_hyper *hypers,
                      uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error) {
   return guarded(error, [&] { engine->engine.begin(params, n_params, hypers, n_hypers, tiles, n_tiles); });
 }
@@ -135,21 +137,17 @@ int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_er
   return guarded(error, [&] { *out = engine->engine.stats(device); });
 }
 
-int csd_update(const csd_adamw *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype, float *master,
-               float *exp_avg, float *exp_avg_sq, float *max_exp_avg_sq, void *param, int32_t param_dtype,
-               csd_error *error) {
+int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
+               float *const *state, uint32_t sections, void *param, int32_t param_dtype, csd_error *error) {
   return guarded(error, [&] {
     if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
-    if (hyper->amsgrad && !max_exp_avg_sq) throw csd::Failure{CSD_EINVAL, "amsgrad needs max_exp_avg_sq"};
+    if (!csd::sections_of(hyper->rule).take(sections))
+      throw csd::Failure{CSD_EINVAL, "no update rule " + std::to_string(hyper->rule) + " for " +
+                                         std::to_string(sections) + " sections"};
+    csd::Span span{hyper, n, grad, static_cast<uint32_t>(grad_dtype), {}, param, static_cast<uint32_t>(param_dtype)};
+    std::copy_n(state, sections, span.state);
     const csd::FloatMode mode(csd::Subnormals::zero);
-    csd::update({hyper,
-                 n,
-                 grad,
-                 static_cast<uint32_t>(grad_dtype),
-                 {master, exp_avg, exp_avg_sq, max_exp_avg_sq},
-                 param,
-                 static_cast<uint32_t>(param_dtype)},
-                isa);
+    csd::update(span, isa);
   });
 }
 

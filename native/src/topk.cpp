@@ -28,7 +28,7 @@ Part part_of(const csd_piece &piece, const Work &work) {
   uint16_t *const residual = p.residual ? static_cast<uint16_t *>(p.residual) + piece.param_first : nullptr;
   const uint32_t seed =
       static_cast<uint32_t>(piece.param_first) + p.seed * 0x9e3779b9u;  // 2^32 / golden ratio: steps far apart
-  return {grad_at(piece, work, 0), p.grad_dtype, residual, work.hypers[p.hyper].grad_scale, p.topk_dtype, seed};
+  return {grad_at(piece, work, 0), p.grad_dtype, residual, work.hypers[p.hyper].c[CSD_GRAD_SCALE], p.topk_dtype, seed};
 }
 
 uint64_t blocks_of(const Tile &tile) { return (tile.elems + kBlockElems - 1) / kBlockElems; }

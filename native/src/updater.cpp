@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "adamw.h"
 #include "float16.h"
+#include "rules.h"
 #include "topk.h"
 
 #if defined(__x86_64__)
@@ -90,6 +90,18 @@ std::atomic<int32_t> used_isa{best_isa()};
 #else
 #define CSD_IN(isa, call) (static_cast<void>(isa), scalar::call)
 #endif
+
+SectionRange sections_of(uint32_t rule) noexcept {
+  switch (rule) {
+#define CSD_CASE(number, Rule, sections, most) \
+  case number:                                 \
+    return {sections, most};
+    CSD_RULES(CSD_CASE)
+#undef CSD_CASE
+    default:
+      return {};
+  }
+}
 
 uint64_t update(const Span &span, int32_t isa) { return CSD_IN(isa, update(span)); }
 

@@ -18,8 +18,8 @@ constexpr uint64_t kMostFileOffset = uint64_t{1} << 61;
 
 void Engine::extend(const csd_extent &e, float **windows) {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 3 || e.sections > 4)
-    throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 3 or 4 sections"};
+  if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 1 || e.sections > 4)
+    throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 1 to 4 sections"};
   if (e.sum_elems == 0 || e.sum_elems % 1024)
     throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
   if (e.tile_elems > kMostTileElems || e.n_tiles > kMostElems / e.tile_elems)
@@ -64,9 +64,10 @@ void Engine::extend(const csd_extent &e, float **windows) {
     window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
   }
   const uint64_t largest = std::max(largest_tile_, 4 * e.tile_elems * e.sections);
+  const uint64_t largest_section = std::max(largest_section_, 4 * e.tile_elems);
   std::vector<uint64_t> on_device = tiles_on_device();
   for (const uint32_t d : device) on_device[d]++;
-  grow_buffers(largest, on_device);
+  grow_buffers(largest, largest_section, on_device);
 
   const size_t first_tile = tiles_.size(), extents = pieces_.size();
   try {
@@ -85,6 +86,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
     memory[s].release();
   }
   largest_tile_ = largest;
+  largest_section_ = largest_section;
 }
 
 void Engine::add_tiles(const csd_extent &e, const std::vector<uint32_t> &device, float *const *window) {

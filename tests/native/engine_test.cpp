@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "csd.h"
+#include "rules.h"
 
 #define CHECK(condition)                                                        \
   do {                                                                          \
@@ -97,12 +98,13 @@ struct Model {
   std::vector<std::vector<char>> params, grads;
   std::vector<csd_param> table;
   std::vector<uint32_t> tiles;
-  csd_adamw hyper{0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f, 0};
+  csd_hyper hyper{CSD_ADAMW, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f}};
 
   Model(std::vector<csd_device> d, uint32_t n_sections = 3, uint32_t of_dtype = CSD_F32, uint32_t n_slots = 2,
         const csd_tile_state *held = nullptr, const uint32_t *held_sums = nullptr)
       : devices(std::move(d)), sections(n_sections), dtype(of_dtype), slots(n_slots), states(held), sums(held_sums) {
-    hyper.amsgrad = sections == 4;
+    if (sections == 4) hyper.rule = CSD_AMSGRAD;
+    if (sections < 3) hyper.rule = sections == 2 ? kHeavy : kPlain, hyper.c[0] = 0.01f, hyper.c[1] = 0.9f;
     OK(csd_engine_create(devices.data(), static_cast<uint32_t>(devices.size()), &engine, &error));
     extend();
   }
@@ -252,7 +254,7 @@ void many_steps() {
 void all_updaters() {
   const int32_t best = csd_isa_best();
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
-    for (const uint32_t sections : {3u, 4u}) {
+    for (const uint32_t sections : {1u, 2u, 3u, 4u}) {
       std::vector<float> first;
       for (int32_t isa = 0; isa <= best; isa++) {
         OK(csd_isa_use(isa, nullptr));
@@ -267,13 +269,56 @@ void all_updaters() {
         std::vector<char> grad(4 * 37), param(4 * 37);
         for (uint64_t n = 0; n <= 37; n++) {
           const size_t bytes = dtype == CSD_F32 ? 4 : 2;
-          OK(csd_update(&m.hyper, isa, n, grad.data() + bytes * (37 - n), static_cast<int32_t>(dtype),
-                        s.data() + 37 - n, s.data() + 74 - n, s.data() + 111 - n, s.data() + 148 - n,
+          float *const at[] = {s.data() + 37 - n, s.data() + 74 - n, s.data() + 111 - n, s.data() + 148 - n};
+          OK(csd_update(&m.hyper, isa, n, grad.data() + bytes * (37 - n), static_cast<int32_t>(dtype), at, sections,
                         param.data() + bytes * (37 - n), static_cast<int32_t>(dtype), nullptr));
         }
       }
     }
   CHECK(csd_isa_use(best + 1, nullptr) == CSD_EINVAL);
+}
+
+// Rules of one and of two sections, which tests/native/rules/rules.h adds: through devices, windows and sums, and from
+// a store that is taken up again.
+void rules_of_few_sections() {
+  for (const uint32_t sections : {1u, 2u}) {
+    const File a, b;
+    Model m({file(a), file(b)}, sections), same({ram(), ram()}, sections);
+    std::vector<csd_tile_state> states(kTiles);
+    std::vector<uint32_t> sums(2 * sections * kTiles);
+    for (int step = 0; step < 3; step++) {
+      OK(m.step());
+      OK(same.step());
+    }
+    CHECK(m.state() == same.state());
+    float master = 0, momentum = 0;  // of the first element, whose gradient is -3
+    for (int step = 0; step < 3; step++) {
+      momentum = sections == 2 ? momentum * 0.9f - 3 : -3;
+      master = master - 0.01f * momentum;
+    }
+    CHECK(m.windows[0][0] == master && reinterpret_cast<const float *>(m.params[0].data())[0] == master);
+    if (sections == 2) CHECK(m.windows[1][0] == momentum);
+
+    m.windows[sections - 1][5] = same.windows[sections - 1][5] = 7;
+    OK(csd_engine_edited(m.engine, m.tiles.data(), 1, &m.error));
+    OK(m.step());
+    OK(same.step());
+    OK(csd_engine_remap(m.engine, 0, &m.error));
+    OK(csd_engine_tiles(m.engine, 0, kTiles, states.data(), sums.data(), &m.error));
+    OK(m.close_engine());
+    Model again({file(a), file(b)}, sections, CSD_F32, 2, states.data(), sums.data());
+    for (Model *model : {&again, &same}) OK(model->step());  // their gradients are the same
+    CHECK(again.state() == same.state());
+
+    csd_hyper &hyper = again.hyper;
+    for (const uint32_t rule : {sections == 2 ? kPlain : kHeavy, uint32_t{CSD_ADAMW}, uint32_t{CSD_AMSGRAD}}) {
+      hyper.rule = rule;
+      CHECK(again.begin() == CSD_EINVAL && strstr(again.error.text, "which update rule"));
+    }
+    hyper.rule = 7;
+    CHECK(again.begin() == CSD_EINVAL && strcmp(again.error.text, "no update rule 7") == 0);
+    CHECK(again.state() == same.state());  // nothing was touched
+  }
 }
 
 // Each step begins with what the one before has left in buffers.
@@ -878,6 +923,7 @@ int main(int argc, char **argv) {
     void (*run)();
   } tests[] = {{"many steps", many_steps},
                {"all updaters", all_updaters},
+               {"rules of few sections", rules_of_few_sections},
                {"to and fro", to_and_fro},
                {"undo", undo},
                {"edits", edits},
