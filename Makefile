@@ -12,7 +12,8 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*/*.h native/*/*.cpp hls_kernels/*.h hls_kernels/*.cpp hls_kernels/*/*.h) \
     $(wildcard csd_optim/_build_*.py) setup.py setup.cfg
 
-CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/native/* tests/faults,$(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
+CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/native/* tests/faults,\
+    $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
 .PHONY: demo emu-demo test tables soak check pytest sanitize clean
 

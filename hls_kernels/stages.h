@@ -1,6 +1,7 @@
 // The stages of the kernel: labelled loops, joined by streams. csd_adamw_update.cpp connects them; README.md beside this
 // file draws the picture, bench/cycles.py counts the cycles. None of them is inlined: a stage is a module of its own.
-// Who includes this has said which of native/include/rules.h is `Rule`: one update rule is in a kernel, with its variants.
+// Who includes this has said which type of native/include/rules.h is `Rule`: one update rule is in a kernel, with its
+// variants.
 #pragma once
 #include "float16.h"
 #include "word.h"

@@ -1,4 +1,5 @@
-// The border: C++ exceptions become a status here and nowhere else. What is not guarded calls what is noexcept.
+// The border: C++ exceptions become a status here and nowhere else. What is not guarded calls what is noexcept: this
+// cannot be said of the functions themselves, which are declared in a header for C.
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -6,6 +7,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "card.h"
 #include "crc32c.h"
@@ -43,6 +45,12 @@ int guarded(csd_error *error, Call call) noexcept {
     return report(error, csd::caught());
   }
 }
+
+static_assert(noexcept(std::declval<const csd::Card &>().has_p2p()) && noexcept(csd::best_isa()) &&
+                  noexcept(csd::topk_count(0, 0)) && noexcept(csd::crc32c(0, nullptr, 0)) &&
+                  noexcept(std::declval<const csd::Engine &>().undone(nullptr, nullptr, 0)) &&
+                  noexcept(std::declval<csd::Engine &>().events(nullptr, 0)),
+              "nobody catches what these throw");
 
 }  // namespace
 

@@ -11,8 +11,8 @@ namespace csd {
 
 constexpr uint64_t kMostBytes = uint64_t{1} << 47;  // of the buffers of a device: an address space
 
-// For tiles and sections of up to so many bytes, and so many tiles on each device. If that fails, a device may be left without any; whoever
-// needs them asks again.
+// For tiles of up to `bytes`, with sections of up to `section`, and so many tiles on each device. If that fails, a
+// device may be left without any; whoever needs them asks again.
 void Engine::grow_buffers(uint64_t bytes, uint64_t section, const std::vector<uint64_t> &tiles) {
   if (bytes == 0) return;  // there are no extents yet
   for (Lane &lane : lanes_) {

@@ -109,7 +109,7 @@ void check_entries(const Tile &tile, const Work &work) {
 
 }  // namespace
 
-uint64_t topk_count(double ratio, uint64_t n) {
+uint64_t topk_count(double ratio, uint64_t n) noexcept {
   if (n == 0) return 0;
   const FloatMode mode(Subnormals::kept);
   return std::clamp<uint64_t>(static_cast<uint64_t>(std::nearbyint(ratio * static_cast<double>(n))), 1, n);

@@ -40,7 +40,7 @@ uint64_t collect(const uint16_t *values, uint64_t n, uint16_t least,
                  uint32_t *indices);  // of magnitudes from `least` on
 
 // How many of n are sent.
-uint64_t topk_count(double ratio, uint64_t n);
+uint64_t topk_count(double ratio, uint64_t n) noexcept;
 
 // Memory of a thread that selects: at most 8 bytes per element of the largest piece.
 struct Scratch {

@@ -71,7 +71,7 @@ namespace csd::avx512 {
 
 namespace csd {
 
-int32_t best_isa() {
+int32_t best_isa() noexcept {
 #if CSD_X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -27,7 +27,7 @@ SectionRange sections_of(uint32_t rule) noexcept;  // none: there is no such rul
 // Returns how many gradients are inf or nan; their elements are updated all the same.
 uint64_t update(const Span &span, int32_t isa);
 
-int32_t best_isa();
+int32_t best_isa() noexcept;
 extern std::atomic<int32_t> used_isa;
 
 }  // namespace csd

@@ -447,7 +447,7 @@ void edits() {
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
   CHECK(again.step() == CSD_EDAMAGED && again.error.tile == 5 && again.error.device == 0 &&
-        strstr(again.error.text, "exp_avg of tile 5"));
+        strstr(again.error.text, "section 1 of tile 5"));
   uint32_t undone[kTiles];
   uint64_t elems[kTiles];
   const uint32_t n = csd_engine_undone(again.engine, undone, elems, kTiles);
