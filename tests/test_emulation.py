@@ -108,7 +108,7 @@ def test_a_tile_is_updated_beside_its_drive(devices, places, tmp_path, capfd):
         report = np.load(tmp_path / f"report{i}.npy")
         after = [bindings.crc32c(section.numpy().tobytes()) for section in tile]
         words = param.numpy().tobytes().ljust(-(-elems // 32) * 64, b"\0")
-        assert report[:16].tolist() == [2, n_words, 0, 0, bindings.crc32c(words)] + [0] * 11
+        assert report[:16].tolist() == [3, n_words, 0, 0, bindings.crc32c(words)] + [0] * 11
         assert report[16:].tolist() == [*before, 0, *after, 0] + [0] * 8
 
 
