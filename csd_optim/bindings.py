@@ -289,10 +289,13 @@ def engine_pull(engine: Any, name: Namer) -> int:
     return int(tile[0])
 
 
-def engine_given(engine: Any, tiles: np.ndarray[Any, Any], wait: bool, name: Namer) -> bool:
+def engine_params_ready(engine: Any, tiles: np.ndarray[Any, Any], wait: bool, name: Namer) -> bool:
     given, error = ffi.new("int32_t *"), ffi.new("csd_error *")
     check(
-        lib.csd_engine_given(engine, _array(tiles, "uint32_t *"), len(tiles), wait, given, error), error, name, _UNDONE
+        lib.csd_engine_params_ready(engine, _array(tiles, "uint32_t *"), len(tiles), wait, given, error),
+        error,
+        name,
+        _UNDONE,
     )
     return bool(given[0])
 

@@ -394,7 +394,7 @@ class Engine:
 
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         """Do these tiles (uint32), all of them pushed, have their new parameters? `wait`: until they have."""
-        return bindings.engine_given(self._handle, tiles, wait, self.name_device)
+        return bindings.engine_params_ready(self._handle, tiles, wait, self.name_device)
 
     def finish(self, keep: bool = True) -> None:
         """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""

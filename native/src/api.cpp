@@ -107,8 +107,8 @@ int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error) {
   return guarded(error, [&] { *tile = engine->engine.pull(); });
 }
 
-int csd_engine_given(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
-                     csd_error *error) {
+int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
+                            csd_error *error) {
   return guarded(error, [&] { *given = engine->engine.given(tiles, n, wait != 0); });
 }
 
