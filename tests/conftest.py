@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from support import cards
 
 from csd_optim import cli
 from csd_optim.devices import parse_device
@@ -13,6 +14,11 @@ BACKENDS = ["file", "files", "ram", "mixed"]
 # Those of a run under emulated cards (test_xrt.py): pytest --xrt
 XRT_BACKENDS = ["xrt", "xrts"]
 TILE = 2048  # elements: small, so that a handful of parameters crosses tiles and devices
+
+# The oracle is torch's AdamW on tensors of a few thousand elements: there, intra-op threads only spin for each other.
+# CSDAdam has threads of its own. The variable is for the interpreters that tests start.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def on_cards():
@@ -49,12 +55,16 @@ def device_strings(backend, directory):
     }[backend]
 
 
+# ---- options, and what is run ------------------------------------------------------------
+
+
 def pytest_configure(config):
     if config.getoption("--xrt"):
         os.environ["CSD_OPTIM_TEST_XRT"] = config.getoption("--xrt")
     # Tests send these. A shell ignores them for what it starts in the background, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    config.pluginmanager.register(cards.Suites(config), "suites")
 
 
 def pytest_addoption(parser):
@@ -64,20 +74,29 @@ def pytest_addoption(parser):
         const=",".join(XRT_BACKENDS),
         help="on cards, and only the tests that run on every back end; --xrt=xrts: on three cards alone",
     )
+    parser.addoption("--soak", action="store_true", help="also what takes too long for every day: `make soak`")
 
 
 def pytest_generate_tests(metafunc):
     """`backend`: each in turn: one file, three named files, memory, memory beside a file; or one card, and three."""
     if "backend" in metafunc.fixturenames:
-        cards = metafunc.config.getoption("--xrt")
-        metafunc.parametrize("backend", cards.split(",") if cards else BACKENDS)
+        on = metafunc.config.getoption("--xrt")
+        metafunc.parametrize("backend", on.split(",") if on else BACKENDS)
 
 
 def pytest_collection_modifyitems(config, items):
-    if on_cards():
-        chosen = [item for item in items if "backend" in item.fixturenames or item.get_closest_marker("cards")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    def is_chosen(item):
+        on_every_backend = "backend" in item.fixturenames or item.get_closest_marker("cards")
+        everyday = config.getoption("--soak") or not item.get_closest_marker("soak")
+        return everyday and (on_every_backend or not on_cards())
+
+    chosen = [item for item in items if is_chosen(item)]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
         items[:] = chosen
+
+
+# ---- fixtures -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -102,6 +121,12 @@ def small_chunks(monkeypatch):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def suites(request):
+    """The suites that run on cards, in the background."""
+    return request.config.pluginmanager.get_plugin("suites")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from csd_optim.compression import feed_back, pack, rounded, select, select_exact
 
 pytestmark = [
     pytest.mark.cuda,
+    pytest.mark.serial,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 

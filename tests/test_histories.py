@@ -105,8 +105,12 @@ class Twins:
                     assert torch.equal(value, theirs[key]), key
 
 
+# What differs on cards is where the bytes go: a quarter of the histories sees all of that.
+SEEDS = [pytest.param(seed, marks=[pytest.mark.soak] * (on_cards() and seed >= 10)) for seed in range(40)]
+
+
 @pytest.mark.cards
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_history(tmp_path, seed):
     choose = random.Random(seed)
     torch.manual_seed(seed)

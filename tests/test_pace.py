@@ -15,6 +15,8 @@ from csd_optim import CSDAdam, CSDValueError
 from csd_optim.benchmark import scratch
 from csd_optim.devices import NO_CACHE, Pace, parse_device, parse_devices
 
+pytestmark = pytest.mark.serial
+
 NUMEL = 1 << 20  # parameters: states of 12.6 MB, fp16 gradients of 2.1 MB
 TILE = 1 << 16  # elements: 16 tiles
 STATES, GRADS = 12 * NUMEL, 2 * NUMEL  # bytes

@@ -11,6 +11,8 @@ import torch
 from csd_optim import CSDAdam, bindings
 from csd_optim.store_format import read_contents
 
+pytestmark = pytest.mark.serial
+
 
 def make_pair(devices):
     torch.manual_seed(1)

@@ -7,6 +7,8 @@ import torch
 
 from csd_optim import CSDAdam
 
+pytestmark = pytest.mark.serial
+
 TILE = 32768  # elements: 46 tiles
 COUNTERS = Path("/proc/self/io")
 

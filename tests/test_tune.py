@@ -14,6 +14,8 @@ from csd_optim.devices import parse_device
 from csd_optim.probe import SETTINGS, Tuned, tune
 from csd_optim.store_format import FILE_NAME, devices_of, read_contents
 
+pytestmark = pytest.mark.serial
+
 SLOW, FAST = Tuned(512 << 10, 8, 1e9), Tuned(4 << 20, 16, 2e9)
 
 

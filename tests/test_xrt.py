@@ -1,6 +1,6 @@
 """CSDAdam on SmartSSDs: the real XRT in software emulation, the real kernels as g++ compiles them.
 
-XRT wants to be alone in its process group, and may take it down with it: everything here runs under `csd-optim emu`.
+XRT wants to be alone in its process group, and may take it down with it: everything here is run as by `csd-optim emu`.
 """
 
 import errno
@@ -11,36 +11,17 @@ import signal
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from support.cards import SECONDS, SUITES, emulated, needs_xrt
 
-from csd_optim import CSDAdam, CSDError, CSDUnavailableError
-from csd_optim.emulation import find_xrt
+from csd_optim import CSDAdam, CSDUnavailableError, emulation
 from csd_optim.verify import verify
 from csd_optim.xclbin import write_emulated
 
 HERE = Path(__file__).parent
-SECONDS = 300  # for anything that runs here; none takes half of it
-
-
-def why_not():
-    try:
-        find_xrt()
-    except CSDError as e:
-        return str(e)
-
-
-needs_xrt = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-
-
-def emulated(*command, cards=1, fault=""):
-    """Runs a command with emulated cards, one of which may fail."""
-    emu = [sys.executable, "-m", "csd_optim", "emu", "--devices", str(cards), "--timeout", str(SECONDS), "--"]
-    environment = os.environ | {"CSD_OPTIM_EMULATOR_FAULT": fault}
-    return subprocess.run([*emu, *command], env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
 
 
 def script(text, *arguments, **options):
@@ -80,34 +61,14 @@ def same(a, b):
 # ---- the whole optimizer suite ---------------------------------------------------------
 
 
-# The longest run on three cards alone.
-SUITES = {
-    **dict.fromkeys(("adamw", "torch_contract", "pytorch_suite", "topk"), "xrts"),
-    **dict.fromkeys(("resume", "histories", "engine", "signals"), "xrt,xrts"),
-}
-
-
-@pytest.fixture(scope="module")
-def suites(request):
-    """Those that are asked for, each on cards of its own; two at a time, because they wait as much as they compute."""
-
-    def run(file):
-        pytest_on_cards = (sys.executable, "-m", "pytest", "-q", f"--xrt={SUITES[file]}", "-p", "no:cacheprovider")
-        return emulated(*pytest_on_cards, HERE / f"test_{file}.py", cards=3)
-
-    wanted = [item.callspec.params["file"] for item in request.session.items if "suites" in item.fixturenames]
-    with ThreadPoolExecutor(2) as pool:
-        yield {file: pool.submit(run, file) for file in wanted}
-
-
 @needs_xrt
 @pytest.mark.parametrize("file", SUITES)
 def test_the_suite_on_cards(suites, file):
     """All tests that run on every back end, on cards: conftest.py's `backend`."""
-    done = suites[file].result()
-    print(done.stdout[-3000:])  # the summary, with -rP
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\d+ passed", done.stdout)
+    out, status = suites.result(file)
+    print(out[-3000:])  # the summary, with -rP
+    assert status == 0, out
+    assert re.search(r"\d+ passed", out)
 
 
 @needs_xrt
@@ -157,14 +118,13 @@ def test_the_drive_of_a_card_is_found(tmp_path):
     """Without `nvme=` a store is durable, on the card's own drive."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    emulated = [sys.executable, "-m", "csd_optim", "emu", "--drive", tmp_path / "a", "--drive", tmp_path / "b", "--"]
     text = """
         net = model()
         with CSDAdam(net.parameters(), devices=["xrt:0", "xrt:1"]) as opt:
             train(net, opt, range(3))
         """
     command = [sys.executable, "-c", PRELUDE + textwrap.dedent(text)]
-    subprocess.run([*emulated, *command], check=True, timeout=SECONDS)
+    assert emulation.run(command, drives=[tmp_path / "a", tmp_path / "b"], timeout=SECONDS) == 0
     state = CSDAdam.load([tmp_path / "a", tmp_path / "b"])
     assert [float(entry["step"]) for entry in state["state"].values()] == [3] * 4
 

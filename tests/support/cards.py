@@ -1,0 +1,120 @@
+"""Runs commands with emulated cards, and the tests of every back end on them.
+
+Those tests, a pytest for each file, wait as much as they compute. So they run in the background, one after another,
+from when it is known that they are asked for, and whoever asks for one waits for it.
+"""
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from csd_optim import CSDUnavailableError, emulation
+
+TESTS = Path(__file__).resolve().parent.parent
+SECONDS = 300  # for any command; none takes half of it
+# File: on one card, three, or both. The longest on three alone; the code that they test is the same on one.
+SUITES = {
+    "test_adamw.py": "xrts",
+    "test_torch_contract.py": "xrts",
+    "test_topk.py": "xrts",
+    "test_resume.py": "xrts",
+    "test_engine.py": "xrt,xrts",
+    "test_histories.py": "xrt,xrts",
+    "test_signals.py": "xrt,xrts",
+    "test_pytorch_suite.py": "xrts",
+}
+SOAK_SUITES = SUITES | {"test_resume.py": "xrt,xrts"}
+
+
+def why_no_cards():
+    try:
+        emulation.find_xrt()
+    except CSDUnavailableError as e:
+        return str(e)
+
+
+needs_xrt = pytest.mark.skipif(why_no_cards() is not None, reason=str(why_no_cards()))
+
+
+def emulated(*command, cards=1, fault="", seconds=SECONDS):
+    """Runs a command with emulated cards, one of which may fail, and kills whatever it leaves behind."""
+    with tempfile.TemporaryDirectory() as directory:
+        # Into files: a pipe stays open for as long as anything does that the command has started.
+        out, err = Path(directory, "out"), Path(directory, "err")
+        redirected = ["sh", "-c", 'exec >"$1" 2>"$2"; shift 2; exec "$@"', "sh", out, err]
+        status = emulation.run(
+            [*redirected, "env", f"CSD_OPTIM_EMULATOR_FAULT={fault}", *command], cards, None, seconds
+        )
+        said = [file.read_text(errors="replace") for file in (out, err)]
+    return subprocess.CompletedProcess(command, status, *said)
+
+
+class Suites:
+    """A plugin of pytest: starts the suites that are asked for once all tests are collected.
+
+    With pytest-xdist it is the process that only waits for its workers that runs them, and a worker that asks.
+    """
+
+    def __init__(self, config):
+        worker = getattr(config, "workerinput", None)
+        self.runs = worker is None and not config.option.collectonly
+        self.soak = config.option.soak
+        self.directory = Path(worker["suites"] if worker else tempfile.mkdtemp(prefix="csd_optim_suites_"))
+        self.process = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node):
+        node.workerinput["suites"] = str(self.directory)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids):
+        self._start(ids)
+
+    def pytest_collection_finish(self, session):
+        self._start([item.nodeid for item in session.items])
+
+    def _start(self, ids):
+        files = [file for file in SUITES if any(id.endswith(f"[{file}]") for id in ids)]
+        if self.runs and self.process is None and files and why_no_cards() is None:
+            command = [sys.executable, __file__, self.directory, str(int(self.soak)), *files]
+            self.process = subprocess.Popen(command, cwd=TESTS.parent)
+
+    def result(self, file):
+        """What the suite's pytest printed, and its exit status."""
+        deadline = time.monotonic() + len(SUITES) * SECONDS
+        while not (done := self.directory / f"{file}.status").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the suite of {file} on cards has not come to an end")
+            time.sleep(0.1)
+        return (self.directory / f"{file}.out").read_text(), int(done.read_text())
+
+    def pytest_unconfigure(self):
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+        if self.runs:
+            shutil.rmtree(self.directory)
+
+
+def main(directory, soak, *files):
+    for file in files:
+        on = (SOAK_SUITES if int(soak) else SUITES)[file]
+        (path,) = TESTS.glob(f"**/{file}")
+        command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--xrt={on}", "-p", "no:cacheprovider"]
+        done = emulated(*command, *["--soak"] * int(soak), path, cards=3, seconds=4 * SECONDS)
+        if done.returncode in (128 + signal.SIGTERM, 128 + signal.SIGINT):  # nobody wants to know any more
+            break
+        Path(directory, f"{file}.out").write_text(done.stdout + done.stderr)
+        status = Path(directory, f"{file}.unfinished")
+        status.write_text(str(done.returncode))
+        status.rename(status.with_suffix(".status"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
