@@ -2,20 +2,25 @@
 
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_emulation import needs_xrt
+from support.cards import emulated, needs_xrt
+from support.forked import module
 
 ROOT = Path(__file__).parents[1]
 
 
-def run(*arguments):
-    done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+def run(name, *arguments):
+    done = module(name, *arguments, seconds=300)
     assert done.returncode == 0, done.stderr
     return done
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
 
 
 def test_step(tmp_path):
@@ -170,8 +175,8 @@ def test_distributed(tmp_path):
 @needs_xrt
 def test_per_csd_of_an_emulated_card(tmp_path):
     """It works as on a card, and says that its times mean nothing."""
-    command = ("csd_optim", "emu", "--", sys.executable, "-m", "bench.per_csd", "xrt:0", "--params=10000", "--json")
-    done = run(*command, "--quick")
+    done = emulated(sys.executable, "-m", "bench.per_csd", "xrt:0", "--params=10000", "--json", "--quick")
+    assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     assert "its times mean nothing" in done.stderr
     assert row["emulated"]

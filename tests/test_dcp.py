@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import on_ranks
 from safetensors.torch import load_file
+from support.ranks import on_ranks
 from test_distributed import (
     ARGS,
     STEPS,

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import KILLED, on_ranks
+from support.ranks import KILLED, on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

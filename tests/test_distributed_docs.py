@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 DOCS = Path(__file__).parents[1] / "docs" / "distributed.md"
 SCRIPTS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", DOCS.read_text(), re.DOTALL))

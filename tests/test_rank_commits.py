@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.losing import LosingDisk
-from ranks import KILLED, on_ranks
+from support.ranks import KILLED, on_ranks
 from test_store_format import region, superblock
 
 import csd_optim.optimizer

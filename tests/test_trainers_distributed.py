@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 from test_trainers import assert_close, assert_same_bits
 from torch.optim import AdamW
 from trainers import BATCHES, SAVED, STEPS, accelerate, hugging_face_class, library, lightning

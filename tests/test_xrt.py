@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cards import SECONDS, SUITES, emulated, needs_xrt
+from support.cards import SECONDS, SUITES, emulated, emulated_python, needs_xrt
 
 from csd_optim import CSDAdam, CSDUnavailableError, emulation
 from csd_optim.verify import verify
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 
 def script(text, *arguments, **options):
     """Runs a Python script with emulated cards; it has to end well. Returns what it prints."""
-    done = emulated(sys.executable, "-c", PRELUDE + textwrap.dedent(text), *map(str, arguments), **options)
+    done = emulated_python(PRELUDE + textwrap.dedent(text), *arguments, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -553,8 +553,8 @@ def test_a_process_that_is_killed_goes_on(tmp_path, seed):
         threading.Timer(random.Random(seed).random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
         train(net, opt, range(2, 100_000))
         """
-    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(text), str(tmp_path / "csd"), str(seed)]
-    assert emulated(*command, cards=2).returncode == 128 + signal.SIGKILL
+    done = emulated_python(PRELUDE + textwrap.dedent(text), tmp_path / "csd", seed, cards=2)
+    assert done.returncode == 128 + signal.SIGKILL
     script(
         """
         place, runs = sys.argv[1], []
@@ -577,7 +577,7 @@ def test_a_process_that_is_killed_goes_on(tmp_path, seed):
 
 
 def command_line(*arguments, **options):
-    done = emulated(sys.executable, "-m", "csd_optim", *arguments, "--json", **options)
+    done = emulated_python("from csd_optim.cli import main; main()", *arguments, "--json", **options)
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 

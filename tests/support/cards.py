@@ -4,6 +4,7 @@ Those tests, a pytest for each file, wait as much as they compute. So they run i
 from when it is known that they are asked for, and whoever asks for one waits for it.
 """
 
+import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.forked import python
 
 from csd_optim import CSDUnavailableError, emulation
 
@@ -55,6 +57,16 @@ def emulated(*command, cards=1, fault="", seconds=SECONDS):
     return subprocess.CompletedProcess(command, status, *said)
 
 
+def emulated_python(program, *arguments, cards=1, fault=""):
+    """Runs a Python program so: forked, where that can be."""
+    with tempfile.TemporaryDirectory(prefix="csd_optim_emu_", ignore_cleanup_errors=True) as directory:
+        prepared = emulation.prepare(Path(directory), cards)
+        if "LD_LIBRARY_PATH" in prepared:  # where an interpreter has to begin with it
+            return emulated(sys.executable, "-c", program, *map(str, arguments), cards=cards, fault=fault)
+        environment = os.environ | prepared | {"CSD_OPTIM_EMULATOR_FAULT": fault}
+        return python(program, *arguments, environment=environment, seconds=SECONDS)
+
+
 class Suites:
     """A plugin of pytest: starts the suites that are asked for once all tests are collected.
 
@@ -82,8 +94,8 @@ class Suites:
     def _start(self, ids):
         files = [file for file in SUITES if any(id.endswith(f"[{file}]") for id in ids)]
         if self.runs and self.process is None and files and why_no_cards() is None:
-            command = [sys.executable, __file__, self.directory, str(int(self.soak)), *files]
-            self.process = subprocess.Popen(command, cwd=TESTS.parent)
+            command = [sys.executable, "-m", "support.cards", self.directory, str(int(self.soak)), *files]
+            self.process = subprocess.Popen(command, cwd=TESTS)
 
     def result(self, file):
         """What the suite's pytest printed, and its exit status."""

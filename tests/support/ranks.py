@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import multiprocessing
 import os
 import signal
 import time
@@ -11,12 +10,8 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
+from support.forked import processes
 
-# Forked from a server that has imported torch already: that takes milliseconds, and no threads are inherited.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "csd_optim"]
-)
 KILLED = "killed"
 
 
@@ -31,9 +26,9 @@ def on_ranks(size, function, *arguments, directory, seconds=120, may_die=()):
     place = f"{directory}/meet-{time.monotonic_ns()}"
     ranks = []
     for rank in range(size):
-        ours, theirs = _processes.Pipe()
+        ours, theirs = processes.Pipe()
         call = (theirs, rank, size, str(directory), place, function, arguments)
-        ranks.append((_processes.Process(target=_run, args=call, daemon=True), ours))
+        ranks.append((processes.Process(target=_run, args=call, daemon=True), ours))
         ranks[-1][0].start()
     results, deadline = {}, time.monotonic() + seconds
     try:
