@@ -7,14 +7,13 @@ for torch after set_flush_denormal(True); only where they matter is the oracle t
 
 import ctypes
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import TILE
+from support.forked import printed
 
 from csd_optim import CSDAdam, bindings
 
@@ -534,10 +533,7 @@ for t in train(6) + train(6, topk=0.1, betas=(0.5, 0.9)):
 
 def test_bits_do_not_depend_on_who_made_the_first_thread():
     """Threads inherit how floats are rounded and whether subnormal numbers count."""
-    runs = [
-        subprocess.run([sys.executable, "-c", TRAIN, how], cwd=TESTS, stdout=subprocess.PIPE, check=True).stdout
-        for how in BEFORE
-    ]
+    runs = [printed(TRAIN, how) for how in BEFORE]
     assert len(runs[0]) > 10**5
     assert runs[0] == runs[1] == runs[2]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.forked import printed
 
 from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
@@ -468,7 +469,7 @@ def test_buffers_and_update_threads_of_a_node(option, node):
             print(sum(map(int, found)) * os.sysconf("SC_PAGE_SIZE") >= device["buffer_bytes"])
             print(p[0].item())
     """
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    said = printed(code).split()
     assert said[:2] == [str(node), str(node is not None)]
     assert float(said[2]) == pytest.approx(-1e-3)
 
@@ -497,7 +498,7 @@ def test_update_threads_of_a_node_keep_to_its_cpus():
             assert time.monotonic() < deadline, found
         print(len(new))
     """
-    said = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+    said = printed(code)
     assert int(said) > 0
 
 
@@ -548,7 +549,7 @@ def test_huge_pages_that_are_refused_are_told(disabled):
             opt.step()
             print(*(d["huge_pages"] for d in opt.stats()["devices"]))
     """
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    said = printed(code).split()
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     huge = not disabled and "[never]" not in enabled
     assert said == [str(huge)] * 2 + ["None"] * 2
@@ -560,7 +561,7 @@ def test_constructing_starts_no_threads():
         "o = csd_optim.CSDAdam([torch.zeros(5, requires_grad=True)], devices=['file:']);"
         "print(len(os.listdir('/proc/self/task')) - n)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n"
+    assert printed(code) == "0\n"
 
 
 def test_buffers_do_not_grow_with_the_model():
@@ -828,5 +829,6 @@ def test_update_threads(environment, threads):
         pytest.skip("this process may not use all CPUs")
     others = {k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "CSD_OPTIM_THREADS")}
     code = "from csd_optim import bindings; print(bindings.threads_used())"
+    # The library reads them while it is loaded.
     out = subprocess.run([sys.executable, "-c", code], env=others | environment, stdout=subprocess.PIPE, check=True)
     assert int(out.stdout) == threads

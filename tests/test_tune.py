@@ -2,12 +2,11 @@
 
 import logging
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from support.forked import printed
 
 from csd_optim import CSDAdam, CSDOSError, CSDValueError, engine, probe
 from csd_optim.devices import parse_device
@@ -73,8 +72,7 @@ def test_depth_is_a_number_of_threads(tmp_path):
         print(*(n - counts[0] for n in counts))
     """
     devices = [f"file:{tmp_path}?scratch=1{option}" for option in ("", "&depth=32", "", "&depth=12")]
-    printed = subprocess.run([sys.executable, "-c", program, *devices], capture_output=True, text=True, check=True)
-    assert printed.stdout.split() == ["0", "24", "24", "24"]  # from then on
+    assert printed(program, *devices).split() == ["0", "24", "24", "24"]  # from then on
 
 
 @pytest.mark.parametrize("depth", ["7", "257", "many"])

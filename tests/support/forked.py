@@ -47,6 +47,13 @@ def python(program, *arguments, environment=None, seconds=120):
     return subprocess.CompletedProcess(program, status, out, err)
 
 
+def printed(program, *arguments, **options):
+    """What the program prints, which has to end well."""
+    done = python(program, *arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def module(name, *arguments, **options):
     """... and `python -m name`."""
     program = "import os, runpy, sys; sys.path.insert(0, os.getcwd()); "
