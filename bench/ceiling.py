@@ -39,10 +39,13 @@ import numpy as np
 import torch
 
 from bench.step import MEMORY, Row, machine_facts, replay_step, say, span, timed, verify
-from csd_optim import CSDAdam, adamw, benchmark, bindings, probe
-from csd_optim.benchmark import DISK_BYTES, DTYPES, MEMORY_BYTES, WARM_UP
-from csd_optim.devices import parse_devices
-from csd_optim.layout import GRAIN, SUM_ELEMS, TILE_ELEMS
+from csd_optim import CSDAdam, bindings
+from csd_optim.cli import benchmark
+from csd_optim.cli.benchmark import DISK_BYTES, DTYPES, MEMORY_BYTES, WARM_UP
+from csd_optim.devices.spec import parse_devices
+from csd_optim.engine import tuning as probe
+from csd_optim.optim import adamw
+from csd_optim.store.layout import GRAIN, SUM_ELEMS, TILE_ELEMS
 
 TILES = 1024  # tiny ones, for the wake-ups
 TINY = 4 * GRAIN  # elements of one, bytes of a request: so it has twelve of them each way, as a tile of 12 MiB has

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from bench.tables import put
-from csd_optim.layout import SUM_ELEMS
+from csd_optim.store.layout import SUM_ELEMS
 
 LANES, WORD = 16, 64  # fp32 values in a word, bytes of one
 BLOCK = 1 << 16  # elements that a block of entries covers

@@ -47,9 +47,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
 from bench.step import machine_facts, say, span
-from csd_optim import CSDAdam, bindings, probe
-from csd_optim.benchmark import DTYPES, TOLERANCE, WARM_UP, scratch
-from csd_optim.devices import parse_devices
+from csd_optim import CSDAdam, bindings
+from csd_optim.cli.benchmark import DTYPES, TOLERANCE, WARM_UP, scratch
+from csd_optim.devices.spec import parse_devices
+from csd_optim.engine import tuning as probe
 
 Row = dict[str, Any]
 Params = list[nn.Parameter]

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.step import machine_facts, say
-from csd_optim import benchmark, probe
 from csd_optim.bindings import IO_DEPTH
-from csd_optim.cards import located
-from csd_optim.devices import DeviceSpec, parse_device
-from csd_optim.show import span
+from csd_optim.cli import benchmark
+from csd_optim.cli.output import span
+from csd_optim.devices.smartssd import located
+from csd_optim.devices.spec import DeviceSpec, parse_device
+from csd_optim.engine import tuning as probe
 
 Row = dict[str, Any]
 KINDS: tuple[probe.Kind, ...] = ("read", "write", "mixed")

@@ -47,8 +47,10 @@ from typing import Any
 import torch
 
 from bench.step import machine_facts, say, span
-from csd_optim import CSDAdam, benchmark, probe
-from csd_optim.devices import parse_devices, parse_rate
+from csd_optim import CSDAdam
+from csd_optim.cli import benchmark
+from csd_optim.devices.spec import parse_devices, parse_rate
+from csd_optim.engine import tuning as probe
 
 Row = dict[str, Any]
 

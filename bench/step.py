@@ -38,10 +38,12 @@ import torch
 
 from bench import peers
 from bench.fio import fio_mixed
-from csd_optim import CSDAdam, benchmark, bindings, probe
-from csd_optim.benchmark import DTYPES, MEMORY_BYTES, WARM_UP
+from csd_optim import CSDAdam, bindings
 from csd_optim.bindings import HYPER, PARAM
-from csd_optim.devices import DeviceSpec, parse_devices
+from csd_optim.cli import benchmark
+from csd_optim.cli.benchmark import DTYPES, MEMORY_BYTES, WARM_UP
+from csd_optim.devices.spec import DeviceSpec, parse_devices
+from csd_optim.engine import tuning as probe
 
 Row = dict[str, Any]
 BURST = 4  # steps without a pause between them

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from bench.step import machine_facts, say, span, timed, verify
-from csd_optim import CSDAdam, benchmark, bindings
-from csd_optim.devices import parse_devices
+from csd_optim import CSDAdam, bindings
+from csd_optim.cli import benchmark
+from csd_optim.devices.spec import parse_devices
 
 Row = dict[str, Any]
 WIDTH = 512  # elements of a row

@@ -1,6 +1,6 @@
 """`python -m csd_optim` is `csd-optim`."""
 
-from .cli import main
+from .cli.commands import main
 
 if __name__ == "__main__":
     main()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ._native import ffi, lib
-from .devices import UNPACED, Pace
+from .devices.spec import UNPACED, Pace
 from .errors import (
     CSDMemoryError,
     CSDOSError,

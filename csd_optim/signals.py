@@ -13,7 +13,7 @@ _ALL = sorted(signal.valid_signals())
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Handlers of signals that arrive within run at the end. Python runs handlers in the main thread only."""
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():

@@ -7,8 +7,8 @@ import pytest
 import torch
 from support import cards
 
-from csd_optim import cli
-from csd_optim.devices import parse_device
+from csd_optim.cli import commands as cli
+from csd_optim.devices.spec import parse_device
 
 BACKENDS = ["file", "files", "ram", "mixed"]
 # Those of a run under emulated cards (test_xrt.py): pytest --xrt
@@ -115,7 +115,7 @@ def in_tmp_path(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """A checksum covers as little as it can, so that the small tiles of tests have several, too."""
-    monkeypatch.setattr("csd_optim.engine.SUM_ELEMS", 1024)
+    monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", 1024)
 
 
 @pytest.fixture(autouse=True)

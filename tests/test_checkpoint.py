@@ -29,15 +29,15 @@ from csd_optim import (
     CSDStoreExistsError,
     CSDValueError,
     CSDWarning,
-    checkpoint,
-    convert,
-    engine,
-    show,
-    tiles,
 )
 from csd_optim.bindings import crc32c
-from csd_optim.layout import plan_extent, round_up
-from csd_optim.store_format import (
+from csd_optim.checkpoint import export as convert
+from csd_optim.checkpoint import snapshot as checkpoint
+from csd_optim.checkpoint.verify import verify
+from csd_optim.cli import output as show
+from csd_optim.engine import engine
+from csd_optim.store import reader as tiles
+from csd_optim.store.format import (
     CLEAN,
     FILE_NAME,
     PAGE,
@@ -49,7 +49,7 @@ from csd_optim.store_format import (
     pack_tiles,
     read_contents,
 )
-from csd_optim.verify import verify
+from csd_optim.store.layout import plan_extent, round_up
 
 GIB = 1 << 30
 
@@ -1096,11 +1096,11 @@ LIMITED = """
 import json, resource, sys, time
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
-from csd_optim import checkpoint, convert
+from csd_optim.checkpoint import export, snapshot
 place = Path(sys.argv[1])
-checkpoint.snapshot(place / "store", place / "snap")
-convert.export_torch(place / "snap", place / "out.pt")
-convert.export_safetensors(place / "snap", place / "out")
+snapshot.snapshot(place / "store", place / "snap")
+export.export_torch(place / "snap", place / "out.pt")
+export.export_safetensors(place / "snap", place / "out")
 print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 """
 

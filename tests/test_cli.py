@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 
-from csd_optim import CSDAdam, benchmark, cli
-from csd_optim.store import FILE_NAME, lock_owner
+from csd_optim import CSDAdam
+from csd_optim.cli import benchmark
+from csd_optim.cli import commands as cli
+from csd_optim.store.file import FILE_NAME, lock_owner
 
 STEPS = 3
 

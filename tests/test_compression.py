@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from csd_optim.bindings import topk_count
-from csd_optim.compression import (
-    SAMPLE_FROM,
-    SAMPLE_STRIDE,
-    feed_back,
-    pack,
-    rounded,
-    select,
-    select_exact,
-)
+from csd_optim.compression.selection import SAMPLE_FROM, SAMPLE_STRIDE, feed_back, pack, rounded, select, select_exact
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]
@@ -256,7 +248,7 @@ def test_select_of_anything(seed):
 
 def test_an_unlucky_sample_costs_time_only(monkeypatch):
     """Where the filter leaves too few, the exact method gets all: seen in what it is given."""
-    from csd_optim import compression
+    from csd_optim.compression import selection as compression
 
     given = []
     largest = compression._largest

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from crash.power import RENAME, SYNC, SYNC_DIRECTORY, WRITE, Disk, Entry
+from crash.power import RENAME, SYNC, SYNC_DIRECTORY, WRITE, Disk, Entry, File
 
 from csd_optim import CSDAdam, CSDStoreError
-from csd_optim.store_format import FILE_NAME, PAGE, Region, Superblock
+from csd_optim.bindings import crc32c
+from csd_optim.store.format import FILE_NAME, PAGE, Region, Superblock
 
 CRASH = Path(__file__).parent / "crash"
 
@@ -38,7 +39,7 @@ def test_a_file_that_takes_the_place_of_another_promises_nothing_for_it():
     class Recording:
         n_devices = 2
 
-    block = Superblock(bytes(16), 0, 2, 1, 1, 0, Region(0, 0, 0, 0), Region(0, 0, 0, 0)).pack()
+    block = Superblock(bytes(16), 0, 2, 1, 1, 0, Region(0, 0, 0, crc32c(b"")), Region(0, 0, 0, crc32c(b""))).pack()
     disk = Disk(Recording)
 
     def happens(what, device, data=b"", *, path=None, call=0):
@@ -65,6 +66,20 @@ def test_a_file_that_takes_the_place_of_another_promises_nothing_for_it():
     assert disk.durable == 2  # step 1
     begin(0)
     assert disk.durable == 2  # which nobody may take away
+
+
+def test_a_superblock_without_its_table_promises_nothing():
+    table = bytes(100)
+    block = Superblock(
+        bytes(16), 0, 2, 1, 1, 0, Region(0, 0, 0, crc32c(b"")), Region(2 * PAGE, PAGE, 100, crc32c(table))
+    )
+    file = File(None, [])
+    file.safe += block.pack() + bytes(PAGE)
+    assert not file.has(block)
+    file.safe += table
+    assert file.has(block)
+    file.safe[-1] ^= 1
+    assert not file.has(block)
 
 
 # ---- lost superblocks --------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import nn
 
 from csd_optim import CSDAdam
 from csd_optim.bindings import topk_count
-from csd_optim.compression import feed_back, pack, rounded, select, select_exact
+from csd_optim.compression.selection import feed_back, pack, rounded, select, select_exact
 
 pytestmark = [
     pytest.mark.cuda,

@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
-import csd_optim.flow
+import csd_optim.step.run
 from csd_optim import CSDAdam
+from csd_optim.distributed.ranks import Ranks
+from csd_optim.distributed.sharding import Share
 from csd_optim.errors import CSDOSError, CSDRankError, CSDTypeError
-from csd_optim.parts import Share
-from csd_optim.ranks import Ranks
 
 TILE = 1024  # the smallest
 STEPS = 4
@@ -189,7 +189,7 @@ def assert_same(params, others, optimizer, other):
 
 
 def shares_or_not(rank, size, options, bucket):
-    from csd_optim import gather
+    from csd_optim.step import all_gather as gather
 
     gather.BUCKET_BYTES = bucket
     params, others = odd_parameters(), odd_parameters()
@@ -523,7 +523,7 @@ def raises_before_the_step(rank):
         if rank == 1:
             setattr(of, name, broken)
 
-    for of, name in ((None, "extend"), (csd_optim.flow, "Gather")):
+    for of, name in ((None, "extend"), (csd_optim.step.run, "ParamAllGather")):
         params = [plain(), plain()]
         with CSDAdam(params, **ARGS, devices="file:") as optimizer:
             once(of or optimizer._engine, name)

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from csd_optim import bindings, emulation
+from csd_optim import bindings
+from csd_optim.devices import emulation
+from csd_optim.devices.xclbin import KERNELS, Kernel, read_xclbin, write_emulated
 from csd_optim.errors import CSDStoreError, CSDUnavailableError, CSDValueError
-from csd_optim.xclbin import KERNELS, Kernel, read_xclbin, write_emulated
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = Path(__file__).with_name("emulated.py")

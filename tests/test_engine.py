@@ -19,10 +19,10 @@ from support.forked import printed
 
 from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
-from csd_optim.devices import parse_devices
-from csd_optim.durable import open_engine
-from csd_optim.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, max_mappings, plan_extent
-from csd_optim.probe import numa_node
+from csd_optim.devices.spec import parse_devices
+from csd_optim.engine.durable import open_engine
+from csd_optim.engine.tuning import numa_node
+from csd_optim.store.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, max_mappings, plan_extent
 
 ADAM = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0, 0)], HYPER)
 
@@ -538,7 +538,8 @@ def test_huge_pages_that_are_refused_are_told(disabled):
     """`stats()` says what the kernel gave, and not what was asked for: here a process that may have none."""
     code = f"""if True:
         import ctypes, torch
-        from csd_optim import CSDAdam, layout
+        from csd_optim import CSDAdam
+        from csd_optim.store import layout
         assert ctypes.CDLL(None).prctl(41, {disabled}, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
         p = torch.nn.Parameter(torch.zeros(1 << 21))
         p.grad = torch.ones_like(p)

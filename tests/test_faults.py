@@ -34,7 +34,7 @@ from faults import (
 )
 
 from csd_optim import CSDAdam, CSDOSError, CSDWarning
-from csd_optim.store_format import CLEAN, read_contents
+from csd_optim.store.format import CLEAN, read_contents
 
 DEVICES = ["file", "files", "mixed", "scratch", "paced"]  # of which csd1 is the one that fails, if there are several
 PACE = "read=20MB/s&write=10MB/s&latency=1ms&update=2M/s&link=10MB/s"  # a step of Training takes some 20 ms
@@ -336,6 +336,33 @@ def test_restart_after_the_step_failed_in_which_parameters_join(calls, nth, tmp_
     code = errno.ENOSPC if calls == ALLOCATE else errno.EIO
     with fault(calls, tmp_path, code, skip=nth, times=2), pytest.raises(CSDOSError):
         script(3, resume=True)
+    found = script(3, resume=True)
+    for store in tmp_path.iterdir():
+        store.unlink()
+    assert_same(found, script(3, resume=False), "trained on")
+
+
+@pytest.mark.parametrize(("calls", "nth"), [(TILE_WRITE, 0), (TILE_WRITE, 2)])
+@in_child
+def test_restart_after_the_step_failed_before_which_a_parameter_was_set(calls, nth, tmp_path):
+    """The step before is committed without what belongs to the next: who goes on from it sets the parameter again."""
+
+    def script(until, *, resume, failure=None):
+        p = torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))
+        with CSDAdam([p], devices=[str(tmp_path)], tile_size=1024, resume=resume) as opt:
+            while opt.committed_step < until:
+                if opt.committed_step == 2:
+                    with torch.no_grad():
+                        p.mul_(0.5)
+                p.grad = torch.ones_like(p)
+                with failure if failure and opt.committed_step == 2 else contextlib.nullcontext():
+                    opt.step()
+                opt.synchronize()
+            return {"p": p.detach(), "master": opt.state[p]["master"].clone()}
+
+    script(2, resume=False)
+    with pytest.raises(CSDOSError):
+        script(3, resume=True, failure=fault(calls, tmp_path, errno.EIO, skip=nth, times=1))
     found = script(3, resume=True)
     for store in tmp_path.iterdir():
         store.unlink()

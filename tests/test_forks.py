@@ -11,10 +11,10 @@ import time
 import pytest
 import torch
 
-import csd_optim.store as store_module
+import csd_optim.store.file as store_module
 from csd_optim import CSDAdam, CSDBusyError
-from csd_optim.store import StoreFile, lock
-from csd_optim.store_format import FILE_NAME
+from csd_optim.store.file import StoreFile, lock
+from csd_optim.store.format import FILE_NAME
 
 TRAINER = """
 import ctypes, os, signal, sys, time

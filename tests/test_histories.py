@@ -11,7 +11,7 @@ from conftest import on_cards
 
 from csd_optim import CSDAdam
 from csd_optim.bindings import crc32c
-from csd_optim.store_format import FILE_NAME, read_contents
+from csd_optim.store.format import FILE_NAME, read_contents
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 

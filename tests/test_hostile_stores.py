@@ -10,15 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from csd_optim import CSDAdam, CSDError, CSDStoreError, manifest
+from csd_optim import CSDAdam, CSDError, CSDStoreError
 from csd_optim.bindings import crc32c
-from csd_optim.checkpoint import about_of
-from csd_optim.cli import describe_store
-from csd_optim.layout import extents_of
-from csd_optim.store_check import MOST
-from csd_optim.store_format import FILE_NAME, PAGE, Superblock, read_commits, unpack
-from csd_optim.tiles import residuals_of, tiles_of
-from csd_optim.verify import verify
+from csd_optim.checkpoint.snapshot import about_of
+from csd_optim.checkpoint.verify import verify
+from csd_optim.cli.commands import describe_store
+from csd_optim.params import manifest
+from csd_optim.store.check import MOST
+from csd_optim.store.format import FILE_NAME, PAGE, Superblock, read_commits, unpack
+from csd_optim.store.layout import extents_of
+from csd_optim.store.reader import residuals_of, tiles_of
 
 VALUES = (-1, 0, 1, 3, 4095, 1 << 31, 1 << 45, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30, 0.5, 1e308, float("nan"))
 VALUES += (float("inf"), True, False, None, "", "x", "\ud800", [], {}, [0], ["x"], [[]], {"x": 1}, [1e-300], [1, 1, 1])

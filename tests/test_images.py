@@ -9,7 +9,7 @@ import torch
 from conftest import TILE, device_strings
 
 from csd_optim import CSDAdam
-from csd_optim.engine import Engine
+from csd_optim.engine.engine import Engine
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]
@@ -199,10 +199,10 @@ def test_only_entries_travel(runs):
     """The images have the dense gradients, and what was there before."""
     run = runs()[1]
     run.step()
-    for slot in run.opt._flow.ring.slots:
+    for slot in run.opt._runner.ring.slots:
         slot.grad.fill_(0xAB)
     run.step()
-    written = sum(int((slot.grad != 0xAB).sum()) for slot in run.opt._flow.ring.slots)
+    written = sum(int((slot.grad != 0xAB).sum()) for slot in run.opt._runner.ring.slots)
     assert 0 < written <= 2 * sum(map(len, run.dense))
 
 
@@ -210,7 +210,7 @@ def test_memory_is_that_of_the_entries(runs):
     runs = runs(topk=0.01, sizes=(50_000,), tile_size=1 << 16)
     for run in runs:
         run.step()
-    ring = runs[1].opt._flow.ring
+    ring = runs[1].opt._runner.ring
     images = 8 * ring.tile_elems * len(ring.slots)
     assert images < ring.bytes <= images + 4096 * len(ring.slots)
     assert runs[1].opt.stats()["buffer_bytes"] == runs[0].opt.stats()["buffer_bytes"] + ring.bytes

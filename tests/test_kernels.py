@@ -20,7 +20,7 @@ import torch
 from csd_optim._emulator import ffi, lib
 
 from csd_optim import bindings
-from csd_optim.xclbin import INSTALLED
+from csd_optim.devices.xclbin import INSTALLED
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "hls_kernels"

@@ -16,9 +16,10 @@ import torch
 from crash.training import Training, Violation, reference
 from faults.losing import LosingDisk
 
-from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDWarning, store_format
-from csd_optim.store import StoreFile
-from csd_optim.store_format import PAGE, Superblock
+from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDWarning
+from csd_optim.store import format as store_format
+from csd_optim.store.file import StoreFile
+from csd_optim.store.format import PAGE, Superblock
 
 SEED = 5
 CLOSED, END = 10, 15  # events: residuals, a late parameter and a loaded state dict before; a group joins after

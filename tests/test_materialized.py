@@ -12,7 +12,8 @@ import pytest
 import torch
 from conftest import named_devices
 
-from csd_optim import CSDAdam, CSDWarning, materialized
+from csd_optim import CSDAdam, CSDWarning
+from csd_optim.params import memory_warnings as materialized
 
 N = 8 << 20  # parameters; their state is 96 MiB
 LIMIT = 48 << 20  # bytes that an operation may take which must not take it all

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from csd_optim import CSDAdam, CSDStoreError, CSDValueError, cli, plan, probe
-from csd_optim.adamw import hyper
-from csd_optim.devices import Pace
-from csd_optim.plan import Device, Host, Request, predict, traffic
+from csd_optim import CSDAdam, CSDStoreError, CSDValueError
+from csd_optim.cli import commands as cli
+from csd_optim.devices.spec import Pace
+from csd_optim.engine import tuning as probe
+from csd_optim.optim.adamw import hyper
+from csd_optim.planning import advice as plan
+from csd_optim.planning.advice import Device, Host, Request, predict, traffic
 
 ENGINE_RATE = probe.engine_rate  # the real one
 DOCS = Path(__file__).parents[1] / "docs/plan.md"

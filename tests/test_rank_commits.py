@@ -20,14 +20,14 @@ from faults.losing import LosingDisk
 from support.ranks import KILLED, on_ranks
 from test_store_format import region, superblock
 
-import csd_optim.optimizer
-import csd_optim.store
+import csd_optim.optim.optimizer
+import csd_optim.store.file
 from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
-from csd_optim.commit import Commit
-from csd_optim.durable import DurableEngine
+from csd_optim.engine.commit import Commit
+from csd_optim.engine.durable import DurableEngine
 from csd_optim.errors import CSDRankError
-from csd_optim.store import StoreFile
-from csd_optim.store_format import CLEAN, FILE_NAME, read_commits, read_contents
+from csd_optim.store.file import StoreFile
+from csd_optim.store.format import CLEAN, FILE_NAME, read_commits, read_contents
 
 KEYS = ("master", "exp_avg", "exp_avg_sq", "step", "residual")
 
@@ -446,7 +446,7 @@ def edit_and_die(rank, at_once):
         with torch.no_grad():
             training.params[0].fill_(2)
     if at_once:
-        csd_optim.optimizer.EDIT_BYTES = 0
+        csd_optim.optim.optimizer.EDIT_BYTES = 0
     training.step()
     torch.save(training.image(), f"image-{rank}")
     with dies_at("within the step", 5):

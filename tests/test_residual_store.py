@@ -22,12 +22,16 @@ import pytest
 import torch
 from conftest import named_devices, place
 
-from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError, checkpoint, convert, residuals, tiles
+from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError
 from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM
-from csd_optim.devices import parse_devices
-from csd_optim.durable import open_engine
-from csd_optim.store_format import CLEAN, FILE_NAME, PAGE, Record, read_contents
-from csd_optim.verify import verify
+from csd_optim.checkpoint import export as convert
+from csd_optim.checkpoint import snapshot as checkpoint
+from csd_optim.checkpoint.verify import verify
+from csd_optim.devices.spec import parse_devices
+from csd_optim.engine import residuals
+from csd_optim.engine.durable import open_engine
+from csd_optim.store import reader as tiles
+from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, Record, read_contents
 
 ADAM = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0, 0)], HYPER)
 FP32 = DTYPE_CODES[torch.float32]
@@ -49,13 +53,13 @@ class Training:
 
     def __init__(self, devices, *, mode="new", **options):
         self.engine = engine = open_engine(parse_devices(devices), mode=mode, tile_elems=1024, **options)
-        if engine.held:
+        if engine.recovered:
             try:
                 engine.check()
             except CSDStoreError:
                 engine.close()
                 raise
-            engine.settle()
+            engine.discard_newer()
             self.extent = engine.extents[0]
         else:
             self.extent = engine.extend([math.prod(shape) for shape, _, _ in PARAMS.values()], 3)
@@ -263,7 +267,7 @@ def test_undone_step_leaves_them(tmp_path):
 
 @pytest.mark.parametrize("sum_elems", [None, 1024])  # None: as before format 4
 def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, sum_elems):
-    monkeypatch.setattr("csd_optim.engine.SUM_ELEMS", sum_elems)
+    monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", sum_elems)
     devices = named_devices(tmp_path, 2)
 
     def asks():

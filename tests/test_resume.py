@@ -22,8 +22,8 @@ import pytest
 import torch
 from conftest import device_strings, named_devices, on_cards, place, reading_all
 
-import csd_optim.durable
-import csd_optim.optimizer
+import csd_optim.engine.durable
+import csd_optim.optim.optimizer
 from csd_optim import (
     CSDAdam,
     CSDOSError,
@@ -33,11 +33,11 @@ from csd_optim import (
     CSDValueError,
     CSDWarning,
     bindings,
-    user_state,
 )
 from csd_optim.errors import CSDTornError
-from csd_optim.store import StoreFile
-from csd_optim.store_format import CLEAN, FILE_NAME, read_contents
+from csd_optim.store import user_state
+from csd_optim.store.file import StoreFile
+from csd_optim.store.format import CLEAN, FILE_NAME, read_contents
 
 pytestmark = pytest.mark.cards
 
@@ -546,7 +546,7 @@ def test_record_of_a_step_that_never_was(tmp_path, monkeypatch, how):
     if how == "state assigned":
         opt.state[p]["exp_avg"] = torch.zeros(300)
     if how == "large edit":
-        monkeypatch.setattr(csd_optim.optimizer, "EDIT_BYTES", 16)
+        monkeypatch.setattr(csd_optim.optim.optimizer, "EDIT_BYTES", 16)
         with torch.no_grad():
             p.mul_(2)
 
@@ -909,7 +909,7 @@ EDITS = {
 )
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_count_from_the_next_step_on(tmp_path, monkeypatch, edit, name, shadow, edit_bytes):
-    monkeypatch.setattr(csd_optim.optimizer, "EDIT_BYTES", edit_bytes)
+    monkeypatch.setattr(csd_optim.optim.optimizer, "EDIT_BYTES", edit_bytes)
     device = named_devices(tmp_path, 1)
     # Of the same kind: on a card an fp32 master can be edited, elsewhere the parameter itself is the master.
     mine, other = Training(device, shadow=shadow), Training(device_strings("xrt" if on_cards() else "file", tmp_path))
@@ -1108,18 +1108,20 @@ def test_without_shadow_a_torn_step_is_final(tmp_path, monkeypatch, end):
     devices = named_devices(tmp_path, 2)
     training = Training(devices, shadow=False).steps(3)
     training.opt.synchronize()
-    real = csd_optim.engine.bindings.engine_finish
+    real = csd_optim.engine.engine.bindings.engine_finish
 
     def torn(handle, keep, name):
         until = time.monotonic() + 10
         while (
-            keep and time.monotonic() < until and not csd_optim.engine.bindings.engine_stats(handle, 0)["write_bytes"]
+            keep
+            and time.monotonic() < until
+            and not csd_optim.engine.engine.bindings.engine_stats(handle, 0)["write_bytes"]
         ):
             time.sleep(0.001)
         real(handle, False, name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(csd_optim.engine.bindings, "engine_finish", torn)
+        patched.setattr(csd_optim.engine.engine.bindings, "engine_finish", torn)
         with pytest.raises(CSDTornError, match="shadow=False") as caught:
             training.step()
     assert isinstance(caught.value, CSDOSError)
@@ -1221,15 +1223,15 @@ def test_many_dropped_in_cycles_while_others_step(tmp_path):
 
 COLLECTED = """
 import faulthandler, gc, sys, torch
-import csd_optim.closing, csd_optim.durable
+import csd_optim.finalize, csd_optim.engine.durable
 from csd_optim import CSDAdam
 faulthandler.dump_traceback_later(40, exit=True)
 gc.disable()
-def collecting(*arguments, plain=csd_optim.durable.pack_table):
+def collecting(*arguments, plain=csd_optim.engine.durable.pack_table):
     gc.collect()  # on the thread of the commit, when its optimizer is garbage
     return plain(*arguments)
-csd_optim.closing.CLOSE_SECONDS = 0.2
-csd_optim.durable.pack_table = collecting
+csd_optim.finalize.CLOSE_SECONDS = 0.2
+csd_optim.engine.durable.pack_table = collecting
 p = torch.nn.Parameter(torch.ones(3000))
 p.grad = torch.ones(3000)
 opt = CSDAdam([p], devices=sys.argv[1])
@@ -1257,14 +1259,14 @@ class Full(Exception):
 def failing(monkeypatch, where, call=0):
     """The engine's method `where` raises, once, the `call`-th time."""
     calls = iter(range(1000))
-    plain = getattr(csd_optim.durable.DurableEngine, where)
+    plain = getattr(csd_optim.engine.durable.DurableEngine, where)
 
     def full(*arguments, **named):
         if next(calls) == call:
             raise Full
         return plain(*arguments, **named)
 
-    monkeypatch.setattr(csd_optim.durable.DurableEngine, where, full)
+    monkeypatch.setattr(csd_optim.engine.durable.DurableEngine, where, full)
 
 
 @pytest.mark.parametrize("what", ["state", "parameter"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDValueError
-from csd_optim.devices import parse_device, parse_devices, shares_of
-from csd_optim.layout import GRAIN, TILE_ELEMS, TILES_PER_DEVICE, plan_extent
-from csd_optim.store_format import FILE_NAME, devices_of, read_contents
+from csd_optim.devices.spec import parse_device, parse_devices, shares_of
+from csd_optim.store.format import FILE_NAME, devices_of, read_contents
+from csd_optim.store.layout import GRAIN, TILE_ELEMS, TILES_PER_DEVICE, plan_extent
 
 SHARES = (1.0, 0.25, 2.0)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, bindings
-from csd_optim.store_format import read_contents
+from csd_optim.store.format import read_contents
 
 pytestmark = pytest.mark.serial
 

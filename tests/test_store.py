@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDTypeError, CSDValueError
-from csd_optim.devices import parse_bytes, parse_device, parse_devices
-from csd_optim.store import StoreFile
-from csd_optim.store_format import CLEAN, FILE_NAME, PAGE, read_contents, read_region, write
-from csd_optim.verify import verify
+from csd_optim.checkpoint.verify import verify
+from csd_optim.devices.spec import parse_bytes, parse_device, parse_devices
+from csd_optim.store.file import StoreFile
+from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, read_contents, read_region, write
 
 
 def crc32c(data):
@@ -737,7 +737,7 @@ def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkey
         opt.close()
 
     with monkeypatch.context() as before:
-        before.setattr("csd_optim.engine.SUM_ELEMS", None)
+        before.setattr("csd_optim.engine.engine.SUM_ELEMS", None)
         trained(*begun(), [0], 2)
     old = read_contents(tmp_path)
     assert (old.superblock.version, "features" in old.manifest, old.sums[0].shape) == (1, False, (2, 1, 3))

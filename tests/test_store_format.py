@@ -51,7 +51,7 @@ def region(data, place, copy):
 # Tiles have 3072 elements, so that their last chunk has fewer. None: formats 1 to 3.
 @pytest.mark.parametrize("sum_elems", [2048, None])
 def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, kept):
-    monkeypatch.setattr("csd_optim.engine.SUM_ELEMS", sum_elems)
+    monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", sum_elems)
     devices = len(shares)
     assert crc32c(b"123456789") == 0xE3069283
     torch.manual_seed(0)

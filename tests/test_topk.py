@@ -1,4 +1,4 @@
-"""Top-K and error feedback. Oracle: csd_optim/topk.py's definitions in plain torch, then torch.optim.AdamW.
+"""Top-K and error feedback. Oracle: the definitions of docs/topk.md in plain torch, then torch.optim.AdamW.
 
 What is sent and what is owed: every bit. States and parameters: as in test_adamw.py.
 """
@@ -15,7 +15,7 @@ from conftest import TILE
 from test_adamw import fp32_copy, params_of, relative_difference
 
 from csd_optim import CSDAdam, CSDError, bindings
-from csd_optim.topk import shares
+from csd_optim.compression.policy import ratios
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]
@@ -69,7 +69,7 @@ class Oracle:
 
     def step(self, scale=1.0):
         """After a step of `opt`, with the gradients that it had. `scale`: what they are multiplied by."""
-        engine, bounds = self.opt._live_engine, self.opt._places.by_index
+        engine, bounds = self.opt._live_engine, self.opt._state_map.by_index
         self.sent_elems = 0
         for p, reference in self.copies.items():
             reference.grad = None if p.grad is None else p.grad.float() * scale
@@ -221,9 +221,9 @@ def test_all_entries_are_all_gradients(devices, dtype):
         opt = make([d.replace("csd", f"csd{owes}") for d in devices], dtype, topk=None)
         for _ in range(3):
             set_grads(params_of(opt))
-            large = [b for b in opt._places.by_index if b.param.dim() == 2 and b.param.numel() > 4096]
+            large = [b for b in opt._state_map.by_index if b.param.dim() == 2 and b.param.numel() > 4096]
             for bound in large if owes else ():
-                opt._places.owe(opt._live_engine, bound)  # nothing, but sent as if it were something
+                opt._state_map.add_residual(opt._live_engine, bound)  # nothing, but sent as if it were something
             opt.step()
             sent_as_entries = opt.stats()["push_bytes"] > 4 * sum(b.numel for b in large)
             assert not large or sent_as_entries == owes
@@ -502,8 +502,8 @@ def test_giving_up_what_many_are_owed_looks_at_the_state_once(monkeypatch):
     set_grads(params_of(opt))
     opt.step()
     opt.topk = None
-    looks, remember = [], opt._places.remember
-    monkeypatch.setattr(opt._places, "remember", lambda: looks.append(remember()))
+    looks, remember = [], opt._state_map.remember
+    monkeypatch.setattr(opt._state_map, "remember", lambda: looks.append(remember()))
     opt.step()
     assert len(looks) == 1
     assert not any("residual" in opt.state[p] for p in params_of(opt))
@@ -583,7 +583,7 @@ def test_the_schedule_of_the_warmup():
         param, residual = torch.empty(64, 64), None
 
     def share(step, warmup=10, topk=0.01):
-        return shares([Bound], [0], [{}], np.array([step]), topk, warmup)[0]
+        return ratios([Bound], [0], [{}], np.array([step]), topk, warmup)[0]
 
     assert [share(t) for t in (1, 10)] == [0, 0]  # dense
     assert share(11) == 0  # 0.01 ** 0.1 = 0.63: still

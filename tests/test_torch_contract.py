@@ -20,7 +20,7 @@ from torch.optim import AdamW, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
-from csd_optim.bound import Bound
+from csd_optim.params.param_state import ParamState
 
 OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size"}
 SCRATCH = [["file:"], ["ram:"], ["ram:", "file:"]]
@@ -1429,7 +1429,7 @@ def test_places_that_could_not_be_filled_are_filled_again(devices, dtype, monkey
     model = small_model(dtype)
     twin = copy.deepcopy(model).float()
     ours, reference = CSDAdam(model.parameters(), devices=devices), AdamW(twin.parameters())
-    fill, calls = Bound.fill, []
+    fill, calls = ParamState.fill, []
 
     def failing(bound, *args, **kwargs):
         calls.append(bound)
@@ -1439,7 +1439,7 @@ def test_places_that_could_not_be_filled_are_filled_again(devices, dtype, monkey
             raise MemoryError
         fill(bound, *args, **kwargs)
 
-    monkeypatch.setattr(Bound, "fill", failing)
+    monkeypatch.setattr(ParamState, "fill", failing)
     gradients(model.parameters(), 0)
     with pytest.raises(MemoryError):
         ours.step()

@@ -27,8 +27,9 @@ from trainers import (
     texts,
 )
 
-from csd_optim import CSDAdam, CSDWarning, materialized
-from csd_optim.store_format import FILE_NAME, read_contents
+from csd_optim import CSDAdam, CSDWarning
+from csd_optim.params import memory_warnings as materialized
+from csd_optim.store.format import FILE_NAME, read_contents
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec"),

@@ -8,10 +8,12 @@ import pytest
 import torch
 from support.forked import printed
 
-from csd_optim import CSDAdam, CSDOSError, CSDValueError, engine, probe
-from csd_optim.devices import parse_device
-from csd_optim.probe import SETTINGS, Tuned, tune
-from csd_optim.store_format import FILE_NAME, devices_of, read_contents
+from csd_optim import CSDAdam, CSDOSError, CSDValueError
+from csd_optim.devices.spec import parse_device
+from csd_optim.engine import engine
+from csd_optim.engine import tuning as probe
+from csd_optim.engine.tuning import SETTINGS, Tuned, tune
+from csd_optim.store.format import FILE_NAME, devices_of, read_contents
 
 pytestmark = pytest.mark.serial
 

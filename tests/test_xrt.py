@@ -17,9 +17,10 @@ import pytest
 import torch
 from support.cards import SECONDS, SUITES, emulated, emulated_python, needs_xrt
 
-from csd_optim import CSDAdam, CSDUnavailableError, emulation
-from csd_optim.verify import verify
-from csd_optim.xclbin import write_emulated
+from csd_optim import CSDAdam, CSDUnavailableError
+from csd_optim.checkpoint.verify import verify
+from csd_optim.devices import emulation
+from csd_optim.devices.xclbin import write_emulated
 
 HERE = Path(__file__).parent
 
@@ -318,7 +319,7 @@ def test_p2p_that_is_there_but_fails(tmp_path):
         """
         import os, warnings
         from csd_optim import bindings
-        from csd_optim.xclbin import find_kernels
+        from csd_optim.devices.xclbin import find_kernels
         card = bindings.card_open("0", find_kernels(), 30)
         assert bindings.card_has_p2p(card)
         fd = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)  # it cannot be read
@@ -344,7 +345,7 @@ def test_programs_that_are_not_ours(tmp_path):
     out = script(
         """
         from pathlib import Path
-        from csd_optim.xclbin import KERNELS, write_emulated
+        from csd_optim.devices.xclbin import KERNELS, write_emulated
         here = Path(sys.argv[1])
         other = {"somebody_elses": KERNELS["csd_adamw_update"]}
         write_emulated(here / "other.xclbin", "xilinx_u2_gen3x4_xdma_emulated", 2 << 30, other)
@@ -577,7 +578,7 @@ def test_a_process_that_is_killed_goes_on(tmp_path, seed):
 
 
 def command_line(*arguments, **options):
-    done = emulated_python("from csd_optim.cli import main; main()", *arguments, "--json", **options)
+    done = emulated_python("from csd_optim.cli.commands import main; main()", *arguments, "--json", **options)
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 

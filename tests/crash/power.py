@@ -25,7 +25,8 @@ from faults import ERROR
 from faults import SYNC as SYNC_CALL
 
 from csd_optim import CSDOSError
-from csd_optim.store_format import FILE_NAME, PAGE, Superblock
+from csd_optim.bindings import crc32c
+from csd_optim.store.format import FILE_NAME, PAGE, Superblock
 
 from .kills import devices_in
 from .processes import CHANGES, COMMITS, KILL_EFFECTS, Child, Shared, in_child, kill_at
@@ -313,6 +314,11 @@ class File:
             if pending.doomed and first < last and not any(e.at < last and first < e.at + e.n for e in newer):
                 _put(self.safe, first, entry.data[first - entry.at : last - entry.at])
 
+    def has(self, block):
+        """Are manifest and table of this superblock, of copy 0, on the disk for certain?"""
+        regions = ((r.offset(0), r.size, r.crc) for r in (block.manifest, block.table))
+        return all(crc32c(bytes(self.safe[at : at + size])) == crc for at, size, crc in regions)
+
     def image(self, choose):
         """One thing that may be on the disk, and a word on it. `choose` None: everything, in order."""
         writes = [p.entry for p in self.pending.values()]
@@ -358,7 +364,7 @@ class Disk:
         self.recording = recording
         self.files = {}  # by path
         self.begun = {}  # reads, by call
-        self.flushed = {}  # path: the last step whose superblock is safe there
+        self.flushed = {}  # path: the last step of which copy 0 is safe there
         self.promised = 0  # what the optimizer has said is durable
 
     def pass_by(self, entry):
@@ -433,7 +439,7 @@ class Disk:
                     if doomed.doomed:
                         doomed.replaced(write)
             file.readable = True
-            if block := Superblock.unpack(bytes(file.safe[:PAGE]), entry.path):
+            if (block := Superblock.unpack(bytes(file.safe[:PAGE]), entry.path)) and file.has(block):
                 self.flushed[entry.path] = block.step
 
     @property

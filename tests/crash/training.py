@@ -8,10 +8,10 @@ import warnings
 import torch
 from torch.nn.functional import dropout, embedding
 
-import csd_optim.engine
+import csd_optim.engine.engine
 from csd_optim import CSDAdam, CSDStoreError, CSDWarning
 
-csd_optim.engine.SUM_ELEMS = 1024  # so that a tile has several checksums
+csd_optim.engine.engine.SUM_ELEMS = 1024  # so that a tile has several checksums
 
 STEPS = 12
 LATE = 3  # the step in which a parameter gets its first gradient

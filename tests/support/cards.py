@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from support.forked import python
 
-from csd_optim import CSDUnavailableError, emulation
+from csd_optim import CSDUnavailableError
+from csd_optim.devices import emulation
 
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS = 300  # for any command; none takes half of it

@@ -1,0 +1,116 @@
+"""The stores of all ranks of a run, seen as one with whole parameters: for exports that any number can load."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..engine.durable import RanksStore, common_commits, last_round
+from ..errors import CSDStoreError
+from ..store.file import StoreFile
+from ..store.format import Contents
+from .snapshot import Paths, last_step, stores_at_rest
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """`contents`: what they hold together. `ranks`: of each rank its stores, and by row there the row here."""
+
+    contents: Contents
+    ranks: list[tuple[list[Contents], dict[int, int]]]
+
+    @property
+    def stores(self) -> list[Contents]:
+        return [contents for recovered, _ in self.ranks for contents in recovered]
+
+    def first_of(self, rank: int, row: int) -> list[int] | None:
+        """Where, in the whole, the part begins that a rank has; None: it is all of it."""
+        recovered, _ = self.ranks[rank]
+        of = recovered[0].manifest["params"][row].get("of")
+        return of["first"] if of and len(self.ranks) > 1 else None
+
+
+@contextlib.contextmanager
+def at_rest_together(paths: Paths) -> Iterator[Consolidated]:
+    """The stores of one process, or of one rank; or those of all ranks, at the last step that all have. Nobody writes.
+
+    Raises CSDBusyError, CSDStoreError, CSDOSError.
+    """
+    with stores_at_rest(paths) as stores:
+        by_rank: dict[int, list[StoreFile]] = {}
+        for store in stores:
+            by_rank.setdefault(store.recovered[0].rank if store.recovered else 0, []).append(store)
+        if len(by_rank) == 1:
+            yield merged([last_step(stores)])
+        else:
+            yield merged(_last_round([own for _, own in sorted(by_rank.items())]))
+
+
+def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
+    """Of each rank what its stores hold of the last round that all ranks have, device by device."""
+    newest = [last_step(stores)[0] for stores in by_rank]
+    first = newest[0]
+    if [contents.rank for contents in newest] != [*range(first.world_size)]:
+        there = ", ".join(str(contents.rank) for contents in newest)
+        raise CSDStoreError(f"these are stores of ranks {there} of {first.world_size}: name those of all, or of one")
+    commits = [common_commits(stores) for stores in by_rank]
+    chosen = last_round([RanksStore.of(own) for own in commits])
+    return [
+        sorted(recovered, key=lambda c: c.superblock.device)
+        for own in commits
+        for recovered in own
+        if recovered[0].superblock.round == chosen
+    ]
+
+
+def merged(ranks: list[list[Contents]]) -> Consolidated:
+    """Raises CSDStoreError if the ranks have parts that only FSDP1 knows how to put together."""
+    if len(ranks) == 1:
+        [recovered] = ranks
+        return Consolidated(
+            recovered[0], [(recovered, {row: row for row in range(len(recovered[0].manifest["params"]))})]
+        )
+    params: list[dict[str, Any]] = []
+    steps: list[float] = []
+    row_of: dict[tuple[int, int], int] = {}
+    rows: list[dict[int, int]] = []
+    for recovered in ranks:
+        rows.append({})
+        for row, p in enumerate(recovered[0].manifest["params"]):
+            if p["group"] < 0:  # it got another place later
+                continue
+            if "of" in p and p["of"] is None:
+                raise CSDStoreError(
+                    f"{recovered[0].path}: {p['name']} is a shard of FSDP1, which alone can put it together: save it "
+                    "with FSDP.optim_state_dict() or torch.distributed.checkpoint"
+                )
+            place = p["group"], p["position"]
+            if place not in row_of:
+                row_of[place] = len(params)
+                params.append(_whole(p))
+                steps.append(recovered[0].steps[row])
+            rows[-1][row] = row_of[place]
+            if "residual" in p:
+                params[row_of[place]]["residual"] = p["residual"]
+    first = ranks[0][0]
+    waiting = [p for p in first.manifest["waiting"] if (p["group"], p["position"]) not in row_of]
+    manifest = {**first.manifest, "params": params, "waiting": [_whole(p) for p in waiting]}
+    contents = replace(first, manifest=manifest, steps=torch.tensor(steps).numpy())
+    return Consolidated(contents, list(zip(ranks, rows, strict=True)))
+
+
+def _whole(p: dict[str, Any]) -> dict[str, Any]:
+    """The entry of the parameter of which this is a part."""
+    entry = {k: v for k, v in p.items() if k not in ("of", "residual")}
+    if "of" in p:
+        shape = p["of"]["shape"]
+        entry["shape"] = shape
+        if "stride" in p:
+            entry["stride"] = list(torch.empty(shape, device="meta").stride())
+            entry["numel"] = math.prod(shape) * (2 if p["dtype"] == "complex64" else 1)
+    return entry

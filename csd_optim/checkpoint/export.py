@@ -1,0 +1,400 @@
+"""Stores in the formats of others: export and import, of torch.save and of safetensors."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+import os
+import struct
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..devices.spec import parse_devices
+from ..engine.durable import DurableEngine
+from ..engine.engine import SECTIONS
+from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
+from ..params.manifest import plain
+from ..store.format import RESIDUAL_BYTES, Contents, Record, opened
+from ..store.layout import extents_of
+from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
+from ..store.user_state import pack_user_state
+from .consolidate import Consolidated, at_rest_together
+from .snapshot import (
+    EXPORT_WITH_RESIDUALS,
+    Output,
+    Paths,
+    Progress,
+    about_of,
+    dtype_of,
+    made_whole,
+    names_of,
+    need_room,
+    no_bar,
+    numbered,
+    state_dict,
+)
+
+# As NumPy has them: it has no bfloat16, and 16 bits are as good for copying.
+NUMPY = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}
+INDEX_NAME = "optimizer.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+
+# ---- export --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FileRegion:
+    """Where the state of a parameter goes in a file."""
+
+    output: Output
+    offset: int
+    # Where the file wants another order than the parameter's memory has: the file, mapped, in the order of the memory.
+    mapped: np.ndarray[Any, Any] | None = None
+
+    def write(self, first: int, data: memoryview) -> None:
+        """`first`: the byte with which `data` begins."""
+        if self.mapped is None:
+            self.output.write(data, self.offset + first)
+        else:
+            values = np.frombuffer(data, self.mapped.dtype)
+            first //= self.mapped.itemsize
+            self.mapped[np.unravel_index(np.arange(first, first + len(values)), self.mapped.shape)] = values
+
+
+def _pour(source: Consolidated, regions: dict[tuple[int, str], FileRegion], progress: Progress) -> None:
+    """Every tile's parts of parameters, and every residual, to their places, by row and name."""
+    with progress("exporting", total_bytes(source.stores)) as tick:
+        for rank, (recovered, rows) in enumerate(source.ranks):
+            own = {}
+            for row, whole in rows.items():
+                p, first = recovered[0].manifest["params"][row], source.first_of(rank, row)
+                for name in names_of(recovered[0].manifest, p):
+                    if place := regions.get((whole, name)):
+                        of = source.contents.manifest["params"][whole]
+                        own[row, name] = place if first is None else _part(place, of, first, p, name)
+            _pour_rank(recovered, own, tick)
+
+
+def _part(place: FileRegion, of: dict[str, Any], first: list[int], p: dict[str, Any], name: str) -> FileRegion:
+    """Where a part goes, given the place of the whole, which lies there in the order of its indices."""
+    dtype, shape = dtype_of(p, name), p["shape"]
+    if shape[1:] == of["shape"][1:] and _in_order(p):
+        return FileRegion(place.output, place.offset + first[0] * math.prod(shape[1:]) * dtype.itemsize)
+    path = f"/proc/self/fd/{place.output.fd}"
+    os.posix_fallocate(place.output.fd, place.offset, _bytes(of, name))
+    whole = np.memmap(path, NUMPY[dtype], "r+", offset=place.offset, shape=tuple(of["shape"]))
+    block = whole[tuple(slice(begin, begin + n) for begin, n in zip(first, shape, strict=True))]
+    return FileRegion(place.output, place.offset, block.transpose(_order(p)))
+
+
+def _pour_rank(recovered: list[Contents], regions: dict[tuple[int, str], FileRegion], tick: Tick) -> None:
+    extents = extents_of(recovered)
+
+    def use(tile: Tile, data: memoryview | None) -> None:
+        if data is None:
+            return
+        extent = extents[tile.extent]
+        begin, end = extent.first_piece[tile.number : tile.number + 2]
+        for row, _, first, tile_first, elems in extent.pieces[begin:end].tolist():
+            for k, section in enumerate(tile.sections):
+                if place := regions.get((row, section)):
+                    at = k * tile.section_bytes + 4 * tile_first
+                    place.write(4 * first, data[at : at + 4 * elems])
+
+    def use_residual(residual: Residual, first: int, data: memoryview) -> None:
+        if place := regions.get((residual.row, "residual")):
+            place.write(first, data)
+
+    each_tile(recovered, use, use_residual, tick=tick)
+
+
+def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[Path]:
+    """One file, with what torch.save(CSDAdam.load(paths), out) writes. Returns it.
+
+    Of several ranks, name the stores of all: their parts are put together.
+    """
+    with at_rest_together(paths) as source, made_whole(out) as temporary:
+        need_room(temporary.parent, sum(map(stored_bytes, source.stores)))
+        wanted: dict[int, tuple[int, str]] = {}  # by the id of a tensor that has no data
+
+        def tensor(row: int, name: str, p: dict[str, Any]) -> torch.Tensor:
+            with FakeTensorMode():
+                empty = torch.empty_strided(p["shape"], p["stride"], dtype=dtype_of(p, name))
+            wanted[id(empty)] = row, name
+            return empty
+
+        content = state_dict(source.contents, tensor)
+        # torch writes everything but the data, leaves room for that, and then says where.
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(content, temporary)
+        with FakeTensorMode():
+            laid_out = torch.load(temporary, weights_only=True)
+        with Output(temporary, None) as output:
+            regions = {}
+            for there, here in zip(tree_leaves(laid_out), tree_leaves(content), strict=True):
+                if not isinstance(there, torch.Tensor):
+                    continue
+                offset = there.untyped_storage()._checkpoint_offset
+                assert offset is not None
+                if id(here) in wanted:
+                    regions[wanted[id(here)]] = FileRegion(output, offset)
+                else:
+                    storage = torch.empty(0, dtype=torch.uint8).set_(here.untyped_storage())
+                    output.write(storage.numpy().tobytes(), offset)
+            _pour(source, regions, progress)
+    return [out]
+
+
+def export_safetensors(
+    paths: Paths, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress = no_bar
+) -> list[Path]:
+    """A directory of safetensors files of about `shard_bytes`, at least one tensor each, and an index. Returns them.
+
+    Of several ranks, as export_torch().
+    """
+    with at_rest_together(paths) as source, made_whole(out) as temporary, contextlib.ExitStack() as stack:
+        first = source.contents
+        need_room(temporary.parent, sum(map(stored_bytes, source.stores)))
+        temporary.mkdir()
+        shards: list[dict[str, tuple[int, str, dict[str, Any]]]] = [{}]  # names, in the order of the file
+        filled, names = 0, set()
+        for _, row, p in numbered(first.manifest):
+            for what in names_of(first.manifest, p):
+                name, size = f"{p['name']}.{what}", _bytes(p, what)
+                if name in names:
+                    raise CSDValueError(f"two parameters are called {p['name']}; export them in torch's format")
+                if filled and filled + size > shard_bytes:
+                    shards.append({})
+                    filled = 0
+                filled += size
+                shards[-1][name] = row, what, p
+                names.add(name)
+        regions, weight_map = {}, {}
+        for i, shard in enumerate(shards):
+            file = f"optimizer-{i + 1:05}-of-{len(shards):05}.safetensors"
+            weight_map.update(dict.fromkeys(shard, file))
+            entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            end = 0
+            # Residuals go last: what is fp32 stays aligned.
+            for name, (_, what, p) in sorted(shard.items(), key=lambda item: item[1][1] == "residual"):
+                # A complex number is two fp32 values: not every reader knows a type for it.
+                shape = [*p["shape"], 2] if p["dtype"] == "complex64" else p["shape"]
+                dtype, begin, end = "BF16" if what == "residual" else "F32", end, end + _bytes(p, what)
+                entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+            header = json.dumps(entries).encode()
+            header += b" " * (-len(header) % 8)
+            begin = 8 + len(header)
+            output = stack.enter_context(Output(temporary / file, begin + end))
+            output.write(struct.pack("<Q", len(header)) + header, 0)
+            for name, (row, what, p) in shard.items():
+                offset = begin + entries[name]["data_offsets"][0]
+                regions[row, what] = FileRegion(output, offset, _mapped(output, offset, p, what))
+        _pour(source, regions, progress)
+        steps = [float(first.steps[row]) for _, row, _ in numbered(first.manifest)]
+        about = {
+            **about_of(first),
+            "steps": steps,
+            "param_groups": first.record.groups,
+            "user_state": base64.b64encode(first.record.user_state).decode(),
+        }
+        index = {"metadata": {"csd_optim": about}, "weight_map": weight_map}
+        with Output(temporary / INDEX_NAME, 0) as output:
+            output.write(json.dumps(index, indent=1).encode(), 0)
+    return [out / name for name in (*sorted({*weight_map.values()}), INDEX_NAME)]
+
+
+def _bytes(p: dict[str, Any], what: str) -> int:
+    return (RESIDUAL_BYTES if what == "residual" else 4) * int(p["numel"])
+
+
+def _order(p: dict[str, Any]) -> list[int]:
+    """The dimensions as they lie in memory."""
+    return sorted(range(len(p["shape"])), key=lambda i: -p["stride"][i])
+
+
+def _in_order(p: dict[str, Any]) -> bool:
+    """Do the elements lie in memory in the order of their indices?"""
+    shape = p["shape"]
+    return not p["numel"] or [i for i in _order(p) if shape[i] != 1] == [i for i, n in enumerate(shape) if n != 1]
+
+
+def _mapped(output: Output, offset: int, p: dict[str, Any], what: str) -> np.ndarray[Any, Any] | None:
+    """None: the elements lie in memory as in the file, in the order of their indices."""
+    order = _order(p)
+    if _in_order(p):
+        return None
+    os.posix_fallocate(output.fd, offset, _bytes(p, what))  # a full disk is an error here, and a signal later
+    dtype = NUMPY[dtype_of(p, what)]
+    path = f"/proc/self/fd/{output.fd}"
+    mapped: np.ndarray[Any, Any] = np.memmap(path, dtype, "r+", offset=offset, shape=tuple(p["shape"])).transpose(order)
+    return mapped
+
+
+# ---- import --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an export holds."""
+
+    about: dict[str, Any]  # see about_of
+    steps: list[float]
+    groups: list[dict[str, Any]]
+    user_state: bytes
+    state: Callable[[int, str], np.ndarray[Any, Any] | None]  # of parameter and section; None: it has none
+
+
+def read_export(path: Path) -> Export:
+    """Raises CSDStoreError if it is none, or not one of ours."""
+    try:
+        return _read_safetensors(path) if path.is_dir() else _read_torch(path)
+    except CSDError:
+        raise
+    except OSError as e:
+        raise CSDOSError(e.errno, f"cannot read {path}: {e.strerror}") from e
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+        raise CSDStoreError(f"{path} is no export of a store, or damaged: {e!r}") from e
+
+
+def _read_torch(path: Path) -> Export:
+    with opened(path):
+        pass  # torch says less of a file that is not there
+    try:
+        with FakeTensorMode():  # only where the data is: mapping more than the memory holds, torch is refused
+            laid_out = torch.load(path, weights_only=True)
+    except Exception as e:
+        raise CSDStoreError(f"{path} is no file that torch.load(weights_only=True) can read: {e}") from e
+    about = laid_out.get("csd_optim") if isinstance(laid_out, dict) else None
+    if not isinstance(about, dict):
+        raise CSDStoreError(
+            f"{path} is no export of a store: the parameters in full precision, their names and dtypes are not in it. "
+            "A checkpoint of AdamW is loaded in the script: opt.load_state_dict(torch.load(...))"
+        )
+    _check_format(about, path)
+    data = np.memmap(path, np.uint8, "r")
+
+    def bytes_of(t: torch.Tensor) -> np.ndarray[Any, Any]:
+        storage = t.untyped_storage()
+        assert storage._checkpoint_offset is not None
+        return data[storage._checkpoint_offset :][: storage.nbytes()]
+
+    def small(t: torch.Tensor) -> torch.Tensor:
+        storage = torch.from_numpy(bytes_of(t).copy()).untyped_storage()
+        return torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
+
+    group_of = {n: (k, i) for k, g in enumerate(laid_out["param_groups"]) for i, n in enumerate(g["params"])}
+    entries = {group_of[n]: entry for n, entry in laid_out["state"].items()}
+    states = [entries[p["group"], p["position"]] for p in about["params"]]
+
+    def state(i: int, section: str) -> np.ndarray[Any, Any] | None:
+        if (t := states[i].get(section)) is None:
+            return None
+        size, dtype = t.element_size(), NUMPY[t.dtype]
+        strides, first = [size * n for n in t.stride()], size * t.storage_offset()
+        array: np.ndarray[Any, Any] = np.ndarray(tuple(t.shape), dtype, bytes_of(t), first, strides)
+        return array
+
+    steps = [float(small(entry["step"])) for entry in states]
+    groups = [plain(group) for group in laid_out["param_groups"]]
+    user_state = pack_user_state(tree_map_only(torch.Tensor, small, about["user_state"]))
+    return Export(about, steps, groups, user_state, state)
+
+
+def _read_safetensors(path: Path) -> Export:
+    if not (path / INDEX_NAME).exists():
+        raise CSDStoreError(f"{path} is no export of a store: there is no {INDEX_NAME} in it")
+    index = json.loads((path / INDEX_NAME).read_bytes())
+    about = index["metadata"]["csd_optim"]
+    _check_format(about, path)
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for file in sorted({*index["weight_map"].values()}):
+        data = np.memmap(path / Path(file).name, np.uint8, "r")
+        begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        entries = json.loads(data[8:begin].tobytes())
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            first, end = entry["data_offsets"]
+            dtype = NUMPY[{"F32": torch.float32, "BF16": torch.bfloat16}[entry["dtype"]]]
+            arrays[name] = data[begin + first : begin + end].view(dtype).reshape(entry["shape"])
+
+    def state(i: int, section: str) -> np.ndarray[Any, Any] | None:
+        p = about["params"][i]
+        array = arrays.get(f"{p['name']}.{section}")
+        if array is not None and p["dtype"] == "complex64":
+            array = array.view(np.complex64)[..., 0]
+        return array
+
+    user_state = base64.b64decode(about["user_state"])
+    return Export(about, about["steps"], about["param_groups"], user_state, state)
+
+
+def _residual(value: np.ndarray[Any, Any], p: dict[str, Any]) -> torch.Tensor:
+    """As an engine keeps it, in the order of the memory: mapped from the file, if it lies there so."""
+    flat = np.ascontiguousarray(value.transpose(_order(p))).reshape(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it must not be written to: nobody will
+        return torch.from_numpy(flat).view(torch.bfloat16)
+
+
+def _check_format(about: dict[str, Any], path: Path) -> None:
+    if about["format"] > EXPORT_WITH_RESIDUALS:
+        raise CSDStoreError(
+            f"{path} has format {about['format']}; this csd_optim reads up to {EXPORT_WITH_RESIDUALS}: upgrade it"
+        )
+
+
+def import_store(
+    source: Path,
+    devices: Sequence[str | os.PathLike[str]],
+    tile_elems: int | None = None,
+    progress: Progress = no_bar,
+) -> dict[str, Any]:
+    """Makes a store from an export; the number of devices is free. Returns what it holds, for a message."""
+    export = read_export(source)
+    specs = parse_devices(devices)
+    if temporary := [str(spec) for spec in specs if not spec.durable]:
+        raise CSDValueError(f"{temporary[0]} keeps nothing; name a directory for the store")
+    about = export.about
+    numels = [math.prod(p["shape"]) * (2 if p["dtype"] == "complex64" else 1) for p in about["params"]]
+    engine = DurableEngine(specs, mode="new", tile_elems=tile_elems, shadow=about["shadow"])
+    try:
+        params = []
+        with progress("importing", 12 * sum(numels)) as tick:
+            for e, number in enumerate(sorted({p["extent"] for p in about["params"]})):
+                # What joined together lies together again.
+                rows = [i for i, p in enumerate(about["params"]) if p["extent"] == number]
+                sections = 4 if export.state(rows[0], "max_exp_avg_sq") is not None else 3
+                extent = engine.extend([numels[i] for i in rows], sections)
+                for at, i in enumerate(rows):
+                    p = about["params"][i]
+                    for k, section in enumerate(SECTIONS[:sections]):
+                        flat = engine.window(extent, at, k, dtype_of(p, section))
+                        window = flat.as_strided(p["shape"], p["stride"]).numpy()
+                        value = export.state(i, section)
+                        if value is None or (value.dtype, value.shape) != (window.dtype, window.shape):
+                            raise CSDStoreError(f"{source} is damaged: {section} of {p['name']} is missing or another")
+                        np.copyto(window, value)
+                        tick(4 * numels[i])
+                    if (value := export.state(i, "residual")) is not None:
+                        if (value.dtype, value.shape) != (np.int16, tuple(p["shape"])):
+                            raise CSDStoreError(f"{source} is damaged: residual of {p['name']} is another")
+                        engine.keep_residual(extent.first_param + at, _residual(value, p))
+                    engine.steps[e][at] = export.steps[i]
+                    params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
+            engine.sync()
+        engine.step = about["step"]
+        engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
+        engine.describe({"params": params, "waiting": about["waiting"]})  # without this, close() leaves nothing
+    finally:
+        engine.close()
+    return {"devices": [str(spec) for spec in specs], "step": about["step"], "params": sum(numels)}

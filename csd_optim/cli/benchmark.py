@@ -1,0 +1,255 @@
+"""`csd-optim bench`: an optimizer step on given devices, beside what the same devices do with nothing to compute."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import bindings
+from ..devices.smartssd import find, located
+from ..devices.spec import DeviceSpec, shares_of
+from ..engine.tuning import Memory, Scratch, Updater, available_memory, machine, rate, spread, storage, updater
+from ..errors import CSDRuntimeError, CSDValueError
+from ..optim.optimizer import CSDAdam
+from ..store.layout import round_up
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+TENSOR = 1 << 24  # elements of one parameter tensor at most
+WARM_UP = 3  # steps; both slots of every tile have then been written once
+RAW_RUNS = 3  # passes over a device, per kind
+DISK_BYTES = 24  # per parameter and step: three fp32 states, read and written
+# Per parameter and step in memory. 16 bit: three fp32 states read and written, gradient in, parameter out. An fp32
+# parameter is its own master: it and two states read and written, gradient in. The same number.
+MEMORY_BYTES = 28
+UPDATER_ELEMS = 1 << 24  # far more than caches hold
+TOLERANCE = 1e-6  # relative, against torch.optim.AdamW
+Tick = Callable[[str], None]
+
+
+def ticks(specs: Sequence[DeviceSpec], steps: int) -> int:
+    """How often `bench` calls its `tick`."""
+    files = sum(s.backend in ("file", "xrt") for s in specs)
+    return 1 + 1 + files * (1 + 3) + 1 + WARM_UP + steps
+
+
+def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick: Tick) -> dict[str, Any]:
+    """Verifies, then measures. Only nameless scratch files are made, in the devices' directories.
+
+    `tick` is called at the beginning of each part with what it is. Raises CSDError: no room, a device fails, or the
+    result is not torch's.
+    """
+    specs = [located(spec) for spec in specs]
+    check_room(specs, params, DTYPES[dtype])
+    tick("verifying")
+    difference = verify(specs, DTYPES[dtype])
+    tick("updater")
+    alone = Updater(min(params, UPDATER_ELEMS), DTYPES[dtype])
+    alone.rate()
+    updater_rates = [alone.rate() for _ in range(max(5, steps))]
+    del alone
+
+    devices: list[dict[str, Any]] = [{"device": str(s), "backend": s.backend} for s in specs]
+    files: dict[int, Scratch] = {}
+    memory: Memory | None = None
+    try:
+        for d, (spec, here) in enumerate(zip(specs, _divided(specs, params), strict=True)):
+            if spec.directory is not None:
+                tick(f"filling scratch space {d}")
+                size = max(64 << 20, round_up(DISK_BYTES * here, spec.block_bytes))
+                files[d] = Scratch(spec.directory, size, spec.block_bytes)
+                files[d].fill()
+                devices[d] |= {"storage": storage(spec.directory), "direct_io": files[d].direct}
+        for d, file in files.items():
+            for kind in ("read", "write", "mixed"):
+                tick(f"device {d}, {kind}")
+                rates = [rate([file], kind) for _ in range(RAW_RUNS)]
+                devices[d][f"{kind}_bytes_per_second"] = spread(rates)
+        if any(s.backend == "ram" for s in specs):
+            memory = Memory(min(1 << 30, max(64 << 20, 12 * params)))
+        tick("making parameters")
+        seconds, returned, disk, memory_rates, stats = _steps(
+            specs, params, DTYPES[dtype], steps, list(files.values()), memory, tick
+        )
+    finally:
+        for file in files.values():
+            file.close()
+
+    moved = stats["flash_read_bytes"] + stats["flash_write_bytes"]
+    in_memory = sum(d["params"] for d in stats["devices"] if d["backend"] == "ram")
+    limits: dict[str, Any] = {}
+    if disk:
+        limits["disk"] = {
+            "bytes_per_second": spread(disk),
+            "seconds": spread([moved / r for r in disk]),
+        }
+    if memory_rates:
+        limits["memory"] = {
+            "bytes_per_second": spread(memory_rates),
+            "seconds": spread([MEMORY_BYTES * in_memory / r for r in memory_rates]),
+        }
+    for entry, measured in zip(devices, stats["devices"], strict=True):
+        entry["params"], entry["p2p"] = measured["params"], measured["p2p"]
+        entry["params_per_second"] = spread([measured["params"] / s for s in seconds])
+    # Each step is compared with the limit measured right after it: the speed of a shared machine drifts.
+    floors = [
+        max(moved / d if d else 0.0, MEMORY_BYTES * in_memory / m if m else 0.0)
+        for d, m in zip(disk or [0.0] * steps, memory_rates or [0.0] * steps, strict=True)
+    ]
+    ratios = [f / s for f, s in zip(floors, seconds, strict=True)]
+    return {
+        "machine": machine(),
+        "emulated": any(spec.card and find(spec.card).emulated for spec in specs),
+        "updater": updater() | {"params_per_second": spread(updater_rates)},
+        "params": params,
+        "dtype": dtype,
+        "steps": steps,
+        "largest_relative_difference": difference,
+        "devices": devices,
+        "step_seconds": spread(seconds),
+        "step_returns_after_seconds": spread(returned),
+        "params_per_second": spread([params / s for s in seconds]),
+        "bytes_per_param": {
+            name: stats[f"{name}_bytes"] / params for name in ("push", "pull", "flash_read", "flash_write")
+        },
+        "buffer_bytes": stats["buffer_bytes"],
+        "limits": limits,
+        "ratio_to_limit": spread(ratios) if any(floors) else None,
+    }
+
+
+def _steps(
+    specs: Sequence[DeviceSpec],
+    params: int,
+    dtype: torch.dtype,
+    steps: int,
+    files: list[Scratch],
+    memory: Memory | None,
+    tick: Tick,
+) -> tuple[list[float], list[float], list[float], list[float], dict[str, Any]]:
+    """Times steps, each followed by one pass of the same size over the disks and the memory.
+
+    Returns per step: seconds until the last state is in its place, seconds until step() returned, bytes per second of
+    the disks, of the memory; and the statistics of the last step.
+    """
+    seconds, returned, disk, in_memory = [], [], [], []
+    with make_optimizer(specs, params, dtype) as opt:
+        for i in range(WARM_UP + steps):
+            tick(f"step {i - WARM_UP + 1} of {steps}" if i >= WARM_UP else "warming up")
+            start = time.perf_counter()
+            opt.step()
+            back = time.perf_counter()
+            stats = opt.stats()  # waits for the last states
+            end = time.perf_counter()
+            if i < WARM_UP:
+                continue
+            seconds.append(end - start)
+            returned.append(back - start)
+            if files:
+                disk.append(rate(files, "mixed"))
+            if memory:
+                in_memory.append(memory.rate(bindings.threads_used()))
+    return seconds, returned, disk, in_memory, stats
+
+
+def make_optimizer(
+    specs: Sequence[DeviceSpec],
+    params: int,
+    dtype: torch.dtype,
+    *,
+    durable: bool = False,
+    topk: float | None = None,
+    **options: Any,
+) -> CSDAdam:
+    """One over `params` random elements with gradients, on scratch space of the devices unless `durable`.
+
+    `options` are CSDAdam's.
+    """
+    sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
+    tensors = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in sizes]
+    for p in tensors:
+        p.grad = torch.randn(p.numel()).to(dtype)
+    groups = [{"params": tensors, "topk": topk}]  # named by the group, it is for all parameters
+    return CSDAdam(groups, devices=[str(s) if durable else scratch(s) for s in specs], **options)
+
+
+def scratch(spec: DeviceSpec) -> str:
+    """The device as the user named it, but with a nameless store: a store that is there is never touched.
+
+    And if he has not named a cache, without: so few parameters may all be in buffers, and they stand for many.
+    """
+    if spec.card:
+        return f"{spec}{'&' if '?' in spec.text else '?'}scratch=1"
+    if spec.backend != "file":
+        return str(spec)
+    options = spec.text.partition("?")[2] if spec.text.lower().startswith("file:") else ""
+    cache = "" if "cache=" in options else "&cache=off"
+    return f"file:{spec.directory}?{options}&scratch=1{cache}"
+
+
+def verify(specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float | None:
+    """Ten steps on these devices, compared with torch.optim.AdamW on fp32 copies: the largest relative difference.
+
+    Raises CSDRuntimeError if that is more than TOLERANCE. None: a device keeps nothing that could be compared.
+    """
+    if any(s.backend == "null" for s in specs):
+        return None
+    torch.manual_seed(1)
+    ours = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (1, 4095, 300_001)]
+    theirs = [torch.nn.Parameter(p.detach().float().clone()) for p in ours]
+    oracle = torch.optim.AdamW(theirs)
+    worst = 0.0
+    with CSDAdam(ours, devices=[scratch(s) for s in specs]) as opt:
+        for _ in range(10):
+            for p, q in zip(ours, theirs, strict=True):
+                p.grad = torch.randn(p.shape).to(dtype)
+                q.grad = p.grad.float()
+            opt.step()
+            oracle.step()
+        for p, q in zip(ours, theirs, strict=True):
+            expected = {"master": q.detach(), **{k: oracle.state[q][k] for k in ("exp_avg", "exp_avg_sq")}}
+            for key, value in expected.items():
+                worst = max(worst, float((opt.state[p][key] - value).abs().max() / value.abs().max()))
+            if not torch.equal(p, opt.state[p]["master"].to(dtype)):
+                raise CSDRuntimeError("a parameter is not its rounded master: nothing is timed; please report this")
+    if not worst <= TOLERANCE:
+        raise CSDRuntimeError(
+            f"the result differs from torch.optim.AdamW by {worst:.1e}: nothing is timed; please report this"
+        )
+    return worst
+
+
+def _divided(specs: Sequence[DeviceSpec], params: int) -> list[int]:
+    """How many of the parameters each device has."""
+    shares = shares_of(specs) or [1.0] * len(specs)
+    return [math.ceil(params * share / sum(shares)) for share in shares]
+
+
+def check_room(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> None:
+    """Raises CSDValueError if disks or memory are too small, before anything is made."""
+    needs: dict[int, int] = {}
+    for spec, here in zip(specs, _divided(specs, params), strict=True):
+        if spec.directory is None:
+            continue
+        if not spec.directory.is_dir():
+            raise CSDValueError(f"{spec.directory}: no such directory")
+        place = storage(spec.directory)
+        file_system = spec.directory.stat().st_dev
+        # The store, and as much again to measure the disk with.
+        needs[file_system] = needs.get(file_system, 64 << 20) + 2 * DISK_BYTES * here + (64 << 20)
+        if needs[file_system] > place["free_bytes"]:
+            raise CSDValueError(
+                f"{spec.directory}: {place['free_bytes'] / 1e9:.1f} GB are free, {params / 1e6:.0f} M parameters need "
+                f"{needs[file_system] / 1e9:.1f} GB; try --params {place['free_bytes'] // (3 * DISK_BYTES):.0e}"
+            )
+    element = dtype.itemsize
+    in_memory = sum(12 * n for s, n in zip(specs, _divided(specs, params), strict=True) if s.backend == "ram")
+    need = 2 * element * params + in_memory + (12 + 2 * element) * min(params, UPDATER_ELEMS) + (1 << 30)
+    if need > available_memory():
+        raise CSDValueError(
+            f"{available_memory() / 1e9:.1f} GB of memory are available, {params / 1e6:.0f} M parameters need "
+            f"{need / 1e9:.1f} GB here; try fewer --params"
+        )

@@ -1,0 +1,384 @@
+"""What the commands show to people; programs get the same facts as JSON."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..checkpoint.verify import Verdict
+from ..planning import advice as planning
+from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
+from . import benchmark
+
+LONG = 16  # parameters; more are listed in part
+BACKENDS = {
+    "file": "an emulated CSD: tiles in a file, updated by the CPU",
+    "xrt": "a SmartSSD: tiles on its drive, updated by its FPGA",
+    "ram": "states in host memory, updated by the CPU",
+    "null": "keeps and computes nothing: times the rest",
+}
+
+
+def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    out = console()
+    out.print(describe_machine(machine))
+    out.print(f"updater: {updater['isa']} ({', '.join(updater['isas'])} available), {updater['threads']} threads")
+    for entry in found:
+        rows = [("back end", f"{entry['backend']}, {BACKENDS[entry['backend']]}")]
+        if card := entry.get("card"):
+            rows += describe_card(card, entry.get("xclbin"))
+        if place := entry.get("storage"):
+            disk = ", ".join(filter(None, (place["source"], place["model"])))
+            in_memory = "; this is memory, not a disk" if place["filesystem"] in ("tmpfs", "ramfs") else ""
+            rows += [
+                ("directory", entry["directory"] + ("" if entry["exists"] else " (the device's own is made there)")),
+                ("file system", f"{place['filesystem']} on {disk}, mounted at {place['mounted_at']}{in_memory}"),
+            ]
+            free = place["free_bytes"]
+        else:
+            free = entry.get("free_bytes")
+        if free is not None:
+            each = STORE_BYTES if place else MEMORY_STATE_BYTES
+            rows.append(("free", f"{size(free)}: room for {number(free // each)} parameters, {each} B each"))
+        if "direct_io" in entry:
+            direct = "yes" if entry["direct_io"] else "no: slower, through the page cache; ext4 and xfs have it"
+            rows += [("direct I/O", direct), ("store", store_there_text(entry["store"]))]
+        if speed := entry.get("speed"):
+            read, write, mixed = (speed[f"{k}_bytes_per_second"] / 1e9 for k in ("read", "write", "mixed"))
+            rows += [
+                ("speed", f"read {read:.2f} GB/s, write {write:.2f} GB/s, both at once {mixed:.2f} GB/s"),
+                ("", f"so at most {1e3 * mixed / STORE_BYTES:.0f} M parameters per second"),
+            ]
+        if speed := entry.get("card_speed"):
+            rows += describe_card_speed(speed, entry["card"])
+        if "warning" in entry:
+            rows.append(("warning", entry["warning"]))
+        if "problem" in entry:
+            rows.append(("problem", entry["problem"]))
+        out.print()
+        out.print(escape(entry["device"]), style="bold")
+        out.print(facts(rows))
+    places = [(e["storage"]["mounted_at"]) for e in found if "storage" in e]
+    if len(set(places)) < len(places):
+        out.print("\nDevices on one file system share its room and its speed.")
+
+
+def describe_card(card: dict[str, Any], xclbin: dict[str, Any] | None) -> list[tuple[str, str]]:
+    known = (("index", "XRT's number"), ("bdf", "at"), ("serial", "serial number"))
+    rows = [
+        ("card", ", ".join(f"{what} {card[key]}" for key, what in known if card[key] not in ("", None))),
+        ("shell", card["shell"] or "unknown"),
+    ]
+    if card["xclbin_uuid"]:
+        rows.append(("loaded", f"xclbin {card['xclbin_uuid']}"))
+    if xclbin:
+        rows.append(("kernels", f"{xclbin['file']}, {xclbin['uuid']}, for {xclbin['platform']}"))
+    if nvme := card["nvme"]:
+        rows.append(("drive", ", ".join(filter(None, (nvme["name"], nvme["bdf"], nvme["model"], *nvme["blocks"])))))
+    rows.append(("P2P", card["p2p"]))
+    rows += [("warning", text) for text in card["warnings"]]
+    return rows
+
+
+def describe_card_speed(speed: dict[str, float], card: dict[str, Any]) -> list[tuple[str, str]]:
+    rates = {name: f"{speed[name] / 1e9:.2f} GB/s" for name in speed}
+    p2p = f"drive to card {rates['drive_to_card']}, card to drive {rates['card_to_drive']}"
+    rows = [
+        ("P2P speed", p2p if speed["drive_to_card"] else "none"),
+        ("DMA", f"host to card {rates['to_card']}, card to host {rates['from_card']}"),
+        ("kernel", f"{speed['kernel'] / 1e6:.0f} M parameters per second"),
+    ]
+    if card["emulated"]:
+        rows.append(("", "the card is emulated: these rates mean nothing"))
+    return rows
+
+
+def describe_machine(machine: dict[str, Any]) -> str:
+    return (
+        f"machine: {machine['cpu']}, {machine['cores']} cores, {size(machine['memory_bytes'])} of memory; "
+        f"torch {machine['torch']}"
+    )
+
+
+def store_there_text(described: dict[str, Any] | None) -> str:
+    if described is None:
+        return "none"
+    owner = f"in use by process {described['owner']}" if described["owner"] is not None else ""
+    if "problem" in described:
+        return ", ".join(filter(None, (described["problem"], owner)))
+    state = owner or describe_end(described)
+    place = f"device {described['device']} of {described['devices']}"
+    return f"step {described['step']}, {place}, {size(described['bytes'])}, {state}"
+
+
+def show_store(described: dict[str, Any], everything: bool) -> None:
+    out = console()
+    owner = f", in use by process {described['owner']}" if described["owner"] is not None else ""
+    closed = describe_end(described)
+    of_rank = f", of rank {described['rank']} of {described['world_size']}" if described["world_size"] > 1 else ""
+    tiles, params = described["tiles"], described["params"]
+    kept = described["residuals"]
+    residuals = f"{kept['count']} here, {size(kept['bytes'])} in bf16, each in two spaces"
+    sizes = sorted({e["tile_elems"] for e in described["extents"]})
+    out.print(escape(described["file"]), style="bold")
+    out.print(
+        facts(
+            [
+                ("format", f"{described['format']}, store {described['store_id']}"),
+                (
+                    "device",
+                    f"{described['device']} of {described['devices']}{of_rank}, with {described['share']:.0%} of the "
+                    "parameters",
+                ),
+                ("step", f"{described['step']}{owner or ', ' + closed}"),
+                ("model", f"{len(params)} parameters of {number(described['total_params'])} elements on all devices"),
+                (
+                    "states",
+                    ", ".join(dict.fromkeys(s for e in described["extents"] for s in e["sections"])) + " in fp32",
+                ),
+                (
+                    "tiles",
+                    f"{tiles['count']} here, of {' and '.join(f'{n:,}' for n in sizes)} elements; "
+                    f"{tiles['in_slot'][0]} in slot 0, {tiles['in_slot'][1]} in slot 1, "
+                    f"{tiles['with_checksum']} with a checksum",
+                ),
+                *([("residuals", residuals)] if kept["count"] else []),
+                (
+                    "on disk",
+                    f"{size(described['allocated_bytes'])}, {described['bytes_per_param']:.2f} B per parameter of its "
+                    "share",
+                ),
+                ("wear", describe_wear(described)),
+            ]
+        )
+    )
+    out.print()
+    for k, group in enumerate(described["groups"]):
+        shown = {name: v for name, v in group.items() if v is not None and v is not False}
+        values = ", ".join(f"{name} {v:g}" if isinstance(v, float) else f"{name} {v}" for name, v in shown.items())
+        out.print(f"group {k}: {sum(p['group'] == k for p in params)} parameters; {escape(values)}")
+    made = Table(box=box.SIMPLE_HEAD)
+    for head in ("parameter", "shape", "dtype", "group", "step"):
+        made.add_column(head, justify="right" if head in ("group", "step") else "left")
+    listed = params if everything or len(params) <= LONG else [*params[: LONG - 4], None, *params[-3:]]
+    for p in listed:
+        if p is None:
+            made.add_row(f"... {len(params) - LONG + 1} more; --all lists them")
+        else:
+            shape = " x ".join(map(str, p["shape"])) or "scalar"
+            made.add_row(escape(p["name"]), shape, p["dtype"], str(p["group"]), f"{p['step']:g}")
+    out.print(made)
+
+
+def describe_end(described: dict[str, Any]) -> str:
+    """How a store was left that nobody uses."""
+    if described["torn"]:
+        return "cut short in the middle of a step, which shadow=False cannot undo"
+    if described["clean"]:
+        return "closed cleanly"
+    if described.get("world_size", 1) > 1:
+        return "not closed cleanly: resume=True goes on from this step, or the one before if a rank lacks it"
+    return "not closed cleanly: resume=True goes on from this step"
+
+
+def show_verdicts(found: list[Verdict]) -> None:
+    for verdict in found:
+        for problem in verdict.damage:
+            print(problem)
+        if not verdict.damage:
+            which = f", device {verdict.device} of {verdict.devices}" if verdict.devices != 1 else ""
+            loose = f", {verdict.unchecked} of them without a checksum" if verdict.unchecked else ""
+            print(f"{verdict.file}: ok, step {verdict.step}, {verdict.tiles} tiles{loose}{which}")
+
+
+def describe_wear(described: dict[str, Any]) -> str:
+    written, seconds, rating = described["written_bytes"], described["training_seconds"], described["tbw_bytes"]
+    text = f"{size(written)} written, {size(described['step_bytes'])} a step"
+    if seconds:
+        text += f", {size(86400 * written / seconds)} a day of training"
+    if rating:
+        text += f"; of {size(rating)} it takes, {described['days_left']:,.1f} days of training are left"
+    return text
+
+
+def show_bench(result: dict[str, Any]) -> None:
+    out = console()
+    out.print(describe_machine(result["machine"]))
+    out.print(
+        f"{number(result['params'])} {result['dtype']} parameters on {len(result['devices'])} device(s), "
+        f"{result['steps']} steps; all rates: median (least to largest)"
+    )
+    difference = result["largest_relative_difference"]
+    out.print(
+        "nothing to verify: null: computes nothing"
+        if difference is None
+        else f"verified against torch.optim.AdamW: largest relative difference {difference:.1e} after 10 steps"
+    )
+    if result["emulated"]:
+        out.print("cards are emulated: times and rates mean nothing", style="bold")
+    rows: list[tuple[str, str]] = []
+    for d in result["devices"]:
+        out.print()
+        out.print(escape(d["device"]), style="bold")
+        rows = [("back end", f"{d['backend']}, {BACKENDS[d['backend']]}")]
+        if place := d.get("storage"):
+            disk = ", ".join(filter(None, (place["source"], place["model"])))
+            direct = "direct I/O" if d["direct_io"] else "no direct I/O: through the page cache"
+            rows.append(("storage", f"{place['filesystem']} on {disk}, {direct}"))
+            for kind, label in (("read", "read alone"), ("write", "write alone"), ("mixed", "both at once")):
+                rows.append((label, span(d[f"{kind}_bytes_per_second"], 1e9, "GB/s", 2)))
+        if d["p2p"] is not None:
+            rows.append(("P2P", "yes" if d["p2p"] else "no: the host stands between drive and card"))
+        if d["params"]:
+            rows.append(("in the step", span(d["params_per_second"], 1e6, "Mparam/s", 1)))
+        out.print(facts(rows))
+    updater, moved = result["updater"], result["bytes_per_param"]
+    on = f"{updater['threads']} threads, {updater['isa']}"
+    rows = [
+        ("step", span(result["step_seconds"], 1e-3, "ms", 1) + ", until the last state is in its place"),
+        ("", span(result["params_per_second"], 1e6, "Mparam/s", 1)),
+        ("CPU's updater alone", f"{span(updater['params_per_second'], 1e6, 'Mparam/s', 0)}: {on}"),
+        (
+            "moved",
+            f"push {moved['push']:.2f}, pull {moved['pull']:.2f}, flash read {moved['flash_read']:.2f}, "
+            f"flash write {moved['flash_write']:.2f} B per parameter",
+        ),
+        ("tile buffers", size(result["buffer_bytes"])),
+    ]
+    each = {"disk": benchmark.DISK_BYTES, "memory": benchmark.MEMORY_BYTES}
+    for name, limit in result["limits"].items():
+        what = "requests alone, both at once, all devices" if name == "disk" else "read and written back in place"
+        rows.append((f"{name} alone", f"{span(limit['bytes_per_second'], 1e9, 'GB/s', 2)}: {what}"))
+        rows.append(("", f"{span(limit['seconds'], 1e-3, 'ms', 1)} for {each[name]} B per parameter"))
+    if ratio := result["ratio_to_limit"]:
+        rows.append(("ratio", f"{span(ratio, 1, '', 2)} of that speed, step by step"))
+    out.print()
+    out.print("CSDAdam.step(), all devices", style="bold")
+    out.print(facts(rows))
+
+
+def show_plan(found: dict[str, Any]) -> None:
+    out = console()
+    r, memory, wear = found["request"], found["memory_bytes"], found["wear"]
+    own = next(row for row in found["predictions"] if row["chosen"])
+    d, kind = r[r["on"]], planning.KINDS[r["on"]]
+    out.print(
+        f"{number(r['params'])} {r['dtype']} parameters on {kind[:-1] if r['devices'] == 1 else kind}: {r['devices']}, "
+        f"{'as measured' if r['measured'] else 'of the rates below'}. All times are predicted (docs/plan.md).",
+        style="bold",
+    )
+    capacity = found["capacity_bytes_per_device"]
+    room = "" if r["free"] is None else f"; {short(r['free'])} free{': too little' if r['free'] < capacity else ''}"
+    described = [f"{name} {short(memory[name])}" for name in ("parameters", "gradients", "residuals") if memory[name]]
+    cpu = f"{r['host']['update'] / 1e9:.2f} G parameters/s, {'measured here' if r['cpu_measured'] else 'as given'}"
+    rows = [
+        ("each", describe_rates(d)),
+        ("updated by", "the CPU" if d["on_host"] else f"each itself, {d['update'] / 1e6:.0f} Mparam/s"),
+        ("CPU", cpu),
+        ("space", f"{short(capacity)} on each, or half with shadow=False{room}"),
+        ("memory", f"{', '.join(described)} where the model lives; buffers {short(memory['buffers'])}"),
+    ]
+    for name, what in (("flash", "to and from flash"), ("link", "host to devices"), ("gpu", "GPU to host")):
+        moved, rate = found["bytes"][name], r["host"].get({"link": "link", "gpu": "gpu_link"}.get(name))
+        at = (
+            f", {rate / 1e9:.1f} GB/s each way" if rate else ", every device on its own lanes" if name == "link" else ""
+        )
+        rows.append((what, f"{short(moved['towards_flash'])} there, {short(moved['back'])} back in each step{at}"))
+    out.print(facts(rows))
+    out.print(predictions_table(found["predictions"]))
+    rows = [("waits for", f"{planning.BOUNDS[own['bound']]}: {own['stages'][own['bound']]:.2f} of {own['step']:.2f} s")]
+    rows += [("" if i else "to change", text) for i, text in enumerate(found["advice"])]
+    base, ours = (
+        f"from {n} on" if n else f"never (up to {planning.MOST_DEVICES})"
+        for n in (found["break_even"][other] for other in ("base", "csdadam"))
+    )
+    rows += [
+        ("CSDs", f"each {describe_rates(r['csd'])}; a plain drive {describe_rates(r['drive'])}"),
+        ("pay", f"against ZeRO-Infinity on as many plain drives: {base}; against CSDAdam on them: {ours}"),
+    ]
+    trains = r["forward"] + r["backward"] > 0
+    a_day = f", {short(wear['bytes_per_day_and_device'])} a day" if trains else ""
+    rows.append(("wear", f"{short(wear['bytes_per_step_and_device'])} written to each in a step{a_day}"))
+    if rating := wear["tbw_bytes"]:
+        days = f"{wear['days']:,.0f} days{'' if trains else ' of nothing but steps'}"
+        rows.append(("", f"the rating of {short(rating)} is used up after {wear['steps']:,.0f} steps, {days}"))
+    else:
+        rows.append(("", "--tbw 600TB: how long will it last?"))
+    out.print(facts(rows))
+    if found["sweep"]:
+        out.print("\nseconds of an iteration", style="bold")
+        out.print(sweep_table(found["sweep"]))
+
+
+def short(n: float) -> str:
+    """Bytes in decimal units only."""
+    return size(n).partition(" (")[0]
+
+
+def describe_rates(d: dict[str, Any]) -> str:
+    return ", ".join(f"{what} {d[what] / 1e9:.1f}" for what in ("read", "write", "mixed")) + " GB/s"
+
+
+def predictions_table(predictions: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for head in ("seconds", "GPU", "gradients", "step", "iteration", "the step waits for"):
+        table.add_column(head, justify="left" if head.endswith(("seconds", "for")) else "right")
+    for row in predictions:
+        parts = (row["forward"] + row["backward"], row["gradients"], row["step"], row["seconds"])
+        table.add_row(
+            f"{planning.VARIANTS[row['variant']]} on {planning.KINDS[row['on']]}",
+            *(f"{s:.2f}" if s else "" for s in parts),
+            planning.BOUNDS[row["bound"]],
+            style="bold" if row["chosen"] else None,
+        )
+    return table
+
+
+def sweep_table(sweep: list[dict[str, Any]]) -> Table:
+    ways = list(dict.fromkeys((row["variant"], row["on"]) for row in sweep))
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("devices", justify="right")
+    for variant, kind in ways:
+        table.add_column(f"{planning.VARIANTS[variant]} on {planning.KINDS[kind]}", justify="right")
+    for first in range(0, len(sweep), len(ways)):
+        rows = sweep[first : first + len(ways)]
+        table.add_row(str(rows[0]["devices"]), *(f"{row['seconds']:.2f}" for row in rows))
+    return table
+
+
+def facts(rows: list[tuple[str, str]]) -> Table:
+    """Names and values below each other."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(f"  {name}", escape(value))
+    return grid
+
+
+def size(n: float) -> str:
+    """Bytes as people and as machines count them."""
+    for unit, binary, power in (("TB", "TiB", 4), ("GB", "GiB", 3), ("MB", "MiB", 2)):
+        if n >= 1000**power:
+            return f"{n / 1000**power:.1f} {unit} ({n / 1024**power:.1f} {binary})"
+    return f"{n / 1e3:.1f} kB ({n / 1024:.1f} KiB)"
+
+
+def number(n: float) -> str:
+    for unit, power in (("B", 9), ("M", 6), ("k", 3)):
+        if n >= 10**power:
+            return f"{n / 10**power:.2f} {unit}"
+    return str(n)
+
+
+def span(values: dict[str, float], scale: float, unit: str, digits: int) -> str:
+    median, least, most = (f"{values[k] / scale:.{digits}f}" for k in ("median", "min", "max"))
+    return f"{median}{' ' + unit if unit else ''} ({least} to {most})"
+
+
+def console() -> Console:
+    """stdout; where that is no terminal, wide enough that nothing is cut (rich would assume 80 columns)."""
+    return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 120)

@@ -1,0 +1,462 @@
+"""SmartSSDs of this machine: an FPGA and an NVMe drive behind one PCIe switch, and how the two belong together.
+
+Everything is read from sysfs, where XRT's own tools look too: it costs a millisecond, needs no privilege, and works
+where XRT is broken. The drive of a card is found by its place on the PCIe bus, never by its name. `ask_pyxrt()` adds
+what XRT itself says, for `csd-optim devices`; training never waits for it.
+
+In emulation (XCL_EMULATION_MODE is set) there is nothing in sysfs: CSD_OPTIM_EMULATED_DRIVES lists a directory for
+each card, with `:` in between.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import CSDUnavailableError, CSDValueError
+from .spec import DeviceSpec
+
+XILINX = 0x10EE
+ACCELERATOR = 0x12  # PCI classes
+NVME = 0x0108
+OLDEST_XRT = (2, 13)  # see native/src/xrt.h
+ASK_SECONDS = 30.0  # for pyxrt to answer
+
+
+@dataclass(frozen=True)
+class System:
+    """Where the facts are; tests build one of their own."""
+
+    sysfs: Path = Path("/sys")
+    dev: Path = Path("/dev")
+    mounts: Path = Path("/proc/self/mountinfo")
+
+
+HERE = System()
+
+
+@dataclass(frozen=True)
+class Drive:
+    """The NVMe drive of a card."""
+
+    name: str  # controller, such as nvme4; "" without a driver
+    bdf: str
+    model: str
+    serial: str
+    blocks: tuple[str, ...]  # whole disks, such as nvme4n1
+    mounted: tuple[tuple[str, Path], ...]  # (disk, partition or volume, where); only those on this drive alone
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card. Text is "" where the system does not say."""
+
+    index: int | None  # XRT's number of it; None if XRT does not see it
+    bdf: str  # PCIe address of the user function, such as 0000:65:00.1; "" in emulation
+    shell: str  # VBNV, such as xilinx_u2_gen3x4_xdma_gc_base_2
+    serial: str  # of the card; SmartSSDs carry the drive's
+    xclbin_uuid: str  # loaded now, or ""
+    ready: bool
+    p2p: str  # as XRT calls it: enabled, disabled, no iomem, not supported; unknown
+    nvme: Drive | None
+    directory: Path | None  # where a store goes if the user names no place
+    problems: tuple[str, ...] = ()  # what keeps the FPGA from being used
+    no_directory: str = ""  # why there is no `directory`, and the way out
+    warnings: tuple[str, ...] = ()  # what works, but more slowly than it could
+
+    @property
+    def emulated(self) -> bool:
+        return not self.bdf
+
+    @property
+    def name(self) -> str:
+        """Names this card to `xrtDeviceOpenByBDF`: XRT's numbering changes with its version, this does not."""
+        return self.bdf or str(self.index)
+
+    def place(self, named: Path | None = None) -> Path:
+        """The directory for a store: `named` by the user, else the card's own.
+
+        Raises CSDUnavailableError with what keeps the card from being used and the way out.
+        """
+        if self.problems:
+            raise CSDUnavailableError(errno.ENODEV, f"card {self.name}: {self.problems[0]}")
+        where = named or self.directory
+        if where is None:
+            raise CSDUnavailableError(errno.ENODEV, f"card {self.name}: {self.no_directory}")
+        return where
+
+    def holds(self, directory: Path, system: System = HERE) -> bool:
+        """Does a directory lie on this card's drive, or will it? If not, its data go through the host."""
+        if self.emulated:
+            return True  # in emulation any directory is as good
+        where = directory.resolve()
+        over = [m for m in _mounts(system) if where.is_relative_to(m.at)]
+        mount = max(over, key=lambda m: len(m.at.parts), default=None)  # of several at one place, the newest
+        own = _devices(self.nvme.blocks, system)[0] if self.nvme else []
+        return any(mount in _mounts_of(name, system) for name in own)
+
+
+Facts = Mapping[str, str]  # what XRT says of a card: index, name, xclbin_uuid, serial
+
+
+def cards(told: Mapping[str, Facts] | None = None, system: System = HERE) -> list[Card]:
+    """All cards, in XRT's order; last those that XRT does not see. `told`: by BDF, from `ask_pyxrt()`.
+
+    Raises CSDUnavailableError in an emulation that names no drives.
+    """
+    if os.environ.get("XCL_EMULATION_MODE"):
+        return _emulated()
+    driver = system.sysfs / "bus/pci/drivers/xocl"
+    functions = sorted(p for p in driver.glob("*") if _BDF.fullmatch(p.name))
+    nodes = {f.name: next(f.glob("drm/renderD*"), None) for f in functions}
+    seen = [f for f in functions if (node := nodes[f.name]) and (system.dev / "dri" / node.name).exists()]
+    ready = [f for f in seen if _number(f / "ready")]
+    if _xrt_version(system) < (2, 15):
+        ready.reverse()  # until 2.14, XRT counts the cards that are ready from the last to the first
+    order = ready + [f for f in seen if f not in ready]
+    found = [_card(f, order.index(f) if f in order else None, nodes[f.name], system) for f in functions]
+    found.sort(key=lambda c: (c.index is None, c.index))
+    return [_completed(c, told[c.bdf]) if told and c.bdf in told else c for c in found]
+
+
+def there_are() -> list[Card]:
+    """All cards; none in an emulation that names no drives, where `find` says why."""
+    try:
+        return cards()
+    except CSDUnavailableError:
+        return []
+
+
+def find(name: str, system: System = HERE, told: Mapping[str, Facts] | None = None) -> Card:
+    """The card that a user calls `name`: XRT's index, or a PCIe address, in full or short (65:00.1); `told`: `cards`.
+
+    Raises CSDValueError if it is wrong, with those there are; CSDUnavailableError if there are no cards, and why.
+    """
+    found = cards(told, system)
+    if not found:
+        raise CSDUnavailableError(errno.ENODEV, _why_none(system))
+    there_are = "there are " + ", ".join(c.name if c.index is None else f"xrt:{c.index} ({c.name})" for c in found)
+    if not found[0].bdf:
+        there_are = "the emulation has " + ", ".join(f"xrt:{c.index}" for c in found)
+    wrong = f"Invalid device: 'xrt:{name}'; "
+    if name.isdecimal():
+        chosen = [c for c in found if c.index == int(name)]
+    elif _BDF.fullmatch(name):
+        domain, *rest = _numbers(name)
+        slot = [c for c in found if c.bdf and domain in (None, _numbers(c.bdf)[0]) and _numbers(c.bdf)[1:3] == rest[:2]]
+        chosen = [c for c in slot if _numbers(c.bdf)[3] == rest[2]]
+        if slot and not chosen:
+            raise CSDValueError(f"{wrong}this is no user function; that of the same card is 'xrt:{slot[0].bdf}'")
+        if len(chosen) > 1:
+            raise CSDValueError(
+                f"{wrong}write one of {', '.join(c.bdf for c in chosen)}: in full, with the PCIe domain"
+            )
+    else:
+        raise CSDValueError(f"{wrong}write a number, xrt:0, or a PCIe address, xrt:0000:65:00.1; {there_are}")
+    if not chosen:
+        raise CSDValueError(f"{wrong}there is no such card; {there_are}")
+    return chosen[0]
+
+
+def located(spec: DeviceSpec) -> DeviceSpec:
+    """The same device, with the directory of its store. Raises what `find` and `Card.place` raise."""
+    return replace(spec, directory=find(spec.card).place(spec.directory)) if spec.card else spec
+
+
+# ---- what XRT itself says ------------------------------------------------------------
+
+# Another process: a broken installation may crash or hang as it likes. What a version of pyxrt lacks is left out.
+_ASK = """
+import json, sys
+import pyxrt
+def attempt(call):
+    try:
+        return call()
+    except Exception:
+        return ""
+def search(tree, key):
+    if isinstance(tree, dict) and isinstance(tree.get(key), str):
+        return tree[key]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return next((x for x in (search(part, key) for part in parts) if x), "")
+about = pyxrt.xrt_info_device
+cards = {}
+for index in range(64):
+    try:
+        card = pyxrt.device(index)
+        bdf = card.get_info(about.bdf)
+    except Exception:
+        break
+    platform = attempt(lambda: json.loads(card.get_info(about.platform)))
+    cards[bdf] = {
+        "index": str(index),
+        "name": attempt(lambda: card.get_info(about.name)),
+        "xclbin_uuid": attempt(lambda: card.get_xclbin_uuid().to_string()),
+        "serial": search(platform, "serial_number"),
+    }
+sys.stdout.write("\\n" + json.dumps(cards) + "\\n")
+"""
+
+
+def ask_pyxrt(seconds: float = ASK_SECONDS) -> dict[str, dict[str, str]]:
+    """What pyxrt says of each card, by BDF; empty without pyxrt, or if it fails or takes longer than `seconds`.
+
+    In emulation it is not asked: it would start cards of its own, and they have no BDF.
+    """
+    if os.environ.get("XCL_EMULATION_MODE"):
+        return {}
+    try:
+        done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=seconds)
+        answer = json.loads(done.stdout.strip().rpartition("\n")[2])  # XRT may crash at exit: no matter
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _completed(card: Card, told: Facts) -> Card:
+    warnings = card.warnings
+    if card.index is not None and told["index"] != str(card.index):
+        warnings += (f"XRT itself counts this card as {told['index']}: name it xrt:{card.bdf}",)
+    return replace(
+        card,
+        shell=card.shell or told["name"],
+        serial=card.serial or told["serial"],
+        xclbin_uuid=card.xclbin_uuid or _uuid(told["xclbin_uuid"]),
+        warnings=warnings,
+    )
+
+
+def _uuid(text: str) -> str:
+    """Lower case; nothing loaded is all zeros."""
+    return text.lower() if text.strip("0-") else ""
+
+
+# ---- a card in sysfs ---------------------------------------------------------------
+
+_BDF = re.compile(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{1,2}):([0-9a-fA-F]{1,2})\.([0-7])")
+
+
+def _numbers(bdf: str) -> list[int | None]:
+    """Domain (None if left out), bus, slot, function."""
+    match = _BDF.fullmatch(bdf)
+    assert match is not None
+    return [None if x is None else int(x, 16) for x in match.groups()]
+
+
+def _card(function: Path, index: int | None, node: Path | None, system: System) -> Card:
+    bdf = function.name
+    problems = []
+    if index is None:
+        what = f"{system.dev}/dri/{node.name}" if node else "a DRM node"
+        problems.append(f"{what} is missing: in a container, pass the device in; else load the driver xocl again")
+    elif node and not os.access(system.dev / "dri" / node.name, os.R_OK | os.W_OK):
+        problems.append(f"no permission for {system.dev}/dri/{node.name}: join the group that owns it, often `render`")
+    version = _xrt_version(system)
+    if version < OLDEST_XRT:
+        problems.append(f"its driver is of XRT {version[0]}.{version[1]}; 2.13 or later is needed")
+    if not (ready := bool(_number(function / "ready"))):
+        problems.append("it is not ready: `xbmgmt examine` as root says why; often the shell must be flashed")
+    p2p = _p2p(function)
+    warnings = []
+    if p2p in _P2P_HELP:
+        warnings.append(f"P2P is {p2p}, the state goes through the host: {_P2P_HELP[p2p].format(bdf=bdf)}")
+    drive, directory, no_directory = _drive(function, system)
+    if drive and p2p == "enabled" and (detour := _detour(function, drive.bdf, system)):
+        warnings.append(f"P2P goes through the host: {detour}")
+    return Card(
+        index=index,
+        bdf=bdf,
+        shell=_part(function, "rom", "VBNV"),
+        serial=_part(function, "xmc", "serial_num") or (drive.serial if drive else ""),
+        xclbin_uuid=_uuid(_text(function / "xclbinuuid").partition("\n")[0]),
+        ready=ready,
+        p2p=p2p,
+        nvme=drive,
+        directory=directory,
+        problems=tuple(problems),
+        no_directory=no_directory,
+        warnings=tuple(warnings),
+    )
+
+
+_P2P_HELP = {
+    "disabled": "as root, `xbutil configure --p2p enable --device {bdf}`, then perhaps a warm reboot",
+    "no iomem": "reboot warm; if that does not help, switch on `Above 4G decoding` in the BIOS",
+    "not supported": "this shell has no P2P memory; flash one that has",
+}
+
+
+def _p2p(function: Path) -> str:
+    """The state of P2P, from the sizes of the memory window that the driver reports, judged as XRT's tools do."""
+    lines = _part(function, "p2p", "config").splitlines()
+    sizes = {key.strip(): int(size) for key, _, size in (line.partition(":") for line in lines) if size.isdecimal()}
+    if not sizes:
+        return "unknown"
+    if "bar" not in sizes:
+        return "not supported"
+    if sizes.get("rbar", 0) > sizes["bar"]:  # the device is ready for more than the system has given it
+        return "no iomem"
+    return "enabled" if sizes.get("exp_bar") == sizes["bar"] else "disabled"
+
+
+def _drive(function: Path, system: System) -> tuple[Drive | None, Path | None, str]:
+    """The card's drive, the directory for a store, and if there is none, why."""
+    name_it = f"name a directory: 'xrt:{function.name}?nvme=/mnt/...'"
+    above = function.resolve().parents  # nearest first
+    everything = [p.resolve() for p in (system.sysfs / "bus/pci/devices").glob("*")]
+    disks = [p for p in everything if _number(p / "class") >> 8 == NVME]
+    common = next((p for p in above if _BDF.fullmatch(p.name) and any(d.is_relative_to(p) for d in disks)), None)
+    near = sorted(d for d in disks if common and d.is_relative_to(common))
+    if not common or _number(common / "vendor") != XILINX:
+        # A switch of somebody else joins cards: what hangs there is another's, or no card's.
+        also = f"; {near[0].name} is only behind the same switch {common.name}" if common else ""
+        return None, None, f"no NVMe drive is behind the switch of this card{also}; {name_it}"
+    if len(near) > 1:
+        return None, None, f"several NVMe drives are behind {common.name}: {', '.join(d.name for d in near)}; {name_it}"
+    controller = next((near[0] / "nvme").glob("nvme*"), None)
+    if not controller:
+        drive = Drive("", near[0].name, "", "", (), ())
+        return drive, None, f"its NVMe drive {near[0].name} has no driver: `modprobe nvme`"
+    # Where a drive may have several paths, the kernel calls a path nvme4c4n1 and hides it; the disk is nvme4n1.
+    blocks = sorted({re.sub(r"c\d+n", "n", p.name) for p in controller.glob("nvme*n*")})
+    own, spread = _devices(blocks, system)
+    mounted = [(name, mounts[0].at) for name in own if (mounts := _mounts_of(name, system))]
+    model, serial = _text(controller / "model"), _text(controller / "serial")
+    drive = Drive(controller.name, near[0].name, model, serial, tuple(blocks), tuple(mounted))
+    if not blocks:
+        return drive, None, f"its NVMe drive {controller.name} has no namespace: `nvme list`, `nvme create-ns`"
+    if len(mounted) == 1:
+        return drive, mounted[0][1], ""
+    if mounted:
+        places = ", ".join(f"{at} ({block})" for block, at in mounted)
+        return drive, None, f"several file systems of its NVMe drive are mounted: {places}; {name_it}"
+    if spread:
+        return drive, None, f"{spread[0]} lies on other drives too, not only on {blocks[0]}; {name_it}"
+    disk = f"/dev/{own[-1]}"  # the disk, or what was made of it last
+    new = "" if own[1:] else f", after `mkfs.ext4 {disk}` if it is new (that erases it)"
+    return drive, None, f"its NVMe drive {disk} is not mounted: `mount {disk} /mnt/smartssd0`{new}"
+
+
+def _devices(blocks: Sequence[str], system: System) -> tuple[list[str], list[str]]:
+    """These disks with their partitions and what LVM or md made of them alone; and what needs other disks as well."""
+    block = system.sysfs / "class/block"
+    own: list[str] = []
+    others = list(blocks)
+    while new := [o for o in others if {p.name for p in (block / o / "slaves").glob("*")} <= set(own)]:
+        own += new
+        parts = [p.parent.name for name in own for p in sorted((block / name).glob("*/partition"))]
+        holders = [p.name for name in own for p in sorted((block / name / "holders").glob("*"))]
+        others = [o for o in dict.fromkeys(parts + holders) if o not in own]
+    return own, others
+
+
+@dataclass(frozen=True)
+class _Mount:
+    number: str  # major:minor
+    root: str  # of the file system, what is mounted
+    at: Path
+    source: str
+
+
+def _mounts(system: System) -> list[_Mount]:
+    """Newest first: a later mount hides an earlier one."""
+    mounts = []
+    for line in _text(system.mounts).splitlines():
+        left, _, right = line.partition(" - ")
+        fields = [re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), field) for field in left.split()]
+        mounts.append(_Mount(fields[2], fields[3], Path(fields[4]), right.split()[1]))
+    return mounts[::-1]
+
+
+def _mounts_of(device: str, system: System) -> list[_Mount]:
+    """Where a block device is mounted, its whole file system before parts of it, such as a container's bind mounts."""
+    at = system.sysfs / "class/block" / device
+    # By number; btrfs shows a number of its own, but names its source.
+    number, mapper = _text(at / "dev"), _text(at / "dm/name")
+    sources = {f"/dev/{device}"} | ({f"/dev/mapper/{mapper}"} if mapper else set())
+    mounts = [m for m in _mounts(system) if m.number == number or m.source in sources]
+    return sorted(mounts, key=lambda m: m.root != "/")
+
+
+def _detour(function: Path, drive: str, system: System) -> str:
+    """Why data between FPGA and drive leave the card's switch, or "".
+
+    Without an IOMMU nothing sends them up. With one that translates, an address means something only above the switch.
+    With one in passthrough it depends on the switch: where its ports isolate their devices (ACS), they send everything
+    up, and then the kernel puts the two into different groups.
+    """
+    groups = [(system.sysfs / "bus/pci/devices" / bdf / "iommu_group").resolve() for bdf in (function.name, drive)]
+    if not all(g.is_dir() for g in groups):
+        return ""
+    kind = _text(groups[1] / "type")
+    if kind.startswith("DMA"):
+        return f"the IOMMU translates (group {groups[1].name} is {kind}); boot with iommu=pt, or switch the IOMMU off"
+    if groups[0] != groups[1]:
+        return f"the switch isolates its ports (ACS; IOMMU groups {groups[0].name}, {groups[1].name}); IOMMU off helps"
+    return ""
+
+
+def _why_none(system: System) -> str:
+    """Why there are no cards."""
+    pci = system.sysfs / "bus/pci"
+    boards = [
+        p.name
+        for p in sorted((pci / "devices").glob("*"))
+        if _number(p / "vendor") == XILINX and _number(p / "class") >> 16 == ACCELERATOR
+    ]
+    if not boards:
+        return "there is no Xilinx card on the PCIe bus; without one, run it under `csd-optim emu -- ...`"
+    if not (pci / "drivers/xocl").is_dir():
+        return f"no XRT driver is loaded (xocl), but there is a card at {boards[0]}: install XRT, or `modprobe xocl`"
+    return f"XRT's driver has taken no card, but there is one at {boards[0]}: `xbmgmt examine`; flash its shell"
+
+
+def _xrt_version(system: System) -> tuple[int, ...]:
+    """Of the driver, which is installed together with the library; a high one if the driver does not say."""
+    match = re.match(r"(\d+)\.(\d+)", _text(system.sysfs / "module/xocl/version"))
+    return (int(match[1]), int(match[2])) if match else (99,)
+
+
+# ---- emulation ---------------------------------------------------------------------
+
+
+def _emulated() -> list[Card]:
+    drives = [d for d in os.environ.get("CSD_OPTIM_EMULATED_DRIVES", "").split(os.pathsep) if d]
+    if not drives:
+        raise CSDUnavailableError(
+            errno.ENODEV, "XCL_EMULATION_MODE is set, but no emulated drives: run it under `csd-optim emu -- ...`"
+        )
+    return [
+        Card(i, "", f"emulated ({os.environ['XCL_EMULATION_MODE']})", "", "", True, "enabled", None, Path(d).resolve())
+        for i, d in enumerate(drives)
+    ]
+
+
+# ---- small system files ------------------------------------------------------------
+
+
+def _text(path: Path) -> str:
+    """Its text, "" where there is none, or the driver fails to give it."""
+    try:
+        return path.read_text(errors="replace").strip(" \t\r\n\0")
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(_text(path), 0)
+    except ValueError:
+        return 0
+
+
+def _part(function: Path, part: str, attribute: str) -> str:
+    """An attribute of a part of the shell; the folder of a part is called like rom.u.2097152."""
+    return next(filter(None, (_text(p / attribute) for p in sorted(function.glob(f"{part}.*")))), "")

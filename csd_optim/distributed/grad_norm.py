@@ -1,0 +1,43 @@
+"""The norm of all gradients together, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .ranks import device_of
+from .sharding import DTensorShard, Unsharded
+
+
+def global_norm(params: Iterable[tuple[torch.Tensor, Unsharded]]) -> float:
+    """The 2-norm of the gradients of these parameters, which may have none, as if they were one vector; in fp32.
+
+    A collective of those process groups over which parameters are divided.
+    """
+    norms: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for p, part in params:
+        there = norms.setdefault(part.groups(), [])
+        if p.grad is not None:
+            g = part.of(p.grad) if isinstance(part, DTensorShard) else p.grad
+            there.append(torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32))
+    totals = [_over_groups(groups, _together(there)) for groups, there in norms.items()]
+    return float(_together(totals))
+
+
+def _together(norms: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of vectors with these norms."""
+    total: torch.Tensor = torch.zeros((), device="cpu")
+    if norms:
+        total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    return total
+
+
+def _over_groups(groups: tuple[Any, ...], norm: torch.Tensor) -> torch.Tensor:
+    for group in groups:
+        square = norm.to(device_of(group), torch.float64).square()
+        dist.all_reduce(square, group=group)
+        norm = torch.sqrt(square)
+    return norm

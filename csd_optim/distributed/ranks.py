@@ -1,0 +1,189 @@
+"""The processes that train together. torch.distributed carries everything between them.
+
+Every method of `Ranks` that talks to the others is a collective: all ranks call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CSDRankError, CSDValueError
+
+LINGER = 0.1  # seconds at exit
+
+
+@functools.cache
+def _linger_at_exit() -> None:
+    """Gives gloo's threads time to let go of tensors, for which they take the interpreter when a collective is done.
+
+    If the script, and with it the interpreter, came to its end in that moment, the process would abort.
+    """
+    atexit.register(time.sleep, LINGER)
+
+
+class Ranks:
+    """The ranks of a process group, more than one; `rank` is this process's among them."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+        self.device_types = [device.type for device in group._device_types]
+        self.device = device_of(group)
+        self.lost = False  # a rank is gone: nothing can be sent any more
+        _linger_at_exit()
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """The ranks as a one-dimensional device mesh."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self.group, self.device.type)
+
+    @property
+    def is_world(self) -> bool:
+        """Are these all ranks that there are?"""
+        return self.group is dist.group.WORLD
+
+    def gather(self, *values: int) -> list[tuple[int, ...]]:
+        """Everybody's values (64 bits each, as many on every rank), by rank."""
+        own = torch.tensor(values, dtype=torch.int64, device=self.device)
+        out = own.new_empty(self.size * len(values))
+        self.wait([self.all_gather(out, own)])
+        return [tuple(row) for row in out.view(self.size, -1).tolist()]
+
+    def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> Any:
+        """Begins to concatenate everybody's `own` (1-D, the same size and dtype on every rank) in `out`."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+        with self._noting_loss():
+            return gather(out, own, group=self.group, async_op=True)
+
+    def exchange(self, rows: torch.Tensor) -> list[Any]:
+        """Begins to fill a contiguous tensor of a row per rank: each rank has its own there, and gets the others'."""
+        if rows.device.type != "cpu":
+            return [self.all_gather(rows.view(-1), rows[self.rank])]
+        # gloo's all_gather goes through new memory each time: broadcasts were measured to take about half its time.
+        with self._noting_loss():
+            return [
+                dist.broadcast(row, self._global(rank), group=self.group, async_op=True)
+                for rank, row in enumerate(rows)
+            ]
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        """Everybody's `tensor`, alike in shape and dtype, gets the values of a rank's."""
+        with self._noting_loss():
+            there = tensor if tensor.device.type in self.device_types else tensor.to(self.device)
+            there = there.contiguous()
+            dist.broadcast(there, self._global(rank), group=self.group)
+            if there is not tensor:
+                tensor.copy_(there)
+
+    def wait(self, under_way: list[Any]) -> None:
+        """Returns when all of these are done; on a GPU, its stream waits."""
+        with self._noting_loss():
+            for work in under_way:
+                work.wait()
+
+    def use_device_of(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Sends from where these are, if it has to be a GPU: scripts need not have made that the current one."""
+        there = (t.device for t in tensors if t.device.type == self.device.type != "cpu")
+        self.device = next(there, self.device)
+
+    @contextlib.contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        on_gpu = self.device.type == "cuda"
+        try:
+            with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+                yield
+        except RuntimeError as e:
+            self.lost = True
+            raise CSDRankError(f"rank {self.rank} has lost the others: {e}") from e
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Everybody's plain values, by rank."""
+        out = [None] * self.size
+        with self._noting_loss():
+            dist.all_gather_object(out, value, group=self.group)
+        return out
+
+    def first_difference(self, entries: list[Any]) -> str | None:
+        """Where lists of tuples, each beginning with a name, are not the same on all ranks."""
+        for rank, theirs in enumerate(said := self.gather_objects(entries)):
+            for a, b in itertools.zip_longest(said[0], theirs):
+                if a != b:
+                    return f"rank 0 has {a}, rank {rank} {b}"
+        return None
+
+    @contextlib.contextmanager
+    def all_ranks_or_none(self) -> Iterator[None]:
+        """What is done within counts only if no rank raises anything: see agree()."""
+        failure = None
+        try:
+            yield
+        except BaseException as e:
+            failure = e
+        if self.lost and failure is not None:
+            raise failure
+        self.agree(failure)
+
+    def agree(self, failure: BaseException | None = None) -> None:
+        """Raises on all ranks if one of them failed: there `failure`, elsewhere CSDRankError, which tells of it."""
+        if not any(failed for (failed,) in self.gather(failure is not None)):
+            return
+        said = self.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        raise CSDRankError("; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text))
+
+
+def all_ranks_or_none(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:
+    """What is done within counts only if every rank has done it; a process on its own is all there is."""
+    return ranks.all_ranks_or_none() if ranks else contextlib.nullcontext()
+
+
+def device_of(group: Any) -> torch.device:
+    """Where what the group sends may lie: in host memory, unless it knows GPUs only, as nccl does."""
+    types = [device.type for device in group._device_types]
+    return torch.device("cpu" if "cpu" in types else types[0])
+
+
+def ranks_of(group: Any) -> Ranks | None:
+    """Of a process group, or of all ranks there are (`group` None); None if this process is alone.
+
+    Raises CSDValueError if it is no process group that this process belongs to.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise CSDValueError("Invalid process_group: call torch.distributed.init_process_group() first")
+        return None
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise CSDValueError(f"Invalid process_group: {group!r}; it is a group that this rank belongs to, or None")
+    return Ranks(group) if dist.get_world_size(group) > 1 else None
+
+
+def fill_in(device: str) -> str:
+    """`device` with {rank}, {local_rank} and {world_size} filled in; a process on its own is rank 0 of 1."""
+    alone = not (dist.is_available() and dist.is_initialized())
+    rank = 0 if alone else dist.get_rank()
+    values = {
+        "{rank}": rank,
+        "{local_rank}": 0 if alone else int(os.environ.get("LOCAL_RANK", rank)),
+        "{world_size}": 1 if alone else dist.get_world_size(),
+    }
+    return re.sub("|".join(map(re.escape, values)), lambda found: str(values[found[0]]), device)

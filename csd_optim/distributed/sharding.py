@@ -1,0 +1,187 @@
+"""Which part of a parameter this process updates: all of it, its shard of a DTensor, or its share of replicas.
+
+The engine knows parts only. Beside them stand the parameters, and `state`, which shows each part as trainers and
+checkpoints of torch want to see it: as it is, or as the local tensor of a DTensor of the parameter's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..errors import CSDRuntimeError
+from .ranks import Ranks
+
+
+class Unsharded:
+    """All of it."""
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter, or of a gradient: a view where the tensor has it, detached."""
+        return t.detach()
+
+    def of_state(self, value: torch.Tensor) -> torch.Tensor:
+        """The part of a value of the parameter's shape, as somebody put it into `state`."""
+        return value
+
+    def show(self, window: torch.Tensor) -> torch.Tensor:
+        """What `state` shows of the part's state."""
+        return window
+
+    def groups(self) -> tuple[Any, ...]:
+        """Process groups, one after another, over which the squares of gradients sum up to those of the parameter."""
+        return ()
+
+    def about(self) -> dict[str, Any]:
+        """For the manifest: of which tensor it is a part, and where in it."""
+        return {}
+
+
+class FSDP1Shard(Unsharded):
+    """Of FSDP1: what it is the shard of is FSDP's own business."""
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self.ranks = ranks
+
+    def groups(self) -> tuple[Any, ...]:
+        return (self.ranks.group,) if self.ranks else ()
+
+    def about(self) -> dict[str, Any]:
+        return {"of": None}
+
+
+class _OfTensor(Unsharded):
+    """A block of a larger tensor: `shape` and `stride` of the whole, `first` and `sizes` of the block."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    first: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of_state(self, value: torch.Tensor) -> torch.Tensor:
+        if hasattr(value, "to_local"):
+            return local_of(value, self.mesh, self.placements)
+        for dim, (first, size) in enumerate(zip(self.first, self.sizes, strict=True)):
+            value = value.narrow(dim, first, size)
+        return value
+
+    def show(self, window: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        # DTensor.from_local() would copy the window to the GPU, if that is where the mesh is.
+        meta = TensorMeta(self.shape, tuple(self.stride), window.dtype)
+        spec = DTensorSpec(self.mesh, tuple(self.placements), meta)
+        return DTensor(window, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def about(self) -> dict[str, Any]:
+        return {"of": {"shape": list(self.shape), "first": list(self.first)}}
+
+
+class DTensorShard(_OfTensor):
+    """The local tensor of a DTensor: FSDP2, tensor parallelism."""
+
+    def __init__(self, p: Any) -> None:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        self.mesh, self.placements = p.device_mesh, p.placements
+        if any(placement.is_partial() for placement in self.placements):
+            raise CSDRuntimeError(f"CSDAdam does not support parameters with placements {self.placements}")
+        self.shape, self.stride = p.shape, p.stride()
+        self.sizes, self.first = compute_local_shape_and_global_offset(p.shape, self.mesh, self.placements)
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        return local_of(t.detach(), self.mesh, self.placements)
+
+    def groups(self) -> tuple[Any, ...]:
+        dims = [dim for dim, placement in enumerate(self.placements) if not placement.is_replicate()]
+        return tuple(self.mesh.get_group(dim) for dim in dims)
+
+
+class ReplicaShard(_OfTensor):
+    """Some rows (of dimension 0) of a parameter that all ranks hold alike, as DTensor and torch.chunk divide them."""
+
+    def __init__(self, p: torch.Tensor, ranks: Ranks) -> None:
+        from torch.distributed.tensor import Shard as ShardOfDim
+
+        self.ranks, self.mesh, self.placements = ranks, ranks.mesh, (ShardOfDim(0),)
+        self.shape, self.stride = p.shape, p.stride()
+        first, rows = self.rows_of(ranks.rank)
+        self.first, self.sizes = (first, *[0] * (p.dim() - 1)), (rows, *p.shape[1:])
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """First row and number of rows of a rank's share."""
+        rows = self.shape[0]
+        each = -(-rows // self.ranks.size)
+        first = min(rank * each, rows)
+        return first, min(first + each, rows) - first
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        return self.of_rank(t, self.ranks.rank)
+
+    def of_rank(self, t: torch.Tensor, rank: int) -> torch.Tensor:
+        return t.detach().narrow(0, *self.rows_of(rank))
+
+    def show(self, window: torch.Tensor) -> torch.Tensor:
+        shown = super().show(window)
+        text = (
+            f"rank {self.ranks.rank} holds 1/{self.ranks.size} of the optimizer's states: its state dict alone cannot "
+            "be pickled or saved. Call consolidate_state_dict() on all ranks before, which takes all states into "
+            "memory; or save on all ranks with torch.distributed.checkpoint, or with CSDAdam.save() where devices are "
+            "named; or construct CSDAdam with sharded=False (docs/distributed.md)"
+        )
+
+        def refuse(_: Any) -> Any:  # a plain function: the tensor can still be copied, with its attributes
+            raise CSDRuntimeError(text)
+
+        # Trainers that know AdamW alone write rank 0's state dict with torch.save(), and would lose the others' shares.
+        shown.__reduce_ex__ = refuse  # type: ignore[method-assign]
+        return shown
+
+
+UNSHARDED = Unsharded()
+
+
+def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Unsharded:
+    """The part of a parameter that this process updates. `sharded`: what the ranks hold alike, they share.
+
+    Raises CSDRuntimeError for a DTensor that is no parameter's.
+    """
+    if hasattr(p, "to_local"):
+        return DTensorShard(p)
+    if is_lazy(p):
+        return UNSHARDED
+    if getattr(p, "_fsdp_flattened", False):
+        return FSDP1Shard(ranks)
+    if ranks is None or not sharded or p.dim() == 0:
+        return UNSHARDED
+    return ReplicaShard(p, ranks)
+
+
+def is_replicated(p: torch.Tensor) -> bool:
+    """Is it a plain parameter, that ranks may hold alike? Not a DTensor, nor a shard of FSDP1."""
+    return not hasattr(p, "to_local") and not getattr(p, "_fsdp_flattened", False)
+
+
+def whole_of(t: Any) -> torch.Tensor:
+    """All of a DTensor, in host memory; a collective. It goes by the devices of the mesh, wherever `t` is."""
+    from torch.distributed.tensor import DTensor
+
+    there = DTensor.from_local(
+        t.to_local(), t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride()
+    )
+    return there.full_tensor().cpu()
+
+
+def local_of(t: Any, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
+    """The local tensor of a DTensor, brought to these placements if it has others: a collective then."""
+    if t.device_mesh != mesh or tuple(t.placements) != tuple(placements):
+        t = t.redistribute(mesh, placements)
+    local: Any = t.to_local()
+    of: torch.Tensor = local.wait() if hasattr(local, "wait") else local  # of a collective that is under way
+    return of

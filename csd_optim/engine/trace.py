@@ -1,0 +1,79 @@
+"""A timeline of what devices do: CSD_OPTIM_TRACE=step.json, to be looked at in https://ui.perfetto.dev or chrome://tracing.
+
+The file is a JSON array of events (the "Trace Event Format"): an optimizer is a process, its tracks are its steps, and
+what each device reads, updates and writes at the same time. It is written step by step; both viewers also take what a
+killed process has left of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..bindings import EVENT_KINDS
+from ..errors import CSDOSError
+
+log = logging.getLogger("csd_optim")
+
+Place = tuple[int, int]  # device, kind: -1, 0 for the steps themselves
+_numbers = itertools.count(1)
+
+
+class Trace:
+    """The timeline of one engine. `devices`: their names. Raises CSDOSError if the file cannot be written.
+
+    A second optimizer, or a file that is there already, gets a name with process and number behind it.
+    """
+
+    def __init__(self, path: str, devices: Sequence[str]) -> None:
+        self._process = os.getpid() * 1000 + next(_numbers)  # as the viewers call an optimizer
+        self._devices = devices
+        self._ends: dict[Place, list[float]] = {}  # of each of its tracks, when the last event in it was over
+        self._tracks: dict[tuple[Place, int], int] = {}
+        self.path = Path(path) if not Path(path).exists() else Path(f"{path}.{self._process}")
+        try:
+            self._file = self.path.open("x", encoding="utf-8")
+        except OSError as e:
+            raise CSDOSError(e.errno, f"CSD_OPTIM_TRACE: cannot make {self.path}: {e.strerror}") from e
+        log.info("timeline of each step: %s", self.path)
+        self._file.write("[\n")
+
+    def step(self, number: int, begin: float, end: float, events: np.ndarray[Any, Any]) -> None:
+        """One step, from begin to end (seconds of CLOCK_MONOTONIC), and its events (dtype EVENT)."""
+        self._write((-1, 0), f"step {number}", begin, end)
+        for device, tile, kind, _, *times in np.sort(events, order="begin").tolist():
+            self._write((device, kind), f"tile {tile}", *times)
+        self._file.flush()
+
+    def _write(self, place: Place, name: str, begin: float, end: float) -> None:
+        # What goes on at the same time is on tracks of its own.
+        ends = self._ends.setdefault(place, [])
+        lane = next((i for i, last in enumerate(ends) if last <= begin), len(ends))
+        ends[lane:] = [end, *ends[lane + 1 :]]
+        if (place, lane) not in self._tracks:
+            self._tracks[place, lane] = len(self._tracks)
+            device, kind = place
+            track = (
+                "step" if device < 0 else f"device {device} ({self._devices[device]}): {EVENT_KINDS[kind]} {lane + 1}"
+            )
+            self._event(ph="M", name="thread_name", tid=self._tracks[place, lane], args={"name": track})
+            order = 1000 * (1 + len(EVENT_KINDS) * device + kind) + lane
+            self._event(ph="M", name="thread_sort_index", tid=self._tracks[place, lane], args={"sort_index": order})
+        times = {"ts": round(1e6 * begin, 3), "dur": round(1e6 * (end - begin), 3)}
+        self._event(ph="X", name=name, tid=self._tracks[place, lane], **times)
+
+    def _event(self, **event: Any) -> None:
+        self._file.write(json.dumps({"pid": self._process, **event}) + ",\n")
+
+    def close(self) -> None:
+        self._event(ph="M", name="process_name", args={"name": f"csd_optim, process {os.getpid()}"})
+        self._file.seek(self._file.tell() - 2)
+        self._file.write("\n]\n")
+        self._file.close()

@@ -1,0 +1,886 @@
+"""CSDAdam: torch's AdamW contract on one side, an engine of devices on the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from operator import is_
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parameter import is_lazy
+from torch.optim import AdamW
+from torch.utils.hooks import RemovableHandle
+
+from ..bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
+from ..checkpoint import snapshot as checkpoint
+from ..compression.policy import check_topk, entry_dtype, ratios
+from ..compression.selection import inverse_of
+from ..devices.spec import parse_devices
+from ..distributed.grad_norm import global_norm
+from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
+from ..distributed.sharding import UNSHARDED, ReplicaShard, whole_of
+from ..engine.durable import DurableEngine, open_engine
+from ..engine.engine import Engine
+from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from ..finalize import close_quietly
+from ..params.manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
+from ..params.memory_warnings import COPIED, warn_if_large
+from ..params.param_state import ParamState, check_param
+from ..params.state_map import StateMap
+from ..signals import defer_signals
+from ..step.agreement import StepAgreement, agree_on_step
+from ..step.all_gather import ParamAllGather
+from ..step.joining import StepHook
+from ..step.run import PreparedStep, StepPlan, StepRunner
+from ..step.staging import GradSource
+from ..store.file import Mode
+from ..store.format import Record
+from ..store.user_state import checked_user_state, stored_user_state
+from .adamw import hyper
+from .stats import describe
+
+# Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
+# it; more goes to the devices at once, and is committed there by itself.
+EDIT_BYTES = 256 << 20
+
+Members = tuple[list[torch.Tensor], list[torch.Tensor], list[int]]  # parameters, their gradients, their groups
+
+
+# What a copy has of the optimizer besides what torch knows of.
+_PUBLIC = (
+    *("devices", "grad_dtype", "topk", "error_feedback", "topk_warmup", "max_grad_norm", "user_state", "sharded"),
+    *("_options", "_step_supports_amp_scaling"),
+)
+
+
+class CSDAdam(AdamW, Joinable):
+    """AdamW whose fp32 weights and moments live on computational storage devices.
+
+    One step, three overlapped phases, tile by tile:
+        push    gradients leave for the device that owns the tile, in the parameter's precision
+        update  the device reads the tile's state, applies AdamW's rule in fp32, writes the state to its other slot
+        pull    the updated parameters come back
+
+    Positional arguments, defaults and results are those of :class:`torch.optim.AdamW`; ``foreach`` and ``fused`` are
+    accepted and mean nothing here, ``capturable`` and ``differentiable`` are refused.
+
+    Args:
+        params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or a CUDA device.
+        devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (one in a nameless
+            file, gone with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. None reads
+            ``CSD_OPTIM_DEVICES``, else ``"file:"``.
+        grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
+        topk: send this share of each gradient, the entries of largest magnitude, and zeros for the rest: 0.01 is 1 %.
+            Parameters with less than two dimensions or 4096 elements go dense, unless their parameter group has a
+            ``topk`` of its own; from 0.5 on all go dense. None: all do.
+        error_feedback: with `topk`, what is not sent is added to the next gradient. It is kept in bfloat16 beside the
+            parameter, 2 bytes per element, and in ``state[p]["residual"]``.
+        topk_warmup: this many first steps are dense; then the share falls from 1 to `topk` in as many steps again.
+        max_grad_norm: scale gradients so that their global 2-norm, in fp32, is at most this.
+        resume: go on from the last committed step of the store in these directories: parameters, hyperparameters,
+            states and `user_state` are those of that step. Where there is no store yet, a new one is begun.
+        overwrite: erase a store that a named directory already holds.
+        shadow: keep two copies of the state, so that a step can be undone and a crash goes back to the last step.
+            False halves the space and gives up both: a step that is cut short is noticed, and that is all.
+        tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None chooses.
+        process_group: the ranks that train together; None: all of torch.distributed's, if that is initialised. All of
+            them call step() alike, and their steps are committed together.
+        sharded: parameters that the ranks hold in common (plain ones, as with DDP) are divided among them: each keeps
+            the states of its share only, updates that, and gets the rest from the others. False: each keeps and
+            updates everything. Shards of FSDP and DTensors are updated where they are in any case.
+
+    Raises:
+        CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
+        CSDStoreExistsError: a directory already holds a store.
+        CSDStoreError: the store cannot be resumed: it is damaged, incomplete, or of another model.
+        CSDBusyError: a store is in use.
+        CSDOSError: from the constructor or step(): disk full, I/O error. The step is undone.
+
+    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``master``, as plain
+    CPU tensors that are mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again after
+    a step rather than keeping a tensor from before.
+
+    In named directories every step is committed in the background of what follows it: `committed_step` says which one
+    was last. `user_state`, a small dict of plain values and tensors (epoch, position in the data, RNG state), is
+    committed with the step() that follows its assignment.
+
+    A parameter that was set from outside becomes its new master, if torch counts the change: write under
+    ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only, and
+    not where a device is a SmartSSD.
+
+    Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        grad_dtype: torch.dtype | None = None,
+        topk: float | None = None,
+        error_feedback: bool = True,
+        topk_warmup: int = 0,
+        max_grad_norm: float | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        shadow: bool = True,
+        tile_size: int | None = None,
+        process_group: Any = None,
+        sharded: bool = True,
+    ) -> None:
+        if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
+            raise CSDValueError(f"Invalid grad_dtype: {grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
+        check_topk(topk)
+        if not isinstance(error_feedback, bool):
+            raise CSDValueError(f"Invalid error_feedback: {error_feedback!r}; it is True or False")
+        if not (type(topk_warmup) is int and topk_warmup >= 0):
+            raise CSDValueError(f"Invalid topk_warmup: {topk_warmup!r}; it is a number of steps")
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+            raise CSDValueError(f"Invalid max_grad_norm: {max_grad_norm!r}")
+        if tile_size is not None and not (type(tile_size) is int and tile_size > 0):
+            raise CSDValueError(f"Invalid tile_size: {tile_size!r}")
+        if not isinstance(sharded, bool):
+            raise CSDValueError(f"Invalid sharded: {sharded!r}; it is True or False")
+        if resume and overwrite:
+            raise CSDValueError("resume=True and overwrite=True exclude each other")
+        self._unbind(ranks_of(process_group), sharded)
+        self._options = {"tile_size": tile_size, "shadow": shadow}
+        self.devices = devices
+        self.grad_dtype = grad_dtype
+        self.topk = topk
+        self.error_feedback = error_feedback
+        self.topk_warmup = topk_warmup
+        self.max_grad_norm = max_grad_norm
+        specs = parse_devices(devices)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        if self._ranks:
+            self._ranks.use_device_of(p for _, _, p in members(self.param_groups))
+        # Declares that step() handles the loss scale itself; GradScaler then accepts fp16 gradients.
+        self._step_supports_amp_scaling = True
+        mode: Mode = "resume" if resume else "overwrite" if overwrite else "new"
+        self._attach(open_engine(specs, mode=mode, tile_elems=tile_size, shadow=shadow, ranks=self._ranks))
+        if resume:
+            try:
+                self._resume()
+            except BaseException:
+                self.close()
+                raise
+
+    def _unbind(self, ranks: Ranks | None, sharded: bool) -> None:
+        self._engine: Engine | None = None
+        self._ranks = ranks
+        self.sharded = sharded
+        self._state_map = StateMap(ranks, sharded=sharded)
+        self._runner = StepRunner(self._state_map, ranks)
+        self._taken = 0  # steps, that ranks have to agree about
+        self._descending = False  # what the ranks share of the step under way goes from the last to the first
+        self._joined = False  # taking a step of the others: this rank has no more data
+        self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
+        Joinable.__init__(self)
+        self._plan: StepPlan | None = None
+        # Of the last step
+        self._seconds = 0.0
+        self._skipped = False
+        self._grad_norm: float | None = None
+        self._started: float | None = None  # when
+        self._initial_groups: list[dict[str, Any]] = []  # hyperparameters of the groups when they were made
+        self._just_resumed = False  # no step was made since
+        self._trained = 0.0  # seconds of training, from step to step, since the store was made
+        self._without_data: str | None = None  # a parameter that could not be given its value by resume
+        self.user_state: dict[str, Any] = {}
+
+    def _attach(self, engine: Engine) -> None:
+        self._engine = engine
+        # Dropped, or forgotten at exit: closes without a word.
+        self._finalizer = weakref.finalize(self, close_quietly, engine)
+
+    @property
+    def _live_engine(self) -> Engine:
+        """Raises CSDRuntimeError if it is closed, or another process's."""
+        assert self._engine is not None
+        self._engine.check_open()
+        return self._engine
+
+    # ---- torch's contract ------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """A plain dict of plain tensors. Reading it first waits for states still on their way to a device."""
+        engine = self._engine
+        if self._runner.in_flight and engine is not None and not engine.closed:
+            engine.check_open()
+            with engine.lock:
+                engine.drain()
+                self._runner.in_flight = False
+        return self._state_map.state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self._state_map.state = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        k = len(self.param_groups) - 1
+        group = self.param_groups[k]
+        try:
+            for name in ("capturable", "differentiable"):
+                if group[name]:
+                    raise CSDRuntimeError(
+                        f"CSDAdam does not support `{name}`: its state is not on the parameter's device"
+                    )
+            check_topk(group.get("topk"), f" of group {k}")
+            for i, p in enumerate(group["params"]):
+                # A frozen one is none of our business: it may be quantized, or not even made yet.
+                if p.requires_grad and not is_lazy(p):
+                    check_param(p, name_of(self.param_groups, k, i))
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._initial_groups.append(plain(group))
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimization step. Returns what ``closure`` returns.
+
+        Raises CSDOSError when a device fails; parameters and state are then those before the step, and the next
+        call works once the cause is gone.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._ranks:
+            Join.notify_join_context(self)
+        self._forget_consolidated()
+        start = time.perf_counter()
+        self._trained += 0.0 if self._started is None else start - self._started
+        self._started = start
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        engine = self._live_engine
+        with defer_signals(), engine.lock:
+            engine.confirm()
+            self._runner.moved, self._grad_norm = False, None
+            self._skipped = found_inf is not None and bool(found_inf.item())
+            scale = None if grad_scale is None else float(grad_scale)
+            if self._ranks:
+                agreed = self._meet(self._ranks, engine, self._skipped, scale)
+                self._skipped, self._descending, scale = agreed.skips, agreed.descending, agreed.scale
+            if not self._skipped:
+                self._update(engine, 1.0 if scale is None else 1.0 / scale)
+            self._seconds = time.perf_counter() - start
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter.
+
+        Of ranks with named directories all call it, and it is durable on all of them or on none.
+        """
+        engine = self._live_engine
+        with engine.all_ranks_or_none():
+            self._check_and_take(engine, state_dict)
+        # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
+        resumed = self._unwritten() if self._just_resumed else []
+        with defer_signals(), engine.lock, engine.loading(self._record(engine) if engine.durable else None):
+            if engine.durable:
+                self._state_map.describe(engine, self.param_groups)
+            self._state_map.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
+        if self._just_resumed:
+            self._give_values([self._state_map.param_states[id(b.param)] for b in resumed])
+
+    def _unwritten(self) -> list[ParamState]:
+        """Parameters that nobody has written to since resume; those that ranks share, on no rank. A collective."""
+        unwritten = self._state_map.unwritten()
+        if self._ranks is None:
+            return unwritten
+        said = self._ranks.gather_objects([b.name for b in unwritten])
+        on_all = set.intersection(*map(set, said))
+        return [b for b in unwritten if b.name in on_all or not isinstance(b.part, ReplicaShard)]
+
+    def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
+        """Puts a state dict into `state` and `param_groups`, if it fits; nothing is changed otherwise."""
+        if engine.durable:
+            self._record(engine)  # raises if there is something that it could not commit
+        self._forget_consolidated()
+        # The base class would cast every entry to the parameter's dtype and copy it; in a box it does neither.
+        handle = self.register_load_state_dict_pre_hook(
+            lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
+        )
+        kept = self._state_map.state, self.param_groups
+        try:
+            super().load_state_dict(state_dict)
+            for before, group in zip(kept[1], self.param_groups, strict=True):
+                if "topk" in before:  # AdamW's checkpoints do not have it
+                    group.setdefault("topk", before["topk"])
+            self._state_map.check(self.param_groups)
+        except BaseException:
+            self._state_map.state, self.param_groups = kept  # refused: nothing was touched
+            raise
+        finally:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """What is written to the tensors of ``state`` within goes to the devices.
+
+        On named devices it would stay in memory until the next step: right for an edit, too much for a checkpoint that
+        is read into them, as torch.distributed.checkpoint does:
+
+            with optimizer.loading():
+                dcp.load(state, checkpoint_id=...)
+
+        Durable at the end, as a whole or not at all. Of ranks with named directories all call it, and it raises on all.
+        """
+        engine = self._live_engine
+        with engine.lock, engine.loading(), engine.writing([b.index for b in self._state_map.param_states.values()]):
+            yield
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Until the next step(), state_dict() of rank `to` has the states of all ranks: whole, as AdamW's has them.
+
+        A collective, for torch.save() on one rank and for trainers that know it from ZeroRedundancyOptimizer. That
+        rank needs memory for all of the states, the others for the largest one. Changes nothing of FSDP1's.
+        """
+        self._forget_consolidated()
+        whole: dict[int, dict[str, Any]] = {}
+        with all_ranks_or_none(self._ranks):
+            own = self.state_dict()["state"]
+        for k, entry in own.items():
+            for name, value in entry.items():
+                value = whole_of(value) if hasattr(value, "full_tensor") else value
+                if self._ranks and self._ranks.rank == to:
+                    whole.setdefault(k, {})[name] = value
+        if whole:
+            self._consolidated = self.register_state_dict_post_hook(lambda _, d: {**d, "state": whole}, prepend=True)
+
+    def _forget_consolidated(self) -> None:
+        if self._consolidated:
+            self._consolidated.remove()
+            self._consolidated = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._engine is not None and self._engine.durable:
+            raise CSDRuntimeError(
+                "a CSDAdam on named devices cannot be copied or pickled: two optimizers would own one store. "
+                "Use state_dict(), and load_state_dict() in an optimizer with devices of its own."
+            )
+        if self._ranks and not self._ranks.is_world:
+            raise CSDRuntimeError("a CSDAdam with a process_group cannot be copied or pickled: the group cannot")
+        recovered = sum(
+            w.nbytes for param_state in self._state_map.param_states.values() for w in param_state.windows.values()
+        )
+        warn_if_large(recovered, COPIED)
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        fresh = "_options" in state  # a copy or a pickle: __init__ has not run
+        if fresh:
+            self._unbind(ranks_of(None), state["sharded"])
+        if "state" in state:
+            entries = state.pop("state")
+            self.state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if fresh:
+            options = self._options
+            shadow = bool(options["shadow"])
+            specs = parse_devices(self.devices)
+            # Nameless, a copy has nothing to agree on with the other ranks, which need not make one.
+            ranks = self._ranks if any(spec.durable for spec in specs) else None
+            self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=ranks))
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self._engine.specs)) if self._engine and not self._engine.closed else "closed"
+        return f"{super().__repr__()} on [{devices}]"
+
+    # ---- the step ----------------------------------------------------------------
+
+    def _update(self, engine: Engine, grad_scale: float) -> None:
+        with all_ranks_or_none(self._ranks):
+            record = self._record(engine) if engine.durable else None
+            members = self._take_part(engine)
+            if self.max_grad_norm is None:
+                step = self._prepare(engine, members, grad_scale)
+        if self.max_grad_norm is not None:
+            grad_scale *= self._clip_scale(grad_scale)  # a collective: not where a rank may have raised
+            with all_ranks_or_none(self._ranks):
+                step = self._prepare(engine, members, grad_scale)
+        if step is None and self._ranks is None:
+            return
+        if step is None:  # the other ranks' step
+            with all_ranks_or_none(self._ranks):
+                pass
+            self._taken += 1
+            engine.step += 1
+            self._state_map.describe(engine, self.param_groups)
+            engine.commit(record)
+            return
+        ring = self._runner.run(engine, step, record, descending=self._descending)
+        self._taken += 1
+        try:
+            if ring is not None:
+                ring.feed_back()
+        finally:  # the step is whole, whatever becomes of what it owes
+            torch.autograd.graph.increment_version([b.windows["residual"] for b in step.owed])
+            if not self.error_feedback:
+                self._state_map.drop_residual(engine, step.plan.param_states)
+            elif step.unscaled:
+                self._state_map.drop_residual(
+                    engine, [b for b in step.owed if step.table["topk"][b.index] == 1]
+                )  # all was sent
+            for extent, own in zip(engine.extents, engine.steps, strict=True):
+                own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
+            engine.commit(record)
+        for source in step.prepared.values():
+            source.give_back()
+        torch.autograd.graph.increment_version(step.plan.params)
+        for param_state in (*step.written, *step.plan.param_states):
+            param_state.version = param_state.version_now
+
+    def _meet(self, ranks: Ranks, engine: Engine, skips: bool, scale: float | None) -> StepAgreement:
+        param_state = self._state_map.param_states
+        return agree_on_step(
+            ranks,
+            self.param_groups,
+            sharded=self.sharded,
+            is_bound=lambda p: id(p) in param_state,
+            skips=skips,
+            taken=self._taken,
+            joined=self._joined,
+            descending=engine.descending,
+            scale=scale,
+        )
+
+    def _take_part(self, engine: Engine) -> Members:
+        """Parameters that take part in this step, their gradients, the indices of their groups."""
+        if self._just_resumed:
+            if self._without_data:
+                raise CSDRuntimeError(
+                    f"parameter {self._without_data} was on the meta device when the store was resumed; "
+                    "call restore() when it has data"
+                )
+            self._state_map.exchange(engine, self.param_groups)
+            self._just_resumed = False
+        return self._members()
+
+    def _prepare(self, engine: Engine, members: Members, grad_scale: float) -> PreparedStep | None:
+        """Checks everything, takes in what was done from outside since the last step. None: there is no gradient."""
+        params, grads, groups = members
+        state_map = self._state_map
+        if not state_map.intact():
+            state_map.adopt(engine, self.param_groups, self.grad_dtype)
+        if not params:
+            return None
+        plan = self._plan_for(engine, params)
+        state_map.fill(engine)
+        state_map.describe(engine, self.param_groups)
+        # The parameters that somebody wrote, moved or converted since the last step; without a gradient, too, if they
+        # can still be ours.
+        param_states = state_map.param_states.values()
+        written = [b for b in param_states if b.version != b.version_now or b.pointer != b.pointer_now]
+        if self.grad_dtype is not plan.grad_dtype:
+            written = plan.param_states
+        written = [b for b in written if b.param.grad is not None or b.fits()]
+        if written:
+            for param_state in written:
+                param_state.look(self.grad_dtype)
+                state_map.show(param_state)
+            state_map.remember()
+            state_map.changes += 1
+            plan = self._plan_for(engine, params)
+        grads = [g if b.part is UNSHARDED else b.part.of(g) for b, g in zip(plan.param_states, grads, strict=True)]
+        steps = np.concatenate(engine.steps)
+        steps[plan.rows] += 1
+        hypers, hyper_of = self._hypers(plan, groups, steps[plan.rows], grad_scale)
+
+        table = plan.table.copy()
+        table["hyper"][plan.rows] = hyper_of
+        prepared: dict[int, GradSource] = {}
+        pointers = []
+        for param_state, g in zip(plan.param_states, grads, strict=True):
+            if (
+                g.dtype is param_state.direct
+                and g.numel() == param_state.numel
+                and g.is_contiguous()
+                and not g.is_neg()
+            ):
+                pointers.append(g.data_ptr())
+                continue
+            source = prepared[param_state.index] = param_state.source(g, self.grad_dtype)
+            pointers.append(source.grad.data_ptr())
+            row = table[param_state.index]
+            row["param"] = source.param.data_ptr()
+            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
+        table["grad"][plan.rows] = np.array(pointers, np.uint64)
+
+        owed = self._compress(engine, plan, groups, grads, steps, table, prepared)
+
+        # From here on something changes.
+        if written and engine.keeps_state:
+            always = not engine.synced
+            many = not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES
+            if many:
+                within = engine.writing([b.index for b in written])
+            else:
+                assert isinstance(engine, DurableEngine)
+                engine.drain()  # the windows show the masters, and keep what is written to them for the step
+                within = engine.reseeding()
+            with within:
+                for param_state in written:
+                    param_state.reseed(always=always)
+        by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
+        step = PreparedStep(plan, by_row, steps, table, hypers, prepared, written, owed, bool(inverse_of(grad_scale)))
+        self._runner.make_ready(engine, step)
+        return step
+
+    def _members(self) -> Members:
+        params, grads, groups, strided = [], [], [], torch.strided
+        for k, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                g = p.grad
+                if g is None:
+                    continue
+                if g.layout is not strided:
+                    raise CSDRuntimeError(
+                        "CSDAdam does not support sparse gradients, please consider SparseAdam instead"
+                    )
+                params.append(p)
+                grads.append(g)
+                groups.append(k)
+        return params, grads, groups
+
+    def _plan_for(self, engine: Engine, params: list[torch.Tensor]) -> StepPlan:
+        """What stays the same from step to step while the same parameters take part. Binds those that are new."""
+        state_map, plan = self._state_map, self._plan
+        if (
+            plan is not None
+            and plan.changes == state_map.changes
+            and len(params) == len(plan.params)
+            and all(map(is_, params, plan.params))
+        ):
+            return plan
+        if any(id(p) not in state_map.param_states for p in params):
+            joining = set(map(id, params)).difference(state_map.param_states)
+            state_map.join(engine, self.param_groups, joining, self.grad_dtype)
+        param_states = [state_map.param_states[id(p)] for p in params]
+        table = np.zeros(engine.n_params, PARAM)
+        for b in param_states:
+            if b.direct:
+                row = table[b.index]
+                row["param"] = b.local.data_ptr()
+                row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype]
+        pointers, times = np.unique([b.pointer_now for b in param_states], return_counts=True)
+        if (twice := pointers[(times > 1) & (pointers > 0)]).size:
+            names = " and ".join(b.name for b in param_states if b.pointer_now == twice[0])
+            raise CSDRuntimeError(
+                f"parameters {names} share their memory, and would be updated at the same time; "
+                "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
+            )
+        rows = np.array([b.index for b in param_states])
+        table["master"][rows] = [
+            IN_PARAM if b.in_place else FROM_PARAM if b.is_master else IN_SECTION for b in param_states
+        ]
+        sections = np.array([b.sections for b in param_states])
+        self._plan = StepPlan(params, param_states, rows, sections, table, self.grad_dtype, state_map.changes)
+        return self._plan
+
+    def _hypers(
+        self, plan: StepPlan, groups: list[int], steps: np.ndarray[Any, Any], grad_scale: float
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """This step's constants (dtype HYPER), a set per group and step count, and which of them each parameter has."""
+        pairs, hyper_of = np.unique(np.array(groups) * 2.0**32 + steps, return_inverse=True)
+        ks, ts = np.divmod(pairs, 2.0**32)
+        hypers = np.array(
+            [hyper(self.param_groups[int(k)], t, grad_scale) for k, t in zip(ks, ts.tolist(), strict=True)], HYPER
+        )
+        lacking = (hypers["amsgrad"][hyper_of] == 1) & (plan.sections == 3)
+        if lacking.any():
+            name = plan.param_states[int(lacking.argmax())].name
+            raise CSDRuntimeError(
+                f"amsgrad was turned on after the state of parameter {name} was made; "
+                "load a state dict with max_exp_avg_sq, or turn it on before the first step"
+            )
+        return hypers, hyper_of
+
+    def _compress(
+        self,
+        engine: Engine,
+        plan: StepPlan,
+        groups: list[int],
+        grads: list[torch.Tensor],
+        steps: np.ndarray[Any, Any],
+        table: np.ndarray[Any, Any],
+        prepared: dict[int, GradSource],
+    ) -> list[ParamState]:
+        """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
+        of_step = plan.param_states, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup
+        topk = ratios(*of_step, owing=self.error_feedback and bool(engine.residuals))
+        if not topk.any():
+            return []
+        owed, new = [], False
+        for param_state, grad, share in zip(plan.param_states, grads, topk.tolist(), strict=True):
+            if not share:
+                continue
+            row = table[param_state.index]
+            row["topk"], row["topk_dtype"] = share, DTYPE_CODES[entry_dtype(grad.dtype, self.grad_dtype)]
+            if param_state.index in prepared:  # the engine selects from the gradient as it is
+                row["grad_dtype"] = DTYPE_CODES[prepared[param_state.index].grad.dtype]
+            if self.error_feedback:
+                if self._state_map.add_residual(engine, param_state):
+                    self._state_map.show(param_state)
+                    new = True
+                row["residual"], row["seed"] = param_state.windows["residual"].data_ptr(), int(steps[param_state.index])
+                owed.append(param_state)
+        if new:
+            self._state_map.remember()
+        return owed
+
+    def _clip_scale(self, grad_scale: float) -> float:
+        """What brings the gradients down to max_grad_norm; as torch.nn.utils.clip_grad_norm_, but in fp32."""
+        assert self.max_grad_norm is not None
+        params = ((p, self._state_map.part(p)) for _, _, p in members(self.param_groups))
+        norm = global_norm(params) * abs(grad_scale)
+        self._grad_norm = norm
+        return min(1.0, self.max_grad_norm / (norm + 1e-6)) if norm == norm else norm
+
+    # ---- commit and resume -------------------------------------------------------------
+
+    @property
+    def committed_step(self) -> int:
+        """The last step that is durable on all devices: where a crash now would go back to. 0: none yet."""
+        return self._engine.committed_step if self._engine else 0
+
+    def synchronize(self) -> None:
+        """Returns when the last step is durable; without named directories at once. Raises CSDOSError.
+
+        Of ranks with named directories all call it: then the step is durable on all of them, or it raises on all.
+        """
+        engine = self._live_engine
+        with engine.lock:
+            engine.wait()
+
+    def _record(self, engine: Engine) -> Record:
+        """What the next commit carries. Raises CSDTypeError, CSDValueError if `user_state` cannot be kept."""
+        return Record(
+            groups=[plain(group) for group in self.param_groups],
+            given=[*self._initial_groups],
+            user_state=checked_user_state(self.user_state, engine.record.user_state),
+            seconds=self._trained,
+        )
+
+    def _resume(self) -> None:
+        """Takes up the store, if there is one. Nothing is changed, in memory or on a device, before all is checked."""
+        engine = self._live_engine
+        if not engine.recovered:
+            where = ", ".join(map(str, engine.specs))
+            warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
+            return
+        assert isinstance(engine, DurableEngine)
+        recovered = engine.recovered[0]
+        with engine.all_ranks_or_none():
+            if difference := first_difference(recovered.manifest, self.param_groups, self._state_map.part_of):
+                raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
+            user_state = stored_user_state(recovered.record.user_state, recovered.path)
+            engine.check()
+        with engine.all_ranks_or_none():
+            engine.discard_newer()
+        with engine.all_ranks_or_none():
+            self._state_map.adopt_commit(engine, self.param_groups)
+        for changed in changed_by_resume(self._initial_groups, recovered.record):
+            warnings.warn(changed, CSDWarning, users_stacklevel())
+        self.user_state, self._trained, self._just_resumed = user_state, recovered.record.seconds, True
+        self._put_back(engine)
+
+    def _put_back(self, engine: Engine) -> None:
+        self._without_data = self._give_values(self._state_map.param_states.values())
+        for group, kept in zip(self.param_groups, engine.recovered[0].record.groups, strict=False):
+            put_back(group, kept)
+
+    def _give_values(self, param_states: Collection[ParamState]) -> str | None:
+        """Gives parameters the values of their masters, on all ranks. Returns the name of one that has no data yet."""
+        engine, gather = self._live_engine, None
+        with engine.all_ranks_or_none():
+            without_data = self._state_map.give_values(param_states, self.grad_dtype)
+            there = [self._state_map.param_states.get(id(p)) for _, _, p in members(self.param_groups)]
+            ratios = [b for b in there if b and isinstance(b.part, ReplicaShard)]
+            if self._ranks and ratios and not without_data:
+                gather = ParamAllGather(self._ranks, engine, ratios)
+        if self._ranks:
+            said = self._ranks.gather_objects((bool(param_states), without_data))
+            without_data = next((name for _, name in said if name), None)
+            if gather and not without_data and any(given for given, _ in said):
+                gather.again()
+                for param_state in ratios:
+                    param_state.version = param_state.version_now
+        return without_data
+
+    def restore(self) -> None:
+        """Gives parameters and hyperparameters once more the values of the step that was resumed.
+
+        For whoever exchanges parameters after constructing the optimizer (some trainers do, when they move a model),
+        or sets them. Without a resumed store nothing happens. Raises CSDRuntimeError after a step(), CSDStoreError if
+        the parameters are no longer those of the store.
+        """
+        engine = self._live_engine
+        with engine.lock:
+            if not engine.recovered:
+                return
+            if not self._just_resumed:
+                raise CSDRuntimeError("restore() goes before the first step()")
+            with engine.all_ranks_or_none():
+                self._state_map.exchange(engine, self.param_groups)
+            self._put_back(engine)
+
+    # ---- torch.distributed.algorithms.Join -----------------------------------------------
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """With ``Join([ddp, optimizer])``, ranks that have run out of data go on to update their share."""
+        return StepHook(self._step_of_others)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._ranks.device if self._ranks else torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._ranks.group if self._ranks else torch.distributed.group.WORLD
+
+    def _step_of_others(self) -> None:
+        kept = [plain(group) for group in self.param_groups]
+        self._joined = True
+        try:
+            self.step()
+        finally:
+            self._joined = False
+            for group, own in zip(self.param_groups, kept, strict=True):
+                put_back(group, own)
+
+    # ---- what users ask ----------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Describes the last step: waits until its last states are on their devices.
+
+        ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
+        ``flash_write_bytes``: to and from storage. ``written_bytes``: states written since the stores were made.
+        ``gathered_bytes``: parameters from the ranks that have updated them.
+        ``days_left``, of a device with a rating (``tbw=600TB``): of training until that is used up, at the rate at
+        which it was written so far. ``params``: elements updated. ``nonfinite_grads``: gradients pushed as inf
+        or nan (their elements are updated all the same). ``skipped``: an overflow was found.
+        ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed; a card's, if it has.
+        ``residual_bytes``: memory, beside the parameters, of what Top-K owes them.
+        ``block_bytes``, ``depth``, of a device with a store: size of its I/O requests, and how many are in flight at
+        once. ``share``: of the parameters, relative to the other devices. ``huge_pages``: whether the system gave them
+        to a device's buffers (None: it has none, or less than such a page); without, transfers cost 4 to 5 times the
+        CPU time, see /sys/kernel/mm/transparent_hugepage/enabled. ``numa_node``: that its buffers come from (None: any;
+        so it is where the machine has one only, or the system does not tell which is the drive's, or allows it).
+        ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
+        operation of that kind was going on, on the busiest device. ``devices``: the same for each.
+        """
+        engine = self._live_engine
+        with engine.lock:
+            engine.settle_writes()
+            counted = engine.stats()
+        gather = self._plan.gather if self._plan else None
+        return describe(
+            engine,
+            counted,
+            happened=self._runner.moved,
+            trained=self._trained,
+            seconds=self._seconds,
+            ring_bytes=self._runner.ring.bytes if self._runner.ring else 0,
+            gathered_bytes=gather.received_bytes if gather else 0,
+            skipped=self._skipped,
+            grad_norm=self._grad_norm,
+        )
+
+    def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
+        """Makes a snapshot of what is in named directories: `path/device-0`, `path/device-1` ..., each a store.
+
+        Of ranks all call it, and each makes `path/rank-0/device-0` and so on, all of the same step.
+
+        It holds the last step, with its hyperparameters and `user_state`, and works like the original: resume it,
+        load() it. `path` must not exist; it is there as a whole, or not at all. Where the file system has
+        reflinks that takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter, and with
+        wait=False training goes on meanwhile: the step after the next waits for the copy (with shadow=False, the
+        next). `progress` shows a bar on stderr.
+
+        Returns a future of the path; with wait=True it is done. Raises CSDStoreExistsError, CSDStoreError if a state
+        is damaged, CSDOSError, CSDRuntimeError if there is nothing to save: with wait=False some of these through the
+        future.
+        """
+        engine = self._live_engine
+        with defer_signals(), engine.lock:
+            engine.confirm()
+            with engine.all_ranks_or_none():
+                if self._state_map.unfilled or not self._state_map.intact():
+                    self._state_map.adopt(engine, self.param_groups, self.grad_dtype)
+                bar = checkpoint.bar if progress else checkpoint.no_bar
+                saving = checkpoint.save(engine, Path(path), bar, wait=wait)
+        if wait:
+            with engine.all_ranks_or_none():
+                saving.wait()
+        return saving.future
+
+    @staticmethod
+    def load(path: checkpoint.Paths) -> dict[str, Any]:
+        """A store or snapshot as AdamW's state dict, for load_state_dict() here and there, and for torch.save().
+
+        `path`: a snapshot, the directory of a store of one device, or the list of the directories of several. Beside
+        AdamW's states there is ``master``, the parameter in fp32, and an entry ``csd_optim`` with names, dtypes, step
+        and ``user_state``. The tensors are mapped from the files: they take memory when written to only, and as long
+        as one of them is alive nobody may train on that store. Everything is read and checked once.
+
+        Raises CSDStoreError if it is none, damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
+        """
+        return checkpoint.load(path)
+
+    def close(self) -> None:
+        """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""
+        if self._engine is not None:
+            self._finalizer.detach()
+            self._engine.close()
+
+    def __enter__(self) -> CSDAdam:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Box:
+    """Hides a state entry from torch's load_state_dict, which would cast it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value

@@ -1,0 +1,66 @@
+"""What stats() says of a step; see CSDAdam.stats()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..devices.spec import days_left
+from ..engine.engine import Engine
+
+KINDS = ("read", "update", "write")
+
+
+def describe(
+    engine: Engine,
+    counted: list[dict[str, Any]],
+    *,
+    happened: bool,
+    trained: float,
+    seconds: float,
+    ring_bytes: int,
+    gathered_bytes: int,
+    skipped: bool,
+    grad_norm: float | None,
+) -> dict[str, Any]:
+    """`counted`: what the engine says of each device.
+
+    `happened`: no, if the step was skipped, or had no gradients, and never came to the engine. `trained`: seconds since
+    the stores were made; `seconds`: of the step.
+    """
+    n = int(happened)
+    devices = [
+        {
+            "device": d["device"],
+            "backend": d["backend"],
+            "direct_io": d["direct_io"],
+            "p2p": d["p2p"],
+            "huge_pages": d.get("huge_pages"),
+            "numa_node": d.get("numa_node"),
+            "block_bytes": d.get("block_bytes"),
+            "depth": d.get("depth"),
+            "share": d["share"],
+            "push_bytes": n * d["push_bytes"],
+            "pull_bytes": n * d["pull_bytes"],
+            "flash_read_bytes": n * d["read_bytes"],
+            "flash_write_bytes": n * d["write_bytes"],
+            "written_bytes": d["total_write_bytes"],
+            "days_left": days_left(spec.tbw_bytes, d["total_write_bytes"], trained) if spec.tbw_bytes else None,
+            "params": n * d["updated"],
+            "nonfinite_grads": n * d["nonfinite"],
+            "buffer_bytes": d["buffer_bytes"],
+            "seconds": {kind: n * d[f"{kind}_seconds"] for kind in KINDS},
+        }
+        for spec, d in zip(engine.specs, counted, strict=False)
+    ]
+    link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
+    totals: dict[str, Any] = {
+        name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "nonfinite_grads", "buffer_bytes")
+    }
+    totals["buffer_bytes"] += ring_bytes
+    totals["residual_bytes"] = sum(residual.nbytes for residual in engine.residuals.values())
+    totals["gathered_bytes"] = n * gathered_bytes
+    totals["skipped"] = skipped
+    if grad_norm is not None:
+        totals["grad_norm"] = grad_norm
+    busiest = {kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in KINDS}
+    return {**totals, "seconds": {**busiest, "step": seconds}, "devices": devices}

@@ -1,0 +1,132 @@
+"""What a store says of the model, and whether a model is the one it speaks of. See docs/store-format.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..distributed.sharding import Unsharded
+from ..errors import CSDTypeError
+from ..store.format import Record
+from ..store.layout import Extent
+from .param_state import ParamState
+
+Groups = Sequence[dict[str, Any]]
+PartOf = Callable[[torch.Tensor], Unsharded]  # of a parameter, that which this process updates
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+
+
+def name_of(groups: Groups, k: int, i: int) -> str:
+    """A parameter's name where it has one, else its group and position."""
+    names = groups[k].get("param_names")
+    return str(names[i]) if names else f"{k}.{i}"
+
+
+def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Every parameter with its group and its position there."""
+    for k, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            yield k, i, p
+
+
+def manifest(
+    param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
+) -> dict[str, Any]:
+    """`param_states` in the order of the extents."""
+    state_map = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
+    place_of = {id(p): (k, i) for k, i, p in members(groups)}
+    params = []
+    for b, (extent, start) in zip(param_states, state_map, strict=True):
+        k, i = place_of.get(id(b.param), (-1, -1)) if b.alive else (-1, -1)
+        about = {"name": b.name, "group": k, "position": i, **_about(b.param, b.part)}
+        params.append(about | {"stride": list(b.stride), "extent": extent, "start": start, "numel": b.numel})
+    placed = {id(b.param) for b in param_states if b.alive}
+    waiting = [
+        {"name": name_of(groups, k, i), "group": k, "position": i, **_about(p, part_of(p))}
+        for k, i, p in members(groups)
+        if id(p) not in placed
+    ]
+    return {"params": params, "waiting": waiting}
+
+
+def _about(p: torch.Tensor, part: Unsharded) -> dict[str, Any]:
+    shape = None if is_lazy(p) else list(part.of(p).shape)
+    return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch."), **part.about()}
+
+
+def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) -> str | None:
+    """What a manifest says otherwise than the optimizer's groups; None if they agree."""
+    placed = {(e["group"], e["position"]) for e in stored["params"]}
+    there = {(e["group"], e["position"]): e for e in (*stored["params"], *stored["waiting"]) if e["group"] >= 0}
+    here = {(k, i): {"name": name_of(groups, k, i), **_about(p, part_of(p))} for k, i, p in members(groups)}
+    for k, i in sorted({*there, *here}):
+        a, b, by_place = there.get((k, i)), here.get((k, i)), f"{k}.{i}"
+        if a is None or b is None:
+            entry, where = (b, "the model has") if b else (a, "the store has")
+            assert entry is not None
+            return f"only {where} a parameter {i} in group {k}: {entry['name']}, of shape {entry['shape']}"
+        if a["name"] != b["name"] and by_place not in (a["name"], b["name"]):  # unless one of them has no names
+            return f"parameter {i} of group {k} is {a['name']} there and {b['name']} here"
+        if b["shape"] is None and (k, i) in placed:
+            return f"{b['name']} has no shape here yet: run the model once before the optimizer is made"
+        for what in ("shape", "dtype"):
+            if a[what] != b[what] and None not in (a[what], b[what]):
+                return f"{what} of parameter {b['name']} is {a[what]} there and {b[what]} here"
+    return None
+
+
+def _item(value: Any) -> Any:
+    """A number as Python has it, from where it may have come."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def plain(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out."""
+    stored = {}
+    for name, value in group.items():
+        if name in ("params", "param_names"):
+            continue
+        value = [_item(v) for v in value] if isinstance(value, (list, tuple)) else _item(value)
+        of = value if isinstance(value, list) else [value]
+        if all(isinstance(v, (int, float, str, type(None))) for v in of):
+            stored[name] = value
+        elif name in HYPERPARAMETERS:
+            raise CSDTypeError(f"Invalid {name}: {group[name]!r}; a store keeps numbers")
+    return stored
+
+
+def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Gives a group the hyperparameters that `plain` has kept; its tensors stay the same tensors."""
+    for name, value in kept.items():
+        now = group.get(name)
+        if name in ("foreach", "fused", "capturable", "differentiable"):
+            continue  # no hyperparameters: how torch computes
+        if name in HYPERPARAMETERS and isinstance(value, list) and len(value) == 1:
+            (value,) = value  # of a tensor with one element, as stores had it once
+        if isinstance(now, torch.Tensor):
+            now.fill_(value)
+        elif name == "initial_lr" and isinstance(group["lr"], torch.Tensor):
+            group[name] = torch.full_like(group["lr"], value)  # as a schedule has it
+        elif isinstance(now, tuple):
+            pairs = zip(now, value, strict=True)
+            group[name] = tuple(a.fill_(b) if isinstance(a, torch.Tensor) else b for a, b in pairs)
+        else:
+            group[name] = value
+
+
+def changed_by_resume(given: Groups, record: Record) -> Iterator[str]:
+    """Says of each hyperparameter that is given otherwise than when the store was made, that the store's counts."""
+    for k, (now, then, goes_on) in enumerate(zip(given, record.given, record.groups, strict=False)):
+        own = [name for name in ("topk",) if name in now and name in goes_on]  # no group needs to have it
+        for name in (*HYPERPARAMETERS, *own):
+            if now[name] not in (then.get(name), goes_on[name]):
+                yield (
+                    f"{name} of group {k} goes on as {goes_on[name]}, not {now[name]}; it was {then.get(name)} when "
+                    f"the store was made. To change it, set opt.param_groups[{k}][{name!r}] after the construction"
+                )

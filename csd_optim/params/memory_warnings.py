@@ -1,0 +1,48 @@
+"""Says so when much of the state is in memory: it lives on devices because it would not fit there."""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect
+from collections.abc import Iterable
+
+import torch
+
+from ..errors import CSDWarning, users_stacklevel
+
+WORTH_A_WARNING = 1 << 30  # bytes of state
+LOADED = 'came from memory; torch.load(file, map_location="cpu", mmap=True) leaves it in the file'
+REPLACED = "had been replaced by tensors in memory, and goes back to the devices"
+COPIED = "is read: a copy of the optimizer, or its pickle, takes as much memory"
+
+
+def warn_if_large(size: int, what: str) -> None:
+    """Warns that `size` bytes of state `what`; by Python's default once for each line that made us see it."""
+    if size >= WORTH_A_WARNING:
+        text = f"{size / 1e9:.1f} GB of optimizer state {what} (docs/trainers.md)"
+        warnings.warn(text, CSDWarning, users_stacklevel())
+
+
+def bytes_in_memory(tensors: Iterable[torch.Tensor]) -> int:
+    """How many bytes of these tensors are in memory, the host's or a GPU's. 0: of too few to warn of.
+
+    Those that are mapped from a file, as by torch.load(mmap=True), are not.
+    """
+    sizes = {(t.device.type == "cpu", t.data_ptr()): t.nbytes for t in tensors}
+    if sum(sizes.values()) < WORTH_A_WARNING:
+        return 0
+    starts, of_files = _mappings()
+    return sum(
+        size for (on_host, pointer), size in sizes.items() if not (on_host and of_files[bisect(starts, pointer)])
+    )
+
+
+def _mappings() -> tuple[list[int], list[bool]]:
+    """The first addresses of the process's mappings, in order; and of the one before each, whether it is of a file."""
+    starts, of_files = [], [False]
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            addresses, _, _, _, inode, *path = line.split(maxsplit=5)
+            starts.append(int(addresses.partition("-")[0], 16))
+            of_files.append(inode != "0" and not path[0].startswith(("/dev/", "/memfd:")))  # those are memory
+    return starts, of_files

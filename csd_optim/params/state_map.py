@@ -1,0 +1,290 @@
+"""Which parameter has which place on the devices, and `state`, which shows it."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import UNSHARDED, Unsharded, part_of
+from ..engine.engine import SECTIONS, Engine
+from ..errors import CSDRuntimeError, CSDStoreError
+from .manifest import Groups, manifest, members, name_of
+from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
+from .param_state import ParamState, check_entry, check_param, flat, numel
+
+
+class StateMap:
+    """`groups` is the optimizer's `param_groups`, `grad_dtype` its option, wherever they are asked for.
+
+    `ranks`, `sharded`: see part_of().
+    """
+
+    def __init__(self, ranks: Ranks | None = None, *, sharded: bool = True) -> None:
+        self.part_of = functools.partial(part_of, ranks=ranks, sharded=sharded)
+        self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self.param_states: dict[int, ParamState] = {}  # by id(param); each holds its parameter, so ids stay unique
+        self.by_index: list[ParamState] = []  # as the engine counts parameters
+        self.unfilled: dict[ParamState, bool] = {}  # places still to be filled; do they read as zero?
+        self.changes = 0  # of anything here that the plan of a step was made of
+        self._shown: list[Any] = []  # every value in `state`, as we left it
+        self._said: list[list[tuple[int, torch.dtype]]] | None = None  # of what the stores were told
+
+    def part(self, p: torch.Tensor) -> Unsharded:
+        """The part of a parameter that this process updates."""
+        param_state = self.param_states.get(id(p))
+        return param_state.part if param_state else self.part_of(p)
+
+    def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
+        """Gives parameters, named by their id, a place on the devices, to be filled."""
+        by_sections: dict[int, list[tuple[str, torch.Tensor, Unsharded]]] = {}
+        for k, i, p in members(groups):
+            if id(p) not in joining:
+                continue
+            name, entry = name_of(groups, k, i), self.state.get(p) or {}
+            check_param(p, name)
+            if p.is_meta:
+                raise CSDRuntimeError(f"parameter {name} is on the meta device: it has no data yet")
+            check_entry(entry, p, name)
+            amsgrad = groups[k]["amsgrad"] or "max_exp_avg_sq" in entry
+            by_sections.setdefault(4 if amsgrad else 3, []).append((name, p, self.part_of(p)))
+        try:
+            for sections, new in by_sections.items():
+                engine.extend([numel(part.of(p)) for _, p, part in new], sections)
+                for name, p, part in new:
+                    local = torch.empty_like(part.of(p), device="meta")
+                    param_state = self._give(
+                        engine, p, part, name, len(engine.extents) - 1, local.shape, local.stride()
+                    )
+                    param_state.look(grad_dtype)
+                    self.unfilled[param_state] = True
+        finally:  # also of what has its place when there is none for the rest
+            self._said = None
+            self.describe(engine, groups)
+
+    def describe(self, engine: Engine, groups: Groups) -> None:
+        """Tells the stores what the parameters are, when that is no longer what they were told."""
+        if not engine.durable:
+            return
+        to_say = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
+        if to_say != self._said:
+            engine.describe(manifest(self.by_index, engine.extents, groups, self.part_of))
+            self._said = to_say
+
+    def _give(
+        self,
+        engine: Engine,
+        p: torch.Tensor,
+        part: Unsharded,
+        name: str,
+        extent: int,
+        shape: Sequence[int],
+        stride: tuple[int, ...],
+    ) -> ParamState:
+        """Gives a parameter the next place of an extent. `shape`, `stride`: of its part's states."""
+        place = engine.extents[extent]
+        i = len(self.by_index) - place.first_param
+        dtype = torch.complex64 if p.is_complex() else torch.float32
+        windows = {"step": torch.from_numpy(engine.steps[extent])[i]}
+        for s in (1, 2, 3, 0) if place.sections == 4 else (1, 2, 0):
+            windows[SECTIONS[s]] = engine.window(place, i, s, dtype).as_strided(shape, stride)
+        param_state = ParamState(
+            p,
+            part,
+            name,
+            index=len(self.by_index),
+            sections=place.sections,
+            stride=stride,
+            windows=windows,
+            shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},
+            own_master=windows["master"],
+            numel=numel(windows["master"]),
+            in_place=engine.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
+            reachable=engine.reaches_params,
+        )
+        self.param_states[id(p)] = param_state
+        self.by_index.append(param_state)
+        self.changes += 1
+        for key, window in param_state.windows.items():
+            if param_state.shown[key] is not window:
+                engine.watch(param_state.index, param_state.shown[key])
+        return param_state
+
+    def add_residual(self, engine: Engine, param_state: ParamState) -> bool:
+        """Sees to it that a parameter has a residual, on its device. Was there none? Raises CSDOSError."""
+        p, residual = param_state.local, param_state.residual
+        if residual is None:
+            residual = torch.empty_strided(p.shape, param_state.stride, dtype=torch.bfloat16, device=p.device).zero_()
+        elif residual.device == p.device:
+            return False
+        residual = residual.to(p.device)
+        engine.keep_residual(param_state.index, flat(residual))
+        param_state.set_window("residual", residual)
+        return True
+
+    def drop_residual(self, engine: Engine, param_states: list[ParamState]) -> None:
+        """These parameters have a residual no more."""
+        owing = [param_state for param_state in param_states if param_state.residual is not None]
+        for param_state in owing:
+            engine.drop_residual(param_state.index)
+            param_state.drop_window("residual")
+            self.state[param_state.param].pop("residual", None)
+        if owing:
+            self.remember()
+
+    def fill(self, engine: Engine) -> None:
+        """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
+        if not self.unfilled:
+            return
+        for param_state in self.unfilled:
+            if "residual" in (self.state.get(param_state.param) or {}):
+                self.add_residual(engine, param_state)
+        with engine.writing([b.index for b in self.unfilled]):
+            for param_state, fresh in self.unfilled.items():
+                self.unfilled[param_state] = False
+                param_state.fill(self.state.get(param_state.param) or {}, seed=engine.keeps_state, fresh=fresh)
+        for param_state in self.unfilled:
+            self.show(param_state)
+        self.unfilled.clear()
+        self.remember()
+
+    def check(self, groups: Groups) -> None:
+        """Raises CSDValueError if an entry of `state` does not fit its parameter."""
+        for k, i, p in members(groups):
+            check_entry(self.state.get(p) or {}, p, name_of(groups, k, i))
+
+    def adopt(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None, *, loaded: bool = False) -> None:
+        """Takes in what somebody put into `state`: load_state_dict (`loaded`), an assignment, ZeRO's consolidation."""
+        self.check(groups)
+        joining = set()
+        for _, _, p in members(groups):
+            param_state, entry = self.param_states.get(id(p)), self.state.get(p)
+            if param_state is not None and param_state.sections == 3 and entry and "max_exp_avg_sq" in entry:
+                self.param_states.pop(id(p)).alive = False  # needs more room than it has
+                engine.drop_residual(param_state.index)
+                param_state = None
+            if param_state is None:
+                if entry:
+                    joining.add(id(p))
+            elif not entry or any(
+                entry.get(key) is not param_state.shown.get(key) for key in {*param_state.shown, "residual"}
+            ):
+                self.unfilled[param_state] = False
+        if joining:
+            self.join(engine, groups, joining, grad_dtype)
+        warn_if_large(bytes_in_memory(self._foreign()), LOADED if loaded else REPLACED)
+        if loaded and self.unfilled:  # the checkpoint's step is the one we are at
+            engine.step = max(int(self.state[b.param].get("step", 0)) for b in self.unfilled)
+        self.fill(engine)
+
+    def _foreign(self) -> Iterator[torch.Tensor]:
+        """What somebody put into `state`, and is still to be copied to its place."""
+        for param_state in self.unfilled:
+            entry = self.state.get(param_state.param) or {}
+            for key, shown in param_state.shown.items():
+                if isinstance(value := entry.get(key), torch.Tensor) and value is not shown:
+                    yield value.to_local() if hasattr(value, "to_local") else value
+
+    # ---- `state` ---------------------------------------------------------------------
+
+    def show(self, param_state: ParamState) -> None:
+        """Puts our tensors into `state`, beside whatever else is there."""
+        self.state[param_state.param] = {
+            **param_state.shown,
+            **self.state.get(param_state.param, {}),
+            **param_state.shown,
+        }
+
+    def remember(self) -> None:
+        self._shown = self._values()
+
+    def intact(self) -> bool:
+        """Does `state` hold exactly what it held when we last looked?"""
+        values = self._values()
+        return len(values) == len(self._shown) and all(map(is_, values, self._shown))
+
+    def _values(self) -> list[Any]:
+        return [*chain.from_iterable(entry.values() for entry in self.state.values() if isinstance(entry, dict))]
+
+    # ---- of a store that is resumed --------------------------------------------------
+
+    def adopt_commit(self, engine: Engine, groups: Groups) -> None:
+        """The places that a store has given, to parameters that are known to be its own."""
+        here = {(k, i): p for k, i, p in members(groups)}
+        for entry in engine.recovered[0].manifest["params"]:
+            gone = entry["group"] < 0  # it got another place later
+            p = here.get((entry["group"], entry["position"]))
+            if p is None or gone:
+                p, part = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta"), UNSHARDED
+            else:
+                part = self.part_of(p)
+            stride = tuple(entry["stride"])
+            param_state = self._give(engine, p, part, entry["name"], entry["extent"], entry["shape"], stride)
+            if gone:
+                self.param_states.pop(id(p)).alive = False
+                continue
+            if (residual := engine.residuals.get(param_state.index)) is not None:
+                param_state.set_window(
+                    "residual", residual.as_strided(param_state.own_master.shape, param_state.stride)
+                )
+            self.show(param_state)
+        self.remember()
+
+    def exchange(self, engine: Engine, groups: Groups) -> None:
+        """Parameters that were exchanged since then take the places of those before them. Raises CSDStoreError."""
+        here = {(k, i): p for k, i, p in members(groups)}
+        entries = engine.recovered[0].manifest["params"]
+        changed = [
+            (entry, param_state, p)
+            for entry, param_state in zip(entries, self.by_index, strict=False)
+            if param_state.alive
+            and (p := here.get((entry["group"], entry["position"]))) is not None
+            and p is not param_state.param
+        ]
+        for entry, param_state, p in changed:
+            local = self.part_of(p).of(p)
+            if local.shape != param_state.own_master.shape or p.dtype is not param_state.param.dtype:
+                raise CSDStoreError(
+                    f"parameter {entry['name']} is {tuple(local.shape)} {p.dtype} now; in the store that was resumed "
+                    f"it is {tuple(param_state.own_master.shape)} {param_state.param.dtype}"
+                )
+        for _, param_state, _ in changed:  # first all of them: they may have exchanged places among themselves
+            del self.param_states[id(param_state.param)]
+            self.state.pop(param_state.param, None)
+        for _, param_state, p in changed:
+            param_state.param, param_state.part = p, self.part_of(p)
+            param_state.shown = {
+                k: w if k == "step" else param_state.part.show(w) for k, w in param_state.windows.items()
+            }
+            self.param_states[id(p)] = param_state
+            self.show(param_state)
+            self.changes += 1
+        if changed:
+            self.remember()
+
+    def unwritten(self) -> list[ParamState]:
+        """Those whose parameters are as we have left them."""
+        return [
+            param_state for param_state in self.param_states.values() if param_state.version == param_state.version_now
+        ]
+
+    def give_values(self, param_states: Iterable[ParamState], grad_dtype: torch.dtype | None) -> str | None:
+        """Gives parameters the values of their masters. Returns the name of one that has no data yet."""
+        without_data = None
+        for param_state in param_states:
+            p = param_state.param
+            if p.is_meta:
+                without_data = param_state.name
+                continue
+            with torch.no_grad():
+                param_state.part.of(p).copy_(param_state.windows["master"])
+            param_state.look(grad_dtype)
+            param_state.version = param_state.version_now
+        self.changes += 1
+        return without_data

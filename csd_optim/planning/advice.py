@@ -1,0 +1,516 @@
+"""How long a step takes on devices that one may not have: bytes divided by rates, and what works at the same time.
+
+    traffic()   what a step moves over every link
+    predict()   the seconds that takes, phase by phase, and what bounds it
+    plan()      both for a person's model and drives, with what follows: space, wear, break-even, what to change
+
+All sizes are in bytes, all times in seconds, all rates per second, prefixes are decimal. docs/plan.md explains it
+and says how far off it is, tests/test_plan.py compares it with the times that Smart-Infinity's authors have published.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..compression.policy import DENSE_FROM
+from ..devices.spec import DEFAULT_BUFFERS, parse_rate
+from ..errors import CSDUnavailableError, CSDValueError
+from ..store.layout import MAX_MAPPINGS, MEMORY_STATE_BYTES, STORE_BYTES, TILE_ELEMS, TILES_PER_DEVICE
+
+VARIANTS = {
+    "base": "ZeRO-Infinity",  # RAID0, updated by the CPU, gradients through flash
+    "su_o": "Smart-Infinity",  # as published: gradients through flash, updated by the CSDs
+    "su_o_c": "Smart-Infinity, Top-K",
+    "csdadam": "CSDAdam",
+    "csdadam_topk": "CSDAdam, Top-K",
+}
+ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+STATE = MEMORY_STATE_BYTES  # read, and written, per parameter and step: three fp32 states
+FP32 = 4  # bytes of the gradients and parameters that the published systems send
+# Of an entry of a sparse gradient: index and value of 16 bits each; of 32 bits in what is published.
+ENTRY, PUBLISHED_ENTRY = 4, 8
+
+# Two numbers were fitted to published times, and no others; both only slow the published systems down.
+#
+# The share of its link's rate that they reach: 6.4 of the 8 GB/s measured on the testbed. From four drives on
+# ZeRO-Infinity moves 28 B per parameter in 4.4 ns, however many drives and parameters there are.
+LINK_SHARE = 0.8
+# Parameters per second that ZeRO-Infinity updates on the CPU, all copies around it included, while drives wait: that
+# takes 1.8 to 2.6 ns per parameter longer than its transfers, on one and on two drives of 3 GB/s.
+ZERO_UPDATE = 450e6
+
+GPU_LINK = 25e9  # each way, assumed where nothing is given: PCIe 4.0 x16
+MOST_DEVICES = 64  # so far break-even is looked for
+
+
+@dataclass(frozen=True)
+class Device:
+    """A drive, or a CSD, and how fast it is."""
+
+    read: float  # bytes per second from flash, nothing else going on
+    write: float
+    mixed: float  # bytes per second, read plus written, both at once
+    # Parameters per second. For a device `on_host` Host.update counts instead.
+    update: float = math.inf
+    # A plain drive (an emulated CSD): the CPU updates, and states cross the link.
+    on_host: bool = False
+
+    @staticmethod
+    def in_turn(read: float, write: float, update: float = math.inf, on_host: bool = False) -> Device:
+        """One that does not do both at once any faster than one after the other: careful, and true of most drives."""
+        return Device(read, write, 2 / (1 / read + 1 / write), update, on_host)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What all devices share. `math.inf`: no bound."""
+
+    # Parameters per second of the CPU, for devices `on_host` and for "base"; of this machine: probe.engine_rate().
+    update: float
+    link: float = math.inf  # bytes per second each way at once, of the uplink behind which all devices are
+    gpu_link: float = math.inf  # the same between GPU and host
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one iteration, which are those of its phases one after another."""
+
+    variant: str
+    devices: int
+    forward: float  # of the GPU, all batches of a step
+    backward: float
+    gradients: float  # to flash, where the variant sends them there, after backward
+    step: float
+    stages: dict[str, float]  # how long the step keeps each thing busy: all at once for CSDAdam, in turn for the others
+    bound: str  # the longest of the stages
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.gradients + self.step
+
+
+# Published peer-to-peer rates of SmartSSDs and what the memory on the card allows an update (56 B per parameter at
+# 15.4 GB/s). Plain drives as their makers' data sheets have it for long transfers, round about.
+SMARTSSD = Device.in_turn(2.9e9, 1.6e9, 275e6)
+SMARTSSD_TBW = 7.008e15  # bytes: 3.84 TB, once a day for five years
+# The kernels of Smart-Infinity: 8.2 GiB/s of 16 B, with Top-K 2.92 GiB/s of 12.08 B per parameter (its figure 14).
+PUBLISHED_UPDATE = {"su_o": 550e6, "su_o_c": 259e6}
+CSDS = {"smartssd": SMARTSSD}
+DRIVES = {
+    "gen3": Device.in_turn(3.0e9, 2.0e9, on_host=True),
+    "gen4": Device.in_turn(6.5e9, 4.0e9, on_host=True),
+    "gen5": Device.in_turn(13e9, 6.5e9, on_host=True),
+}
+
+
+# ---- the model -------------------------------------------------------------------
+
+
+def traffic(
+    variant: str, params: float, *, item_bytes: int = 2, topk: float | None = None, on_host: bool = False
+) -> dict[str, tuple[float, float]]:
+    """Bytes that a step moves over each link, all devices together: (towards flash, back).
+
+    `gpu`: between GPU and host. `link`: between host and devices. `flash`: (written, read). `item_bytes`: of a gradient
+    and of a parameter; only what the published systems send to their devices is always fp32. `on_host`: CSDAdam on
+    plain drives. Raises CSDValueError: no such variant, or one with Top-K and no share `topk`.
+    """
+    if variant not in VARIANTS:
+        raise CSDValueError(f"Invalid variant: {variant!r}; there are {', '.join(VARIANTS)}")
+    push: float = item_bytes if variant.startswith("csdadam") else FP32
+    if variant in ("csdadam_topk", "su_o_c"):
+        if topk is None or not 0 < topk <= 1:
+            raise CSDValueError(f"Invalid topk: {topk!r}; {variant} sends a share of the gradients, such as 0.01")
+        if topk < DENSE_FROM:
+            push = topk * (ENTRY if variant == "csdadam_topk" else PUBLISHED_ENTRY)
+    per_param: dict[str, tuple[float, float]]
+    if variant.startswith("csdadam"):
+        gpu = (push, float(item_bytes))
+        per_param = {"gpu": gpu, "link": (STATE, STATE) if on_host else gpu, "flash": (STATE, STATE)}
+    else:  # gradients go through flash
+        flash = (STATE + push, STATE + push)
+        link = flash if variant == "base" else (push, FP32)
+        per_param = {"gpu": (item_bytes, item_bytes), "link": link, "flash": flash}
+    return {name: (params * there, params * back) for name, (there, back) in per_param.items()}
+
+
+def predict(
+    variant: str,
+    params: float,
+    devices: int,
+    device: Device,
+    host: Host,
+    *,
+    item_bytes: int = 2,
+    topk: float | None = None,
+    forward: float = 0.0,
+    backward: float = 0.0,
+) -> Prediction:
+    """The time of an iteration of `variant` with `params` parameters on so many equal devices.
+
+    base         read, update, write in turn, unless that is more than the link takes; then the link alone counts
+    su_o[_c]     every phase in turn: that is how the published times add up, whatever was meant to overlap
+    csdadam[..]  everything at once: the slowest counts, and one tile's way through the others (pipeline fill and drain)
+
+    `device`: for "base" the plain drive. Its CPU updates `host.update` parameters per second (published: ZERO_UPDATE).
+    `forward`, `backward`: the GPU's seconds. Raises CSDValueError as `traffic` does.
+    """
+    moved = traffic(variant, params, item_bytes=item_bytes, topk=topk, on_host=device.on_host)
+    (gpu_down, gpu_up), (down, up), (written, read) = moved["gpu"], moved["link"], moved["flash"]
+    gradients = 0.0
+    if variant.startswith("csdadam"):
+        stages = {
+            "read": read / (devices * device.read),
+            "write": written / (devices * device.write),
+            "drive": (read + written) / (devices * device.mixed),
+            "update": params / (host.update if device.on_host else devices * device.update),
+            "link down": down / host.link,
+            "link up": up / host.link,
+            "gpu link down": gpu_down / host.gpu_link,
+            "gpu link up": gpu_up / host.gpu_link,
+        }
+        step = max(stages.values())
+        way = [stages[s] for s in ("gpu link down", "link down", "read", "update", "write", "link up", "gpu link up")]
+        step += (sum(way) - max(way)) / tiles_per_device(params, devices)
+    else:
+        link = LINK_SHARE * host.link
+        pushed = written - STATE * params  # the gradients, to flash
+        gradients = pushed / min(devices * device.write, link)
+        stages = {
+            "read": read / (devices * device.read),
+            "update": params / (host.update if variant == "base" else devices * device.update),
+            "write": STATE * params / (devices * device.write),
+        }
+        in_turn = sum(stages.values())
+        if variant == "base":
+            crossing = (read + STATE * params) / link
+            step = max(in_turn, crossing)
+            if crossing > in_turn:
+                stages["link"] = crossing
+        else:
+            stages["link up"] = up / link
+            step = in_turn + stages["link up"]
+    # The first of equals: reads and writes say more than that the drive is busy.
+    bound = max(stages, key=lambda stage: stages[stage])
+    return Prediction(variant, devices, forward, backward, gradients, step, stages, bound)
+
+
+def tiles_per_device(params: float, devices: int) -> int:
+    """As layout.plan_extent() cuts it."""
+    largest = max(TILE_ELEMS, math.ceil(3 * params / MAX_MAPPINGS))
+    return max(TILES_PER_DEVICE, math.ceil(params / (devices * largest)))
+
+
+# ---- a plan ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person wants to know about."""
+
+    params: int
+    devices: int
+    host: Host
+    on: str = "drive"  # or "csd": what the plan is for; the other is what it is compared with
+    drive: Device = DRIVES["gen4"]
+    csd: Device = SMARTSSD
+    dtype: str = "bf16"
+    topk: float | None = None
+    error_feedback: bool = True
+    forward: float = 0.0  # seconds of the GPU for one batch
+    backward: float = 0.0
+    accumulate: int = 1  # batches per step
+    tbw: float | None = None  # bytes that a device is rated to take
+    free: float | None = None  # bytes of room on the fullest device
+    measured: bool = False  # the rates of the devices that the plan is for
+    cpu_measured: bool = False  # host.update, on this machine
+
+    @property
+    def variant(self) -> str:
+        return "csdadam_topk" if self.topk else "csdadam"
+
+
+def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
+    """Everything `csd-optim plan` shows, plain values only: None where something has no bound or was not given.
+
+    Raises CSDValueError.
+    """
+    check(request)
+    r, item = request, ITEM_BYTES[request.dtype]
+    rows = _rows(r, r.devices)
+    own = next(row for row in rows if row["chosen"])
+    moved = traffic(r.variant, r.params, item_bytes=item, topk=r.topk, on_host=r.on == "drive")
+    written = moved["flash"][0] / r.devices
+    tile = math.ceil(r.params / r.devices / tiles_per_device(r.params, r.devices))
+    owed = r.error_feedback and r.topk is not None and r.topk < DENSE_FROM
+    found = {
+        "request": asdict(r),
+        "bytes": {name: {"towards_flash": there, "back": back} for name, (there, back) in moved.items()},
+        "capacity_bytes_per_device": STORE_BYTES * r.params / r.devices,
+        "memory_bytes": {
+            "parameters": item * r.params,
+            "gradients": item * r.params,
+            "residuals": 2 * r.params if owed else 0,  # bfloat16
+            "buffers": DEFAULT_BUFFERS * STATE * tile * r.devices,
+        },
+        "predictions": rows,
+        "break_even": _break_even(r),
+        "wear": {
+            "bytes_per_step_and_device": written,
+            "bytes_per_day_and_device": written / own["seconds"] * 86400,
+            "tbw_bytes": r.tbw,
+            "steps": r.tbw / written if r.tbw else None,
+            "days": r.tbw / written * own["seconds"] / 86400 if r.tbw else None,
+        },
+        "advice": _advice(r, own),
+        "sweep": [row for n in sweep for row in _rows(r, n)],
+    }
+    return {name: _plain(value) for name, value in found.items()}
+
+
+def check(r: Request) -> None:
+    """Raises CSDValueError at the first value that cannot be."""
+    if r.dtype not in ITEM_BYTES:
+        raise CSDValueError(f"Invalid dtype: {r.dtype!r}; there are {', '.join(ITEM_BYTES)}")
+    if r.topk is not None and not 0 < r.topk <= 1:
+        raise CSDValueError(f"Invalid topk: {r.topk!r}; it is the share of gradients to send, such as 0.01")
+    for name, least in (("params", 1), ("devices", 1), ("accumulate", 1), ("forward", 0), ("backward", 0)):
+        value = getattr(r, name)
+        if not (math.isfinite(value) and value >= least):
+            raise CSDValueError(f"Invalid {name}: {value!r}; it is {least} or more")
+    for name, rate in asdict(r.host).items():
+        if not rate > 0:
+            raise CSDValueError(f"Invalid rate: {name} {rate!r}; it is more than 0")
+
+
+def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
+    """`on`: "drive" or "csd"."""
+    device, host = (r.drive if on == "drive" else r.csd), r.host
+    if variant == "base":
+        host = replace(host, update=min(ZERO_UPDATE, host.update))
+    elif variant in PUBLISHED_UPDATE:
+        device = replace(device, update=PUBLISHED_UPDATE[variant])
+    gpu = {"forward": r.forward * r.accumulate, "backward": r.backward * r.accumulate}
+    return predict(variant, r.params, devices, device, host, item_bytes=ITEM_BYTES[r.dtype], topk=r.topk, **gpu)
+
+
+def _rows(r: Request, devices: int) -> list[dict[str, Any]]:
+    """Every way to run the step on so many devices; `chosen`: what the plan is for."""
+    ours = ["csdadam", "csdadam_topk"] if r.topk else ["csdadam"]
+    smart = ["su_o", "su_o_c"] if r.topk else ["su_o"]
+    ways = [(v, "drive") for v in ("base", *ours)] + [(v, "csd") for v in (*smart, *ours)]
+    rows = []
+    for variant, on in ways:
+        p = _predict(r, variant, on, devices)
+        rows.append({**asdict(p), "seconds": p.seconds, "on": on, "chosen": (variant, on) == (r.variant, r.on)})
+    return rows
+
+
+def _break_even(r: Request) -> dict[str, int | None]:
+    """From how many CSDs on CSDAdam's step is shorter there than on as many plain drives, of either software.
+
+    `base`: than ZeRO-Infinity's. `csdadam`: than CSDAdam's own. None: not with MOST_DEVICES either.
+    """
+
+    def pays(n: int, rival: str) -> bool:
+        theirs = _predict(r, rival, "drive", n)
+        return _predict(r, r.variant, "csd", n).step < theirs.gradients + theirs.step
+
+    rivals = {"base": "base", "csdadam": r.variant}
+    return {name: next((n for n in _counts() if pays(n, rival)), None) for name, rival in rivals.items()}
+
+
+def _counts() -> range:
+    return range(1, MOST_DEVICES + 1)
+
+
+def _advice(r: Request, own: dict[str, Any]) -> list[str]:
+    """What to change, and what not to."""
+    said = []
+    bound, step, many = own["bound"], own["step"], KINDS[r.on]
+
+    def other(devices: int = r.devices, on: str = r.on, **changes: Any) -> Prediction:
+        changed = replace(r, **changes)
+        return _predict(changed, changed.variant, on, devices)
+
+    if bound in ("read", "write", "drive") or (bound == "update" and r.on == "csd"):
+        said.append(f"with twice as many {many} a step takes {_seconds(other(2 * r.devices).step)}")
+        if enough := next((n for n in _counts() if other(n).bound != bound), None):
+            there = other(enough)
+            said.append(f"from {enough} on it waits for {BOUNDS[there.bound]}: {_seconds(there.step)}")
+    elif bound.startswith("gpu"):
+        said.append("the GPU's link is the limit: more devices change nothing")
+    else:
+        what = "CPU" if bound == "update" else "shared link"
+        said.append(f"the {what} is the limit: more {many} change nothing")
+        if r.on == "drive":
+            said.append(f"on as many CSDs a step takes {_seconds(other(on='csd').step)}")
+    if r.topk and other(topk=None).step <= 1.02 * step:
+        said.append("Top-K buys no time here: the step does not wait for gradients")
+    compute = r.forward + r.backward
+    if not compute:
+        said.append("--forward and --backward, the GPU's seconds for a batch, tell how much of an iteration that is")
+    elif step > 0.25 * own["seconds"]:
+        batches = math.ceil(4 * step / compute)
+        said.append(
+            f"the step is {step / own['seconds']:.0%} of an iteration; a fifth, with gradients accumulated over "
+            f"{batches} batches (--accumulate {batches})"
+        )
+    return said
+
+
+BOUNDS = {
+    "read": "reads from flash",
+    "write": "writes to flash",
+    "drive": "flash, read and written at once",
+    "update": "the update",
+    "link": "the link to the drives",
+    "link down": "the link to the devices",
+    "link up": "the link from the devices",
+    "gpu link down": "the link from the GPU",
+    "gpu link up": "the link to the GPU",
+}
+KINDS = {"drive": "plain drives", "csd": "CSDs"}
+
+
+def _seconds(s: float) -> str:
+    return f"{s:.1f} s" if s >= 1 else f"{1e3 * s:.0f} ms"
+
+
+def _plain(value: Any) -> Any:
+    """The same without infinities, which JSON does not know."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- what people write -----------------------------------------------------------
+
+
+def parse_rates(text: str, presets: dict[str, Device], like: Device) -> Device:
+    """`gen4`, or `read=7GB/s,write=5GB/s[,mixed=6GB/s][,update=240M/s]`; what `like` has of the rest. CSDValueError."""
+    if text in presets:
+        return presets[text]
+    wrong = CSDValueError(
+        f"Invalid rates: {text!r}; name one of {', '.join(presets)}, or write for example read=7GB/s,write=5GB/s"
+    )
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, rate = part.strip().partition("=")
+        if name not in ("read", "write", "mixed", "update") or name in given:
+            raise wrong
+        given[name] = parse_rate(rate, "" if name == "update" else "B")
+        if given[name] <= 0:
+            raise wrong
+    if not {"read", "write"} <= given.keys() or (like.on_host and "update" in given):
+        raise wrong
+    device = Device.in_turn(given["read"], given["write"], given.get("update", like.update), like.on_host)
+    if (mixed := given.get("mixed", device.mixed)) > device.read + device.write:
+        raise CSDValueError(f"Invalid rates: {text!r}; mixed, read plus written at once, is more than both together")
+    return replace(device, mixed=mixed)
+
+
+def parse_sweep(text: str) -> range:
+    """`devices=1..16`. Raises CSDValueError."""
+    match = re.fullmatch(r"\s*devices\s*=\s*([0-9]{1,4})\s*\.\.\s*([0-9]{1,4})\s*", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]) <= 1024:
+        raise CSDValueError(f"Invalid sweep: {text!r}; write for example devices=1..16, at most to 1024")
+    return range(int(match[1]), int(match[2]) + 1)
+
+
+def measured(entries: Sequence[dict[str, Any]]) -> Device:
+    """Of what `csd-optim devices --probe` says of devices: the slowest, since all have the same to do.
+
+    Devices on one file system, each measured by itself, share its speed. Raises CSDValueError: there are cards and
+    plain drives, or something has no drive.
+    """
+    found = []
+    places = [entry["storage"]["mounted_at"] for entry in entries if "storage" in entry]
+    for entry in entries:
+        if problem := entry.get("problem"):
+            raise CSDValueError(f"{entry['device']}: {problem}")
+        if "speed" not in entry:
+            raise CSDValueError(f"'{entry['device']}' has no drive that could be measured")
+        share = places.count(entry["storage"]["mounted_at"])
+        drive = {k: entry["speed"][f"{k}_bytes_per_second"] / share for k in ("read", "write", "mixed")}
+        if card := entry.get("card_speed"):
+            # Without P2P state goes by way of the host: at the drive's rate or the DMA's.
+            read = card["drive_to_card"] or min(drive["read"], card["to_card"])
+            write = card["card_to_drive"] or min(drive["write"], card["from_card"])
+            found.append(replace(Device.in_turn(read, write), update=card["kernel"]))
+        else:
+            found.append(Device(**drive, on_host=True))
+    if len({device.on_host for device in found}) > 1:
+        raise CSDValueError("plain drives and cards: plan for one kind at a time")
+    slowest = {f.name: min(getattr(d, f.name) for d in found) for f in fields(Device)}
+    return Device(**slowest)
+
+
+def count_params(config: Path) -> int:
+    """Parameters of a decoder that a Hugging Face config.json describes. Raises CSDValueError, OSError."""
+    try:
+        c = json.loads(config.read_text())
+        kind = c["model_type"]
+        if kind not in FAMILIES:
+            raise CSDValueError(f"{config}: model_type {kind!r} is not one of {', '.join(FAMILIES)}: give --params")
+        if kind == "gpt2":
+            h, layers, inner = c["n_embd"], c["n_layer"], c.get("n_inner") or 4 * c["n_embd"]
+            block = 4 * h * h + 4 * h + 2 * h * inner + h + inner + 4 * h  # attention, MLP, biases, two norms
+            return int((c["vocab_size"] + c["n_positions"]) * h + layers * block + 2 * h)
+        h, heads = c["hidden_size"], c["num_attention_heads"]
+        kv, dim = c.get("num_key_value_heads") or heads, c.get("head_dim") or h // heads
+        experts = c.get("num_local_experts", 1) if kind == "mixtral" else 1
+        attention = 2 * h * heads * dim + 2 * h * kv * dim
+        if kind == "qwen2" or c.get("attention_bias"):
+            attention += (heads + 2 * kv) * dim + (h if kind != "qwen2" else 0)  # biases
+        if kind == "qwen3":
+            attention += 2 * dim  # norms of queries and keys
+        mlp = experts * 3 * h * c["intermediate_size"] + (h * experts if kind == "mixtral" else 0)
+        tied = c.get("tie_word_embeddings", False)
+        block = attention + mlp + 2 * h
+        return int((1 if tied else 2) * c["vocab_size"] * h + c["num_hidden_layers"] * block + h)
+    except CSDValueError:
+        raise
+    except (KeyError, TypeError, ValueError) as e:
+        missing = f"no {e}" if isinstance(e, KeyError) else "nothing that could be read"
+        raise CSDValueError(f"{config}: {missing}; a model's config.json is expected, or give --params") from None
+
+
+FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Seconds of an iteration over the number of devices, of a plan with a sweep. Raises CSDUnavailableError."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise CSDUnavailableError("a plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in found["sweep"]:
+        lines.setdefault((row["variant"], row["on"]), []).append(row)
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    for (variant, kind), rows in lines.items():
+        label = f"{VARIANTS[variant]} on {KINDS[kind]}"
+        style = "--" if kind == "drive" else "-"
+        width = 1.5 if "Top-K" in label else 3.5  # often on top of one another
+        x, y = [r["devices"] for r in rows], [r["seconds"] for r in rows]
+        axis.plot(x, y, marker=".", label=label, linestyle=style, linewidth=width, alpha=0.8)
+    axis.set(xlabel="devices", ylabel="seconds per iteration", yscale="log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.set_title(f"{found['request']['params'] / 1e9:.3g} B parameters, {found['request']['dtype']}: predicted")
+    axis.legend(fontsize="small")
+    axis.grid(which="both", alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,200 @@
+"""Updated shares of parameters go from the rank that updated them to all others: in buckets, beside later updates.
+
+A bucket holds pieces of parameters, of every rank's share as much: elements [first, first + n) of it, where it has so
+many. It travels when this rank's tiles with these pieces have their new parameters. Buckets follow each other in the
+same order on all ranks, and all of them travel in every step, whatever happens on a rank: so that none waits in vain.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import ReplicaShard
+from ..engine.engine import Engine
+from ..params.param_state import ParamState, flat, numel, same_order
+from ..store.layout import round_up
+from .staging import GradSource
+
+ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there
+BUCKET_BYTES = 16 << 20  # of all ranks together
+IN_FLIGHT = 3  # buckets: one is filled, one travels, one is emptied
+
+
+@dataclass
+class _Piece:
+    param_state: ParamState
+    first: int | None  # element of the share, as flat() has it; None: all of a share that is not dense
+    n: int  # elements, of the largest share
+    offset: int  # in the bucket, bytes
+    bytes: int
+
+
+@dataclass
+class _Bucket:
+    pieces: list[_Piece] = field(default_factory=list)
+    tiles: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (buffer, parameter)
+    arrives: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (parameter, buffer)
+    buffer: torch.Tensor = field(init=False)  # begins with a row of `bytes` for each rank
+
+    @property
+    def bytes(self) -> int:
+        return round_up(self.pieces[-1].offset + self.pieces[-1].bytes, ALIGN) if self.pieces else 0
+
+
+class ParamAllGather:
+    """What travels of `param_states`, in the same order on all ranks, after each step in which the same ones take part.
+
+    It refers to the memory of their parameters as it is now.
+    """
+
+    def __init__(self, ranks: Ranks, engine: Engine, param_states: Sequence[ParamState]) -> None:
+        self.ranks, self._engine = ranks, engine
+        self.buckets: list[_Bucket] = []
+        for device in {b.local.device: None for b in param_states}:
+            self.buckets += _fill_buckets([b for b in param_states if b.local.device == device], ranks.size)
+        tiles_of = _tiles_of(engine)
+        for k, bucket in enumerate(self.buckets):
+            bucket.tiles = np.unique(np.concatenate([tiles_of(p) for p in bucket.pieces])).astype(np.uint32)
+            self._bind(bucket, self.buckets[k - IN_FLIGHT] if k >= IN_FLIGHT else None)
+        self.received_bytes = sum(b.bytes for b in self.buckets) * (ranks.size - 1)
+
+    def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
+        """Gives a bucket its buffers, those of one that has arrived when this leaves, and views of them."""
+        size, n = self.ranks.size, bucket.bytes
+        device = bucket.pieces[0].param_state.local.device
+        if device.type not in self.ranks.device_types:
+            device = self.ranks.device
+        if before is not None and before.buffer.device == device and before.buffer.numel() >= size * n:
+            bucket.buffer = before.buffer
+        else:
+            bucket.buffer = torch.empty(size * n, dtype=torch.uint8, device=device)
+        for piece in bucket.pieces:
+            part = piece.param_state.part
+            assert isinstance(part, ReplicaShard)
+            for rank in range(size):
+                share = part.of_rank(piece.param_state.param, rank)
+                if piece.first is not None:
+                    share = flat(share)[piece.first : piece.first + piece.n]
+                if not share.numel():
+                    continue
+                room = bucket.buffer[rank * n + piece.offset :][: share.numel() * share.element_size()]
+                staged = room.view(share.dtype).view(share.shape)
+                if rank == self.ranks.rank:
+                    bucket.leaves.append((staged, share))
+                else:
+                    bucket.arrives.append((share, staged))
+
+    def begin(
+        self,
+        images: Iterable[int] = (),
+        sources: Mapping[int, GradSource] = MappingProxyType({}),
+        *,
+        descending: bool = False,
+    ) -> None:
+        """A step begins. `images`: tiles that pulled() will be told of; of the others the engine knows.
+
+        `sources`: of parameters, by index, that have to be given back before they leave. `descending`: the last bucket
+        leaves first, since the last tile flows first; the same on all ranks.
+        """
+        self._to_leave = deque(reversed(self.buckets) if descending else self.buckets)
+        self._missing, self._sources = set(images), sources
+        self._under_way: deque[tuple[_Bucket, list[Any]]] = deque()
+
+    def pulled(self, tile: int) -> None:
+        """One of the images has its new parameters, and they are where they belong."""
+        self._missing.remove(tile)
+        self.advance(wait=False)
+
+    def advance(self, *, wait: bool) -> None:
+        """Lets go of the buckets that can; with `wait` of all, as soon as each can."""
+        while self._to_leave:
+            tiles = self._to_leave[0].tiles
+            if not self._missing.isdisjoint(tiles.tolist()) or not self._engine.params_ready(tiles, wait=wait):
+                return
+            for piece in self._to_leave[0].pieces:
+                if source := self._sources.get(piece.param_state.index):
+                    source.give_back()
+            self._leave()
+
+    def finish(self) -> None:
+        """Lets go of all that have not left yet, as they are, and returns when all have arrived."""
+        while self._to_leave:
+            self._leave()
+        while self._under_way:
+            self._arrive()
+
+    def again(self) -> None:
+        """The step was undone on all ranks: what they have put back travels once more. Not if a rank is lost."""
+        if not self.ranks.lost:
+            self.begin()
+            self.finish()
+
+    def _leave(self) -> None:
+        if len(self._under_way) == IN_FLIGHT:
+            self._arrive()
+        bucket = self._to_leave.popleft()
+        _copy(bucket.leaves)
+        rows = bucket.buffer[: self.ranks.size * bucket.bytes].view(self.ranks.size, -1)
+        self._under_way.append((bucket, self.ranks.exchange(rows)))
+
+    def _arrive(self) -> None:
+        bucket, collectives = self._under_way.popleft()
+        self.ranks.wait(collectives)
+        _copy(bucket.arrives)
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if pairs:  # to the host, it is to be there when this returns
+        to, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(list(to), list(sources), non_blocking=to[0].is_cuda)
+
+
+def _fill_buckets(param_states: Sequence[ParamState], n_ranks: int) -> list[_Bucket]:
+    """Cuts the shares of parameters of one device into buckets. The same on every rank: by what they have in common."""
+    room = max(1 << 12, BUCKET_BYTES // n_ranks)
+    buckets = [_Bucket()]
+    for param_state in param_states:
+        part = param_state.part
+        assert isinstance(part, ReplicaShard)
+        largest = part.of_rank(param_state.param, 0)
+        dense = same_order(largest.stride(), torch.empty_like(largest, device="meta").stride(), largest.shape)
+        total = numel(largest) if dense else largest.numel()
+        size = largest.numel() * largest.element_size() // max(1, total)
+        first = 0
+        while first < total:
+            offset = buckets[-1].bytes
+            n = min((room - offset) // size, total - first) if dense else total
+            if offset and (n <= 0 or offset + n * size > room):
+                buckets.append(_Bucket())
+                continue
+            buckets[-1].pieces.append(_Piece(param_state, first if dense else None, n, offset, n * size))
+            first += n
+    return [b for b in buckets if b.pieces]
+
+
+def _tiles_of(engine: Engine) -> Callable[[_Piece], np.ndarray[Any, Any]]:
+    """A function that tells the tiles (over all extents) in which elements of a piece of this rank's share lie."""
+    pieces = np.concatenate([e.pieces for e in engine.extents])
+    tiles = np.concatenate([e.pieces["tile"] + np.uint32(e.first_tile) for e in engine.extents])
+    order = np.argsort(pieces["param"], kind="stable")
+    pieces, tiles = pieces[order], tiles[order]
+    begins = np.searchsorted(pieces["param"], np.arange(engine.n_params + 1))
+
+    def tiles_of(piece: _Piece) -> np.ndarray[Any, Any]:
+        here = slice(*begins[piece.param_state.index :][:2])
+        mine: np.ndarray[Any, Any] = tiles[here]
+        if piece.first is not None:
+            first = pieces["param_first"][here]
+            mine = mine[(first < piece.first + piece.n) & (first + pieces["elems"][here] > piece.first)]
+        return mine
+
+    return tiles_of

@@ -1,0 +1,51 @@
+"""Ranks that have run out of data (torch.distributed.algorithms.Join) go on to update their share of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import is_replicated
+from ..errors import CSDRankError
+from ..params.manifest import Groups, members, plain, put_back
+
+
+class StepHook(JoinHook):
+    """`step` takes one of the steps that the others take."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self.step = step
+
+    def main_hook(self) -> None:
+        self.step()
+
+
+def borrow(ranks: Ranks, leader: int, groups: Groups, scale: float | None, *, joined: bool) -> float | None:
+    """Gives ranks that have `joined` the gradients and hyperparameters of `leader`, a rank that has not; a collective.
+
+    `scale`: of the gradients (a GradScaler's), or None. Returns the leader's. Raises CSDRankError, on all ranks, if
+    those that have not joined have gradients of different parameters.
+    """
+    params = [p for _, _, p in members(groups) if is_replicated(p)]
+    with_own = [k for k, p in enumerate(params) if p.grad is not None]
+    said = ranks.gather_objects((joined, with_own, [plain(group) for group in groups], scale))
+    _, with_grad, hypers, scale = said[leader]
+    if any(theirs != with_grad for has_joined, theirs, *_ in said if not has_joined):
+        raise CSDRankError("ranks that have data have gradients of different parameters")
+    if joined:
+        for group, kept in zip(groups, hypers, strict=True):
+            put_back(group, kept)
+    for k, p in enumerate(params):
+        if k not in with_grad:
+            if joined:
+                p.grad = None
+            continue
+        if joined and p.grad is None:
+            p.grad = torch.empty_like(p)
+        assert p.grad is not None
+        ranks.broadcast(p.grad, leader)
+    return scale

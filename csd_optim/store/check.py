@@ -1,0 +1,110 @@
+"""Of what a store says of itself: what can be, and what cannot. Its sums are right; but anybody can make those."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import CSDStoreError
+
+PAGE = 4096
+SECTIONS = ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+DTYPES = {"float32", "float16", "bfloat16", "complex64"}
+MOST = 1 << 60  # elements or bytes of anything: sums of a few of them still are numbers of 64 bits
+MOST_BYTES = 1 << 31  # of a manifest or table
+# Of an extent with unequal shares, times devices: what it takes to say which of them are where. A process has fewer:
+# they are mappings (layout.MAX_MAPPINGS).
+MOST_TILES = 1 << 26
+
+
+def require(holds: object, what: str) -> None:
+    if not holds:
+        raise CSDStoreError(
+            f"manifest and slot table do not belong together, or the manifest contradicts itself: {what}"
+        )
+
+
+def is_int(value: object, least: int, most: int = MOST) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def is_ints(value: object, least: int) -> bool:
+    return type(value) is list and len(value) <= 64 and all(is_int(n, least) for n in value)
+
+
+def check_extent(extent: Any, devices: int) -> tuple[int, int]:
+    """Returns where it begins and ends in the file. Raises CSDStoreError."""
+    require(type(extent) is dict, "an extent is no object")
+    elems, tiles, slots, sections = (extent.get(key) for key in ("tile_elems", "tiles", "slots", "sections"))
+    require(is_int(elems, 1024, 1 << 31) and elems % 1024 == 0, f"a tile has {elems!r} elements")
+    require(is_int(tiles, 0, 1 << 31), f"an extent has {tiles!r} tiles")
+    require(is_int(slots, 1, 2), f"a tile has {slots!r} slots")
+    require(sections in (SECTIONS[:3], SECTIONS), f"a tile has the sections {sections!r}")
+    if "sum_elems" in extent:
+        require(is_int(extent["sum_elems"], 1024, 1 << 31), f"a checksum covers {extent['sum_elems']!r} elements")
+    if "shares" in extent:
+        shares = extent["shares"]
+        right = type(shares) is list and len(shares) == devices and all(is_number(s) and s > 0 for s in shares)
+        require(right, f"the devices have the shares {shares!r}")
+    offset = extent.get("file_offset")
+    require(is_int(offset, 2 * PAGE) and offset % PAGE == 0, f"an extent begins at byte {offset!r}")
+    return offset, offset + slots * tiles * 4 * elems * len(sections)
+
+
+def check_param(p: Any, devices: int, *, waits: bool = False) -> tuple[int, int] | None:
+    """Returns where its residual begins and ends in the file of a device, if there is one. Raises CSDStoreError.
+
+    `waits`: it has no state yet.
+    """
+    require(type(p) is dict and type(p.get("name")) is str, "a parameter has no name")
+    name = p["name"]
+    require(not any("\ud800" <= c <= "\udfff" for c in name), "a parameter's name is no text")
+    of = f" of parameter {name}"
+    require(is_int(p.get("group"), -1) and is_int(p.get("position"), -1), f"group or position{of}")
+    require(type(p.get("dtype")) is str, f"dtype{of}")
+    if "of" in p and p["of"] is not None:
+        whole = p["of"]
+        right = type(whole) is dict and is_ints(whole.get("shape"), 0) and is_ints(whole.get("first"), 0)
+        require(right and len(whole["shape"]) == len(whole["first"]), f"the tensor that it is a part{of}")
+    if waits:
+        require(p.get("shape") is None or is_ints(p["shape"], 0), f"shape{of}")
+        return None
+    shape, stride = p.get("shape"), p.get("stride")
+    require(p["dtype"] in DTYPES, f"dtype {p['dtype']!r}{of}")
+    require(is_ints(shape, 0) and is_ints(stride, 0) and len(shape) == len(stride), f"shape or stride{of}")
+    elems = math.prod(shape)
+    last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    require(elems == 0 or last < elems, f"stride {stride}{of}")
+    numel = elems * (2 if p["dtype"] == "complex64" else 1)
+    require(is_int(p.get("numel"), 0) and p["numel"] == numel, f"numel {p.get('numel')!r}{of}")
+    require(is_int(p.get("start"), 0) and is_int(p.get("extent"), 0), f"place{of}")
+    if "residual" not in p:
+        return None
+    residual = p["residual"]
+    require(type(residual) is dict and {*residual} == {"device", "base", "room"}, f"residual{of}")
+    require(is_int(residual["device"], 0, devices - 1), f"device of the residual{of}")
+    base, room = residual["base"], residual["room"]
+    require(is_int(base, 2 * PAGE) and is_int(room, 0) and base % PAGE == room % PAGE == 0, f"residual{of}")
+    require(room >= 2 * numel, f"room of the residual{of}")
+    return base, base + 2 * room
+
+
+def check_record(record: dict[str, Any]) -> None:
+    """The fields of a Record. Raises CSDStoreError."""
+    for key in ("groups", "given"):
+        require(type(record[key]) is list, f"{key} of the record")
+        for group in record[key]:
+            require(type(group) is dict, f"{key} of the record")
+            numbers = [group.get(name) for name in ("lr", "eps", "weight_decay")]
+            betas = group.get("betas")
+            require(type(betas) is list and len(betas) == 2, f"betas {betas!r}")
+            # As Python takes them: True for 1, and 1 for True. A tensor of one element was a list once.
+            numbers = [n[0] if type(n) is list and len(n) == 1 else n for n in numbers]
+            numbers += [*betas, group.get("amsgrad"), group.get("maximize")]
+            require(all(isinstance(n, (int, float)) for n in numbers), f"hyperparameters in {key}")
+    require(is_number(record["seconds"]) and record["seconds"] >= 0, f"seconds {record['seconds']!r}")
+    require(is_int(record["written_bytes"], 0), f"written_bytes {record['written_bytes']!r}")

@@ -1,0 +1,175 @@
+"""Parameters → flat space → tiles → devices.
+
+Parameters that join at the same time lie one after another in an *extent* of the flat space, each from a multiple of
+`ALIGN` elements on. The extent is cut into equal tiles, tile `i` on device `i mod n`: every device owns the same number
+of tiles (one more or less), and any region of the model keeps all of them busy. Devices of unequal speed have unequal
+shares of the tiles, mixed as evenly (store_format.devices_of).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..bindings import PIECE
+from ..errors import CSDStoreError
+from .format import Contents, devices_of
+
+STORE_BYTES = 24  # of a store per parameter: three fp32 states in two slots
+MEMORY_STATE_BYTES = 12  # of `ram:` per parameter: one slot
+# One 512-bit vector of fp32: a parameter starts where the updater, or an FPGA's port, likes to start.
+ALIGN = 16
+# Tiles are a multiple of this many elements, so that each section of each slot can be mapped by itself.
+GRAIN = max(4096, mmap.PAGESIZE) // 4
+# A checksum covers so many elements of each section: what is verified, updated and summed while a cache of the second
+# level has it. Three sections are 768 KiB, four a MiB; 32 Ki to 128 Ki were measured to be the same with 2 MiB of it.
+SUM_ELEMS = 1 << 16
+# 1 Mi elements, 12 MiB of state: from 1.5 MiB up the size made no measurable difference, and memory grows with it.
+TILE_ELEMS = 1 << 20
+# A small model is cut finer, so that reads, updates and writes of one device still overlap.
+TILES_PER_DEVICE = 8
+# And still finer if a device has a small share, down to this part of that.
+FINEST = 8
+# A section of a tile on a file is a mapping of its own, of which Linux allows a process 65530 (vm.max_map_count).
+# Tiles of a model beyond 14 G parameters are therefore larger.
+MAX_MAPPINGS = 40_000
+# What joins later has this part of the mappings that are left, if that is less than it would take: fewer tiles, and
+# larger ones. A large extent leaves some for whoever comes after it.
+SMALL_PART, LARGE_PART = 1 / 128, 0.7
+
+
+def max_mappings() -> int:
+    """That all extents of a process may take: an eighth of what the system allows is left to everybody else's."""
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text()) * 7 // 8
+    except (OSError, ValueError):
+        return 65530 * 7 // 8
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The parameters that joined together, and where they lie."""
+
+    first_param: int  # index of the first of them, over all extents
+    first_tile: int  # index of the first tile, over all extents
+    tile_elems: int
+    n_tiles: int
+    sections: int  # 3, or 4 with amsgrad
+    slots: int  # of each tile: 2, or 1 where steps write in place
+    starts: tuple[int, ...]  # element of the extent at which each parameter starts
+    numels: tuple[int, ...]
+    pieces: np.ndarray[Any, Any]  # of dtype PIECE, sorted by tile
+    first_piece: np.ndarray[Any, Any]  # of each tile, and one more: where the pieces of tile i begin and end
+    shares: tuple[float, ...] | None  # of the devices; None: equal
+    devices: np.ndarray[Any, Any]  # of each tile, uint32
+    sum_elems: int | None  # elements of a section that a checksum covers; None: all of them (formats up to 3)
+
+    def tiles_of(self, device: int) -> int:
+        """How many of the tiles lie on a device."""
+        return int((self.devices == device).sum())
+
+    @property
+    def chunks(self) -> int:
+        """Of each tile: how many checksums a section has."""
+        return math.ceil(self.tile_elems / (self.sum_elems or self.tile_elems))
+
+    @property
+    def slot_bytes(self) -> int:
+        return 4 * self.tile_elems * self.sections
+
+    def device_bytes(self, device: int) -> int:
+        return self.slots * self.slot_bytes * self.tiles_of(device)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def plan_extent(
+    numels: Sequence[int],
+    n_devices: int,
+    *,
+    first_param: int = 0,
+    first_tile: int = 0,
+    sections: int = 3,
+    slots: int = 2,
+    tile_elems: int | None = None,
+    shares: Sequence[float] | None = None,
+    sum_elems: int | None = SUM_ELEMS,
+    mapped: int = 0,
+) -> Extent:
+    """Lays `numels` out over `n_devices`, each of which gets its share (positive numbers; None: equal ones).
+
+    `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`. `sum_elems`: see Extent. `mapped`: the
+    mappings that other extents of the process take (bindings.mappings()). Tiles are larger where few are left, down to
+    one for each device.
+    """
+    starts, end = [], 0
+    for n in numels:
+        starts.append(end)
+        end += round_up(n, ALIGN)
+    if tile_elems is None:
+        # The same number of tiles for every device, so that none has to wait for another.
+        one_each, left = n_devices * sections, max_mappings() - mapped
+        most = max(one_each, min(MAX_MAPPINGS, int(LARGE_PART * left)))
+        largest = max(TILE_ELEMS, math.ceil(end * sections / most))
+        finer = min(FINEST, sum(shares) / n_devices / min(shares)) if shares else 1
+        rounds = math.ceil(TILES_PER_DEVICE * finer)
+        if mapped:
+            rounds = max(1, min(rounds, int(SMALL_PART * left) // one_each))
+        rounds = max(rounds, math.ceil(end / (n_devices * largest)))
+        tile_elems = math.ceil(end / (n_devices * rounds))
+    tile_elems = max(GRAIN, round_up(tile_elems, GRAIN))
+    n_tiles = math.ceil(end / tile_elems)
+    rows = [
+        (first_param + i, tile, max(tile * tile_elems, start) - start, max(start - tile * tile_elems, 0), elems)
+        for i, (start, n) in enumerate(zip(starts, numels, strict=True))
+        for tile in range(start // tile_elems, math.ceil((start + n) / tile_elems))
+        if (elems := min((tile + 1) * tile_elems, start + n) - max(tile * tile_elems, start)) > 0
+    ]
+    pieces = np.array(rows, PIECE)
+    return Extent(
+        first_param=first_param,
+        first_tile=first_tile,
+        tile_elems=tile_elems,
+        n_tiles=n_tiles,
+        sections=sections,
+        slots=slots,
+        starts=tuple(starts),
+        numels=tuple(numels),
+        pieces=pieces,
+        first_piece=np.searchsorted(pieces["tile"], np.arange(n_tiles + 1)),
+        shares=tuple(shares) if shares else None,
+        devices=devices_of(shares or [1.0] * n_devices, n_tiles),
+        sum_elems=sum_elems,
+    )
+
+
+def extents_of(recovered: Sequence[Contents]) -> list[Extent]:
+    """As they were planned for a store, from what its devices hold, in their order. Raises CSDStoreError."""
+    first, n = recovered[0], len(recovered)
+    extents: list[Extent] = []
+    for e, described in enumerate(first.manifest["extents"]):
+        members = [p for p in first.manifest["params"] if p["extent"] == e]
+        extent = plan_extent(
+            [p["numel"] for p in members],
+            n,
+            first_param=sum(len(before.numels) for before in extents),
+            first_tile=sum(before.n_tiles for before in extents),
+            sections=len(described["sections"]),
+            slots=described["slots"],
+            tile_elems=described["tile_elems"],
+            shares=described.get("shares"),
+            sum_elems=described.get("sum_elems"),
+        )
+        tiles = [c.manifest["extents"][e]["tiles"] for c in recovered]
+        if [p["start"] for p in members] != [*extent.starts] or tiles != [extent.tiles_of(d) for d in range(n)]:
+            raise CSDStoreError(f"{first.path}: the manifest contradicts itself")
+        extents.append(extent)
+    return extents

@@ -1,0 +1,274 @@
+"""A store read tile by tile, residual by residual, past the page cache, with every checksum compared."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..bindings import IO_DEPTH, crc32c
+from ..errors import CSDOSError, CSDStoreError
+from .format import PAGE, RESIDUAL_BYTES, Contents, opened
+from .layout import round_up
+
+CHUNK = 4 << 20  # bytes of a residual that are read or written at a time, at least
+Tick = Callable[[int], None]  # so many more bytes are done
+
+
+class Tile(NamedTuple):
+    contents: Contents
+    extent: int
+    number: int  # of its extent, over all devices
+    offset: int  # in the store: where its current slot begins
+    sections: list[str]
+    section_bytes: int
+    summed: bool
+    sum_bytes: int  # of a section, that a checksum covers; the last one covers the rest
+    sums: np.ndarray[Any, Any]  # uint32: (chunks, sections)
+
+    @property
+    def size(self) -> int:
+        return self.section_bytes * len(self.sections)
+
+    def part(self, section: int, chunk: int) -> tuple[int, int]:
+        """Where a chunk of a section lies: from which byte of the slot to which."""
+        first = chunk * self.sum_bytes
+        last = min(first + self.sum_bytes, self.section_bytes)
+        return section * self.section_bytes + first, section * self.section_bytes + last
+
+
+class Residual(NamedTuple):
+    contents: Contents
+    row: int  # of its parameter
+    offset: int  # in the store
+    size: int  # bytes
+    crc: int
+
+    @property
+    def name(self) -> str:
+        return str(self.contents.manifest["params"][self.row]["name"])
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A section of a tile, or a residual, that is not what was written there."""
+
+    path: str
+    number: int  # of the tile in its extent, over all devices; of the parameter
+    what: str
+    params: list[str]  # what lies there: "elements 0 to 4095 of layer.weight"
+
+    def __str__(self) -> str:
+        where = f"{self.path}: {self.what} is damaged"
+        return f"{where}: {', '.join(self.params)}" if self.params else f"{where}; no parameter lies there"
+
+
+def lying_in(manifest: dict[str, Any], extent: int, tile: int, first: int = 0, last: int | None = None) -> list[str]:
+    """The parameters of a tile, each with the range of its elements (of fp32 values: complex numbers are two).
+
+    `first`, `last`: only what lies in elements [first, last) of the tile.
+    """
+    elems = manifest["extents"][extent]["tile_elems"]
+    first, last = tile * elems + first, tile * elems + (elems if last is None else last)
+    return [
+        f"elements {max(first - p['start'], 0)} to {min(last - p['start'], p['numel']) - 1} of {p['name']}"
+        for p in manifest["params"]
+        if p["extent"] == extent and p["start"] < last and first < p["start"] + p["numel"]
+    ]
+
+
+def tiles_of(recovered: Iterable[Contents]) -> list[Tile]:
+    """All tiles in the order of the flat space: the devices take turns."""
+    found = []
+    for contents in recovered:
+        extent_number = {id(extent): e for e, extent in enumerate(contents.manifest["extents"])}
+        summed, sums = contents.tiles["summed"].tolist(), chain.from_iterable(contents.sums)
+        for (extent, number, offset), checked, crc in zip(contents.slots(), summed, sums, strict=True):
+            place = (contents, extent_number[id(extent)], number, offset)
+            elems = extent["tile_elems"]
+            sizes = (4 * elems, checked == 1, 4 * min(extent.get("sum_elems", elems), elems))
+            found.append(Tile(*place, extent["sections"], *sizes, crc))
+    return sorted(found, key=lambda t: (t.extent, t.number))
+
+
+def residuals_of(recovered: Iterable[Contents]) -> list[Residual]:
+    return [
+        Residual(contents, row, offset, RESIDUAL_BYTES * contents.manifest["params"][row]["numel"], crc)
+        for contents in recovered
+        for row, offset, crc in contents.residual_places()
+    ]
+
+
+def total_bytes(recovered: Iterable[Contents]) -> int:
+    recovered = list(recovered)
+    return sum(t.size for t in tiles_of(recovered)) + sum(r.size for r in residuals_of(recovered))
+
+
+def stored_bytes(contents: Contents) -> int:
+    """What it takes on the disk when only current slots and spaces are copied, and holes are not."""
+    with opened(Path(contents.path)) as fd:
+        tiles = sum(t.size for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size))
+    return tiles + sum(r.size for r in residuals_of([contents]))
+
+
+def _refuse(damage: list[Damage]) -> None:
+    raise CSDStoreError(str(damage[0]))
+
+
+def each_tile(
+    recovered: Sequence[Contents],
+    use: Callable[[Tile, memoryview | None], None],
+    use_residual: Callable[[Residual, int, memoryview], None] = lambda *_: None,
+    *,
+    damaged: Callable[[list[Damage]], None] = _refuse,
+    gate: Callable[[], None] = lambda: None,
+    tick: Tick = lambda _: None,
+) -> None:
+    """Reads and checks every tile and has it used, on threads; None: all of it is zeros, and a hole in the store.
+
+    So it does with every residual, in parts, each with the byte at which it begins: damage shows behind the last only.
+    `gate` is called before each; `damaged` where a checksum does not fit, for a tile instead of `use`, and raises
+    CSDStoreError unless told otherwise. Raises CSDOSError.
+    """
+    tiles, residuals = tiles_of(recovered), [r for r in residuals_of(recovered) if r.size]
+    sizes = [*(t.size for t in tiles), *(min(round_up(r.size, PAGE), CHUNK) for r in residuals)]
+    largest = max(sizes, default=0)
+    free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    for _ in range(IO_DEPTH if largest else 0):
+        free.put(mmap.mmap(-1, largest))  # pages, for O_DIRECT
+
+    def one(tile: Tile) -> None:
+        gate()
+        buffer = free.get()
+        try:
+            with memoryview(buffer)[: tile.size] as view:
+                hole, damage = _read(fds[tile.contents.path], tile, view)
+                if damage:
+                    damaged(damage)
+                else:
+                    use(tile, None if hole else view)
+        finally:
+            free.put(buffer)
+        tick(tile.size)
+
+    def one_residual(residual: Residual) -> None:
+        path, crc, done = residual.contents.path, 0, 0
+        buffer = free.get()
+        try:
+            while done < residual.size:
+                gate()
+                pages = memoryview(buffer)[: round_up(residual.size - done, PAGE)]
+                part = pages[: residual.size - done]
+                if _read_part(fds[path], pages, residual.offset + done, path) < len(part):
+                    break  # the file ends
+                crc = crc32c(part, crc)
+                use_residual(residual, done, part)
+                done += len(part)
+                tick(len(part))
+        finally:
+            free.put(buffer)
+        if done < residual.size or crc != residual.crc:
+            damaged([Damage(path, residual.row, "residual", [residual.name])])
+
+    with contextlib.ExitStack() as stack:
+        fds = {c.path: stack.enter_context(_opened_direct(Path(c.path))) for c in recovered}
+        pool = stack.enter_context(ThreadPoolExecutor(IO_DEPTH, thread_name_prefix="csd_optim"))
+        futures = []
+        try:
+            for call in (*(partial(one, t) for t in tiles), *(partial(one_residual, r) for r in residuals)):
+                try:
+                    futures.append(pool.submit(call))
+                except RuntimeError:  # the interpreter shuts down and has no more threads to give
+                    call()
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:  # that have not begun
+                future.cancel()
+            raise
+
+
+def find_damage(
+    recovered: Sequence[Contents],
+    use_residual: Callable[[Residual, int, memoryview], None] = lambda *_: None,
+    tick: Tick = lambda _: None,
+) -> list[Damage]:
+    """Everything in these stores that is not what was written there. `use_residual`: as of each_tile()."""
+    found: list[Damage] = []
+    each_tile(recovered, lambda _, __: None, use_residual, damaged=found.extend, tick=tick)
+    return sorted(found, key=lambda d: (d.path, d.number))
+
+
+def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
+    """Is it a hole, of which nothing is read? What is damaged? Raises CSDOSError."""
+    if hole := _is_hole(fd, tile.offset, tile.size):
+        n = tile.size
+    else:
+        n = _read_part(fd, view, tile.offset, tile.contents.path)
+
+    def whole(section: int, chunk: int) -> bool:
+        first, last = tile.part(section, chunk)
+        if n < last or not tile.summed:
+            return n >= last
+        crc = _sum_of_zeros(last - first) if hole else crc32c(view[first:last])
+        return crc == int(tile.sums[chunk, section])
+
+    damage = []
+    for k, section in enumerate(tile.sections):
+        if bad := [chunk for chunk in range(len(tile.sums)) if not whole(k, chunk)]:
+            first, last = tile.part(0, bad[0])[0] // 4, tile.part(0, bad[-1])[1] // 4
+            params = lying_in(tile.contents.manifest, tile.extent, tile.number, first, last)
+            what = f"{section} of tile {tile.number}"
+            damage.append(Damage(tile.contents.path, tile.number, what, params))
+    return hole, damage
+
+
+def _read_part(fd: int, view: memoryview, offset: int, path: str) -> int:
+    """Fills whole pages from a store; returns how many bytes there are: less only where it ends. Raises CSDOSError."""
+    n = 0
+    try:
+        # A page at least, or the file ends there: O_DIRECT would refuse to go on in the middle of one.
+        while n < len(view) and n % PAGE == 0 and (more := os.preadv(fd, [view[n:]], offset + n)):
+            n += more
+    except OSError as e:
+        raise CSDOSError(e.errno, f"cannot read {path}: {e.strerror}") from e
+    return n
+
+
+@contextlib.contextmanager
+def _opened_direct(file: Path) -> Iterator[int]:
+    """Open for reading past the page cache, where the file system can: some refuse only the I/O itself."""
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = stack.enter_context(opened(file, os.O_DIRECT))
+            with mmap.mmap(-1, PAGE) as page:
+                os.preadv(fd, [page], 0)
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
+                raise
+            fd = stack.enter_context(opened(file))
+        yield fd
+
+
+def _is_hole(fd: int, offset: int, size: int) -> bool:
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + size
+    except OSError as e:
+        # No data up to the end of the file, if the file is that long; EINVAL: a file system that cannot tell.
+        return e.errno == errno.ENXIO and os.fstat(fd).st_size >= offset + size
+
+
+@lru_cache
+def _sum_of_zeros(size: int) -> int:
+    return crc32c(bytes(size))

@@ -1,0 +1,106 @@
+"""`user_state`, what the user adds to a commit: written by torch.save, read by torch.load(weights_only=True)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import torch
+
+from ..errors import CSDStoreError, CSDTypeError, CSDValueError
+
+USER_STATE_BYTES = 16 << 20  # it is written with every step
+
+
+def unpack_user_state(data: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu") if data else {}
+    return state
+
+
+def stored_user_state(data: bytes, path: str) -> dict[str, Any]:
+    """What a store has. Raises CSDStoreError if that is not what we would have put there."""
+    try:
+        state = unpack_user_state(data)
+    except Exception as e:
+        raise CSDStoreError(f"{path}: user_state cannot be read: {e}") from e
+    if not isinstance(state, dict):
+        raise CSDStoreError(f"{path}: user_state is no dict")
+    return state
+
+
+def pack_user_state(user_state: dict[str, Any]) -> bytes:
+    return _saved(user_state) if user_state else b""
+
+
+def checked_user_state(user_state: dict[str, Any], last: bytes) -> bytes:
+    """The same, if it can be read again. `last`: the packed one before it, which can.
+
+    Raises CSDTypeError, naming what cannot be kept, and CSDValueError.
+    """
+    if not isinstance(user_state, dict):
+        raise CSDTypeError(f"user_state is a dict, got {type(user_state).__name__}")
+    try:
+        data = pack_user_state(user_state)
+        if data != last and not _is_plain(user_state):
+            unpack_user_state(data)
+    except Exception as e:
+        found = None
+        with contextlib.suppress(RecursionError):
+            found = _refused(user_state, "user_state", set())
+        raise CSDTypeError(
+            f"{found or 'user_state'} cannot be kept: user_state holds plain values, lists, dicts and tensors"
+        ) from e
+    if len(data) > USER_STATE_BYTES:
+        raise CSDValueError(
+            f"user_state takes {len(data)} bytes; it is written with every step and limited to {USER_STATE_BYTES}"
+        )
+    return data
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _is_scalar(value: Any) -> bool:
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 63  # torch.load does not read every one of more than 2000 bits
+    return value is None or type(value) in (bool, float, str)
+
+
+def _is_plain(user_state: dict[str, Any]) -> bool:
+    """Is it made of nothing but what torch.load is known to read? Much faster than to have it read."""
+    todo: list[Any] = [user_state]
+    seen: set[int] = set()
+    while todo:
+        value = todo.pop()
+        if _is_scalar(value):
+            continue
+        if type(value) is torch.Tensor:
+            plain = value.layout is torch.strided and value.device.type in ("cpu", "cuda") and not vars(value)
+        else:
+            plain = type(value) in (dict, list, tuple) and id(value) not in seen  # it may hold itself
+            if plain:
+                seen.add(id(value))
+                todo += (*value, *value.values()) if isinstance(value, dict) else value
+        if not plain:
+            return False
+    return True
+
+
+def _refused(value: Any, name: str, seen: set[int]) -> str | None:
+    """Names the innermost thing in `value` that torch does not write or read again. `seen`: where it has looked."""
+    if _is_scalar(value) or id(value) in seen:
+        return None
+    seen.add(id(value))
+    with contextlib.suppress(Exception):
+        unpack_user_state(_saved(value))
+        return None
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, inner in entries:
+        if found := _refused(key, f"a key of {name}", seen) or _refused(inner, f"{name}[{key!r}]", seen):
+            return found
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"{name}, of type {kind},"
