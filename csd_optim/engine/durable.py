@@ -147,6 +147,8 @@ class DurableEngine(Engine):
         self._tiles_bytes = [0] * len(specs)  # per device: what the table has of its tiles
         self._open = np.zeros(0, bool)  # per tile: what is written to its windows goes to the device
         self._loose = np.zeros(0, bool)  # per tile: its slot is part of no commit
+        self._empty = np.zeros(0, bool)  # per tile: it is to have states, and nobody has written any
+        self._in_step = np.zeros(0, np.uint32)  # tiles of the step under way
         self._edited = np.zeros(0, bool)  # per tile: somebody wrote to its windows, and no step has begun with that
         self._reseeded = np.zeros(0, bool)  # per tile: a step did, which is not whole yet
         self._handed_out: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
@@ -206,6 +208,8 @@ class DurableEngine(Engine):
         self._open, self._loose = np.append(self._open, new), np.append(self._loose, new)
         self._edited = np.append(self._edited, np.zeros(extent.n_tiles, bool))
         self._reseeded = np.append(self._reseeded, np.zeros(extent.n_tiles, bool))
+        new[np.setdiff1d(np.arange(extent.n_tiles), extent.pieces["tile"])] = False
+        self._empty = np.append(self._empty, new)
         for device, offset in enumerate(offsets):
             about: dict[str, Any] = {
                 "tile_elems": extent.tile_elems,
@@ -261,6 +265,11 @@ class DurableEngine(Engine):
 
     # ---- a step ------------------------------------------------------------
 
+    def fills_by_step(self, params: Sequence[int]) -> bool:
+        if not super().fills_by_step(params):
+            return False
+        return bool(self._loose[self._tiles_of(params)].all()) and not self._uncommitted
+
     def _before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
         """Adds the tiles that somebody wrote to.
 
@@ -277,6 +286,7 @@ class DurableEngine(Engine):
             self._announce_step()
         self._changed = True
         self._kept.before_step = [*self._kept.written_bytes]
+        self._in_step = tiles
         return tiles
 
     def finish(self, keep: bool = True) -> None:
@@ -285,6 +295,7 @@ class DurableEngine(Engine):
         self._uncommitted |= keep
         if keep:
             self._edited[:] = self._reseeded[:] = False
+            self._empty[self._in_step] = False
 
     def drain(self) -> None:
         self.check_open()
@@ -308,6 +319,8 @@ class DurableEngine(Engine):
         try:
             yield
             self.sync()
+            if params:
+                self._empty[self._tiles_of(params)] = False
             if self._uncommitted:
                 self._note_written()
                 self.drain()
@@ -355,9 +368,7 @@ class DurableEngine(Engine):
         self.check_open()
         if self._handle is None:
             return
-        mask = np.zeros(self.n_params, bool)
-        mask[params] = True
-        tiles = self.tiles_with(mask)
+        tiles = self._tiles_of(params)
         self.check_whole()
         self._commits.wait()  # it closes windows that are still open
         if self._open[tiles].all():
@@ -373,6 +384,11 @@ class DurableEngine(Engine):
         self._pass_through(tiles[~self._loose[tiles]])
         self._uncommitted = True
         self._show(open=True)
+
+    def _tiles_of(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
+        mask = np.zeros(self.n_params, bool)
+        mask[params] = True
+        return self.tiles_with(mask)
 
     def _pass_through(self, tiles: np.ndarray[Any, Any]) -> None:
         """Reads tiles and writes them as they are to their next slots; what somebody wrote to windows with them."""
@@ -719,7 +735,8 @@ class DurableEngine(Engine):
             )
         self._commits.wait()
         broken = self._torn or self._lost  # of which somebody has been told
-        if self._failed_to_join and not edited:
+        # A step failed in which parameters joined: what it was to begin with has no state yet.
+        if self._empty.any() or (self._failed_to_join and not edited):
             return
         if (self._changed or edited) and self._manifest and not (unconfirmed or broken) and self._mode != "read":
             self.flush(clean=True)

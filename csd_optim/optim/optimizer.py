@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 from torch.utils.hooks import RemovableHandle
 
-from ..bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
+from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
 from ..checkpoint import snapshot as checkpoint
 from ..compression.policy import check_topk, entry_dtype, ratios
 from ..compression.selection import inverse_of
@@ -116,7 +116,8 @@ class CSDAdam(AdamW, Joinable):
 
     A parameter that was set from outside becomes its new master, if torch counts the change: write under
     ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only, and
-    not where a device is a SmartSSD.
+    not where a device is a SmartSSD. Of DTensors there that goes for 16 bits, too: torch counts nothing of what
+    ``torch._foreach_*`` writes to them.
 
     Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
     """
@@ -364,8 +365,10 @@ class CSDAdam(AdamW, Joinable):
         Durable at the end, as a whole or not at all. Of ranks with named directories all call it, and it raises on all.
         """
         engine = self._live_engine
-        with engine.lock, engine.loading(), engine.writing([b.index for b in self._state_map.param_states.values()]):
-            yield
+        with engine.lock, engine.loading():
+            self._state_map.fill(engine)
+            with engine.writing([b.index for b in self._state_map.param_states.values()]):
+                yield
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Until the next step(), state_dict() of rank `to` has the states of all ranks: whole, as AdamW's has them.
@@ -441,13 +444,14 @@ class CSDAdam(AdamW, Joinable):
             return
         if step is None:  # the other ranks' step
             with all_ranks_or_none(self._ranks):
-                pass
+                self._state_map.fill(engine)
             self._taken += 1
             engine.step += 1
             self._state_map.describe(engine, self.param_groups)
             engine.commit(record)
             return
         ring = self._runner.run(engine, step, record, descending=self._descending)
+        self._state_map.filled()
         self._taken += 1
         try:
             if ring is not None:
@@ -504,15 +508,22 @@ class CSDAdam(AdamW, Joinable):
         if not params:
             return None
         plan = self._plan_for(engine, params)
-        state_map.fill(engine)
+        new = state_map.fill_by_step(engine, plan.param_states)
+        if not new:
+            state_map.fill(engine)
         state_map.describe(engine, self.param_groups)
         # The parameters that somebody wrote, moved or converted since the last step; without a gradient, too, if they
         # can still be ours.
         param_states = state_map.param_states.values()
-        written = [b for b in param_states if b.version != b.version_now or b.pointer != b.pointer_now]
+        written = [
+            b for b in param_states if not b.is_new and (b.version != b.version_now or b.pointer != b.pointer_now)
+        ]
         if self.grad_dtype is not plan.grad_dtype:
             written = plan.param_states
         written = [b for b in written if b.param.grad is not None or b.fits()]
+        if written and new:  # what is written may be committed by itself, and then with all places filled
+            state_map.fill(engine)
+            new = []
         if written:
             for param_state in written:
                 param_state.look(self.grad_dtype)
@@ -527,6 +538,7 @@ class CSDAdam(AdamW, Joinable):
 
         table = plan.table.copy()
         table["hyper"][plan.rows] = hyper_of
+        table["master"][[b.index for b in new]] = NEW
         prepared: dict[int, GradSource] = {}
         pointers = []
         for param_state, g in zip(plan.param_states, grads, strict=True):
@@ -609,9 +621,7 @@ class CSDAdam(AdamW, Joinable):
                 "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
             )
         rows = np.array([b.index for b in param_states])
-        table["master"][rows] = [
-            IN_PARAM if b.in_place else FROM_PARAM if b.is_master else IN_SECTION for b in param_states
-        ]
+        table["master"][rows] = [b.master_in for b in param_states]
         sections = np.array([b.sections for b in param_states])
         self._plan = StepPlan(params, param_states, rows, sections, table, self.grad_dtype, state_map.changes)
         return self._plan
@@ -658,7 +668,7 @@ class CSDAdam(AdamW, Joinable):
             if param_state.index in prepared:  # the engine selects from the gradient as it is
                 row["grad_dtype"] = DTYPE_CODES[prepared[param_state.index].grad.dtype]
             if self.error_feedback:
-                if self._state_map.add_residual(engine, param_state):
+                if self._state_map.add_residual(engine, param_state) and param_state not in self._state_map.unfilled:
                     self._state_map.show(param_state)
                     new = True
                 row["residual"], row["seed"] = param_state.windows["residual"].data_ptr(), int(steps[param_state.index])

@@ -15,7 +15,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -362,6 +363,86 @@ def test_sharded_models(kind, clip, tmp_path):
     size = 4 if kind == "hybrid" else 3
     options = {"max_grad_norm": 0.1} if clip == "max_grad_norm" else {}
     on_ranks(size, sharded_trains, size, kind, clip, options, directory=tmp_path)
+
+
+def in_foreach(p, value):
+    torch._foreach_mul_([p], 0.0)
+    torch._foreach_add_([p], [value])
+
+
+SET = {  # without a gradient and without another counter than torch's own
+    "copy_": lambda p, value: p.copy_(value),
+    "foreach": in_foreach,
+    "foreach lerp": lambda p, value: torch._foreach_lerp_([p], [value], 1.0),
+    "foreach of data": lambda p, value: in_foreach(p.data, value),
+    "foreach of local tensors": lambda p, value: torch._foreach_copy_([p.to_local()], [value.to_local()]),
+}
+
+
+def set_half_way(rank, devices, dtype, options):
+    """Whatever way DTensors are set, they are the masters of the next step; what is not set keeps its master."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def random(seed, *shape):
+        torch.manual_seed(seed)
+        return distribute_tensor(torch.randn(shape).to(dtype), mesh, [Shard(0)])
+
+    def train(set_to):
+        params = [nn.Parameter(random(i, 70, 31)) for i in range(3)]
+        with CSDAdam(params, **ARGS, tile_size=TILE, devices=devices, **options) as optimizer:
+            for step in range(4):
+                for i, p in enumerate(params):
+                    p.grad = random(10 * step + i, 70, 31)
+                if step == 2:
+                    with torch.no_grad():
+                        set_to(params[0], random(5, 70, 31))
+                        set_to(params[1], params[1].detach().clone())  # to what it is
+                optimizer.step()
+            held = [optimizer.state[p][key].to_local().clone() for p in params for key in ("master", "exp_avg")]
+            return [p.to_local().clone() for p in params] + held
+
+    wanted = train(SET["copy_"])
+    for name, set_to in SET.items():
+        for found, value in zip(train(set_to), wanted, strict=True):
+            assert torch.equal(found, value), name
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_dtype": torch.float32}, {"topk": 0.1}], ids=["direct", "cast", "topk"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("devices", ["ram:", "file:"])
+def test_parameters_set_through_foreach_are_noticed(devices, dtype, options, tmp_path):
+    on_ranks(2, set_half_way, devices, dtype, options, directory=tmp_path)
+
+
+def within_zero(rank, size):
+    """ZeroRedundancyOptimizer divides the parameters among the ranks by itself."""
+    models = [ddp() for _ in range(2)]
+    ours = ZeroRedundancyOptimizer(
+        models[0].parameters(), optimizer_class=CSDAdam, sharded=False, devices="csd{rank}", tile_size=TILE, **ARGS
+    )
+    oracle = ZeroRedundancyOptimizer(models[1].parameters(), optimizer_class=AdamW, **ARGS)
+    for model, optimizer in zip(models, (ours, oracle), strict=True):
+        train(model, optimizer, rank, size)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+    ours.consolidate_state_dict(to=0)
+    oracle.consolidate_state_dict(to=0)
+    if rank == 0:
+        saved, wanted = ours.state_dict()["state"], oracle.state_dict()["state"]
+        assert saved.keys() == wanted.keys()
+        for i, entry in wanted.items():
+            torch.testing.assert_close(saved[i]["exp_avg"], entry["exp_avg"], rtol=2e-6, atol=1e-7)
+    ours.optim.synchronize()
+    assert ours.optim.committed_step == STEPS
+    ours.optim.close()
+
+    shared = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=CSDAdam, devices="ram:")
+    return str(raised_by(shared.step))
+
+
+def test_within_zero_redundancy_optimizer(tmp_path):
+    for said in on_ranks(2, within_zero, 2, directory=tmp_path):
+        assert "ZeroRedundancyOptimizer(params, optimizer_class=CSDAdam, sharded=False, ...)" in said
 
 
 def fsdp2_offloads(rank, size):
