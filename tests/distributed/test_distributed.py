@@ -24,7 +24,7 @@ from torch.optim import AdamW
 import csd_optim.step.run
 from csd_optim import CSDAdam
 from csd_optim.distributed.ranks import Ranks
-from csd_optim.distributed.sharding import Share
+from csd_optim.distributed.sharding import ReplicaShard
 from csd_optim.errors import CSDOSError, CSDRankError, CSDTypeError
 
 TILE = 1024  # the smallest
@@ -790,7 +790,7 @@ def on_gpus(_):
     ranks = Ranks(dist.group.WORLD)
     ranks.mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")  # as nccl's groups and FSDP2's have it
     window = torch.ones(2, 3)
-    shown = Share(torch.ones(4, 3), ranks).show(window)
+    shown = ReplicaShard(torch.ones(4, 3), ranks).show(window)
     shown.mul_(2)
     assert shown.shape == (4, 3)
     assert torch.equal(window, torch.full((2, 3), 2.0))
