@@ -14,6 +14,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # where pip may find a csd_optim
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
@@ -24,7 +25,7 @@ def build(kind, source, directory):
         compiler = directory / name
         compiler.write_text(f'#!/bin/bash\nexec {name} "${{@/#-O3/-O0}}"\n')
         compiler.chmod(0o700)
-    environment = os.environ | {"CC": str(directory / "cc"), "CXX": str(directory / "c++")}
+    environment = ALONE | {"CC": str(directory / "cc"), "CXX": str(directory / "c++")}
     command = [sys.executable, "-c", BUILD, kind, directory]
     subprocess.run(command, cwd=source, env=environment, check=True, capture_output=True)
     return next(path for path in directory.iterdir() if path.suffix in (".gz", ".whl"))
@@ -41,7 +42,7 @@ def installed(tmp_path_factory):
     venv.create(directory / "empty")
     python = directory / "empty/bin/python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel]
-    subprocess.run(pip, check=True)
+    subprocess.run(pip, env=ALONE, check=True)
     # A directory that a .pth file names is not looked through for others: an editable csd_optim is not to be seen.
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(directory / "empty")}))
     (packages / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")

@@ -63,10 +63,10 @@ def same(a, b):
 
 
 @needs_xrt
-@pytest.mark.parametrize("file", SUITES)
-def test_the_suite_on_cards(suites, file):
+@pytest.mark.parametrize("suite", SUITES)
+def test_the_suite_on_cards(suites, suite):
     """All tests that run on every back end, on cards: conftest.py's `backend`."""
-    out, status = suites.result(file)
+    out, status = suites.result(suite)
     print(out[-3000:])  # the summary, with -rP
     assert status == 0, out
     assert re.search(r"\d+ passed", out)

@@ -21,18 +21,21 @@ from csd_optim.devices import emulation
 
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS = 300  # for any command; none takes half of it
-# File: on one card, three, or both. The longest on three alone; the code that they test is the same on one.
+TORCH = ["constructor", "training_loops", "state_dict", "outside_writes", "closing"]
+RESUME = ["resume", "user_state", "resume_refused", "edited_states", "without_shadow", "dropped"]
+# Name: files of tests/, and on which cards: one, three, or both. The longest on three alone; the code that they test is
+# the same on one.
 SUITES = {
-    "test_adamw.py": "xrts",
-    "test_torch_contract.py": "xrts",
-    "test_topk.py": "xrts",
-    "test_resume.py": "xrts",
-    "test_engine.py": "xrt,xrts",
-    "test_histories.py": "xrt,xrts",
-    "test_signals.py": "xrt,xrts",
-    "test_pytorch_suite.py": "xrts",
+    "adamw": (["optim/test_adamw.py"], "xrts"),
+    "torch": ([f"optim/test_{name}.py" for name in TORCH], "xrts"),
+    "topk": (["compression/test_topk.py"], "xrts"),
+    "resume": ([f"optim/test_{name}.py" for name in RESUME], "xrts"),
+    "engine": (["engine/test_engine.py"], "xrt,xrts"),
+    "histories": (["optim/test_histories.py"], "xrt,xrts"),
+    "signals": (["step/test_signals.py"], "xrt,xrts"),
+    "pytorch_suite": (["optim/test_pytorch_suite.py"], "xrts"),
 }
-SOAK_SUITES = SUITES | {"test_resume.py": "xrt,xrts"}
+SOAK_SUITES = SUITES | {"resume": (SUITES["resume"][0], "xrt,xrts")}
 
 
 def why_no_cards():
@@ -93,19 +96,19 @@ class Suites:
         self._start([item.nodeid for item in session.items])
 
     def _start(self, ids):
-        files = [file for file in SUITES if any(id.endswith(f"[{file}]") for id in ids)]
-        if self.runs and self.process is None and files and why_no_cards() is None:
-            command = [sys.executable, "-m", "support.cards", self.directory, str(int(self.soak)), *files]
+        asked = [suite for suite in SUITES if any(id.endswith(f"test_the_suite_on_cards[{suite}]") for id in ids)]
+        if self.runs and self.process is None and asked and why_no_cards() is None:
+            command = [sys.executable, "-m", "support.cards", self.directory, str(int(self.soak)), *asked]
             self.process = subprocess.Popen(command, cwd=TESTS)
 
-    def result(self, file):
+    def result(self, suite):
         """What the suite's pytest printed, and its exit status."""
         deadline = time.monotonic() + len(SUITES) * SECONDS
-        while not (done := self.directory / f"{file}.status").exists():
+        while not (done := self.directory / f"{suite}.status").exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the suite of {file} on cards has not come to an end")
+                raise TimeoutError(f"the suite {suite} on cards has not come to an end")
             time.sleep(0.1)
-        return (self.directory / f"{file}.out").read_text(), int(done.read_text())
+        return (self.directory / f"{suite}.out").read_text(), int(done.read_text())
 
     def pytest_unconfigure(self):
         if self.process is not None:
@@ -115,16 +118,16 @@ class Suites:
             shutil.rmtree(self.directory)
 
 
-def main(directory, soak, *files):
-    for file in files:
-        on = (SOAK_SUITES if int(soak) else SUITES)[file]
-        (path,) = TESTS.glob(f"**/{file}")
+def main(directory, soak, *asked):
+    for suite in asked:
+        files, on = (SOAK_SUITES if int(soak) else SUITES)[suite]
         command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--xrt={on}", "-p", "no:cacheprovider"]
-        done = emulated(*command, *["--soak"] * int(soak), path, cards=3, seconds=4 * SECONDS)
+        command += ["--soak"] * int(soak) + [str(TESTS / file) for file in files]
+        done = emulated(*command, cards=3, seconds=4 * SECONDS)
         if done.returncode in (128 + signal.SIGTERM, 128 + signal.SIGINT):  # nobody wants to know any more
             break
-        Path(directory, f"{file}.out").write_text(done.stdout + done.stderr)
-        status = Path(directory, f"{file}.unfinished")
+        Path(directory, f"{suite}.out").write_text(done.stdout + done.stderr)
+        status = Path(directory, f"{suite}.unfinished")
         status.write_text(str(done.returncode))
         status.rename(status.with_suffix(".status"))
 

@@ -1,13 +1,17 @@
 """A training with every kind of parameter: gradients follow from the step's number, so that any two can be compared."""
 
 import functools
+import os
 import shutil
 from pathlib import Path
 
 import torch
 from support.backends import place
 
-from csd_optim import CSDAdam
+from csd_optim import (
+    CSDAdam,
+)
+from csd_optim.store.format import FILE_NAME, read_contents
 
 LATE = 3  # the step in which a parameter has its first gradient
 JOIN = 5  # before this step a group joins
@@ -131,3 +135,40 @@ def crashed(devices, to):
         shutil.copytree(place(device), to / f"copy{i}")
         copies.append(str(device).replace(str(place(device)), str(to / f"copy{i}")))
     return copies
+
+
+def parameters(*shapes, dtype=torch.float32):
+    return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+def train(opt, steps=1, only=None):
+    for _ in range(steps):
+        for group in opt.param_groups:
+            for p in group["params"]:
+                p.grad = torch.full_like(p, 0.1) if only is None or any(p is q for q in only) else None
+        opt.step()
+
+
+def stored(*devices):
+    return [(place(d) / FILE_NAME).read_bytes() for d in devices]
+
+
+def groups_of(*shapes, dtype=torch.float32, names=None):
+    """A group for each list of shapes."""
+    groups = [parameters(*s, dtype=dtype) for s in shapes]
+    names = iter(names or ())
+    return [{"params": [(n, p) for p, n in zip(g, names, strict=False)] or g} for g in groups]
+
+
+def flip(device, section, element, *, current=True, tile=0):
+    file = place(device) / FILE_NAME
+    contents = read_contents(file)
+    extent, _, at = [*contents.slots()][tile]
+    size = 4 * extent["tile_elems"] * len(extent["sections"])
+    if not current:
+        at += -size if contents.tiles["slot"][tile] else size
+    with file.open("r+b") as f:
+        f.seek(at + 4 * (section * extent["tile_elems"] + element))
+        byte = f.read(1)[0]
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([byte ^ 1]))
