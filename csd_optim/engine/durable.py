@@ -319,8 +319,6 @@ class DurableEngine(Engine):
         try:
             yield
             self.sync()
-            if params:
-                self._empty[self._tiles_of(params)] = False
             if self._uncommitted:
                 self._note_written()
                 self.drain()
@@ -358,6 +356,7 @@ class DurableEngine(Engine):
             said = f"{what} is lost: a flush failed ({e.strerror}). {way_out(step, self.slots == 1)}"
             self._lost = self._lost or said
             raise CSDLostError(e.errno, self._lost) from e
+        self._empty[:] = False  # whoever fills places fills all that there are
 
     def check_whole(self) -> None:
         super().check_whole()

@@ -28,7 +28,7 @@ from ..compression.selection import inverse_of
 from ..devices.spec import parse_devices
 from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
-from ..distributed.sharding import UNSHARDED, ReplicaShard, whole_of
+from ..distributed.sharding import UNSHARDED, whole_of
 from ..engine.durable import DurableEngine, open_engine
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
@@ -97,7 +97,8 @@ class CSDAdam(AdamW, Joinable):
             them call step() alike, and their steps are committed together.
         sharded: parameters that the ranks hold in common (plain ones, as with DDP) are divided among them: each keeps
             the states of its share only, updates that, and gets the rest from the others. False: each keeps and
-            updates everything. Shards of FSDP and DTensors are updated where they are in any case.
+            updates everything. So it is with the local tensors that replicas of DTensors hold in common (HSDP). Shards
+            of FSDP and DTensors that nobody else holds are updated where they are in any case.
 
     Raises:
         CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
@@ -328,7 +329,7 @@ class CSDAdam(AdamW, Joinable):
             return unwritten
         said = self._ranks.gather_objects([b.name for b in unwritten])
         on_all = set.intersection(*map(set, said))
-        return [b for b in unwritten if b.name in on_all or not isinstance(b.part, ReplicaShard)]
+        return [b for b in unwritten if b.name in on_all or not b.part.replicas]
 
     def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
         """Puts a state dict into `state` and `param_groups`, if it fits; nothing is changed otherwise."""
@@ -401,10 +402,10 @@ class CSDAdam(AdamW, Joinable):
             )
         if self._ranks and not self._ranks.is_world:
             raise CSDRuntimeError("a CSDAdam with a process_group cannot be copied or pickled: the group cannot")
-        recovered = sum(
+        mapped = sum(
             w.nbytes for param_state in self._state_map.param_states.values() for w in param_state.windows.values()
         )
-        warn_if_large(recovered, COPIED)
+        warn_if_large(mapped, COPIED)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -744,15 +745,15 @@ class CSDAdam(AdamW, Joinable):
         with engine.all_ranks_or_none():
             without_data = self._state_map.give_values(param_states, self.grad_dtype)
             there = [self._state_map.param_states.get(id(p)) for _, _, p in members(self.param_groups)]
-            ratios = [b for b in there if b and isinstance(b.part, ReplicaShard)]
-            if self._ranks and ratios and not without_data:
-                gather = ParamAllGather(self._ranks, engine, ratios)
+            divided = [b for b in there if b and b.part.replicas]
+            if self._ranks and divided and not without_data:
+                gather = ParamAllGather(self._ranks, engine, divided)
         if self._ranks:
             said = self._ranks.gather_objects((bool(param_states), without_data))
             without_data = next((name for _, name in said if name), None)
             if gather and not without_data and any(given for given, _ in said):
                 gather.again()
-                for param_state in ratios:
+                for param_state in divided:
                     param_state.version = param_state.version_now
         return without_data
 

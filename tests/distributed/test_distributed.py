@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from support.ranks import KILLED, on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
+import csd_optim.bindings
 import csd_optim.step.run
 from csd_optim import CSDAdam
 from csd_optim.distributed.ranks import Ranks
@@ -271,9 +273,9 @@ def fsdp2(used=False, **options):
     return model
 
 
-def hybrid():
+def hybrid(used=False):
     """Replicated over pairs of ranks, sharded within them."""
-    return fsdp2(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return fsdp2(used, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def tensor_parallel():
@@ -352,7 +354,8 @@ def sharded_trains(rank, size, kind, clip, options):
         assert_like_adamw(whole(model.parameters()), states(optimizer, model.parameters()), wanted)
         for p in model.parameters():
             if isinstance(p, DTensor) and optimizer.state[p]:
-                assert optimizer.state[p]["exp_avg"].placements == p.placements
+                if kind != "hybrid":  # whose replicas divide it further
+                    assert optimizer.state[p]["exp_avg"].placements == p.placements
                 assert optimizer.state[p]["master"].shape == p.shape
         return whole(model.parameters())
 
@@ -363,6 +366,72 @@ def test_sharded_models(kind, clip, tmp_path):
     size = 4 if kind == "hybrid" else 3
     options = {"max_grad_norm": 0.1} if clip == "max_grad_norm" else {}
     on_ranks(size, sharded_trains, size, kind, clip, options, directory=tmp_path)
+
+
+def hybrid_divides(rank, size):
+    """HSDP's replicas each update some rows of their shard: to the bit as if each updated all of it."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    models = [hybrid(used=True) for _ in range(3)]
+    params = [list(model.parameters()) for model in models]
+
+    def optimizer_of(model, devices, **options):
+        return CSDAdam(model.parameters(), **ARGS, tile_size=TILE, devices=devices, **options)
+
+    def same(a, b, c, d):
+        for x, y in zip(whole(a), whole(b), strict=True):
+            assert torch.equal(x, y)
+        for p, q in zip(a, b, strict=True):
+            for key in ("master", "exp_avg", "exp_avg_sq"):
+                if c.state[p]:
+                    assert torch.equal(*whole([c.state[p][key], d.state[q][key]]))
+
+    one, all_of_it = optimizer_of(models[0], "csd{rank}"), optimizer_of(models[1], "file:", sharded=False)
+    for model, optimizer in ((models[0], one), (models[1], all_of_it)):
+        train(model, optimizer, rank, size)
+    same(params[0], params[1], one, all_of_it)
+    assert one.stats()["params"] < 0.6 * all_of_it.stats()["params"]
+    assert one.stats()["gathered_bytes"] > 0 == all_of_it.stats()["gathered_bytes"]
+
+    # Undone on one rank, it is undone on all.
+    before = whole(params[0])
+    loss_of(models[0], rank, size, STEPS).backward()
+    push = csd_optim.bindings.engine_push
+    if rank == 1:
+        csd_optim.bindings.engine_push = lambda *_: 1 / 0
+    error = raised_by(one.step)
+    csd_optim.bindings.engine_push = push
+    assert isinstance(error, ZeroDivisionError if rank == 1 else CSDRankError)
+    assert all(map(torch.equal, whole(params[0]), before))
+
+    # Through torch.distributed.checkpoint, into one that is not divided and into another that is.
+    saved = get_optimizer_state_dict(models[0], one)
+    torch.distributed.checkpoint.save(saved, checkpoint_id="checkpoint")
+    for model, options in ((models[1], {"sharded": False}), (models[2], {})):
+        model.load_state_dict(models[0].state_dict())
+        other = optimizer_of(model, "ram:", **options)
+        other.zero_grad()
+        found = get_optimizer_state_dict(model, other)
+        torch.distributed.checkpoint.load(found, checkpoint_id="checkpoint")
+        set_optimizer_state_dict(model, other, found)
+        same(params[0], list(model.parameters()), one, other)
+        other.close()
+    all_of_it.close()
+
+    # A crash: each rank has its rows, and gives the others theirs.
+    one.synchronize()
+    one.close()
+    with torch.no_grad():
+        for p in params[2]:
+            p.zero_()
+    with optimizer_of(models[2], "csd{rank}", resume=True) as resumed:
+        assert all(map(torch.equal, whole(params[2]), before))
+        loss_of(models[2], rank, size, STEPS).backward()
+        resumed.step()
+
+
+def test_replicas_of_hsdp_divide_their_shard(tmp_path):
+    on_ranks(4, hybrid_divides, 4, directory=tmp_path)
 
 
 def in_foreach(p, value):
