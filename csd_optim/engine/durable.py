@@ -219,6 +219,7 @@ class DurableEngine(Engine):
                 "file_offset": offset,
                 **({"shares": [*extent.shares]} if extent.shares else {}),
                 **({"sum_elems": extent.sum_elems} if extent.sum_elems else {}),
+                **({"tile_numbers": np.flatnonzero(extent.devices == device).tolist()} if extent.numbered else {}),
             }
             self._extents_on[device].append(about)
             self._tiles_bytes[device] += tile_entry(about).itemsize * about["tiles"]

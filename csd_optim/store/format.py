@@ -43,7 +43,8 @@ CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many el
 RESIDUALS = "residuals"  # params[].residual
 RULE = "rule"  # rule: which one updates the states, and what their sections are. Without, it is AdamW's
 SHARES = "shares"  # extents[].shares
-FEATURES = frozenset({CHUNK_SUMS, RESIDUALS, RULE, SHARES})
+TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: which tiles are here, else it follows from the shares
+FEATURES = frozenset({CHUNK_SUMS, RESIDUALS, RULE, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
 PAGE = store_check.PAGE
 CLEAN = 1  # flag: closed in order, nothing written since
@@ -147,6 +148,7 @@ def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: boo
         RESIDUALS: residuals,
         RULE: rule,
         SHARES: any("shares" in e for e in extents),
+        TILE_NUMBERS: any("tile_numbers" in e for e in extents),
     }
     return {feature for feature, there in has.items() if there}
 
@@ -209,7 +211,10 @@ def all_tiles(manifest: dict[str, Any]) -> list[int]:
 
 
 def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Sequence[int]:
-    """Those of the `n` tiles of an extent that are on a device, by their numbers."""
+    """Those of the `n` tiles of an extent that are on a device, by their numbers. `extent`: as that device has it."""
+    if "tile_numbers" in extent:
+        listed: list[int] = extent["tile_numbers"]
+        return listed
     if "shares" not in extent:
         return range(device, n, devices)
     found: list[int] = np.flatnonzero(devices_of(extent["shares"], n) == device).tolist()
@@ -312,7 +317,9 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
     for e, n in enumerate(all_tiles(manifest)):
         extent = manifest["extents"][e]
         require("shares" not in extent or n * block.devices <= MOST_TILES, f"extent {e} has {n} tiles")
-        here = len(tiles_on(extent, n, block.device, block.devices))
+        numbers = tiles_on(extent, n, block.device, block.devices)
+        here = len(numbers)
+        require(here == 0 or numbers[-1] < n, f"extent {e} has {n} tiles, and not number {max(numbers, default=0)}")
         require(extent["tiles"] == here, f"{extent['tiles']} tiles of extent {e} are here, not {here}")
     for p in manifest["waiting"]:
         check_param(p, block.devices, waits=True)

@@ -132,7 +132,7 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
     for device in devices:
         contents = read_contents(Path(device))
         assert (contents.manifest["rule"], contents.superblock.version) == ("descent", 4)
-        assert contents.manifest["features"] == ["chunk_sums", "rule"]
+        assert contents.manifest["features"] == ["chunk_sums", "rule", "tile_numbers"]
         assert [e["sections"] for e in contents.manifest["extents"]] == [[*sections]]
         assert contents.sums[0].shape[2] == len(sections)
     assert not any(verdict.damage for verdict in verify(devices))

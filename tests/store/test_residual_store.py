@@ -277,7 +277,11 @@ def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, su
         [said] = {(c.superblock.version, *c.manifest.get("features", ())) for c in contents(devices)}
         return said
 
-    without, with_them = ((4, "chunk_sums"), (4, "chunk_sums", "residuals")) if sum_elems else ((1,), (2,))
+    without, with_them = (
+        ((4, "chunk_sums", "tile_numbers"), (4, "chunk_sums", "residuals", "tile_numbers"))
+        if sum_elems
+        else ((1,), (2,))
+    )
     with Training(devices) as training:
         training.keep = lambda number: None
         training.steps(3)
@@ -506,6 +510,8 @@ def test_large_ones_go_in_parts(tmp_path, monkeypatch):
         engine.describe({"params": params, "waiting": []})
         for i, residual in enumerate(kept):
             engine.keep_residual(i, residual)
+        with engine.writing([0, 1, 2]):  # states of zeros
+            pass
     assert not verify(tmp_path / "csd")[0].damage
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
         engine.check()

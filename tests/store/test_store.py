@@ -738,7 +738,7 @@ def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkey
 
     trained(*resumed(), [0, 1], 2)
     new = read_contents(tmp_path)
-    assert (new.superblock.version, new.manifest["features"]) == (4, ["chunk_sums"])
+    assert (new.superblock.version, new.manifest["features"]) == (4, ["chunk_sums", "tile_numbers"])
     assert [sums.shape for sums in new.sums] == [(2, 1, 3), (2, 2, 3)]
     assert "sum_elems" not in new.manifest["extents"][0]
     assert [verdict.damage for verdict in verify([tmp_path])] == [[]]

@@ -65,7 +65,7 @@ def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, k
         manifest = json.loads(region(data, block["manifest"], 0))
         assert block["round"] == 0
         assert not {"rank", "world_size"} & {*manifest}
-        has = {"chunk_sums": sum_elems, "residuals": kept, "shares": unequal}
+        has = {"chunk_sums": sum_elems, "residuals": kept, "shares": unequal, "tile_numbers": sum_elems}
         assert manifest.get("features") == ([name for name, there in has.items() if there] if version == 4 else None)
         table = region(data, block["table"], 0)
         for what, copy0 in (("manifest", json.dumps(manifest).encode()), ("table", table)):
@@ -108,6 +108,7 @@ def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, k
                 if to == d:
                     numbers.append(sum(given))
                 given[to] += 1
+            assert extent.get("tile_numbers") == (numbers if sum_elems else None)
             for j in range(extent["tiles"]):
                 slot, summed, *sums = struct.unpack_from(f"<{sizes[e] // 4}I", table, at_row)
                 row, at_row = row + 1, at_row + sizes[e]
