@@ -49,7 +49,8 @@ import torch
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam
 from csd_optim.cli import benchmark
-from csd_optim.devices.spec import parse_devices, parse_rate
+from csd_optim.devices.spec import parse_devices
+from csd_optim.devices.units import parse_rate
 from csd_optim.engine import tuning as probe
 
 Row = dict[str, Any]

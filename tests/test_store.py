@@ -19,7 +19,8 @@ import torch
 
 from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDTypeError, CSDValueError
 from csd_optim.checkpoint.verify import verify
-from csd_optim.devices.spec import parse_bytes, parse_device, parse_devices
+from csd_optim.devices.spec import parse_device, parse_devices
+from csd_optim.devices.units import parse_bytes
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, read_contents, read_region, write
 

@@ -26,7 +26,8 @@ from ..checkpoint import snapshot as checkpoint
 from ..checkpoint.verify import verify as verify_stores
 from ..devices import emulation
 from ..devices import smartssd as cards
-from ..devices.spec import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_device, parse_devices, parse_rate
+from ..devices.spec import DEFAULT_BLOCK, DeviceSpec, days_left, parse_device, parse_devices
+from ..devices.units import parse_bytes, parse_rate
 from ..devices.xclbin import find_kernels, read_xclbin
 from ..engine import tuning as probe
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning

@@ -42,6 +42,7 @@ from urllib.parse import parse_qsl
 from .._native import lib
 from ..distributed.ranks import fill_in
 from ..errors import CSDTypeError, CSDValueError
+from .units import parse_bytes, parse_rate, parse_seconds
 
 BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
@@ -51,19 +52,6 @@ NO_CACHE = -1  # every step reads everything, also what is still in a buffer
 ANY_NODE = -1  # buffers and update threads are not to be those of the drive's NUMA node
 CARD_BLOCK = 4 << 20  # what others have published of P2P asks for 4 MiB and more
 DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "PB": 10**15,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-}
-_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6}
 
 
 @dataclass(frozen=True)
@@ -133,36 +121,6 @@ def days_left(tbw_bytes: int, written_bytes: int, seconds: float) -> float:
     """Days of training until a drive has taken what it is rated for, at the rate at which it was written so far."""
     per_day = written_bytes / seconds * 86400 if seconds > 0 else 0.0
     return max(0.0, tbw_bytes - written_bytes) / per_day if per_day else math.inf
-
-
-def parse_bytes(text: str) -> int:
-    """`4096`, `2MiB`, `1.5 GB` → bytes. Raises CSDValueError."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
-    try:
-        assert match is not None
-        return int(float(match[1]) * _UNITS[match[2].upper()])
-    except (AssertionError, KeyError, ValueError):
-        raise CSDValueError(f"Invalid size: {text!r}; write for example 4096, 2MiB or 1GB") from None
-
-
-def parse_rate(text: str, unit: str = "B") -> float:
-    """`2.9GB/s`, `800MiB/s` → bytes per second; `240M/s` with `unit` empty → 240e6. Raises CSDValueError."""
-    match = re.fullmatch(rf"\s*([0-9.]+)\s*([KMGT]i?)?{unit}/s\s*", text, re.I)
-    try:
-        assert match is not None
-        return float(match[1]) * _UNITS[f"{match[2] or ''}B".upper()]
-    except (AssertionError, ValueError):
-        raise CSDValueError(f"Invalid rate: {text!r}; write for example 1.5G{unit}/s") from None
-
-
-def parse_seconds(text: str) -> float:
-    """`100us`, `1.5 ms`, `2s` → seconds. Raises CSDValueError."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(s|ms|us)\s*", text)
-    try:
-        assert match is not None
-        return float(match[1]) / _PER_SECOND[match[2]]
-    except (AssertionError, ValueError):
-        raise CSDValueError(f"Invalid duration: {text!r}; write for example 100us") from None
 
 
 def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:

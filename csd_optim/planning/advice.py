@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..compression.policy import DENSE_FROM
-from ..devices.spec import DEFAULT_BUFFERS, parse_rate
+from ..devices.spec import DEFAULT_BUFFERS
+from ..devices.units import parse_rate
 from ..errors import CSDUnavailableError, CSDValueError
 from ..store.layout import MAX_MAPPINGS, MEMORY_STATE_BYTES, STORE_BYTES, TILE_ELEMS, TILES_PER_DEVICE
 
