@@ -7,6 +7,7 @@ alive until the step is finished.
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 
 from ._native import ffi, lib
-from .devices.spec import UNPACED, Pace
 from .errors import (
     CSDMemoryError,
     CSDOSError,
@@ -120,6 +120,30 @@ def check(status: int, error: Any, name: Namer | None = None, outcome: str = _KE
             text += " Free some space and call step() again."
         raise CSDOSError(error.os_errno, text)
     raise CSDRuntimeError(text)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Rates that an emulated device does not exceed; see `csd_pace`. 0: as fast as it goes."""
+
+    read: float = 0.0  # bytes per second
+    write: float = 0.0
+    mixed: float = 0.0  # read and written together
+    latency: float = 0.0  # seconds
+    update: float = 0.0  # parameters per second
+    link: float = 0.0  # bytes per second each way, shared by all devices that name it
+    host: bool = False  # the host updates: state goes over the link, gradients and parameters do not
+    flash_grads: bool = False  # gradients come from the drive, and not over the link
+
+    @property
+    def params_per_second(self) -> float:
+        """Of the device by itself, at most; math.inf: without a bound. Its share of a link is not its own."""
+        seconds = (1 / self.update if self.update else 0.0, *(12 / r for r in (self.read, self.write) if r))
+        slowest = max(*seconds, 24 / self.mixed if self.mixed else 0.0)
+        return 1 / slowest if slowest else math.inf
+
+
+UNPACED = Pace()
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError
+from csd_optim.bindings import Pace
 from csd_optim.cli import commands as cli
-from csd_optim.devices.spec import Pace
 from csd_optim.engine import tuning as probe
 from csd_optim.optim.adamw import hyper
 from csd_optim.planning import advice as plan

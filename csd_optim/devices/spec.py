@@ -39,43 +39,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from .._native import lib
-from ..distributed.ranks import fill_in
+import torch.distributed as dist
+
+from ..bindings import IO_DEPTH, UNPACED, Pace
 from ..errors import CSDTypeError, CSDValueError
 from .units import parse_bytes, parse_rate, parse_seconds
 
 BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
 DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
-DEFAULT_DEPTH: int = lib.CSD_IO_DEPTH
+DEFAULT_DEPTH = IO_DEPTH
 NO_CACHE = -1  # every step reads everything, also what is still in a buffer
 ANY_NODE = -1  # buffers and update threads are not to be those of the drive's NUMA node
 CARD_BLOCK = 4 << 20  # what others have published of P2P asks for 4 MiB and more
 DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Rates that an emulated device does not exceed; see `csd_pace`. 0: as fast as it goes."""
-
-    read: float = 0.0  # bytes per second
-    write: float = 0.0
-    mixed: float = 0.0  # read and written together
-    latency: float = 0.0  # seconds
-    update: float = 0.0  # parameters per second
-    link: float = 0.0  # bytes per second each way, shared by all devices that name it
-    host: bool = False  # the host updates: state goes over the link, gradients and parameters do not
-    flash_grads: bool = False  # gradients come from the drive, and not over the link
-
-    @property
-    def params_per_second(self) -> float:
-        """Of the device by itself, at most; math.inf: without a bound. Its share of a link is not its own."""
-        seconds = (1 / self.update if self.update else 0.0, *(12 / r for r in (self.read, self.write) if r))
-        slowest = max(*seconds, 24 / self.mixed if self.mixed else 0.0)
-        return 1 / slowest if slowest else math.inf
-
-
-UNPACED = Pace()
 
 
 @dataclass(frozen=True)
@@ -285,3 +262,15 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
                 f"Invalid devices: '{linked[0]}' and '{spec}' share one link and name different rates for it"
             )
     return specs
+
+
+def fill_in(device: str) -> str:
+    """`device` with {rank}, {local_rank} and {world_size} filled in; a process on its own is rank 0 of 1."""
+    alone = not (dist.is_available() and dist.is_initialized())
+    rank = 0 if alone else dist.get_rank()
+    values = {
+        "{rank}": rank,
+        "{local_rank}": 0 if alone else int(os.environ.get("LOCAL_RANK", rank)),
+        "{world_size}": 1 if alone else dist.get_world_size(),
+    }
+    return re.sub("|".join(map(re.escape, values)), lambda found: str(values[found[0]]), device)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from .. import bindings
-from ..bindings import TORN, DeviceConfig
+from ..bindings import TORN, UNPACED, DeviceConfig
 from ..devices.smartssd import find as find_card
-from ..devices.spec import ANY_NODE, UNPACED, DeviceSpec, shares_of
+from ..devices.spec import ANY_NODE, DeviceSpec, shares_of
 from ..devices.xclbin import find_kernels
 from ..errors import (
     CSDError,
