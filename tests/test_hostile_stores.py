@@ -12,7 +12,7 @@ import torch
 
 from csd_optim import CSDAdam, CSDError, CSDStoreError
 from csd_optim.bindings import crc32c
-from csd_optim.checkpoint.snapshot import about_of
+from csd_optim.checkpoint.state_dict import about_of
 from csd_optim.checkpoint.verify import verify
 from csd_optim.cli.commands import describe_store
 from csd_optim.params import manifest

@@ -13,7 +13,8 @@ from ..errors import CSDStoreError
 from ..store.file import StoreFile
 from ..store.format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, opened, read, read_region
 from ..store.reader import find_damage, total_bytes
-from .snapshot import Paths, Progress, directories, no_bar
+from .files import Progress, no_bar
+from .snapshot import Paths, directories
 
 
 @dataclass

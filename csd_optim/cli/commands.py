@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..checkpoint import export as convert
-from ..checkpoint import snapshot as checkpoint
+from ..checkpoint.files import bar
 from ..checkpoint.verify import verify as verify_stores
 from ..devices import emulation
 from ..devices import smartssd as cards
@@ -142,7 +142,7 @@ def verify(stores: Stores, as_json: Json = False) -> None:
     Not while they are in use: make a snapshot then, by save(), and verify that.
     """
     with reported():
-        found = verify_stores(stores, checkpoint.bar)
+        found = verify_stores(stores, bar)
         ok = not any(verdict.damage for verdict in found)
         if as_json:
             print_json("verify", ok=ok, stores=[asdict(verdict) for verdict in found])
@@ -170,9 +170,9 @@ def export(
         raise typer.BadParameter(f"{form!r} is not one of torch, safetensors", param_hint="--format")
     with reported():
         if form == "torch":
-            files = convert.export_torch(stores, out, checkpoint.bar)
+            files = convert.export_torch(stores, out, bar)
         else:
-            files = convert.export_safetensors(stores, out, parse_bytes(shard_size), checkpoint.bar)
+            files = convert.export_safetensors(stores, out, parse_bytes(shard_size), bar)
         total = sum(file.stat().st_size for file in files)
         if as_json:
             print_json("export", format=form, files=[str(file) for file in files], bytes=total)
@@ -199,7 +199,7 @@ def import_(
     To change the number of devices: export, then import.
     """
     with reported():
-        described = convert.import_store(source, names, tile_size, checkpoint.bar)
+        described = convert.import_store(source, names, tile_size, bar)
         if as_json:
             print_json("import", **described)
         else:

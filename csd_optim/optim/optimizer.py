@@ -22,7 +22,9 @@ from torch.optim import AdamW
 from torch.utils.hooks import RemovableHandle
 
 from ..bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
+from ..checkpoint import files
 from ..checkpoint import snapshot as checkpoint
+from ..checkpoint import state_dict as stored
 from ..compression.policy import check_topk, entry_dtype, ratios
 from ..compression.selection import inverse_of
 from ..devices.spec import parse_devices
@@ -846,7 +848,7 @@ class CSDAdam(AdamW, Joinable):
             with engine.all_ranks_or_none():
                 if self._state_map.unfilled or not self._state_map.intact():
                     self._state_map.adopt(engine, self.param_groups, self.grad_dtype)
-                bar = checkpoint.bar if progress else checkpoint.no_bar
+                bar = files.bar if progress else files.no_bar
                 saving = checkpoint.save(engine, Path(path), bar, wait=wait)
         if wait:
             with engine.all_ranks_or_none():
@@ -864,7 +866,7 @@ class CSDAdam(AdamW, Joinable):
 
         Raises CSDStoreError if it is none, damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
         """
-        return checkpoint.load(path)
+        return stored.load(path)
 
     def close(self) -> None:
         """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""
