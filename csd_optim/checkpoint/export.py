@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..devices.spec import parse_devices
 from ..engine.durable import DurableEngine
-from ..engine.engine import SECTIONS
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..params.manifest import plain
+from ..store.check import SECTIONS
 from ..store.format import RESIDUAL_BYTES, Contents, Record, opened
 from ..store.layout import extents_of
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes

@@ -34,6 +34,7 @@ from ..errors import (
     CSDWarning,
     users_stacklevel,
 )
+from ..store.check import SECTIONS
 from ..store.file import Mode, Staged, StoreFile
 from ..store.format import (
     CLEAN,
@@ -55,7 +56,7 @@ from ..store.format import (
 from ..store.layout import Extent, extents_of
 from ..store.reader import Residual, find_damage, lying_in, residuals_of
 from .commit import Background, Commit, InParallel
-from .engine import SECTIONS, Engine
+from .engine import Engine
 from .proof import way_out
 from .residuals import Residuals
 

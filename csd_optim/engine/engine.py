@@ -43,11 +43,9 @@ log = logging.getLogger("csd_optim")
 TUNE_BYTES = 4 << 30  # of states on each device: a step then takes seconds, and what it gains is worth half of one
 UNEQUAL = 1.5  # times as fast: what two short measurements of equal drives do not differ by
 
-SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
 
 class Engine:
-    """Owns `specs`' devices from now to `close()`. States are fp32, `SECTIONS` names them.
+    """Owns `specs`' devices from now to `close()`. States are fp32, `store.check.SECTIONS` names them.
 
     Raises what `StoreFile` raises when a directory cannot be had; then nothing is left open.
     """

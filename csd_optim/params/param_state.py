@@ -10,9 +10,9 @@ import torch
 
 from ..bindings import DTYPE_CODES
 from ..distributed.sharding import DTensorShard, Unsharded
-from ..engine.engine import SECTIONS
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from ..step.staging import GradSource
+from ..store.check import SECTIONS
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
 # Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.

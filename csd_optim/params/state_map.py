@@ -13,8 +13,9 @@ import torch
 
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Unsharded, part_of
-from ..engine.engine import SECTIONS, Engine
+from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError
+from ..store.check import SECTIONS
 from .manifest import Groups, manifest, members, name_of
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
 from .param_state import ParamState, check_entry, check_param, flat, numel
