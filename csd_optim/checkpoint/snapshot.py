@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..devices.spec import parse_devices
-from ..engine.durable import DurableEngine, Pin, common_commit
+from ..engine.durable import DurableEngine, Pin
 from ..engine.engine import Engine
 from ..errors import CSDOSError, CSDRuntimeError, CSDStoreError, CSDWarning
 from ..store.file import StoreFile
 from ..store.format import CLEAN, FILE_NAME, PAGE, Contents, opened, read_region
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
+from ..store.recovery import common_commit
 from .files import Output, Progress, made_whole, need_room, no_bar
 
 FICLONE = 0x40049409  # ioctl: this file becomes another one's reflink, in no time

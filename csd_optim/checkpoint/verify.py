@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..devices.spec import parse_devices
-from ..engine.durable import common_commit
 from ..errors import CSDStoreError
 from ..store.file import StoreFile
 from ..store.format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, opened, read, read_region
 from ..store.reader import find_damage, total_bytes
+from ..store.recovery import common_commit
 from .files import Progress, no_bar
 from .snapshot import Paths, directories
 
