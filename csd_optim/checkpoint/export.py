@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..devices.spec import parse_devices
 from ..engine.durable import DurableEngine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
-from ..params.manifest import plain
+from ..params.groups import plain
 from ..store.check import SECTIONS
 from ..store.format import RESIDUAL_BYTES, Contents, Record, opened
 from ..store.layout import extents_of

@@ -35,7 +35,8 @@ from ..engine.durable import DurableEngine, open_engine
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from ..finalize import close_quietly
-from ..params.manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
+from ..params.groups import members, name_of, plain, put_back
+from ..params.manifest import changed_by_resume, first_difference
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.param_state import ParamState, check_param
 from ..params.state_map import StateMap

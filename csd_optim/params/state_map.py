@@ -16,7 +16,8 @@ from ..distributed.sharding import UNSHARDED, Unsharded, part_of
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError
 from ..store.check import SECTIONS
-from .manifest import Groups, manifest, members, name_of
+from .groups import Groups, members, name_of
+from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
 from .param_state import ParamState, check_entry, check_param, flat, numel
 
