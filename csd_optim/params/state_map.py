@@ -19,7 +19,8 @@ from ..store.check import SECTIONS
 from .groups import Groups, members, name_of
 from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
-from .param_state import ParamState, check_entry, check_param, flat, numel
+from .param_state import ParamState, check_entry, check_param
+from .strides import flat, numel
 
 
 class StateMap:

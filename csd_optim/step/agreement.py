@@ -13,7 +13,7 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError
 from ..params.groups import Groups, members, name_of
-from ..params.param_state import flat
+from ..params.strides import flat
 from .joining import borrow
 
 
