@@ -14,7 +14,9 @@ from csd_optim.cli import commands as cli
 from csd_optim.engine import tuning as probe
 from csd_optim.optim.adamw import hyper
 from csd_optim.planning import advice as plan
-from csd_optim.planning.advice import Device, Host, Request, predict, traffic
+from csd_optim.planning import model
+from csd_optim.planning.advice import Request
+from csd_optim.planning.model import Device, Host, predict, traffic
 
 ENGINE_RATE = probe.engine_rate  # the real one
 DOCS = Path(__file__).parents[1] / "docs/plan.md"
@@ -87,9 +89,9 @@ def server(**rates):
 
 def published(gpu, billions, devices, variant):
     """What the model makes of the paper's testbed."""
-    device = PLAIN if variant == "base" else plan.replace(SMARTSSD, update=plan.PUBLISHED_UPDATE[variant])
+    device = PLAIN if variant == "base" else plan.replace(SMARTSSD, update=model.PUBLISHED_UPDATE[variant])
     forward, backward = (seconds * billions for seconds in GPU[gpu])
-    host = Host(link=LINK, update=plan.ZERO_UPDATE)
+    host = Host(link=LINK, update=model.ZERO_UPDATE)
     return predict(variant, billions * 1e9, devices, device, host, topk=0.01, forward=forward, backward=backward)
 
 
@@ -235,7 +237,7 @@ def test_prediction_is_what_a_paced_engine_takes(alone, devices):
 def test_pipeline_fills_and_drains():
     device = Device(read=12e6, write=12e6, mixed=24e6, update=1e6)  # a second each for a million parameters
     p = predict("csdadam", 1e6, 1, device, server(link=2e6))
-    tiles = plan.tiles_per_device(1e6, 1)
+    tiles = model.tiles_per_device(1e6, 1)
     assert tiles == 8
     assert p.step == pytest.approx(1 + 4 / tiles)  # read, write, update, down and up, of which one is always there
     assert predict("csdadam", 1e9, 1, device, server()).step == pytest.approx(1000, rel=0.01)
@@ -385,13 +387,13 @@ def test_plan_refuses(changes, named):
 
 
 def test_rates_are_parsed():
-    assert plan.parse_rates("gen5", plan.DRIVES, plan.DRIVES["gen4"]) == plan.DRIVES["gen5"]
-    drive = plan.parse_rates("read=6GB/s, write=3GB/s", plan.DRIVES, plan.DRIVES["gen4"])
+    assert plan.parse_rates("gen5", model.DRIVES, model.DRIVES["gen4"]) == model.DRIVES["gen5"]
+    drive = plan.parse_rates("read=6GB/s, write=3GB/s", model.DRIVES, model.DRIVES["gen4"])
     assert (drive.read, drive.write, drive.on_host) == (6e9, 3e9, True)
     assert drive.mixed == pytest.approx(4e9)  # 12 B + 12 B in 6 ns
-    card = plan.parse_rates("read=3GB/s,write=3GB/s,mixed=5GB/s,update=240M/s", plan.CSDS, plan.SMARTSSD)
+    card = plan.parse_rates("read=3GB/s,write=3GB/s,mixed=5GB/s,update=240M/s", model.CSDS, model.SMARTSSD)
     assert card == Device(3e9, 3e9, 5e9, 240e6)
-    assert plan.parse_rates("read=3GB/s,write=3GB/s", plan.CSDS, plan.SMARTSSD).update == plan.SMARTSSD.update
+    assert plan.parse_rates("read=3GB/s,write=3GB/s", model.CSDS, model.SMARTSSD).update == model.SMARTSSD.update
 
 
 @pytest.mark.parametrize(
@@ -409,7 +411,7 @@ def test_rates_are_parsed():
 )
 def test_bad_rates_are_refused(text):
     with pytest.raises(CSDValueError, match="Invalid rate"):
-        plan.parse_rates(text, plan.DRIVES, plan.DRIVES["gen4"])
+        plan.parse_rates(text, model.DRIVES, model.DRIVES["gen4"])
 
 
 def test_sweeps_are_parsed():
@@ -531,8 +533,8 @@ def test_command_for_csds_with_topk(run):
     found = run_json(run, "--params=33B", "--devices=10", "--csd=smartssd", "--link=8GB/s", "--topk=0.01")
     assert (own(found)["variant"], own(found)["on"]) == ("csdadam_topk", "csd")
     assert found["memory_bytes"]["residuals"] == 66e9
-    assert found["request"]["tbw"] == plan.SMARTSSD_TBW
-    assert {row["variant"] for row in found["predictions"]} == set(plan.VARIANTS)
+    assert found["request"]["tbw"] == model.SMARTSSD_TBW
+    assert {row["variant"] for row in found["predictions"]} == set(model.VARIANTS)
     without = run_json(run, "--params=33B", "--topk=0.01", "--no-error-feedback")
     assert without["memory_bytes"]["residuals"] == 0
 

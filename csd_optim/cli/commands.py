@@ -31,7 +31,7 @@ from ..devices.units import parse_bytes, parse_rate
 from ..devices.xclbin import find_kernels, read_xclbin
 from ..engine import tuning as probe
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
-from ..planning import advice as planning
+from ..planning import advice, model
 from ..store.file import lock_owner
 from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
@@ -304,13 +304,13 @@ def plan(
     if plot and not sweep:
         raise typer.BadParameter("plots a sweep: add --sweep devices=1..16", param_hint="--plot")
     with reported():
-        request = planning.Request(
-            params=params or planning.count_params(config or Path()),
+        request = advice.Request(
+            params=params or advice.count_params(config or Path()),
             devices=n_devices or 1,
             on="csd" if csd else "drive",
-            drive=planning.parse_rates(drive, planning.DRIVES, planning.DRIVES["gen4"]),
-            csd=planning.parse_rates(csd or "smartssd", planning.CSDS, planning.SMARTSSD),
-            host=planning.Host(
+            drive=advice.parse_rates(drive, model.DRIVES, model.DRIVES["gen4"]),
+            csd=advice.parse_rates(csd or "smartssd", model.CSDS, model.SMARTSSD),
+            host=model.Host(
                 link=parse_rate(link) if link else math.inf,
                 gpu_link=parse_rate(gpu_link),
                 update=parse_rate(cpu, "") if cpu else math.inf,  # until it is measured
@@ -321,18 +321,18 @@ def plan(
             forward=forward,
             backward=backward,
             accumulate=accumulate,
-            tbw=parse_bytes(tbw) if tbw else planning.SMARTSSD_TBW if csd == "smartssd" and not names else None,
+            tbw=parse_bytes(tbw) if tbw else model.SMARTSSD_TBW if csd == "smartssd" and not names else None,
         )
-        planning.check(request)
-        counts = planning.parse_sweep(sweep) if sweep else ()
+        advice.check(request)
+        counts = advice.parse_sweep(sweep) if sweep else ()
         if names:
             request = measured_request(request, names)
         if not cpu:
             rate = probe.engine_rate(benchmark.DTYPES[dtype])
             request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
-        found = planning.plan(request, counts)
+        found = advice.plan(request, counts)
         if plot:
-            planning.plot(found, plot)
+            advice.plot(found, plot)
         if as_json:
             print_json("plan", **found)
         else:
@@ -445,7 +445,7 @@ def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
     return added
 
 
-def measured_request(request: planning.Request, names: list[str]) -> planning.Request:
+def measured_request(request: advice.Request, names: list[str]) -> advice.Request:
     """What is measured of the named devices takes the place of what was assumed. Raises CSDError."""
     specs = parse_devices(names)
     entries = [describe_device(spec, {}) for spec in specs]
@@ -454,7 +454,7 @@ def measured_request(request: planning.Request, names: list[str]) -> planning.Re
             tick(f"measuring {spec}")
             if "storage" in entry and "problem" not in entry:
                 entry |= measure_device(spec, entry)
-    device = planning.measured(entries)
+    device = advice.measured(entries)
     places = [entry["storage"]["mounted_at"] for entry in entries]
     ratings = [spec.tbw_bytes for spec in specs if spec.tbw_bytes]
     return replace(

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..checkpoint.verify import Verdict
-from ..planning import advice as planning
+from ..planning import advice, model
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from . import benchmark
 
@@ -266,7 +266,7 @@ def show_plan(found: dict[str, Any]) -> None:
     out = console()
     r, memory, wear = found["request"], found["memory_bytes"], found["wear"]
     own = next(row for row in found["predictions"] if row["chosen"])
-    d, kind = r[r["on"]], planning.KINDS[r["on"]]
+    d, kind = r[r["on"]], advice.KINDS[r["on"]]
     out.print(
         f"{number(r['params'])} {r['dtype']} parameters on {kind[:-1] if r['devices'] == 1 else kind}: {r['devices']}, "
         f"{'as measured' if r['measured'] else 'of the rates below'}. All times are predicted (docs/plan.md).",
@@ -291,10 +291,10 @@ def show_plan(found: dict[str, Any]) -> None:
         rows.append((what, f"{short(moved['towards_flash'])} there, {short(moved['back'])} back in each step{at}"))
     out.print(facts(rows))
     out.print(predictions_table(found["predictions"]))
-    rows = [("waits for", f"{planning.BOUNDS[own['bound']]}: {own['stages'][own['bound']]:.2f} of {own['step']:.2f} s")]
+    rows = [("waits for", f"{advice.BOUNDS[own['bound']]}: {own['stages'][own['bound']]:.2f} of {own['step']:.2f} s")]
     rows += [("" if i else "to change", text) for i, text in enumerate(found["advice"])]
     base, ours = (
-        f"from {n} on" if n else f"never (up to {planning.MOST_DEVICES})"
+        f"from {n} on" if n else f"never (up to {advice.MOST_DEVICES})"
         for n in (found["break_even"][other] for other in ("base", "csdadam"))
     )
     rows += [
@@ -331,9 +331,9 @@ def predictions_table(predictions: list[dict[str, Any]]) -> Table:
     for row in predictions:
         parts = (row["forward"] + row["backward"], row["gradients"], row["step"], row["seconds"])
         table.add_row(
-            f"{planning.VARIANTS[row['variant']]} on {planning.KINDS[row['on']]}",
+            f"{model.VARIANTS[row['variant']]} on {advice.KINDS[row['on']]}",
             *(f"{s:.2f}" if s else "" for s in parts),
-            planning.BOUNDS[row["bound"]],
+            advice.BOUNDS[row["bound"]],
             style="bold" if row["chosen"] else None,
         )
     return table
@@ -344,7 +344,7 @@ def sweep_table(sweep: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("devices", justify="right")
     for variant, kind in ways:
-        table.add_column(f"{planning.VARIANTS[variant]} on {planning.KINDS[kind]}", justify="right")
+        table.add_column(f"{model.VARIANTS[variant]} on {advice.KINDS[kind]}", justify="right")
     for first in range(0, len(sweep), len(ways)):
         rows = sweep[first : first + len(ways)]
         table.add_row(str(rows[0]["devices"]), *(f"{row['seconds']:.2f}" for row in rows))
