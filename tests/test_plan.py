@@ -11,14 +11,14 @@ import torch
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError
 from csd_optim.bindings import Pace
 from csd_optim.cli import commands as cli
-from csd_optim.engine import tuning as probe
+from csd_optim.cli import measure
 from csd_optim.optim.adamw import hyper
 from csd_optim.planning import advice as plan
 from csd_optim.planning import model
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host, predict, traffic
 
-ENGINE_RATE = probe.engine_rate  # the real one
+ENGINE_RATE = measure.engine_rate  # the real one
 DOCS = Path(__file__).parents[1] / "docs/plan.md"
 
 # ---- published times -----------------------------------------------------------------
@@ -500,7 +500,7 @@ def test_what_is_no_config_is_refused(tmp_path, text, said):
 def measured(monkeypatch):
     """The types for which this machine's CPU was to be measured. Wherever this runs, that gives a server's rate."""
     dtypes = []
-    monkeypatch.setattr(probe, "engine_rate", lambda dtype: dtypes.append(dtype) or server().update)
+    monkeypatch.setattr(measure, "engine_rate", lambda dtype: dtypes.append(dtype) or server().update)
     return dtypes
 
 
@@ -564,23 +564,23 @@ def test_command_measures_this_cpu_unless_a_rate_is_given(run, measured):
 def test_cpu_is_measured_once_with_the_engine(monkeypatch):
     made = []
 
-    class Small(probe.AtOnce):
+    class Small(measure.AtOnce):
         def __init__(self, elems, dtype):
             made.append((elems, dtype))
             super().__init__(elems, dtype)
 
-    monkeypatch.setattr(probe, "ENGINE_ELEMS", 1 << 16)
-    monkeypatch.setattr(probe, "AtOnce", Small)
-    probe._engine_rate.cache_clear()
+    monkeypatch.setattr(measure, "ENGINE_ELEMS", 1 << 16)
+    monkeypatch.setattr(measure, "AtOnce", Small)
+    measure._engine_rate.cache_clear()
     assert 0 < ENGINE_RATE(torch.bfloat16) == ENGINE_RATE(torch.bfloat16)
     assert made == [(1 << 16, torch.bfloat16)]
-    probe._engine_rate.cache_clear()
+    measure._engine_rate.cache_clear()
 
 
 def test_engine_without_drives_updates_and_verifies():
     """The same bits as on a drive; and what is not what was written is noticed, as there."""
     p = torch.nn.Parameter(torch.zeros(300_000).bfloat16())
-    with CSDAdam([p], devices=["file:"]) as opt, probe.AtOnce(p.numel(), p.dtype) as engine:
+    with CSDAdam([p], devices=["file:"]) as opt, measure.AtOnce(p.numel(), p.dtype) as engine:
         for t in range(1, 4):
             p.grad = torch.randn(p.numel()).bfloat16()
             engine.grad.copy_(p.grad)
@@ -588,7 +588,7 @@ def test_engine_without_drives_updates_and_verifies():
             opt.step()
             engine.step()
             assert torch.equal(engine.param, p)
-    with probe.AtOnce(4096, torch.bfloat16, kept=False) as engine:
+    with measure.AtOnce(4096, torch.bfloat16, kept=False) as engine:
         engine.step()
         with pytest.raises(CSDStoreError, match="of tile 0 is not what was written there"):
             engine.step()  # reads zeros

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from .. import bindings
+from ..devices.machine import available_memory, machine, storage, updater
 from ..devices.smartssd import find, located
 from ..devices.spec import DeviceSpec, shares_of
-from ..engine.tuning import Memory, Scratch, Updater, available_memory, machine, rate, spread, storage, updater
+from ..engine.tuning import Scratch, rate
 from ..errors import CSDRuntimeError, CSDValueError
 from ..optim.optimizer import CSDAdam
 from ..store.layout import round_up
+from .measure import Memory, Updater, spread
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TENSOR = 1 << 24  # elements of one parameter tensor at most

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from ..checkpoint import export as convert
 from ..checkpoint.files import bar
 from ..checkpoint.verify import verify as verify_stores
-from ..devices import emulation
+from ..devices import emulation, machine
 from ..devices import smartssd as cards
 from ..devices.spec import DEFAULT_BLOCK, DeviceSpec, days_left, parse_device, parse_devices
 from ..devices.units import parse_bytes, parse_rate
@@ -35,7 +35,7 @@ from ..planning import advice, model
 from ..store.file import lock_owner
 from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
-from . import benchmark
+from . import benchmark, measure
 from .output import number, show_bench, show_devices, show_plan, show_store, show_verdicts, size
 
 P2P_SHARE = 0.6  # of the drive's rate, at which a way to the card is suspected to be a detour
@@ -108,11 +108,11 @@ def devices(
                 for spec, entry in measurable:
                     tick(f"measuring {spec}")
                     entry |= measure_device(spec, entry)
-        machine, updater = probe.machine(), probe.updater()
+        here, updater = machine.machine(), machine.updater()
         if as_json:
-            print_json("devices", machine=machine, updater=updater, devices=found)
+            print_json("devices", machine=here, updater=updater, devices=found)
         else:
-            show_devices(machine, updater, found)
+            show_devices(here, updater, found)
     if any("problem" in entry for entry in found):
         raise typer.Exit(1)
 
@@ -328,7 +328,7 @@ def plan(
         if names:
             request = measured_request(request, names)
         if not cpu:
-            rate = probe.engine_rate(benchmark.DTYPES[dtype])
+            rate = measure.engine_rate(benchmark.DTYPES[dtype])
             request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
         found = advice.plan(request, counts)
         if plot:
@@ -394,7 +394,7 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
         except CSDError as e:
             return entry | {"problem": message(e)}
     if spec.backend == "ram":
-        entry["free_bytes"] = probe.available_memory()
+        entry["free_bytes"] = machine.available_memory()
         entry["room_for_params"] = entry["free_bytes"] // MEMORY_STATE_BYTES  # as the only device
     if spec.directory is None:
         return entry
@@ -405,7 +405,7 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
     try:
         if not entry["exists"] and (directory.exists() or not directory.parent.is_dir()):
             raise CSDValueError(f"no such directory: {directory}")
-        entry["storage"] = probe.storage(Path(entry["directory"]))
+        entry["storage"] = machine.storage(Path(entry["directory"]))
         entry["room_for_params"] = entry["storage"]["free_bytes"] // STORE_BYTES
         entry["store"] = describe_store_there(directory / FILE_NAME) if entry["exists"] and spec.durable else None
         with probe.Scratch(Path(entry["directory"]), 0, 4096) as scratch:
@@ -428,7 +428,7 @@ def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
     if not spec.card:
         return {"speed": speed}
     try:
-        rates = probe.card_rates(replace(spec, directory=directory), free)
+        rates = measure.card_rates(replace(spec, directory=directory), free)
     except CSDError as e:
         return {"speed": speed, "problem": message(e)}
     added: dict[str, Any] = {"speed": speed, "card_speed": rates}

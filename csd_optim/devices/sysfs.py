@@ -87,10 +87,10 @@ def why_detour(function: Path, drive: str, system: System) -> str:
     return ""
 
 
-def text_of(path: Path) -> str:
+def text_of(path: str | Path) -> str:
     """Its text, "" where there is none, or the driver fails to give it."""
     try:
-        return path.read_text(errors="replace").strip(" \t\r\n\0")
+        return Path(path).read_text(errors="replace").strip(" \t\r\n\0")
     except OSError:
         return ""
 

@@ -18,6 +18,7 @@ import torch
 
 from .. import bindings
 from ..bindings import TORN, UNPACED, DeviceConfig
+from ..devices.machine import numa_node
 from ..devices.smartssd import find as find_card
 from ..devices.spec import ANY_NODE, DeviceSpec, shares_of
 from ..devices.xclbin import find_kernels
@@ -36,7 +37,7 @@ from ..store.file import Mode, StoreFile
 from ..store.format import PAGE, Contents, Record
 from ..store.layout import SUM_ELEMS, Extent, plan_extent
 from .trace import Trace
-from .tuning import HUGE_PAGE, numa_node, tune
+from .tuning import HUGE_PAGE, tune
 
 log = logging.getLogger("csd_optim")
 

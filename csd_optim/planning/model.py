@@ -61,7 +61,7 @@ class Device:
 class Host:
     """What all devices share. `math.inf`: no bound."""
 
-    # Parameters per second of the CPU, for devices `on_host` and for "base"; of this machine: probe.engine_rate().
+    # Parameters per second of the CPU, for devices `on_host` and for "base"; of this machine: cli/measure.py.
     update: float
     link: float = math.inf  # bytes per second each way at once, of the uplink behind which all devices are
     gpu_link: float = math.inf  # the same between GPU and host
