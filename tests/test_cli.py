@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam
-from csd_optim.cli import benchmark
+from csd_optim.cli import benchmark, facts
 from csd_optim.cli import commands as cli
 from csd_optim.store.file import FILE_NAME, lock_owner
 
@@ -19,7 +19,7 @@ STEPS = 3
 @pytest.fixture
 def quick(monkeypatch):
     """Small speed checks: a test asks whether they work, not how fast the disk is."""
-    monkeypatch.setattr(cli, "PROBE_BYTES", 16 << 20)
+    monkeypatch.setattr(facts, "PROBE_BYTES", 16 << 20)
     monkeypatch.setattr(benchmark, "UPDATER_ELEMS", 1 << 16)
     monkeypatch.setattr(benchmark, "RAW_RUNS", 1)
 

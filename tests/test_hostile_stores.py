@@ -14,7 +14,7 @@ from csd_optim import CSDAdam, CSDError, CSDStoreError
 from csd_optim.bindings import crc32c
 from csd_optim.checkpoint.state_dict import about_of
 from csd_optim.checkpoint.verify import verify
-from csd_optim.cli.commands import describe_store
+from csd_optim.cli.facts import describe_store
 from csd_optim.params import groups
 from csd_optim.store.check import MOST
 from csd_optim.store.format import FILE_NAME, PAGE, Superblock, read_commits, unpack

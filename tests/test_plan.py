@@ -10,8 +10,7 @@ import torch
 
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError
 from csd_optim.bindings import Pace
-from csd_optim.cli import commands as cli
-from csd_optim.cli import measure
+from csd_optim.cli import facts, measure
 from csd_optim.optim.adamw import hyper
 from csd_optim.planning import advice as plan
 from csd_optim.planning import model
@@ -595,7 +594,7 @@ def test_engine_without_drives_updates_and_verifies():
 
 
 def test_command_measures_named_devices(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "PROBE_BYTES", 16 << 20)
+    monkeypatch.setattr(facts, "PROBE_BYTES", 16 << 20)
     (tmp_path / "a").mkdir()
     found = run_json(run, "--params", "1e5", f"file:{tmp_path}/a?tbw=1TB", tmp_path / "b")
     request = found["request"]
@@ -612,7 +611,7 @@ def test_command_measures_named_devices(run, tmp_path, monkeypatch):
 
 
 def test_command_says_when_there_is_too_little_room(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "PROBE_BYTES", 16 << 20)
+    monkeypatch.setattr(facts, "PROBE_BYTES", 16 << 20)
     assert "too little" in run("plan", "--params", "1e15", tmp_path)[1]
     assert "too little" not in run("plan", "--params", "1e5", tmp_path)[1]
 

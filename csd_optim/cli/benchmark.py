@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..engine.tuning import Scratch, rate
 from ..errors import CSDRuntimeError, CSDValueError
 from ..optim.optimizer import CSDAdam
 from ..store.layout import round_up
+from .io import Tick
 from .measure import Memory, Updater, spread
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -29,7 +30,6 @@ DISK_BYTES = 24  # per parameter and step: three fp32 states, read and written
 MEMORY_BYTES = 28
 UPDATER_ELEMS = 1 << 24  # far more than caches hold
 TOLERANCE = 1e-6  # relative, against torch.optim.AdamW
-Tick = Callable[[str], None]
 
 
 def ticks(specs: Sequence[DeviceSpec], steps: int) -> int:
