@@ -58,7 +58,7 @@ class CSDMemoryError(CSDError, MemoryError):
 
 
 class CSDWarning(UserWarning):
-    """Something works, but more slowly than it could."""
+    """It goes on, but not as one may expect: the message says what is slower, takes memory, counts instead, or is lost."""
 
 
 def users_stacklevel() -> int:

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import CSDError, CSDWarning
 
@@ -25,6 +22,9 @@ def print_json(command: str, **content: Any) -> None:
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Tick]:
     """A bar on stderr, gone when it is done; each call of what it yields begins one more of `total` parts."""
+    from rich.console import Console  # which takes longer than `--version` by itself
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
@@ -41,7 +41,6 @@ def progress(total: int) -> Iterator[Tick]:
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
     """Errors and warnings become one line each on stderr."""
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=CSDWarning)  # what they say is part of what is shown
         try:
@@ -49,11 +48,20 @@ def reported() -> Iterator[None]:
         except BrokenPipeError:
             raise
         except (CSDError, OSError) as e:
-            err.print(f"[red]error:[/] {escape(message(e))}")
+            _say("error:", message(e))
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            err.print("interrupted; the scratch files are gone")
+            _say("interrupted; the scratch files are gone")
             raise typer.Exit(130) from None
+
+
+def _say(what: str, text: str = "") -> None:
+    """One line on stderr, `what` in red if anything follows."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    line = f"[red]{what}[/] {escape(text)}" if text else what
+    Console(stderr=True, highlight=False, soft_wrap=True).print(line)
 
 
 def message(e: BaseException) -> str:
