@@ -1,7 +1,7 @@
 # make demo       trains a small GPT with CSDAdam on four emulated CSDs, beside torch.optim.AdamW
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make test       everything CI runs: tests, sanitizers, lint, types
-# make tables     README's table of bytes per parameter, counted anew
+# make tables     the table of bytes per parameter in docs/performance.md, counted anew
 # make soak       kills training more than 200 times, and replays 4000 power losses: a few minutes
 # All set up a virtual environment below build/ first; nothing else on the machine is touched.
 
@@ -25,7 +25,7 @@ emu-demo: $(VENV)/.installed
 test: pytest sanitize check
 
 tables: $(VENV)/.installed
-	$(BIN)/python -m bench.tables README.md
+	$(BIN)/python -m bench.tables docs/performance.md
 
 # SOAK="--seed 7" repeats one; a violation says which it was.
 soak: $(VENV)/.installed

@@ -58,7 +58,7 @@ class CSDMemoryError(CSDError, MemoryError):
 
 
 class CSDWarning(UserWarning):
-    """It goes on, but not as one may expect: the message says what is slower, takes memory, counts instead, or is lost."""
+    """It goes on, but otherwise than expected: the message says what is slow, takes memory, is ignored or lost."""
 
 
 def users_stacklevel() -> int:

@@ -69,6 +69,16 @@ def test_ceiling(tmp_path):
     assert list(tmp_path.iterdir()) == [png]
 
 
+def test_zeros():
+    done = run("bench.zeros", "--rows=256", "--at=20", "--runs=5", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.zeros/1"
+    assert [row["what"] for row in result["rows"]] == ["CSDAdam", "torch", "torch, set_flush_denormal"]
+    assert all(len(row["ratio_to"]["its dense rate"]) == 5 for row in result["rows"])
+    assert result["rows"][0]["subnormal"] == 0
+    assert "largest relative difference" in done.stderr
+
+
 def test_topk(tmp_path):
     png = tmp_path / "topk.png"
     done = run("bench.topk", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}")
@@ -183,12 +193,12 @@ def test_per_csd_of_an_emulated_card(tmp_path):
 
 
 def test_tables(tmp_path):
-    """README has the table that the optimizer's counts give."""
-    readme = ROOT / "README.md"
-    copy = tmp_path / "README.md"
-    copy.write_text(readme.read_text())
+    """docs/performance.md has the table that the optimizer's counts give."""
+    page = ROOT / "docs/performance.md"
+    copy = tmp_path / page.name
+    copy.write_text(page.read_text())
     assert run("bench.tables", copy).stdout.endswith("as it was\n")
-    assert copy.read_text() == readme.read_text()
+    assert copy.read_text() == page.read_text()
 
 
 def test_peers(tmp_path):

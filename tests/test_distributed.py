@@ -9,17 +9,20 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from ranks import KILLED, on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
+import csd_optim.bindings
 import csd_optim.step.run
 from csd_optim import CSDAdam
 from csd_optim.distributed.ranks import Ranks
@@ -270,9 +273,9 @@ def fsdp2(used=False, **options):
     return model
 
 
-def hybrid():
+def hybrid(used=False):
     """Replicated over pairs of ranks, sharded within them."""
-    return fsdp2(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return fsdp2(used, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def tensor_parallel():
@@ -351,7 +354,8 @@ def sharded_trains(rank, size, kind, clip, options):
         assert_like_adamw(whole(model.parameters()), states(optimizer, model.parameters()), wanted)
         for p in model.parameters():
             if isinstance(p, DTensor) and optimizer.state[p]:
-                assert optimizer.state[p]["exp_avg"].placements == p.placements
+                if kind != "hybrid":  # whose replicas divide it further
+                    assert optimizer.state[p]["exp_avg"].placements == p.placements
                 assert optimizer.state[p]["master"].shape == p.shape
         return whole(model.parameters())
 
@@ -362,6 +366,152 @@ def test_sharded_models(kind, clip, tmp_path):
     size = 4 if kind == "hybrid" else 3
     options = {"max_grad_norm": 0.1} if clip == "max_grad_norm" else {}
     on_ranks(size, sharded_trains, size, kind, clip, options, directory=tmp_path)
+
+
+def hybrid_divides(rank, size):
+    """HSDP's replicas each update some rows of their shard: to the bit as if each updated all of it."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    models = [hybrid(used=True) for _ in range(3)]
+    params = [list(model.parameters()) for model in models]
+
+    def optimizer_of(model, devices, **options):
+        return CSDAdam(model.parameters(), **ARGS, tile_size=TILE, devices=devices, **options)
+
+    def same(a, b, c, d):
+        for x, y in zip(whole(a), whole(b), strict=True):
+            assert torch.equal(x, y)
+        for p, q in zip(a, b, strict=True):
+            for key in ("master", "exp_avg", "exp_avg_sq"):
+                if c.state[p]:
+                    assert torch.equal(*whole([c.state[p][key], d.state[q][key]]))
+
+    one, all_of_it = optimizer_of(models[0], "csd{rank}"), optimizer_of(models[1], "file:", sharded=False)
+    for model, optimizer in ((models[0], one), (models[1], all_of_it)):
+        train(model, optimizer, rank, size)
+    same(params[0], params[1], one, all_of_it)
+    assert one.stats()["params"] < 0.6 * all_of_it.stats()["params"]
+    assert one.stats()["gathered_bytes"] > 0 == all_of_it.stats()["gathered_bytes"]
+
+    # Undone on one rank, it is undone on all.
+    before = whole(params[0])
+    loss_of(models[0], rank, size, STEPS).backward()
+    push = csd_optim.bindings.engine_push
+    if rank == 1:
+        csd_optim.bindings.engine_push = lambda *_: 1 / 0
+    error = raised_by(one.step)
+    csd_optim.bindings.engine_push = push
+    assert isinstance(error, ZeroDivisionError if rank == 1 else CSDRankError)
+    assert all(map(torch.equal, whole(params[0]), before))
+
+    # Through torch.distributed.checkpoint, into one that is not divided and into another that is.
+    saved = get_optimizer_state_dict(models[0], one)
+    torch.distributed.checkpoint.save(saved, checkpoint_id="checkpoint")
+    for model, options in ((models[1], {"sharded": False}), (models[2], {})):
+        model.load_state_dict(models[0].state_dict())
+        other = optimizer_of(model, "ram:", **options)
+        other.zero_grad()
+        found = get_optimizer_state_dict(model, other)
+        torch.distributed.checkpoint.load(found, checkpoint_id="checkpoint")
+        set_optimizer_state_dict(model, other, found)
+        same(params[0], list(model.parameters()), one, other)
+        other.close()
+    all_of_it.close()
+
+    # A crash: each rank has its rows, and gives the others theirs.
+    one.synchronize()
+    one.close()
+    with torch.no_grad():
+        for p in params[2]:
+            p.zero_()
+    with optimizer_of(models[2], "csd{rank}", resume=True) as resumed:
+        assert all(map(torch.equal, whole(params[2]), before))
+        loss_of(models[2], rank, size, STEPS).backward()
+        resumed.step()
+
+
+def test_replicas_of_hsdp_divide_their_shard(tmp_path):
+    on_ranks(4, hybrid_divides, 4, directory=tmp_path)
+
+
+def in_foreach(p, value):
+    torch._foreach_mul_([p], 0.0)
+    torch._foreach_add_([p], [value])
+
+
+SET = {  # without a gradient and without another counter than torch's own
+    "copy_": lambda p, value: p.copy_(value),
+    "foreach": in_foreach,
+    "foreach lerp": lambda p, value: torch._foreach_lerp_([p], [value], 1.0),
+    "foreach of data": lambda p, value: in_foreach(p.data, value),
+    "foreach of local tensors": lambda p, value: torch._foreach_copy_([p.to_local()], [value.to_local()]),
+}
+
+
+def set_half_way(rank, devices, dtype, options):
+    """Whatever way DTensors are set, they are the masters of the next step; what is not set keeps its master."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def random(seed, *shape):
+        torch.manual_seed(seed)
+        return distribute_tensor(torch.randn(shape).to(dtype), mesh, [Shard(0)])
+
+    def train(set_to):
+        params = [nn.Parameter(random(i, 70, 31)) for i in range(3)]
+        with CSDAdam(params, **ARGS, tile_size=TILE, devices=devices, **options) as optimizer:
+            for step in range(4):
+                for i, p in enumerate(params):
+                    p.grad = random(10 * step + i, 70, 31)
+                if step == 2:
+                    with torch.no_grad():
+                        set_to(params[0], random(5, 70, 31))
+                        set_to(params[1], params[1].detach().clone())  # to what it is
+                optimizer.step()
+            held = [optimizer.state[p][key].to_local().clone() for p in params for key in ("master", "exp_avg")]
+            return [p.to_local().clone() for p in params] + held
+
+    wanted = train(SET["copy_"])
+    for name, set_to in SET.items():
+        for found, value in zip(train(set_to), wanted, strict=True):
+            assert torch.equal(found, value), name
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_dtype": torch.float32}, {"topk": 0.1}], ids=["direct", "cast", "topk"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("devices", ["ram:", "file:"])
+def test_parameters_set_through_foreach_are_noticed(devices, dtype, options, tmp_path):
+    on_ranks(2, set_half_way, devices, dtype, options, directory=tmp_path)
+
+
+def within_zero(rank, size):
+    """ZeroRedundancyOptimizer divides the parameters among the ranks by itself."""
+    models = [ddp() for _ in range(2)]
+    ours = ZeroRedundancyOptimizer(
+        models[0].parameters(), optimizer_class=CSDAdam, sharded=False, devices="csd{rank}", tile_size=TILE, **ARGS
+    )
+    oracle = ZeroRedundancyOptimizer(models[1].parameters(), optimizer_class=AdamW, **ARGS)
+    for model, optimizer in zip(models, (ours, oracle), strict=True):
+        train(model, optimizer, rank, size)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+    ours.consolidate_state_dict(to=0)
+    oracle.consolidate_state_dict(to=0)
+    if rank == 0:
+        saved, wanted = ours.state_dict()["state"], oracle.state_dict()["state"]
+        assert saved.keys() == wanted.keys()
+        for i, entry in wanted.items():
+            torch.testing.assert_close(saved[i]["exp_avg"], entry["exp_avg"], rtol=2e-6, atol=1e-7)
+    ours.optim.synchronize()
+    assert ours.optim.committed_step == STEPS
+    ours.optim.close()
+
+    shared = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=CSDAdam, devices="ram:")
+    return str(raised_by(shared.step))
+
+
+def test_within_zero_redundancy_optimizer(tmp_path):
+    for said in on_ranks(2, within_zero, 2, directory=tmp_path):
+        assert "ZeroRedundancyOptimizer(params, optimizer_class=CSDAdam, sharded=False, ...)" in said
 
 
 def fsdp2_offloads(rank, size):

@@ -18,7 +18,6 @@ from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host, predict, traffic
 
 ENGINE_RATE = measure.engine_rate  # the real one
-DOCS = Path(__file__).parents[1] / "docs/plan.md"
 
 # ---- published times -----------------------------------------------------------------
 #
@@ -624,16 +623,6 @@ def test_command_sweeps_and_plots(run, tmp_path):
     code, out, _ = run("plan", "--params", "70e9", "--sweep", "devices=3..5")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines() if line.strip()[:1] in ("3", "4", "5")] == ["3", "4", "5"]
-
-
-def test_the_examples_of_the_docs(run):
-    blocks = DOCS.read_text().split("```\n$ csd-optim ")[1:]
-    assert len(blocks) == 2
-    for block in blocks:
-        command, _, shown = block.partition("```")[0].partition("\n")
-        code, out, _ = run(*command.split())
-        assert code == 0
-        assert [line.rstrip() for line in out.rstrip().splitlines()] == shown.splitlines()
 
 
 @pytest.mark.parametrize(

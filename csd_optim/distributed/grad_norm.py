@@ -21,7 +21,7 @@ def global_norm(params: Iterable[tuple[torch.Tensor, Unsharded]]) -> float:
     for p, part in params:
         there = norms.setdefault(part.groups(), [])
         if p.grad is not None:
-            g = part.of(p.grad) if isinstance(part, DTensorShard) else p.grad
+            g = part.local(p.grad) if isinstance(part, DTensorShard) else p.grad
             there.append(torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32))
     totals = [_over_groups(groups, _together(there)) for groups, there in norms.items()]
     return float(_together(totals))

@@ -40,6 +40,7 @@ class Ranks:
         self.device_types = [device.type for device in group._device_types]
         self.device = device_of(group)
         self.lost = False  # a rank is gone: nothing can be sent any more
+        self._replicas: dict[Any, tuple[Ranks, Any]] = {}
         _linger_at_exit()
 
     @functools.cached_property
@@ -48,6 +49,26 @@ class Ranks:
         from torch.distributed.device_mesh import DeviceMesh
 
         return DeviceMesh.from_group(self.group, self.device.type)
+
+    def replicas(self, mesh: Any, dim: int) -> tuple[Ranks, Any]:
+        """The ranks along a dimension of a device mesh, and the same mesh with that dimension last."""
+        if (mesh, dim) not in self._replicas:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            ranks = Ranks(mesh.get_group(dim))
+            if ranks.device.type == self.device.type:
+                ranks.device = self.device
+            order = [*(d for d in range(mesh.ndim) if d != dim), dim]
+            groups = [mesh.get_group(d) for d in order]
+            names = mesh.mesh_dim_names or [f"dim_{d}" for d in range(mesh.ndim)]
+            turned = DeviceMesh.from_group(
+                groups,
+                mesh.device_type,
+                mesh=mesh.mesh.permute(order).contiguous(),
+                mesh_dim_names=tuple(names[d] for d in order),
+            )
+            self._replicas[mesh, dim] = ranks, turned
+        return self._replicas[mesh, dim]
 
     @property
     def is_world(self) -> bool:

@@ -19,6 +19,13 @@ from .ranks import Ranks
 class Unsharded:
     """All of it."""
 
+    # Those that hold the parameter alike, and each update a part of it: `of_rank` says which.
+    replicas: Ranks | None = None
+
+    def of_rank(self, t: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of one of the replicas, as of()."""
+        raise NotImplementedError
+
     def of(self, t: torch.Tensor) -> torch.Tensor:
         """The part of a parameter, or of a gradient: a view where the tensor has it, detached."""
         return t.detach()
@@ -71,13 +78,7 @@ class _OfTensor(Unsharded):
         return value
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-        # DTensor.from_local() would copy the window to the GPU, if that is where the mesh is.
-        meta = TensorMeta(self.shape, tuple(self.stride), window.dtype)
-        spec = DTensorSpec(self.mesh, tuple(self.placements), meta)
-        return DTensor(window, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return shown_as(window, self.mesh, self.placements, self.shape, self.stride)
 
     def about(self) -> dict[str, Any]:
         return {"of": {"shape": list(self.shape), "first": list(self.first)}}
@@ -96,6 +97,10 @@ class DTensorShard(_OfTensor):
         self.sizes, self.first = compute_local_shape_and_global_offset(p.shape, self.mesh, self.placements)
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
+        return self.local(t)
+
+    def local(self, t: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a parameter, or of a gradient."""
         return local_of(t.detach(), self.mesh, self.placements)
 
     def groups(self) -> tuple[Any, ...]:
@@ -103,37 +108,78 @@ class DTensorShard(_OfTensor):
         return tuple(self.mesh.get_group(dim) for dim in dims)
 
 
+class ReplicaShare(DTensorShard):
+    """Some rows (of dimension 0) of a local tensor that ranks hold alike: of HSDP, which replicates what it shards."""
+
+    replicas: Ranks
+
+    def __init__(self, p: Any, ranks: Ranks, dim: int) -> None:
+        super().__init__(p)
+        from torch.distributed.tensor import Shard as ShardOfDim
+
+        self.replicas, self._turned = ranks.replicas(self.mesh, dim)
+        self._rows = self.sizes[0]
+        kept = [placement for d, placement in enumerate(self.placements) if d != dim]
+        self._divided = (*kept, ShardOfDim(0))  # the rows of each shard, once more
+        first, rows = self._rows_of(self.replicas.rank)
+        self.first, self.sizes = (self.first[0] + first, *self.first[1:]), (rows, *self.sizes[1:])
+
+    @staticmethod
+    def dim_of(p: Any) -> int | None:
+        """The dimension of the mesh along which a DTensor is replicated, if along others it is sharded."""
+        replicated = [d for d, placement in enumerate(p.placements) if placement.is_replicate()]
+        sharded = any(placement.is_shard() for placement in p.placements)
+        return replicated[0] if sharded and len(replicated) == 1 and p.device_mesh.size(replicated[0]) > 1 else None
+
+    def _rows_of(self, rank: int) -> tuple[int, int]:
+        return rows_of(self._rows, self.replicas.size, rank)
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        return self.of_rank(t, self.replicas.rank)
+
+    def of_rank(self, t: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.local(t).narrow(0, *self._rows_of(rank))
+
+    def of_state(self, value: torch.Tensor) -> torch.Tensor:
+        if not hasattr(value, "to_local"):
+            return super().of_state(value)
+        if value.device_mesh == self._turned:  # type: ignore[attr-defined]
+            return local_of(value, self._turned, self._divided)
+        return self.of(value)
+
+    def show(self, window: torch.Tensor) -> torch.Tensor:
+        return shown_as(window, self._turned, self._divided, self.shape, self.stride)
+
+
 class ReplicaShard(_OfTensor):
     """Some rows (of dimension 0) of a parameter that all ranks hold alike, as DTensor and torch.chunk divide them."""
+
+    replicas: Ranks
 
     def __init__(self, p: torch.Tensor, ranks: Ranks) -> None:
         from torch.distributed.tensor import Shard as ShardOfDim
 
-        self.ranks, self.mesh, self.placements = ranks, ranks.mesh, (ShardOfDim(0),)
+        self.replicas, self.mesh, self.placements = ranks, ranks.mesh, (ShardOfDim(0),)
         self.shape, self.stride = p.shape, p.stride()
-        first, rows = self.rows_of(ranks.rank)
+        first, rows = self._rows_of(ranks.rank)
         self.first, self.sizes = (first, *[0] * (p.dim() - 1)), (rows, *p.shape[1:])
 
-    def rows_of(self, rank: int) -> tuple[int, int]:
-        """First row and number of rows of a rank's share."""
-        rows = self.shape[0]
-        each = -(-rows // self.ranks.size)
-        first = min(rank * each, rows)
-        return first, min(first + each, rows) - first
+    def _rows_of(self, rank: int) -> tuple[int, int]:
+        return rows_of(self.shape[0], self.replicas.size, rank)
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
-        return self.of_rank(t, self.ranks.rank)
+        return self.of_rank(t, self.replicas.rank)
 
     def of_rank(self, t: torch.Tensor, rank: int) -> torch.Tensor:
-        return t.detach().narrow(0, *self.rows_of(rank))
+        return t.detach().narrow(0, *self._rows_of(rank))
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
         shown = super().show(window)
         text = (
-            f"rank {self.ranks.rank} holds 1/{self.ranks.size} of the optimizer's states: its state dict alone cannot "
-            "be pickled or saved. Call consolidate_state_dict() on all ranks before, which takes all states into "
-            "memory; or save on all ranks with torch.distributed.checkpoint, or with CSDAdam.save() where devices are "
-            "named; or construct CSDAdam with sharded=False (docs/distributed.md)"
+            f"rank {self.replicas.rank} holds 1/{self.replicas.size} of the optimizer's states: its state dict alone "
+            "cannot be pickled or saved. Call consolidate_state_dict() on all ranks before, which takes all states "
+            "into memory; or save on all ranks with torch.distributed.checkpoint, or with CSDAdam.save() where devices "
+            "are named; or construct CSDAdam with sharded=False (docs/distributed.md)"
         )
 
         def refuse(_: Any) -> Any:  # a plain function: the tensor can still be copied, with its attributes
@@ -153,7 +199,8 @@ def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Unsharded
     Raises CSDRuntimeError for a DTensor that is no parameter's.
     """
     if hasattr(p, "to_local"):
-        return DTensorShard(p)
+        dim = ReplicaShare.dim_of(p) if ranks is not None and sharded else None
+        return DTensorShard(p) if ranks is None or dim is None else ReplicaShare(p, ranks, dim)
     if is_lazy(p):
         return UNSHARDED
     if getattr(p, "_fsdp_flattened", False):
@@ -166,6 +213,25 @@ def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Unsharded
 def is_replicated(p: torch.Tensor) -> bool:
     """Is it a plain parameter, that ranks may hold alike? Not a DTensor, nor a shard of FSDP1."""
     return not hasattr(p, "to_local") and not getattr(p, "_fsdp_flattened", False)
+
+
+def rows_of(rows: int, n: int, k: int) -> tuple[int, int]:
+    """First row and number of rows of the k-th of n parts, as torch.chunk has them."""
+    each = -(-rows // n)
+    first = min(k * each, rows)
+    return first, min(first + each, rows) - first
+
+
+def shown_as(
+    window: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size, stride: Sequence[int]
+) -> torch.Tensor:
+    """The DTensor with this local tensor, `shape` and `stride` of the whole."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    # DTensor.from_local() would copy the window to the GPU, if that is where the mesh is.
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, tuple(stride), window.dtype))
+    return DTensor(window, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def whole_of(t: Any) -> torch.Tensor:

@@ -149,6 +149,8 @@ class DurableEngine(Engine):
         self._tiles_bytes = [0] * len(specs)  # per device: what the table has of its tiles
         self._open = np.zeros(0, bool)  # per tile: what is written to its windows goes to the device
         self._loose = np.zeros(0, bool)  # per tile: its slot is part of no commit
+        self._empty = np.zeros(0, bool)  # per tile: it is to have states, and nobody has written any
+        self._in_step = np.zeros(0, np.uint32)  # tiles of the step under way
         self._edited = np.zeros(0, bool)  # per tile: somebody wrote to its windows, and no step has begun with that
         self._reseeded = np.zeros(0, bool)  # per tile: a step did, which is not whole yet
         self._handed_out: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
@@ -208,6 +210,8 @@ class DurableEngine(Engine):
         self._open, self._loose = np.append(self._open, new), np.append(self._loose, new)
         self._edited = np.append(self._edited, np.zeros(extent.n_tiles, bool))
         self._reseeded = np.append(self._reseeded, np.zeros(extent.n_tiles, bool))
+        new[np.setdiff1d(np.arange(extent.n_tiles), extent.pieces["tile"])] = False
+        self._empty = np.append(self._empty, new)
         for device, offset in enumerate(offsets):
             about: dict[str, Any] = {
                 "tile_elems": extent.tile_elems,
@@ -263,6 +267,11 @@ class DurableEngine(Engine):
 
     # ---- a step ------------------------------------------------------------
 
+    def fills_by_step(self, params: Sequence[int]) -> bool:
+        if not super().fills_by_step(params):
+            return False
+        return bool(self._loose[self._tiles_of(params)].all()) and not self._uncommitted
+
     def _before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
         """Adds the tiles that somebody wrote to.
 
@@ -279,6 +288,7 @@ class DurableEngine(Engine):
             self._announce_step()
         self._changed = True
         self._kept.before_step = [*self._kept.written_bytes]
+        self._in_step = tiles
         return tiles
 
     def finish(self, keep: bool = True) -> None:
@@ -287,6 +297,7 @@ class DurableEngine(Engine):
         self._uncommitted |= keep
         if keep:
             self._edited[:] = self._reseeded[:] = False
+            self._empty[self._in_step] = False
 
     def drain(self) -> None:
         self.check_open()
@@ -347,6 +358,7 @@ class DurableEngine(Engine):
             said = f"{what} is lost: a flush failed ({e.strerror}). {way_out(step, self.slots == 1)}"
             self._lost = self._lost or said
             raise CSDLostError(e.errno, self._lost) from e
+        self._empty[:] = False  # whoever fills places fills all that there are
 
     def check_whole(self) -> None:
         super().check_whole()
@@ -357,9 +369,7 @@ class DurableEngine(Engine):
         self.check_open()
         if self._handle is None:
             return
-        mask = np.zeros(self.n_params, bool)
-        mask[params] = True
-        tiles = self.tiles_with(mask)
+        tiles = self._tiles_of(params)
         self.check_whole()
         self._commits.wait()  # it closes windows that are still open
         if self._open[tiles].all():
@@ -375,6 +385,11 @@ class DurableEngine(Engine):
         self._pass_through(tiles[~self._loose[tiles]])
         self._uncommitted = True
         self._show(open=True)
+
+    def _tiles_of(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
+        mask = np.zeros(self.n_params, bool)
+        mask[params] = True
+        return self.tiles_with(mask)
 
     def _pass_through(self, tiles: np.ndarray[Any, Any]) -> None:
         """Reads tiles and writes them as they are to their next slots; what somebody wrote to windows with them."""
@@ -721,7 +736,8 @@ class DurableEngine(Engine):
             )
         self._commits.wait()
         broken = self._torn or self._lost  # of which somebody has been told
-        if self._failed_to_join and not edited:
+        # A step failed in which parameters joined: what it was to begin with has no state yet.
+        if self._empty.any() or (self._failed_to_join and not edited):
             return
         if (self._changed or edited) and self._manifest and not (unconfirmed or broken) and self._mode != "read":
             self.flush(clean=True)

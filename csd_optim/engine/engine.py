@@ -150,6 +150,10 @@ class Engine:
     def keeps_state(self) -> bool:
         return any(s.backend != "null" for s in self.specs)
 
+    def fills_by_step(self, params: Sequence[int]) -> bool:
+        """Can the next step make the state of these parameters, which joined since the last, from what they are?"""
+        return self.reaches_params and bool(params) and all(self._stores)
+
     @property
     def n_params(self) -> int:
         return sum(len(e.numels) for e in self.extents)

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 from torch.utils.hooks import RemovableHandle
 
-from ..bindings import DTYPE_CODES, FROM_PARAM, HYPER, IN_PARAM, IN_SECTION, PARAM
+from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
 from ..checkpoint import files
 from ..checkpoint import snapshot as checkpoint
 from ..checkpoint import state_dict as stored
@@ -30,7 +30,7 @@ from ..compression.selection import inverse_of
 from ..devices.spec import parse_devices
 from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
-from ..distributed.sharding import UNSHARDED, ReplicaShard, whole_of
+from ..distributed.sharding import UNSHARDED, whole_of
 from ..engine.durable import DurableEngine, open_engine
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
@@ -100,7 +100,8 @@ class CSDAdam(AdamW, Joinable):
             them call step() alike, and their steps are committed together.
         sharded: parameters that the ranks hold in common (plain ones, as with DDP) are divided among them: each keeps
             the states of its share only, updates that, and gets the rest from the others. False: each keeps and
-            updates everything. Shards of FSDP and DTensors are updated where they are in any case.
+            updates everything. So it is with the local tensors that replicas of DTensors hold in common (HSDP). Shards
+            of FSDP and DTensors that nobody else holds are updated where they are in any case.
 
     Raises:
         CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
@@ -119,7 +120,8 @@ class CSDAdam(AdamW, Joinable):
 
     A parameter that was set from outside becomes its new master, if torch counts the change: write under
     ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only, and
-    not where a device is a SmartSSD.
+    not where a device is a SmartSSD. Of DTensors there that goes for 16 bits, too: torch counts nothing of what
+    ``torch._foreach_*`` writes to them.
 
     Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
     """
@@ -330,7 +332,7 @@ class CSDAdam(AdamW, Joinable):
             return unwritten
         said = self._ranks.gather_objects([b.name for b in unwritten])
         on_all = set.intersection(*map(set, said))
-        return [b for b in unwritten if b.name in on_all or not isinstance(b.part, ReplicaShard)]
+        return [b for b in unwritten if b.name in on_all or not b.part.replicas]
 
     def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
         """Puts a state dict into `state` and `param_groups`, if it fits; nothing is changed otherwise."""
@@ -367,8 +369,10 @@ class CSDAdam(AdamW, Joinable):
         Durable at the end, as a whole or not at all. Of ranks with named directories all call it, and it raises on all.
         """
         engine = self._live_engine
-        with engine.lock, engine.loading(), engine.writing([b.index for b in self._state_map.param_states.values()]):
-            yield
+        with engine.lock, engine.loading():
+            self._state_map.fill(engine)
+            with engine.writing([b.index for b in self._state_map.param_states.values()]):
+                yield
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Until the next step(), state_dict() of rank `to` has the states of all ranks: whole, as AdamW's has them.
@@ -401,10 +405,10 @@ class CSDAdam(AdamW, Joinable):
             )
         if self._ranks and not self._ranks.is_world:
             raise CSDRuntimeError("a CSDAdam with a process_group cannot be copied or pickled: the group cannot")
-        recovered = sum(
+        mapped = sum(
             w.nbytes for param_state in self._state_map.param_states.values() for w in param_state.windows.values()
         )
-        warn_if_large(recovered, COPIED)
+        warn_if_large(mapped, COPIED)
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _PUBLIC}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -444,13 +448,14 @@ class CSDAdam(AdamW, Joinable):
             return
         if step is None:  # the other ranks' step
             with all_ranks_or_none(self._ranks):
-                pass
+                self._state_map.fill(engine)
             self._taken += 1
             engine.step += 1
             self._state_map.describe(engine, self.param_groups)
             engine.commit(record)
             return
         ring = self._runner.run(engine, step, record, descending=self._descending)
+        self._state_map.filled()
         self._taken += 1
         try:
             if ring is not None:
@@ -507,15 +512,22 @@ class CSDAdam(AdamW, Joinable):
         if not params:
             return None
         plan = self._plan_for(engine, params)
-        state_map.fill(engine)
+        new = state_map.fill_by_step(engine, plan.param_states)
+        if not new:
+            state_map.fill(engine)
         state_map.describe(engine, self.param_groups)
         # The parameters that somebody wrote, moved or converted since the last step; without a gradient, too, if they
         # can still be ours.
         param_states = state_map.param_states.values()
-        written = [b for b in param_states if b.version != b.version_now or b.pointer != b.pointer_now]
+        written = [
+            b for b in param_states if not b.is_new and (b.version != b.version_now or b.pointer != b.pointer_now)
+        ]
         if self.grad_dtype is not plan.grad_dtype:
             written = plan.param_states
         written = [b for b in written if b.param.grad is not None or b.fits()]
+        if written and new:  # what is written may be committed by itself, and then with all places filled
+            state_map.fill(engine)
+            new = []
         if written:
             for param_state in written:
                 param_state.look(self.grad_dtype)
@@ -530,6 +542,7 @@ class CSDAdam(AdamW, Joinable):
 
         table = plan.table.copy()
         table["hyper"][plan.rows] = hyper_of
+        table["master"][[b.index for b in new]] = NEW
         prepared: dict[int, GradSource] = {}
         pointers = []
         for param_state, g in zip(plan.param_states, grads, strict=True):
@@ -612,9 +625,7 @@ class CSDAdam(AdamW, Joinable):
                 "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
             )
         rows = np.array([b.index for b in param_states])
-        table["master"][rows] = [
-            IN_PARAM if b.in_place else FROM_PARAM if b.is_master else IN_SECTION for b in param_states
-        ]
+        table["master"][rows] = [b.master_in for b in param_states]
         sections = np.array([b.sections for b in param_states])
         self._plan = StepPlan(params, param_states, rows, sections, table, self.grad_dtype, state_map.changes)
         return self._plan
@@ -661,7 +672,7 @@ class CSDAdam(AdamW, Joinable):
             if param_state.index in prepared:  # the engine selects from the gradient as it is
                 row["grad_dtype"] = DTYPE_CODES[prepared[param_state.index].grad.dtype]
             if self.error_feedback:
-                if self._state_map.add_residual(engine, param_state):
+                if self._state_map.add_residual(engine, param_state) and param_state not in self._state_map.unfilled:
                     self._state_map.show(param_state)
                     new = True
                 row["residual"], row["seed"] = param_state.windows["residual"].data_ptr(), int(steps[param_state.index])
@@ -737,15 +748,15 @@ class CSDAdam(AdamW, Joinable):
         with engine.all_ranks_or_none():
             without_data = self._state_map.give_values(param_states, self.grad_dtype)
             there = [self._state_map.param_states.get(id(p)) for _, _, p in members(self.param_groups)]
-            ratios = [b for b in there if b and isinstance(b.part, ReplicaShard)]
-            if self._ranks and ratios and not without_data:
-                gather = ParamAllGather(self._ranks, engine, ratios)
+            divided = [b for b in there if b and b.part.replicas]
+            if self._ranks and divided and not without_data:
+                gather = ParamAllGather(self._ranks, engine, divided)
         if self._ranks:
             said = self._ranks.gather_objects((bool(param_states), without_data))
             without_data = next((name for _, name in said if name), None)
             if gather and not without_data and any(given for given, _ in said):
                 gather.again()
-                for param_state in ratios:
+                for param_state in divided:
                     param_state.version = param_state.version_now
         return without_data
 

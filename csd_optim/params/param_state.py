@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..bindings import DTYPE_CODES
+from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNLESS_SET
 from ..distributed.sharding import DTensorShard, Unsharded
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from ..step.staging import GradSource
@@ -40,6 +40,8 @@ class ParamState:
     in_place: bool  # the parameter is its own master and the only one, windows["master"] an alias of it
     reachable: bool  # the devices can take the master from a parameter
     is_master: bool = False  # an fp32 parameter in host memory: its own master at the beginning of a step
+    unless_set: bool = False  # a 16-bit one there that may be set uncounted: where it is not the rounded master
+    is_new: bool = False  # its place is empty: the step under way begins with the parameter
     alive: bool = True  # no: the parameter got another place
     # What was true of `param` after the last step; anything else is looked at closely.
     version: int = -1
@@ -62,6 +64,13 @@ class ParamState:
 
     def drop_window(self, key: str) -> None:
         del self.windows[key], self.shown[key]
+
+    @property
+    def master_in(self) -> int:
+        """Where a step finds the master, once it has its place: see csd_master."""
+        if self.in_place:
+            return int(IN_PARAM)
+        return int(FROM_PARAM if self.is_master else UNLESS_SET if self.unless_set else IN_SECTION)
 
     @property
     def version_now(self) -> int:
@@ -94,6 +103,9 @@ class ParamState:
         self.pointer, self.local = self.pointer_now, p
         on_host, in_order = p.device.type == "cpu", same_order(p.stride(), self.stride, p.shape)
         self.is_master = self.reachable and on_host and in_order and p.dtype is torch.float32
+        # torch._foreach_* on DTensors counts neither in these nor, on the CPU, in their local tensors.
+        half = p.dtype in (torch.float16, torch.bfloat16)
+        self.unless_set = isinstance(self.part, DTensorShard) and self.reachable and on_host and in_order and half
         reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES
         self.direct = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
         if self.in_place:
@@ -166,8 +178,11 @@ class ParamState:
         target, back = p, None
         if not same_order(p.stride(), self.stride, p.shape):
             target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
+            if self.is_new:
+                target.copy_(p)
             back = (p, target)
-        return GradSource(grad, flat(target), grad_dtype or grad.dtype, self.is_master, back)
+        read = self.is_master or self.unless_set or self.is_new
+        return GradSource(grad, flat(target), grad_dtype or grad.dtype, read, back)
 
 
 def check_param(p: torch.Tensor, name: str) -> None:

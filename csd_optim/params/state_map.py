@@ -150,9 +150,35 @@ class StateMap:
                 self.add_residual(engine, param_state)
         with engine.writing([b.index for b in self.unfilled]):
             for param_state, fresh in self.unfilled.items():
-                self.unfilled[param_state] = False
+                self.unfilled[param_state] = param_state.is_new = False
                 param_state.fill(self.state.get(param_state.param) or {}, seed=engine.keeps_state, fresh=fresh)
+        self.filled()
+
+    def fill_by_step(self, engine: Engine, param_states: list[ParamState]) -> list[ParamState]:
+        """The same for the next step of `bounds` to do, tile by tile: it writes what it computes, and reads nothing.
+
+        Returns these places: to be `filled()` when the step is whole, and empty as before if it is undone. None of
+        them: there is nothing to fill, or a step cannot do it.
+        """
+        if not self.unfilled:
+            return []
+        new = [
+            b
+            for b in param_states
+            if self.unfilled.get(b) and not self.state.get(b.param) and b.pointer == b.pointer_now
+        ]
+        if len(new) < len(self.unfilled) or not engine.fills_by_step([b.index for b in new]):
+            return []
+        for param_state in new:
+            param_state.is_new = True
+        return new
+
+    def filled(self) -> None:
+        """The places that were to be filled have their state."""
+        if not self.unfilled:
+            return
         for param_state in self.unfilled:
+            param_state.is_new = False
             self.show(param_state)
         self.unfilled.clear()
         self.remember()

@@ -16,6 +16,11 @@ from ..params.groups import Groups, members, name_of
 from ..params.strides import flat
 from .joining import borrow
 
+DIVIDED = (
+    "If ZeroRedundancyOptimizer divides the parameters among the ranks already, pass it sharded=False: "
+    "ZeroRedundancyOptimizer(params, optimizer_class=CSDAdam, sharded=False, ...)"
+)
+
 
 class _Vote(NamedTuple):
     """Of one rank. What is sent are numbers."""
@@ -74,7 +79,7 @@ def agree_on_step(
         difference = ranks.first_difference([(name,) for name, _ in alike])
         raise CSDRankError(
             f"ranks have gradients of different parameters: {difference}. With sharded=True plain parameters have to "
-            "be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it"
+            f"be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it. {DIVIDED}"
         )
     if any(word.new for word in words):
         # Where a rank failed before it gave them a place, others may have done so: then all of them are compared.
@@ -85,7 +90,7 @@ def agree_on_step(
             raise CSDRankError(
                 f"ranks do not hold the same parameters: {difference}. With sharded=True plain ones have to be "
                 "replicas, as DistributedDataParallel makes them. If each rank trains a model of its own, it needs a "
-                "process_group of its own; if they are parts of one model, sharded=False"
+                f"process_group of its own; if they are parts of one model, sharded=False. {DIVIDED}"
             )
     return StepAgreement(any(word.skips for word in words), bool(words[0].descending), scale)
 

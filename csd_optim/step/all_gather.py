@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from ..distributed.ranks import Ranks
-from ..distributed.sharding import ReplicaShard
 from ..engine.engine import Engine
 from ..params.param_state import ParamState
 from ..params.strides import flat, numel, same_order
@@ -44,6 +43,7 @@ class _Bucket:
     tiles: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.uint32))
     leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (buffer, parameter)
     arrives: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (parameter, buffer)
+    ranks: Ranks = field(init=False)  # among which it travels
     buffer: torch.Tensor = field(init=False)  # begins with a row of `bytes` for each rank
 
     @property
@@ -60,36 +60,36 @@ class ParamAllGather:
     def __init__(self, ranks: Ranks, engine: Engine, param_states: Sequence[ParamState]) -> None:
         self.ranks, self._engine = ranks, engine
         self.buckets: list[_Bucket] = []
-        for device in {b.local.device: None for b in param_states}:
-            self.buckets += _fill_buckets([b for b in param_states if b.local.device == device], ranks.size)
+        for device, replicas in {(b.local.device, b.part.replicas): None for b in param_states}:
+            assert replicas
+            alike = [b for b in param_states if b.local.device == device and b.part.replicas is replicas]
+            self.buckets += _fill_buckets(alike, replicas)
         tiles_of = _tiles_of(engine)
         for k, bucket in enumerate(self.buckets):
             bucket.tiles = np.unique(np.concatenate([tiles_of(p) for p in bucket.pieces])).astype(np.uint32)
             self._bind(bucket, self.buckets[k - IN_FLIGHT] if k >= IN_FLIGHT else None)
-        self.received_bytes = sum(b.bytes for b in self.buckets) * (ranks.size - 1)
+        self.received_bytes = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
 
     def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
         """Gives a bucket its buffers, those of one that has arrived when this leaves, and views of them."""
-        size, n = self.ranks.size, bucket.bytes
+        ranks, size, n = bucket.ranks, bucket.ranks.size, bucket.bytes
         device = bucket.pieces[0].param_state.local.device
-        if device.type not in self.ranks.device_types:
-            device = self.ranks.device
+        if device.type not in ranks.device_types:
+            device = ranks.device
         if before is not None and before.buffer.device == device and before.buffer.numel() >= size * n:
             bucket.buffer = before.buffer
         else:
             bucket.buffer = torch.empty(size * n, dtype=torch.uint8, device=device)
         for piece in bucket.pieces:
-            part = piece.param_state.part
-            assert isinstance(part, ReplicaShard)
             for rank in range(size):
-                share = part.of_rank(piece.param_state.param, rank)
+                share = piece.param_state.part.of_rank(piece.param_state.param, rank)
                 if piece.first is not None:
                     share = flat(share)[piece.first : piece.first + piece.n]
                 if not share.numel():
                     continue
                 room = bucket.buffer[rank * n + piece.offset :][: share.numel() * share.element_size()]
                 staged = room.view(share.dtype).view(share.shape)
-                if rank == self.ranks.rank:
+                if rank == ranks.rank:
                     bucket.leaves.append((staged, share))
                 else:
                     bucket.arrives.append((share, staged))
@@ -135,7 +135,7 @@ class ParamAllGather:
 
     def again(self) -> None:
         """The step was undone on all ranks: what they have put back travels once more. Not if a rank is lost."""
-        if not self.ranks.lost:
+        if not (self.ranks.lost or any(bucket.ranks.lost for bucket in self.buckets)):
             self.begin()
             self.finish()
 
@@ -144,12 +144,13 @@ class ParamAllGather:
             self._arrive()
         bucket = self._to_leave.popleft()
         _copy(bucket.leaves)
-        rows = bucket.buffer[: self.ranks.size * bucket.bytes].view(self.ranks.size, -1)
-        self._under_way.append((bucket, self.ranks.exchange(rows)))
+        size = bucket.ranks.size
+        rows = bucket.buffer[: size * bucket.bytes].view(size, -1)
+        self._under_way.append((bucket, bucket.ranks.exchange(rows)))
 
     def _arrive(self) -> None:
         bucket, collectives = self._under_way.popleft()
-        self.ranks.wait(collectives)
+        bucket.ranks.wait(collectives)
         _copy(bucket.arrives)
 
 
@@ -159,14 +160,15 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(list(to), list(sources), non_blocking=to[0].is_cuda)
 
 
-def _fill_buckets(param_states: Sequence[ParamState], n_ranks: int) -> list[_Bucket]:
-    """Cuts the shares of parameters of one device into buckets. The same on every rank: by what they have in common."""
-    room = max(1 << 12, BUCKET_BYTES // n_ranks)
+def _fill_buckets(param_states: Sequence[ParamState], ranks: Ranks) -> list[_Bucket]:
+    """Cuts these ranks' shares of parameters of one device into buckets.
+
+    The same on every rank: by what they have in common.
+    """
+    room = max(1 << 12, BUCKET_BYTES // ranks.size)
     buckets = [_Bucket()]
     for param_state in param_states:
-        part = param_state.part
-        assert isinstance(part, ReplicaShard)
-        largest = part.of_rank(param_state.param, 0)
+        largest = param_state.part.of_rank(param_state.param, 0)
         dense = same_order(largest.stride(), torch.empty_like(largest, device="meta").stride(), largest.shape)
         total = numel(largest) if dense else largest.numel()
         size = largest.numel() * largest.element_size() // max(1, total)
@@ -179,7 +181,10 @@ def _fill_buckets(param_states: Sequence[ParamState], n_ranks: int) -> list[_Buc
                 continue
             buckets[-1].pieces.append(_Piece(param_state, first if dense else None, n, offset, n * size))
             first += n
-    return [b for b in buckets if b.pieces]
+    buckets = [b for b in buckets if b.pieces]
+    for bucket in buckets:
+        bucket.ranks = ranks
+    return buckets
 
 
 def _tiles_of(engine: Engine) -> Callable[[_Piece], np.ndarray[Any, Any]]:

@@ -12,7 +12,6 @@ import torch
 from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..distributed.sharding import ReplicaShard
 from ..engine.engine import Engine
 from ..errors import CSDError
 from ..params.param_state import ParamState
@@ -155,11 +154,7 @@ class StepRunner:
 
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:
         """What goes to the other ranks, if they share the updates of these parameters."""
-        if (
-            plan.gather is None
-            and self._ranks
-            and (shares := [b for b in plan.param_states if isinstance(b.part, ReplicaShard)])
-        ):
+        if plan.gather is None and self._ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
             plan.gather = ParamAllGather(self._ranks, engine, shares)
         return plan.gather
 

@@ -30,7 +30,7 @@ class GradSource:
     grad: torch.Tensor  # 1-D, any device
     param: torch.Tensor  # 1-D, same device, written in place
     grad_dtype: torch.dtype  # on the link
-    is_master: bool = False  # the parameter is its own master: the device needs it as well
+    is_read: bool = False  # the device needs the parameter as well: its master may be there
     back: tuple[torch.Tensor, torch.Tensor] | None = (
         None  # a strided parameter, and `param` to copy there, by give_back()
     )
@@ -211,7 +211,7 @@ class StagingRing:
                 image = slot.param[4 * tile_first :].view(source.param.dtype)[:n]
                 there, pairs = source.param, (source.param[first : first + n], image)
             else:
-                if source.is_master:
+                if source.is_read:
                     slot.wait()  # copies of the last parameters out of the slot
                     slot.param[4 * tile_first :].view(source.param.dtype)[:n].copy_(source.param[first : first + n])
                 if source.topk:

@@ -198,11 +198,16 @@ void csd_window_release(float *window, uint64_t elems);
 /* ---- A step ------------------------------------------------------------- */
 
 /* Where the master of a parameter is before a step. An fp32 parameter may be its own, whoever wrote it since the last
- * step; an image of the tile's parameters then has to hold it. */
+ * step. An image of the tile's parameters has to hold it, unless it is in the tile. */
 enum csd_master {
   CSD_IN_SECTION = 0, /* in the tile, as usual */
   CSD_FROM_PARAM = 1, /* in `param`, from where it is copied into the tile first */
-  CSD_IN_PARAM = 2    /* in `param`, and stays there: the section of the tile is not used (ram only) */
+  CSD_IN_PARAM = 2,   /* in `param`, and stays there: the section of the tile is not used (ram only) */
+  CSD_UNLESS_SET = 3, /* in the tile; but where `param`, of 16 bits, is not the rounded master, it is the master */
+  /* In `param`, of any dtype: the tile has no state yet. Nothing is read; the master is written to the current slot, for
+   * a step that is undone, and the other sections begin as zero, as they read there. All parameters of a tile are new,
+   * and have gradients, or none is (file only) */
+  CSD_NEW = 4
 };
 
 /* One parameter of this step. `grad` NULL: it has none, and keeps every bit. */

@@ -58,7 +58,7 @@ bool Engine::take_buffer(Lane &l, Job &job, bool ahead) {
   if (found == l.free.end() || (ahead && found->needed_in < l.jobs.size() + l.n_buffers)) return false;
   job.read = job.must_read();
   // Who holds an open window may write there.
-  job.work.verify = !job.work.from_windows && t.slots[t.slot].summed && (t.kept || !t.open);
+  job.work.verify = !job.work.from_windows && !job.work.is_new && t.slots[t.slot].summed && (t.kept || !t.open);
   job.buffer = l.free.extract(found);
   if (Tile *had = std::exchange(job.buffer.value().tile, nullptr)) {
     had->kept = nullptr;

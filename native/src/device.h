@@ -54,6 +54,7 @@ struct Work {
   uint64_t n_entries = 0;          // words of 32 bits
   std::vector<uint32_t> selected;  // those that were selected here
   bool from_windows = false;       // it begins with what the windows show, and not with what was loaded
+  bool is_new = false;             // it begins with the parameters (CSD_NEW), and not with what was loaded
   bool verify = false;             // what was loaded must have the checksums of the tile's slot
   // What Device::update fills in: bytes, bytes, parameters, gradients that are inf or nan, and the new state's sums.
   uint64_t pushed = 0, pulled = 0, updated = 0, nonfinite = 0;
@@ -113,6 +114,9 @@ class Device {
   virtual void load(const Tile &, float *, Done) {}
   virtual void store(const Tile &, const float *, Done) {}
 
+  // Likewise: fills `buffer` with the first state of a new tile (CSD_NEW), and writes its masters to the current slot.
+  virtual void seed(const Tile &, float *, const Work &, Done) {}
+
   // Starts to apply the rule to the tile in `buffer` (null on a resident device: in the windows), and returns; another
   // thread calls `done` once, or throws, likewise. `tile` and `work` live until then.
   virtual void update(const Tile &tile, float *buffer, Work &work, Updated done) = 0;
@@ -123,6 +127,9 @@ void submit_update(std::function<Failure()> update, Updated done, Pool &threads 
 
 // The updater of every device whose update runs on the CPU.
 void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads = Pool::updates());
+
+// Fills elements [first, first + n) of a tile's buffer with its first state: the parameters, and zeros.
+void first_state(const Tile &tile, const Work &work, float *buffer, uint64_t first, uint64_t n);
 
 // What to report when a section is not what was stored there.
 Failure damaged(const Tile &tile, uint32_t section);

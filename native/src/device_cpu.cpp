@@ -4,6 +4,7 @@
 
 #include "crc32c.h"
 #include "device.h"
+#include "float16.h"
 #include "pool.h"
 #include "topk.h"
 #include "updater.h"
@@ -20,7 +21,7 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, float *con
   if (!p.grad) return;
   const uint64_t in_piece = first - piece.tile_first, param_bytes = dtype_bytes(p.param_dtype);
   void *param = param_at(piece, work, in_piece);
-  Span span{work.hypers + p.hyper, n, nullptr, p.grad_dtype, {}, param, p.param_dtype};
+  Span span{work.hypers + p.hyper, n, nullptr, p.grad_dtype, {}, param, p.param_dtype, p.master == CSD_UNLESS_SET};
   alignas(64) uint16_t dense[kBlock];
   if (is_sparse(p)) {
     entries.expand(first, n, dense);
@@ -120,6 +121,30 @@ void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done, Po
 uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums) {
   const uint32_t *const stored = &tile.slots[tile.slot].sums[chunk * tile.sections];
   return static_cast<uint32_t>(std::mismatch(sums, sums + tile.sections, stored).first - sums);
+}
+
+void first_state(const Tile &tile, const Work &work, float *buffer, uint64_t first, uint64_t n) {
+  for (uint32_t s = 0; s < tile.sections; s++) memset(buffer + s * tile.elems + first, 0, 4 * n);
+  const csd_piece *const end = tile.pieces + tile.n_pieces;
+  const csd_piece *p =
+      std::partition_point(tile.pieces, end, [&](const csd_piece &q) { return q.tile_first + q.elems <= first; });
+  for (; p != end && p->tile_first < first + n; p++) {
+    const uint64_t from = std::max(first, p->tile_first), to = std::min(first + n, p->tile_first + p->elems);
+    if (from >= to) continue;
+    const void *const param = param_at(*p, work, from - p->tile_first);
+    const auto *const narrow = static_cast<const uint16_t *>(param);
+    float *const master = buffer + from;
+    switch (work.params[p->param].param_dtype) {
+      case CSD_F16:
+        std::transform(narrow, narrow + (to - from), master, f16_to_f32);
+        break;
+      case CSD_BF16:
+        std::transform(narrow, narrow + (to - from), master, bf16_to_f32);
+        break;
+      default:
+        memcpy(master, param, 4 * (to - from));
+    }
+  }
 }
 
 void sum_tile(const Tile &tile, float *const *sections, uint32_t *sums) {

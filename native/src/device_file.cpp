@@ -41,6 +41,13 @@ void FileDevice::store(const Tile &tile, const float *buffer, Done done) {
             });
 }
 
+void FileDevice::seed(const Tile &tile, float *buffer, const Work &work, Done done) {
+  in_blocks(tile.section_bytes(), std::move(done), [fd = fd_, &tile, &work, buffer](uint64_t first, uint64_t n) {
+    first_state(tile, work, buffer, first / sizeof(float), n / sizeof(float));
+    return write_fully(fd, reinterpret_cast<const char *>(buffer) + first, n, tile.slot_offset(tile.slot) + first);
+  });
+}
+
 // Several requests of one tile are in flight at once; the last one to return reports the first error.
 template <typename Io>
 void FileDevice::in_blocks(uint64_t bytes, Done done, Io io) {

@@ -16,6 +16,7 @@ class FileDevice : public Device {
   int map(const Tile &) override;
   void load(const Tile &, float *buffer, Done) override;
   void store(const Tile &, const float *buffer, Done) override;
+  void seed(const Tile &, float *buffer, const Work &, Done) override;
 
   // The I/O threads of the file system that the device's file is on; null if the device's options are wrong.
   static Pool *io_of(const csd_device &);

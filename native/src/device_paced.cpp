@@ -172,6 +172,10 @@ class PacedDevice : public Device {
     device_->store(tile, buffer, after(store_, tile.bytes(), std::move(done)));
   }
 
+  void seed(const Tile &tile, float *buffer, const Work &work, Done done) override {
+    device_->seed(tile, buffer, work, after(store_, tile.section_bytes(), std::move(done)));
+  }
+
   // How many bytes come and go is known when the tile has been updated. Then they go the way once more, in time alone:
   // gradients come, the tile is updated, parameters go.
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {

@@ -75,6 +75,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
       else if (params[param].grad && params[param].master != CSD_IN_SECTION &&
                !lanes_[t.device].device->reaches_params())
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " cannot be its own master on this device"};
+    is_new(t, params);  // throws what is wrong with that
   }
   grow_buffers(largest_tile_, tiles_on_device());
 
@@ -111,6 +112,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
     job.work.params = params_.data();
     job.work.hypers = hypers_.data();
     job.work.from_windows = job.tile->edited;
+    job.work.is_new = is_new(*job.tile, params);
     job.shown = job.tile->shown;
     job.place = lane(job).jobs.size();
     job_of_tile_[tiles[i]] = &job;
@@ -124,6 +126,16 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
     more = false;
     for (Lane &l : lanes_) more |= pump(l);
   }
+}
+
+bool Engine::is_new(const Tile &t, const csd_param *params) const {
+  const csd_piece *const end = t.pieces + t.n_pieces;
+  const auto joins = [params](const csd_piece &p) { return params[p.param].grad && params[p.param].master == CSD_NEW; };
+  if (std::none_of(t.pieces, end, joins)) return false;
+  if (!std::all_of(t.pieces, end, joins) || t.edited || lanes_[t.device].device->resident())
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(t.index) +
+                                  " cannot begin with its parameters: it has more than new ones, or is in memory"};
+  return true;
 }
 
 // Begins with the next tile, if the device has room for one more on its way.
@@ -142,7 +154,7 @@ bool Engine::pump(Lane &l) {
   l.to_read[job.place] = false;
   job.begun = true;
   if (!job.read) {
-    job.loaded = true;
+    job.loaded = !job.work.is_new;
     update_if_ready(job);
   } else {
     start(job, CSD_READ,
@@ -209,6 +221,20 @@ void Engine::on_loaded(Job &job, int os_errno) noexcept {
   if (going_on_ == 0) settled_.notify_all();
 }
 
+void Engine::on_seeded(Job &job, int os_errno) noexcept {
+  Lock lock(mutex_);
+  ended(job, CSD_WRITE);
+  if (os_errno) {
+    fail(job, not_moved("writing", *job.tile, os_errno));
+  } else {
+    lane(job).counts.write_bytes += job.tile->section_bytes();
+    lane(job).counts.total_write_bytes += job.tile->section_bytes();
+    job.loaded = true;
+    update_if_ready(job);
+  }
+  if (going_on_ == 0) settled_.notify_all();
+}
+
 void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries) {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
@@ -232,7 +258,15 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
 }
 
 void Engine::update_if_ready(Job &job) noexcept {
-  if (failed_ || !job.loaded || !job.pushed) return;
+  if (failed_ || !job.begun || !job.pushed) return;
+  if (job.work.is_new && !job.seeding) {  // now that the parameters are there, also those that come as an image
+    job.seeding = true;
+    job.tile->slots[job.tile->slot].summed = false;  // a step that was undone may have been summed
+    start(job, CSD_WRITE, [&] {
+      lane(job).device->seed(*job.tile, job.at(), job.work, [this, &job](int error) { on_seeded(job, error); });
+    });
+  }
+  if (!job.loaded) return;
   start(job, CSD_UPDATE, [&] {
     lane(job).device->update(*job.tile, job.at(), job.work,
                              [this, &job](Failure failure) { on_updated(job, std::move(failure)); });

@@ -77,8 +77,9 @@ class Engine {
     uint32_t shown = 0;         // the slot that the windows showed when the step began
     Clock::time_point began{};  // the read, update or write that is under way
     uint64_t place = 0;         // among the tiles of its device, in the order in which they flow
-    bool must_read() const { return !tile->kept && !work.from_windows; }
-    bool begun = false, read = false, pushed = false, loaded = false, given = false, storing = false, stored = false;
+    bool must_read() const { return !tile->kept && !work.from_windows && !work.is_new; }
+    bool begun = false, read = false, pushed = false, seeding = false, loaded = false, given = false;
+    bool storing = false, stored = false;
   };
   struct Lane {  // a device and what is queued on it
     std::unique_ptr<Device> device;
@@ -97,10 +98,12 @@ class Engine {
   };
 
   using Lock = std::unique_lock<std::mutex>;
+  bool is_new(const Tile &, const csd_param *) const;
   Lane &lane(const Job &job) { return lanes_[job.tile->device]; }
   bool pump(Lane &);
   // What runs in threads of the devices, or has begun what they end, throws nothing: it fails the step.
   void on_loaded(Job &, int os_errno) noexcept;
+  void on_seeded(Job &, int os_errno) noexcept;
   void update_if_ready(Job &) noexcept;
   void on_updated(Job &, Failure) noexcept;
   void start_store(Job &) noexcept;

@@ -14,6 +14,7 @@ struct Span {  // n elements of one parameter
   float *state[4];  // one per csd_section; the last is null without amsgrad
   void *param;      // null: nobody wants the rounded master
   uint32_t param_dtype;
+  bool unless_set;  // where `param`, of 16 bits, is not the rounded master, it is the master
 };
 
 // Returns how many gradients are inf or nan; their elements are updated all the same.

@@ -62,6 +62,19 @@ static inline void rule(const csd_adamw &h, uint64_t n, const float *__restrict 
   }
 }
 
+// Where a parameter is not its rounded master, somebody has set it.
+static inline void adopt_set(const uint16_t *param, uint32_t dtype, float *master, uint64_t n) {
+  alignas(64) float wide[kBlock];
+  alignas(64) uint16_t rounded[kBlock];
+  if (dtype == CSD_F16) narrow_f16(master, rounded, n);
+  else narrow_bf16(master, rounded, n);
+  if (memcmp(rounded, param, 2 * n) == 0) return;
+  if (dtype == CSD_F16) widen_f16(param, wide, n);
+  else widen_bf16(param, wide, n);
+  for (uint64_t i = 0; i < n; i++)
+    if (rounded[i] != param[i]) master[i] = wide[i];
+}
+
 static inline uint32_t nonfinite(const float *grad, uint64_t n) {
   uint32_t count = 0;
   for (uint64_t i = 0; i < n; i++) count += (float_bits(grad[i]) & 0x7f800000u) == 0x7f800000u;
@@ -81,6 +94,7 @@ static uint64_t update(const Span &s) {
     bad += nonfinite(grad, n);
 
     float *master = s.state[CSD_MASTER] + i;
+    if (s.unless_set) adopt_set((const uint16_t *)s.param + i, s.param_dtype, master, n);
     if (s.hyper->amsgrad)
       rule<true>(*s.hyper, n, grad, master, s.state[CSD_EXP_AVG] + i, s.state[CSD_EXP_AVG_SQ] + i,
                  s.state[CSD_MAX_EXP_AVG_SQ] + i);

@@ -1,0 +1,211 @@
+"""The first step of new parameters makes their states from them: nothing is read, and no bit differs.
+
+What it writes beside the states, the masters, is for a step that is undone.
+"""
+
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDWarning, bindings
+from csd_optim.engine.engine import Engine
+from csd_optim.store.format import read_contents
+from csd_optim.store.reader import find_damage
+
+SHAPES = (
+    ((20000,), torch.float32),
+    ((60, 70), torch.bfloat16),
+    ((3001,), torch.float16),
+    ((100, 90), torch.bfloat16),
+    ((7,), torch.float32),
+    ((33,), torch.complex64),
+)
+
+
+def model():
+    generator = torch.Generator().manual_seed(1)
+    params = [torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape, dtype in SHAPES]
+    params[3] = params[3].t()  # strides that no gradient of autograd's has
+    return [torch.nn.Parameter(p) for p in params]
+
+
+def give_gradients(params, step, without=()):
+    generator = torch.Generator().manual_seed(100 + step)
+    for i, p in enumerate(params):
+        g = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = None if i in without else g
+
+
+def image(opt, params):
+    """The bits of parameters and states."""
+    values = {}
+    for i, p in enumerate(params):
+        values[i] = p.detach().clone()
+        values |= {(i, key): value.clone() for key, value in opt.state[p].items()}
+    return values
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for key, value in found.items():
+        assert torch.equal(value, wanted[key]), key
+
+
+def train(devices, steps, **options):
+    params = model()
+    with CSDAdam(params, lr=0.1, devices=devices, tile_size=1024, **options) as opt:
+        images = []
+        for step in range(steps):
+            give_gradients(params, step)
+            opt.step()
+            images.append(image(opt, params))
+    return images
+
+
+def undone_in(opt, params, step, monkeypatch, after):
+    """A step that fails when it has pushed so many tiles."""
+    give_gradients(params, step)
+    push, pushed = bindings.engine_push, []
+
+    def failing(*arguments):
+        pushed.append(arguments)
+        if len(pushed) > after:
+            raise MemoryError
+        push(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bindings, "engine_push", failing)
+        with pytest.raises(MemoryError):
+            opt.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"amsgrad": True}, {"shadow": False}, {"topk": 0.05}, {"grad_dtype": torch.bfloat16}, {"max_grad_norm": 0.1}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+@pytest.mark.parametrize("kind", ["one", "several", "scratch"])
+def test_it_reads_nothing_and_changes_no_bit(kind, options, tmp_path, monkeypatch):
+    def devices(name):
+        return {"one": [tmp_path / name], "several": [tmp_path / name, "ram:"], "scratch": ["file:"]}[kind]
+
+    params = model()
+    with CSDAdam(params, lr=0.1, devices=devices("new"), tile_size=1024, **options) as opt:
+        give_gradients(params, 0)
+        opt.step()
+        stats = opt.stats()
+        assert stats["flash_read_bytes"] == 0
+        sections = 4 if "amsgrad" in options else 3
+        if kind != "several" and "topk" not in options:  # residuals are written, too, and in memory nothing is
+            assert stats["flash_write_bytes"] == opt._engine.n_tiles * (sections + 1) * 4 * 1024
+        found = [image(opt, params)]
+        for step in (1, 2):
+            give_gradients(params, step)
+            opt.step()
+            found.append(image(opt, params))
+    monkeypatch.setattr(Engine, "fills_by_step", lambda *_: False)
+    for one, other in zip(found, train(devices("filled"), 3, **options), strict=True):
+        assert_same(one, other)
+    if kind == "one":
+        assert not find_damage([read_contents(tmp_path / "new")])
+
+
+@pytest.mark.parametrize("kind", ["store", "scratch"])
+@pytest.mark.parametrize("options", [{}, {"topk": 0.05}, {"grad_dtype": torch.bfloat16}], ids=["plain", "topk", "cast"])
+@pytest.mark.parametrize("after", [0, 5, 20])
+def test_undone_it_leaves_nothing_and_comes_again(kind, options, after, tmp_path, monkeypatch):
+    wanted = train("ram:", 3, **options)
+    params = model()
+    with CSDAdam(params, lr=0.1, devices=tmp_path if kind == "store" else "file:", tile_size=1024, **options) as opt:
+        before = [p.detach().clone() for p in params]
+        for _ in range(2):
+            undone_in(opt, params, 0, monkeypatch, after)
+            assert all(map(torch.equal, params, before))
+            assert not any(opt.state.values())
+        for step in range(3):
+            give_gradients(params, step)
+            opt.step()
+            assert_same(image(opt, params), wanted[step])
+
+
+@pytest.mark.parametrize("kind", ["store", "scratch", "in place"])
+@pytest.mark.parametrize("then", ["without a gradient", "set", "moved", "loading", "saved"])
+def test_what_happens_between_an_undone_one_and_the_next(kind, then, tmp_path, monkeypatch):
+    """Places are then filled before the step, those of tiles that are partly written, too."""
+    devices = "file:" if kind == "scratch" else tmp_path / "store"
+    all_params, others = model(), model()
+    options = {"lr": 0.1, "tile_size": 1024}
+    # In place a step that wrote is torn: this one fails before.
+    with (
+        CSDAdam(all_params, devices=devices, shadow=kind != "in place", **options) as opt,
+        CSDAdam(others, devices="ram:", **options) as reference,
+    ):
+        undone_in(opt, all_params, 0, monkeypatch, 0 if kind == "in place" else 20)
+        without = ()
+        for params in (all_params, others):
+            if then == "without a gradient":
+                without = (1, 4)
+            elif then == "set":
+                with torch.no_grad():
+                    params[1].fill_(0.5)
+            elif then == "moved":
+                params[1].data = params[1].data.clone() * 2
+        if then == "loading":
+            with opt.loading():
+                pass
+        elif then == "saved" and kind != "scratch":
+            give_gradients(all_params, 0)
+            opt.save(tmp_path / "snapshot")
+            assert not find_damage([read_contents(tmp_path / "snapshot" / "device-0")])
+        for step in range(3):
+            give_gradients(all_params, step, without if step == 0 else ())
+            give_gradients(others, step, without if step == 0 else ())
+            opt.step()
+            reference.step()
+        assert_same(image(opt, all_params), image(reference, others))
+
+
+def test_closed_after_an_undone_one_there_is_no_store(tmp_path, monkeypatch):
+    params = model()
+    with CSDAdam(params, devices=tmp_path, tile_size=1024) as opt:
+        undone_in(opt, params, 0, monkeypatch, 20)
+    with pytest.warns(CSDWarning, match="no store"):
+        CSDAdam(model(), devices=tmp_path, resume=True).close()
+
+
+def test_parameters_that_join_later_after_an_undone_step(tmp_path, monkeypatch):
+    """The store stays at the step before, and the parameters that joined are not in it."""
+    p, q = (torch.nn.Parameter(torch.full((5000,), value)) for value in (1.0, 2.0))
+    with CSDAdam([p], devices=tmp_path, tile_size=1024) as opt:
+        p.grad = torch.ones(5000)
+        opt.step()
+        first = p.detach().clone()
+        opt.add_param_group({"params": [q]})
+        q.grad = torch.ones(5000)
+        with monkeypatch.context() as patch:
+            patch.setattr(bindings, "engine_finish", _first_raises(bindings.engine_finish))
+            with pytest.raises(MemoryError):
+                opt.step()
+        opt.state[p]["exp_avg"].add_(1)  # what is written now is lost with the step that never came
+    assert torch.equal(p, first)
+    assert read_contents(tmp_path).superblock.step == 1
+    p, q = (torch.nn.Parameter(torch.zeros(5000)) for _ in range(2))
+    with CSDAdam([p], devices=tmp_path, resume=True) as opt:
+        assert torch.equal(p, first)
+        opt.add_param_group({"params": [q]})
+        p.grad, q.grad = torch.ones(5000), torch.ones(5000)
+        opt.step()
+        assert opt.state[p]["step"] == 2
+        assert opt.state[q]["step"] == 1
+
+
+def _first_raises(call):
+    calls = []
+
+    def finish(handle, keep, name):
+        calls.append(keep)
+        if len(calls) == 1:
+            call(handle, False, name)
+            raise MemoryError
+        call(handle, keep, name)
+
+    return finish
