@@ -659,12 +659,14 @@ class CSDAdam(AdamW, Joinable):
         prepared: dict[int, GradSource],
     ) -> list[ParamState]:
         """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
-        of_step = plan.param_states, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup
-        topk = ratios(*of_step, owing=self.error_feedback and bool(engine.residuals))
+        param_states, may_owe = plan.param_states, self.error_feedback and bool(engine.residuals)
+        owing = np.array([may_owe and b.residual is not None for b in param_states])
+        of_step = [b.param for b in param_states], owing, groups, self.param_groups, steps[plan.rows]
+        topk = ratios(*of_step, self.topk, self.topk_warmup)
         if not topk.any():
             return []
         owed, new = [], False
-        for param_state, grad, share in zip(plan.param_states, grads, topk.tolist(), strict=True):
+        for param_state, grad, share in zip(param_states, grads, topk.tolist(), strict=True):
             if not share:
                 continue
             row = table[param_state.index]
