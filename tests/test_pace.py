@@ -14,7 +14,8 @@ import torch
 from csd_optim import CSDAdam, CSDValueError
 from csd_optim.bindings import Pace
 from csd_optim.cli.benchmark import scratch
-from csd_optim.devices.spec import NO_CACHE, parse_device, parse_devices
+from csd_optim.devices.backends import NO_CACHE
+from csd_optim.devices.spec import parse_device, parse_devices
 
 NUMEL = 1 << 20  # parameters: states of 12.6 MB, fp16 gradients of 2.1 MB
 TILE = 1 << 16  # elements: 16 tiles

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..devices import machine
 from ..devices import smartssd as cards
-from ..devices.spec import DEFAULT_BLOCK, DeviceSpec, days_left, parse_devices
+from ..devices.backends import DEFAULT_BLOCK
+from ..devices.spec import DeviceSpec, days_left, parse_devices
 from ..devices.xclbin import find_kernels, read_xclbin
 from ..engine.tuning import Scratch, rate
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
@@ -43,7 +44,7 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
             entry["xclbin"] = describe_xclbin(find_kernels(spec.xclbin))
         except CSDError as e:
             return entry | {"problem": message(e)}
-    if spec.backend == "ram":
+    if spec.kind.in_memory:
         entry["free_bytes"] = machine.available_memory()
         entry["room_for_params"] = entry["free_bytes"] // MEMORY_STATE_BYTES  # as the only device
     if spec.directory is None:

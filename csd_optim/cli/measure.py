@@ -19,8 +19,9 @@ import torch
 
 from .. import bindings
 from ..bindings import DTYPE_CODES, HYPER, PARAM, TILE_STATE, DeviceConfig
+from ..devices.backends import DEFAULT_BLOCK
 from ..devices.smartssd import find as find_card
-from ..devices.spec import DEFAULT_BLOCK, DEFAULT_BUFFERS, DeviceSpec
+from ..devices.spec import DEFAULT_BUFFERS, DeviceSpec
 from ..devices.xclbin import find_kernels
 from ..engine.tuning import Scratch, huge_array
 from ..errors import CSDOSError

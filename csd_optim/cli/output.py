@@ -11,17 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..checkpoint.verify import Verdict
+from ..devices.backends import BACKENDS
 from ..planning import advice, model
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from . import benchmark
 
 LONG = 16  # parameters; more are listed in part
-BACKENDS = {
-    "file": "an emulated CSD: tiles in a file, updated by the CPU",
-    "xrt": "a SmartSSD: tiles on its drive, updated by its FPGA",
-    "ram": "states in host memory, updated by the CPU",
-    "null": "keeps and computes nothing: times the rest",
-}
 
 
 def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[dict[str, Any]]) -> None:
@@ -29,7 +24,7 @@ def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[d
     out.print(describe_machine(machine))
     out.print(f"updater: {updater['isa']} ({', '.join(updater['isas'])} available), {updater['threads']} threads")
     for entry in found:
-        rows = [("back end", f"{entry['backend']}, {BACKENDS[entry['backend']]}")]
+        rows = [("back end", f"{entry['backend']}, {BACKENDS[entry['backend']].about}")]
         if card := entry.get("card"):
             rows += describe_card(card, entry.get("xclbin"))
         if place := entry.get("storage"):
@@ -225,7 +220,7 @@ def show_bench(result: dict[str, Any]) -> None:
     for d in result["devices"]:
         out.print()
         out.print(escape(d["device"]), style="bold")
-        rows = [("back end", f"{d['backend']}, {BACKENDS[d['backend']]}")]
+        rows = [("back end", f"{d['backend']}, {BACKENDS[d['backend']].about}")]
         if place := d.get("storage"):
             disk = ", ".join(filter(None, (place["source"], place["model"])))
             direct = "direct I/O" if d["direct_io"] else "no direct I/O: through the page cache"

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,11 @@ from urllib.parse import parse_qsl
 
 import torch.distributed as dist
 
-from ..bindings import IO_DEPTH, UNPACED, Pace
+from ..bindings import UNPACED, Pace
 from ..errors import CSDTypeError, CSDValueError
-from .units import parse_bytes, parse_rate, parse_seconds
+from .backends import BACKENDS, DEFAULT_BLOCK, DEFAULT_DEPTH, Backend
 
-BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
-DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
-DEFAULT_DEPTH = IO_DEPTH
-NO_CACHE = -1  # every step reads everything, also what is still in a buffer
-ANY_NODE = -1  # buffers and update threads are not to be those of the drive's NUMA node
-CARD_BLOCK = 4 << 20  # what others have published of P2P asks for 4 MiB and more
 DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
 
 
@@ -80,6 +74,11 @@ class DeviceSpec:
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def kind(self) -> Backend:
+        """Its row in the table of back ends."""
+        return BACKENDS[self.backend]
 
 
 def shares_of(specs: Sequence[DeviceSpec]) -> tuple[float, ...] | None:
@@ -110,7 +109,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     if not text:
         raise CSDValueError("Invalid device: ''; name a directory, or 'ram:'")
     if text.lower() in BACKENDS:
-        example = {"xrt": "xrt:0"}.get(text.lower(), f"{text.lower()}:")
+        example = BACKENDS[text.lower()].example
         raise CSDValueError(f"Invalid device: {text!r}; write '{example}', or './{text}' for the directory")
     # A scheme has two letters or more and no slash before its colon; everything else is a directory.
     scheme = re.match(r"([A-Za-z][A-Za-z0-9_]+):", text)
@@ -118,20 +117,19 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
         if "?" in text and not Path(text).exists():
             raise CSDValueError(f"Invalid device: {text!r}; options need the back end: 'file:{text}'")
         return DeviceSpec(text, "file", Path(text).expanduser(), durable=True)
-    backend = scheme[1].lower()
-    if backend not in BACKENDS or text[scheme.end() :].startswith("//"):
+    backend = BACKENDS.get(scheme[1].lower())
+    if not backend or text[scheme.end() :].startswith("//"):
         raise CSDValueError(
             f"Invalid device: {text!r}; write a directory such as /mnt/nvme0 or file:/mnt/nvme0; "
             f"the back ends are {', '.join(b + ':' for b in BACKENDS)}"
         )
     place, _, query = text[scheme.end() :].partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
-    known = _OPTIONS[backend]
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"block_bytes": backend.block_bytes}
     for name, value in options.items():
-        option = next((o for o in known if o.name == name), None)
+        option = next((o for o in backend.options if o.name == name), None)
         if option is None:
-            names = ", ".join(o.name for o in known)
+            names = ", ".join(o.name for o in backend.options)
             raise CSDValueError(f"Invalid device: {text!r}; unknown option {name!r}, there are {names}")
         try:
             values[option.field or name] = option.read(value)
@@ -140,98 +138,16 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     values["pace"] = Pace(**{f.name: values.pop(f.name) for f in fields(Pace) if f.name in values})
     scratch = values.pop("scratch", False)
     values["chosen"] = frozenset({"block", "depth"} & options.keys())
-    if backend in ("ram", "null"):
+    if not backend.place:
         if place:
-            raise CSDValueError(f"Invalid device: {text!r}; {backend}: takes no place")
-        return DeviceSpec(text, backend, **values)
-    if backend == "file":
+            raise CSDValueError(f"Invalid device: {text!r}; {backend.name}: takes no place")
+        return DeviceSpec(text, backend.name, **values)
+    if backend.place == "directory":
         directory = Path(place or ".").expanduser()
-        return DeviceSpec(text, "file", directory, durable=bool(place) and not scratch, **values)
+        return DeviceSpec(text, backend.name, directory, durable=bool(place) and not scratch, **values)
     if not re.fullmatch(r"[0-9]{1,4}|([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", place, re.I):
         raise CSDValueError(f"Invalid device: {text!r}; write a card's index, xrt:0, or its address, xrt:0000:65:00.1")
-    values.setdefault("block_bytes", CARD_BLOCK)
-    return DeviceSpec(text, "xrt", durable=not scratch, card=place.lower(), **values)
-
-
-@dataclass(frozen=True)
-class _Option:
-    name: str
-    what: str
-    read: Callable[[str], Any]  # raises ValueError
-    field: str = ""  # of DeviceSpec, if it has another name there
-
-
-def _within(value: float, low: float, high: float) -> Any:
-    if not low <= value <= high:
-        raise ValueError
-    return value
-
-
-def _block(value: str) -> int:
-    size = parse_bytes(value)
-    if size % 4096:
-        raise ValueError
-    return int(_within(size, 4096, math.inf))
-
-
-def _choice(*choices: str) -> Callable[[str], str]:
-    return lambda value: choices[choices.index(value)]
-
-
-def _yes(value: str) -> bool:
-    return _choice("0", "1")(value) == "1"
-
-
-def _cache(value: str) -> int:
-    return NO_CACHE if value == "off" else int(_within(parse_bytes(value), 0, 1 << 50))
-
-
-def _node(value: str) -> int:
-    return ANY_NODE if value == "off" else int(_within(int(value), 0, 1023))
-
-
-def _rate(unit: str) -> Callable[[str], float]:
-    return lambda value: _within(parse_rate(value, unit), 1e3, 1e15)
-
-
-_ANY_OPTIONS = (_Option("share", "a number from 0.001 to 1000", lambda v: _within(float(v), 0.001, 1000)),)
-_STORE_OPTIONS = (
-    _Option("buffers", "a number from 1 to 1024", lambda v: _within(int(v), 1, 1024)),
-    _Option("block", "a multiple of 4096 bytes", _block, "block_bytes"),
-    _Option("depth", f"a number from {DEFAULT_DEPTH} to 256", lambda v: _within(int(v), DEFAULT_DEPTH, 256)),
-    _Option("scratch", "0 or 1", _yes),
-    _Option("tbw", "a number of bytes such as 600TB", lambda v: _within(parse_bytes(v), 1, math.inf), "tbw_bytes"),
-)
-_FILE_OPTIONS = (
-    _Option("cache", "a number of bytes such as 4GB, or off", _cache, "cache_bytes"),
-    _Option("numa", "the number of a node, or off", _node),
-)
-_XRT_OPTIONS = (
-    _Option("nvme", "a directory on the card's drive", lambda v: Path(v).expanduser(), "directory"),
-    _Option("xclbin", "a file", lambda v: Path(v).expanduser()),
-    _Option("p2p", "0, 1 or auto", _choice("0", "1", "auto")),
-    _Option("timeout", "a number of seconds from 0.1 to 3600", lambda v: _within(float(v), 0.1, 3600)),
-)
-# Paced are the devices whose drive or FPGA is not real.
-_PACE = "a rate such as 2.9GB/s"
-_DRIVE_PACE = (
-    _Option("read", _PACE, _rate("B")),
-    _Option("write", _PACE, _rate("B")),
-    _Option("mixed", _PACE, _rate("B")),
-    _Option("latency", "a time such as 100us", lambda v: _within(parse_seconds(v), 0, 60)),
-    _Option("host", "0 or 1", _yes),
-    _Option("flash_grads", "0 or 1", _yes),
-)
-_UPDATE_PACE = (
-    _Option("update", "parameters per second such as 240M/s", _rate("")),
-    _Option("link", _PACE, _rate("B")),
-)
-_OPTIONS = {
-    "file": _STORE_OPTIONS + _FILE_OPTIONS + _DRIVE_PACE + _UPDATE_PACE + _ANY_OPTIONS,
-    "xrt": _STORE_OPTIONS + _XRT_OPTIONS + _ANY_OPTIONS,
-    "ram": _UPDATE_PACE + _ANY_OPTIONS,
-    "null": _UPDATE_PACE + _ANY_OPTIONS,
-}
+    return DeviceSpec(text, backend.name, durable=not scratch, card=place.lower(), **values)
 
 
 def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:

@@ -75,7 +75,7 @@ def open_engine(
     Raises what the engine raises, CSDValueError if the ranks do not want the same.
     """
     durable = any(s.durable for s in specs)
-    in_memory = all(s.backend == "ram" for s in specs)
+    in_memory = all(s.kind.in_memory for s in specs)
     said = ranks.gather(durable, get_args(Mode).index(mode), in_memory) if ranks else [(durable, 0, in_memory)]
     if len({(d, m) for d, m, _ in said}) > 1:
         raise CSDValueError(

@@ -18,9 +18,10 @@ import torch
 
 from .. import bindings
 from ..bindings import TORN, UNPACED, DeviceConfig
+from ..devices.backends import ANY_NODE
 from ..devices.machine import numa_node
 from ..devices.smartssd import find as find_card
-from ..devices.spec import ANY_NODE, DeviceSpec, shares_of
+from ..devices.spec import DeviceSpec, shares_of
 from ..devices.xclbin import find_kernels
 from ..errors import (
     CSDError,
@@ -88,12 +89,12 @@ class Engine:
         self._stores: list[StoreFile | None] = []
         self._cards: dict[str, Any] = {}  # by name
         try:
-            self.specs = [self._open_card(spec) if spec.backend == "xrt" else spec for spec in self.specs]
+            self.specs = [self._open_card(spec) if spec.kind.on_card else spec for spec in self.specs]
             for spec in self.specs:
                 store: StoreFile | None = None
                 if spec.directory:
                     store = StoreFile(spec.directory, durable=spec.durable, mode=mode)
-                elif spec.backend == "ram" and not self.resident:
+                elif spec.kind.in_memory and not self.resident:
                     # Beside a device that can fail, a step must be undone in memory, too: two slots, like a file's.
                     store = StoreFile(None, durable=False)
                 self._stores.append(store)
@@ -139,7 +140,7 @@ class Engine:
     @property
     def resident(self) -> bool:
         """The state lies in host memory, on every device, and is updated there."""
-        return self.in_place and all(s.backend == "ram" for s in self.specs)
+        return self.in_place and all(s.kind.in_memory for s in self.specs)
 
     @property
     def reaches_params(self) -> bool:
@@ -148,7 +149,7 @@ class Engine:
 
     @property
     def keeps_state(self) -> bool:
-        return any(s.backend != "null" for s in self.specs)
+        return any(s.kind.keeps_state for s in self.specs)
 
     def fills_by_step(self, params: Sequence[int]) -> bool:
         """Can the next step make the state of these parameters, which joined since the last, from what they are?"""
@@ -261,7 +262,7 @@ class Engine:
         tried = {
             d: store.path if store.path.is_dir() else store.path.parent
             for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True))
-            if store and spec.backend == "file" and spec.pace == UNPACED
+            if store and spec.kind.has_file and not spec.kind.on_card and spec.pace == UNPACED
         }
         shares_open = new and len(tried) == len(self.specs) > 1 and all(s.share is None for s in self.specs)
         said = all(self.specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
