@@ -3,8 +3,8 @@
     python -m bench.tables                        prints it
     python -m bench.tables docs/performance.md    puts it between its two marks in a file
 
-One step each in a named directory, where the kernel's own counters were found to agree (tests/test_traffic.py), and
-without what buffers have of the step before.
+One step each in a named directory, where the kernel's own counters were found to agree
+(tests/step/test_traffic.py), and without what buffers have of the step before.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from ..store.user_state import pack_user_state
 from .consolidate import Consolidated, at_rest_together
 from .files import Output, Progress, made_whole, need_room, no_bar
 from .snapshot import Paths
-from .state_dict import EXPORT_WITH_RESIDUALS, about_of, dtype_of, names_of, numbered, state_dict
+from .state_dict import EXPORT_WITH_RULE, about_of, dtype_of, names_of, numbered, state_dict
 
 # As NumPy has them: it has no bfloat16, and 16 bits are as good for copying.
 NUMPY = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}
@@ -242,6 +242,13 @@ class Export:
     user_state: bytes
     state: Callable[[int, str], np.ndarray[Any, Any] | None]  # of parameter and section; None: it has none
 
+    def sections(self, extent: int, row: int) -> Sequence[str]:
+        """Names of the states of a parameter, and of all in its extent."""
+        if "rule" in self.about:
+            sections: list[str] = self.about["sections"][extent]
+            return sections
+        return SECTIONS if self.state(row, SECTIONS[-1]) is not None else SECTIONS[:-1]
+
 
 def read_export(path: Path) -> Export:
     """Raises CSDStoreError if it is none, or not one of ours."""
@@ -294,7 +301,7 @@ def _read_torch(path: Path) -> Export:
         return array
 
     steps = [float(small(entry["step"])) for entry in states]
-    groups = [plain(group) for group in laid_out["param_groups"]]
+    groups = [plain(group, group) for group in laid_out["param_groups"]]
     user_state = pack_user_state(tree_map_only(torch.Tensor, small, about["user_state"]))
     return Export(about, steps, groups, user_state, state)
 
@@ -336,9 +343,9 @@ def _residual(value: np.ndarray[Any, Any], p: dict[str, Any]) -> torch.Tensor:
 
 
 def _check_format(about: dict[str, Any], path: Path) -> None:
-    if about["format"] > EXPORT_WITH_RESIDUALS:
+    if about["format"] > EXPORT_WITH_RULE:
         raise CSDStoreError(
-            f"{path} has format {about['format']}; this csd_optim reads up to {EXPORT_WITH_RESIDUALS}: upgrade it"
+            f"{path} has format {about['format']}; this csd_optim reads up to {EXPORT_WITH_RULE}: upgrade it"
         )
 
 
@@ -362,11 +369,11 @@ def import_store(
             for e, number in enumerate(sorted({p["extent"] for p in about["params"]})):
                 # What joined together lies together again.
                 rows = [i for i, p in enumerate(about["params"]) if p["extent"] == number]
-                sections = 4 if export.state(rows[0], "max_exp_avg_sq") is not None else 3
+                sections = export.sections(number, rows[0])
                 extent = engine.extend([numels[i] for i in rows], sections)
                 for at, i in enumerate(rows):
                     p = about["params"][i]
-                    for k, section in enumerate(SECTIONS[:sections]):
+                    for k, section in enumerate(sections):
                         flat = engine.window(extent, at, k, dtype_of(p, section))
                         window = flat.as_strided(p["shape"], p["stride"]).numpy()
                         value = export.state(i, section)
@@ -383,7 +390,8 @@ def import_store(
             engine.sync()
         engine.step = about["step"]
         engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
-        engine.describe({"params": params, "waiting": about["waiting"]})  # without this, close() leaves nothing
+        rule = {"rule": about["rule"]} if "rule" in about else {}
+        engine.describe({**rule, "params": params, "waiting": about["waiting"]})  # without this, close() leaves nothing
     finally:
         engine.close()
     return {"devices": [str(spec) for spec in specs], "step": about["step"], "params": sum(numels)}

@@ -34,7 +34,6 @@ from ..errors import (
     CSDWarning,
     users_stacklevel,
 )
-from ..store.check import SECTIONS
 from ..store.file import Mode, Staged
 from ..store.format import (
     CLEAN,
@@ -189,7 +188,7 @@ class DurableEngine(Engine):
             name += ": " + ", ".join(lying_in(manifest, self.extents.index(extent), tile - extent.first_tile))
         return name
 
-    def extend(self, numels: Sequence[int], sections: int) -> Extent:
+    def extend(self, numels: Sequence[int], sections: Sequence[str]) -> Extent:
         self.check_open()
         if self._uncommitted:  # what joins is no part of the step before
             self.commit()
@@ -217,7 +216,7 @@ class DurableEngine(Engine):
                 "tile_elems": extent.tile_elems,
                 "tiles": extent.tiles_of(device),
                 "slots": extent.slots,
-                "sections": list(SECTIONS[: extent.sections]),
+                "sections": [*extent.sections],
                 "file_offset": offset,
                 **({"shares": [*extent.shares]} if extent.shares else {}),
                 **({"sum_elems": extent.sum_elems} if extent.sum_elems else {}),
@@ -299,13 +298,13 @@ class DurableEngine(Engine):
             self._edited[:] = self._reseeded[:] = False
             self._empty[self._in_step] = False
 
-    def drain(self) -> None:
+    def remap(self) -> None:
         self.check_open()
         if self._handle is not None:
             self._show(open=False)
 
     def _show(self, *, open: bool) -> None:
-        bindings.engine_drain(self._handle, self.name_device, open=open)
+        bindings.engine_remap(self._handle, self.name_device, open=open)
         self._open[:] = open
 
     # ---- writing to windows --------------------------------------------------
@@ -323,12 +322,12 @@ class DurableEngine(Engine):
             self.sync()
             if self._uncommitted:
                 self._note_written()
-                self.drain()
+                self.remap()
                 if not self._loading:
                     self.commit(background=False)
         except BaseException:
             with contextlib.suppress(CSDError):
-                self.drain()  # others' windows were opened, too, and theirs are committed
+                self.remap()  # others' windows were opened, too, and theirs are committed
             raise
 
     @contextlib.contextmanager
@@ -401,7 +400,7 @@ class DurableEngine(Engine):
             self.push(tile)
         bindings.engine_finish(self._handle, True, self.name_device)
         self._ended = time.perf_counter()
-        bindings.engine_settle(self._handle, self.name_device)
+        bindings.engine_wait_writes(self._handle, self.name_device)
         self._edited[tiles] = False
         self._loose[tiles] = True
         self._uncommitted = True
@@ -462,7 +461,8 @@ class DurableEngine(Engine):
         durable = {d: store for d, store in enumerate(self._stores) if store and store.durable}
         self._committed_steps = steps = self._all_steps()
         extents_on = {d: [*self._extents_on[d]] for d in durable}
-        version = version_of(features_of(self._extents_on[0], residuals=bool(residuals)))
+        features = features_of(self._extents_on[0], residuals=bool(residuals), rule="rule" in self._manifest)
+        version = version_of(features)
         manifests = {}
         if not self._described:
             manifests = {d: json.dumps(self._described_on(d)).encode() for d in durable}
@@ -471,9 +471,9 @@ class DurableEngine(Engine):
             self.check_whole()
             if self._open.any():
                 self.sync()  # before their sums are taken: what these say is on the disk then
-                self.drain()  # what is committed is not to be written to
+                self.remap()  # what is committed is not to be written to
             elif self._handle is not None:
-                bindings.engine_settle(self._handle, self.name_device)
+                bindings.engine_wait_writes(self._handle, self.name_device)
             tiles = [self.tiles_of(extent) for extent in self.extents]
             if changed:
                 for written in in_parallel([partial(self._kept.write, d, s, changed) for d, s in durable.items()]):
@@ -606,7 +606,7 @@ class DurableEngine(Engine):
         ranks = {"rank": self.ranks.rank, "world_size": self.ranks.size} if self.ranks else {}
         tiles = sum(e["tiles"] for e in extents)
         manifest = {**self._manifest, **ranks, "params": params, "extents": extents, "tiles": tiles}
-        features = features_of(extents, residuals=bool(self.residuals))
+        features = features_of(extents, residuals=bool(self.residuals), rule="rule" in self._manifest)
         return {**manifest, "features": sorted(features)} if version_of(features) >= NAMED_FEATURES else manifest
 
     def _announce_step(self) -> None:
@@ -656,7 +656,7 @@ class DurableEngine(Engine):
             self._tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
         for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)
-            sums = np.zeros((extent.n_tiles, extent.chunks, extent.sections), np.uint32)
+            sums = np.zeros((extent.n_tiles, extent.chunks, len(extent.sections)), np.uint32)
             for d, contents in enumerate(self.recovered):
                 here, tiles = extent.devices == d, extent.tiles_of(d)
                 states[here], sums[here] = contents.tiles[row[d] : row[d] + tiles], contents.sums[e]

@@ -47,7 +47,7 @@ UNEQUAL = 1.5  # times as fast: what two short measurements of equal drives do n
 
 
 class Engine:
-    """Owns `specs`' devices from now to `close()`. States are fp32, `store.check.SECTIONS` names them.
+    """Owns `specs`' devices from now to `close()`. States are fp32; who extends it names them.
 
     Raises what `StoreFile` raises when a directory cannot be had; then nothing is left open.
     """
@@ -76,7 +76,7 @@ class Engine:
         self._windows: list[list[Any]] = []  # per extent, per section: a buffer that unmaps itself
         self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
         self.synced = True  # what was written to windows is on the devices
-        self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
+        self.steps: list[np.ndarray[Any, Any]] = []  # per extent: `step` of each parameter, fp32
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, over all extents: see keep_residual()
         self.step = 0  # whole steps of this engine
         self.record = Record()  # of the last step
@@ -169,15 +169,17 @@ class Engine:
         card = f"xrt:{spec.card}, " if spec.card else ""
         return f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
 
-    def extend(self, numels: Sequence[int], sections: int) -> Extent:
+    def extend(self, numels: Sequence[int], sections: Sequence[str]) -> Extent:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
+
+        `sections`: names of the states of each, the fp32 master being the first.
 
         To be followed by `describe()`, and to be filled within `writing()`.
         """
         self.check_open()
         self.synced = False
         if not self.extents:
-            self._tune(self.slots * 4 * sections * sum(numels), new=True)
+            self._tune(self.slots * 4 * len(sections) * sum(numels), new=True)
         extent = plan_extent(
             numels,
             len(self.specs),
@@ -238,7 +240,7 @@ class Engine:
             self._handle,
             extent.tile_elems,
             extent.n_tiles,
-            extent.sections,
+            len(extent.sections),
             offsets,
             extent.pieces,
             self.name_device,
@@ -327,7 +329,7 @@ class Engine:
     def tiles_of(self, extent: Extent) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """What is known of the tiles of an extent: TILE_STATE of each, checksums (uint32: tiles, chunks, sections)."""
         n, first = extent.n_tiles, extent.first_tile
-        return bindings.engine_tiles(self._handle, first, n, extent.chunks, extent.sections)
+        return bindings.engine_tiles(self._handle, first, n, extent.chunks, len(extent.sections))
 
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
         """The parts of parameters in a tile, dtype PIECE."""
@@ -378,7 +380,7 @@ class Engine:
     def _trace_step(self) -> None:
         """What the last step did is known when its last states are where they belong."""
         if self._trace and self._began:
-            bindings.engine_settle(self._handle, self.name_device)
+            bindings.engine_wait_writes(self._handle, self.name_device)
             events = bindings.engine_events(self._handle)
             self._trace.step(self.step, self._began, self._ended or time.perf_counter(), events)
             self._began = 0.0
@@ -394,7 +396,7 @@ class Engine:
 
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         """Do these tiles (uint32), all of them pushed, have their new parameters? `wait`: until they have."""
-        return bindings.engine_given(self._handle, tiles, wait, self.name_device)
+        return bindings.engine_params_ready(self._handle, tiles, wait, self.name_device)
 
     def finish(self, keep: bool = True) -> None:
         """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""
@@ -411,16 +413,16 @@ class Engine:
         """Tiles whose parameters the last undone step had already written: of how many elements, from the first on."""
         return bindings.engine_undone(self._handle)
 
-    def drain(self) -> None:
+    def remap(self) -> None:
         """Waits until every state is on its device and the windows show it. Raises CSDOSError if one will not go."""
         self.check_open()
         if self._handle is not None:
-            bindings.engine_drain(self._handle, self.name_device, open=True)
+            bindings.engine_remap(self._handle, self.name_device, open=True)
 
-    def settle_writes(self) -> None:
+    def wait_writes(self) -> None:
         """Waits until every state is on its device. Raises CSDOSError if one will not go."""
         if self._handle is not None:
-            bindings.engine_settle(self._handle, self.name_device)
+            bindings.engine_wait_writes(self._handle, self.name_device)
 
     def commit(self, record: Record | None = None) -> None:
         """Makes the state durable as it is, in the background, with `steps` and `record`: where it can be durable."""
@@ -460,7 +462,7 @@ class Engine:
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
         """What is written to the windows of these parameters within is on the devices at the end. Raises CSDOSError."""
-        self.drain()
+        self.remap()
         yield
         self.sync()
 
@@ -530,7 +532,7 @@ class Engine:
             try:
                 self._before_close()
                 if self._handle is not None:
-                    bindings.engine_settle(self._handle, self.name_device)
+                    bindings.engine_wait_writes(self._handle, self.name_device)
                     self._trace_step()
             finally:
                 if self._trace:
@@ -538,7 +540,7 @@ class Engine:
                 self._end_background()
                 handle, self._handle = self._handle, None
                 if handle is not None:
-                    with contextlib.suppress(CSDError):  # drain() has raised it
+                    with contextlib.suppress(CSDError):  # remap() has raised it
                         bindings.engine_close(handle, self.name_device)
                 self._close_stores()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 from ..errors import CSDTypeError
 
 Groups = Sequence[dict[str, Any]]
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
 def name_of(groups: Groups, k: int, i: int) -> str:
@@ -34,8 +33,11 @@ def _item(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def plain(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out."""
+def plain(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
+    """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out.
+
+    Raises CSDTypeError if that is one of those that are `needed`.
+    """
     stored = {}
     for name, value in group.items():
         if name in ("params", "param_names"):
@@ -44,7 +46,7 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
         of = value if isinstance(value, list) else [value]
         if all(isinstance(v, (int, float, str, type(None))) for v in of):
             stored[name] = value
-        elif name in HYPERPARAMETERS:
+        elif name in needed:
             raise CSDTypeError(f"Invalid {name}: {group[name]!r}; a store keeps numbers")
     return stored
 
@@ -55,7 +57,7 @@ def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
         now = group.get(name)
         if name in ("foreach", "fused", "capturable", "differentiable"):
             continue  # no hyperparameters: how torch computes
-        if name in HYPERPARAMETERS and isinstance(value, list) and len(value) == 1:
+        if isinstance(now, (int, float, torch.Tensor)) and isinstance(value, list) and len(value) == 1:
             (value,) = value  # of a tensor with one element, as stores had it once
         if isinstance(now, torch.Tensor):
             now.fill_(value)

@@ -9,16 +9,18 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..distributed.sharding import Unsharded
-from ..store.format import Record
+from ..store.check import UNNAMED_RULE
+from ..store.format import Contents, Record
 from ..store.layout import Extent
-from .groups import HYPERPARAMETERS, Groups, members, name_of
+from .groups import Groups, members, name_of
 from .param_state import ParamState
+from .update_rule import UpdateRule
 
 PartOf = Callable[[torch.Tensor], Unsharded]  # of a parameter, that which this process updates
 
 
 def manifest(
-    param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
+    rule: UpdateRule, param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
 ) -> dict[str, Any]:
     """`param_states` in the order of the extents."""
     state_map = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
@@ -34,7 +36,26 @@ def manifest(
         for k, i, p in members(groups)
         if id(p) not in placed
     ]
-    return {"params": params, "waiting": waiting}
+    return {**named(rule), "params": params, "waiting": waiting}
+
+
+def named(rule: UpdateRule) -> dict[str, Any]:
+    """What a manifest says of the rule: nothing of AdamW's, which was the only one once."""
+    return {} if rule.name == UNNAMED_RULE else {"rule": rule.name}
+
+
+def other_rule(stored: Contents, rule: UpdateRule) -> str | None:
+    """Why a store is not one that `rule` could go on from; None if it is."""
+    name = stored.manifest.get("rule", UNNAMED_RULE)
+    if name != rule.name:
+        return f"its states are those of the rule {name}, and this optimizer's is {rule.name}"
+    for extent in stored.manifest["extents"]:
+        if not rule.takes(extent["sections"]):
+            return f"its tiles have the sections {extent['sections']}, which are not those of the rule {name}"
+    for group in (*stored.record.groups, *stored.record.given):
+        if missing := [key for key in rule.hyperparameters if key not in group]:
+            return f"a group of it has no {missing[0]}, which the rule {name} needs"
+    return None
 
 
 def _about(p: torch.Tensor, part: Unsharded) -> dict[str, Any]:
@@ -63,11 +84,11 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
     return None
 
 
-def changed_by_resume(given: Groups, record: Record) -> Iterator[str]:
+def changed_by_resume(rule: UpdateRule, given: Groups, record: Record) -> Iterator[str]:
     """Says of each hyperparameter that is given otherwise than when the store was made, that the store's counts."""
     for k, (now, then, goes_on) in enumerate(zip(given, record.given, record.groups, strict=False)):
         own = [name for name in ("topk",) if name in now and name in goes_on]  # no group needs to have it
-        for name in (*HYPERPARAMETERS, *own):
+        for name in (*rule.hyperparameters, *own):
             if now[name] not in (then.get(name), goes_on[name]):
                 yield (
                     f"{name} of group {k} goes on as {goes_on[name]}, not {now[name]}; it was {then.get(name)} when "
