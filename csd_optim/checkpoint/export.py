@@ -24,9 +24,10 @@ from ..engine.durable import DurableEngine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..params.groups import plain
 from ..store.check import SECTIONS
-from ..store.format import RESIDUAL_BYTES, Contents, Record, opened
+from ..store.format import RESIDUAL_BYTES, Contents, Record
 from ..store.layout import extents_of
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
+from ..store.transfer import opened
 from ..store.user_state import pack_user_state
 from .consolidate import Consolidated, at_rest_together
 from .files import Output, Progress, made_whole, need_room, no_bar

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import CSDError, CSDOSError, CSDStoreExistsError
-from ..store.format import sync_directory, write
 from ..store.reader import Tick
+from ..store.transfer import sync_directory, write
 
 SYNC_BYTES = 64 << 20  # so much is written, then it goes to the disk and out of the page cache: training wants memory
 Progress = Callable[[str, int], AbstractContextManager[Tick]]  # what is done, of how many bytes

@@ -25,9 +25,10 @@ from ..engine.durable import DurableEngine, Pin
 from ..engine.engine import Engine
 from ..errors import CSDOSError, CSDRuntimeError, CSDStoreError, CSDWarning
 from ..store.file import StoreFile
-from ..store.format import CLEAN, FILE_NAME, PAGE, Contents, opened, read_region
+from ..store.format import CLEAN, FILE_NAME, PAGE, Contents, read_region
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
 from ..store.recovery import common_commit
+from ..store.transfer import opened
 from .files import Output, Progress, made_whole, need_room, no_bar
 
 FICLONE = 0x40049409  # ioctl: this file becomes another one's reflink, in no time

@@ -15,8 +15,9 @@ from ..devices.spec import parse_devices
 from ..engine.durable import DurableEngine
 from ..errors import CSDStoreError
 from ..store.file import lock, not_for_children
-from ..store.format import RESIDUAL_BYTES, Contents, opened
+from ..store.format import RESIDUAL_BYTES, Contents
 from ..store.reader import residuals_of
+from ..store.transfer import opened
 from ..store.user_state import stored_user_state
 from .snapshot import Paths, directories
 

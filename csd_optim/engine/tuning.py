@@ -20,6 +20,7 @@ import numpy as np
 from ..bindings import IO_DEPTH
 from ..errors import CSDOSError, CSDWarning
 from ..store.file import StoreFile
+from ..store.transfer import read_into, write
 
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
 Kind = Literal["read", "write", "mixed"]
@@ -186,13 +187,12 @@ def _serve(
     try:
         while not stop.is_set() and (request := queue.next()):
             file, is_write, offset = request
-            left = buffer[: file.block]
-            while left:  # a transfer cut short goes on where it stopped
-                n = os.pwritev(file.fd, [left], offset) if is_write else os.preadv(file.fd, [left], offset)
-                if n == 0:
-                    raise OSError(0, "end of file")
-                left, offset = left[n:], offset + n
-                done[file] += n
+            part = buffer[: file.block]
+            if is_write:
+                write(file.fd, part, offset)
+            elif read_into(file.fd, part, offset) < len(part):
+                raise OSError(0, "end of file")
+            done[file] += len(part)
     except OSError as e:
         errors.append(e)
         stop.set()
