@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import settings
 from ._native import ffi, lib
 from .errors import (
     CSDMemoryError,
@@ -468,12 +469,10 @@ def crc32c(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
     return int(lib.csd_crc32c(crc, ffi.from_buffer(data), len(data)))
 
 
-if _isa := os.environ.get("CSD_OPTIM_ISA"):
+if _isa := settings.isa():
     isa_use(_isa)
-if _threads := os.environ.get("CSD_OPTIM_THREADS"):
-    if not _threads.isdecimal() or not 1 <= int(_threads) <= 1024:
-        raise CSDValueError(f"Invalid CSD_OPTIM_THREADS: {_threads!r}; it is a number of threads from 1 to 1024")
-    threads_use(int(_threads))
+if _threads := settings.threads():
+    threads_use(_threads)
 elif (_ranks := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal() and threads_used() == os.cpu_count():
     # Of the ranks that share a machine, each gets its part of the CPUs, if nobody has given it a part already.
     threads_use(max(1, threads_used() // max(1, int(_ranks))))

@@ -8,7 +8,6 @@ Each command imports what it takes by itself, most of it with torch: `--help` an
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from .. import settings
 from ..devices import emulation
 from ..devices.units import parse_bytes, parse_rate
 from .io import message, print_json, progress, reported
@@ -80,7 +80,7 @@ def devices(
         from .output import show_devices
 
         specs = specs_of(names)
-        if not names and not os.environ.get("CSD_OPTIM_DEVICES"):
+        if not names and not settings.devices():
             specs += [parse_device(f"xrt:{card.name}") for card in cards.there_are()]
         known = cards.ask_pyxrt() if any(spec.card for spec in specs) else {}
         found = [describe_device(spec, known) for spec in specs]

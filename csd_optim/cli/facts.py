@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from .. import settings
 from ..devices import machine
 from ..devices import smartssd as cards
 from ..devices.backends import DEFAULT_BLOCK
@@ -29,7 +29,7 @@ PROBE_BYTES = 1 << 30  # of scratch space for a speed check; less where it does 
 
 def specs_of(names: list[str] | None) -> list[DeviceSpec]:
     """The devices named, else those of CSD_OPTIM_DEVICES, else the current directory."""
-    return parse_devices(names or (None if os.environ.get("CSD_OPTIM_DEVICES") else "."))
+    return parse_devices(names or (None if settings.devices() else "."))
 
 
 def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[str, Any]:

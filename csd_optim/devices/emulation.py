@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .. import settings
 from ..errors import CSDUnavailableError, CSDValueError
 from .xclbin import write_emulated
 
@@ -117,7 +118,7 @@ def prepare(
         "VITIS_SW_EMU_ENABLE_SINGLE_MMAP": "1",
         "SW_EMU_PACKET_SIZE": "65536",  # of data that goes through a socket; more was measured to be slower
         "CSD_OPTIM_XCLBIN": str(xclbin),
-        "CSD_OPTIM_EMULATED_DRIVES": os.pathsep.join(map(str, places)),
+        settings.EMULATED_DRIVES: os.pathsep.join(map(str, places)),
     }
     if not libraries.is_relative_to("/usr/lib"):  # where the loader does not look by itself
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(

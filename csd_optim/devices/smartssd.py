@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .. import settings
 from ..errors import CSDUnavailableError, CSDValueError
 from .spec import DeviceSpec
 from .sysfs import (
@@ -365,7 +366,7 @@ def _xrt_version(system: System) -> tuple[int, ...]:
 
 
 def _emulated() -> list[Card]:
-    drives = [d for d in os.environ.get("CSD_OPTIM_EMULATED_DRIVES", "").split(os.pathsep) if d]
+    drives = settings.emulated_drives()
     if not drives:
         raise CSDUnavailableError(
             errno.ENODEV, "XCL_EMULATION_MODE is set, but no emulated drives: run it under `csd-optim emu -- ...`"

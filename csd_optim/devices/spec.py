@@ -41,6 +41,7 @@ from urllib.parse import parse_qsl
 
 import torch.distributed as dist
 
+from .. import settings
 from ..bindings import UNPACED, Pace
 from ..errors import CSDTypeError, CSDValueError
 from .backends import BACKENDS, DEFAULT_BLOCK, DEFAULT_DEPTH, Backend
@@ -153,8 +154,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
 def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:
     """What `CSDAdam(devices=...)` accepts: None reads CSD_OPTIM_DEVICES (comma-separated), else one scratch CSD."""
     if devices is None:
-        named = os.environ.get("CSD_OPTIM_DEVICES", "")
-        devices = [d.strip() for d in named.split(",") if d.strip()] or ["file:"]
+        devices = settings.devices() or ["file:"]
     elif isinstance(devices, (str, os.PathLike)):
         devices = [devices]
     elif not isinstance(devices, Iterable):

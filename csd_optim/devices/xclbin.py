@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 from xml.sax.saxutils import quoteattr
 
+from .. import settings
 from ..errors import CSDStoreError, CSDUnavailableError
 
 INSTALLED = "/usr/local/share/csd_optim/csd_optim.xclbin"
@@ -101,7 +102,7 @@ def find_kernels(named: Path | None = None) -> Path:
 
     Raises CSDUnavailableError if it is not there or is not ours.
     """
-    path = (named or Path(os.environ.get("CSD_OPTIM_XCLBIN", INSTALLED))).resolve()
+    path = (named or settings.xclbin() or Path(INSTALLED)).resolve()
     try:
         found = read_xclbin(path)
     except OSError as e:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import bindings
+from .. import bindings, settings
 from ..bindings import TORN, UNPACED, DeviceConfig
 from ..devices.backends import ANY_NODE
 from ..devices.machine import numa_node
@@ -233,7 +233,7 @@ class Engine:
                 for spec, store in zip(self.specs, self._stores, strict=True)
             ]
             self._handle = bindings.engine_create(configs, self.name_device)
-            if path := os.environ.get("CSD_OPTIM_TRACE"):
+            if path := settings.trace():
                 self._trace = Trace(path, list(map(str, self.specs)))
                 bindings.engine_events(self._handle)  # from now on they are kept
         windows = bindings.engine_extend(
@@ -268,7 +268,7 @@ class Engine:
         }
         shares_open = new and len(tried) == len(self.specs) > 1 and all(s.share is None for s in self.specs)
         said = all(self.specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
-        if not tried or said or nbytes < TUNE_BYTES * len(self.specs) or os.environ.get("CSD_OPTIM_PROBE") == "0":
+        if not settings.tries_drives() or not tried or said or nbytes < TUNE_BYTES * len(self.specs):
             return
         try:
             found = dict(zip(tried, tune(list(tried.values())), strict=True))
