@@ -26,7 +26,8 @@ FLOORS = {  # of folders, and of the files beside them
     "bindings": 1,
     "finalize": 1,
     "signals": 1,
-    "errors": 0,
+    "settings": 0,
+    "errors": -1,
     "_native": 0,  # compiled
 }
 NOT_IN_THE_HOUSE = {"_build_native", "_build_emulator"}  # run by setup.py, before there is a package
