@@ -1,7 +1,7 @@
 """Runs a command with XRT's software emulation set up around it: `devices=["xrt:0"]` works without a card.
 
-XRT itself is the real one. In place of each card it starts native/emulator/device.cpp, which runs the HLS kernels as
-g++ compiled them; a directory stands for the card's NVMe. All that XRT wants to find lies in a temporary directory.
+XRT itself is the real one. In place of each card it starts hls_kernels/emulator/device.cpp, which runs the HLS kernels
+as g++ compiled them; a directory stands for the card's NVMe. All that XRT wants to find lies in a temporary directory.
 """
 
 from __future__ import annotations

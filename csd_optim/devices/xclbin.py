@@ -147,7 +147,7 @@ def _text(field: bytes) -> str:
 def write_emulated(path: Path, platform: str, memory_bytes: int, kernels: Mapping[str, Kernel] = KERNELS) -> None:
     """Writes a program for software emulation: one unit of each kernel, all buffers in one bank of memory.
 
-    Its bitstream is what native/emulator/device.cpp reads: a line with name and address of each.
+    Its bitstream is what hls_kernels/emulator/device.cpp reads: a line with name and address of each.
     """
     units = [(_FIRST_UNIT + i * _UNIT_BYTES, name, kernel) for i, (name, kernel) in enumerate(kernels.items())]
     connections = [
