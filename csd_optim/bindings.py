@@ -211,6 +211,8 @@ def engine_create(devices: list[DeviceConfig], name: Namer) -> Any:
     out, error = ffi.new("csd_engine **"), ffi.new("csd_error *")
     check(lib.csd_engine_create(structs, len(devices), out, error), error, name)
     del keep
+    # No ffi.gc, here or for a card: in a forked child close() would wait for threads that are not there, and the
+    # collector may run while a lock is held for which it waits. finalize.py closes what was dropped.
     return out[0]
 
 
