@@ -22,27 +22,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..devices.spec import parse_devices
 from ..engine.durable import DurableEngine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
-from ..params.manifest import plain
+from ..params.groups import plain
 from ..store.check import SECTIONS
-from ..store.format import RESIDUAL_BYTES, Contents, Record, opened
+from ..store.format import RESIDUAL_BYTES, Contents, Record
 from ..store.layout import extents_of
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
+from ..store.transfer import opened
 from ..store.user_state import pack_user_state
 from .consolidate import Consolidated, at_rest_together
-from .snapshot import (
-    EXPORT_WITH_RULE,
-    Output,
-    Paths,
-    Progress,
-    about_of,
-    dtype_of,
-    made_whole,
-    names_of,
-    need_room,
-    no_bar,
-    numbered,
-    state_dict,
-)
+from .files import Output, Progress, made_whole, need_room, no_bar
+from .snapshot import Paths
+from .state_dict import EXPORT_WITH_RULE, about_of, dtype_of, names_of, numbered, state_dict
 
 # As NumPy has them: it has no bfloat16, and 16 bits are as good for copying.
 NUMPY = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}

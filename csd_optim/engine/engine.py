@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import bindings
-from ..bindings import TORN, DeviceConfig
+from .. import bindings, settings
+from ..bindings import TORN, UNPACED, DeviceConfig
+from ..devices.backends import ANY_NODE
+from ..devices.machine import numa_node
 from ..devices.smartssd import find as find_card
-from ..devices.spec import ANY_NODE, UNPACED, DeviceSpec, shares_of
+from ..devices.spec import DeviceSpec, shares_of
 from ..devices.xclbin import find_kernels
 from ..errors import (
     CSDError,
@@ -36,7 +38,7 @@ from ..store.file import Mode, StoreFile
 from ..store.format import PAGE, Contents, Record
 from ..store.layout import SUM_ELEMS, Extent, plan_extent
 from .trace import Trace
-from .tuning import HUGE_PAGE, numa_node, tune
+from .tuning import HUGE_PAGE, tune
 
 log = logging.getLogger("csd_optim")
 
@@ -87,12 +89,12 @@ class Engine:
         self._stores: list[StoreFile | None] = []
         self._cards: dict[str, Any] = {}  # by name
         try:
-            self.specs = [self._open_card(spec) if spec.backend == "xrt" else spec for spec in self.specs]
+            self.specs = [self._open_card(spec) if spec.kind.on_card else spec for spec in self.specs]
             for spec in self.specs:
                 store: StoreFile | None = None
                 if spec.directory:
                     store = StoreFile(spec.directory, durable=spec.durable, mode=mode)
-                elif spec.backend == "ram" and not self.resident:
+                elif spec.kind.in_memory and not self.resident:
                     # Beside a device that can fail, a step must be undone in memory, too: two slots, like a file's.
                     store = StoreFile(None, durable=False)
                 self._stores.append(store)
@@ -138,7 +140,7 @@ class Engine:
     @property
     def resident(self) -> bool:
         """The state lies in host memory, on every device, and is updated there."""
-        return self.in_place and all(s.backend == "ram" for s in self.specs)
+        return self.in_place and all(s.kind.in_memory for s in self.specs)
 
     @property
     def reaches_params(self) -> bool:
@@ -147,7 +149,7 @@ class Engine:
 
     @property
     def keeps_state(self) -> bool:
-        return any(s.backend != "null" for s in self.specs)
+        return any(s.kind.keeps_state for s in self.specs)
 
     def fills_by_step(self, params: Sequence[int]) -> bool:
         """Can the next step make the state of these parameters, which joined since the last, from what they are?"""
@@ -231,7 +233,7 @@ class Engine:
                 for spec, store in zip(self.specs, self._stores, strict=True)
             ]
             self._handle = bindings.engine_create(configs, self.name_device)
-            if path := os.environ.get("CSD_OPTIM_TRACE"):
+            if path := settings.trace():
                 self._trace = Trace(path, list(map(str, self.specs)))
                 bindings.engine_events(self._handle)  # from now on they are kept
         windows = bindings.engine_extend(
@@ -262,11 +264,11 @@ class Engine:
         tried = {
             d: store.path if store.path.is_dir() else store.path.parent
             for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True))
-            if store and spec.backend == "file" and spec.pace == UNPACED
+            if store and spec.kind.has_file and not spec.kind.on_card and spec.pace == UNPACED
         }
         shares_open = new and len(tried) == len(self.specs) > 1 and all(s.share is None for s in self.specs)
         said = all(self.specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
-        if not tried or said or nbytes < TUNE_BYTES * len(self.specs) or os.environ.get("CSD_OPTIM_PROBE") == "0":
+        if not settings.tries_drives() or not tried or said or nbytes < TUNE_BYTES * len(self.specs):
             return
         try:
             found = dict(zip(tried, tune(list(tried.values())), strict=True))

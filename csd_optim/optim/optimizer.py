@@ -22,7 +22,9 @@ from torch.optim import AdamW
 from torch.utils.hooks import RemovableHandle
 
 from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
+from ..checkpoint import files
 from ..checkpoint import snapshot as checkpoint
+from ..checkpoint import state_dict as stored
 from ..compression.policy import check_topk, entry_dtype, ratios
 from ..compression.selection import inverse_of
 from ..devices.spec import parse_devices
@@ -33,7 +35,8 @@ from ..engine.durable import DurableEngine, open_engine
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from ..finalize import close_quietly
-from ..params.manifest import changed_by_resume, first_difference, members, name_of, other_rule, plain, put_back
+from ..params.groups import members, name_of, plain, put_back
+from ..params.manifest import changed_by_resume, first_difference, other_rule
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.param_state import ParamState, check_param
 from ..params.state_map import StateMap
@@ -658,12 +661,14 @@ class CSDAdam(AdamW, Joinable):
         prepared: dict[int, GradSource],
     ) -> list[ParamState]:
         """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
-        of_step = plan.param_states, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup
-        topk = ratios(*of_step, owing=self.error_feedback and bool(engine.residuals))
+        param_states, may_owe = plan.param_states, self.error_feedback and bool(engine.residuals)
+        owing = np.array([may_owe and b.residual is not None for b in param_states])
+        of_step = [b.param for b in param_states], owing, groups, self.param_groups, steps[plan.rows]
+        topk = ratios(*of_step, self.topk, self.topk_warmup)
         if not topk.any():
             return []
         owed, new = [], False
-        for param_state, grad, share in zip(plan.param_states, grads, topk.tolist(), strict=True):
+        for param_state, grad, share in zip(param_states, grads, topk.tolist(), strict=True):
             if not share:
                 continue
             row = table[param_state.index]
@@ -861,7 +866,7 @@ class CSDAdam(AdamW, Joinable):
             with engine.all_ranks_or_none():
                 if self._state_map.unfilled or not self._state_map.intact():
                     self._state_map.adopt(engine, self.param_groups, self.grad_dtype)
-                bar = checkpoint.bar if progress else checkpoint.no_bar
+                bar = files.bar if progress else files.no_bar
                 saving = checkpoint.save(engine, Path(path), bar, wait=wait)
         if wait:
             with engine.all_ranks_or_none():
@@ -879,7 +884,7 @@ class CSDAdam(AdamW, Joinable):
 
         Raises CSDStoreError if it is none, damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
         """
-        return checkpoint.load(path)
+        return stored.load(path)
 
     def close(self) -> None:
         """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""

@@ -15,9 +15,11 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Unsharded, part_of
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError
-from .manifest import Groups, manifest, members, name_of
+from .groups import Groups, members, name_of
+from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
-from .param_state import ParamState, check_entry, check_param, flat, numel
+from .param_state import ParamState, check_entry, check_param
+from .strides import flat, numel
 from .update_rule import UpdateRule
 
 

@@ -12,8 +12,8 @@ import torch
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError
-from ..params.manifest import Groups, members, name_of
-from ..params.param_state import flat
+from ..params.groups import Groups, members, name_of
+from ..params.strides import flat
 from .joining import borrow
 
 DIVIDED = (

@@ -15,8 +15,9 @@ from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..errors import CSDError
-from ..params.param_state import ParamState, flat
+from ..params.param_state import ParamState
 from ..params.state_map import StateMap
+from ..params.strides import flat
 from ..store.format import Record
 from .all_gather import ParamAllGather
 from .staging import BUFFERS_PER_DEVICE, GradSource, StagingRing

@@ -21,7 +21,6 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from ..bindings import crc32c
 from ..errors import CSDStoreError
 from . import check as store_check
 from .check import MOST, MOST_BYTES, MOST_TILES, check_extent, check_param, check_record, require
+from .transfer import opened, read
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
@@ -335,24 +335,6 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
     return manifest
 
 
-# ---- reading and writing -------------------------------------------------------
-
-
-def read(fd: int, size: int, offset: int) -> bytes:
-    """Up to `size` bytes: less only where the file ends. The system may cut a transfer short."""
-    data = b""
-    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
-        data += more
-    return data
-
-
-def write(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """All of it: the system may cut a transfer short."""
-    while len(data):
-        n = os.pwrite(fd, data, offset)
-        data, offset = data[n:], offset + n
-
-
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
     """A manifest or table. Raises CSDStoreError if it is not whole."""
     if region.size > MOST_BYTES or region.offset(copy) + region.size > os.fstat(fd).st_size:
@@ -419,21 +401,6 @@ def read_commits(fd: int, path: str) -> list[Contents]:
 def store_file(path: Path) -> Path:
     """The store's file, of the file itself or of the directory that holds it."""
     return path / FILE_NAME if path.is_dir() else path
-
-
-@contextmanager
-def opened(file: Path, flags: int = 0) -> Iterator[int]:
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | flags)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def sync_directory(path: Path) -> None:
-    """Waits until the names in it are on the disk."""
-    with opened(path, os.O_DIRECTORY) as fd:
-        os.fsync(fd)
 
 
 def read_contents(path: Path) -> Contents:

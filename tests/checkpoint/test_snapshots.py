@@ -32,6 +32,7 @@ from csd_optim import (
     CSDStoreExistsError,
     CSDWarning,
 )
+from csd_optim.checkpoint import files
 from csd_optim.checkpoint import snapshot as checkpoint
 from csd_optim.checkpoint.verify import verify
 from csd_optim.engine import engine
@@ -128,14 +129,14 @@ class Slow:
 
     def __init__(self, monkeypatch):
         self.begun, self.go = threading.Event(), threading.Event()
-        write = checkpoint.Output.write
+        write = files.Output.write
 
         def slow(output, data, offset):
             self.begun.set()
             assert self.go.wait(60)
             write(output, data, offset)
 
-        monkeypatch.setattr(checkpoint.Output, "write", slow)
+        monkeypatch.setattr(files.Output, "write", slow)
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from support.forked import printed
 
 from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
+from csd_optim.devices.machine import numa_node
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.durable import open_engine
-from csd_optim.engine.tuning import numa_node
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.store.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, max_mappings, plan_extent
 

@@ -178,6 +178,14 @@ def test_it_can_be_turned_off(tried, monkeypatch):
     assert tried == []
 
 
+@pytest.mark.parametrize("text", ["off", "2", "no"])
+def test_turned_off_in_another_way(tried, monkeypatch, text):
+    monkeypatch.setenv("CSD_OPTIM_PROBE", text)
+    with pytest.raises(CSDValueError, match=f"Invalid CSD_OPTIM_PROBE: '{text}'; 1 tries drives out"):
+        train("file:csd1")
+    assert tried == []
+
+
 def test_a_drive_that_cannot_be_tried_out(tried, monkeypatch, caplog):
     """It is the store that says so, if it cannot be made."""
 

@@ -12,7 +12,7 @@ import torch
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, RULES
 from csd_optim.checkpoint.export import export_safetensors, export_torch, import_store
-from csd_optim.checkpoint.snapshot import load
+from csd_optim.checkpoint.state_dict import load
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.durable import open_engine

@@ -25,6 +25,7 @@ from support.backends import named_devices, place
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError
 from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM, RULES
 from csd_optim.checkpoint import export as convert
+from csd_optim.checkpoint import files
 from csd_optim.checkpoint import snapshot as checkpoint
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
@@ -605,7 +606,7 @@ def test_snapshot(tmp_path, monkeypatch, how):
         training.steps(4)
         if how == "reflink":
             monkeypatch.setattr(fcntl, "ioctl", reflink)
-        checkpoint.save(training.engine, tmp_path / "snap", checkpoint.no_bar, wait=True).wait()
+        checkpoint.save(training.engine, tmp_path / "snap", files.no_bar, wait=True).wait()
         training.step()
     held = CSDAdam.load(tmp_path / "snap")
     assert_state(held, 4)
@@ -624,17 +625,17 @@ def test_snapshot(tmp_path, monkeypatch, how):
 def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what, shadow):
     """The commit after the next would; where a step overwrites the states, the next one waits already."""
     go, copying = threading.Event(), threading.Event()
-    write = checkpoint.Output.write
+    write = files.Output.write
 
     def slow(output, data, offset):
         copying.set()
         assert go.wait(60)
         write(output, data, offset)
 
-    monkeypatch.setattr(checkpoint.Output, "write", slow)
+    monkeypatch.setattr(files.Output, "write", slow)
     with Training(named_devices(tmp_path, 1), shadow=shadow) as training:
         engine, done = training.steps(4).engine, []
-        saving = checkpoint.save(engine, tmp_path / "snap", checkpoint.no_bar, wait=False)
+        saving = checkpoint.save(engine, tmp_path / "snap", files.no_bar, wait=False)
         assert copying.wait(60)
 
         def go_on():
