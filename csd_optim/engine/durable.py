@@ -651,7 +651,7 @@ class DurableEngine(Engine):
         self._kept.adopt_commit(self.recovered)
         extents = extents_of(self.recovered)
         if self._mode == "resume":
-            self._tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
+            self.tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
         for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)
             sums = np.zeros((extent.n_tiles, extent.chunks, extent.sections), np.uint32)

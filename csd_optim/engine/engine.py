@@ -8,9 +8,7 @@ import logging
 import os
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,30 +16,21 @@ import torch
 
 from .. import bindings
 from ..bindings import TORN, DeviceConfig
-from ..devices.smartssd import find as find_card
-from ..devices.spec import ANY_NODE, UNPACED, DeviceSpec, shares_of
-from ..devices.xclbin import find_kernels
+from ..devices.spec import DeviceSpec, shares_of
 from ..errors import (
     CSDError,
-    CSDOSError,
     CSDRuntimeError,
     CSDTornError,
-    CSDUnavailableError,
-    CSDValueError,
-    CSDWarning,
-    users_stacklevel,
 )
 from ..signals import defer_signals
 from ..store.file import Mode, StoreFile
-from ..store.format import PAGE, Contents, Record
+from ..store.format import Contents, Record
 from ..store.layout import SUM_ELEMS, Extent, plan_extent
+from .open_card import open_card
 from .trace import Trace
-from .tuning import HUGE_PAGE, numa_node, tune
+from .tuning import HUGE_PAGE, node_of, tune_devices
 
 log = logging.getLogger("csd_optim")
-
-TUNE_BYTES = 4 << 30  # of states on each device: a step then takes seconds, and what it gains is worth half of one
-UNEQUAL = 1.5  # times as fast: what two short measurements of equal drives do not differ by
 
 SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -89,7 +78,7 @@ class Engine:
         self._stores: list[StoreFile | None] = []
         self._cards: dict[str, Any] = {}  # by name
         try:
-            self.specs = [self._open_card(spec) if spec.backend == "xrt" else spec for spec in self.specs]
+            self.specs = [open_card(spec, self._cards) if spec.backend == "xrt" else spec for spec in self.specs]
             for spec in self.specs:
                 store: StoreFile | None = None
                 if spec.directory:
@@ -101,39 +90,6 @@ class Engine:
         except BaseException:
             self._close_stores()
             raise
-
-    def _open_card(self, spec: DeviceSpec) -> DeviceSpec:
-        """Returns the spec with the card's own name and a directory."""
-        card = find_card(spec.card)
-        if card.name in self._cards:
-            raise CSDValueError(f"Invalid devices: card {card.name} is named twice, the second time as '{spec}'")
-        directory = card.place(spec.directory)
-        with defer_signals():  # else nobody would close it
-            handle = bindings.card_open(card.name, find_kernels(spec.xclbin), spec.timeout)
-            self._cards[card.name] = handle
-        if spec.p2p != "0" and bindings.card_has_p2p(handle):
-            place = directory if directory.is_dir() else directory.parent
-            with contextlib.closing(StoreFile(place, durable=False)) as page, warnings.catch_warnings():
-                warnings.simplefilter("ignore", CSDWarning)  # of no direct I/O: the store itself says so
-                offset = page.allocate(PAGE)
-                if page.direct:
-                    bindings.card_try_p2p(handle, page.io_fd, offset, card.name)
-        if spec.p2p == "1" and not bindings.card_has_p2p(handle):
-            raise CSDUnavailableError(
-                errno.EOPNOTSUPP,
-                f"{spec}: peer-to-peer transfers do not work (P2P, says the driver: {card.p2p}); turn them on "
-                "(docs/smartssd.md), or leave out p2p=1",
-            )
-        slow = [] if spec.p2p == "0" else list(card.warnings)
-        if not slow and not card.holds(directory):
-            slow.append(f"{directory} is not on this card's drive: the state goes through the host")
-        elif not slow and spec.p2p == "auto" and not bindings.card_has_p2p(handle):
-            slow.append(
-                f"its drive cannot reach its memory (P2P, says the driver: {card.p2p}): the host stands between"
-            )
-        for text in slow:
-            warnings.warn(f"{spec}: {text} (docs/smartssd.md)", CSDWarning, stacklevel=users_stacklevel())
-        return replace(spec, card=card.name, directory=directory)
 
     # ---- layout ------------------------------------------------------------
 
@@ -177,7 +133,7 @@ class Engine:
         self.check_open()
         self.synced = False
         if not self.extents:
-            self._tune(self.slots * 4 * sections * sum(numels), new=True)
+            self.tune(self.slots * 4 * sections * sum(numels), new=True)
         extent = plan_extent(
             numels,
             len(self.specs),
@@ -224,7 +180,7 @@ class Engine:
                     spec.pace,
                     spec.depth,
                     spec.cache_bytes,
-                    None if spec.card else _numa_node(spec, store),
+                    None if spec.card else node_of(spec, store),
                 )
                 if store
                 else DeviceConfig(spec.backend, pace=spec.pace)
@@ -254,38 +210,10 @@ class Engine:
         self._offsets.append(offsets)
         self.steps.append(np.zeros(len(extent.numels), np.float32))
 
-    def _tune(self, nbytes: int, *, new: bool) -> None:
-        """Tries out how drives want to be spoken to; how fast they are decides on shares, where a store is `new`.
-
-        Only where `nbytes` of states, over all devices, make it worth the half second, and only what nobody has said.
-        """
-        tried = {
-            d: store.path if store.path.is_dir() else store.path.parent
-            for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True))
-            if store and spec.backend == "file" and spec.pace == UNPACED
-        }
-        shares_open = new and len(tried) == len(self.specs) > 1 and all(s.share is None for s in self.specs)
-        said = all(self.specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
-        if not tried or said or nbytes < TUNE_BYTES * len(self.specs) or os.environ.get("CSD_OPTIM_PROBE") == "0":
-            return
-        try:
-            found = dict(zip(tried, tune(list(tried.values())), strict=True))
-        except CSDOSError as e:
-            log.info("drives were not tried out: %s", e)
-            return
-        rates = [tuned.bytes_per_second for tuned in found.values()]
-        if shares_open and max(rates) > UNEQUAL * min(rates):
-            self.shares = tuple(round(rate / max(rates), 2) or 0.01 for rate in rates)
-        for d, tuned in found.items():
-            spec = self.specs[d]
-            block = spec.block_bytes if "block" in spec.chosen else tuned.block_bytes
-            depth = spec.depth if "depth" in spec.chosen else tuned.depth
-            self.specs[d] = replace(spec, block_bytes=block, depth=depth)
-            share = f", share {self.shares[d]:g}" if shares_open and self.shares else ""
-            log.info(
-                "device %d (%s) moved %.2f GB/s when tried out; from now on in requests of %d KiB, %d at once%s",
-                *(d, tried[d], tuned.bytes_per_second / 1e9, block >> 10, depth, share),
-            )
+    def tune(self, nbytes: int, *, new: bool) -> None:
+        """Has drives tried out for `nbytes` of states: see tune_devices()."""
+        self.specs, shares = tune_devices(self.specs, self._stores, nbytes, new=new)
+        self.shares = shares or self.shares
 
     def _announce(self, extent: Extent) -> None:
         for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
@@ -573,10 +501,3 @@ class Engine:
                 f"this optimizer belongs to process {self.pid}; a forked process has neither its threads nor "
                 "its devices. Construct the optimizer after forking."
             )
-
-
-def _numa_node(spec: DeviceSpec, store: StoreFile) -> int | None:
-    """From which node a device's buffers are to come, and whose CPUs are to update its tiles; None: any."""
-    if spec.numa is not None:
-        return None if spec.numa == ANY_NODE else spec.numa
-    return numa_node(os.fstat(store.fd).st_dev)
