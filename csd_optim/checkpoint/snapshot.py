@@ -29,8 +29,11 @@ import numpy as np
 import torch
 
 from ..devices.spec import parse_devices
-from ..engine.durable import DurableEngine, Pin, common_commit
+from ..engine.commit import Pin
+from ..engine.durable import DurableCommitter, common_commit
 from ..engine.engine import Engine
+from ..engine.open_engine import open_engine
+from ..engine.resume import check_recovered
 from ..errors import CSDError, CSDOSError, CSDRuntimeError, CSDStoreError, CSDStoreExistsError, CSDWarning
 from ..store.file import StoreFile, lock, not_for_children
 from ..store.format import CLEAN, FILE_NAME, PAGE, RESIDUAL_BYTES, Contents, opened, read_region, sync_directory, write
@@ -288,20 +291,21 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
             f"{temporary[0]} keeps its state for this process only, and there is no store to copy; "
             "name directories as devices, or use state_dict()"
         )
-    assert isinstance(engine, DurableEngine)
+    committer = engine.committer
+    assert isinstance(committer, DurableCommitter)
     if engine.stepping:
         raise CSDRuntimeError("a step is under way: save() when it has returned")
     engine.check_whole()
     if not (engine.n_params or engine.committed_step):  # a rank may have no parameters
         raise CSDRuntimeError("there is no state to save yet: save() goes after the first step()")
-    if engine.ranks:
+    if committer.ranks:
         try:
             path.mkdir(exist_ok=True)
         except OSError as e:
             raise CSDOSError(e.errno, f"cannot make {path}: {e.strerror}") from e
-        path = path / f"rank-{engine.ranks.rank}"
-    engine.flush()
-    recovered = engine.committed()
+        path = path / f"rank-{committer.ranks.rank}"
+    committer.flush()
+    recovered = committer.committed()
     made = Snapshot(recovered, path)
     give_up = threading.Event()
     done: Future[Path] = Future()
@@ -328,7 +332,7 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
             finally:
                 done.set_exception(e)
 
-    engine.pins.append(pin)
+    committer.pins.append(pin)
     try:
         threading.Thread(target=work, name=f"csd_optim save {path}").start()
     except RuntimeError:  # the interpreter shuts down and has no more threads to give
@@ -421,21 +425,21 @@ class _Keeper:
 
 def load(paths: Paths) -> dict[str, Any]:
     """See CSDAdam.load."""
-    engine = DurableEngine(parse_devices(directories(paths)), mode="read")
+    engine = open_engine(parse_devices(directories(paths)), mode="read")
     try:
         if not engine.recovered:
             raise CSDStoreError(f"{engine.specs[0]} holds no step yet")
-        engine.check()
+        check_recovered(engine)
         first = engine.recovered[0]
         windows: dict[tuple[int, str], torch.Tensor] = {}
         for row, p in enumerate(first.manifest["params"]):
             extent = engine.extents[p["extent"]]
             for k, section in enumerate(first.manifest["extents"][p["extent"]]["sections"]):
-                window = engine.window(extent, row - extent.first_param, k, dtype_of(p, section))
+                window = engine.windows.window(extent, row - extent.first_param, k, dtype_of(p, section))
                 windows[row, section] = window.as_strided(p["shape"], p["stride"])
         # The tensors are what lies in the files, even when the engine is closed.
         keeper = _Keeper(Path(c.path) for c in engine.recovered)
-        engine.hold(keeper)
+        engine.windows.hold(keeper)
         for residual in residuals_of(engine.recovered):
             p, values = first.manifest["params"][residual.row], np.zeros(0, np.int16)
             if residual.size:

@@ -1,4 +1,4 @@
-"""An engine: several devices driven as one, and the windows onto their state. What makes it durable: durable.py."""
+"""An engine: several devices driven as one. Windows onto their state: windows.py; what keeps it: committer.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .. import bindings
-from ..bindings import TORN, DeviceConfig
+from ..bindings import HYPER, PARAM, TILE_STATE, TORN, DeviceConfig
 from ..devices.spec import DeviceSpec, shares_of
 from ..errors import (
     CSDError,
@@ -25,10 +25,12 @@ from ..errors import (
 from ..signals import defer_signals
 from ..store.file import Mode, StoreFile
 from ..store.format import Contents, Record
-from ..store.layout import SUM_ELEMS, Extent, plan_extent
+from ..store.layout import SUM_ELEMS, Extent, extents_of, plan_extent
+from .committer import Committer
 from .open_card import open_card
 from .trace import Trace
 from .tuning import HUGE_PAGE, node_of, tune_devices
+from .windows import Windows
 
 log = logging.getLogger("csd_optim")
 
@@ -41,10 +43,6 @@ class Engine:
     Raises what `StoreFile` raises when a directory cannot be had; then nothing is left open.
     """
 
-    durable = False  # see DurableEngine
-    committed_step = 0  # the last step that is durable
-    recovered: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
-
     def __init__(
         self,
         specs: Sequence[DeviceSpec],
@@ -54,6 +52,7 @@ class Engine:
         shadow: bool = True,
         in_place: bool = True,
     ) -> None:
+        self.mode = mode
         self.in_place = in_place  # what lies in memory alone is updated there; no: a step can be undone
         self.specs = list(specs)
         self.tile_elems = tile_elems
@@ -62,9 +61,6 @@ class Engine:
         self.extents: list[Extent] = []
         self.pid = os.getpid()
         self.lock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
-        self._windows: list[list[Any]] = []  # per extent, per section: a buffer that unmaps itself
-        self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
-        self.synced = True  # what was written to windows is on the devices
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, over all extents: see keep_residual()
         self.step = 0  # whole steps of this engine
@@ -72,10 +68,13 @@ class Engine:
         self.stepping = False
         self._torn = False  # a step in place was cut short
         self._before = [0] * len(self.specs)  # bytes written to each device when this engine was made
-        self._handle: Any = None
+        self.recovered: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
+        self.windows = Windows(self)
+        self.committer = Committer(self)
+        self.handle: Any = None  # of the native engine, from the first extent on
         self._trace: Trace | None = None
         self._began = self._ended = 0.0  # the step to be traced: when
-        self._stores: list[StoreFile | None] = []
+        self.stores: list[StoreFile | None] = []
         self._cards: dict[str, Any] = {}  # by name
         try:
             self.specs = [open_card(spec, self._cards) if spec.backend == "xrt" else spec for spec in self.specs]
@@ -86,9 +85,9 @@ class Engine:
                 elif spec.backend == "ram" and not self.resident:
                     # Beside a device that can fail, a step must be undone in memory, too: two slots, like a file's.
                     store = StoreFile(None, durable=False)
-                self._stores.append(store)
+                self.stores.append(store)
         except BaseException:
-            self._close_stores()
+            self.abandon()
             raise
 
     # ---- layout ------------------------------------------------------------
@@ -109,7 +108,9 @@ class Engine:
 
     def fills_by_step(self, params: Sequence[int]) -> bool:
         """Can the next step make the state of these parameters, which joined since the last, from what they are?"""
-        return self.reaches_params and bool(params) and all(self._stores)
+        if not (self.reaches_params and params and all(self.stores)):
+            return False
+        return bool(self.windows.loose[self.tiles_of_params(params)].all()) and not self.committer.uncommitted
 
     @property
     def n_params(self) -> int:
@@ -121,9 +122,11 @@ class Engine:
 
     def name_device(self, device: int, tile: int = -1) -> str:
         """What messages call a device. `tile`: one that is damaged there, or -1."""
-        spec, store = self.specs[device], self._stores[device]
+        spec, store = self.specs[device], self.stores[device]
         card = f"xrt:{spec.card}, " if spec.card else ""
-        return f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
+        name = f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
+        damaged = self.committer.name_tile(device, tile) if tile >= 0 else ""
+        return f"{name}: {damaged}" if damaged else name
 
     def extend(self, numels: Sequence[int], sections: int) -> Extent:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
@@ -131,7 +134,8 @@ class Engine:
         To be followed by `describe()`, and to be filled within `writing()`.
         """
         self.check_open()
-        self.synced = False
+        self.committer.before_extend()
+        self.windows.synced = False
         if not self.extents:
             self.tune(self.slots * 4 * sections * sum(numels), new=True)
         extent = plan_extent(
@@ -147,12 +151,12 @@ class Engine:
             mapped=0 if self.resident else bindings.mappings(),
         )
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
-        ends = [s.end if s else 0 for s in self._stores]
+        ends = [s.end if s else 0 for s in self.stores]
         try:
-            offsets = [store.allocate(extent.device_bytes(d)) if store else 0 for d, store in enumerate(self._stores)]
-            self._add(extent, offsets)
+            offsets = [store.allocate(extent.device_bytes(d)) if store else 0 for d, store in enumerate(self.stores)]
+            self._add(extent, offsets, None)
         except BaseException:
-            for store, end in zip(self._stores, ends, strict=True):
+            for store, end in zip(self.stores, ends, strict=True):
                 if store and store.end != end:
                     store.shrink(end)
             raise
@@ -161,37 +165,14 @@ class Engine:
         return extent
 
     def _add(
-        self,
-        extent: Extent,
-        offsets: list[int],
-        states: np.ndarray[Any, Any] | None = None,
-        sums: np.ndarray[Any, Any] | None = None,
+        self, extent: Extent, offsets: list[int], tiles: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None
     ) -> None:
-        """`states` and `sums`: of an extent that a store has already, as of bindings.engine_extend()."""
-        if self._handle is None:
-            configs = [
-                DeviceConfig(
-                    "xrt" if spec.card else "file",
-                    store.io_fd,
-                    spec.buffers,
-                    spec.block_bytes,
-                    self._cards.get(spec.card),
-                    spec.p2p,
-                    spec.pace,
-                    spec.depth,
-                    spec.cache_bytes,
-                    None if spec.card else node_of(spec, store),
-                )
-                if store
-                else DeviceConfig(spec.backend, pace=spec.pace)
-                for spec, store in zip(self.specs, self._stores, strict=True)
-            ]
-            self._handle = bindings.engine_create(configs, self.name_device)
-            if path := os.environ.get("CSD_OPTIM_TRACE"):
-                self._trace = Trace(path, list(map(str, self.specs)))
-                bindings.engine_events(self._handle)  # from now on they are kept
-        windows = bindings.engine_extend(
-            self._handle,
+        """`offsets`: where it begins in each store (bytes). `tiles`: None if they are new; else as of tiles_of()."""
+        if self.handle is None:
+            self._create()
+        states, sums = tiles or (None, None)
+        buffers = bindings.engine_extend(
+            self.handle,
             extent.tile_elems,
             extent.n_tiles,
             extent.sections,
@@ -203,20 +184,43 @@ class Engine:
             extent.devices,
             extent.sum_elems,
             sums,
-            mappings=extent.n_tiles if any(self._stores) else 1,
+            mappings=extent.n_tiles if any(self.stores) else 1,
         )
         self.extents.append(extent)
-        self._windows.append(windows)
-        self._offsets.append(offsets)
         self.steps.append(np.zeros(len(extent.numels), np.float32))
+        self.windows.add(extent, buffers, new=tiles is None)
+        self.committer.after_extend(extent, offsets)
+
+    def _create(self) -> None:
+        configs = [
+            DeviceConfig(
+                "xrt" if spec.card else "file",
+                store.io_fd,
+                spec.buffers,
+                spec.block_bytes,
+                self._cards.get(spec.card),
+                spec.p2p,
+                spec.pace,
+                spec.depth,
+                spec.cache_bytes,
+                None if spec.card else node_of(spec, store),
+            )
+            if store
+            else DeviceConfig(spec.backend, pace=spec.pace)
+            for spec, store in zip(self.specs, self.stores, strict=True)
+        ]
+        self.handle = bindings.engine_create(configs, self.name_device)
+        if path := os.environ.get("CSD_OPTIM_TRACE"):
+            self._trace = Trace(path, list(map(str, self.specs)))
+            bindings.engine_events(self.handle)  # from now on they are kept
 
     def tune(self, nbytes: int, *, new: bool) -> None:
         """Has drives tried out for `nbytes` of states: see tune_devices()."""
-        self.specs, shares = tune_devices(self.specs, self._stores, nbytes, new=new)
+        self.specs, shares = tune_devices(self.specs, self.stores, nbytes, new=new)
         self.shares = shares or self.shares
 
     def _announce(self, extent: Extent) -> None:
-        for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
+        for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
             if store and spec.directory and not store.durable:
                 log.info(
                     "scratch CSD %d: %.2f GB in %s, gone when the process ends; name devices=[...] to keep it (%s)",
@@ -226,40 +230,50 @@ class Engine:
                     spec,
                 )
 
-    def window(self, extent: Extent, param: int, section: int, dtype: torch.dtype) -> torch.Tensor:
-        """One state of one parameter (`param` counts within the extent): 1-D, fp32 (or complex64 over the same bytes).
+    def adopt_commit(self, found: Sequence[Contents], order: Sequence[int]) -> None:
+        """Goes on from what the stores have, of a commit of theirs. `order`: which of them is device 0, 1 ..."""
+        self.specs, self.stores = [self.specs[d] for d in order], [self.stores[d] for d in order]
+        self.recovered = recovered = [found[d] for d in order]
+        first = recovered[0]
+        self.step, self.record = first.superblock.step, first.record
+        self._before = [c.record.written_bytes for c in recovered]
+        for store, contents in zip(self.stores, recovered, strict=True):
+            assert store is not None
+            store.adopt_commit(contents)
+        extents = extents_of(recovered)
+        self.slots = extents[0].slots if extents else self.slots
+        if self.mode == "resume":
+            self.tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
+        row = [0] * len(recovered)
+        for e, extent in enumerate(extents):
+            states = np.zeros(extent.n_tiles, TILE_STATE)
+            sums = np.zeros((extent.n_tiles, extent.chunks, extent.sections), np.uint32)
+            for d, contents in enumerate(recovered):
+                here, tiles = extent.devices == d, extent.tiles_of(d)
+                states[here], sums[here] = contents.tiles[row[d] : row[d] + tiles], contents.sums[e]
+                row[d] += tiles
+            self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in recovered], (states, sums))
+            self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
+            self.shares = extent.shares
 
-        The tensor is the state: reading it reads the device, writing it writes the device.
-        """
-        n, start = extent.numels[param], extent.starts[param]
-        if n == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        if dtype.is_complex:
-            n //= 2
-        buffer = self._windows[self.extents.index(extent)][section]
-        return torch.frombuffer(buffer, dtype=dtype, count=n, offset=4 * start)
-
-    def watch(self, param: int, shown: torch.Tensor) -> None:
-        """Somebody may write to a parameter's windows through this tensor, which counts that by itself."""
-
-    def _extent_of(self, tile: int) -> Extent:
+    def extent_of(self, tile: int) -> Extent:
         return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
 
     def device_of(self, tile: int) -> int:
-        extent = self._extent_of(tile)
+        extent = self.extent_of(tile)
         return int(extent.devices[tile - extent.first_tile])
 
     def elems_of(self, tile: int) -> int:
-        return self._extent_of(tile).tile_elems
+        return self.extent_of(tile).tile_elems
 
     def tiles_of(self, extent: Extent) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """What is known of the tiles of an extent: TILE_STATE of each, checksums (uint32: tiles, chunks, sections)."""
         n, first = extent.n_tiles, extent.first_tile
-        return bindings.engine_tiles(self._handle, first, n, extent.chunks, extent.sections)
+        return bindings.engine_tiles(self.handle, first, n, extent.chunks, extent.sections)
 
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
         """The parts of parameters in a tile, dtype PIECE."""
-        extent = self._extent_of(tile)
+        extent = self.extent_of(tile)
         first, last = extent.first_piece[tile - extent.first_tile :][:2]
         return extent.pieces[first:last]
 
@@ -267,6 +281,12 @@ class Engine:
         """Tiles with a parameter of the mask (bool, one per parameter), in the order in which they flow next."""
         tiles = [e.pieces["tile"][has_grad[e.pieces["param"]]] + np.uint32(e.first_tile) for e in self.extents]
         return self.flowing(np.unique(np.concatenate(tiles)))
+
+    def tiles_of_params(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
+        """The same for these parameters, counted over all extents."""
+        mask = np.zeros(self.n_params, bool)
+        mask[params] = True
+        return self.tiles_with(mask)
 
     @property
     def descending(self) -> bool:
@@ -293,7 +313,8 @@ class Engine:
         """Begins a step over `tiles`, or more; returns all of them, to be pushed. `record`: for its commit."""
         self.check_open()
         self.check_whole()
-        tiles = self._before_step(tiles, record)
+        tiles = self.committer.before_step(tiles, record)
+        self.windows.before_step(tiles)
         self._begin(params, hypers, tiles)
         self.stepping = True
         return tiles
@@ -301,72 +322,127 @@ class Engine:
     def _begin(self, params: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
         self._trace_step()
         self._began, self._ended = time.perf_counter(), 0.0
-        bindings.engine_begin(self._handle, params, hypers, tiles, self.name_device)
+        bindings.engine_begin(self.handle, params, hypers, tiles, self.name_device)
 
     def _trace_step(self) -> None:
         """What the last step did is known when its last states are where they belong."""
         if self._trace and self._began:
-            bindings.engine_settle(self._handle, self.name_device)
-            events = bindings.engine_events(self._handle)
+            bindings.engine_settle(self.handle, self.name_device)
+            events = bindings.engine_events(self.handle)
             self._trace.step(self.step, self._began, self._ended or time.perf_counter(), events)
             self._began = 0.0
 
-    def _before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
-        return tiles
-
     def push(self, tile: int, grad: int = 0, param: int = 0, entries: int = 0, n_entries: int = 0) -> None:
-        bindings.engine_push(self._handle, tile, grad, param, entries, n_entries, self.name_device)
+        bindings.engine_push(self.handle, tile, grad, param, entries, n_entries, self.name_device)
 
     def pull(self) -> int:
-        return bindings.engine_pull(self._handle, self.name_device)
+        return bindings.engine_pull(self.handle, self.name_device)
 
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         """Do these tiles (uint32), all of them pushed, have their new parameters? `wait`: until they have."""
-        return bindings.engine_given(self._handle, tiles, wait, self.name_device)
+        return bindings.engine_given(self.handle, tiles, wait, self.name_device)
 
     def finish(self, keep: bool = True) -> None:
         """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""
         try:
-            bindings.engine_finish(self._handle, keep, self.name_device)
+            bindings.engine_finish(self.handle, keep, self.name_device)
         except CSDTornError:
             self._torn = True
             raise
         finally:
             self.stepping, self._ended = False, time.perf_counter()
-        self.step += keep
+        if keep:
+            self.step += 1
+            self.windows.after_step()
+            self.committer.after_step()
+
+    def copy_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Reads tiles, or takes what somebody wrote to their windows, and waits until that is in their next slots."""
+        if not len(tiles):
+            return
+        self._begin(np.zeros(self.n_params, PARAM), np.zeros(0, HYPER), tiles)
+        for tile in tiles.tolist():
+            self.push(tile)
+        bindings.engine_finish(self.handle, True, self.name_device)
+        self._ended = time.perf_counter()
+        self.settle_writes()
 
     def undone(self) -> list[tuple[int, int]]:
         """Tiles whose parameters the last undone step had already written: of how many elements, from the first on."""
-        return bindings.engine_undone(self._handle)
+        return bindings.engine_undone(self.handle)
 
     def drain(self) -> None:
         """Waits until every state is on its device and the windows show it. Raises CSDOSError if one will not go."""
         self.check_open()
-        if self._handle is not None:
-            bindings.engine_drain(self._handle, self.name_device, open=True)
+        if self.handle is not None:
+            self.windows.show(open=not self.durable)
 
     def settle_writes(self) -> None:
         """Waits until every state is on its device. Raises CSDOSError if one will not go."""
-        if self._handle is not None:
-            bindings.engine_settle(self._handle, self.name_device)
+        if self.handle is not None:
+            bindings.engine_settle(self.handle, self.name_device)
+
+    def sync_stores(self) -> None:
+        """Waits until what was written, through mappings too, is on the disks. Raises CSDOSError."""
+        for store in self.stores:
+            if store:
+                store.sync()
+
+    @contextlib.contextmanager
+    def writing(self, params: Sequence[int]) -> Iterator[None]:
+        """What is written to the windows of these parameters within is on the devices at the end. Raises CSDOSError.
+
+        Where states are durable it is committed there, and what is committed before stays as it is until then.
+        """
+        with self.committer.writing(params):
+            yield
+
+    # ---- commits: where states are durable; elsewhere nothing happens ------------------
+
+    @property
+    def durable(self) -> bool:
+        """Is there a device whose states outlive the process?"""
+        return self.committer.durable
+
+    @property
+    def committed_step(self) -> int:
+        """The last step that is durable."""
+        return self.committer.committed_step
+
+    def describe(self, manifest: dict[str, Any]) -> None:
+        """Says what the parameters are; stores carry it from the next commit on."""
+        self.committer.describe(manifest)
 
     def commit(self, record: Record | None = None) -> None:
-        """Makes the state durable as it is, in the background, with `steps` and `record`: where it can be durable."""
+        """Makes the state durable as it is, in the background; `steps` and `record` with it (None: that of before).
+
+        `wait()` waits for that; a round of ranks counts with `confirm()` only. Raises CSDOSError if the commit before
+        had failed and fails again.
+        """
+        self.committer.commit(record)
 
     def confirm(self) -> None:
-        """Goes before whatever changes states, where ranks commit together: see DurableEngine."""
+        """Goes before whatever changes states: returns when all ranks have the last round. It counts then.
+
+        All ranks call it. Raises on all of them if one does not have the round: there CSDOSError, elsewhere
+        CSDRankError; nothing has been touched, and the next call tries again.
+        """
+        self.committer.confirm()
+
+    def wait(self) -> None:
+        """Returns when the last step is durable. Raises CSDOSError. Of ranks, all call it, and it raises on all."""
+        self.committer.wait()
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[None]:
         """What fails within raises on all ranks, where ranks commit together; all call it then."""
-        return contextlib.nullcontext()
+        return self.committer.all_ranks_or_none()
 
-    @contextlib.contextmanager
-    def loading(self, record: Record | None = None) -> Iterator[None]:
-        """What is loaded within is durable at the end, with `record`, where it can be: as a whole, or not at all."""
-        yield
+    def loading(self, record: Record | None = None) -> contextlib.AbstractContextManager[None]:
+        """What is loaded within is durable at the end, with `record`: as a whole, or not at all.
 
-    def wait(self) -> None:
-        """Returns when the last step is durable. Raises CSDOSError."""
+        Ranks make it a round; all of them call it, and it raises on all.
+        """
+        return self.committer.loading(record)
 
     # ---- residuals -------------------------------------------------------------
 
@@ -377,41 +453,49 @@ class Engine:
         Where states are durable, each commit carries it as it is then. Who writes to it past torch counts that, by
         torch.autograd.graph.increment_version. Raises CSDOSError if a disk is full; then nothing has changed.
         """
+        self.committer.before_keeping(param, residual)
         self.residuals[param] = residual
 
     def drop_residual(self, param: int) -> None:
         """The parameter has a residual no more."""
-        self.residuals.pop(param, None)
+        if self.residuals.pop(param, None) is not None:
+            self.committer.after_dropping(param)
 
-    # ---- writing to windows --------------------------------------------------
-
-    @contextlib.contextmanager
-    def writing(self, params: Sequence[int]) -> Iterator[None]:
-        """What is written to the windows of these parameters within is on the devices at the end. Raises CSDOSError."""
-        self.drain()
-        yield
-        self.sync()
-
-    def sync(self) -> None:
-        """Makes sure that what was written to windows got there: the system reports such errors only here."""
-        self.synced = False
-        for store in self._stores:
-            if store:
-                store.sync()
-        self.synced = True
+    def adopt_residuals(self, residuals: dict[int, torch.Tensor]) -> None:
+        """Those of the commit that was taken up, by parameter."""
+        self.residuals = residuals
+        self.committer.adopt_residuals(residuals)
 
     # ---- what is known of it -------------------------------------------------
 
     def stats(self) -> list[dict[str, Any]]:
-        """Counts of the last step, one dict per device; see `csd_stats`. Totals are those since the store was made."""
-        if self._handle is None:
+        """Counts of the last step, one dict per device; see `csd_stats`. Totals are those since the store was made.
+
+        Waits for the last step's commit if that writes residuals. Raises CSDOSError.
+        """
+        self.committer.before_counting()
+        return self._counted()
+
+    def written_bytes(self) -> list[int]:
+        """To each device since its store was made, as far as is known: a commit may be writing residuals."""
+        return [int(counts["total_write_bytes"]) for counts in self._counted()] or self._before
+
+    def all_steps(self) -> np.ndarray[Any, Any]:
+        """A copy of AdamW's `step` of each parameter, over all extents, fp32."""
+        return np.concatenate([np.zeros(0, np.float32), *self.steps])
+
+    def _counted(self) -> list[dict[str, Any]]:
+        if self.handle is None:
             return []
         stats = []
-        for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
-            counts = bindings.engine_stats(self._handle, d)
+        for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
+            counts = bindings.engine_stats(self.handle, d)
             counts["total_write_bytes"] += self._before[d]
             if spec.directory is None:  # memory, where `ram:` moves like a file
                 counts |= {"read_bytes": 0, "write_bytes": 0, "total_write_bytes": 0}
+            of_step, in_all = self.committer.residual_bytes(d)
+            counts["write_bytes"] += of_step
+            counts["total_write_bytes"] += in_all
             direct = store.direct if store else None
             card = self._cards.get(spec.card)
             p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
@@ -427,17 +511,14 @@ class Engine:
             stats.append(about | {"share": self.shares[d] if self.shares else 1.0} | counts)
         return stats
 
-    def describe(self, manifest: dict[str, Any]) -> None:
-        """Says what the parameters are; durable stores carry it from the next commit on."""
-
     @property
     def idle(self) -> bool:
         """Nothing goes on in the background that close() would wait for."""
-        return True
+        return self.committer.idle
 
     @property
     def closed(self) -> bool:
-        return not self._stores
+        return not self.stores
 
     def close(self) -> None:
         """Drains and lets go of the devices. Raises CSDOSError if the last states could not be written.
@@ -449,49 +530,47 @@ class Engine:
         """
         if self.pid != os.getpid():
             return
-        self._end_copies()  # which may take long, and be interrupted: nothing has been given up yet
+        self.committer.end_copies()  # which may take long, and be interrupted: nothing has been given up yet
         with defer_signals(), self.lock:  # interrupted, it would go on to let go of what a commit still uses
             if self.closed:
                 return
             if self.stepping:  # the same thread, say in a signal handler
                 raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:
-                self._before_close()
-                if self._handle is not None:
-                    bindings.engine_settle(self._handle, self.name_device)
-                    self._trace_step()
+                self.committer.before_close()
+                self.settle_writes()
+                self._trace_step()
             finally:
-                if self._trace:
-                    self._trace.close()
-                self._end_background()
-                handle, self._handle = self._handle, None
-                if handle is not None:
-                    with contextlib.suppress(CSDError):  # drain() has raised it
-                        bindings.engine_close(handle, self.name_device)
-                self._close_stores()
+                self.abandon()
 
-    def _end_copies(self) -> None:
-        """Returns when nobody copies what a commit holds."""
-
-    def _before_close(self) -> None:
-        pass
-
-    def _end_background(self) -> None:
-        """Returns when no other thread uses the handle."""
-
-    def _close_stores(self) -> None:
+    def abandon(self) -> None:
+        """Lets go of the devices as they are: nothing is made durable any more, and no error is told."""
+        if self._trace:
+            self._trace.close()
+        self.committer.close()
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            with contextlib.suppress(CSDError):  # whoever waited for the last states has raised it
+                bindings.engine_close(handle, self.name_device)
         with contextlib.ExitStack() as stack:  # all of them, whatever happens to one
-            for store in self._stores:
+            for store in self.stores:
                 if store:
                     stack.callback(store.close)
             for name, card in self._cards.items():
                 stack.callback(bindings.card_close, card, name)
-            self._stores.clear()
+            self.stores.clear()
             self._cards.clear()
 
+    @property
+    def broken(self) -> bool:
+        """No step and no commit is possible any more: see check_whole()."""
+        return self._torn or bool(self.windows.lost)
+
     def check_whole(self) -> None:
+        """Raises CSDTornError, CSDLostError if the states are not those of a step any more."""
         if self._torn:
             raise CSDTornError(errno.EIO, f"an earlier step was cut short. {TORN}")
+        self.windows.check()
 
     def check_open(self) -> None:
         if self.closed:

@@ -93,7 +93,7 @@ class StateMap:
         dtype = torch.complex64 if p.is_complex() else torch.float32
         windows = {"step": torch.from_numpy(engine.steps[extent])[i]}
         for s in (1, 2, 3, 0) if place.sections == 4 else (1, 2, 0):
-            windows[SECTIONS[s]] = engine.window(place, i, s, dtype).as_strided(shape, stride)
+            windows[SECTIONS[s]] = engine.windows.window(place, i, s, dtype).as_strided(shape, stride)
         param_state = ParamState(
             p,
             part,
@@ -113,7 +113,7 @@ class StateMap:
         self.changes += 1
         for key, window in param_state.windows.items():
             if param_state.shown[key] is not window:
-                engine.watch(param_state.index, param_state.shown[key])
+                engine.windows.watch(param_state.index, param_state.shown[key])
         return param_state
 
     def add_residual(self, engine: Engine, param_state: ParamState) -> bool:
