@@ -448,7 +448,7 @@ def test_copy_takes_half_the_room(tmp_path):
 def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
     params, opt = make(tmp_path / "a", 2)
     before = state_of(opt, params)
-    engine_fds = {store.fd for store in opt._engine.stores}
+    engine_fds = {store.fd for store in opt._engine.devices.stores}
     module = fcntl if call == "ioctl" else os
     real = getattr(module, call)
 

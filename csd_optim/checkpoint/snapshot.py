@@ -286,7 +286,7 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
 
     Raises CSDRuntimeError, CSDStoreExistsError, CSDOSError before anything is made.
     """
-    if temporary := [str(spec) for spec in engine.specs if not spec.durable]:
+    if temporary := [str(spec) for spec in engine.devices.specs if not spec.durable]:
         raise CSDRuntimeError(
             f"{temporary[0]} keeps its state for this process only, and there is no store to copy; "
             "name directories as devices, or use state_dict()"
@@ -428,7 +428,7 @@ def load(paths: Paths) -> dict[str, Any]:
     engine = open_engine(parse_devices(directories(paths)), mode="read")
     try:
         if not engine.recovered:
-            raise CSDStoreError(f"{engine.specs[0]} holds no step yet")
+            raise CSDStoreError(f"{engine.devices.specs[0]} holds no step yet")
         check_recovered(engine)
         first = engine.recovered[0]
         windows: dict[tuple[int, str], torch.Tensor] = {}

@@ -45,7 +45,7 @@ class DurableCommitter(Committer):
 
     def __init__(self, engine: Engine, ranks: Ranks | None) -> None:
         super().__init__(engine)
-        n_devices = len(engine.specs)
+        n_devices = len(engine.devices.specs)
         self.ranks = ranks
         self.store_id = secrets.token_bytes(16)
         self.pins: list[Pin] = []
@@ -102,7 +102,7 @@ class DurableCommitter(Committer):
         if residual.dtype is not torch.bfloat16 or residual.shape != (numel,) or not residual.is_contiguous():
             raise CSDValueError(f"residual is {tuple(residual.shape)} {residual.dtype}, not dense ({numel},) bfloat16")
         self._background.wait()  # it may still be allocating
-        self._residuals.make_room(param, numel, engine.stores)
+        self._residuals.make_room(param, numel, engine.devices.stores)
         self._residuals.replaced(param)
         self._manifests.written &= param in engine.residuals
         self._changed = True
@@ -186,7 +186,7 @@ class DurableCommitter(Committer):
     @property
     def _stores(self) -> dict[int, StoreFile]:
         """Those that keep something, by device."""
-        return {d: store for d, store in enumerate(self._engine.stores) if store and store.durable}
+        return {d: store for d, store in enumerate(self._engine.devices.stores) if store and store.durable}
 
     @property
     def _rooms(self) -> dict[int, Room]:
@@ -229,7 +229,7 @@ class DurableCommitter(Committer):
             for cuda in {r.device for r in changed.values() if r.is_cuda}:
                 torch.cuda.synchronize(cuda)  # what writes to them may be under way
         self._sequence += 1
-        what = self.store_id, 0, len(engine.specs), self._sequence, engine.step, CLEAN * clean
+        what = self.store_id, 0, len(engine.devices.specs), self._sequence, engine.step, CLEAN * clean
         return CommitJob(
             engine,
             self._residuals,
@@ -309,7 +309,7 @@ class DurableCommitter(Committer):
 
     def committed(self) -> list[Contents]:
         """What the stores hold of the last commit, when it has come to its end."""
-        return [read_commits(store.fd, str(store.path))[0] for store in self._engine.stores if store]
+        return [read_commits(store.fd, str(store.path))[0] for store in self._engine.devices.stores if store]
 
     # ---- writing to windows ----------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""An engine: several devices driven as one. Windows onto their state: windows.py; what keeps it: committer.py."""
+"""An engine: several devices driven as one. Windows onto their states: windows.py; what keeps those: committer.py."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ import numpy as np
 import torch
 
 from .. import bindings
-from ..bindings import HYPER, PARAM, TILE_STATE, TORN, DeviceConfig
-from ..devices.spec import DeviceSpec, shares_of
+from ..bindings import HYPER, PARAM, TILE_STATE, TORN
+from ..devices.spec import DeviceSpec
 from ..errors import (
     CSDError,
     CSDRuntimeError,
     CSDTornError,
 )
 from ..signals import defer_signals
-from ..store.file import Mode, StoreFile
+from ..store.file import Mode
 from ..store.format import Contents, Record
 from ..store.layout import SUM_ELEMS, Extent, extents_of, plan_extent
 from .committer import Committer
-from .open_card import open_card
+from .open_devices import OpenDevices
 from .trace import Trace
-from .tuning import HUGE_PAGE, node_of, tune_devices
 from .windows import Windows
 
 log = logging.getLogger("csd_optim")
@@ -53,11 +52,9 @@ class Engine:
         in_place: bool = True,
     ) -> None:
         self.mode = mode
-        self.in_place = in_place  # what lies in memory alone is updated there; no: a step can be undone
-        self.specs = list(specs)
+        self.devices = OpenDevices(specs, mode=mode, in_place=in_place)
         self.tile_elems = tile_elems
         self.slots = 2 if shadow else 1
-        self.shares = shares_of(self.specs)  # that the devices have of extents to come; None: equal ones
         self.extents: list[Extent] = []
         self.pid = os.getpid()
         self.lock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
@@ -67,48 +64,18 @@ class Engine:
         self.record = Record()  # of the last step
         self.stepping = False
         self._torn = False  # a step in place was cut short
-        self._before = [0] * len(self.specs)  # bytes written to each device when this engine was made
         self.recovered: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
         self.windows = Windows(self)
         self.committer = Committer(self)
         self.handle: Any = None  # of the native engine, from the first extent on
         self._trace: Trace | None = None
         self._began = self._ended = 0.0  # the step to be traced: when
-        self.stores: list[StoreFile | None] = []
-        self._cards: dict[str, Any] = {}  # by name
-        try:
-            self.specs = [open_card(spec, self._cards) if spec.backend == "xrt" else spec for spec in self.specs]
-            for spec in self.specs:
-                store: StoreFile | None = None
-                if spec.directory:
-                    store = StoreFile(spec.directory, durable=spec.durable, mode=mode)
-                elif spec.backend == "ram" and not self.resident:
-                    # Beside a device that can fail, a step must be undone in memory, too: two slots, like a file's.
-                    store = StoreFile(None, durable=False)
-                self.stores.append(store)
-        except BaseException:
-            self.abandon()
-            raise
 
     # ---- layout ------------------------------------------------------------
 
-    @property
-    def resident(self) -> bool:
-        """The state lies in host memory, on every device, and is updated there."""
-        return self.in_place and all(s.backend == "ram" for s in self.specs)
-
-    @property
-    def reaches_params(self) -> bool:
-        """Can every device take a master from an fp32 parameter in host memory? A card would have to be sent it."""
-        return not self._cards
-
-    @property
-    def keeps_state(self) -> bool:
-        return any(s.backend != "null" for s in self.specs)
-
     def fills_by_step(self, params: Sequence[int]) -> bool:
         """Can the next step make the state of these parameters, which joined since the last, from what they are?"""
-        if not (self.reaches_params and params and all(self.stores)):
+        if not (self.devices.reaches_params and params and all(self.devices.stores)):
             return False
         return bool(self.windows.loose[self.tiles_of_params(params)].all()) and not self.committer.uncommitted
 
@@ -122,11 +89,8 @@ class Engine:
 
     def name_device(self, device: int, tile: int = -1) -> str:
         """What messages call a device. `tile`: one that is damaged there, or -1."""
-        spec, store = self.specs[device], self.stores[device]
-        card = f"xrt:{spec.card}, " if spec.card else ""
-        name = f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
         damaged = self.committer.name_tile(device, tile) if tile >= 0 else ""
-        return f"{name}: {damaged}" if damaged else name
+        return f"{self.devices.name(device)}: {damaged}" if damaged else self.devices.name(device)
 
     def extend(self, numels: Sequence[int], sections: int) -> Extent:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
@@ -137,31 +101,24 @@ class Engine:
         self.committer.before_extend()
         self.windows.synced = False
         if not self.extents:
-            self.tune(self.slots * 4 * sections * sum(numels), new=True)
+            self.devices.tune(self.slots * 4 * sections * sum(numels), new=True)
         extent = plan_extent(
             numels,
-            len(self.specs),
+            len(self.devices.specs),
             first_param=self.n_params,
             first_tile=self.n_tiles,
             sections=sections,
             slots=self.slots,
             tile_elems=self.tile_elems,
-            shares=self.shares,
+            shares=self.devices.shares,
             sum_elems=SUM_ELEMS,
-            mapped=0 if self.resident else bindings.mappings(),
+            mapped=0 if self.devices.resident else bindings.mappings(),
         )
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
-        ends = [s.end if s else 0 for s in self.stores]
-        try:
-            offsets = [store.allocate(extent.device_bytes(d)) if store else 0 for d, store in enumerate(self.stores)]
+        with self.devices.room_for(extent) as offsets:
             self._add(extent, offsets, None)
-        except BaseException:
-            for store, end in zip(self.stores, ends, strict=True):
-                if store and store.end != end:
-                    store.shrink(end)
-            raise
         if extent is self.extents[0]:
-            self._announce(extent)
+            self.devices.announce(extent)
         return extent
 
     def _add(
@@ -184,7 +141,7 @@ class Engine:
             extent.devices,
             extent.sum_elems,
             sums,
-            mappings=extent.n_tiles if any(self.stores) else 1,
+            mappings=extent.n_tiles if any(self.devices.stores) else 1,
         )
         self.extents.append(extent)
         self.steps.append(np.zeros(len(extent.numels), np.float32))
@@ -192,58 +149,21 @@ class Engine:
         self.committer.after_extend(extent, offsets)
 
     def _create(self) -> None:
-        configs = [
-            DeviceConfig(
-                "xrt" if spec.card else "file",
-                store.io_fd,
-                spec.buffers,
-                spec.block_bytes,
-                self._cards.get(spec.card),
-                spec.p2p,
-                spec.pace,
-                spec.depth,
-                spec.cache_bytes,
-                None if spec.card else node_of(spec, store),
-            )
-            if store
-            else DeviceConfig(spec.backend, pace=spec.pace)
-            for spec, store in zip(self.specs, self.stores, strict=True)
-        ]
-        self.handle = bindings.engine_create(configs, self.name_device)
+        self.handle = bindings.engine_create(self.devices.configs(), self.name_device)
         if path := os.environ.get("CSD_OPTIM_TRACE"):
-            self._trace = Trace(path, list(map(str, self.specs)))
+            self._trace = Trace(path, list(map(str, self.devices.specs)))
             bindings.engine_events(self.handle)  # from now on they are kept
-
-    def tune(self, nbytes: int, *, new: bool) -> None:
-        """Has drives tried out for `nbytes` of states: see tune_devices()."""
-        self.specs, shares = tune_devices(self.specs, self.stores, nbytes, new=new)
-        self.shares = shares or self.shares
-
-    def _announce(self, extent: Extent) -> None:
-        for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
-            if store and spec.directory and not store.durable:
-                log.info(
-                    "scratch CSD %d: %.2f GB in %s, gone when the process ends; name devices=[...] to keep it (%s)",
-                    d,
-                    extent.device_bytes(d) / 1e9,
-                    store.path,
-                    spec,
-                )
 
     def adopt_commit(self, found: Sequence[Contents], order: Sequence[int]) -> None:
         """Goes on from what the stores have, of a commit of theirs. `order`: which of them is device 0, 1 ..."""
-        self.specs, self.stores = [self.specs[d] for d in order], [self.stores[d] for d in order]
         self.recovered = recovered = [found[d] for d in order]
+        self.devices.adopt_commit(recovered, order)
         first = recovered[0]
         self.step, self.record = first.superblock.step, first.record
-        self._before = [c.record.written_bytes for c in recovered]
-        for store, contents in zip(self.stores, recovered, strict=True):
-            assert store is not None
-            store.adopt_commit(contents)
         extents = extents_of(recovered)
         self.slots = extents[0].slots if extents else self.slots
         if self.mode == "resume":
-            self.tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
+            self.devices.tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
         row = [0] * len(recovered)
         for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)
@@ -254,7 +174,7 @@ class Engine:
                 row[d] += tiles
             self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in recovered], (states, sums))
             self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
-            self.shares = extent.shares
+            self.devices.shares = extent.shares
 
     def extent_of(self, tile: int) -> Extent:
         return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
@@ -382,12 +302,6 @@ class Engine:
         if self.handle is not None:
             bindings.engine_settle(self.handle, self.name_device)
 
-    def sync_stores(self) -> None:
-        """Waits until what was written, through mappings too, is on the disks. Raises CSDOSError."""
-        for store in self.stores:
-            if store:
-                store.sync()
-
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
         """What is written to the windows of these parameters within is on the devices at the end. Raises CSDOSError.
@@ -476,40 +390,16 @@ class Engine:
         self.committer.before_counting()
         return self._counted()
 
+    def _counted(self) -> list[dict[str, Any]]:
+        return self.devices.counted(self.handle, self.committer.residual_bytes) if self.handle else []
+
     def written_bytes(self) -> list[int]:
         """To each device since its store was made, as far as is known: a commit may be writing residuals."""
-        return [int(counts["total_write_bytes"]) for counts in self._counted()] or self._before
+        return [int(counts["total_write_bytes"]) for counts in self._counted()] or self.devices.written_before
 
     def all_steps(self) -> np.ndarray[Any, Any]:
         """A copy of AdamW's `step` of each parameter, over all extents, fp32."""
         return np.concatenate([np.zeros(0, np.float32), *self.steps])
-
-    def _counted(self) -> list[dict[str, Any]]:
-        if self.handle is None:
-            return []
-        stats = []
-        for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
-            counts = bindings.engine_stats(self.handle, d)
-            counts["total_write_bytes"] += self._before[d]
-            if spec.directory is None:  # memory, where `ram:` moves like a file
-                counts |= {"read_bytes": 0, "write_bytes": 0, "total_write_bytes": 0}
-            of_step, in_all = self.committer.residual_bytes(d)
-            counts["write_bytes"] += of_step
-            counts["total_write_bytes"] += in_all
-            direct = store.direct if store else None
-            card = self._cards.get(spec.card)
-            p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
-            about: dict[str, Any] = {"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p}
-            # Else transfers cost 4 to 5 times the CPU time. A card has other buffers; what is smaller never has one.
-            if store and not card and counts["buffer_bytes"] >= HUGE_PAGE:
-                about["huge_pages"] = 2 * counts["huge_bytes"] > counts["buffer_bytes"]
-            node = counts.pop("numa")
-            if store and not card:
-                about["numa_node"] = node - 1 if node else None
-            if store:
-                about |= {"block_bytes": spec.block_bytes, "depth": spec.depth}
-            stats.append(about | {"share": self.shares[d] if self.shares else 1.0} | counts)
-        return stats
 
     @property
     def idle(self) -> bool:
@@ -518,7 +408,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        return not self.stores
+        return not self.devices.stores
 
     def close(self) -> None:
         """Drains and lets go of the devices. Raises CSDOSError if the last states could not be written.
@@ -552,14 +442,7 @@ class Engine:
         if handle is not None:
             with contextlib.suppress(CSDError):  # whoever waited for the last states has raised it
                 bindings.engine_close(handle, self.name_device)
-        with contextlib.ExitStack() as stack:  # all of them, whatever happens to one
-            for store in self.stores:
-                if store:
-                    stack.callback(store.close)
-            for name, card in self._cards.items():
-                stack.callback(bindings.card_close, card, name)
-            self.stores.clear()
-            self._cards.clear()
+        self.devices.close()
 
     @property
     def broken(self) -> bool:

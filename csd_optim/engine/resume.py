@@ -18,7 +18,7 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
 
     A collective of the ranks; raises CSDStoreError on all of them when the stores do not belong together.
     """
-    ranks, stores = committer.ranks, [store for store in engine.stores if store]
+    ranks, stores = committer.ranks, [store for store in engine.devices.stores if store]
     with all_ranks_or_none(ranks):
         commits = common_commits(stores)
         if commits and engine.mode == "resume" and not ranks and commits[0][0].world_size > 1:
@@ -60,6 +60,6 @@ def check_recovered(engine: Engine) -> None:
 def discard_newer(engine: Engine) -> None:
     """Forgets what some of the devices have and others have not, before something new is written. Raises CSDOSError."""
     # What was found came from the disks themselves: see StoreFile. So each always has a whole copy of it.
-    for store, commit in zip(engine.stores, engine.recovered, strict=True):
+    for store, commit in zip(engine.devices.stores, engine.recovered, strict=True):
         assert store is not None
         store.discard_newer(commit)

@@ -24,30 +24,27 @@ if TYPE_CHECKING:
 class Windows:
     """Onto the states of one engine: a tensor per parameter and section, fp32, over what the device has.
 
-    A step moves a tile to its other slot, and the windows follow when they are shown again: with `show()`, which
-    reading `optimizer.state` calls. Where nothing is committed they are always open. Where states are durable they
-    are private, because what a commit holds must stay as it is; a tile is then in one of these states, and what
-    somebody writes to a window of it
+    A step moves a tile to its other slot, and its windows follow when they are shown again: by `show()`, which reading
+    `optimizer.state` calls. Where nothing is committed they are always open. Where states are durable, what a commit
+    holds must stay as it is, and windows are private but for as long as somebody is said to write:
 
-    ========  ==============================  ==========================================  =============================
-    state     how it comes to that            counts                                      is lost
-    ========  ==============================  ==========================================  =============================
-    open      it is new; `writing()`          at once, on the device; durable with the    -
-              names a tile of it              commit at the end of writing() (of a new
-                                              tile: that of the step)
-    shown     `show(open=False)`: a commit    with the next step, which begins with what  with a step that is undone:
-              begins, or `state` is read      the windows show, or with flush() if none   no; it begins the next one
-                                              comes; until then it is in memory (edited)
-    reseeded  the same, within `reseeding()`  with the step that follows, and with no     if no step follows: whoever
-                                              commit before that is whole                 resumes sets it again
-    stale     a step has moved it on since    not                                         always: read `state` again
-    ========  ==============================  ==========================================  =============================
+    ========  ======================================  ============================================================
+    tile is   when                                    what somebody writes to its windows counts
+    ========  ======================================  ============================================================
+    open      it is new, and was in no commit yet;    at once: it is on the device, and durable with the commit
+              or within `writing()`                   that ends writing(), of a new tile with that of the step
+    shown     a commit closed it (`open=False`), or   with the next step, which begins with it, or with a flush()
+              `state` was read                        before that; until then in memory. An undone step leaves it
+    reseeded  the same, if written in `reseeding()`   with the step that follows, and with no commit before that
+    stale     a step moved it since it was shown      never: the next show() drops it. Read `state` again
+    ========  ======================================  ============================================================
 
-    What was written is known by torch's version counters, of every tensor that was handed out: `note_written()`.
-    Besides, a tile is `loose` while its current slot is part of no commit: then it may be written where it lies.
+    What was written is known by the versions that torch counts, of every tensor that was handed out: see
+    `note_written()`. Besides, a tile is *loose* while its current slot is part of no commit, and may be written where
+    it lies; and *empty* as long as it is to have states, and nobody has written any.
 
-    That a window shows a state as it lies on the device is a matter of this file, of the native engine's `show`, and
-    of `window()`, whose buffers are the mappings: a slot that is not fp32 there needs another way to these three.
+    That a window is the device's own memory of a slot, or its file, is known to `window()`, whose buffers are these
+    mappings, and to `show()`. A slot that is not fp32 there can be shown only as decoded by these two.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -117,7 +114,7 @@ class Windows:
         """
         self.synced = False
         try:
-            self._engine.sync_stores()
+            self._engine.devices.sync()
         except CSDOSError as e:
             if not self._engine.durable:
                 raise

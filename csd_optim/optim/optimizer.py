@@ -427,7 +427,9 @@ class CSDAdam(AdamW, Joinable):
             self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=ranks))
 
     def __repr__(self) -> str:
-        devices = ", ".join(map(str, self._engine.specs)) if self._engine and not self._engine.closed else "closed"
+        devices = (
+            ", ".join(map(str, self._engine.devices.specs)) if self._engine and not self._engine.closed else "closed"
+        )
         return f"{super().__repr__()} on [{devices}]"
 
     # ---- the step ----------------------------------------------------------------
@@ -562,7 +564,7 @@ class CSDAdam(AdamW, Joinable):
         owed = self._compress(engine, plan, groups, grads, steps, table, prepared)
 
         # From here on something changes.
-        if written and engine.keeps_state:
+        if written and engine.devices.keeps_state:
             always = not engine.windows.synced
             many = not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES
             if many:
@@ -715,7 +717,7 @@ class CSDAdam(AdamW, Joinable):
         """Takes up the store, if there is one. Nothing is changed, in memory or on a device, before all is checked."""
         engine = self._live_engine
         if not engine.recovered:
-            where = ", ".join(map(str, engine.specs))
+            where = ", ".join(map(str, engine.devices.specs))
             warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
             return
         recovered = engine.recovered[0]

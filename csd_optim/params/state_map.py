@@ -105,8 +105,8 @@ class StateMap:
             shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},
             own_master=windows["master"],
             numel=numel(windows["master"]),
-            in_place=engine.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
-            reachable=engine.reaches_params,
+            in_place=engine.devices.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
+            reachable=engine.devices.reaches_params,
         )
         self.param_states[id(p)] = param_state
         self.by_index.append(param_state)
@@ -148,7 +148,7 @@ class StateMap:
         with engine.writing([b.index for b in self.unfilled]):
             for param_state, fresh in self.unfilled.items():
                 self.unfilled[param_state] = param_state.is_new = False
-                param_state.fill(self.state.get(param_state.param) or {}, seed=engine.keeps_state, fresh=fresh)
+                param_state.fill(self.state.get(param_state.param) or {}, seed=engine.devices.keeps_state, fresh=fresh)
         self.filled()
 
     def fill_by_step(self, engine: Engine, param_states: list[ParamState]) -> list[ParamState]:
