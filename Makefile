@@ -1,8 +1,8 @@
 # make demo       trains a small GPT with CSDAdam on four emulated CSDs, beside torch.optim.AdamW
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make test       everything CI runs: tests, sanitizers, lint, types
-# make tables     README's table of bytes per parameter, counted anew
-# make soak       kills training more than 200 times, and replays 4000 power losses: a few minutes
+# make tables     the table of bytes per parameter in docs/performance.md, counted anew
+# make soak       what is too long for every day: training killed more than 200 times, 4000 power losses, all on cards
 # All set up a virtual environment below build/ first; nothing else on the machine is touched.
 
 PYTHON ?= python3
@@ -12,9 +12,10 @@ BIN := $(VENV)/bin
 NATIVE := $(wildcard native/*/*.h native/*/*.cpp hls_kernels/*.h hls_kernels/*.cpp hls_kernels/*/*.h) \
     $(wildcard csd_optim/_build_*.py) setup.py setup.cfg
 
-CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/faults,$(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
+CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/native/* tests/faults,\
+    $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
-.PHONY: demo emu-demo test tables soak check pytest sanitize clean
+.PHONY: demo emu-demo test tables soak check pytest together alone sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
@@ -22,14 +23,18 @@ demo: $(VENV)/.installed
 emu-demo: $(VENV)/.installed
 	$(BIN)/csd-optim emu --devices 2 -- $(BIN)/python bench/demo.py --cards --devices 2 --out build/emu-demo
 
-test: pytest sanitize check
+# Beside each other, with the tests that want the machine for themselves at the end.
+test: $(VENV)/.installed
+	$(MAKE) --no-print-directory --keep-going -j2 together sanitize check
+	$(MAKE) --no-print-directory alone
 
 tables: $(VENV)/.installed
-	$(BIN)/python -m bench.tables README.md
+	$(BIN)/python -m bench.tables docs/performance.md
 
 # SOAK="--seed 7" repeats one; a violation says which it was.
 soak: $(VENV)/.installed
 	$(BIN)/python tests/crash --kills 250 --images 4000 $(SOAK)
+	$(BIN)/python -m pytest --soak -k "suite_on_cards or soak"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -37,8 +42,13 @@ check: $(VENV)/.installed
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/mypy
 
-pytest: $(VENV)/.installed
-	$(BIN)/python -m pytest
+pytest: together alone
+
+together: $(VENV)/.installed
+	$(BIN)/python -m pytest --durations 20 -n 2 --dist loadfile -m "not serial"
+
+alone: $(VENV)/.installed
+	$(BIN)/python -m pytest --durations 20 -m serial
 
 sanitize: $(VENV)/.installed
 	$(BIN)/python tests/sanitize.py

@@ -44,7 +44,7 @@ from csd_optim.cli import benchmark
 from csd_optim.cli.benchmark import DISK_BYTES, DTYPES, MEMORY_BYTES, WARM_UP
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine import tuning as probe
-from csd_optim.optim import adamw
+from csd_optim.optim.adamw import ADAMW
 from csd_optim.store.layout import GRAIN, SUM_ELEMS, TILE_ELEMS
 
 TILES = 1024  # tiny ones, for the wake-ups
@@ -85,7 +85,7 @@ def same_bits(dtype: torch.dtype) -> None:
         for t in range(1, 6):
             p.grad = torch.randn(p.numel()).to(dtype)
             engine.grad.copy_(p.grad)
-            engine.hyper[0] = adamw.hyper(opt.param_groups[0], t, 1.0)
+            engine.hyper[0] = ADAMW.constants(opt.param_groups[0], t, 1.0)
             opt.step()
             engine.step()
         if not torch.equal(engine.param, p):
@@ -145,7 +145,7 @@ def in_cache(arguments: argparse.Namespace) -> dict[str, list[float]]:
     isa, data = bindings.isa_used(), memoryview(states.numpy()).cast("B")
     calls = {
         "sum": (lambda: bindings.crc32c(data), data.nbytes),
-        "update": (lambda: bindings.update(probe.HYPERS, isa, grad, *states, None, param), SUM_ELEMS),
+        "update": (lambda: bindings.update(probe.HYPERS, isa, grad, [*states], param), SUM_ELEMS),
     }
     rates: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(1 + arguments.runs):

@@ -14,11 +14,10 @@ No stage was synthesized: that II is what its directive asks for is an assumptio
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from math import ceil
 
-from bench.tables import put
+from bench.tables import main
 from csd_optim.store.layout import SUM_ELEMS
 
 LANES, WORD = 16, 64  # fp32 values in a word, bytes of one
@@ -202,12 +201,5 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    if len(sys.argv) == 1:
-        print(table(), end="")
-    else:
-        put(sys.argv[1], table(), BEGIN, END)
-
-
 if __name__ == "__main__":
-    main()
+    main(table, BEGIN, END)

@@ -151,7 +151,7 @@ def replay_step(opt: CSDAdam) -> None:
     for tile in tiles.tolist():
         engine.push(tile)
     engine.finish()
-    engine.settle_writes()
+    engine.wait_writes()
 
 
 def commit_row(arguments: argparse.Namespace) -> Row:

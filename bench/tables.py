@@ -1,16 +1,17 @@
-"""README's table of bytes per parameter, as opt.stats() counts them: `make tables` writes it there.
+"""The table of bytes per parameter, as opt.stats() counts them: `make tables` writes it into docs/performance.md.
 
-    python -m bench.tables              prints it
-    python -m bench.tables README.md    puts it between its two marks in a file
+    python -m bench.tables                        prints it
+    python -m bench.tables docs/performance.md    puts it between its two marks in a file
 
-One step each in a named directory, where the kernel's own counters were found to agree (tests/test_traffic.py), and
-without what buffers have of the step before.
+One step each in a named directory, where the kernel's own counters were found to agree
+(tests/step/test_traffic.py), and without what buffers have of the step before.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,13 @@ def put(path: str, made: str, begin: str, end: str) -> None:
     print(f"{file}: {'as it was' if old == made else 'changed'}")
 
 
-def main() -> None:
+def main(make: Callable[[], str], begin: str, end: str) -> None:
+    """Prints what `make` returns; or puts it between its two marks in the file that the command line names."""
     if len(sys.argv) == 1:
-        print(table(), end="")
+        print(make(), end="")
     else:
-        put(sys.argv[1], table(), BEGIN, END)
+        put(sys.argv[1], make(), begin, end)
 
 
 if __name__ == "__main__":
-    main()
+    main(table, BEGIN, END)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ from .errors import (
 
 DTYPE_CODES = {torch.float32: lib.CSD_F32, torch.float16: lib.CSD_F16, torch.bfloat16: lib.CSD_BF16}
 IO_DEPTH: int = lib.CSD_IO_DEPTH
+GRAD_SCALE: int = lib.CSD_GRAD_SCALE
+RULES = {name.removeprefix("CSD_").lower(): number for number, name in ffi.typeof("enum csd_rule").elements.items()}
 IN_SECTION, FROM_PARAM, IN_PARAM = lib.CSD_IN_SECTION, lib.CSD_FROM_PARAM, lib.CSD_IN_PARAM
 UNLESS_SET, NEW = lib.CSD_UNLESS_SET, lib.CSD_NEW
 P2P = {"auto": lib.CSD_P2P_AUTO, "1": lib.CSD_P2P_ON, "0": lib.CSD_P2P_OFF}
@@ -49,23 +51,7 @@ PARAM = np.dtype(
         *(("topk", "f8"), ("residual", "u8"), ("topk_dtype", "u4"), ("seed", "u4")),
     ]
 )
-HYPER = np.dtype(
-    [
-        (name, "f4")
-        for name in (
-            "decay",
-            "beta1",
-            "one_minus_beta1",
-            "beta2",
-            "one_minus_beta2",
-            "step_size",
-            "inv_sqrt_bias2",
-            "eps",
-            "grad_scale",
-        )
-    ]
-    + [("amsgrad", "u4")]
-)
+HYPER = np.dtype([("rule", "u4"), ("c", "f4", 9)])
 EVENT_KINDS = ("read", "update", "write")
 EVENT = np.dtype([("device", "u4"), ("tile", "u4"), ("kind", "u4"), ("reserved", "u4"), ("begin", "f8"), ("end", "f8")])
 TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4")])
@@ -73,7 +59,7 @@ TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4")])
 for _image, _struct in (
     (PIECE, "csd_piece"),
     (PARAM, "csd_param"),
-    (HYPER, "csd_adamw"),
+    (HYPER, "csd_hyper"),
     (TILE_STATE, "csd_tile_state"),
     (EVENT, "csd_event"),
 ):
@@ -281,7 +267,7 @@ def engine_begin(
         engine,
         _array(params, "csd_param *"),
         len(params),
-        _array(hypers, "csd_adamw *"),
+        _array(hypers, "csd_hyper *"),
         len(hypers),
         _array(tiles, "uint32_t *"),
         len(tiles),
@@ -303,10 +289,13 @@ def engine_pull(engine: Any, name: Namer) -> int:
     return int(tile[0])
 
 
-def engine_given(engine: Any, tiles: np.ndarray[Any, Any], wait: bool, name: Namer) -> bool:
+def engine_params_ready(engine: Any, tiles: np.ndarray[Any, Any], wait: bool, name: Namer) -> bool:
     given, error = ffi.new("int32_t *"), ffi.new("csd_error *")
     check(
-        lib.csd_engine_given(engine, _array(tiles, "uint32_t *"), len(tiles), wait, given, error), error, name, _UNDONE
+        lib.csd_engine_params_ready(engine, _array(tiles, "uint32_t *"), len(tiles), wait, given, error),
+        error,
+        name,
+        _UNDONE,
     )
     return bool(given[0])
 
@@ -331,14 +320,14 @@ def engine_events(engine: Any) -> np.ndarray[Any, Any]:
     return events
 
 
-def engine_settle(engine: Any, name: Namer) -> None:
+def engine_wait_writes(engine: Any, name: Namer) -> None:
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_settle(engine, error), error, name)
+    check(lib.csd_engine_wait_writes(engine, error), error, name)
 
 
-def engine_drain(engine: Any, name: Namer, *, open: bool) -> None:
+def engine_remap(engine: Any, name: Namer, *, open: bool) -> None:
     error = ffi.new("csd_error *")
-    check(lib.csd_engine_drain(engine, open, error), error, name)
+    check(lib.csd_engine_remap(engine, open, error), error, name)
 
 
 def engine_tiles(
@@ -369,29 +358,23 @@ def update(
     hyper: np.ndarray[Any, Any],
     isa: str,
     grad: torch.Tensor,
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    max_exp_avg_sq: torch.Tensor | None,
+    state: Sequence[torch.Tensor],
     param: torch.Tensor | None,
 ) -> None:
-    """The updater alone, on the calling thread: one element of `HYPER`, contiguous CPU tensors of one length."""
+    """The updater alone, on the calling thread: one element of `HYPER`, contiguous CPU tensors of one length.
+
+    `state`: fp32, section by section, as many as the rule takes.
+    """
     assert hyper.dtype == HYPER
     error = ffi.new("csd_error *")
-
-    def floats(t: torch.Tensor | None) -> Any:
-        return ffi.NULL if t is None else ffi.cast("float *", t.data_ptr())
-
     status = lib.csd_update(
-        _array(hyper, "csd_adamw *"),
+        _array(hyper, "csd_hyper *"),
         ISAS[isa],
         grad.numel(),
         ffi.cast("void *", grad.data_ptr()),
         DTYPE_CODES[grad.dtype],
-        floats(master),
-        floats(exp_avg),
-        floats(exp_avg_sq),
-        floats(max_exp_avg_sq),
+        [ffi.cast("float *", section.data_ptr()) for section in state],
+        len(state),
         ffi.NULL if param is None else ffi.cast("void *", param.data_ptr()),
         lib.CSD_F32 if param is None else DTYPE_CODES[param.dtype],
         error,

@@ -1,5 +1,8 @@
 // The kernel. Its contract is native/include/csd_kernel.h; here ports are declared and stages connected.
+#include "adamw.h"
 #include "kernel.h"
+
+using Rule = AdamW;
 #include "stages.h"
 
 // One bundle, that is one AXI master, for each stream of data. Reads and writes of a bundle have channels of their
@@ -47,10 +50,10 @@ void csd_adamw_update(const Word *tile_in_0, const Word *tile_in_1, const Word *
 #pragma HLS INTERFACE s_axilite port = return bundle = control
 #pragma HLS INTERFACE ap_ctrl_chain port = return bundle = control
 #pragma HLS DATAFLOW
-  hls::stream<Word, kFifoWords> master_in("master_in"), exp_avg_in("exp_avg_in"), exp_avg_sq_in("exp_avg_sq_in"),
-      max_exp_avg_sq_in("max_exp_avg_sq_in");
-  hls::stream<Word, kFifoWords> master_out("master_out"), exp_avg_out("exp_avg_out"), exp_avg_sq_out("exp_avg_sq_out"),
-      max_exp_avg_sq_out("max_exp_avg_sq_out");
+  hls::stream<Word, kFifoWords> master_in("master_in"), state_in_1("state_in_1"), state_in_2("state_in_2"),
+      state_in_3("state_in_3");
+  hls::stream<Word, kFifoWords> master_out("master_out"), state_out_1("state_out_1"), state_out_2("state_out_2"),
+      state_out_3("state_out_3");
   hls::stream<Word, kFifoWords> grads("grads"), params("params"), dense_grads("dense_grads"),
       entry_blocks("entry_blocks");
   Words segment_words("segment_words"), segments_seen("segments_seen");
@@ -61,20 +64,20 @@ void csd_adamw_update(const Word *tile_in_0, const Word *tile_in_1, const Word *
   Numbers nonfinite("nonfinite"), bad_entries("bad_entries");
   CSD_DATAFLOW
   CSD_STAGE(read_section, tile_in_0, 0, n_words, sections, sum_words, master_in, crc_in_0)
-  CSD_STAGE(read_section, tile_in_1, 1, n_words, sections, sum_words, exp_avg_in, crc_in_1)
-  CSD_STAGE(read_section, tile_in_2, 2, n_words, sections, sum_words, exp_avg_sq_in, crc_in_2)
-  CSD_STAGE(read_section, tile_in_3, 3, n_words, sections, sum_words, max_exp_avg_sq_in, crc_in_3)
+  CSD_STAGE(read_section, tile_in_1, 1, n_words, sections, sum_words, state_in_1, crc_in_1)
+  CSD_STAGE(read_section, tile_in_2, 2, n_words, sections, sum_words, state_in_2, crc_in_2)
+  CSD_STAGE(read_section, tile_in_3, 3, n_words, sections, sum_words, state_in_3, crc_in_3)
   CSD_STAGE(read_words, segments, n_segments, segment_words)
   CSD_STAGE(read_words, grad, grad_words, dense_grads)
   CSD_STAGE(read_words, entries, entry_words, entry_blocks)
   CSD_STAGE(check_entries, entry_blocks, entries_checked, bad_entries, n_words, entry_words)
   CSD_STAGE(scatter, segment_words, dense_grads, entries_checked, segments_seen, grads, n_segments)
-  CSD_STAGE(update, segments_seen, grads, master_in, exp_avg_in, exp_avg_sq_in, max_exp_avg_sq_in, master_out,
-            exp_avg_out, exp_avg_sq_out, max_exp_avg_sq_out, params, nonfinite, n_words, sections, n_segments)
+  CSD_STAGE(update, segments_seen, grads, master_in, state_in_1, state_in_2, state_in_3, master_out, state_out_1,
+            state_out_2, state_out_3, params, nonfinite, n_words, sections, n_segments)
   CSD_STAGE(write_section, tile_out_0, 0, n_words, sections, sum_words, master_out, crc_out_0)
-  CSD_STAGE(write_section, tile_out_1, 1, n_words, sections, sum_words, exp_avg_out, crc_out_1)
-  CSD_STAGE(write_section, tile_out_2, 2, n_words, sections, sum_words, exp_avg_sq_out, crc_out_2)
-  CSD_STAGE(write_section, tile_out_3, 3, n_words, sections, sum_words, max_exp_avg_sq_out, crc_out_3)
+  CSD_STAGE(write_section, tile_out_1, 1, n_words, sections, sum_words, state_out_1, crc_out_1)
+  CSD_STAGE(write_section, tile_out_2, 2, n_words, sections, sum_words, state_out_2, crc_out_2)
+  CSD_STAGE(write_section, tile_out_3, 3, n_words, sections, sum_words, state_out_3, crc_out_3)
   CSD_STAGE(write_params, param, param_words, params, crc_param)
   CSD_STAGE(write_report, report, n_words, sections, sum_words, crc_in_0, crc_in_1, crc_in_2, crc_in_3, crc_out_0,
             crc_out_1, crc_out_2, crc_out_3, crc_param, nonfinite, bad_entries)

@@ -1,7 +1,8 @@
 // The stages of the kernel: labelled loops, joined by streams. csd_adamw_update.cpp connects them; README.md beside this
 // file draws the picture, bench/cycles.py counts the cycles. None of them is inlined: a stage is a module of its own.
+// Who includes this has said which type of native/include/rules.h is `Rule`: one update rule is in a kernel, with its
+// variants.
 #pragma once
-#include "adamw.h"
 #include "float16.h"
 #include "word.h"
 
@@ -37,8 +38,9 @@ inline csd_segment segment_of(const Word &word) {
           word[1],
           word[2],
           word[3],
-          {bits_float(word[4]), bits_float(word[5]), bits_float(word[6]), bits_float(word[7]), bits_float(word[8]),
-           bits_float(word[9]), bits_float(word[10]), bits_float(word[11]), bits_float(word[12]), word[13]},
+          {word[4],
+           {bits_float(word[5]), bits_float(word[6]), bits_float(word[7]), bits_float(word[8]), bits_float(word[9]),
+            bits_float(word[10]), bits_float(word[11]), bits_float(word[12]), bits_float(word[13])}},
           word[14],
           word[15]};
 }
@@ -148,13 +150,13 @@ SUMS:
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 4096
     Word word = zero_word();  // a csd_sums
     word[0] = crc_in_0.read();
-    word[1] = crc_in_1.read();
-    word[2] = crc_in_2.read();
-    if (sections == 4) word[3] = crc_in_3.read();
+    if (sections > 1) word[1] = crc_in_1.read();
+    if (sections > 2) word[2] = crc_in_2.read();
+    if (sections > 3) word[3] = crc_in_3.read();
     word[4] = crc_out_0.read();
-    word[5] = crc_out_1.read();
-    word[6] = crc_out_2.read();
-    if (sections == 4) word[7] = crc_out_3.read();
+    if (sections > 1) word[5] = crc_out_1.read();
+    if (sections > 2) word[6] = crc_out_2.read();
+    if (sections > 3) word[7] = crc_out_3.read();
     report[chunk] = word;
     left -= left < sum_words ? left : sum_words;
   }
@@ -190,10 +192,9 @@ inline bool is_finite(float f) { return (float_bits(f) & 0x7f800000u) != 0x7f800
 // every sixth at best (README.md), and with two cycles each operator serves two lanes. That has to be said, because a
 // compiler may well prefer speed to sharing: at most this many of each, 16 lanes of operations in two cycles, and a
 // pipeline that stalls as a whole. Elements in no segment, and lanes beyond the end of one, pass through.
-inline void update(Words &segments, Words &grads, Words &master_in, Words &exp_avg_in, Words &exp_avg_sq_in,
-                   Words &max_exp_avg_sq_in, Words &master_out, Words &exp_avg_out, Words &exp_avg_sq_out,
-                   Words &max_exp_avg_sq_out, Words &params, Numbers &nonfinite_out, uint32_t n_words,
-                   uint32_t sections, uint32_t n_segments) {
+inline void update(Words &segments, Words &grads, Words &master_in, Words &state_in_1, Words &state_in_2,
+                   Words &state_in_3, Words &master_out, Words &state_out_1, Words &state_out_2, Words &state_out_3,
+                   Words &params, Numbers &nonfinite_out, uint32_t n_words, uint32_t sections, uint32_t n_segments) {
 #pragma HLS INLINE off
 #pragma HLS ALLOCATION operation instances = fmul limit = 80
 #pragma HLS ALLOCATION operation instances = fadd limit = 32
@@ -201,6 +202,7 @@ inline void update(Words &segments, Words &grads, Words &master_in, Words &exp_a
 #pragma HLS ALLOCATION operation instances = fdiv limit = 8
 #pragma HLS ALLOCATION operation instances = fsqrt limit = 8
   csd_segment s = segment_of(zero_word());
+  Rule rule(s.hyper);
   uint32_t end = 0, segments_left = n_segments, nonfinite = 0;
   Word grad = zero_word(), param = zero_word();
 UPDATE:
@@ -209,6 +211,7 @@ UPDATE:
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
     if (at == end && segments_left != 0) {
       s = segment_of(segments.read());
+      rule = Rule(s.hyper);
       end = end_of(s);
       segments_left--;
     }
@@ -217,8 +220,10 @@ UPDATE:
     const uint32_t elems = inside ? s.elems - word * kLanes : 0;  // lanes from here on pass through
     const bool upper = word % 2 != 0;                             // half of a word of 16-bit values
     if (inside && (s.grad_dtype == CSD_F32 || !upper)) grad = grads.read();
-    Word master = master_in.read(), exp_avg = exp_avg_in.read(), exp_avg_sq = exp_avg_sq_in.read();
-    Word max_exp_avg_sq = sections == 4 ? max_exp_avg_sq_in.read() : zero_word();
+    Word master = master_in.read();
+    Word state_1 = sections > 1 ? state_in_1.read() : zero_word();
+    Word state_2 = sections > 2 ? state_in_2.read() : zero_word();
+    Word state_3 = sections > 3 ? state_in_3.read() : zero_word();
 
     float g[kLanes];
     uint32_t found = 0;
@@ -232,18 +237,17 @@ UPDATE:
   LANES:
     for (uint32_t i = 0; i < kLanes; i++) {
 #pragma HLS UNROLL
-      float max = bits_float(max_exp_avg_sq[i]);
-      const AdamWElement e = adamw({bits_float(master[i]), bits_float(exp_avg[i]), bits_float(exp_avg_sq[i])}, max,
-                                   g[i], s.hyper, s.hyper.amsgrad != 0);
-      master[i] = i < elems ? float_bits(e.master) : master[i];
-      exp_avg[i] = i < elems ? float_bits(e.exp_avg) : exp_avg[i];
-      exp_avg_sq[i] = i < elems ? float_bits(e.exp_avg_sq) : exp_avg_sq[i];
-      max_exp_avg_sq[i] = i < elems ? float_bits(max) : max_exp_avg_sq[i];
+      float e[4] = {bits_float(master[i]), bits_float(state_1[i]), bits_float(state_2[i]), bits_float(state_3[i])};
+      rule.update(e, g[i]);
+      master[i] = i < elems ? float_bits(e[0]) : master[i];
+      state_1[i] = i < elems ? float_bits(e[1]) : state_1[i];
+      state_2[i] = i < elems ? float_bits(e[2]) : state_2[i];
+      state_3[i] = i < elems ? float_bits(e[3]) : state_3[i];
     }
     master_out.write(master);
-    exp_avg_out.write(exp_avg);
-    exp_avg_sq_out.write(exp_avg_sq);
-    if (sections == 4) max_exp_avg_sq_out.write(max_exp_avg_sq);
+    if (sections > 1) state_out_1.write(state_1);
+    if (sections > 2) state_out_2.write(state_2);
+    if (sections > 3) state_out_3.write(state_3);
 
     uint32_t rounded[kLanes];
   NARROW:

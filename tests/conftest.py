@@ -5,48 +5,18 @@ import signal
 
 import pytest
 import torch
+from support import cards
+from support.backends import BACKENDS, XRT_BACKENDS, device_strings, on_cards
 
 from csd_optim.cli import commands as cli
-from csd_optim.devices.spec import parse_device
 
-BACKENDS = ["file", "files", "ram", "mixed"]
-# Those of a run under emulated cards (test_xrt.py): pytest --xrt
-XRT_BACKENDS = ["xrt", "xrts"]
-TILE = 2048  # elements: small, so that a handful of parameters crosses tiles and devices
-
-
-def on_cards():
-    """Is this a run under emulated cards? (--xrt; and what such a run starts)"""
-    return "CSD_OPTIM_TEST_XRT" in os.environ
+# The oracle is torch's AdamW on tensors of a few thousand elements: there, intra-op threads only spin for each other.
+# CSDAdam has threads of its own. The variable is for the interpreters that tests start.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def named_devices(directory, n):
-    """Device strings of durable stores, csd0, csd1 ... below `directory`."""
-    return [f"xrt:{i}?nvme={directory}/csd{i}" if on_cards() else str(directory / f"csd{i}") for i in range(n)]
-
-
-def reading_all(devices):
-    """The same devices, which read every tile in every step."""
-    drives = {d for d in devices if parse_device(d).backend == "file"}
-    return [f"file:{parse_device(d).directory}?cache=off" if d in drives else d for d in devices]
-
-
-def place(device):
-    """The directory of a named device."""
-    return parse_device(device).directory
-
-
-def device_strings(backend, directory):
-    """Devices of one back end for a test; named ones lie below `directory`."""
-    if backend in ("files", "xrts"):
-        return named_devices(directory, 3)
-    return {
-        "file": ["file:"],
-        "ram": ["ram:"],
-        "mixed": ["ram:", "file:"],
-        "null": ["null:"],
-        "xrt": [f"xrt:0?nvme={directory}&scratch=1"],
-    }[backend]
+# ---- options, and what is run ------------------------------------------------------------
 
 
 def pytest_configure(config):
@@ -55,6 +25,7 @@ def pytest_configure(config):
     # Tests send these. A shell ignores them for what it starts in the background, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    config.pluginmanager.register(cards.Suites(config), "suites")
 
 
 def pytest_addoption(parser):
@@ -64,20 +35,29 @@ def pytest_addoption(parser):
         const=",".join(XRT_BACKENDS),
         help="on cards, and only the tests that run on every back end; --xrt=xrts: on three cards alone",
     )
+    parser.addoption("--soak", action="store_true", help="also what takes too long for every day: `make soak`")
 
 
 def pytest_generate_tests(metafunc):
     """`backend`: each in turn: one file, three named files, memory, memory beside a file; or one card, and three."""
     if "backend" in metafunc.fixturenames:
-        cards = metafunc.config.getoption("--xrt")
-        metafunc.parametrize("backend", cards.split(",") if cards else BACKENDS)
+        on = metafunc.config.getoption("--xrt")
+        metafunc.parametrize("backend", on.split(",") if on else BACKENDS)
 
 
 def pytest_collection_modifyitems(config, items):
-    if on_cards():
-        chosen = [item for item in items if "backend" in item.fixturenames or item.get_closest_marker("cards")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    def is_chosen(item):
+        on_every_backend = "backend" in item.fixturenames or item.get_closest_marker("cards")
+        everyday = config.getoption("--soak") or not item.get_closest_marker("soak")
+        return everyday and (on_every_backend or not on_cards())
+
+    chosen = [item for item in items if is_chosen(item)]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
         items[:] = chosen
+
+
+# ---- fixtures -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -102,6 +82,12 @@ def small_chunks(monkeypatch):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def suites(request):
+    """The suites that run on cards, in the background."""
+    return request.config.pluginmanager.get_plugin("suites")
 
 
 @pytest.fixture

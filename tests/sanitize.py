@@ -18,7 +18,9 @@ PROGRAMS = {  # in tests/native (the lesson: in csd.h itself), and what each dri
     "kernels_test": sorted((ROOT / "hls_kernels").glob("*.cpp")),
     "crc32c_test": [ROOT / "native" / "src" / "crc32c.cpp"],
 }
-INCLUDE = [f"-I{ROOT}/{d}" for d in ("native/include", "native/src", "hls_kernels", "hls_kernels/csim")]
+SEARCHED = ("native/include", "native/src", "hls_kernels", "hls_kernels/csim")
+# First, so that tests/native/rules/rules.h stands in place of native/include/rules.h, and has some rules more.
+INCLUDE = [f"-I{ROOT}/{d}" for d in ("tests/native/rules", *SEARCHED)]
 FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-sanitize-recover=all"]
 # Labels and pragmas are for HLS; GCC 12 finds its own AVX-512 header uninitialized; what an initializer leaves out is
 # zero, and meant to be.
@@ -47,7 +49,8 @@ def build(compiler: str, sanitizer: str, name: str) -> Path:
         source = directory / "lesson.c"
         source.write_text(lesson()[0])
     sources = [*PROGRAMS[name], source]
-    headers = [*(ROOT / "native").rglob("*.h"), *(ROOT / "hls_kernels").rglob("*.h"), Path(__file__)]
+    headers = [h for d in ("native", "hls_kernels", "tests/native") for h in (ROOT / d).rglob("*.h")]
+    headers.append(Path(__file__))
     newest = max(h.stat().st_mtime for h in headers)
     flags = [*FLAGS, f"-fsanitize={sanitizer}", "-pthread", *INCLUDE]
     jobs = []

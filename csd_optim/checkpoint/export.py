@@ -20,17 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..devices.spec import parse_devices
-from ..engine.engine import SECTIONS
 from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..params.manifest import plain
+from ..store.check import SECTIONS
 from ..store.format import RESIDUAL_BYTES, Contents, Record, opened
 from ..store.layout import extents_of
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
 from ..store.user_state import pack_user_state
 from .consolidate import Consolidated, at_rest_together
 from .snapshot import (
-    EXPORT_WITH_RESIDUALS,
+    EXPORT_WITH_RULE,
     Output,
     Paths,
     Progress,
@@ -253,6 +253,13 @@ class Export:
     user_state: bytes
     state: Callable[[int, str], np.ndarray[Any, Any] | None]  # of parameter and section; None: it has none
 
+    def sections(self, extent: int, row: int) -> Sequence[str]:
+        """Names of the states of a parameter, and of all in its extent."""
+        if "rule" in self.about:
+            sections: list[str] = self.about["sections"][extent]
+            return sections
+        return SECTIONS if self.state(row, SECTIONS[-1]) is not None else SECTIONS[:-1]
+
 
 def read_export(path: Path) -> Export:
     """Raises CSDStoreError if it is none, or not one of ours."""
@@ -305,7 +312,7 @@ def _read_torch(path: Path) -> Export:
         return array
 
     steps = [float(small(entry["step"])) for entry in states]
-    groups = [plain(group) for group in laid_out["param_groups"]]
+    groups = [plain(group, group) for group in laid_out["param_groups"]]
     user_state = pack_user_state(tree_map_only(torch.Tensor, small, about["user_state"]))
     return Export(about, steps, groups, user_state, state)
 
@@ -347,9 +354,9 @@ def _residual(value: np.ndarray[Any, Any], p: dict[str, Any]) -> torch.Tensor:
 
 
 def _check_format(about: dict[str, Any], path: Path) -> None:
-    if about["format"] > EXPORT_WITH_RESIDUALS:
+    if about["format"] > EXPORT_WITH_RULE:
         raise CSDStoreError(
-            f"{path} has format {about['format']}; this csd_optim reads up to {EXPORT_WITH_RESIDUALS}: upgrade it"
+            f"{path} has format {about['format']}; this csd_optim reads up to {EXPORT_WITH_RULE}: upgrade it"
         )
 
 
@@ -373,11 +380,11 @@ def import_store(
             for e, number in enumerate(sorted({p["extent"] for p in about["params"]})):
                 # What joined together lies together again.
                 rows = [i for i, p in enumerate(about["params"]) if p["extent"] == number]
-                sections = 4 if export.state(rows[0], "max_exp_avg_sq") is not None else 3
+                sections = export.sections(number, rows[0])
                 extent = engine.extend([numels[i] for i in rows], sections)
                 for at, i in enumerate(rows):
                     p = about["params"][i]
-                    for k, section in enumerate(SECTIONS[:sections]):
+                    for k, section in enumerate(sections):
                         flat = engine.windows.window(extent, at, k, dtype_of(p, section))
                         window = flat.as_strided(p["shape"], p["stride"]).numpy()
                         value = export.state(i, section)
@@ -394,7 +401,8 @@ def import_store(
             engine.windows.sync()
         engine.step = about["step"]
         engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
-        engine.describe({"params": params, "waiting": about["waiting"]})  # without this, close() leaves nothing
+        rule = {"rule": about["rule"]} if "rule" in about else {}
+        engine.describe({**rule, "params": params, "waiting": about["waiting"]})  # without this, close() leaves nothing
     finally:
         engine.close()
     return {"devices": [str(spec) for spec in specs], "step": about["step"], "params": sum(numels)}

@@ -42,6 +42,7 @@ from ..store.user_state import stored_user_state
 
 EXPORT_FORMAT = 1  # of what a state dict says of us beside AdamW's entries
 EXPORT_WITH_RESIDUALS = 2  # the same, if there are any: who knows only format 1 would leave them out, and not say so
+EXPORT_WITH_RULE = 3  # or a rule that is not AdamW's: who knows only these would make AdamW's store of it
 FICLONE = 0x40049409  # ioctl: this file becomes another one's reflink, in no time
 NO_REFLINK = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM)
 SYNC_BYTES = 64 << 20  # so much is written, then it goes to the disk and out of the page cache: training wants memory
@@ -359,7 +360,8 @@ def _groups(manifest: dict[str, Any], hypers: list[dict[str, Any]]) -> list[dict
     for k, recovered in enumerate(hypers):
         members = [p for p in (*manifest["params"], *manifest["waiting"]) if p["group"] == k]
         names = [p["name"] for p in sorted(members, key=lambda p: p["position"])]
-        group = {**recovered, "betas": tuple(recovered["betas"]), "params": [*range(n, n + len(names))]}
+        betas = {"betas": tuple(recovered["betas"])} if "betas" in recovered else {}
+        group = {**recovered, **betas, "params": [*range(n, n + len(names))]}
         if names != [f"{k}.{i}" for i in range(len(names))]:
             group["param_names"] = names
         groups.append(group)
@@ -372,14 +374,17 @@ def about_of(contents: Contents) -> dict[str, Any]:
     manifest, extents = contents.manifest, contents.manifest["extents"]
     entries = [p for _, _, p in numbered(manifest)]
     params = [{k: v for k, v in p.items() if k not in ("start", "numel", "residual")} for p in entries]
+    residuals = any("residual" in p for p in entries)
+    rule = {"rule": manifest["rule"], "sections": [e["sections"] for e in extents]} if "rule" in manifest else {}
     return {
-        "format": EXPORT_WITH_RESIDUALS if any("residual" in p for p in entries) else EXPORT_FORMAT,
+        "format": EXPORT_WITH_RULE if rule else EXPORT_WITH_RESIDUALS if residuals else EXPORT_FORMAT,
         "step": contents.superblock.step,
         "seconds": contents.record.seconds,
         "given": contents.record.given,
         "shadow": all(extent["slots"] == 2 for extent in extents),
         "params": params,
         "waiting": manifest["waiting"],
+        **rule,
     }
 
 

@@ -49,7 +49,7 @@ class CommitJob:
     superblock: Superblock  # of device 0, without its regions
     manifests: dict[int, bytes]  # by device; empty: those that are there stay
     extents_on: dict[int, list[dict[str, Any]]]  # by device: as manifests have them
-    steps: np.ndarray[Any, Any]  # AdamW's `step` of each parameter
+    steps: np.ndarray[Any, Any]  # `step` of each parameter
     record: Record
     new_residuals: dict[int, torch.Tensor]  # by parameter: those to be written
     spaces: Spaces  # of the others; of all of them, when the commit is staged
@@ -67,9 +67,9 @@ class CommitJob:
         engine.check_whole()
         if engine.windows.open.any():
             engine.windows.sync()  # before their sums are taken: what these say is on the disk then
-            engine.drain()  # what is committed is not to be written to
+            engine.remap()  # what is committed is not to be written to
         else:
-            engine.settle_writes()
+            engine.wait_writes()
         tiles = [engine.tiles_of(extent) for extent in engine.extents]
         if self.new_residuals:
             write = self.residuals.write

@@ -50,7 +50,7 @@ class Committer:
 
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
-        self._engine.drain()
+        self._engine.remap()
         yield
         self._engine.windows.sync()
 

@@ -326,12 +326,12 @@ class DurableCommitter(Committer):
             engine.windows.sync()
             if self.uncommitted:
                 engine.windows.note_written()
-                engine.drain()
+                engine.remap()
                 if not self._loading:
                     self.commit(background=False)
         except BaseException:
             with contextlib.suppress(CSDError):
-                engine.drain()  # others' windows were opened, too, and theirs are committed
+                engine.remap()  # others' windows were opened, too, and theirs are committed
             raise
 
     def _open_windows(self, params: Sequence[int]) -> None:

@@ -33,11 +33,9 @@ from .windows import Windows
 
 log = logging.getLogger("csd_optim")
 
-SECTIONS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
 
 class Engine:
-    """Owns `specs`' devices from now to `close()`. States are fp32, `SECTIONS` names them.
+    """Owns `specs`' devices from now to `close()`. States are fp32; who extends it names them.
 
     Raises what `StoreFile` raises when a directory cannot be had; then nothing is left open.
     """
@@ -58,7 +56,7 @@ class Engine:
         self.extents: list[Extent] = []
         self.pid = os.getpid()
         self.lock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
-        self.steps: list[np.ndarray[Any, Any]] = []  # per extent: AdamW's `step` of each parameter, fp32
+        self.steps: list[np.ndarray[Any, Any]] = []  # per extent: `step` of each parameter, fp32
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, over all extents: see keep_residual()
         self.step = 0  # whole steps of this engine
         self.record = Record()  # of the last step
@@ -92,8 +90,10 @@ class Engine:
         damaged = self.committer.name_tile(device, tile) if tile >= 0 else ""
         return f"{self.devices.name(device)}: {damaged}" if damaged else self.devices.name(device)
 
-    def extend(self, numels: Sequence[int], sections: int) -> Extent:
+    def extend(self, numels: Sequence[int], sections: Sequence[str]) -> Extent:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
+
+        `sections`: names of the states of each, the fp32 master being the first.
 
         To be followed by `describe()`, and to be filled within `writing()`.
         """
@@ -101,7 +101,7 @@ class Engine:
         self.committer.before_extend()
         self.windows.synced = False
         if not self.extents:
-            self.devices.tune(self.slots * 4 * sections * sum(numels), new=True)
+            self.devices.tune(self.slots * 4 * len(sections) * sum(numels), new=True)
         extent = plan_extent(
             numels,
             len(self.devices.specs),
@@ -132,7 +132,7 @@ class Engine:
             self.handle,
             extent.tile_elems,
             extent.n_tiles,
-            extent.sections,
+            len(extent.sections),
             offsets,
             extent.pieces,
             self.name_device,
@@ -167,7 +167,7 @@ class Engine:
         row = [0] * len(recovered)
         for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)
-            sums = np.zeros((extent.n_tiles, extent.chunks, extent.sections), np.uint32)
+            sums = np.zeros((extent.n_tiles, extent.chunks, len(extent.sections)), np.uint32)
             for d, contents in enumerate(recovered):
                 here, tiles = extent.devices == d, extent.tiles_of(d)
                 states[here], sums[here] = contents.tiles[row[d] : row[d] + tiles], contents.sums[e]
@@ -189,7 +189,7 @@ class Engine:
     def tiles_of(self, extent: Extent) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """What is known of the tiles of an extent: TILE_STATE of each, checksums (uint32: tiles, chunks, sections)."""
         n, first = extent.n_tiles, extent.first_tile
-        return bindings.engine_tiles(self.handle, first, n, extent.chunks, extent.sections)
+        return bindings.engine_tiles(self.handle, first, n, extent.chunks, len(extent.sections))
 
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
         """The parts of parameters in a tile, dtype PIECE."""
@@ -247,7 +247,7 @@ class Engine:
     def _trace_step(self) -> None:
         """What the last step did is known when its last states are where they belong."""
         if self._trace and self._began:
-            bindings.engine_settle(self.handle, self.name_device)
+            bindings.engine_wait_writes(self.handle, self.name_device)
             events = bindings.engine_events(self.handle)
             self._trace.step(self.step, self._began, self._ended or time.perf_counter(), events)
             self._began = 0.0
@@ -260,7 +260,7 @@ class Engine:
 
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         """Do these tiles (uint32), all of them pushed, have their new parameters? `wait`: until they have."""
-        return bindings.engine_given(self.handle, tiles, wait, self.name_device)
+        return bindings.engine_params_ready(self.handle, tiles, wait, self.name_device)
 
     def finish(self, keep: bool = True) -> None:
         """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""
@@ -285,22 +285,22 @@ class Engine:
             self.push(tile)
         bindings.engine_finish(self.handle, True, self.name_device)
         self._ended = time.perf_counter()
-        self.settle_writes()
+        self.wait_writes()
 
     def undone(self) -> list[tuple[int, int]]:
         """Tiles whose parameters the last undone step had already written: of how many elements, from the first on."""
         return bindings.engine_undone(self.handle)
 
-    def drain(self) -> None:
+    def remap(self) -> None:
         """Waits until every state is on its device and the windows show it. Raises CSDOSError if one will not go."""
         self.check_open()
         if self.handle is not None:
             self.windows.show(open=not self.durable)
 
-    def settle_writes(self) -> None:
+    def wait_writes(self) -> None:
         """Waits until every state is on its device. Raises CSDOSError if one will not go."""
         if self.handle is not None:
-            bindings.engine_settle(self.handle, self.name_device)
+            bindings.engine_wait_writes(self.handle, self.name_device)
 
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
@@ -398,7 +398,7 @@ class Engine:
         return [int(counts["total_write_bytes"]) for counts in self._counted()] or self.devices.written_before
 
     def all_steps(self) -> np.ndarray[Any, Any]:
-        """A copy of AdamW's `step` of each parameter, over all extents, fp32."""
+        """A copy of `step` of each parameter, over all extents, fp32."""
         return np.concatenate([np.zeros(0, np.float32), *self.steps])
 
     @property
@@ -428,7 +428,7 @@ class Engine:
                 raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:
                 self.committer.before_close()
-                self.settle_writes()
+                self.wait_writes()
                 self._trace_step()
             finally:
                 self.abandon()

@@ -10,7 +10,6 @@ from ..distributed.ranks import Ranks
 from ..store.format import NAMED_FEATURES, features_of, tile_entry, version_of
 from ..store.layout import Extent
 from ..store.reader import lying_in
-from .engine import SECTIONS
 from .residuals import Room
 
 
@@ -44,7 +43,7 @@ class Manifests:
                 "tile_elems": extent.tile_elems,
                 "tiles": extent.tiles_of(device),
                 "slots": extent.slots,
-                "sections": list(SECTIONS[: extent.sections]),
+                "sections": [*extent.sections],
                 "file_offset": offset,
                 **({"shares": [*extent.shares]} if extent.shares else {}),
                 **({"sum_elems": extent.sum_elems} if extent.sum_elems else {}),
@@ -54,7 +53,10 @@ class Manifests:
 
     def version(self, rooms: Mapping[int, Room]) -> int:
         """Of the format that has all that these name."""
-        return version_of(features_of(self.extents_on[0], residuals=bool(rooms)))
+        return version_of(self._features(0, rooms))
+
+    def _features(self, device: int, rooms: Mapping[int, Room]) -> set[str]:
+        return features_of(self.extents_on[device], residuals=bool(rooms), rule="rule" in self._params)
 
     def pack(self, device: int, rooms: Mapping[int, Room]) -> bytes:
         return json.dumps(self._on(device, rooms)).encode()
@@ -67,7 +69,7 @@ class Manifests:
         ]
         tiles = sum(e["tiles"] for e in extents)
         manifest = {**self._params, **self._of_rank, "params": params, "extents": extents, "tiles": tiles}
-        features = features_of(extents, residuals=bool(rooms))
+        features = self._features(device, rooms)
         return {**manifest, "features": sorted(features)} if version_of(features) >= NAMED_FEATURES else manifest
 
     def lying_in(self, device: int, extent: int, tile: int) -> str:

@@ -44,7 +44,9 @@ UNEQUAL = 1.5  # times as fast: what two short measurements of equal drives do n
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
 CARD_BYTES, LEAST_CARD_BYTES = 1 << 30, 48 << 20  # of scratch space on a card's drive
 ENGINE_ELEMS, ENGINE_STEPS = 1 << 24, 5  # 200 MB of states, 67 MB of gradients and parameters in 16 bits
-HYPERS = np.array([(1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0)], HYPER)  # of some step
+HYPERS = np.array(
+    [(bindings.RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0))], HYPER
+)  # of some step
 Kind = Literal["read", "write", "mixed"]
 
 
@@ -454,7 +456,7 @@ class Updater:
     def _update(
         self, grad: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, param: torch.Tensor
     ) -> None:
-        bindings.update(self._hyper, self._isa, grad, master, m, v, None, param)
+        bindings.update(self._hyper, self._isa, grad, (master, m, v), param)
 
 
 class AtOnce:
@@ -506,7 +508,7 @@ class AtOnce:
         for tile in self.tiles.tolist():
             bindings.engine_push(self._engine, tile, 0, 0, 0, 0, self._name)
         bindings.engine_finish(self._engine, True, self._name)
-        bindings.engine_settle(self._engine, self._name)
+        bindings.engine_wait_writes(self._engine, self._name)
 
     def close(self) -> None:
         try:

@@ -103,7 +103,7 @@ class Windows:
 
     def show(self, *, open: bool) -> None:
         """Waits until every state is on its device, and shows them. Raises CSDOSError if one will not go."""
-        bindings.engine_drain(self._engine.handle, self._engine.name_device, open=open)
+        bindings.engine_remap(self._engine.handle, self._engine.name_device, open=open)
         self.open[:] = open
 
     def sync(self) -> None:

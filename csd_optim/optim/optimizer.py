@@ -34,7 +34,7 @@ from ..engine.open_engine import open_engine
 from ..engine.resume import check_recovered, discard_newer
 from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from ..finalize import close_quietly
-from ..params.manifest import changed_by_resume, first_difference, members, name_of, plain, put_back
+from ..params.manifest import changed_by_resume, first_difference, members, name_of, other_rule, plain, put_back
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.param_state import ParamState, check_param
 from ..params.state_map import StateMap
@@ -47,7 +47,7 @@ from ..step.staging import GradSource
 from ..store.file import Mode
 from ..store.format import Record
 from ..store.user_state import checked_user_state, stored_user_state
-from .adamw import hyper
+from .adamw import ADAMW
 from .stats import describe
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
@@ -123,6 +123,8 @@ class CSDAdam(AdamW, Joinable):
 
     Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
     """
+
+    _rule = ADAMW
 
     def __init__(
         self,
@@ -205,7 +207,7 @@ class CSDAdam(AdamW, Joinable):
         self._engine: Engine | None = None
         self._ranks = ranks
         self.sharded = sharded
-        self._state_map = StateMap(ranks, sharded=sharded)
+        self._state_map = StateMap(self._rule, ranks, sharded=sharded)
         self._runner = StepRunner(self._state_map, ranks)
         self._taken = 0  # steps, that ranks have to agree about
         self._descending = False  # what the ranks share of the step under way goes from the last to the first
@@ -245,7 +247,7 @@ class CSDAdam(AdamW, Joinable):
         if self._runner.in_flight and engine is not None and not engine.closed:
             engine.check_open()
             with engine.lock:
-                engine.drain()
+                engine.remap()
                 self._runner.in_flight = False
         return self._state_map.state
 
@@ -271,7 +273,7 @@ class CSDAdam(AdamW, Joinable):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._initial_groups.append(plain(group))
+        self._initial_groups.append(plain(group, self._rule.hyperparameters))
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
@@ -570,7 +572,7 @@ class CSDAdam(AdamW, Joinable):
             if many:
                 within = engine.writing([b.index for b in written])
             else:
-                engine.drain()  # the windows show the masters, and keep what is written to them for the step
+                engine.remap()  # the windows show the masters, and keep what is written to them for the step
                 within = engine.windows.reseeding()
             with within:
                 for param_state in written:
@@ -625,7 +627,7 @@ class CSDAdam(AdamW, Joinable):
             )
         rows = np.array([b.index for b in param_states])
         table["master"][rows] = [b.master_in for b in param_states]
-        sections = np.array([b.sections for b in param_states])
+        sections = np.array([len(b.sections) for b in param_states])
         self._plan = StepPlan(params, param_states, rows, sections, table, self.grad_dtype, state_map.changes)
         return self._plan
 
@@ -635,17 +637,17 @@ class CSDAdam(AdamW, Joinable):
         """This step's constants (dtype HYPER), a set per group and step count, and which of them each parameter has."""
         pairs, hyper_of = np.unique(np.array(groups) * 2.0**32 + steps, return_inverse=True)
         ks, ts = np.divmod(pairs, 2.0**32)
-        hypers = np.array(
-            [hyper(self.param_groups[int(k)], t, grad_scale) for k, t in zip(ks, ts.tolist(), strict=True)], HYPER
-        )
-        lacking = (hypers["amsgrad"][hyper_of] == 1) & (plan.sections == 3)
-        if lacking.any():
-            name = plan.param_states[int(lacking.argmax())].name
+        of = [self.param_groups[int(k)] for k in ks]
+        constants = [self._rule.constants(group, t, grad_scale) for group, t in zip(of, ts.tolist(), strict=True)]
+        needed = np.array([len(self._rule.sections_for(group)) for group in of])
+        if (lacking := needed[hyper_of] > plan.sections).any():
+            param_state, group = plan.param_states[int(lacking.argmax())], of[hyper_of[int(lacking.argmax())]]
+            turned_on, state = self._rule.lacking(group, param_state.sections)
             raise CSDRuntimeError(
-                f"amsgrad was turned on after the state of parameter {name} was made; "
-                "load a state dict with max_exp_avg_sq, or turn it on before the first step"
+                f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
+                f"load a state dict with {state}, or turn it on before the first step"
             )
-        return hypers, hyper_of
+        return np.array(constants, HYPER), hyper_of
 
     def _compress(
         self,
@@ -707,7 +709,7 @@ class CSDAdam(AdamW, Joinable):
     def _record(self, engine: Engine) -> Record:
         """What the next commit carries. Raises CSDTypeError, CSDValueError if `user_state` cannot be kept."""
         return Record(
-            groups=[plain(group) for group in self.param_groups],
+            groups=[plain(group, self._rule.hyperparameters) for group in self.param_groups],
             given=[*self._initial_groups],
             user_state=checked_user_state(self.user_state, engine.record.user_state),
             seconds=self._trained,
@@ -722,6 +724,8 @@ class CSDAdam(AdamW, Joinable):
             return
         recovered = engine.recovered[0]
         with engine.all_ranks_or_none():
+            if difference := other_rule(recovered, self._rule):
+                raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
             if difference := first_difference(recovered.manifest, self.param_groups, self._state_map.part_of):
                 raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
             user_state = stored_user_state(recovered.record.user_state, recovered.path)
@@ -730,7 +734,7 @@ class CSDAdam(AdamW, Joinable):
             discard_newer(engine)
         with engine.all_ranks_or_none():
             self._state_map.adopt_commit(engine, self.param_groups)
-        for changed in changed_by_resume(self._initial_groups, recovered.record):
+        for changed in changed_by_resume(self._rule, self._initial_groups, recovered.record):
             warnings.warn(changed, CSDWarning, users_stacklevel())
         self.user_state, self._trained, self._just_resumed = user_state, recovered.record.seconds, True
         self._put_back(engine)
@@ -822,7 +826,7 @@ class CSDAdam(AdamW, Joinable):
         """
         engine = self._live_engine
         with engine.lock:
-            engine.settle_writes()
+            engine.wait_writes()
             counted = engine.stats()
         gather = self._plan.gather if self._plan else None
         return describe(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,14 @@ from torch.nn.parameter import is_lazy
 
 from ..distributed.sharding import Unsharded
 from ..errors import CSDTypeError
-from ..store.format import Record
+from ..store.check import UNNAMED_RULE
+from ..store.format import Contents, Record
 from ..store.layout import Extent
 from .param_state import ParamState
+from .update_rule import UpdateRule
 
 Groups = Sequence[dict[str, Any]]
 PartOf = Callable[[torch.Tensor], Unsharded]  # of a parameter, that which this process updates
-HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
 def name_of(groups: Groups, k: int, i: int) -> str:
@@ -34,7 +35,7 @@ def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
 
 
 def manifest(
-    param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
+    rule: UpdateRule, param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
 ) -> dict[str, Any]:
     """`param_states` in the order of the extents."""
     state_map = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
@@ -50,7 +51,26 @@ def manifest(
         for k, i, p in members(groups)
         if id(p) not in placed
     ]
-    return {"params": params, "waiting": waiting}
+    return {**named(rule), "params": params, "waiting": waiting}
+
+
+def named(rule: UpdateRule) -> dict[str, Any]:
+    """What a manifest says of the rule: nothing of AdamW's, which was the only one once."""
+    return {} if rule.name == UNNAMED_RULE else {"rule": rule.name}
+
+
+def other_rule(stored: Contents, rule: UpdateRule) -> str | None:
+    """Why a store is not one that `rule` could go on from; None if it is."""
+    name = stored.manifest.get("rule", UNNAMED_RULE)
+    if name != rule.name:
+        return f"its states are those of the rule {name}, and this optimizer's is {rule.name}"
+    for extent in stored.manifest["extents"]:
+        if not rule.takes(extent["sections"]):
+            return f"its tiles have the sections {extent['sections']}, which are not those of the rule {name}"
+    for group in (*stored.record.groups, *stored.record.given):
+        if missing := [key for key in rule.hyperparameters if key not in group]:
+            return f"a group of it has no {missing[0]}, which the rule {name} needs"
+    return None
 
 
 def _about(p: torch.Tensor, part: Unsharded) -> dict[str, Any]:
@@ -86,8 +106,11 @@ def _item(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def plain(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out."""
+def plain(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
+    """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out.
+
+    Raises CSDTypeError if that is one of those that are `needed`.
+    """
     stored = {}
     for name, value in group.items():
         if name in ("params", "param_names"):
@@ -96,7 +119,7 @@ def plain(group: dict[str, Any]) -> dict[str, Any]:
         of = value if isinstance(value, list) else [value]
         if all(isinstance(v, (int, float, str, type(None))) for v in of):
             stored[name] = value
-        elif name in HYPERPARAMETERS:
+        elif name in needed:
             raise CSDTypeError(f"Invalid {name}: {group[name]!r}; a store keeps numbers")
     return stored
 
@@ -107,7 +130,7 @@ def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
         now = group.get(name)
         if name in ("foreach", "fused", "capturable", "differentiable"):
             continue  # no hyperparameters: how torch computes
-        if name in HYPERPARAMETERS and isinstance(value, list) and len(value) == 1:
+        if isinstance(now, (int, float, torch.Tensor)) and isinstance(value, list) and len(value) == 1:
             (value,) = value  # of a tensor with one element, as stores had it once
         if isinstance(now, torch.Tensor):
             now.fill_(value)
@@ -120,11 +143,11 @@ def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
             group[name] = value
 
 
-def changed_by_resume(given: Groups, record: Record) -> Iterator[str]:
+def changed_by_resume(rule: UpdateRule, given: Groups, record: Record) -> Iterator[str]:
     """Says of each hyperparameter that is given otherwise than when the store was made, that the store's counts."""
     for k, (now, then, goes_on) in enumerate(zip(given, record.given, record.groups, strict=False)):
         own = [name for name in ("topk",) if name in now and name in goes_on]  # no group needs to have it
-        for name in (*HYPERPARAMETERS, *own):
+        for name in (*rule.hyperparameters, *own):
             if now[name] not in (then.get(name), goes_on[name]):
                 yield (
                     f"{name} of group {k} goes on as {goes_on[name]}, not {now[name]}; it was {then.get(name)} when "

@@ -10,7 +10,6 @@ import torch
 
 from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNLESS_SET
 from ..distributed.sharding import DTensorShard, Unsharded
-from ..engine.engine import SECTIONS
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from ..step.staging import GradSource
 
@@ -30,7 +29,7 @@ class ParamState:
     part: Unsharded
     name: str
     index: int  # over all extents; the row in the step's table
-    sections: int
+    sections: tuple[str, ...]  # names of its states
     stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
     windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself
     shown: dict[str, torch.Tensor]  # the same as `state` shows them
@@ -117,7 +116,7 @@ class ParamState:
     def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> None:
         """Copies into the parameter's place what `entry` (that of `state`) has of it.
 
-        What is missing starts as AdamW starts; `fresh`: it reads as zero already. `seed`: the master too.
+        What is missing starts at zero; `fresh`: it reads as zero already. `seed`: the master too.
         """
         for key, window in self.windows.items():
             value = entry.get(key)
@@ -203,9 +202,9 @@ def check_param(p: torch.Tensor, name: str) -> None:
         )
 
 
-def check_entry(entry: Mapping[str, Any], p: torch.Tensor, name: str) -> None:
-    """Raises CSDValueError if an entry of `state` does not fit its parameter."""
-    for key in (*SECTIONS, "residual", "step"):
+def check_entry(entry: Mapping[str, Any], p: torch.Tensor, name: str, sections: Sequence[str]) -> None:
+    """Raises CSDValueError if an entry of `state`, whose states have these names, does not fit its parameter."""
+    for key in (*sections, "residual", "step"):
         value = entry.get(key)
         if value is None or (key == "step" and isinstance(value, (int, float))):
             continue

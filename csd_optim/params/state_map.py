@@ -13,20 +13,22 @@ import torch
 
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Unsharded, part_of
-from ..engine.engine import SECTIONS, Engine
+from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError
 from .manifest import Groups, manifest, members, name_of
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
 from .param_state import ParamState, check_entry, check_param, flat, numel
+from .update_rule import UpdateRule
 
 
 class StateMap:
     """`groups` is the optimizer's `param_groups`, `grad_dtype` its option, wherever they are asked for.
 
-    `ranks`, `sharded`: see part_of().
+    `rule`: what the states are; `ranks`, `sharded`: see part_of().
     """
 
-    def __init__(self, ranks: Ranks | None = None, *, sharded: bool = True) -> None:
+    def __init__(self, rule: UpdateRule, ranks: Ranks | None = None, *, sharded: bool = True) -> None:
+        self.rule = rule
         self.part_of = functools.partial(part_of, ranks=ranks, sharded=sharded)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self.param_states: dict[int, ParamState] = {}  # by id(param); each holds its parameter, so ids stay unique
@@ -43,7 +45,7 @@ class StateMap:
 
     def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
         """Gives parameters, named by their id, a place on the devices, to be filled."""
-        by_sections: dict[int, list[tuple[str, torch.Tensor, Unsharded]]] = {}
+        by_sections: dict[tuple[str, ...], list[tuple[str, torch.Tensor, Unsharded]]] = {}
         for k, i, p in members(groups):
             if id(p) not in joining:
                 continue
@@ -51,9 +53,8 @@ class StateMap:
             check_param(p, name)
             if p.is_meta:
                 raise CSDRuntimeError(f"parameter {name} is on the meta device: it has no data yet")
-            check_entry(entry, p, name)
-            amsgrad = groups[k]["amsgrad"] or "max_exp_avg_sq" in entry
-            by_sections.setdefault(4 if amsgrad else 3, []).append((name, p, self.part_of(p)))
+            check_entry(entry, p, name, self.rule.sections)
+            by_sections.setdefault(self.rule.sections_for(groups[k], entry), []).append((name, p, self.part_of(p)))
         try:
             for sections, new in by_sections.items():
                 engine.extend([numel(part.of(p)) for _, p, part in new], sections)
@@ -74,7 +75,7 @@ class StateMap:
             return
         to_say = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
         if to_say != self._said:
-            engine.describe(manifest(self.by_index, engine.extents, groups, self.part_of))
+            engine.describe(manifest(self.rule, self.by_index, engine.extents, groups, self.part_of))
             self._said = to_say
 
     def _give(
@@ -92,8 +93,8 @@ class StateMap:
         i = len(self.by_index) - place.first_param
         dtype = torch.complex64 if p.is_complex() else torch.float32
         windows = {"step": torch.from_numpy(engine.steps[extent])[i]}
-        for s in (1, 2, 3, 0) if place.sections == 4 else (1, 2, 0):
-            windows[SECTIONS[s]] = engine.windows.window(place, i, s, dtype).as_strided(shape, stride)
+        for s in (*range(1, len(place.sections)), 0):  # the master last, as `state` shows it
+            windows[place.sections[s]] = engine.windows.window(place, i, s, dtype).as_strided(shape, stride)
         param_state = ParamState(
             p,
             part,
@@ -183,7 +184,7 @@ class StateMap:
     def check(self, groups: Groups) -> None:
         """Raises CSDValueError if an entry of `state` does not fit its parameter."""
         for k, i, p in members(groups):
-            check_entry(self.state.get(p) or {}, p, name_of(groups, k, i))
+            check_entry(self.state.get(p) or {}, p, name_of(groups, k, i), self.rule.sections)
 
     def adopt(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None, *, loaded: bool = False) -> None:
         """Takes in what somebody put into `state`: load_state_dict (`loaded`), an assignment, ZeRO's consolidation."""
@@ -191,7 +192,11 @@ class StateMap:
         joining = set()
         for _, _, p in members(groups):
             param_state, entry = self.param_states.get(id(p)), self.state.get(p)
-            if param_state is not None and param_state.sections == 3 and entry and "max_exp_avg_sq" in entry:
+            if (
+                param_state is not None
+                and entry
+                and any(name in entry for name in self.rule.sections[len(param_state.sections) :])
+            ):
                 self.param_states.pop(id(p)).alive = False  # needs more room than it has
                 engine.drop_residual(param_state.index)
                 param_state = None

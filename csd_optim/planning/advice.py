@@ -5,7 +5,8 @@
     plan()      both for a person's model and drives, with what follows: space, wear, break-even, what to change
 
 All sizes are in bytes, all times in seconds, all rates per second, prefixes are decimal. docs/plan.md explains it
-and says how far off it is, tests/test_plan.py compares it with the times that Smart-Infinity's authors have published.
+and says how far off it is, tests/planning/test_plan.py compares it with the times that Smart-Infinity's authors have
+published.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..bindings import GRAD_SCALE
 from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
@@ -28,7 +29,7 @@ class StepPlan:
     params: list[torch.Tensor]
     param_states: list[ParamState]
     rows: np.ndarray[Any, Any]  # their rows in the table
-    sections: np.ndarray[Any, Any]
+    sections: np.ndarray[Any, Any]  # how many each has
     table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
     grad_dtype: torch.dtype | None  # the optimizer's option when this was made
     changes: int  # of the places, when this was made
@@ -139,7 +140,7 @@ class StepRunner:
                     share,
                     entry_dtype(source.grad.dtype, step.plan.grad_dtype),
                     None if residual is None else flat(residual),
-                    float(step.hypers["grad_scale"][table["hyper"][row]]),
+                    float(step.hypers["c"][table["hyper"][row], GRAD_SCALE]),
                     int(table["seed"][row]),
                 )
         return tiles
@@ -159,7 +160,7 @@ class StepRunner:
 
     def _restore(self, engine: Engine, took_part: np.ndarray[Any, Any]) -> None:
         """Gives the parameters of an undone step the values they had: those of the masters, back in their place."""
-        engine.drain()  # the windows show the masters as they were
+        engine.remap()  # the windows show the masters as they were
         for tile, elems in engine.undone():
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
                 if took_part[row] and in_tile < elems:

@@ -8,7 +8,10 @@ from typing import Any
 from ..errors import CSDStoreError
 
 PAGE = 4096
+# A store that names no rule was made by this one, and its tiles have these sections, or the first three of them.
+UNNAMED_RULE = "adamw"
 SECTIONS = ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+TAKEN = ["residual", "step"]  # names of what else a parameter has
 DTYPES = {"float32", "float16", "bfloat16", "complex64"}
 MOST = 1 << 60  # elements or bytes of anything: sums of a few of them still are numbers of 64 bits
 MOST_BYTES = 1 << 31  # of a manifest or table
@@ -32,18 +35,30 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
+def is_name(value: object) -> bool:
+    return type(value) is str and value.isidentifier()
+
+
 def is_ints(value: object, least: int) -> bool:
     return type(value) is list and len(value) <= 64 and all(is_int(n, least) for n in value)
 
 
-def check_extent(extent: Any, devices: int) -> tuple[int, int]:
-    """Returns where it begins and ends in the file. Raises CSDStoreError."""
+def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]:
+    """Returns where it begins and ends in the file. Raises CSDStoreError.
+
+    `rule`: that the store names; whether these are its sections is for who knows it to say.
+    """
     require(type(extent) is dict, "an extent is no object")
     elems, tiles, slots, sections = (extent.get(key) for key in ("tile_elems", "tiles", "slots", "sections"))
     require(is_int(elems, 1024, 1 << 31) and elems % 1024 == 0, f"a tile has {elems!r} elements")
     require(is_int(tiles, 0, 1 << 31), f"an extent has {tiles!r} tiles")
     require(is_int(slots, 1, 2), f"a tile has {slots!r} slots")
-    require(sections in (SECTIONS[:3], SECTIONS), f"a tile has the sections {sections!r}")
+    if rule is None:
+        right = sections in (SECTIONS[:3], SECTIONS)
+    else:
+        right = type(sections) is list and 1 <= len(sections) <= 4 and all(is_name(s) for s in sections)
+        right = right and sections[0] == SECTIONS[0] and len({*sections, *TAKEN}) == len(sections) + len(TAKEN)
+    require(right, f"a tile has the sections {sections!r}")
     if "sum_elems" in extent:
         require(is_int(extent["sum_elems"], 1024, 1 << 31), f"a checksum covers {extent['sum_elems']!r} elements")
     if "shares" in extent:
@@ -93,12 +108,14 @@ def check_param(p: Any, devices: int, *, waits: bool = False) -> tuple[int, int]
     return base, base + 2 * room
 
 
-def check_record(record: dict[str, Any]) -> None:
-    """The fields of a Record. Raises CSDStoreError."""
+def check_record(record: dict[str, Any], rule: str | None) -> None:
+    """The fields of a Record, of a store that names this rule. Raises CSDStoreError."""
     for key in ("groups", "given"):
         require(type(record[key]) is list, f"{key} of the record")
         for group in record[key]:
             require(type(group) is dict, f"{key} of the record")
+            if rule is not None:  # its hyperparameters are for who knows it to check
+                continue
             numbers = [group.get(name) for name in ("lr", "eps", "weight_decay")]
             betas = group.get("betas")
             require(type(betas) is list and len(betas) == 2, f"betas {betas!r}")

@@ -41,8 +41,9 @@ MAGIC = b"CSDOPTIM"
 VERSION = NAMED_FEATURES = 4
 CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many elements of a section, not all of them
 RESIDUALS = "residuals"  # params[].residual
+RULE = "rule"  # rule: which one updates the states, and what their sections are. Without, it is AdamW's
 SHARES = "shares"  # extents[].shares
-FEATURES = frozenset({CHUNK_SUMS, RESIDUALS, SHARES})
+FEATURES = frozenset({CHUNK_SUMS, RESIDUALS, RULE, SHARES})
 ENDIAN = 0x01020304
 PAGE = store_check.PAGE
 CLEAN = 1  # flag: closed in order, nothing written since
@@ -139,11 +140,12 @@ def _json(data: bytes) -> Any:
     return json.loads(data, object_pairs_hook=once)
 
 
-def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool) -> set[str]:
-    """What a reader of a store with these extents has to know."""
+def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: bool) -> set[str]:
+    """What a reader of a store with these extents has to know. `rule`: its manifest names one."""
     has = {
         CHUNK_SUMS: any("sum_elems" in e for e in extents),
         RESIDUALS: residuals,
+        RULE: rule,
         SHARES: any("shares" in e for e in extents),
     }
     return {feature for feature, there in has.items() if there}
@@ -281,6 +283,9 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
     require(type(features) is list and all(type(f) is str for f in features), "features are no names")
     if unknown := {*features} - FEATURES:
         raise CSDStoreError(f"it has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
+    rule = manifest.get("rule")
+    require((rule is not None) == (RULE in features), "the rule has a name where the features say so, and only there")
+    require(rule is None or (type(rule) is str and rule.isidentifier()), f"the rule {rule!r}")
     require(block.device < block.devices <= 1 << 16, f"it is device {block.device} of {block.devices}")
     require(max(block.sequence, block.step, block.round) < 1 << 53, "it has made more steps than anybody can")
     rank, world_size = manifest.get("rank", 0), manifest.get("world_size", 1)
@@ -289,7 +294,7 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
         require(type(manifest[key]) is list, f"{key} is no list")
     areas = [(0, 2 * PAGE, "the superblocks")]
     for e, extent in enumerate(manifest["extents"]):
-        begin, end = check_extent(extent, block.devices)
+        begin, end = check_extent(extent, block.devices, rule)
         areas.append((begin, end, f"extent {e}"))
     require(type(manifest["tiles"]) is int, "tiles is no number")
     require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
@@ -375,7 +380,7 @@ def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: byte
         require((residuals["space"] < 2).all(), "a residual is in a space that there is not")
         record = Record.unpack(table[at + residuals.nbytes :])
         if size is not None:
-            check_record(vars(record))
+            check_record(vars(record), about.get("rule"))
     except CSDStoreError as e:
         raise CSDStoreError(f"{path}: {e}") from None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, MemoryError, struct.error) as e:

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..bindings import PIECE
 from ..errors import CSDStoreError
+from .check import SECTIONS
 from .format import Contents, devices_of
 
 STORE_BYTES = 24  # of a store per parameter: three fp32 states in two slots
@@ -60,7 +61,7 @@ class Extent:
     first_tile: int  # index of the first tile, over all extents
     tile_elems: int
     n_tiles: int
-    sections: int  # 3, or 4 with amsgrad
+    sections: tuple[str, ...]  # names of the states, the first is the master
     slots: int  # of each tile: 2, or 1 where steps write in place
     starts: tuple[int, ...]  # element of the extent at which each parameter starts
     numels: tuple[int, ...]
@@ -81,7 +82,7 @@ class Extent:
 
     @property
     def slot_bytes(self) -> int:
-        return 4 * self.tile_elems * self.sections
+        return 4 * self.tile_elems * len(self.sections)
 
     def device_bytes(self, device: int) -> int:
         return self.slots * self.slot_bytes * self.tiles_of(device)
@@ -97,7 +98,7 @@ def plan_extent(
     *,
     first_param: int = 0,
     first_tile: int = 0,
-    sections: int = 3,
+    sections: Sequence[str] = SECTIONS[:3],
     slots: int = 2,
     tile_elems: int | None = None,
     shares: Sequence[float] | None = None,
@@ -116,9 +117,9 @@ def plan_extent(
         end += round_up(n, ALIGN)
     if tile_elems is None:
         # The same number of tiles for every device, so that none has to wait for another.
-        one_each, left = n_devices * sections, max_mappings() - mapped
+        one_each, left = n_devices * len(sections), max_mappings() - mapped
         most = max(one_each, min(MAX_MAPPINGS, int(LARGE_PART * left)))
-        largest = max(TILE_ELEMS, math.ceil(end * sections / most))
+        largest = max(TILE_ELEMS, math.ceil(end * len(sections) / most))
         finer = min(FINEST, sum(shares) / n_devices / min(shares)) if shares else 1
         rounds = math.ceil(TILES_PER_DEVICE * finer)
         if mapped:
@@ -139,7 +140,7 @@ def plan_extent(
         first_tile=first_tile,
         tile_elems=tile_elems,
         n_tiles=n_tiles,
-        sections=sections,
+        sections=tuple(sections),
         slots=slots,
         starts=tuple(starts),
         numels=tuple(numels),
@@ -162,7 +163,7 @@ def extents_of(recovered: Sequence[Contents]) -> list[Extent]:
             n,
             first_param=sum(len(before.numels) for before in extents),
             first_tile=sum(before.n_tiles for before in extents),
-            sections=len(described["sections"]),
+            sections=described["sections"],
             slots=described["slots"],
             tile_elems=described["tile_elems"],
             shares=described.get("shares"),

@@ -8,25 +8,49 @@
 
 #include "csd.h"
 
-struct AdamWElement {
-  float master, exp_avg, exp_avg_sq;
-};
+// CSD_ADAMW: master, exp_avg, exp_avg_sq. A fourth section, if there is one, keeps every bit.
+// CSD_AMSGRAD: master, exp_avg, exp_avg_sq, max_exp_avg_sq, by whose root it divides.
+struct AdamW {
+  // The bias corrections are folded in, computed in double by the caller and rounded once. In this order in csd_hyper:
+  float decay;  // 1 - lr * weight_decay
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float step_size;       // lr / (1 - beta1^t)
+  float inv_sqrt_bias2;  // 1 / sqrt(1 - beta2^t)
+  float eps;
+  float grad_scale;
+  bool amsgrad;
 
-// One element. `max_exp_avg_sq` is read and written with amsgrad only.
-inline AdamWElement adamw(AdamWElement e, float &max_exp_avg_sq, float grad, const csd_adamw &h, bool amsgrad) {
-  const float g = grad * h.grad_scale;
-  e.master = e.master * h.decay;
-  // Two products rather than a lerp: with beta1 = 0 exp_avg is the gradient to the last bit.
-  e.exp_avg = e.exp_avg * h.beta1 + g * h.one_minus_beta1;
-  // (1 - beta2) * g first, so that a gradient of 1e20 does not overflow by being squared.
-  e.exp_avg_sq = e.exp_avg_sq * h.beta2 + h.one_minus_beta2 * g * g;
-  float second = e.exp_avg_sq;
-  if (amsgrad) {
-    // As torch.maximum: a nan on either side stays.
-    max_exp_avg_sq = (second > max_exp_avg_sq || second != second) ? second : max_exp_avg_sq;
-    second = max_exp_avg_sq;
+  explicit AdamW(const csd_hyper &h)
+      : decay(h.c[0]),
+        beta1(h.c[1]),
+        one_minus_beta1(h.c[2]),
+        beta2(h.c[3]),
+        one_minus_beta2(h.c[4]),
+        step_size(h.c[5]),
+        inv_sqrt_bias2(h.c[6]),
+        eps(h.c[7]),
+        grad_scale(h.c[CSD_GRAD_SCALE]),
+        amsgrad(h.rule == CSD_AMSGRAD) {}
+
+  // One element of each section.
+  void update(float (&state)[4], float grad) const {
+    float &master = state[0], &exp_avg = state[1], &exp_avg_sq = state[2], &max_exp_avg_sq = state[3];
+    const float g = grad * grad_scale;
+    master = master * decay;
+    // Two products rather than a lerp: with beta1 = 0 exp_avg is the gradient to the last bit.
+    exp_avg = exp_avg * beta1 + g * one_minus_beta1;
+    // (1 - beta2) * g first, so that a gradient of 1e20 does not overflow by being squared.
+    exp_avg_sq = exp_avg_sq * beta2 + one_minus_beta2 * g * g;
+    float second = exp_avg_sq;
+    if (amsgrad) {
+      // As torch.maximum: a nan on either side stays.
+      max_exp_avg_sq = (second > max_exp_avg_sq || second != second) ? second : max_exp_avg_sq;
+      second = max_exp_avg_sq;
+    }
+    const float denom = sqrtf(second) * inv_sqrt_bias2 + eps;
+    master = master - step_size * exp_avg / denom;
   }
-  const float denom = sqrtf(second) * h.inv_sqrt_bias2 + h.eps;
-  e.master = e.master - h.step_size * e.exp_avg / denom;
-  return e;
-}
+};

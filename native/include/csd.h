@@ -1,7 +1,7 @@
 /* csd.h -- the one interface between csd_optim's Python and its engine.
  *
  * A *device* is a computational storage device (CSD), real or emulated. It keeps
- * Adam's fp32 state and updates it. An *engine* drives several devices as one:
+ * an optimizer's fp32 state and updates it. An *engine* drives several devices as one:
  *
  *     csd_engine_create(devices)           once
  *     csd_engine_extend(parameters)        whenever parameters join
@@ -11,7 +11,7 @@
  *     csd_engine_finish(...)               the step is whole (or undone)
  *     csd_engine_close()
  *
- * The smallest complete step: one parameter, in one tile of a device in memory.
+ * The smallest complete step: one parameter, in one tile of a device in memory, by AdamW (its constants: adamw.h).
  *
  *     #include <stdio.h>
  *     #include "csd.h"
@@ -27,9 +27,7 @@
  *       const csd_extent extent = {.tile_elems = TILE, .n_tiles = 1, .sections = 3, .slots = 2, .sum_elems = TILE,
  *                                  .file_offset = &file_offset, .pieces = &piece, .n_pieces = 1};
  *       const csd_param params = {.grad = grad, .param = param, .grad_dtype = CSD_F32, .param_dtype = CSD_F32};
- *       const csd_adamw first = {.decay = 1, .beta1 = 0.9f, .one_minus_beta1 = 0.1f, .beta2 = 0.999f,
- *                                .one_minus_beta2 = 0.001f, .step_size = 1, .inv_sqrt_bias2 = 31.6228f,
- *                                .eps = 1e-8f, .grad_scale = 1};
+ *       const csd_hyper first = {CSD_ADAMW, {1, 0.9f, 0.1f, 0.999f, 0.001f, 1, 31.6228f, 1e-8f, 1}};
  *       const uint32_t tile = 0;
  *       csd_engine *engine;
  *       float *state[4];
@@ -39,19 +37,19 @@
  *           csd_engine_begin(engine, &params, 1, &first, 1, &tile, 1, &error) ||
  *           csd_engine_push(engine, tile, NULL, NULL, NULL, 0, &error) ||
  *           csd_engine_finish(engine, 1, &error) ||
- *           csd_engine_drain(engine, 1, &error)) {
+ *           csd_engine_remap(engine, 1, &error)) {
  *         puts(error.text);
  *         return 1;
  *       }
- *       printf("param %.3f, exp_avg %.3f\n", param[0], state[CSD_EXP_AVG][0]);  // param -0.100, exp_avg 0.100
+ *       printf("param %.3f, exp_avg %.3f\n", param[0], state[1][0]);  // param -0.100, exp_avg 0.100
  *       for (int s = 0; s < 3; s++) csd_window_release(state[s], TILE);
  *       return csd_engine_close(engine, &error);
  *     }
  *
  * Parameters lie one after another in a *flat space*, cut into *tiles*: the unit of
- * I/O and of update. A tile's state is [master | exp_avg | exp_avg_sq (| max_exp_avg_sq)],
- * each section `elems` fp32 values. A tile has two *slots* on its device: a step reads
- * one and writes the other, so that the old state is untouched until the step after it.
+ * I/O and of update. A tile's state is one to four *sections*, each `elems` fp32 values: with AdamW
+ * [master | exp_avg | exp_avg_sq (| max_exp_avg_sq)]. A tile has two *slots* on its device: a step
+ * reads one and writes the other, so that the old state is untouched until the step after it.
  *
  * Every function returns 0 or a negative csd_status, and then fills `*error` if it is
  * not NULL. Lengths and offsets are in elements unless the name says bytes. One step
@@ -89,23 +87,22 @@ typedef struct csd_error {
 
 enum csd_dtype { CSD_F32 = 0, CSD_F16 = 1, CSD_BF16 = 2 };
 
-/* The sections of a tile, in this order. The fourth exists with amsgrad only. */
-enum csd_section { CSD_MASTER = 0, CSD_EXP_AVG = 1, CSD_EXP_AVG_SQ = 2, CSD_MAX_EXP_AVG_SQ = 3 };
+/* The update rules. Each has a header beside this one that says what its constants and sections are; rules.h lists
+ * them. The first section of a tile is the fp32 master with all of them. */
+enum csd_rule {
+  CSD_ADAMW = 0,  /* adamw.h */
+  CSD_AMSGRAD = 1 /* the same, divided by the root of exp_avg_sq's running maximum: a fourth section */
+};
 
-/* One step's constants for one parameter: the bias corrections are folded in, computed
- * in double by the caller and rounded once. */
-typedef struct csd_adamw {
-  float decay; /* 1 - lr * weight_decay */
-  float beta1;
-  float one_minus_beta1;
-  float beta2;
-  float one_minus_beta2;
-  float step_size;      /* lr / (1 - beta1^t) */
-  float inv_sqrt_bias2; /* 1 / sqrt(1 - beta2^t) */
-  float eps;
-  float grad_scale; /* gradient is multiplied by this: 1/loss scale, clipping, -1 to maximize */
-  uint32_t amsgrad; /* 1: divide by the running maximum of exp_avg_sq */
-} csd_adamw;
+/* Of a csd_hyper's constants, with every rule: what a gradient is multiplied by (1/loss scale, clipping, -1 to
+ * maximize). */
+#define CSD_GRAD_SCALE 8
+
+/* One step's constants for one parameter. */
+typedef struct csd_hyper {
+  uint32_t rule; /* csd_rule */
+  float c[9];    /* as the rule has them */
+} csd_hyper;
 
 /* ---- Devices ------------------------------------------------------------ */
 
@@ -144,8 +141,8 @@ typedef struct csd_engine csd_engine;
 
 int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine **out, csd_error *error);
 
-/* Drains, stops and frees everything but the windows (see csd_window_release), which keep showing the last state;
- * what is written to them from now on stays private. A step that is under way is undone.
+/* Waits for all writes, stops and frees everything but the windows (see csd_window_release), which keep showing the
+ * last state; what is written to them from now on stays private. A step that is under way is undone.
  * Returns the error of a write that never succeeded; the engine is gone all the same. */
 int csd_engine_close(csd_engine *engine, csd_error *error);
 
@@ -172,7 +169,7 @@ typedef struct csd_tile_state {
 typedef struct csd_extent {
   uint64_t tile_elems; /* multiple of 1024 and of the page size / 4, up to 2^31; 2^56 in all n_tiles */
   uint32_t n_tiles;
-  uint32_t sections;            /* 3, or 4 with amsgrad */
+  uint32_t sections;            /* 1 to 4, as the rule of its parameters has them */
   uint32_t slots;               /* 2; or 1: steps write in place and cannot be undone (file only) */
   const csd_tile_state *states; /* one per tile, of a store that is there already; NULL: new */
   /* A checksum (CRC-32C) covers so many elements of a section, the last of a tile fewer: a multiple of 1024. Verifying,
@@ -187,8 +184,8 @@ typedef struct csd_extent {
 
 /* Adds an extent; its tiles are numbered on from those there are. New states read as zero.
  * `windows` receives one address per section: `n_tiles * tile_elems` fp32 values each, the
- * state itself, readable and writable between steps, after csd_engine_drain: on a file the window of a
- * tile is a mapping of a slot, and csd_engine_drain maps the current one. Windows of a new extent are
+ * state itself, readable and writable between steps, after csd_engine_remap: on a file the window of a
+ * tile is a mapping of a slot, and csd_engine_remap maps the current one. Windows of a new extent are
  * open (see there), those of one that is there already are not. */
 int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **windows, csd_error *error);
 
@@ -228,10 +225,11 @@ typedef struct csd_param {
 } csd_param;
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
- * draining the last one. States are read ahead as far as the buffers reach. The arrays are copied.
+ * waiting for the writes of the last one. States are read ahead as far as the buffers reach. The arrays are copied.
  * Buffers keep what a step writes last: let the next one begin with that, and flow the other way round.
- * A tile without any gradient is read and written all the same, unchanged: the bare I/O of a step. */
-int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_adamw *hypers,
+ * A tile without any gradient is read and written all the same, unchanged: the bare I/O of a step.
+ * CSD_EINVAL, before anything is touched: a rule that there is not, or not for tiles of so many sections. */
+int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_hyper *hypers,
                      uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error);
 
 /* Gives the device the gradients of one tile. With `grad` and `param` NULL they are read and written
@@ -249,11 +247,11 @@ int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
 
 /* Do these tiles of the step have their new parameters (those pushed with an image: in the image)? With `wait`, returns
  * when they have. Reports the failure of the step, if there was one. */
-int csd_engine_given(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
+int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
                      csd_error *error);
 
 /* With keep = 1, waits until every tile has its new parameters, and brings the residuals up to date; the last states
- * may still be on their way to the device (csd_engine_settle waits for them). If anything failed, or with
+ * may still be on their way to the device (csd_engine_wait_writes waits for them). If anything failed, or with
  * keep = 0, the step is undone: every tile is back at its old slot, and the tiles whose
  * parameters had already been written are listed by csd_engine_undone, for the caller to restore.
  * CSD_ETORN: tiles with one slot had been written already; states and parameters are a mix. Tiles in memory ("ram") are
@@ -266,14 +264,14 @@ uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems,
 
 /* Waits for all writes. One that fails keeps its data in its buffer and is tried again by the next call, so nothing
  * is lost when the cause goes away. May be called by another thread. */
-int csd_engine_settle(csd_engine *engine, csd_error *error);
+int csd_engine_wait_writes(csd_engine *engine, csd_error *error);
 
 /* The same, and makes the windows show the current slots: with `open`, what is written to them goes to the device.
  * Otherwise it stays in memory, and the slot as it was, until csd_engine_edited tells of it. */
-int csd_engine_drain(csd_engine *engine, int32_t open, csd_error *error);
+int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error);
 
 /* Somebody wrote to the windows of these tiles. Where they are open, the tiles count as not summed until they are
- * updated or drained again. Elsewhere the next step that they are part of begins with what the windows show, and if
+ * updated or remapped. Elsewhere the next step that they are part of begins with what the windows show, and if
  * it is undone, so does the one after it. */
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
@@ -367,11 +365,10 @@ uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n);
 /* Instruction sets of the CPU updater. All of them compute the same bits. */
 enum csd_isa { CSD_ISA_SCALAR = 0, CSD_ISA_AVX2 = 1, CSD_ISA_AVX512 = 2 };
 
-/* Updates `n` elements in place by the rule of adamw.h, on the calling thread. `max_exp_avg_sq` may be NULL
- * without amsgrad, `param` where nobody wants the rounded master. */
-int csd_update(const csd_adamw *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype, float *master,
-               float *exp_avg, float *exp_avg_sq, float *max_exp_avg_sq, void *param, int32_t param_dtype,
-               csd_error *error);
+/* Updates `n` elements of each section of `state` in place, on the calling thread. `param` may be NULL where nobody
+ * wants the rounded master. */
+int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
+               float *const *state, uint32_t sections, void *param, int32_t param_dtype, csd_error *error);
 
 int32_t csd_isa_best(void);                     /* the best this CPU has */
 int csd_isa_use(int32_t isa, csd_error *error); /* for all engines, from the next tile on */

@@ -18,7 +18,7 @@
 
 #include "csd.h"
 
-constexpr uint32_t kKernelVersion = 2;  // of all this; a kernel reports its own
+constexpr uint32_t kKernelVersion = 3;  // of all this; a kernel reports its own
 constexpr uint32_t kLanes = 16;         // fp32 values in a word
 constexpr uint32_t kWordBytes = 4 * kLanes;
 
@@ -27,7 +27,7 @@ struct csd_segment {
   uint32_t elems;       // at least 1
   uint32_t grad_dtype;  // csd_dtype
   uint32_t param_dtype;
-  csd_adamw hyper;
+  csd_hyper hyper;
   uint32_t sparse;    // 1: its gradients are among the entries; 16 bits each
   uint32_t reserved;  // 0
 };
@@ -66,7 +66,7 @@ constexpr uint32_t kLeastSumWords = 64;  // the least `sum_words`: 4 KiB
 
 // The kernel. `tile_in` and `tile_out` may be the same memory: a word is read before it is written. Each is given four
 // times, once per section, because that is four ports, which work at the same time; all four are the tile's first byte.
-// The fourth is not touched where sections = 3.
+// Those of sections that there are not are not touched.
 //
 //   csd_adamw_update(tile_in_0 .. tile_in_3, grad, entries, segments, tile_out_0 .. tile_out_3, param, report,
 //                    n_words, sections, n_segments, grad_words, entry_words, param_words, sum_words)

@@ -1,9 +1,13 @@
-// The border: C++ exceptions become a status here and nowhere else. What is not guarded calls what is noexcept.
+// The border: C++ exceptions become a status here and nowhere else. What is not guarded calls what is noexcept: this
+// cannot be said of the functions themselves, which are declared in a header for C.
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
+#include <string>
+#include <utility>
 
 #include "card.h"
 #include "crc32c.h"
@@ -41,6 +45,12 @@ int guarded(csd_error *error, Call call) noexcept {
     return report(error, csd::caught());
   }
 }
+
+static_assert(noexcept(std::declval<const csd::Card &>().has_p2p()) && noexcept(csd::best_isa()) &&
+                  noexcept(csd::topk_count(0, 0)) && noexcept(csd::crc32c(0, nullptr, 0)) &&
+                  noexcept(std::declval<const csd::Engine &>().undone(nullptr, nullptr, 0)) &&
+                  noexcept(std::declval<csd::Engine &>().events(nullptr, 0)),
+              "nobody catches what these throw");
 
 }  // namespace
 
@@ -83,7 +93,7 @@ void csd_window_release(float *window, uint64_t elems) {
   munmap(reinterpret_cast<void *>(begin), 4 * elems + page);
 }
 
-int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_adamw *hypers,
+int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_hyper *hypers,
                      uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error) {
   return guarded(error, [&] { engine->engine.begin(params, n_params, hypers, n_hypers, tiles, n_tiles); });
 }
@@ -97,8 +107,8 @@ int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error) {
   return guarded(error, [&] { *tile = engine->engine.pull(); });
 }
 
-int csd_engine_given(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
-                     csd_error *error) {
+int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
+                            csd_error *error) {
   return guarded(error, [&] { *given = engine->engine.given(tiles, n, wait != 0); });
 }
 
@@ -114,12 +124,12 @@ uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n) {
   return engine->engine.events(events, n);
 }
 
-int csd_engine_settle(csd_engine *engine, csd_error *error) {
-  return guarded(error, [&] { engine->engine.settle_writes(); });
+int csd_engine_wait_writes(csd_engine *engine, csd_error *error) {
+  return guarded(error, [&] { engine->engine.wait_writes(); });
 }
 
-int csd_engine_drain(csd_engine *engine, int32_t open, csd_error *error) {
-  return guarded(error, [&] { engine->engine.drain(open != 0); });
+int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error) {
+  return guarded(error, [&] { engine->engine.remap(open != 0); });
 }
 
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error) {
@@ -135,21 +145,17 @@ int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_er
   return guarded(error, [&] { *out = engine->engine.stats(device); });
 }
 
-int csd_update(const csd_adamw *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype, float *master,
-               float *exp_avg, float *exp_avg_sq, float *max_exp_avg_sq, void *param, int32_t param_dtype,
-               csd_error *error) {
+int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
+               float *const *state, uint32_t sections, void *param, int32_t param_dtype, csd_error *error) {
   return guarded(error, [&] {
     if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
-    if (hyper->amsgrad && !max_exp_avg_sq) throw csd::Failure{CSD_EINVAL, "amsgrad needs max_exp_avg_sq"};
+    if (!csd::sections_of(hyper->rule).take(sections))
+      throw csd::Failure{CSD_EINVAL, "no update rule " + std::to_string(hyper->rule) + " for " +
+                                         std::to_string(sections) + " sections"};
+    csd::Span span{hyper, n, grad, static_cast<uint32_t>(grad_dtype), {}, param, static_cast<uint32_t>(param_dtype)};
+    std::copy_n(state, sections, span.state);
     const csd::FloatMode mode(csd::Subnormals::zero);
-    csd::update({hyper,
-                 n,
-                 grad,
-                 static_cast<uint32_t>(grad_dtype),
-                 {master, exp_avg, exp_avg_sq, max_exp_avg_sq},
-                 param,
-                 static_cast<uint32_t>(param_dtype)},
-                isa);
+    csd::update(span, isa);
   });
 }
 

@@ -11,16 +11,16 @@ namespace csd {
 
 constexpr uint64_t kMostBytes = uint64_t{1} << 47;  // of the buffers of a device: an address space
 
-// For tiles of up to `bytes`, and so many on each device. If that fails, a device may be left without any; whoever
-// needs them asks again.
-void Engine::grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles) {
+// For tiles of up to `bytes`, with sections of up to `section`, and so many tiles on each device. If that fails, a
+// device may be left without any; whoever needs them asks again.
+void Engine::grow_buffers(uint64_t bytes, uint64_t section, const std::vector<uint64_t> &tiles) {
   if (bytes == 0) return;  // there are no extents yet
   for (Lane &lane : lanes_) {
     const auto device = static_cast<size_t>(&lane - lanes_.data());
     uint64_t n = lane.depth;
     if (lane.device->keeps_buffers() && lane.cache_bytes > 0)
       n = std::max(n, std::min(n + static_cast<uint64_t>(lane.cache_bytes) / bytes, tiles[device]));
-    if (bytes <= lane.buffer_bytes && n <= lane.n_buffers) continue;
+    if (bytes <= lane.buffer_bytes && section <= lane.section_bytes && n <= lane.n_buffers) continue;
     if (n > kMostBytes / bytes)
       throw Failure{CSD_ENOMEM, std::to_string(n) + " buffers of " + std::to_string(bytes) + " bytes are too much",
                     ENOMEM, static_cast<int32_t>(device)};
@@ -28,15 +28,16 @@ void Engine::grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles) {
       if (buffer.tile) buffer.tile->kept = nullptr;
     lane.free.clear();
     lane.n_buffers = 0;
-    lane.buffer_bytes = lane.counts.buffer_bytes = 0;
+    lane.buffer_bytes = lane.section_bytes = lane.counts.buffer_bytes = 0;
     try {
-      for (float *at : lane.device->allocate(static_cast<uint32_t>(n), bytes))
+      for (float *at : lane.device->allocate(static_cast<uint32_t>(n), bytes, section))
         lane.free.insert({at, nullptr, needed_in(lane, nullptr), lane.freed++});
     } catch (Failure &failure) {
       failure.device = static_cast<int32_t>(device);
       throw;
     }
     lane.buffer_bytes = bytes;
+    lane.section_bytes = section;
     lane.n_buffers = static_cast<uint32_t>(n);
     lane.counts.buffer_bytes = lane.device->memory_bytes();
     lane.counts.huge_bytes = lane.device->huge_bytes();

@@ -34,7 +34,7 @@ class Card : public std::enable_shared_from_this<Card> {
                                     std::chrono::milliseconds timeout);
   static void close(std::shared_ptr<Card>);
 
-  bool has_p2p() const { return has_p2p_; }
+  bool has_p2p() const noexcept { return has_p2p_; }
   void try_p2p(int fd, uint64_t offset);  // see csd_card_try_p2p
 
   // XRT may never return: a driver hangs, an emulated device is gone. So whatever calls it runs on a thread of its own,

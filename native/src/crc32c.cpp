@@ -221,7 +221,7 @@ std::vector<Crc32cWay> crc32c_ways() {
   return ways;
 }
 
-uint32_t crc32c(uint32_t crc, const void *data, uint64_t bytes) {
+uint32_t crc32c(uint32_t crc, const void *data, uint64_t bytes) noexcept {
   return ~kRun(~crc, static_cast<const uint8_t *>(data), bytes);
 }
 

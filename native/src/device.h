@@ -46,7 +46,7 @@ struct Tile {
 // What a step does with one tile, and what came of it.
 struct Work {
   const csd_param *params = nullptr;
-  const csd_adamw *hypers = nullptr;
+  const csd_hyper *hypers = nullptr;
   const void *grad_image = nullptr;  // null: read and write where the params say
   void *param_image = nullptr;
   const uint32_t *entries =
@@ -93,9 +93,13 @@ class Device {
   // Can it reach a parameter that is its own master (csd_master), or does every master lie in the tile?
   virtual bool reaches_params() const { return true; }
 
-  // Makes `n` tile buffers, of `bytes` each, and returns their addresses; those from before are gone.
-  virtual std::vector<float *> allocate(uint32_t n, uint64_t bytes) {
-    return static_cast<void>(n), static_cast<void>(bytes), std::vector<float *>{};
+  // Does it have that rule, which is one of rules.h? A card has those that its kernel was made for.
+  virtual bool has_rule(uint32_t) const { return true; }
+
+  // Makes `n` tile buffers, for tiles of up to `tile` bytes and sections of up to `section`, and returns their
+  // addresses; those from before are gone.
+  virtual std::vector<float *> allocate(uint32_t n, uint64_t tile, uint64_t section) {
+    return static_cast<void>(n), static_cast<void>(tile), static_cast<void>(section), std::vector<float *>{};
   }
 
   // Is what was stored from a buffer there to be updated again, until another tile is loaded?

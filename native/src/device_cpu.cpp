@@ -33,10 +33,10 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, float *con
   }
   for (uint32_t s = 0; s < n_sections; s++) span.state[s] = sections[s] + first;
   if (p.master == CSD_IN_PARAM) {
-    span.state[CSD_MASTER] = static_cast<float *>(param);
+    span.state[0] = static_cast<float *>(param);
     span.param = nullptr;
   } else if (p.master == CSD_FROM_PARAM) {
-    memcpy(span.state[CSD_MASTER], param, param_bytes * n);
+    memcpy(span.state[0], param, param_bytes * n);
   }
   work.nonfinite += update(span, used_isa.load(std::memory_order_relaxed));
   work.pulled += param_bytes * n;
@@ -155,8 +155,7 @@ void sum_tile(const Tile &tile, float *const *sections, uint32_t *sums) {
 }
 
 Failure damaged(const Tile &tile, uint32_t section) {
-  static const char *const kNames[] = {"master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
-  Failure failure{CSD_EDAMAGED, std::string(kNames[section]) + " of tile " + std::to_string(tile.index) +
+  Failure failure{CSD_EDAMAGED, "section " + std::to_string(section) + " of tile " + std::to_string(tile.index) +
                                     " is not what was written there"};
   failure.tile = static_cast<int32_t>(tile.index);
   return failure;

@@ -92,7 +92,7 @@ class EmulatedDevice : public FileDevice {
 
   bool keeps_buffers() const override { return true; }
 
-  std::vector<float *> allocate(uint32_t n, uint64_t bytes) override {
+  std::vector<float *> allocate(uint32_t n, uint64_t bytes, uint64_t) override {
     memory_ = {};  // first: there may not be room for both
     memory_ = HugeMemory(bytes * n);
     // After a fork, copying on write would cost the parent its huge pages for good.

@@ -158,7 +158,10 @@ class PacedDevice : public Device {
   bool resident() const override { return device_->resident(); }
   bool reaches_params() const override { return device_->reaches_params(); }
   bool keeps_buffers() const override { return device_->keeps_buffers(); }
-  std::vector<float *> allocate(uint32_t n, uint64_t bytes) override { return device_->allocate(n, bytes); }
+  bool has_rule(uint32_t rule) const override { return device_->has_rule(rule); }
+  std::vector<float *> allocate(uint32_t n, uint64_t tile, uint64_t section) override {
+    return device_->allocate(n, tile, section);
+  }
   uint64_t memory_bytes() const override { return device_->memory_bytes(); }
   uint64_t huge_bytes() const override { return device_->huge_bytes(); }
   uint32_t numa() const override { return device_->numa(); }

@@ -97,11 +97,12 @@ class XrtDevice : public FileDevice {
 
   bool p2p() const { return p2p_; }
   bool reaches_params() const override { return false; }
+  bool has_rule(uint32_t rule) const override { return rule == CSD_ADAMW || rule == CSD_AMSGRAD; }
 
-  std::vector<float *> allocate(uint32_t n, uint64_t bytes) override {
+  std::vector<float *> allocate(uint32_t n, uint64_t bytes, uint64_t section_bytes) override {
     release();
     tile_bytes_ = bytes;
-    const uint64_t section_bytes = bytes / 3;  // as many elements as a tile can have: 3 sections at least
+    section_bytes_ = section_bytes;
     auto made =
         std::make_shared<std::pair<std::vector<std::shared_ptr<CardBuffer>>, std::vector<std::shared_ptr<Frame>>>>();
     card_->guarded("making buffers", [card = card_, made, bytes, section_bytes, p2p = p2p_, n] {
@@ -119,7 +120,7 @@ class XrtDevice : public FileDevice {
     return addresses;
   }
 
-  uint64_t memory_bytes() const override { return tiles_.size() * tile_bytes_ + kFrames * 3 * (tile_bytes_ / 3); }
+  uint64_t memory_bytes() const override { return tiles_.size() * tile_bytes_ + kFrames * 3 * section_bytes_; }
 
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
     const auto update = [this, &tile, buffer, &work] {
@@ -277,7 +278,7 @@ class XrtDevice : public FileDevice {
 
   const std::shared_ptr<Card> card_;
   const bool p2p_;
-  uint64_t tile_bytes_ = 0;
+  uint64_t tile_bytes_ = 0, section_bytes_ = 0;
   std::unordered_map<const float *, std::shared_ptr<CardBuffer>> tiles_;  // by where they are mapped
   std::mutex mutex_;                                                      // guards frames_
   std::vector<std::shared_ptr<Frame>> frames_;
@@ -309,7 +310,7 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
     throw Failure{CSD_EINVAL, "bad options of a device, or too little to measure with"};
   const std::shared_ptr<Card> &card = d.card->card;
   XrtDevice device(d, *io, card);
-  const std::vector<float *> buffers = device.allocate(d.buffers, 12 * kElems);
+  const std::vector<float *> buffers = device.allocate(d.buffers, 12 * kElems, 4 * kElems);
   std::deque<Tile> tiles;
   for (uint64_t at = 0; at + 12 * kElems <= bytes; at += 12 * kElems) {
     Tile &tile = tiles.emplace_back();
@@ -348,7 +349,7 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
       for (uint64_t i = 0; i < kRuns; i++) frame->grad.to_device(4 * kElems);
     });
     *reinterpret_cast<csd_segment *>(frame->segments.bytes()) = {
-        0, kElems, CSD_F16, CSD_F16, {1, 0.9f, 0.1f, 0.999f, 0.001f, 0.001f, 1, 1e-8f, 1, 0}, 0, 0};
+        0, kElems, CSD_F16, CSD_F16, {CSD_ADAMW, {1, 0.9f, 0.1f, 0.999f, 0.001f, 0.001f, 1, 1e-8f, 1}}, 0, 0};
     frame->segments.to_device(kWordBytes);
     set_args(*frame, *state, *state, {1, kElems / 2 / kLanes, 0, kElems / 2 / kLanes}, kElems / kLanes, 3,
              kElems / kLanes);

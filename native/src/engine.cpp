@@ -7,6 +7,7 @@
 
 #include "pool.h"
 #include "topk.h"
+#include "updater.h"
 
 namespace csd {
 
@@ -46,11 +47,14 @@ Engine::~Engine() {
 
 // ---- A step -----------------------------------------------------------------
 
-void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *hypers, uint32_t n_hypers,
+void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *hypers, uint32_t n_hypers,
                    const uint32_t *tiles, uint32_t n_tiles) {
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
-  settle_writes(lock);
+  wait_writes(lock);
+  for (uint32_t i = 0; i < n_hypers; i++)
+    if (sections_of(hypers[i].rule).most == 0)
+      throw Failure{CSD_EINVAL, "no update rule " + std::to_string(hypers[i].rule)};
   for (uint64_t i = 0; i < n_params; i++)
     if (params[i].grad &&
         (params[i].hyper >= n_hypers || params[i].grad_dtype > CSD_BF16 || params[i].param_dtype > CSD_BF16))
@@ -70,14 +74,18 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_adamw *
     for (uint64_t p = 0; p < t.n_pieces; p++)
       if (const uint32_t param = t.pieces[p].param; param >= n_params)
         throw Failure{CSD_EINVAL, "no parameter " + std::to_string(param)};
-      else if (params[param].grad && hypers[params[param].hyper].amsgrad && t.sections == 3)
-        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has no max_exp_avg_sq for amsgrad"};
-      else if (params[param].grad && params[param].master != CSD_IN_SECTION &&
-               !lanes_[t.device].device->reaches_params())
+      else if (!params[param].grad) continue;
+      else if (const uint32_t rule = hypers[params[param].hyper].rule; !sections_of(rule).take(t.sections))
+        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has " + std::to_string(t.sections) +
+                                      " sections, which update rule " + std::to_string(rule) + " does not take"};
+      else if (!lanes_[t.device].device->has_rule(rule))
+        throw Failure{CSD_EINVAL, "this device has no update rule " + std::to_string(rule), 0,
+                      static_cast<int32_t>(t.device)};
+      else if (params[param].master != CSD_IN_SECTION && !lanes_[t.device].device->reaches_params())
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " cannot be its own master on this device"};
     is_new(t, params);  // throws what is wrong with that
   }
-  grow_buffers(largest_tile_, tiles_on_device());
+  grow_buffers(largest_tile_, largest_section_, tiles_on_device());
 
   // What the step notes down while it runs has its room from the beginning. Each tile is read, updated and written.
   undone_.clear();
@@ -331,7 +339,7 @@ void Engine::not_stored(Job &job, Failure failure) noexcept {
     fail(job, std::move(failure));
   } else {
     // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes
-    // it. Keep the data in its buffer and let the next drain try again.
+    // it. Keep the data in its buffer and let the next wait try again.
     failure_ = std::move(failure);
     failure_.device = static_cast<int32_t>(job.tile->device);
     unwritten_.push_back(&job);
@@ -434,12 +442,12 @@ bool Engine::undo() {
   return all;
 }
 
-void Engine::settle_writes() {
+void Engine::wait_writes() {
   Lock lock(mutex_);
-  settle_writes(lock);
+  wait_writes(lock);
 }
 
-void Engine::settle_writes(Lock &lock) {
+void Engine::wait_writes(Lock &lock) {
   settle(lock);
   const std::vector<Job *> again = unwritten_;
   if (traced_) events_.reserve(events_.size() + again.size());
@@ -463,7 +471,7 @@ void Engine::close() {
       if (!error) error = std::current_exception();
     }
   };
-  attempt([&] { settle_writes(); });
+  attempt([&] { wait_writes(); });
   // Windows may outlive the engine; what is written to them from now on is no business of the device.
   for (Tile &t : tiles_)
     if (t.open || t.shown != t.slot) attempt([&] { show(t, false); });

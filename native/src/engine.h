@@ -53,13 +53,13 @@ class Engine {
   Engine(const csd_device *devices, uint32_t n);
   ~Engine();
   void extend(const csd_extent &, float **windows);
-  void begin(const csd_param *, uint64_t, const csd_adamw *, uint32_t, const uint32_t *tiles, uint32_t n_tiles);
+  void begin(const csd_param *, uint64_t, const csd_hyper *, uint32_t, const uint32_t *tiles, uint32_t n_tiles);
   void push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries);
   uint32_t pull();
   bool given(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);
-  void settle_writes();
-  void drain(bool open);
+  void wait_writes();
+  void remap(bool open);
   void edited(const uint32_t *tiles, uint32_t n);
   void close();
   uint32_t undone(uint32_t *tiles, uint64_t *elems, uint32_t n) const noexcept;
@@ -83,10 +83,11 @@ class Engine {
   };
   struct Lane {  // a device and what is queued on it
     std::unique_ptr<Device> device;
-    uint32_t depth = 0;         // so many tiles are on their way at once
-    int64_t cache_bytes = 0;    // see csd_device
-    uint64_t buffer_bytes = 0;  // of each
-    uint32_t n_buffers = 0;     // not fewer than `depth`
+    uint32_t depth = 0;          // so many tiles are on their way at once
+    int64_t cache_bytes = 0;     // see csd_device
+    uint64_t buffer_bytes = 0;   // of each
+    uint64_t section_bytes = 0;  // of the largest section that they are for
+    uint32_t n_buffers = 0;      // not fewer than `depth`
     FreeBuffers free;
     uint64_t freed = 0;             // so many times
     std::vector<Job *> jobs;        // of this step, in the order in which they flow
@@ -127,22 +128,22 @@ class Engine {
   bool undo();
   std::list<Pool::Task> feed_back_tasks();
   std::list<Pool::Task> sum_tasks();
-  void settle_writes(Lock &);
+  void wait_writes(Lock &);
   void add_tiles(const csd_extent &, const std::vector<uint32_t> &device, float *const *window);
   void show(Tile &, bool open);
-  void grow_buffers(uint64_t bytes, const std::vector<uint64_t> &tiles);
+  void grow_buffers(uint64_t tile, uint64_t section, const std::vector<uint64_t> &tiles);
 
   mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates
   std::condition_variable settled_, pulled_;
   std::deque<Tile> tiles_;  // a deque: tiles never move
   std::deque<std::vector<csd_piece>> pieces_;
   std::vector<Lane> lanes_;
-  uint64_t largest_tile_ = 0;  // bytes
+  uint64_t largest_tile_ = 0, largest_section_ = 0;  // bytes
 
   // The step
   enum class Phase { idle, stepping } phase_ = Phase::idle;
   std::vector<csd_param> params_;
-  std::vector<csd_adamw> hypers_;
+  std::vector<csd_hyper> hypers_;
   std::deque<Job> jobs_;
   std::vector<Job *> job_of_tile_;
   std::vector<uint32_t> to_pull_;  // updated, pushed with an image

@@ -28,7 +28,7 @@ Part part_of(const csd_piece &piece, const Work &work) {
   uint16_t *const residual = p.residual ? static_cast<uint16_t *>(p.residual) + piece.param_first : nullptr;
   const uint32_t seed =
       static_cast<uint32_t>(piece.param_first) + p.seed * 0x9e3779b9u;  // 2^32 / golden ratio: steps far apart
-  return {grad_at(piece, work, 0), p.grad_dtype, residual, work.hypers[p.hyper].grad_scale, p.topk_dtype, seed};
+  return {grad_at(piece, work, 0), p.grad_dtype, residual, work.hypers[p.hyper].c[CSD_GRAD_SCALE], p.topk_dtype, seed};
 }
 
 uint64_t blocks_of(const Tile &tile) { return (tile.elems + kBlockElems - 1) / kBlockElems; }
@@ -109,7 +109,7 @@ void check_entries(const Tile &tile, const Work &work) {
 
 }  // namespace
 
-uint64_t topk_count(double ratio, uint64_t n) {
+uint64_t topk_count(double ratio, uint64_t n) noexcept {
   if (n == 0) return 0;
   const FloatMode mode(Subnormals::kept);
   return std::clamp<uint64_t>(static_cast<uint64_t>(std::nearbyint(ratio * static_cast<double>(n))), 1, n);

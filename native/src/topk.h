@@ -3,7 +3,7 @@
 // Of the n elements of a piece, count(ratio, n) are sent: those of the largest magnitude as sent, in 16 bits; among
 // equal ones those that come first. Zeros never are. What is not sent may be fed back: it is owed, in the residual, and
 // added to the next gradient (Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Stich et al., "Sparsified SGD
-// with Memory", 2018). With s the gradient's scale (csd_adamw.grad_scale):
+// with Memory", 2018). With s the gradient's scale (CSD_GRAD_SCALE):
 //
 //     owed      = gradient + residual * (1 / s)   in the units of the gradient, which a loss scale may change any time
 //     sent      = owed, rounded to 16 bits        but finite if it is
@@ -40,7 +40,7 @@ uint64_t collect(const uint16_t *values, uint64_t n, uint16_t least,
                  uint32_t *indices);  // of magnitudes from `least` on
 
 // How many of n are sent.
-uint64_t topk_count(double ratio, uint64_t n);
+uint64_t topk_count(double ratio, uint64_t n) noexcept;
 
 // Memory of a thread that selects: at most 8 bytes per element of the largest piece.
 struct Scratch {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "adamw.h"
 #include "float16.h"
+#include "rules.h"
 #include "topk.h"
 
 #if defined(__x86_64__)
@@ -71,7 +71,7 @@ namespace csd::avx512 {
 
 namespace csd {
 
-int32_t best_isa() {
+int32_t best_isa() noexcept {
 #if CSD_X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -90,6 +90,18 @@ std::atomic<int32_t> used_isa{best_isa()};
 #else
 #define CSD_IN(isa, call) (static_cast<void>(isa), scalar::call)
 #endif
+
+SectionRange sections_of(uint32_t rule) noexcept {
+  switch (rule) {
+#define CSD_CASE(number, Rule, sections, most) \
+  case number:                                 \
+    return {sections, most};
+    CSD_RULES(CSD_CASE)
+#undef CSD_CASE
+    default:
+      return {};
+  }
+}
 
 uint64_t update(const Span &span, int32_t isa) { return CSD_IN(isa, update(span)); }
 

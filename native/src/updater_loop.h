@@ -48,17 +48,19 @@ static inline void stream(const void *from, void *to, uint64_t bytes) {
   memcpy((char *)to + i, (const char *)from + i, bytes - i);
 }
 
-template <bool amsgrad>
-static inline void rule(const csd_adamw &h, uint64_t n, const float *__restrict grad, float *__restrict master,
-                        float *__restrict exp_avg, float *__restrict exp_avg_sq, float *__restrict max_exp_avg_sq) {
-  const csd_adamw hyper = h;
+template <typename Rule, uint32_t sections>
+static inline void apply(const Rule &rule, uint64_t n, const float *__restrict grad, float *__restrict state_0,
+                         float *__restrict state_1, float *__restrict state_2, float *__restrict state_3) {
   for (uint64_t i = 0; i < n; i++) {
-    float max = amsgrad ? max_exp_avg_sq[i] : 0.0f;
-    const AdamWElement e = adamw({master[i], exp_avg[i], exp_avg_sq[i]}, max, grad[i], hyper, amsgrad);
-    master[i] = e.master;
-    exp_avg[i] = e.exp_avg;
-    exp_avg_sq[i] = e.exp_avg_sq;
-    if (amsgrad) max_exp_avg_sq[i] = max;
+    float state[4] = {state_0[i]};
+    if (sections > 1) state[1] = state_1[i];
+    if (sections > 2) state[2] = state_2[i];
+    if (sections > 3) state[3] = state_3[i];
+    rule.update(state, grad[i]);
+    state_0[i] = state[0];
+    if (sections > 1) state_1[i] = state[1];
+    if (sections > 2) state_2[i] = state[2];
+    if (sections > 3) state_3[i] = state[3];
   }
 }
 
@@ -81,7 +83,11 @@ static inline uint32_t nonfinite(const float *grad, uint64_t n) {
   return count;
 }
 
-static uint64_t update(const Span &s) {
+template <typename Rule, uint32_t number, uint32_t sections>
+static uint64_t update_by(const Span &s) {
+  csd_hyper hyper = *s.hyper;
+  hyper.rule = number;  // which it is; but so the compiler knows it, too
+  const Rule rule(hyper);
   alignas(64) float wide[kBlock];
   alignas(64) uint16_t narrow[kBlock];
   uint64_t bad = 0;
@@ -93,12 +99,10 @@ static uint64_t update(const Span &s) {
     else grad = (const float *)s.grad + i;
     bad += nonfinite(grad, n);
 
-    float *master = s.state[CSD_MASTER] + i;
+    const auto section = [&s, i](uint32_t k) { return k < sections ? s.state[k] + i : nullptr; };
+    float *const master = section(0);
     if (s.unless_set) adopt_set((const uint16_t *)s.param + i, s.param_dtype, master, n);
-    if (s.hyper->amsgrad)
-      rule<true>(*s.hyper, n, grad, master, s.state[CSD_EXP_AVG] + i, s.state[CSD_EXP_AVG_SQ] + i,
-                 s.state[CSD_MAX_EXP_AVG_SQ] + i);
-    else rule<false>(*s.hyper, n, grad, master, s.state[CSD_EXP_AVG] + i, s.state[CSD_EXP_AVG_SQ] + i, nullptr);
+    apply<Rule, sections>(rule, n, grad, master, section(1), section(2), section(3));
 
     if (!s.param) continue;
     if (s.param_dtype == CSD_F32) {
@@ -113,4 +117,16 @@ static uint64_t update(const Span &s) {
   _mm_sfence();
 #endif
   return bad;
+}
+
+static uint64_t update(const Span &s) {
+  switch (s.hyper->rule) {
+#define CSD_CASE(number, Rule, sections, most) \
+  case number:                                 \
+    return update_by<Rule, number, sections>(s);
+    CSD_RULES(CSD_CASE)
+#undef CSD_CASE
+    default:
+      return 0;  // nobody gets here: see sections_of()
+  }
 }

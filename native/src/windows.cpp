@@ -18,8 +18,8 @@ constexpr uint64_t kMostFileOffset = uint64_t{1} << 61;
 
 void Engine::extend(const csd_extent &e, float **windows) {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 3 || e.sections > 4)
-    throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 3 or 4 sections"};
+  if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 1 || e.sections > 4)
+    throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 1 to 4 sections"};
   if (e.sum_elems == 0 || e.sum_elems % 1024)
     throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
   if (e.tile_elems > kMostTileElems || e.n_tiles > kMostElems / e.tile_elems)
@@ -52,7 +52,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
     if (device[i] >= lanes_.size())
       throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is on a device that there is not"};
   }
-  settle_writes(lock);  // buffers may be exchanged for larger ones
+  wait_writes(lock);  // buffers may be exchanged for larger ones
 
   // Windows that nothing is mapped over start at different lines of a page: streams that run through memory at equal
   // distances of pages meet in the same sets and banks, which was measured to cost 2 to 10 % of the bandwidth.
@@ -64,9 +64,10 @@ void Engine::extend(const csd_extent &e, float **windows) {
     window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
   }
   const uint64_t largest = std::max(largest_tile_, 4 * e.tile_elems * e.sections);
+  const uint64_t largest_section = std::max(largest_section_, 4 * e.tile_elems);
   std::vector<uint64_t> on_device = tiles_on_device();
   for (const uint32_t d : device) on_device[d]++;
-  grow_buffers(largest, on_device);
+  grow_buffers(largest, largest_section, on_device);
 
   const size_t first_tile = tiles_.size(), extents = pieces_.size();
   try {
@@ -85,6 +86,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
     memory[s].release();
   }
   largest_tile_ = largest;
+  largest_section_ = largest_section;
 }
 
 void Engine::add_tiles(const csd_extent &e, const std::vector<uint32_t> &device, float *const *window) {
@@ -131,10 +133,10 @@ void Engine::show(Tile &t, bool open) {
   throw Failure{CSD_EIO, "mapping tile " + std::to_string(t.index), error, device};
 }
 
-void Engine::drain(bool open) {
+void Engine::remap(bool open) {
   Lock lock(mutex_);
   if (phase_ == Phase::stepping) throw Failure{CSD_ESTATE, "a step is under way"};
-  settle_writes(lock);
+  wait_writes(lock);
   if (!open) {
     std::list<Pool::Task> sums = sum_tasks();
     const size_t n = sums.size();

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "csd.h"
+#include "rules.h"
 
 #define CHECK(condition)                                                        \
   do {                                                                          \
@@ -97,12 +98,13 @@ struct Model {
   std::vector<std::vector<char>> params, grads;
   std::vector<csd_param> table;
   std::vector<uint32_t> tiles;
-  csd_adamw hyper{0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f, 0};
+  csd_hyper hyper{CSD_ADAMW, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f}};
 
   Model(std::vector<csd_device> d, uint32_t n_sections = 3, uint32_t of_dtype = CSD_F32, uint32_t n_slots = 2,
         const csd_tile_state *held = nullptr, const uint32_t *held_sums = nullptr)
       : devices(std::move(d)), sections(n_sections), dtype(of_dtype), slots(n_slots), states(held), sums(held_sums) {
-    hyper.amsgrad = sections == 4;
+    if (sections == 4) hyper.rule = CSD_AMSGRAD;
+    if (sections < 3) hyper.rule = sections == 2 ? kHeavy : kPlain, hyper.c[0] = 0.01f, hyper.c[1] = 0.9f;
     OK(csd_engine_create(devices.data(), static_cast<uint32_t>(devices.size()), &engine, &error));
     extend();
   }
@@ -187,7 +189,7 @@ struct Model {
   }
 
   std::vector<float> state() {
-    OK(csd_engine_drain(engine, 1, &error));
+    OK(csd_engine_remap(engine, 1, &error));
     std::vector<float> all;
     for (const float *window : windows) all.insert(all.end(), window, window + kTile * kTiles);
     return all;
@@ -252,7 +254,7 @@ void many_steps() {
 void all_updaters() {
   const int32_t best = csd_isa_best();
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
-    for (const uint32_t sections : {3u, 4u}) {
+    for (const uint32_t sections : {1u, 2u, 3u, 4u}) {
       std::vector<float> first;
       for (int32_t isa = 0; isa <= best; isa++) {
         OK(csd_isa_use(isa, nullptr));
@@ -267,13 +269,56 @@ void all_updaters() {
         std::vector<char> grad(4 * 37), param(4 * 37);
         for (uint64_t n = 0; n <= 37; n++) {
           const size_t bytes = dtype == CSD_F32 ? 4 : 2;
-          OK(csd_update(&m.hyper, isa, n, grad.data() + bytes * (37 - n), static_cast<int32_t>(dtype),
-                        s.data() + 37 - n, s.data() + 74 - n, s.data() + 111 - n, s.data() + 148 - n,
+          float *const at[] = {s.data() + 37 - n, s.data() + 74 - n, s.data() + 111 - n, s.data() + 148 - n};
+          OK(csd_update(&m.hyper, isa, n, grad.data() + bytes * (37 - n), static_cast<int32_t>(dtype), at, sections,
                         param.data() + bytes * (37 - n), static_cast<int32_t>(dtype), nullptr));
         }
       }
     }
   CHECK(csd_isa_use(best + 1, nullptr) == CSD_EINVAL);
+}
+
+// Rules of one and of two sections, which tests/native/rules/rules.h adds: through devices, windows and sums, and from
+// a store that is taken up again.
+void rules_of_few_sections() {
+  for (const uint32_t sections : {1u, 2u}) {
+    const File a, b;
+    Model m({file(a), file(b)}, sections), same({ram(), ram()}, sections);
+    std::vector<csd_tile_state> states(kTiles);
+    std::vector<uint32_t> sums(2 * sections * kTiles);
+    for (int step = 0; step < 3; step++) {
+      OK(m.step());
+      OK(same.step());
+    }
+    CHECK(m.state() == same.state());
+    float master = 0, momentum = 0;  // of the first element, whose gradient is -3
+    for (int step = 0; step < 3; step++) {
+      momentum = sections == 2 ? momentum * 0.9f - 3 : -3;
+      master = master - 0.01f * momentum;
+    }
+    CHECK(m.windows[0][0] == master && reinterpret_cast<const float *>(m.params[0].data())[0] == master);
+    if (sections == 2) CHECK(m.windows[1][0] == momentum);
+
+    m.windows[sections - 1][5] = same.windows[sections - 1][5] = 7;
+    OK(csd_engine_edited(m.engine, m.tiles.data(), 1, &m.error));
+    OK(m.step());
+    OK(same.step());
+    OK(csd_engine_remap(m.engine, 0, &m.error));
+    OK(csd_engine_tiles(m.engine, 0, kTiles, states.data(), sums.data(), &m.error));
+    OK(m.close_engine());
+    Model again({file(a), file(b)}, sections, CSD_F32, 2, states.data(), sums.data());
+    for (Model *model : {&again, &same}) OK(model->step());  // their gradients are the same
+    CHECK(again.state() == same.state());
+
+    csd_hyper &hyper = again.hyper;
+    for (const uint32_t rule : {sections == 2 ? kPlain : kHeavy, uint32_t{CSD_ADAMW}, uint32_t{CSD_AMSGRAD}}) {
+      hyper.rule = rule;
+      CHECK(again.begin() == CSD_EINVAL && strstr(again.error.text, "which update rule"));
+    }
+    hyper.rule = 7;
+    CHECK(again.begin() == CSD_EINVAL && strcmp(again.error.text, "no update rule 7") == 0);
+    CHECK(again.state() == same.state());  // nothing was touched
+  }
 }
 
 // Each step begins with what the one before has left in buffers.
@@ -295,7 +340,7 @@ void to_and_fro() {
     OK(m.step());
     OK(same.step());
     if (i == 8) CHECK(m.state() == same.state());
-    OK(csd_engine_settle(m.engine, &m.error));
+    OK(csd_engine_wait_writes(m.engine, &m.error));
     for (uint32_t d = 0; d < 3; d++) {
       csd_stats stats;
       OK(csd_engine_stats(m.engine, d, &stats, &m.error));
@@ -343,7 +388,7 @@ void edits() {
   {
     Model m({file(a)}), same({ram()});
     for (Model *model : {&m, &same}) OK(model->step());
-    OK(csd_engine_drain(m.engine, 0, &m.error));
+    OK(csd_engine_remap(m.engine, 0, &m.error));
     const uint32_t edited[] = {0, 3};
     for (int step = 0; step < 4; step++) {
       for (Model *model : {&m, &same})
@@ -358,42 +403,42 @@ void edits() {
       for (Model *model : {&m, &same}) OK(model->step());
       if (step % 2) OK(m.step());  // and two slots later it is the old slot's, of which nothing may be left
       if (step % 2) OK(same.step());
-      OK(csd_engine_drain(m.engine, 0, &m.error));
+      OK(csd_engine_remap(m.engine, 0, &m.error));
       CHECK(memcmp(m.windows[1], same.windows[1], 4 * kTile * kTiles) == 0);
     }
     // To a window from before the last step: it counts for nothing.
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_settle(m.engine, &m.error));
+    OK(csd_engine_wait_writes(m.engine, &m.error));
     m.windows[1][0] = 1e9f;
     OK(csd_engine_edited(m.engine, edited, 2, &m.error));
     OK(m.step());
     OK(same.step());
     // And so to one that was open then: the sums of the current slot stay what they are.
-    OK(csd_engine_drain(m.engine, 1, &m.error));
+    OK(csd_engine_remap(m.engine, 1, &m.error));
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_settle(m.engine, &m.error));
+    OK(csd_engine_wait_writes(m.engine, &m.error));
     m.windows[1][0] = 1e9f;
     OK(csd_engine_edited(m.engine, edited, 2, &m.error));
-    OK(csd_engine_drain(m.engine, 0, &m.error));
+    OK(csd_engine_remap(m.engine, 0, &m.error));
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_settle(m.engine, &m.error));
+    OK(csd_engine_wait_writes(m.engine, &m.error));
     OK(csd_engine_tiles(m.engine, 0, kTiles, held.data(), sums.data(), &m.error));
     for (const csd_tile_state &tile : held) CHECK(tile.summed);
     last = same.state();
   }
   // Another engine takes it up where it is; nothing was written there meanwhile.
   Model again({file(a)}, 3, CSD_F32, 2, held.data(), sums.data());
-  OK(csd_engine_drain(again.engine, 0, &again.error));
+  OK(csd_engine_remap(again.engine, 0, &again.error));
   for (uint32_t s = 0; s < 3; s++)
     CHECK(memcmp(again.windows[s], last.data() + s * kTile * kTiles, 4 * kTile * kTiles) == 0);
   again.windows[2][7] = 5;  // never told of: stays here
   OK(again.step());
   // A tile that is no longer what was written, in the second of its chunks: the step is undone, and the parameters of
   // the first had been given out.
-  OK(csd_engine_drain(again.engine, 0, &again.error));
+  OK(csd_engine_remap(again.engine, 0, &again.error));
   const std::vector<float> before(again.windows[1], again.windows[1] + kTile * kTiles);
   OK(csd_engine_tiles(again.engine, 0, kTiles, held.data(), sums.data(), &again.error));
   const off_t at = static_cast<off_t>((2 * 5 + held[5].slot) * 3 * 4 * kTile + 4 * kTile + 4 * kSumElems + 400);
@@ -402,7 +447,7 @@ void edits() {
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
   CHECK(again.step() == CSD_EDAMAGED && again.error.tile == 5 && again.error.device == 0 &&
-        strstr(again.error.text, "exp_avg of tile 5"));
+        strstr(again.error.text, "section 1 of tile 5"));
   uint32_t undone[kTiles];
   uint64_t elems[kTiles];
   const uint32_t n = csd_engine_undone(again.engine, undone, elems, kTiles);
@@ -410,7 +455,7 @@ void edits() {
   CHECK(std::find(undone, undone + n, 5u) != undone + n);
   byte ^= 1;
   CHECK(pwrite(a.fd, &byte, 1, at) == 1);
-  OK(csd_engine_drain(again.engine, 0, &again.error));
+  OK(csd_engine_remap(again.engine, 0, &again.error));
   CHECK(memcmp(again.windows[1], before.data(), 4 * kTile * kTiles) == 0);
   OK(again.step());
 }
@@ -498,7 +543,7 @@ void wrong_calls() {
   CHECK(csd_engine_finish(m.engine, 1, &error) == CSD_ESTATE);
   OK(m.begin());
   CHECK(m.begin() == CSD_ESTATE);
-  CHECK(csd_engine_drain(m.engine, 1, &error) == CSD_ESTATE);
+  CHECK(csd_engine_remap(m.engine, 1, &error) == CSD_ESTATE);
   CHECK(csd_engine_push(m.engine, 9999, nullptr, nullptr, nullptr, 0, &error) == CSD_EINVAL);
   OK(m.push(0, 1));
   CHECK(m.push(0, 1) == CSD_EINVAL);
@@ -594,7 +639,7 @@ void failing_io() {
   CHECK(m.step_by_images() == CSD_EIO);
   CHECK(ftruncate(short_file.fd, File::kBytes) == 0);  // zeros now, but that is not our matter
   OK(m.step());
-  OK(csd_engine_drain(m.engine, 1, &m.error));
+  OK(csd_engine_remap(m.engine, 1, &m.error));
 
   const int kept = dup(closed.fd), nothing = open("/dev/null", O_RDONLY);
   CHECK(dup2(nothing, closed.fd) == closed.fd);  // reads: end of file; writes: EBADF
@@ -620,7 +665,7 @@ struct ReadOnly {
   }
 };
 
-// Writes that fail: within the step, or after it, where the data waits in its buffer for a drain that succeeds.
+// Writes that fail: within the step, or after it, where the data waits in its buffer for one that succeeds.
 void failing_writes() {
   const File a;
   Model few({file(a)});
@@ -638,7 +683,7 @@ void failing_writes() {
     Model m({file(b, kTiles)}), same({ram()});
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_drain(m.engine, 1, &m.error));
+    OK(csd_engine_remap(m.engine, 1, &m.error));
     OK(m.begin());
     OK(m.push(0, kTiles - 1));
     usleep(500);  // most of them are written
@@ -647,7 +692,7 @@ void failing_writes() {
       const ReadOnly now(b.fd);
       OK(m.push(kTiles - 1, kTiles));
       status = csd_engine_finish(m.engine, 1, &m.error);
-      if (status == CSD_OK) CHECK(csd_engine_drain(m.engine, 1, &m.error) == CSD_EIO && m.begin() == CSD_EIO);
+      if (status == CSD_OK) CHECK(csd_engine_remap(m.engine, 1, &m.error) == CSD_EIO && m.begin() == CSD_EIO);
     }
     if (status == CSD_OK) OK(same.step());
     CHECK(m.state() == same.state());
@@ -658,7 +703,7 @@ void failing_writes() {
     Model m({file(b, kTiles)}), same({ram()});
     OK(m.step());
     OK(same.step());
-    OK(csd_engine_drain(m.engine, 1, &m.error));
+    OK(csd_engine_remap(m.engine, 1, &m.error));
     OK(m.begin());
     OK(m.push(0, kTiles - 1));
     usleep(2000);  // most often they are written
@@ -667,7 +712,7 @@ void failing_writes() {
       const ReadOnly now(b.fd);
       int32_t given = 0;
       OK(m.push(kTiles - 1, kTiles));
-      told = csd_engine_given(m.engine, m.tiles.data(), static_cast<uint32_t>(m.tiles.size()), 1, &given, &m.error);
+      told = csd_engine_params_ready(m.engine, m.tiles.data(), static_cast<uint32_t>(m.tiles.size()), 1, &given, &m.error);
       usleep(1000);  // the last write has failed
       status = csd_engine_finish(m.engine, i % 2, &m.error);
       CHECK(told != CSD_OK || status == CSD_OK);
@@ -810,7 +855,7 @@ void out_of_memory() {
           const int end = csd_engine_finish(m.engine, result == CSD_OK && !images, &m.error);
           CHECK(images || result == CSD_OK || end != CSD_OK);
           if (result == CSD_OK) result = end;
-          const int late = csd_engine_settle(m.engine, &m.error);  // writes that may still be under way
+          const int late = csd_engine_wait_writes(m.engine, &m.error);  // writes that may still be under way
           CHECK(late == CSD_OK || late == CSD_ENOMEM);
           return result;
         });
@@ -827,9 +872,9 @@ void out_of_memory() {
         sparse(0);
         CHECK(owed[0] == owed[1]);
         const uint32_t edited[] = {1, 6};
-        OK(csd_engine_drain(m.engine, 1, &m.error));
+        OK(csd_engine_remap(m.engine, 1, &m.error));
         OK(csd_engine_edited(m.engine, edited, 2, &m.error));
-        armed([&] { return csd_engine_drain(m.engine, 0, &m.error); });
+        armed([&] { return csd_engine_remap(m.engine, 0, &m.error); });
         CHECK(m.state() == same.state());
       }
       m.prepare();
@@ -878,6 +923,7 @@ int main(int argc, char **argv) {
     void (*run)();
   } tests[] = {{"many steps", many_steps},
                {"all updaters", all_updaters},
+               {"rules of few sections", rules_of_few_sections},
                {"to and fro", to_and_fro},
                {"undo", undo},
                {"edits", edits},

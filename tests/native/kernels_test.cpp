@@ -23,7 +23,7 @@
 namespace {
 
 constexpr uint32_t kWords = 700, kElems = 16 * 300 + 5, kEvery = 7;  // one gradient in seven is not zero
-const csd_adamw kHyper{0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f, 0};
+const csd_hyper kHyper{CSD_ADAMW, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f}};
 
 // One bf16 segment in the middle of a tile, its gradients dense or sparse.
 void check_kernel(bool sparse) {
@@ -43,9 +43,9 @@ void check_kernel(bool sparse) {
     const float g = i % kEvery ? 0 : (float)(i % 11) - 5;
     grad[i] = f32_to_bf16(g);
     if (g != 0) entries[++count] = e | (uint32_t)grad[i] << 16;
-    float *master = expected + e, *exp_avg = master + kSection, *exp_avg_sq = exp_avg + kSection, unused = 0;
-    const AdamWElement updated = adamw({*master, *exp_avg, *exp_avg_sq}, unused, g, kHyper, false);
-    *master = updated.master, *exp_avg = updated.exp_avg, *exp_avg_sq = updated.exp_avg_sq;
+    float state[4] = {expected[e], expected[kSection + e], expected[2 * kSection + e]};
+    AdamW(kHyper).update(state, g);
+    for (uint32_t section = 0; section < 3; section++) expected[section * kSection + e] = state[section];
   }
   entries[0] = count;
 

@@ -1,0 +1,88 @@
+"""bench/accuracy.py at its smallest: that it verifies, trains, and reports what it promises."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import accuracy
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_quick(tmp_path):
+    png = tmp_path / "accuracy.png"
+    command = [sys.executable, "-m", "bench.accuracy", "--quick", f"--directory={tmp_path}", "--json", f"--plot={png}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["schema"] == "csd_optim.bench.accuracy/1"
+    assert {"cpu", "cores", "torch", "scikit-learn", "isa", "back end", "date"} <= set(report["machine"])
+    assert set(report["verified"]["dense"]) == {"cloze", "digits"}
+    assert all(0 < v["least"] <= v["pushed"] <= v["most"] for v in report["verified"]["bytes"])
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "Top-K 1%, feedback" in done.stderr
+
+    rows = {(r["task"], r["variant"]): r for r in report["rows"]}
+    assert len(rows) == len(report["runs"]) == 2 * 3
+    assert all(0 < r["held_out_noise"] < 2 for r in rows.values())
+    for task, learnt in (("cloze", 30), ("digits", 90)):  # by chance: 17 and 10
+        adamw, dense, sparse = (rows[task, v.name] for v in accuracy.QUICK_VARIANTS)
+        assert adamw["accuracy"][0] > learnt
+        assert adamw["difference"] == [0]
+        assert abs(dense["difference"][0]) < 3  # held-out examples: about 1000
+        assert dense["difference"][0] == dense["accuracy"][0] - adamw["accuracy"][0]
+        assert dense["link_bytes_per_param"] == {"push": 2, "pull": 2}
+        assert sparse["link_bytes_per_param"]["pull"] == 2
+        assert sparse["accuracy"][0] > 20
+    # 1 % of two matrices at 4 B; biases and the last layer, 2 B each; at most a padded word of 64 B more for each block
+    # of the tile and each dense parameter.
+    entries, dense_elements, params = round(0.01 * 64 * 128) + round(0.01 * 128 * 128), 1280 + 128 + 128 + 10, 26122
+    pushed = rows["digits", "Top-K 1%, feedback"]["link_bytes_per_param"]["push"] * params
+    assert 4 * entries + 2 * dense_elements <= pushed <= 4 * entries + 2 * dense_elements + 64 * (4 + 4)
+
+
+def test_resume_takes_what_is_finished(tmp_path):
+    job = ("digits", 0, accuracy.ADAMW, accuracy.QUICK, tmp_path / "encoder.pt")
+    first = accuracy.run(job, again=True)
+    assert accuracy.run(job, again=False) == first
+    repeated = accuracy.run(job, again=True)
+    assert repeated["seconds"] != first["seconds"]
+    assert repeated | {"seconds": 0} == first | {"seconds": 0}  # the same bits
+
+
+def test_examples():
+    size = replace(accuracy.QUICK, examples=512, held_out=512)
+    training, held_out = accuracy.sources()
+    assert not {t.tobytes() for t in training} & {t.tobytes() for t in held_out}
+    for task, (_, classes) in accuracy.TEXT_TASKS.items():
+        for tokens, labels in accuracy.text_examples(task, size):
+            assert tokens.shape == (512, accuracy.LENGTH)
+            assert labels.bincount(minlength=classes).min() > 512 / classes / 2
+            assert tokens.unique(dim=0).shape[0] > 450
+
+    tokens, labels = (t.numpy() for t in accuracy.text_examples("para", size)[0])
+    half = accuracy.LENGTH // 2 - 1
+    first, second = (
+        np.sort(np.char.lower(t.astype("u1").view("S1")), 1) for t in (tokens[:, 1 : 1 + half], tokens[:, -half:])
+    )
+    np.testing.assert_array_equal((first == second).all(1), labels == 1)
+
+    text = b"import os  # why\ndef f(x):\n    return g('s')\n"
+    found = {text[at : at + 1]: accuracy.KINDS[kind] for kind, at in accuracy.kinds(text)}
+    assert found == {b"s": "string", b"w": "comment", b"f": "defined", b"x": "other name", b"g": "called"}
+
+
+def test_verification_notices_what_is_wrong(monkeypatch):
+    top_k, nowhere = accuracy.QUICK_VARIANTS[2], Path()
+    made = accuracy.csdadam
+    monkeypatch.setattr(accuracy, "csdadam", lambda model, variant, lr: made(model, replace(variant, topk=None), lr))
+    with pytest.raises(SystemExit, match="bytes pushed"):
+        accuracy.verify_bytes("digits", top_k, accuracy.QUICK, nowhere)
+    monkeypatch.setattr(accuracy, "csdadam", lambda model, variant, lr: made(model, variant, 1.01 * lr))
+    with pytest.raises(SystemExit, match="differs from AdamW"):
+        accuracy.verify_dense("digits", accuracy.QUICK, nowhere)

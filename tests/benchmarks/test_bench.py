@@ -1,0 +1,218 @@
+"""The benchmarks at tiny size: that they still run, verify and say what they promise. Never how fast."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+from support.cards import emulated, needs_xrt
+from support.forked import module
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name, *arguments):
+    done = module(name, *arguments, seconds=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_step(tmp_path):
+    png = tmp_path / "step.png"
+    done = run("bench.step", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.step/1"
+    assert {"cpu", "cores", "isa", "storage", "date"} <= set(result["machine"])
+    file, commit, buffers, half, fp16, fp32, null = result["rows"]
+    assert len(file["seconds"]) == len(commit["seconds"]) == len(fp16["seconds"]) == len(fp32["seconds"]) == 5
+    assert len(null["seconds"]) == 50
+    assert file["bytes_per_param"]["push"] == file["bytes_per_param"]["pull"] == 2
+    assert file["bytes_per_param"]["flash_read"] == pytest.approx(12, rel=0.05)  # tiles are whole pages
+    assert len(file["ratio_to"]["the same requests without the update"]) == 5
+    for cached in (buffers, half):
+        assert len(cached["ratio_to"]["the same with cache=off"]) == 5
+        assert cached["share_of_bytes"] == 0.5  # so small a model is all in the buffers
+    assert len(commit["ratio_to"]["the same without commits"]) == 5
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "verified fp16" in done.stderr
+    assert "Mparam/s" in done.stderr
+    assert list(tmp_path.iterdir()) == [png]
+
+
+def test_ceiling(tmp_path):
+    png = tmp_path / "ceiling.png"
+    done = run("bench.ceiling", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.ceiling/1"
+    assert {"cpu", "cores", "isa", "storage", "date"} <= set(result["machine"])
+    (row,) = result["rows"]
+    assert row["bytes"] == 24 * row["params"]
+    assert all(len(row[part]["seconds"]) == 5 for part in ("engine", "verify", "wake-ups"))
+    assert len(row["memory"]["bytes_per_s"]) == len(row["engine"]["ratio_to_memory"]) == 5
+    assert all(len(rates) == 5 and min(rates) > 0 for rates in result["chunk"].values())
+    assert len(result["disk"]["step"]["seconds"]) == len(result["disk"]["requests"]["seconds"]) == 5
+    engine, disk = result["per_gb"]
+    assert [*engine["parts"]] == ["fetch, verify", "update", "sum", "wake-ups"]
+    assert [*disk["parts"]] == [*engine["parts"], "I/O calls"]
+    for entry in (engine, disk):
+        assert entry["together"] == pytest.approx(sum(entry["parts"].values()))
+        assert entry["ratio"] == pytest.approx(entry["together"] / statistics.median(entry["measured"]))
+    drives = {r["what"]: r for r in result["reckoned"]}
+    assert drives["4 drives"]["params_per_s"] == pytest.approx(52e9 / 24)
+    assert drives["4 drives"]["cores"] == pytest.approx(52 * (engine["together"] + disk["parts"]["I/O calls"]))
+    assert drives["16 cores"]["cores"] == pytest.approx(16)
+    assert "verified bf16" in done.stderr
+    assert "the same bits as CSDAdam's" in done.stderr
+    assert "reckoned, not measured" in done.stderr
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [png]
+
+
+def test_zeros():
+    done = run("bench.zeros", "--rows=256", "--at=20", "--runs=5", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.zeros/1"
+    assert [row["what"] for row in result["rows"]] == ["CSDAdam", "torch", "torch, set_flush_denormal"]
+    assert all(len(row["ratio_to"]["its dense rate"]) == 5 for row in result["rows"])
+    assert result["rows"][0]["subnormal"] == 0
+    assert "largest relative difference" in done.stderr
+
+
+def test_topk(tmp_path):
+    png = tmp_path / "topk.png"
+    done = run("bench.topk", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.topk/1"
+    parts = {part: [r for r in result["rows"] if r["part"] == part] for part in ("link", "selection", "step")}
+    pushed = {(r["dtype"], r["topk"]): r["bytes_per_param"]["push"] for r in parts["link"]}
+    assert (pushed["fp16", None], pushed["fp32", None]) == (2, 4)
+    for dtype in ("fp16", "fp32"):
+        for share in (0.1, 0.05, 0.02, 0.01):
+            assert 4 * share <= pushed[dtype, share] <= 4 * share + 0.002
+    assert len(parts["selection"]) >= 6
+    assert len(parts["step"]) == 6
+    assert all(len(v) == 5 for r in parts["step"] for v in (r["seconds"], r["dense_seconds"], *r["ratio_to"].values()))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "verified: the engine" in done.stderr
+    assert list(tmp_path.iterdir()) == [png]
+
+
+def test_scaling(tmp_path):
+    png = tmp_path / "scaling.png"
+    done = run("bench.scaling", "--quick", f"--directory={tmp_path}", "--json", f"--plot={png}")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.scaling/1"
+    rows = {(r["variant"], r["devices"]): r for r in result["rows"]}
+    assert set(rows) == {(v, n) for v in ("base", "su_o", "su_o_c", "csdadam", "csdadam_topk") for n in (1, 2)}
+    # What the testbed's rates allow, in ns per parameter and device, and what is the same for all. Nothing is faster.
+    least = {
+        "base": (16 / 3.0 + 12 / 2.4, 4.77 + 4 / 1.4),
+        "su_o": (16 / 2.98 + 12 / 1.75 + 1 / 0.552 + 4 / 8, 4.77),
+        "su_o_c": (12 / 2.98 + 12 / 1.75 + 1 / 0.260 + 4 / 8, 4.77),
+        "csdadam": (12 / 1.75, 4.77),
+        "csdadam_topk": (12 / 1.75, 4.77),
+    }
+    for (variant, devices), row in rows.items():
+        each, once = least[variant]
+        assert row["seconds"] >= each * 4.0 / devices + once
+        assert len(row["runs"]) == 5
+        assert row["speedup"] == rows["base", 1]["seconds"] / row["seconds"]
+        assert ("published" in row) == (not variant.startswith("csdadam"))
+    assert (rows["su_o", 2]["published"], rows["su_o_c", 1]["published"]) == (1.48, 0.89)
+    assert bool(result["claims"]) != bool(result["why_not"])
+    assert ("nothing is claimed" in done.stderr) == bool(result["why_not"])
+    assert "gives the same bits" in done.stderr
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [png]
+
+
+def test_per_csd(tmp_path):
+    png = tmp_path / "per-csd.png"
+    paced = f"file:{tmp_path}?update=20M/s&link=1GB/s&read=500MB/s"
+    done = run("bench.per_csd", str(tmp_path), "ram:", paced, "null:", "--quick", "--json", f"--plot={png}")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.per_csd/1"
+    assert [r["device"] for r in result["rows"]] == [str(tmp_path), "ram:", paced, "null:"]
+    file, ram, paced, null = result["rows"]
+    assert set(file["parts"]) == {"read", "write", "mixed", "updater"}
+    assert set(ram["parts"]) == {"updater", "memory"}
+    assert set(paced["parts"]) == {*file["parts"], "link to device", "link from device"}
+    assert null["parts"] == {}
+    assert null["params_per_second"]["min"] > 0
+    shapes = {(s["kind"], s["block_bytes"], s["depth"]) for s in file["sweep"]}
+    assert len(shapes) == len(file["sweep"]) >= 3 * 2 * 2
+    assert {kind for kind, _, _ in shapes} == {"read", "write", "mixed"}
+    assert paced["slowest"] == "updater"
+    assert paced["parts"]["updater"]["params_per_second"] == 20e6
+    assert 0 < paced["ratio_to_slowest"]["max"] <= 1
+    assert "emulated" not in done.stderr
+    assert "verified, off AdamW's by" in done.stderr
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [png]
+
+
+def test_distributed(tmp_path):
+    done = run("bench.distributed", "--quick", "--dtype=bf16", f"--directory={tmp_path}", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.distributed/1"
+    assert {"cpu", "cores", "isa", "storage", "date", "back_end"} <= set(result["machine"])
+    ways = ("DDP replicated", "DDP sharded", "FSDP2")
+    rows = {(r["processes"], r["what"], r.get("device")): r for r in result["rows"]}
+    ours = {(n, f"CSDAdam, {way}", device) for n in (1, 2) for way in ways for device in (str(tmp_path), "ram:")}
+    assert set(rows) == ours | {(n, f"AdamW, {way}", None) for n in (1, 2) for way in ("DDP replicated", "FSDP2")}
+    for row in rows.values():
+        assert len(row["seconds"]) == len(row["zero_seconds"]) == len(row["speed_over_zero"]) == 5
+        assert len(row["zero_bytes_of_ranks"]) == row["processes"]
+    for processes, what, device in ours:
+        row = rows[processes, what, device]
+        share = 1 if what == "CSDAdam, DDP replicated" else 1 / processes
+        for counted in row["bytes_of_ranks"]:
+            each = {name: count / row["params"] for name, count in counted.items()}
+            assert each["push"] == each["pull"] == pytest.approx(2 * share, rel=0.02)
+            assert each["flash_read"] == pytest.approx(12 * share if device != "ram:" else 0, rel=0.1)
+            gathered = 2 * (1 - share) if what == "CSDAdam, DDP sharded" else 0
+            assert each["gathered"] == pytest.approx(gathered, rel=0.02)
+    assert done.stderr.count("verified: off AdamW's by") == len(ours)
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_xrt
+def test_per_csd_of_an_emulated_card(tmp_path):
+    """It works as on a card, and says that its times mean nothing."""
+    done = emulated(sys.executable, "-m", "bench.per_csd", "xrt:0", "--params=10000", "--json", "--quick")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert "its times mean nothing" in done.stderr
+    assert row["emulated"]
+    assert "mean nothing" in row["note"]
+    assert set(row["parts"]) == {"P2P to card", "P2P from card", "DMA to card", "DMA from card", "kernel"}
+    assert all(part["params_per_second"] > 0 for part in row["parts"].values())
+    assert row["sweep"]
+    assert row["ratio_to_slowest"]["median"] > 0
+
+
+def test_tables(tmp_path):
+    """docs/performance.md has the table that the optimizer's counts give."""
+    page = ROOT / "docs/performance.md"
+    copy = tmp_path / page.name
+    copy.write_text(page.read_text())
+    assert run("bench.tables", copy).stdout.endswith("as it was\n")
+    assert copy.read_text() == page.read_text()
+
+
+def test_peers(tmp_path):
+    for name in ("torch-fp16", "torch-fp32"):
+        done = run("bench.peers", name, "--params=100000", f"--directory={tmp_path}", "--json")
+        result = json.loads(done.stdout)
+        assert (result["name"], result["params"], len(result["seconds"])) == (name, 100000, 5)
+
+
+def test_peer_that_is_not_installed_says_so(tmp_path):
+    done = run("bench.peers", "tensornvme", "--params=100000", f"--directory={tmp_path}")
+    assert "skipped" in done.stdout or "Mparam/s" in done.stdout

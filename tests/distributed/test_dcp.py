@@ -1,0 +1,278 @@
+"""Checkpoints of torch.distributed.checkpoint: written on some ranks, read on others, by CSDAdam and by AdamW."""
+
+import copy
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from support.memory import memory_limit
+from support.ranks import on_ranks
+from test_distributed import (
+    ARGS,
+    STEPS,
+    TILE,
+    assert_everything_is,
+    everything,
+    fsdp2,
+    net,
+    odd_parameters,
+    states,
+    take,
+    train,
+    whole,
+)
+from test_distributed import MODELS as MODELS_OF_RANKS
+from torch import nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import AdamW
+
+from csd_optim import CSDAdam
+
+
+def alone():
+    model = net(used=True, scalar=False)
+    model.empty = nn.Parameter(torch.zeros(2, 4))  # as in fsdp2()
+    return model
+
+
+MODELS = {
+    "alone": alone,
+    "DDP": lambda: DDP(alone()),
+    "FSDP1": lambda: FSDP(alone(), device_id=torch.device("cpu")),
+    "FSDP2": lambda: fsdp2(used=True),
+}
+
+
+def made(model, kind, rank, size):
+    model = MODELS[model]()
+    if kind == "AdamW":
+        return model, AdamW(model.parameters(), **ARGS)
+    devices = {"CSDAdam": "file:", "durable": f"{size}-{rank}"}[kind]
+    return model, CSDAdam(model.parameters(), **ARGS, tile_size=TILE, devices=devices)
+
+
+def state_of(model, optimizer, **options):
+    parts = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+    return dict(zip(("model", "optimizer"), parts, strict=True))
+
+
+def seen(model, optimizer):
+    return whole(model.parameters()), states(optimizer, model.parameters())
+
+
+def goes_on(model, optimizer):
+    """One more step, with the same gradients wherever it is made."""
+    for k, p in enumerate(model.parameters()):
+        torch.manual_seed(k)
+        g = torch.randn(p.shape)
+        p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
+    optimizer.step()
+    return seen(model, optimizer)
+
+
+def saves(rank, size, model, kind, how):
+    model, optimizer = made(model, kind, rank, size)
+    train(model, optimizer, rank, size)
+    if how == "fsspec":
+        dcp.save(state_of(model, optimizer), storage_writer=FsspecWriter(f"file://{os.getcwd()}/checkpoint"))
+    elif how == "async_save":
+        dcp.async_save(state_of(model, optimizer), checkpoint_id="checkpoint").result()
+    elif how == "save":
+        dcp.save(state_of(model, optimizer), checkpoint_id="checkpoint")
+    else:  # one file, written by rank 0
+        state = state_of(model, optimizer, full_state_dict=True, cpu_offload=True)
+        if rank == 0:
+            torch.save(state, "checkpoint")
+    return seen(model, optimizer), goes_on(model, optimizer)
+
+
+def loads(rank, size, model, kind, how):
+    model, optimizer = made(model, kind, rank, size)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    options = StateDictOptions()
+    if how == "file":
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=size > 1)
+        state = torch.load("checkpoint", weights_only=True) if rank == 0 else {"model": {}, "optimizer": {}}
+    else:
+        state = state_of(model, optimizer)
+        # AdamW's checkpoints have no `master`; it is the parameter then.
+        dcp.load(state, checkpoint_id="checkpoint", planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    return seen(model, optimizer), goes_on(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "how"),
+    [
+        ((4, "DDP", "durable"), (2, "DDP", "durable"), "save"),
+        ((4, "FSDP2", "durable"), (2, "FSDP2", "CSDAdam"), "save"),
+        ((4, "FSDP2", "CSDAdam"), (1, "alone", "AdamW"), "fsspec"),
+        ((2, "DDP", "CSDAdam"), (3, "FSDP2", "durable"), "async_save"),
+        ((2, "FSDP2", "durable"), (1, "alone", "CSDAdam"), "async_save"),
+        ((2, "DDP", "AdamW"), (2, "DDP", "CSDAdam"), "save"),
+        ((1, "alone", "AdamW"), (3, "FSDP2", "durable"), "save"),
+        ((2, "DDP", "CSDAdam"), (1, "alone", "AdamW"), "file"),
+        ((3, "FSDP2", "CSDAdam"), (2, "FSDP2", "CSDAdam"), "file"),
+    ],
+    ids=str,
+)
+def test_saved_on_some_ranks_loaded_on_others(saved, loaded, how, tmp_path):
+    (size, *what), (size_then, *what_then) = saved, loaded
+    before, after = on_ranks(size, saves, size, *what, how, directory=tmp_path)[0]
+    for found, again in on_ranks(size_then, loads, size_then, *what_then, how, directory=tmp_path):
+        exact = "AdamW" not in (*what, *what_then)
+        for wanted, (params, held) in ((before, found), (after, again)):
+            keys = {*wanted[1][0]} & {*held[0]}
+            if not exact:
+                keys -= {"master"}  # AdamW carries it along as it was
+            held, kept = ([{k: s[k] for k in keys} for s in of] for of in (held, wanted[1]))
+            if exact or wanted is before:
+                assert_everything_is((params, held), (wanted[0], kept))
+            else:
+                torch.testing.assert_close((params, held), (wanted[0], kept), rtol=2e-6, atol=1e-7)
+
+
+def local_round_trip(rank, size, path, kind):
+    """FSDP1: what is there is a flat shard; `flatten_optimizer_state_dict`, since torch finds no groups without."""
+    model, optimizer = made("FSDP1", kind, rank, size)
+    options = {"flatten_optimizer_state_dict": True}
+    if path == "save":
+        train(model, optimizer, rank, size)
+        dcp.save(state_of(model, optimizer, **options), checkpoint_id="checkpoint")
+    else:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        state = state_of(model, optimizer, **options)
+        dcp.load(state, checkpoint_id="checkpoint")
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=StateDictOptions(**options))
+    return everything(optimizer, list(model.parameters())), goes_on(model, optimizer)
+
+
+def test_flat_shards_of_fsdp1(tmp_path):
+    saved = on_ranks(3, local_round_trip, 3, "save", "durable", directory=tmp_path)
+    loaded = on_ranks(3, local_round_trip, 3, "load", "CSDAdam", directory=tmp_path)
+    for wanted, found in zip(saved, loaded, strict=True):
+        assert_everything_is(found[0], wanted[0])
+        assert_everything_is(found[1], wanted[1])
+
+
+N = 8 << 20  # parameters; the state of half of them is 48 MiB
+LIMIT = 36 << 20  # bytes that an operation may take which must not take it all
+
+
+def in_little_memory(rank):
+    # Several parameters: torch writes one after another, and may copy each.
+    params = [nn.Parameter(torch.ones(N // 16, 1, dtype=torch.bfloat16)) for _ in range(16)]
+    with CSDAdam([(str(k), p) for k, p in enumerate(params)], devices="csd{rank}") as optimizer:
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            state = {"optimizer": optimizer.state_dict()}
+            if not os.path.exists("checkpoint"):
+                with memory_limit(LIMIT):
+                    dcp.save(state, checkpoint_id="checkpoint")
+                with memory_limit(LIMIT), pytest.raises(RuntimeError, match="can't allocate memory"):
+                    copy.deepcopy(state)  # so the limit limits
+        assert all(held["exp_avg"].to_local()[0] == torch.tensor(0.19) for held in optimizer.state.values())
+        with memory_limit(LIMIT), optimizer.loading():
+            dcp.load(state, checkpoint_id="checkpoint")
+        assert all((held["exp_avg"].to_local() == torch.tensor(0.1)).all() for held in optimizer.state.values())
+    with CSDAdam([(str(k), p) for k, p in enumerate(params)], devices="csd{rank}", resume=True) as optimizer:
+        assert all((held["exp_avg"].to_local() == torch.tensor(0.1)).all() for held in optimizer.state.values())
+
+
+def test_saving_and_loading_take_little_memory(tmp_path):
+    on_ranks(2, in_little_memory, directory=tmp_path)
+    assert sum(f.stat().st_size for f in (tmp_path / "checkpoint").iterdir()) > 12 * N
+
+
+# ---- csd-optim export: the way out without torch.distributed -----------------------------------------------
+
+
+def trained(rank, size, kind):
+    if kind == "odd":
+        params = odd_parameters()
+    else:
+        model = DIVIDED[kind]()
+        params = list(model.parameters())
+    with CSDAdam(params, **ARGS, tile_size=TILE, devices=["{rank}-0", "{rank}-1"]) as optimizer:
+        if kind == "odd":
+            take(optimizer, params, range(STEPS), lambda step: (3, 6))
+        else:
+            train(model, optimizer, *((0, 1) if kind == "tensor parallel" else (rank, size)))
+        optimizer.synchronize()
+        return states(optimizer, params)
+
+
+DIVIDED = {"tensor parallel": MODELS_OF_RANKS["tensor parallel"], **MODELS}
+
+
+@pytest.mark.parametrize("kind", ["odd", "FSDP2", "tensor parallel"])
+def test_export_puts_ranks_together(kind, tmp_path, run):
+    wanted = on_ranks(3, trained, 3, kind, directory=tmp_path)[0]
+    stores = sorted(tmp_path.glob("?-?"))
+    assert len(stores) == 6
+    assert run("export", *stores, tmp_path / "state.pt")[0] == 0
+    exported = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert exported["csd_optim"]["step"] == STEPS
+    for k, state in enumerate(wanted):
+        found = exported["state"].get(k, {})
+        assert {*found} == {*state}
+        for key, value in state.items():
+            assert torch.equal(found[key], value), (k, key)
+    assert run("export", "--format", "safetensors", *stores, tmp_path / "safetensors")[0] == 0
+    held = {}
+    for file in (tmp_path / "safetensors").glob("*.safetensors"):
+        held |= load_file(file)
+    index = json.loads((tmp_path / "safetensors" / "optimizer.safetensors.index.json").read_text())
+    names = [p["name"] for p in index["metadata"]["csd_optim"]["params"]]
+    for name, state in zip(names, [s for s in wanted if s], strict=True):
+        value = state["exp_avg"]
+        assert torch.equal(held[f"{name}.exp_avg"], torch.view_as_real(value) if value.is_complex() else value)
+
+    code, _, err = run("export", *stores[:4], tmp_path / "some.pt")
+    assert code == 1
+    assert "ranks 0, 1 of 3: name those of all, or of one" in " ".join(err.split())
+    if kind == "odd":
+        on_ranks(2, loads_export, wanted, directory=tmp_path)
+
+
+def loads_export(rank, wanted):
+    """Another number of ranks. What is stored is mapped, and each rank reads its own part."""
+    params = odd_parameters()
+    optimizer = CSDAdam(params, **ARGS, tile_size=TILE, devices="file:")
+    state = torch.load("state.pt", weights_only=True, mmap=True)
+    with torch.no_grad():
+        for k, held in state["state"].items():
+            params[k].copy_(held["master"])
+    optimizer.load_state_dict(state)
+    for found, of in zip(states(optimizer, params), wanted, strict=True):
+        assert {*found} == {*of}
+        assert all(torch.equal(found[key], of[key]) for key in of)
+
+
+def test_flat_shards_are_not_put_together(tmp_path, run):
+    on_ranks(2, trained, 2, "FSDP1", directory=tmp_path)
+    code, _, err = run("export", *sorted(tmp_path.glob("?-?")), tmp_path / "state.pt")
+    assert code == 1
+    assert "shard of FSDP1" in " ".join(err.split())
+    assert not (tmp_path / "state.pt").exists()

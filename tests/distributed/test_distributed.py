@@ -1,0 +1,870 @@
+"""On several ranks: DDP with its states shared out, FSDP, DTensors. The oracle is AdamW on the same ranks."""
+
+import contextlib
+import errno
+import io
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from support.ranks import KILLED, on_ranks
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+import csd_optim.bindings
+import csd_optim.step.run
+from csd_optim import CSDAdam
+from csd_optim.distributed.ranks import Ranks
+from csd_optim.distributed.sharding import ReplicaShard
+from csd_optim.errors import CSDOSError, CSDRankError, CSDTypeError
+
+TILE = 1024  # the smallest
+STEPS = 4
+ARGS = {"lr": 0.02, "weight_decay": 0.1}
+
+
+class Net(nn.Module):
+    """Awkward on purpose: parameters with fewer rows than ranks, without rows, 0-dim, 4-dim, in several tiles."""
+
+    def __init__(self, hidden, scalar):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3, padding=1)
+        self.big = nn.Linear(5 * 16, hidden)
+        self.last = nn.Linear(hidden, 3, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5 if scalar else [1.5]))
+        self.unused = nn.Parameter(torch.randn(9, 2))
+        self.empty = nn.Parameter(torch.randn(0, 4))
+
+    def forward(self, x):
+        x = torch.relu(self.conv(x)).flatten(1)
+        return self.last(torch.tanh(self.big(x))) * self.scale + 0 * self.empty.sum()
+
+
+def net(used=False, hidden=67, scalar=True):
+    """`used`: without the parameter that gets no gradient."""
+    torch.manual_seed(3)
+    model = Net(hidden, scalar)
+    if used:
+        del model.unused
+    return model
+
+
+def data(rank, size, step, n=4):
+    """The part of a batch that a rank sees; on all ranks together always the same."""
+    torch.manual_seed(100 + step)
+    x, y = torch.randn(n * 4, 3, 4, 4), torch.randint(0, 3, (n * 4,))
+    return x.chunk(size)[rank], y.chunk(size)[rank]
+
+
+def loss_of(model, rank, size, step):
+    x, y = data(rank, size, step)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def train(model, optimizer, rank=0, size=1, steps=range(STEPS), clip=None):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, size, step).backward()
+        if clip:
+            clip(optimizer)
+        optimizer.step()
+
+
+def states(optimizer, params):
+    """What `state` says of each parameter: as plain tensors, whole."""
+    return [
+        {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in optimizer.state[p].items()}
+        for p in params
+    ]
+
+
+def assert_like_adamw(params, held, wanted):
+    """AdamW on the same ranks gets the same gradients, and rounds otherwise."""
+    for p, state, q, of_q in zip(params, held, *wanted, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+        assert {*of_q} <= {*state}
+        for key, value in of_q.items():
+            torch.testing.assert_close(state[key], value, rtol=2e-6, atol=1e-8)
+
+
+# ---- DDP -------------------------------------------------------------------------------
+
+
+def ddp():
+    return DDP(net(), find_unused_parameters=True)
+
+
+def ddp_trains(rank, size, devices):
+    reference, model = ddp(), ddp()
+    oracle = AdamW(reference.parameters(), **ARGS)
+    train(reference, oracle, rank, size)
+    with CSDAdam(model.parameters(), **ARGS, tile_size=TILE, devices=devices) as optimizer:
+        train(model, optimizer, rank, size)
+        params = [p.detach() for p in model.parameters()]
+        wanted = [p.detach() for p in reference.parameters()], states(oracle, reference.parameters())
+        assert_like_adamw(params, states(optimizer, model.parameters()), wanted)
+        own = sum(w.to_local().numel() for s in optimizer.state.values() if isinstance(w := s.get("exp_avg"), DTensor))
+        return params, own, optimizer.stats()
+
+
+@pytest.mark.parametrize("devices", ["file:", "ram:", ["ram:", "file:"], "named"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ddp(size, devices, tmp_path):
+    devices = ["csd{rank}-0", "csd{rank}-1"] if devices == "named" else devices
+    ranks = on_ranks(size, ddp_trains, size, devices, directory=tmp_path)
+    params = ranks[0][0]
+    for others, _, _ in ranks[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+    total = sum(p.numel() for p in net().parameters()) - 9 * 2 - 1  # no gradient; 0-dim, and kept by every rank
+    assert sum(own for _, own, _ in ranks) == total
+    assert max(own for _, own, _ in ranks) < total * 0.7
+
+
+def ddp_accumulates(rank, size, options, accumulation):
+    models = [DDP(net(used=True), **options) for _ in range(2)]
+    with CSDAdam(models[0].parameters(), **ARGS, tile_size=TILE, devices="file:") as optimizer:
+        for model, o in zip(models, (optimizer, AdamW(models[1].parameters(), **ARGS)), strict=True):
+            for step in range(accumulation * STEPS):
+                whole = step % accumulation == accumulation - 1
+                with contextlib.nullcontext() if whole else model.no_sync():
+                    loss_of(model, rank, size, step).backward()
+                if whole:
+                    o.step()
+                    o.zero_grad()
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+        return [p.detach() for p in models[0].parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulation"), [({"static_graph": True}, 1), ({"gradient_as_bucket_view": True}, 3)]
+)
+def test_ddp_with_a_static_graph_and_with_no_sync(options, accumulation, tmp_path):
+    ranks = on_ranks(2, ddp_accumulates, 2, options, accumulation, directory=tmp_path)
+    assert all(torch.equal(p, q) for p, q in zip(*ranks, strict=True))
+
+
+# ---- Replicas of any kind, without DDP -----------------------------------------------------
+
+
+def odd_parameters():
+    """fp32, bf16, fp16, complex; fewer rows than ranks, none, 0-dim; orders of memory in which rows are not dense."""
+    torch.manual_seed(5)
+    shapes = [(), (1,), (2,), (0, 3), (700,), (5, 1), (37, 41), (1, 3000)]
+    made = [torch.randn(s) for s in shapes]
+    made += [torch.randn(400).to(torch.bfloat16), torch.randn(33, 7).half(), torch.randn(5, 3, dtype=torch.complex64)]
+    made += [torch.randn(7, 5).t(), torch.randn(9, 4, 3, 3).to(memory_format=torch.channels_last)]
+    made += [torch.randn(6, 8).to(torch.bfloat16).t(), torch.randn(4, 6)[:, ::2]]
+    return [nn.Parameter(t) for t in made]
+
+
+def random_gradients(params, step, skip=()):
+    for k, p in enumerate(params):
+        torch.manual_seed(1000 * step + k)
+        p.grad = None if k in skip else torch.randn_like(p)
+
+
+def take(optimizer, params, steps, skip=lambda step: ()):
+    for step in steps:
+        random_gradients(params, step, skip(step))
+        optimizer.step()
+
+
+def assert_same(params, others, optimizer, other):
+    """Of the optimizers, the first is sharded, and the other is not. The same bits."""
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q), p.shape
+    for state, of_q in zip(states(optimizer, params), states(other, others), strict=True):
+        assert {*state} == {*of_q}
+        for key, value in of_q.items():
+            assert torch.equal(state[key], value), key
+
+
+def shares_or_not(rank, size, options, bucket):
+    from csd_optim.step import all_gather as gather
+
+    gather.BUCKET_BYTES = bucket
+    params, others = odd_parameters(), odd_parameters()
+    with (
+        CSDAdam(params, **ARGS, tile_size=TILE, **options) as optimizer,
+        CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False, **options) as other,
+    ):
+        skip = lambda step: (3, 6, 9) if step == 2 else ()  # noqa: E731
+        take(optimizer, params, range(STEPS), skip)
+        take(other, others, range(STEPS), skip)
+        assert_same(params, others, optimizer, other)
+        with torch.no_grad():
+            for p, q in zip(params, others, strict=True):  # from outside, on all ranks
+                p.mul_(1.5)
+                q.mul_(1.5)
+        take(optimizer, params, [9])
+        take(other, others, [9])
+        assert_same(params, others, optimizer, other)
+        counted = optimizer.stats()
+        assert counted["params"] < other.stats()["params"]
+        return counted["gathered_bytes"]
+
+
+@pytest.mark.parametrize("bucket", [1 << 13, 1 << 24], ids=["many buckets", "one bucket"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"grad_dtype": torch.bfloat16}, {"amsgrad": True}, {"max_grad_norm": 0.5}, {"maximize": True}],
+    ids=lambda options: "".join(options) or "plain",
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_sharing_changes_no_bit(size, options, bucket, tmp_path):
+    """With grad_dtype some tiles travel by images."""
+    on_ranks(size, shares_or_not, size, options, bucket, directory=tmp_path)
+
+
+def selects(rank, size, feedback):
+    """Shares of whole tiles: what is selected is the same. What is owed is rounded otherwise, by its place."""
+    params, others = ([nn.Parameter(torch.zeros(size * TILE // 4, 16)) for _ in range(2)] for _ in range(2))
+    topk = {"topk": 0.05, "error_feedback": feedback, "tile_size": TILE}
+    with (
+        CSDAdam(params, **ARGS, **topk, devices="csd{rank}") as optimizer,
+        CSDAdam(others, **ARGS, **topk, devices="file:", sharded=False) as other,
+    ):
+        for step in range(STEPS):
+            take(optimizer, params, [step])
+            take(other, others, [step])
+            if not feedback or step == 0:
+                for p, q in zip(params, others, strict=True):
+                    assert torch.equal(p, q)
+        owed = [o.state[p].get("residual") for o, p in ((optimizer, params[0]), (other, others[0]))]
+        if feedback:
+            assert isinstance(owed[0], DTensor)
+            same = torch.isclose(owed[0].full_tensor().float(), owed[1].float(), rtol=0.1, atol=0.02)
+            assert same.float().mean() > 0.99
+        else:
+            assert owed == [None, None]
+        return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_topk_of_shares(feedback, tmp_path):
+    for p, q in zip(*on_ranks(2, selects, 2, feedback, directory=tmp_path), strict=True):
+        assert torch.equal(p, q)
+
+
+# ---- FSDP, tensor parallelism ------------------------------------------------------------------
+
+
+def fsdp1(use_orig_params):
+    return FSDP(net(scalar=False), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+
+
+def fsdp2(used=False, **options):
+    model = net(used, scalar=False)
+    model.empty = nn.Parameter(torch.zeros(2, 4))  # FSDP2 knows none without elements
+    for part in (model.big, model):
+        fully_shard(part, **options)
+    return model
+
+
+def hybrid(used=False):
+    """Replicated over pairs of ranks, sharded within them."""
+    return fsdp2(used, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def tensor_parallel():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = net(hidden=66)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(model, mesh, {"big": ColwiseParallel(), "last": RowwiseParallel()})
+
+
+MODELS = {
+    "FSDP1": lambda: fsdp1(False),
+    "FSDP1 use_orig_params": lambda: fsdp1(True),
+    "FSDP2": fsdp2,
+    "FSDP2 bf16": lambda: fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+    "hybrid": hybrid,
+    "tensor parallel": tensor_parallel,
+}
+
+
+def on_a_mesh_of_gpus(rank):
+    """What FSDP2 makes with CPUOffloadPolicy on GPUs: states must not go there, either."""
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
+    like = DTensor.from_local(torch.ones(3, 4, device="meta"), mesh, [Shard(0)], run_check=False)
+    p = nn.Parameter(DTensor(torch.ones(3, 4), like._spec, requires_grad=False))
+    p.grad = DTensor(torch.full((3, 4), 2.0), like._spec, requires_grad=False)
+    with CSDAdam([p], lr=0.1, weight_decay=0, devices="csd{rank}") as optimizer:
+        optimizer.step()
+        held = optimizer.state[p]["exp_avg"]
+        assert held.device_mesh == mesh
+        assert held.shape == p.shape == (6, 4)
+        assert held.to_local().device.type == "cpu"
+        held.to_local().mul_(2.0)  # it is the state
+        p.grad = DTensor(torch.zeros(3, 4), like._spec, requires_grad=False)
+        optimizer.step()
+        assert torch.allclose(optimizer.state[p]["exp_avg"].to_local(), torch.full((3, 4), 0.9 * 0.4))
+        expected = 0.9 - 0.1 * (0.36 / 0.19) / (0.003996 / 0.001999) ** 0.5
+        assert torch.allclose(p.to_local(), torch.full((3, 4), expected))
+
+
+def test_states_of_parameters_on_gpus(tmp_path):
+    on_ranks(2, on_a_mesh_of_gpus, directory=tmp_path)
+
+
+def whole(tensors):
+    return [t.full_tensor() if isinstance(t, DTensor) else t.detach().clone() for t in tensors]
+
+
+def clip_gradients(model, norm):
+    if isinstance(model, FSDP):
+        return model.clip_grad_norm_(norm)
+    if {type(p) for p in model.parameters()} != {DTensor, nn.Parameter}:
+        return clip_grad_norm_(model.parameters(), norm)
+    # torch refuses a mixture
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    total = torch.linalg.vector_norm(torch.stack([g.norm() for g in whole(grads)]))
+    for g in grads:
+        g.mul_(min(1.0, norm / (total.item() + 1e-6)))
+    return total
+
+
+def sharded_trains(rank, size, kind, clip, options):
+    reference, model = MODELS[kind](), MODELS[kind]()
+    oracle = AdamW(reference.parameters(), **ARGS)
+    options = {"devices": "csd{rank}", **options}
+    with CSDAdam(model.parameters(), **ARGS, tile_size=TILE, **options) as optimizer:
+        tensor = kind == "tensor parallel"  # all ranks see the same data
+        for m, o in ((reference, oracle), (model, optimizer)):
+            for step in range(STEPS):
+                o.zero_grad()
+                loss_of(m, 0 if tensor else rank, 1 if tensor else size, step).backward()
+                if clip and (o is oracle or clip != "max_grad_norm"):
+                    clip_gradients(m, 0.1)
+                o.step()
+        wanted = whole(reference.parameters()), states(oracle, reference.parameters())
+        assert_like_adamw(whole(model.parameters()), states(optimizer, model.parameters()), wanted)
+        for p in model.parameters():
+            if isinstance(p, DTensor) and optimizer.state[p]:
+                if kind != "hybrid":  # whose replicas divide it further
+                    assert optimizer.state[p]["exp_avg"].placements == p.placements
+                assert optimizer.state[p]["master"].shape == p.shape
+        return whole(model.parameters())
+
+
+@pytest.mark.parametrize("clip", [None, "clip_grad_norm_", "max_grad_norm"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_sharded_models(kind, clip, tmp_path):
+    size = 4 if kind == "hybrid" else 3
+    options = {"max_grad_norm": 0.1} if clip == "max_grad_norm" else {}
+    on_ranks(size, sharded_trains, size, kind, clip, options, directory=tmp_path)
+
+
+def hybrid_divides(rank, size):
+    """HSDP's replicas each update some rows of their shard: to the bit as if each updated all of it."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    models = [hybrid(used=True) for _ in range(3)]
+    params = [list(model.parameters()) for model in models]
+
+    def optimizer_of(model, devices, **options):
+        return CSDAdam(model.parameters(), **ARGS, tile_size=TILE, devices=devices, **options)
+
+    def same(a, b, c, d):
+        for x, y in zip(whole(a), whole(b), strict=True):
+            assert torch.equal(x, y)
+        for p, q in zip(a, b, strict=True):
+            for key in ("master", "exp_avg", "exp_avg_sq"):
+                if c.state[p]:
+                    assert torch.equal(*whole([c.state[p][key], d.state[q][key]]))
+
+    one, all_of_it = optimizer_of(models[0], "csd{rank}"), optimizer_of(models[1], "file:", sharded=False)
+    for model, optimizer in ((models[0], one), (models[1], all_of_it)):
+        train(model, optimizer, rank, size)
+    same(params[0], params[1], one, all_of_it)
+    assert one.stats()["params"] < 0.6 * all_of_it.stats()["params"]
+    assert one.stats()["gathered_bytes"] > 0 == all_of_it.stats()["gathered_bytes"]
+
+    # Undone on one rank, it is undone on all.
+    before = whole(params[0])
+    loss_of(models[0], rank, size, STEPS).backward()
+    push = csd_optim.bindings.engine_push
+    if rank == 1:
+        csd_optim.bindings.engine_push = lambda *_: 1 / 0
+    error = raised_by(one.step)
+    csd_optim.bindings.engine_push = push
+    assert isinstance(error, ZeroDivisionError if rank == 1 else CSDRankError)
+    assert all(map(torch.equal, whole(params[0]), before))
+
+    # Through torch.distributed.checkpoint, into one that is not divided and into another that is.
+    saved = get_optimizer_state_dict(models[0], one)
+    torch.distributed.checkpoint.save(saved, checkpoint_id="checkpoint")
+    for model, options in ((models[1], {"sharded": False}), (models[2], {})):
+        model.load_state_dict(models[0].state_dict())
+        other = optimizer_of(model, "ram:", **options)
+        other.zero_grad()
+        found = get_optimizer_state_dict(model, other)
+        torch.distributed.checkpoint.load(found, checkpoint_id="checkpoint")
+        set_optimizer_state_dict(model, other, found)
+        same(params[0], list(model.parameters()), one, other)
+        other.close()
+    all_of_it.close()
+
+    # A crash: each rank has its rows, and gives the others theirs.
+    one.synchronize()
+    one.close()
+    with torch.no_grad():
+        for p in params[2]:
+            p.zero_()
+    with optimizer_of(models[2], "csd{rank}", resume=True) as resumed:
+        assert all(map(torch.equal, whole(params[2]), before))
+        loss_of(models[2], rank, size, STEPS).backward()
+        resumed.step()
+
+
+def test_replicas_of_hsdp_divide_their_shard(tmp_path):
+    on_ranks(4, hybrid_divides, 4, directory=tmp_path)
+
+
+def in_foreach(p, value):
+    torch._foreach_mul_([p], 0.0)
+    torch._foreach_add_([p], [value])
+
+
+SET = {  # without a gradient and without another counter than torch's own
+    "copy_": lambda p, value: p.copy_(value),
+    "foreach": in_foreach,
+    "foreach lerp": lambda p, value: torch._foreach_lerp_([p], [value], 1.0),
+    "foreach of data": lambda p, value: in_foreach(p.data, value),
+    "foreach of local tensors": lambda p, value: torch._foreach_copy_([p.to_local()], [value.to_local()]),
+}
+
+
+def set_half_way(rank, devices, dtype, options):
+    """Whatever way DTensors are set, they are the masters of the next step; what is not set keeps its master."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def random(seed, *shape):
+        torch.manual_seed(seed)
+        return distribute_tensor(torch.randn(shape).to(dtype), mesh, [Shard(0)])
+
+    def train(set_to):
+        params = [nn.Parameter(random(i, 70, 31)) for i in range(3)]
+        with CSDAdam(params, **ARGS, tile_size=TILE, devices=devices, **options) as optimizer:
+            for step in range(4):
+                for i, p in enumerate(params):
+                    p.grad = random(10 * step + i, 70, 31)
+                if step == 2:
+                    with torch.no_grad():
+                        set_to(params[0], random(5, 70, 31))
+                        set_to(params[1], params[1].detach().clone())  # to what it is
+                optimizer.step()
+            held = [optimizer.state[p][key].to_local().clone() for p in params for key in ("master", "exp_avg")]
+            return [p.to_local().clone() for p in params] + held
+
+    wanted = train(SET["copy_"])
+    for name, set_to in SET.items():
+        for found, value in zip(train(set_to), wanted, strict=True):
+            assert torch.equal(found, value), name
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_dtype": torch.float32}, {"topk": 0.1}], ids=["direct", "cast", "topk"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("devices", ["ram:", "file:"])
+def test_parameters_set_through_foreach_are_noticed(devices, dtype, options, tmp_path):
+    on_ranks(2, set_half_way, devices, dtype, options, directory=tmp_path)
+
+
+def within_zero(rank, size):
+    """ZeroRedundancyOptimizer divides the parameters among the ranks by itself."""
+    models = [ddp() for _ in range(2)]
+    ours = ZeroRedundancyOptimizer(
+        models[0].parameters(), optimizer_class=CSDAdam, sharded=False, devices="csd{rank}", tile_size=TILE, **ARGS
+    )
+    oracle = ZeroRedundancyOptimizer(models[1].parameters(), optimizer_class=AdamW, **ARGS)
+    for model, optimizer in zip(models, (ours, oracle), strict=True):
+        train(model, optimizer, rank, size)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+    ours.consolidate_state_dict(to=0)
+    oracle.consolidate_state_dict(to=0)
+    if rank == 0:
+        saved, wanted = ours.state_dict()["state"], oracle.state_dict()["state"]
+        assert saved.keys() == wanted.keys()
+        for i, entry in wanted.items():
+            torch.testing.assert_close(saved[i]["exp_avg"], entry["exp_avg"], rtol=2e-6, atol=1e-7)
+    ours.optim.synchronize()
+    assert ours.optim.committed_step == STEPS
+    ours.optim.close()
+
+    shared = ZeroRedundancyOptimizer(models[0].parameters(), optimizer_class=CSDAdam, devices="ram:")
+    return str(raised_by(shared.step))
+
+
+def test_within_zero_redundancy_optimizer(tmp_path):
+    for said in on_ranks(2, within_zero, 2, directory=tmp_path):
+        assert "ZeroRedundancyOptimizer(params, optimizer_class=CSDAdam, sharded=False, ...)" in said
+
+
+def fsdp2_offloads(rank, size):
+    """Parameters and gradients in host memory, and gradients reduced in every second backward only."""
+    models = [fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)) for _ in range(2)]
+    with CSDAdam(models[0].parameters(), **ARGS, tile_size=TILE, devices="file:") as optimizer:
+        for model, o in zip(models, (optimizer, AdamW(models[1].parameters(), **ARGS)), strict=True):
+            for step in range(2 * STEPS):
+                model.set_requires_gradient_sync(step % 2 == 1)
+                loss_of(model, rank, size, step).backward()
+                if step % 2 == 1:
+                    o.step()
+                    o.zero_grad()
+        for p, q in zip(*(whole(m.parameters()) for m in models), strict=True):
+            torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+
+
+def test_fsdp2_offloaded_to_the_cpu(tmp_path):
+    on_ranks(2, fsdp2_offloads, 2, directory=tmp_path)
+
+
+# ---- What goes wrong on one rank goes wrong on all -----------------------------------------------
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as e:
+        return e
+    raise AssertionError("nothing was raised")
+
+
+def everything(optimizer, params):
+    return [p.detach().clone() for p in params], [
+        {k: (v.to_local() if isinstance(v, DTensor) else v).clone() for k, v in optimizer.state.get(p, {}).items()}
+        for p in params
+    ]
+
+
+def assert_everything_is(found, wanted):
+    for p, q in zip(found[0], wanted[0], strict=True):
+        assert torch.equal(p, q), (p.shape, p.stride(), p.dtype, (p != q).nonzero().tolist()[:40])
+    for state, of_q in zip(found[1], wanted[1], strict=True):
+        assert {*state} == {*of_q}
+        for key in state:
+            assert torch.equal(state[key], of_q[key]), (key, state[key], of_q[key])
+
+
+def fails(rank, size, where, devices):
+    """A device fails on rank 1. All raise; parameters and states are those before; then it goes on."""
+    params, others = odd_parameters(), odd_parameters()
+    if devices == "memory":
+        devices = "file:" if rank == 1 else "ram:"
+    with (
+        CSDAdam(params, **ARGS, tile_size=TILE, devices=devices, max_grad_norm=10.0) as optimizer,
+        CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False, max_grad_norm=10.0) as other,
+    ):
+        take(optimizer, params, range(2))
+        take(other, others, range(2))
+        before, engine = everything(optimizer, params), optimizer._engine
+        if rank == 1:
+            real, count = getattr(engine, where), []
+
+            def broken(*args, **kwargs):
+                count.append(1)
+                if len(count) == (2 if where == "push" else 1):
+                    raise CSDOSError(errno.EIO, "unplugged")
+                return real(*args, **kwargs)
+
+            setattr(engine, where, broken)
+        random_gradients(params, 2)
+        e = raised_by(optimizer.step)
+        assert isinstance(e, CSDOSError if rank == 1 else CSDRankError), e
+        assert "unplugged" in str(e)
+        assert rank == 1 or "rank 1" in str(e)
+        assert_everything_is(everything(optimizer, params), before)
+        if rank == 1:
+            delattr(engine, where)
+        optimizer.step()
+        take(other, others, [2])
+        assert_same(params, others, optimizer, other)
+
+
+@pytest.mark.parametrize("where", ["push", "given", "begin"])
+@pytest.mark.parametrize("devices", ["file:", "csd{rank}", "memory"])
+def test_a_step_fails_on_one_rank(devices, where, tmp_path):
+    """`memory`: on all ranks but that one."""
+    on_ranks(3, fails, 3, where, devices, directory=tmp_path)
+
+
+def refuses(rank):
+    def plain(value=1.0, grad=True):
+        p = nn.Parameter(torch.full((4, 3), value))
+        p.grad = torch.ones(4, 3) if grad else None
+        return p
+
+    said = []
+    for what in ("values", "gradients", "one has none", "sparse"):
+        p = plain(value=1.0 + rank * (what == "values"))
+        q = plain(grad=not (what == "gradients" and rank == 1))
+        if what == "one has none" and rank == 1:
+            p.grad = q.grad = None
+        if what == "sparse" and rank == 1:
+            p.grad = p.grad.to_sparse()
+        with CSDAdam([p, q], devices="file:") as optimizer:
+            said.append(str(raised_by(optimizer.step)))
+            assert torch.equal(p, torch.full((4, 3), 1.0 + rank * (what == "values")))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    for options in ({"sharded": False}, {"process_group": alone}):  # a model of its own
+        p = plain(value=1.0 + rank)
+        with CSDAdam([p], lr=0.1, weight_decay=0, devices="file:", **options) as optimizer:
+            optimizer.step()
+            assert torch.allclose(p, torch.full((4, 3), 0.9 + rank))
+    return said
+
+
+def test_what_is_no_replica_is_refused(tmp_path):
+    for rank, said in enumerate(on_ranks(2, refuses, directory=tmp_path)):
+        assert "rank 0 has" in said[0]
+        assert "process_group of its own" in said[0]
+        assert "gradients of different parameters: rank 0 has ('0.1',), rank 1 None" in said[1]
+        assert "gradients of different parameters: rank 0 has ('0.0',), rank 1 None" in said[2]
+        assert "does not support sparse gradients" in said[3]
+        assert rank == 1 or "rank 1: CSDRuntimeError" in said[3]
+
+
+def without_rank_1(rank):
+    p = nn.Parameter(torch.ones(6))
+    p.grad = torch.ones(6)
+    with CSDAdam([p], devices="file:") as optimizer:
+        optimizer.step()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = everything(optimizer, [p])
+        e = raised_by(optimizer.step)
+        assert "has lost the others" in str(e)
+        assert_everything_is(everything(optimizer, [p]), before)
+
+
+def test_a_rank_dies(tmp_path):
+    assert on_ranks(2, without_rank_1, directory=tmp_path, may_die=[1]) == [None, KILLED]
+
+
+def raises_before_the_step(rank):
+    """On rank 1, once, where it can: the others must not wait for it, nor take what it sends for something else."""
+
+    def plain():
+        p = nn.Parameter(torch.full((8, 3), 1.0))
+        p.grad = torch.ones(8, 3)
+        return p
+
+    def once(of, name):
+        real = getattr(of, name)
+
+        def broken(*_, **__):
+            setattr(of, name, real)
+            raise CSDOSError(errno.ENOSPC, "full")
+
+        if rank == 1:
+            setattr(of, name, broken)
+
+    for of, name in ((None, "extend"), (csd_optim.step.run, "ParamAllGather")):
+        params = [plain(), plain()]
+        with CSDAdam(params, **ARGS, devices="file:") as optimizer:
+            once(of or optimizer._engine, name)
+            assert isinstance(raised_by(optimizer.step), CSDOSError if rank == 1 else CSDRankError)
+            params[0].grad = None  # places are given in another order on rank 1 than on rank 0
+            optimizer.step()
+            params[0].grad, params[1].grad = torch.full((8, 3), 2.0), torch.ones(8, 3)
+            optimizer.step()
+            want = AdamW(copies := [plain(), plain()], **ARGS)
+            copies[0].grad = None
+            want.step()
+            copies[0].grad = torch.full((8, 3), 2.0)
+            want.step()
+            for p, q in zip(params, copies, strict=True):
+                torch.testing.assert_close(p, q)
+                assert torch.equal(p, p[0, 0].expand_as(p))  # rank 1's rows are rank 0's
+
+    model = nn.Linear(8, 8)
+    fully_shard(model)
+    with CSDAdam(model.parameters(), **ARGS, max_grad_norm=1.0, devices="csd{rank}") as optimizer:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.user_state = {"kept": object() if rank == 1 else 0}
+        assert isinstance(raised_by(optimizer.step), CSDTypeError if rank == 1 else CSDRankError)
+        optimizer.user_state = {}
+        optimizer.step()
+
+    model = nn.Linear(4, 4)
+    with CSDAdam(model.parameters(), devices="file:") as optimizer:
+        model.double()(torch.ones(2, 4).double()).sum().backward()
+        assert isinstance(raised_by(optimizer.step), CSDTypeError)
+
+
+def test_a_rank_raises_before_the_step(tmp_path):
+    on_ranks(2, raises_before_the_step, directory=tmp_path)
+
+
+# ---- Overflow, scaling, Join ---------------------------------------------------------------------
+
+
+def overflows(rank):
+    p = nn.Parameter(torch.ones(5, 3))
+    with CSDAdam([p], lr=0.1, weight_decay=0, devices="file:") as optimizer:
+        for overflow_on in (None, 0, 1, None):
+            p.grad = torch.full((5, 3), 8.0)
+            optimizer.grad_scale = torch.tensor(4.0)
+            optimizer.found_inf = torch.tensor(float(rank == overflow_on))
+            optimizer.step()
+        assert optimizer.state[p]["step"] == 2
+        assert torch.allclose(optimizer.state[p]["exp_avg"].full_tensor(), torch.full((5, 3), 2 * 0.19))
+        return p.detach()
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path):
+    assert torch.equal(*on_ranks(2, overflows, directory=tmp_path))
+
+
+def joins(rank, size):
+    """Rank r has r + 1 batches. AdamW is not sharded: the last rank to join has its result."""
+    models = [DDP(net(used=True)) for _ in range(2)]
+    oracle = AdamW(models[1].parameters(), **ARGS)
+    with CSDAdam(models[0].parameters(), **ARGS, tile_size=TILE, devices="file:") as optimizer:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), torch.optim.lr_scheduler.StepLR(oracle, 1, 0.5)
+        for model, o, s in zip(models, (optimizer, oracle), schedule, strict=True):
+            with Join([model, o] if o is optimizer else [model]):
+                for step in range(rank + 1):
+                    o.zero_grad()
+                    loss_of(model, rank, size, step).backward()
+                    o.step()
+                    s.step()
+        assert optimizer.param_groups[0]["lr"] == oracle.param_groups[0]["lr"]
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-6)
+        return [p.detach() for p in models[0].parameters()], optimizer.state[models[0].module.scale]["step"].item()
+
+
+def test_uneven_inputs_with_join(tmp_path):
+    ranks = on_ranks(3, joins, 3, directory=tmp_path)
+    for params, step in ranks:
+        assert step == 3
+        assert all(torch.equal(p, q) for p, q in zip(params, ranks[0][0], strict=True))
+
+
+def joins_with_unlike_gradients(rank):
+    p = nn.Parameter(torch.ones(8, 3))
+    with CSDAdam([p], devices="file:") as optimizer:
+        p.grad = torch.ones(8, 3) if rank != 1 else None
+        take_it = optimizer._step_of_others if rank == 2 else optimizer.step
+        assert "gradients of different parameters" in str(raised_by(take_it))
+        p.grad = torch.ones(8, 3)
+        take_it()
+
+
+def test_join_with_unlike_gradients(tmp_path):
+    on_ranks(3, joins_with_unlike_gradients, directory=tmp_path)
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+def shows_states(rank, size, devices):
+    """What is written to `state` counts; AdamW's checkpoint loads; a part of the states is not saved for the whole."""
+    params, others = odd_parameters(), odd_parameters()
+    with CSDAdam(params, **ARGS, tile_size=TILE, devices=devices) as optimizer:
+        other = CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False)
+        take(optimizer, params, range(2))
+        take(other, others, range(2))
+        for o, of in ((optimizer, params), (other, others)):
+            for p in of:
+                o.state[p]["exp_avg"].mul_(0.5)
+                o.state[p]["exp_avg_sq"].add_(1.0)
+        take(optimizer, params, [2])
+        take(other, others, [2])
+        assert_same(params, others, optimizer, other)
+
+        big = next(p for p in params if isinstance(optimizer.state[p]["exp_avg"], DTensor))
+        assert optimizer.state[big]["exp_avg"].shape == big.shape
+        e = raised_by(lambda: torch.save(optimizer.state_dict(), io.BytesIO()))
+        assert f"rank {rank} holds 1/{size} of the optimizer's states" in str(e)
+
+        again = CSDAdam(again_params := odd_parameters(), **ARGS, tile_size=TILE, devices="file:")
+        with torch.no_grad():
+            for p, q in zip(again_params, params, strict=True):
+                p.copy_(q)
+        state = other.state_dict()
+        state["state"] = {
+            k: {name: v.reshape(1) if name == "step" else v for name, v in entry.items()}
+            for k, entry in state["state"].items()
+        }
+        again.load_state_dict(state)  # plain and whole, as AdamW's; some have such steps
+        take(again, again_params, [3])
+        take(other, others, [3])
+        assert_same(again_params, others, again, other)
+        optimizer.load_state_dict(again.state_dict())  # as DTensors
+        with torch.no_grad():
+            for p, q in zip(params, again_params, strict=True):
+                p.copy_(q)
+        take(optimizer, params, [4])
+        take(other, others, [4])
+        assert_same(params, others, optimizer, other)
+        again.close()
+        other.close()
+
+
+@pytest.mark.parametrize("devices", ["file:", "csd{rank}"])
+def test_states_of_shares(devices, tmp_path):
+    on_ranks(2, shows_states, 2, devices, directory=tmp_path)
+
+
+def consolidates(rank, size):
+    params, others = odd_parameters(), odd_parameters()
+    with (
+        CSDAdam(params, **ARGS, tile_size=TILE, devices="file:") as optimizer,
+        CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False) as other,
+    ):
+        take(optimizer, params, range(2))
+        take(other, others, range(2))
+        optimizer.consolidate_state_dict(to=1)
+        if rank == 1:
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            saved, wanted = torch.load(file), other.state_dict()
+            assert saved["param_groups"] == wanted["param_groups"]
+            assert saved["state"].keys() == wanted["state"].keys()
+            for k, state in wanted["state"].items():
+                assert saved["state"][k].keys() == state.keys()
+                assert all(torch.equal(saved["state"][k][name], value) for name, value in state.items())
+        else:
+            assert "consolidate_state_dict()" in str(
+                raised_by(lambda: torch.save(optimizer.state_dict(), io.BytesIO()))
+            )
+        take(optimizer, params, [2])
+        take(other, others, [2])
+        assert_same(params, others, optimizer, other)
+        assert "consolidate_state_dict()" in str(raised_by(lambda: torch.save(optimizer.state_dict(), io.BytesIO())))
+
+
+def test_one_rank_saves_the_states_of_all(tmp_path):
+    on_ranks(3, consolidates, 3, directory=tmp_path)
+
+
+def on_gpus(_):
+    ranks = Ranks(dist.group.WORLD)
+    ranks.mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")  # as nccl's groups and FSDP2's have it
+    window = torch.ones(2, 3)
+    shown = ReplicaShard(torch.ones(4, 3), ranks).show(window)
+    shown.mul_(2)
+    assert shown.shape == (4, 3)
+    assert torch.equal(window, torch.full((2, 3), 2.0))
+    assert shown.to_local().data_ptr() == window.data_ptr()
+
+
+def test_states_stay_on_the_devices_when_parameters_are_on_gpus(tmp_path):
+    on_ranks(2, on_gpus, directory=tmp_path)

@@ -1,0 +1,841 @@
+"""Commits of several ranks: whichever of them dies, and when, all come back at the same step, bit for bit."""
+
+import atexit
+import contextlib
+import errno
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.losing import LosingDisk
+from support.ranks import KILLED, on_ranks
+from support.store_page import region, superblock
+
+import csd_optim.optim.optimizer
+import csd_optim.store.file
+from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
+from csd_optim.engine.commit import Commit
+from csd_optim.engine.engine import Engine
+from csd_optim.errors import CSDRankError
+from csd_optim.store.file import StoreFile
+from csd_optim.store.format import CLEAN, FILE_NAME, read_commits, read_contents
+
+KEYS = ("master", "exp_avg", "exp_avg_sq", "step", "residual")
+
+
+def devices_of(rank, run="run"):
+    return [f"{run}/rank-{rank}/device-{d}" for d in range(2)]
+
+
+class Training:
+    """Parameters of a rank's own, as shards are; gradients depend on the rank and the number of the step alone."""
+
+    def __init__(self, rank, devices=None, own=None, **options):
+        own = rank if own is None else own  # replicas have the same on all ranks
+        generator = torch.Generator().manual_seed(own)
+        sizes = (((90, 50), torch.float32), ((60, 30), torch.bfloat16), ((7,), torch.float32))  # the first goes sparse
+        self.params = [torch.nn.Parameter(torch.randn(size, generator=generator).to(d)) for size, d in sizes]
+        self.own = own
+        devices = devices or devices_of(rank)
+        for device in devices:
+            if ":" not in device:
+                Path(device).parent.mkdir(parents=True, exist_ok=True)
+        options = {"lr": 0.1, "tile_size": 1024, "topk": 0.1, "sharded": False, **options}
+        self.opt = CSDAdam(self.params, devices=devices, **options)
+        self.done = self.opt.user_state.get("done", 0)
+
+    def step(self):
+        generator = torch.Generator().manual_seed(1000 * self.own + self.done)
+        for p in self.params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        self.opt.user_state = {"done": self.done + 1}
+        self.opt.step()
+        self.done += 1
+        return self
+
+    def until(self, step):
+        while self.done < step:
+            self.step()
+        return self
+
+    def image(self):
+        """The bits of every parameter and every state."""
+        state = self.opt.state
+        tensors = [*self.params, *(state[p][key] for p in self.params for key in KEYS if key in state[p])]
+        return [t.detach().clone().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+@functools.cache
+def uninterrupted(rank, step):
+    """The image of a training that nobody disturbs, on no named device."""
+    return Training(rank, ["ram:"]).until(step).image()
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(rank, step, options=None):
+    """Until that step; says where that began, and the image there and at the end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "there is no store")
+        training = Training(rank, resume=True, **(options or {}))
+    with training.opt:
+        first = training.opt.committed_step, training.done, training.image() if training.opt.state else None
+        return (*first, training.until(step).image())
+
+
+def goes_on(directory, size=2, step=6, options=None):
+    """All ranks resume, at the same step, and come to the right end. Returns that step."""
+    said = on_ranks(size, train, step, options, directory=directory)
+    for rank, (committed, done, image, last) in enumerate(said):
+        assert committed == done == said[0][0]
+        assert image is None if done == 0 else image == uninterrupted(rank, done)
+        assert last == uninterrupted(rank, step)
+    return said[0][0]
+
+
+# ---- ranks are killed ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replaced(owner, name, function):
+    """`function` is called with the original, and what that is called with."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: function(original, *args, **kwargs))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def dies_at(point, step):
+    """This process is killed at that point of a step, or of what follows it."""
+
+    def before_tiles_are_finished(finish, engine, keep=True):
+        if engine.step + 1 == step:
+            die()
+        finish(engine, keep)
+
+    def on_one_device(publish, store, staged, copy):
+        if copy == 0 and staged.superblock.step == step and staged.superblock.device == 1:
+            die()
+        publish(store, staged, copy)
+
+    def after_copy_0(prepare, commit, in_parallel):
+        prepare(commit, in_parallel)
+        if commit._staged[0].superblock.step == step:
+            die()
+
+    def before_it_says_so(confirm, engine):
+        if engine.step == step:
+            engine.committer._background.wait()
+            die()
+        confirm(engine)
+
+    def before_copy_1(complete, commit, in_parallel):
+        if commit._staged[0].superblock.step == step:
+            die()
+        complete(commit, in_parallel)
+
+    owner, name, function = {
+        "within the step": (Engine, "finish", before_tiles_are_finished),
+        "copy 0 on one device": (StoreFile, "publish", on_one_device),
+        "after copy 0": (Commit, "prepare", after_copy_0),
+        "before confirm": (Engine, "confirm", before_it_says_so),
+        "before copy 1": (Commit, "complete", before_copy_1),
+    }[point]
+    return replaced(owner, name, function)
+
+
+def train_until_death(rank, point, step, victims, ends, options=None):
+    """Those that are left when others are gone are killed, too, or close what they have."""
+    with dies_at(point, step) if rank in victims else contextlib.nullcontext():
+        training = Training(rank, **(options or {}))
+        try:
+            training.until(step + 3)
+        except RuntimeError as e:  # torch's: others are gone
+            if ends == "killed":
+                die()
+            training.opt.close()
+            return str(e)
+
+
+POINTS = {  # and how many steps are whole then
+    "within the step": 2,
+    "copy 0 on one device": 2,
+    "after copy 0": 3,
+    "before confirm": 3,
+    "before copy 1": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("victims", "ends"), [((0,), "killed"), ((0,), "closed"), ((1,), "killed"), ((1,), "closed"), ((0, 1), "killed")]
+)
+@pytest.mark.parametrize("point", POINTS)
+def test_ranks_are_killed(point, victims, ends, tmp_path):
+    may_die = (0, 1) if ends == "killed" else victims
+    ended = on_ranks(2, train_until_death, point, 3, victims, ends, directory=tmp_path, may_die=may_die)
+    assert all(ended[rank] == KILLED for rank in may_die)
+    assert goes_on(tmp_path) == POINTS[point]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_in_the_first_step(point, tmp_path):
+    on_ranks(2, train_until_death, point, 1, (1,), "killed", directory=tmp_path, may_die=(0, 1))
+    assert goes_on(tmp_path) == POINTS[point] - 2
+
+
+def train_under_fire(rank, seed, victims):
+    """Until killed: after a while, or at some write or flush of what makes a commit."""
+    rng = random.Random(100 * seed + rank)
+    training = Training(rank, resume=True)
+    begun = training.opt.committed_step, training.done, training.image()
+    torch.save(begun, f"begun-{seed}-{rank}")
+    dist.barrier()
+    if rank in victims and rng.random() < 0.5:
+        threading.Timer(rng.uniform(0, 0.2), die).start()
+    elif rank in victims:
+        left = rng.randrange(1, 60)
+
+        def counted(call, *args):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                die()
+            return call(*args)
+
+        for name in ("pwrite", "fdatasync"):
+            setattr(os, name, functools.partial(counted, getattr(os, name)))
+    try:
+        training.until(10**6)
+    except RuntimeError:
+        if rng.random() < 0.5:
+            die()
+        training.opt.close()
+
+
+def test_ranks_are_killed_again_and_again(tmp_path):
+    size, everybody, rng = 3, (0, 1, 2), random.Random(1)
+    on_ranks(size, train, 1, directory=tmp_path)
+    last = 1
+    for seed in range(12):
+        victims = everybody if rng.random() < 0.3 else (rng.randrange(size),)
+        on_ranks(size, train_under_fire, seed, victims, directory=tmp_path, may_die=everybody)
+        said = [torch.load(tmp_path / f"begun-{seed}-{rank}") for rank in range(size)]
+        for rank, (committed, done, image) in enumerate(said):
+            assert committed == done == said[0][0] >= last
+            assert image == uninterrupted(rank, done)
+        last = said[0][0]
+    assert last > 5
+
+
+def train_replicas(rank, step, point=None):
+    """Each rank updates its share. The parameters where that begins, and at the end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "there is no store")
+        training = Training(rank, own=0, topk=None, sharded=True, resume=True)
+    with dies_at(point, 3) if point and rank == 1 else contextlib.nullcontext():
+        first = training.opt.committed_step, [p.detach().clone() for p in training.params]
+        try:
+            training.until(step)
+        except CSDRankError:
+            die()
+        training.opt.close()
+        return *first, [p.detach() for p in training.params]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_ranks_that_share_the_updates_are_killed(point, tmp_path):
+    on_ranks(2, train_replicas, 6, point, directory=tmp_path, may_die=(0, 1))
+    said = on_ranks(2, train_replicas, 5, directory=tmp_path)
+    alone = Training(0, ["ram:"], topk=None).until(POINTS[point])
+    begun = [p.detach().clone() for p in alone.params]
+    end = alone.until(5).params
+    for committed, first, last in said:
+        assert committed == POINTS[point]
+        assert all(map(torch.equal, first, begun))
+        assert all(map(torch.equal, last, end))
+
+
+# ---- a rank's disk is full -------------------------------------------------------------
+
+
+def train_on_a_full_disk(rank, copy):
+    training = Training(rank).until(2)
+    training.opt.synchronize()
+    said = []
+    full = rank == 1
+
+    def publish(original, store, staged, which):
+        if full and which == copy:
+            raise CSDOSError(errno.ENOSPC, f"{store.path}: the disk is full")
+        original(store, staged, which)
+
+    with replaced(StoreFile, "publish", publish):
+        for _ in range(3):
+            before = training.image() if said else None
+            try:
+                training.step()
+            except CSDError as e:
+                said.append((type(e), str(e)))
+                assert before is None or training.image() == before
+        full = False
+        training.until(6)
+    training.opt.synchronize()
+    assert training.opt.committed_step == 6
+    training.opt.close()
+    return training.image() == uninterrupted(rank, 6), said
+
+
+def test_no_rank_goes_on_when_one_cannot_commit(tmp_path):
+    (right_0, said_0), (right_1, said_1) = on_ranks(2, train_on_a_full_disk, 0, directory=tmp_path)
+    assert right_0
+    assert right_1
+    # Step 3 is taken, and cannot be committed: steps 4 are refused.
+    assert [kind for kind, _ in said_1] == [CSDOSError] * 2
+    assert [kind for kind, _ in said_0] == [CSDRankError] * 2
+    assert all("step 3 cannot be committed yet" in text for _, text in (*said_0, *said_1))
+    assert all("rank 1: " in text for _, text in said_0)
+    assert goes_on(tmp_path) == 6
+
+
+def train_until_a_step_is_lost(rank):
+    with LosingDisk(f"run/rank-{rank}") as disk:
+        training = Training(rank).until(2)
+        training.opt.synchronize()
+        if rank == 1:
+            disk.nth = disk.flushes
+        training.step()
+        said = []
+        for call in (training.step, training.opt.synchronize):
+            try:
+                call()
+            except CSDError as e:
+                said.append((type(e), str(e)))
+        committed = training.opt.committed_step
+        with contextlib.suppress(CSDLostError):
+            training.opt.close()
+    return committed, said
+
+
+def test_a_step_that_one_rank_has_lost(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"run/rank-{rank}").mkdir(parents=True)
+    (step_0, said_0), (step_1, said_1) = on_ranks(2, train_until_a_step_is_lost, directory=tmp_path)
+    assert step_0 == step_1 == 2
+    assert [kind for kind, _ in said_1] == [CSDLostError] * 2
+    assert [kind for kind, _ in said_0] == [CSDRankError] * 2
+    assert all("step 3 is lost" in text and "at step 2" in text for _, text in (*said_0, *said_1))
+    assert goes_on(tmp_path) == 2
+
+
+def train_on_while_copy_1_fails(rank):
+    training = Training(rank).until(2)
+    training.opt.synchronize()
+    failing = rank == 1
+
+    def publish(original, store, staged, copy):
+        if failing and copy == 1:
+            raise CSDOSError(errno.EIO, f"{store.path}: Input/output error")
+        original(store, staged, copy)
+
+    with replaced(StoreFile, "publish", publish):
+        training.step()
+        said = None
+        try:
+            training.opt.synchronize()
+        except CSDError as e:
+            said = str(e)
+        committed = training.opt.committed_step
+        failing = False
+        training.opt.synchronize()
+    with training.opt:
+        return said, committed, training.until(4).image() == uninterrupted(rank, 4)
+
+
+def test_copy_1_fails_on_a_rank(tmp_path):
+    for said, committed, right in on_ranks(2, train_on_while_copy_1_fails, directory=tmp_path):
+        assert "step 3 cannot be committed yet" in said
+        assert committed == 3  # all ranks have it
+        assert right
+
+
+# ---- how training ends -----------------------------------------------------------------
+
+
+def end(rank, how):
+    training = Training(rank).until(3)
+    opt = training.opt
+    if how == "destroyed":
+        dist.destroy_process_group()
+        opt.close()
+        opt.close()
+    elif how == "synchronized":
+        opt.synchronize()
+        assert opt.committed_step == 3
+        opt.close()
+    elif how == "dropped":
+        dist.destroy_process_group()
+    elif how == "exit":
+        dist.destroy_process_group()
+        atexit._run_exitfuncs()
+        assert opt._engine.closed
+
+
+@pytest.mark.parametrize("how", ["destroyed", "synchronized", "dropped", "exit"])
+def test_training_ends(how, tmp_path):
+    on_ranks(2, end, how, directory=tmp_path)
+    for file in tmp_path.rglob(FILE_NAME):
+        with file.open("rb") as f:
+            commits = read_commits(f.fileno(), str(file))
+        assert [c.superblock.step for c in commits] == [3] if how == "synchronized" else [3, 2]
+        assert commits[0].superblock.flags == (CLEAN if how == "synchronized" else 0)
+    assert len(list(tmp_path.rglob(FILE_NAME))) == 4
+    assert goes_on(tmp_path) == 3
+
+
+def edit_and_end(rank, synchronized):
+    training = Training(rank).until(3)
+    if synchronized:
+        training.opt.synchronize()
+    if rank == 0:
+        training.opt.state[training.params[0]]["exp_avg"].fill_(0.5)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        training.opt.close()
+    return [str(w.message) for w in said if w.category is CSDWarning]
+
+
+def look(rank):
+    with Training(rank, resume=True).opt as opt:
+        return opt.committed_step, bool((opt.state[opt.param_groups[0]["params"][0]]["exp_avg"] == 0.5).all())
+
+
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_state_is_edited_after_the_last_step(synchronized, tmp_path):
+    said = on_ranks(2, edit_and_end, synchronized, directory=tmp_path)
+    assert said[1] == []
+    if synchronized:
+        assert said[0] == []
+    else:
+        (text,) = said[0]
+        assert "after step 3 is lost" in text
+        assert "synchronize()" in text
+    assert on_ranks(2, look, directory=tmp_path) == [(3, synchronized), (3, False)]
+
+
+# ---- what ranks do not do alike ----------------------------------------------------------
+
+
+def edit_and_die(rank, at_once):
+    """Rank 0 edits before step 4, and commits that by itself if it is much; then all die within step 5."""
+    training = Training(rank).until(3)
+    if rank == 0:
+        training.opt.state[training.params[0]]["exp_avg_sq"].fill_(0.25)
+        with torch.no_grad():
+            training.params[0].fill_(2)
+    if at_once:
+        csd_optim.optim.optimizer.EDIT_BYTES = 0
+    training.step()
+    torch.save(training.image(), f"image-{rank}")
+    with dies_at("within the step", 5):
+        training.step()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_one_rank_edits(at_once, tmp_path):
+    on_ranks(2, edit_and_die, at_once, directory=tmp_path, may_die=(0, 1))
+    said = on_ranks(2, train, 4, directory=tmp_path)
+    for rank, (committed, _, image, _) in enumerate(said):
+        assert committed == 4
+        assert image == torch.load(tmp_path / f"image-{rank}")
+    assert said[1][2] == uninterrupted(1, 4)
+    sequences = [
+        read_contents(tmp_path / devices_of(rank)[0]).superblock.sequence for rank in range(2)
+    ]  # rank 0 has made a commit more, if at all
+    assert sequences[0] - sequences[1] == at_once
+
+
+def idle(rank):
+    """Rank 1 has no gradient in any step."""
+    training = Training(rank)
+    if rank == 0:
+        training.until(3)
+    for _ in range(3 * rank):
+        training.opt.step()
+    assert training.opt.committed_step == 2
+    training.opt.synchronize()
+    training.opt.close()
+    return rank == 0 or not training.opt.state
+
+
+def look_at_idle(rank):
+    training = Training(rank, resume=True)
+    with training.opt as opt:
+        first = opt.committed_step, training.image()
+        training.step()
+        opt.synchronize()
+        return *first, opt.committed_step
+
+
+def test_a_rank_has_nothing_to_do(tmp_path):
+    assert on_ranks(2, idle, directory=tmp_path) == [True, True]
+    said = on_ranks(2, look_at_idle, directory=tmp_path)
+    assert [(step, last) for step, _, last in said] == [(3, 4)] * 2
+    assert said[0][1] == uninterrupted(0, 3)
+
+
+# ---- load_state_dict ---------------------------------------------------------------------
+
+
+def loads_after_resume(rank):
+    """Rank 1 has written to its parameter since resume, and rank 0 has not."""
+    p, state = torch.nn.Parameter(torch.ones(8, 3)), {"exp_avg": torch.ones(8, 3), "exp_avg_sq": torch.ones(8, 3)}
+    p.grad = torch.ones(8, 3)
+    with CSDAdam([p], devices=f"replica-{rank}") as opt:
+        opt.step()
+        opt.synchronize()
+        groups = opt.state_dict()["param_groups"]
+    q = torch.nn.Parameter(torch.zeros(8, 3))
+    with CSDAdam([q], devices=f"replica-{rank}", resume=True) as opt:
+        assert torch.equal(p, q)
+        if rank == 1:
+            with torch.no_grad():
+                q.mul_(1)
+        opt.load_state_dict({"state": {0: {"step": torch.tensor(5.0), **state}}, "param_groups": groups})
+        assert torch.equal(p, q)
+        q.grad = torch.ones(8, 3)
+        opt.step()
+        assert opt.state[q]["step"] == 6
+        assert torch.equal(q, q[0, 0].expand_as(q))
+
+
+def test_ranks_load_after_resume(tmp_path):
+    on_ranks(2, loads_after_resume, directory=tmp_path)
+
+
+def resumes_without_data(rank):
+    """Rank 1's parameter has no data yet."""
+    p = torch.nn.Parameter(torch.ones(8, 3))
+    p.grad = torch.ones(8, 3)
+    with CSDAdam([p], devices=f"replica-{rank}") as opt:
+        opt.step()
+        opt.synchronize()
+    q = torch.nn.Parameter(torch.zeros(8, 3, device="meta" if rank else "cpu"))
+    with CSDAdam([q], devices=f"replica-{rank}", resume=True) as opt:
+        q = opt.param_groups[0]["params"][0] = torch.nn.Parameter(torch.zeros(8, 3))
+        opt.restore()
+        assert torch.equal(p, q)
+
+
+def test_a_rank_resumes_without_data(tmp_path):
+    on_ranks(2, resumes_without_data, directory=tmp_path)
+
+
+def load_and_die(rank, step, victim, point):
+    """Loads what is not the state of that step, and dies in it."""
+    training = Training(rank).until(step)
+    state = training.opt.state_dict()
+    for entry in state["state"].values():
+        entry["exp_avg"] = torch.ones_like(entry["exp_avg"])
+
+    def killed(publish, store, staged, copy):
+        if rank == victim and copy == (point == "copy 1"):
+            die()
+        publish(store, staged, copy)
+
+    training.opt.synchronize()
+    with replaced(StoreFile, "publish", killed):
+        try:
+            training.opt.load_state_dict(state)
+        except RuntimeError:
+            die()
+        if point == "copy 1":
+            die()
+
+
+def look_at_loaded(rank, step):
+    training = Training(rank, resume=True)
+    with training.opt as opt:
+        ones = [bool((entry["exp_avg"] == 1).all()) for entry in opt.state.values()]
+        assert opt.committed_step == step
+        assert all(ones) or training.image() == uninterrupted(rank, step)
+        return all(ones)
+
+
+@pytest.mark.parametrize("point", ["copy 0", "copy 1"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_while_loading(victim, point, tmp_path):
+    on_ranks(2, load_and_die, 3, victim, point, directory=tmp_path, may_die=(0, 1))
+    assert on_ranks(2, look_at_loaded, 3, directory=tmp_path) == [point == "copy 1"] * 2
+
+
+def load_older(rank):
+    training = Training(rank).until(2)
+    torch.save((training.opt.state_dict(), [p.detach() for p in training.params]), f"step-2-{rank}")
+    training.until(4)
+    state, params = torch.load(f"step-2-{rank}")
+    with torch.no_grad():
+        for p, value in zip(training.params, params, strict=True):
+            p.copy_(value)
+    training.opt.load_state_dict(state)
+    assert training.opt.committed_step == 2
+    training.done = 2
+    return training.until(5).image() == uninterrupted(rank, 5)
+
+
+def test_an_older_checkpoint_is_loaded(tmp_path):
+    assert on_ranks(2, load_older, directory=tmp_path) == [True, True]
+
+
+# ---- stores that do not belong together ----------------------------------------------------
+
+
+def refused(rank, options=None, own=None, rebuild=None):
+    """What resume says; `own`: whose stores this rank takes."""
+    devices = devices_of(rank if own is None else own[rank])
+    try:
+        with Training(rank, devices, resume=True, **(options or {})).opt:
+            return None
+    except CSDError as e:
+        return type(e), str(e)
+
+
+def bytes_of(directory):
+    return {file: file.read_bytes() for file in directory.rglob(FILE_NAME)}
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """After three steps of two ranks."""
+    on_ranks(2, train, 3, directory=tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_another_number_of_ranks(size, trained):
+    before = bytes_of(trained)
+    for kind, text in on_ranks(size, refused, directory=trained):
+        assert kind is CSDStoreError
+        assert "rank 0 of 2" in text
+        assert "these are 3 ranks" in text if size == 3 else "this is a process on its own" in text
+        assert "torch.distributed.checkpoint" in text
+        assert "export" in text
+    assert bytes_of(trained) == before
+    assert goes_on(trained) == 3
+
+
+def test_a_store_of_one_process_is_resumed_on_two(tmp_path):
+    on_ranks(1, train, 3, directory=tmp_path)
+    for kind, text in on_ranks(2, refused, directory=tmp_path):
+        assert kind is CSDStoreError
+        assert "a process on its own, and these are 2 ranks" in text
+
+
+def test_ranks_exchange_their_directories(trained):
+    before = bytes_of(trained)
+    for kind, text in on_ranks(2, refused, None, (1, 0), directory=trained):
+        assert kind is CSDStoreError
+        assert "rank 0: " in text
+        assert "is the store of rank 1" in text
+    assert bytes_of(trained) == before
+
+
+def test_a_device_of_another_rank(trained):
+    shutil.rmtree(trained / devices_of(0)[1])
+    shutil.copytree(trained / devices_of(1)[1], trained / devices_of(0)[1])
+    said = on_ranks(2, refused, directory=trained)
+    assert said[0][0] is CSDStoreError
+    assert "is rank 1's" in said[0][1]
+    assert said[1][0] is CSDRankError
+    assert "is rank 1's" in said[1][1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_store_of_a_rank_is_missing(rank, trained):
+    shutil.rmtree(trained / f"run/rank-{rank}")
+    before = bytes_of(trained)
+    for kind, text in on_ranks(2, refused, directory=trained):
+        assert kind is CSDStoreError
+        assert f"no store on rank {rank}" in text
+    assert bytes_of(trained) == before
+
+
+def test_the_store_of_another_run(trained):
+    (trained / "run").rename(trained / "first")
+    on_ranks(2, train, 3, directory=trained)
+    shutil.rmtree(trained / "run/rank-1")
+    (trained / "first/rank-1").rename(trained / "run/rank-1")
+    for kind, text in on_ranks(2, refused, directory=trained):
+        assert kind is CSDStoreError
+        assert "of another run" in text
+        assert "rank 1: " in text
+
+
+def test_no_step_in_common(trained):
+    shutil.copytree(trained / "run/rank-1", trained / "older")
+    assert goes_on(trained, step=6) == 3
+    shutil.rmtree(trained / "run/rank-1")
+    (trained / "older").rename(trained / "run/rank-1")
+    for kind, text in on_ranks(2, refused, directory=trained):
+        assert kind is CSDStoreError
+        assert "no step in common (rank 0: [6, 5], rank 1: [3, 2])" in text
+
+
+def test_a_damaged_tile_stops_all_ranks(trained):
+    contents = read_contents(trained / devices_of(1)[0])
+    _, _, at = next(contents.slots())
+    with Path(contents.path).open("r+b") as f:
+        f.seek(at)
+        f.write(b"\xff")
+    before = bytes_of(trained)
+    said = on_ranks(2, refused, directory=trained)
+    assert said[0][0] is CSDRankError
+    assert "rank 1: CSDStoreError" in said[0][1]
+    assert said[1][0] is CSDStoreError
+    assert "tile 0" in said[1][1]
+    assert bytes_of(trained) == before
+
+
+def unlike(rank):
+    with pytest.raises(CSDValueError, match="all ranks resume or none"):
+        Training(rank, resume=rank == 0)
+    with pytest.raises(CSDValueError, match="on all ranks or on none"):
+        Training(rank, ["ram:"] if rank else None)
+    if rank == 0:
+        Path("exists").write_text("")
+    dist.barrier()
+    with pytest.raises(CSDOSError if rank == 0 else CSDRankError, match="is a file"):
+        Training(rank, ["exists" if rank == 0 else "other"])
+    with Training(rank).opt:  # nothing is left open
+        return True
+
+
+def test_ranks_want_different_things(tmp_path):
+    assert on_ranks(2, unlike, directory=tmp_path) == [True, True]
+
+
+# ---- one copy of the states ------------------------------------------------------------------
+
+
+def test_a_rank_dies_within_a_step_in_place(tmp_path):
+    options = {"shadow": False}
+    args = ("within the step", 3, (1,), "closed", options)
+    on_ranks(2, train_until_death, *args, directory=tmp_path, may_die=(1,))
+    said = on_ranks(2, refused, options, directory=tmp_path)
+    assert said[1][0] is CSDStoreError
+    assert "a step after step 2 was cut short" in said[1][1]
+    assert all("cut short" in text for _, text in said)
+
+
+@pytest.mark.parametrize("point", ["after copy 0", "before confirm", "before copy 1"])
+def test_ranks_die_between_steps_in_place(point, tmp_path):
+    options = {"shadow": False}
+    args = (point, 3, (0, 1), "killed", options)
+    on_ranks(2, train_until_death, *args, directory=tmp_path, may_die=(0, 1))
+    assert goes_on(tmp_path, options=options) == 3
+
+
+# ---- snapshots, and what looks at one store ----------------------------------------------------
+
+
+def save(rank):
+    training = Training(rank).until(3)
+    path = training.opt.save("snapshot").result()
+    later = training.opt.save("later", wait=False)
+    training.until(5)
+    if rank == 1:
+        (Path("taken") / "rank-1").mkdir(parents=True)
+    dist.barrier()
+    with pytest.raises(CSDError, match="taken/rank-1 exists"):
+        training.opt.save("taken")
+    with training.opt:
+        later.result()
+        return str(path), training.until(6).image() == uninterrupted(rank, 6)
+
+
+def test_a_snapshot_of_all_ranks(run, tmp_path):
+    assert on_ranks(2, save, directory=tmp_path) == [(f"snapshot/rank-{rank}", True) for rank in range(2)]
+    for name in ("snapshot", "later"):
+        (tmp_path / "run").rename(tmp_path / f"before-{name}")
+        shutil.copytree(tmp_path / name, tmp_path / "run")
+        assert goes_on(tmp_path) == 3
+    # Of another run than what it was made of, however far that is.
+    shutil.rmtree(tmp_path / "run/rank-1")
+    (tmp_path / "before-snapshot/rank-1").rename(tmp_path / "run/rank-1")
+    assert all("of another run" in text for _, text in on_ranks(2, refused, directory=tmp_path))
+    # One rank's store says what it has without the others.
+    store = tmp_path / "snapshot/rank-1"
+    loaded = CSDAdam.load(store)
+    masters = [entry["master"] for entry in loaded["state"].values()]
+    assert masters[0].numpy().tobytes() == uninterrupted(1, 3)[3]
+    del loaded, masters
+    code, out, _ = run("inspect", store / "device-0", "--json")
+    held = json.loads(out)
+    assert (code, held["rank"], held["world_size"], held["step"]) == (0, 1, 2, 3)
+    code, out, _ = run("inspect", store / "device-0")
+    assert code == 0
+    assert "rank 1 of 2" in out
+    code, out, err = run("verify", *(tmp_path / f"snapshot/rank-{r}/device-{d}" for r in range(2) for d in range(2)))
+    assert code == 0, out + err
+    code, _, err = run("export", store, tmp_path / "exported.pt")
+    assert code == 0, err
+
+
+def test_a_store_that_waits_for_confirmation_is_whole(run, trained):
+    code, out, _ = run("verify", *(trained / device for device in devices_of(1)))
+    assert code == 0
+    assert out.count("ok, step 3") == 2
+    loaded = CSDAdam.load([trained / device for device in devices_of(1)])
+    assert loaded["csd_optim"]["step"] == 3
+
+
+def test_what_ranks_stores_say_of_ranks(trained):
+    """As docs/store-format.md has it."""
+    ids = set()
+    for rank in range(2):
+        for d, device in enumerate(devices_of(rank)):
+            data = (trained / device / FILE_NAME).read_bytes()
+            blocks = [superblock(data, copy) for copy in range(2)]
+            assert [(b["round"], b["step"], b["device"], b["devices"]) for b in blocks] == [(3, 3, d, 2), (2, 2, d, 2)]
+            for copy, block in enumerate(blocks):
+                manifest = json.loads(region(data, block["manifest"], copy))
+                assert (manifest["rank"], manifest["world_size"]) == (rank, 2)
+                ids.add(block["id"])
+    assert len(ids) == 1
+
+
+def one_step(rank):
+    Training(rank).step().opt.close()
+
+
+def test_after_a_single_step(run, tmp_path):
+    on_ranks(2, one_step, directory=tmp_path)
+    code, out, _ = run("verify", *(tmp_path / device for device in devices_of(0)))
+    assert code == 0, out
+    assert goes_on(tmp_path) == 1
+
+
+def shares_a_directory(rank):
+    e = None
+    try:
+        CSDAdam([torch.nn.Parameter(torch.ones(3))], devices="csd")
+    except Exception as raised:
+        e = raised
+    return str(e)
+
+
+def test_two_ranks_cannot_share_a_directory(tmp_path):
+    for said in on_ranks(2, shares_a_directory, directory=tmp_path):
+        assert "for each rank its own, as in '/mnt/nvme{local_rank}'" in said

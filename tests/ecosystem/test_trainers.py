@@ -1,0 +1,240 @@
+"""The trainers that people use, on one line changed: the real libraries, on the CPU, with models made on the spot."""
+
+import contextlib
+import functools
+import pathlib
+import warnings
+
+import pytest
+import torch
+from support.memory import LIMIT, memory_limit
+from test_scripts import LanguageModel, next_token_loss
+from torch.optim import AdamW
+from trainers import (
+    BATCHES,
+    LR,
+    SAVED,
+    STEPS,
+    TRAINERS,
+    accelerate,
+    finished,
+    for_large_state,
+    hugging_face_class,
+    hugging_face_optimizers,
+    library,
+    lightning,
+    peft_lora,
+    texts,
+)
+
+from csd_optim import CSDAdam, CSDWarning
+from csd_optim.params import memory_warnings as materialized
+from csd_optim.store.format import FILE_NAME, read_contents
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
+]
+each_trainer = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.__name__)
+
+
+def assert_close(run, reference):
+    """Within what 8 steps make of fp32's last bits, 6e-8: 1e-5 of a loss, 2e-5 of a tensor's norm."""
+    assert run.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert run.params.keys() == reference.params.keys()
+    for name, theirs in reference.params.items():
+        pairs = [(run.params[name], theirs), *((run.state[name][k], v) for k, v in reference.state[name].items())]
+        for a, b in pairs:
+            assert (a - b).norm() <= 2e-5 * b.norm(), name
+
+
+def assert_same_bits(run, reference):
+    assert run.losses == reference.losses[-len(run.losses) :]
+    assert run.params.keys() == reference.params.keys()
+    for name, p in reference.params.items():
+        assert torch.equal(run.params[name], p), name
+        assert run.state[name].keys() == reference.state[name].keys()
+        for key, value in reference.state[name].items():
+            assert torch.equal(run.state[name][key], value), (name, key)
+
+
+@each_trainer
+def test_one_line_changed(trainer, tmp_path):
+    reference = trainer(AdamW, {}, tmp_path / "adamw")
+    assert reference.losses[-1] < reference.losses[0]
+    assert_close(trainer(CSDAdam, {}, tmp_path / "csdadam"), reference)
+
+
+@each_trainer
+def test_resumed_run_equals_the_uninterrupted_one(trainer, tmp_path):
+    whole = trainer(CSDAdam, {}, tmp_path)
+    resumed = trainer(CSDAdam, {}, tmp_path, resume=True)
+    assert len(resumed.losses) == (STEPS - SAVED) * BATCHES
+    assert_same_bits(resumed, whole)
+
+
+@each_trainer
+@pytest.mark.parametrize("option", ["overwrite", "resume"])
+def test_the_same_on_named_devices(trainer, option, tmp_path):
+    """The script started again finds a store that is ahead of the checkpoint: the checkpoint counts."""
+    options = {"devices": [str(tmp_path / "csd0"), str(tmp_path / "csd1")], option: True}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "there is no store", CSDWarning)
+        whole = trainer(CSDAdam, options, tmp_path)
+    assert_same_bits(trainer(CSDAdam, options, tmp_path, resume=True), whole)
+
+
+def test_16_bit_parameters(tmp_path):
+    """Their masters are in the checkpoint."""
+    run = functools.partial(hugging_face_optimizers, CSDAdam, {}, tmp_path, dtype=torch.bfloat16)
+    whole = run()
+    assert any((whole.params[name] != entry["master"]).any() for name, entry in whole.state.items())
+    assert_same_bits(run(resume=True), whole)
+
+
+def test_lora_takes_space_for_what_is_trained_only(tmp_path):
+    run = peft_lora(CSDAdam, {"devices": tmp_path / "csd", "tile_size": 512}, tmp_path)
+    trained = sum(p.numel() for p in run.params.values())
+    assert trained == 2 * 2 * (32 * 4 + 4 * 32)
+    assert all("lora" in name for name in run.params)
+    held = sum(extent["tile_elems"] for extent, *_ in read_contents(tmp_path / "csd" / FILE_NAME).slots())
+    assert trained <= held < trained + 1024
+
+
+# ---- torch.compile ---------------------------------------------------------------------------
+
+
+def test_step_inside_a_compiled_function():
+    """The graph breaks there, and the step is made all the same."""
+
+    def train(Optimizer, compile):
+        torch.manual_seed(0)
+        model = LanguageModel()
+        optimizer = Optimizer(model.parameters(), lr=LR)
+
+        @compile
+        def step(batch):
+            loss = next_token_loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        losses = [step(batch).item() for batch in texts(8).split(4)]
+        return finished(losses, model, optimizer)
+
+    reference = train(AdamW, lambda f: f)
+    run = train(CSDAdam, torch.compile(backend="aot_eager"))
+    assert_close(run, reference)
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+@each_trainer
+def test_nobody_puts_state_into_memory(trainer, tmp_path, monkeypatch):
+    """No trainer replaces the entries of `state`, or copies the optimizer; of those that load it they are told."""
+    monkeypatch.setattr(materialized, "WORTH_A_WARNING", 1000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CSDWarning)
+        trainer(CSDAdam, {}, tmp_path)
+    with pytest.warns(CSDWarning, match="came from memory") as caught:
+        trainer(CSDAdam, {}, tmp_path, resume=True)
+    told = {w.filename for w in caught if issubclass(w.category, CSDWarning)}
+    assert len(told) == 1
+    where = {"lightning": "/lightning/", "compiled": "/trainers.py", "peft_lora": "/trainers.py"}
+    assert where.get(trainer.__name__, "/accelerate/") in told.pop()
+
+
+@pytest.mark.parametrize("trainer", [hugging_face_class, accelerate])
+def test_checkpoints_can_be_mapped(trainer, tmp_path, monkeypatch):
+    """By torch's own setting. Then nobody is warned, as nothing comes from memory."""
+    monkeypatch.setattr(materialized, "WORTH_A_WARNING", 1000)
+    whole = trainer(CSDAdam, {}, tmp_path)
+    with torch.utils.serialization.config.patch({"load.mmap": True}), warnings.catch_warnings():
+        warnings.simplefilter("error", CSDWarning)
+        assert_same_bits(trainer(CSDAdam, {}, tmp_path, resume=True), whole)
+
+
+def test_lightning_with_large_state(tmp_path, monkeypatch):
+    """As docs/trainers.md says: nothing comes from memory, and nothing is moved to the model's device."""
+    library("lightning")
+    from lightning.pytorch.strategies import strategy
+
+    monkeypatch.setattr(materialized, "WORTH_A_WARNING", 1000)
+    monkeypatch.setattr(strategy, "_optimizer_to_device", lambda optimizer, device: pytest.fail("state is moved"))
+    run = functools.partial(lightning, CSDAdam, {}, tmp_path, trainer_options=for_large_state)
+    whole = run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CSDWarning)
+        assert_same_bits(run(resume=True), whole)
+
+
+class Large(torch.nn.Module):
+    """8 M parameters, a state of 96 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8 << 20, dtype=torch.bfloat16))
+
+    def forward(self, input_ids, labels):
+        return {"loss": (self.weight * labels).sum()}
+
+
+def large_hugging_face(stack):
+    library("transformers")
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Limit(TrainerCallback):
+        def on_step_end(self, arguments, state, control, **_):
+            stack.enter_context(memory_limit(LIMIT))
+
+        def on_save(self, arguments, state, control, **_):
+            stack.close()
+
+    one = {"input_ids": torch.ones(1), "labels": torch.ones(1)}
+    arguments = TrainingArguments("out", max_steps=1, save_steps=1, use_cpu=True, disable_tqdm=True, report_to=[])
+    optimizer = (CSDAdam, {"lr": LR})
+    Trainer(Large(), arguments, train_dataset=[one], optimizer_cls_and_kwargs=optimizer, callbacks=[Limit()]).train()
+
+
+def large_accelerate(stack):
+    library("accelerate")
+    from accelerate import Accelerator
+
+    accelerator, model = Accelerator(cpu=True), Large()
+    model, optimizer = accelerator.prepare(model, CSDAdam(model.parameters(), lr=LR))
+    accelerator.backward(model(None, torch.ones(1))["loss"])
+    optimizer.step()
+    stack.enter_context(memory_limit(LIMIT))
+    accelerator.save_state("out")
+
+
+def large_lightning(stack):
+    library("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Large()
+
+        def training_step(self, batch):
+            return self.model(None, batch)["loss"]
+
+        def configure_optimizers(self):
+            return CSDAdam(self.parameters(), lr=LR)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", max_steps=1, enable_checkpointing=False, **for_large_state(), **quiet)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(1, 1)))
+    stack.enter_context(memory_limit(LIMIT))
+    trainer.save_checkpoint("out/last.ckpt")
+
+
+@pytest.mark.parametrize("train", [large_hugging_face, large_accelerate, large_lightning])
+def test_checkpoints_take_less_memory_than_the_state(train):
+    with contextlib.ExitStack() as stack:
+        train(stack)
+    assert sum(file.stat().st_size for file in pathlib.Path("out").rglob("*") if file.is_file()) > 12 * (8 << 20)

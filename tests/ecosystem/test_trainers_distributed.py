@@ -1,0 +1,98 @@
+"""The trainers of test_trainers.py on two ranks. The oracle is AdamW in the same trainer on the same ranks."""
+
+import os
+
+import pytest
+import torch
+from support.ranks import on_ranks
+from test_trainers import assert_close, assert_same_bits
+from torch.optim import AdamW
+from trainers import BATCHES, SAVED, STEPS, accelerate, hugging_face_class, library, lightning
+
+from csd_optim import CSDAdam
+
+
+def as_torchrun():
+    """What the trainers want to know beside what on_ranks() sets."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
+
+
+def saves_and_resumes(trainer, where, options, **more):
+    """A run, and one that goes on from its checkpoint: the same bits."""
+    run = trainer(CSDAdam, options, where, **more)
+    resumed = trainer(CSDAdam, options, where, resume=True, **more)
+    assert len(resumed.losses) == (STEPS - SAVED) * BATCHES
+    assert_same_bits(resumed, run)
+    return run
+
+
+def trains(rank, trainer, consolidate):
+    as_torchrun()
+    reference = trainer(AdamW, {}, "adamw")
+    assert reference.losses[-1] < reference.losses[0]
+    consolidated = saves_and_resumes(trainer, "sharded", {}, **consolidate)
+    assert_close(consolidated, reference)
+    assert_close(saves_and_resumes(trainer, "replicated", {"sharded": False}), reference)
+    return consolidated.params
+
+
+def refuses(rank, trainer):
+    """Rank 0 alone saves, is told what to do, and ends; the other one waits for it in vain."""
+    as_torchrun()
+    try:
+        trainer(CSDAdam, {}, "out")
+    except Exception as e:
+        return str(e)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("trainer", [hugging_face_class, accelerate], ids=lambda trainer: trainer.__name__)
+def test_ddp(trainer, tmp_path):
+    library("transformers")
+    ranks = on_ranks(2, trains, trainer, {"consolidate": True}, directory=tmp_path)
+    assert all(torch.equal(p, ranks[1][name]) for name, p in ranks[0].items())
+
+
+@pytest.mark.parametrize("trainer", [hugging_face_class, accelerate], ids=lambda trainer: trainer.__name__)
+def test_a_part_of_the_states_is_not_saved_for_the_whole(trainer, tmp_path):
+    library("transformers")
+    said = on_ranks(2, refuses, trainer, directory=tmp_path)[0]
+    assert "Call consolidate_state_dict() on all ranks before" in said
+    assert "sharded=False" in said
+
+
+def ddp_of_lightning(Optimizer, options, directory, resume=False):
+    return lightning(Optimizer, options, directory, resume, lambda: {"strategy": "ddp"})
+
+
+def test_ddp_of_lightning(tmp_path):
+    library("lightning")
+    ranks = on_ranks(2, trains, ddp_of_lightning, {}, directory=tmp_path)
+    assert all(torch.equal(p, ranks[1][name]) for name, p in ranks[0].items())
+
+
+def fsdp2_of_accelerate(Optimizer, options, directory, resume=False):
+    """Accelerate has FSDP on GPUs only, and on a CPU falls back to DDP without a word: it is told otherwise."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    def set_up():
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            cpu_ram_efficient_loading=False,
+            auto_wrap_policy="no_wrap",
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    return accelerate(Optimizer, options, directory, resume, set_up=set_up)
+
+
+def test_fsdp2_of_accelerate(tmp_path):
+    """It exchanges the parameters in the optimizer for shards, and saves with torch.distributed.checkpoint."""
+    library("accelerate")
+    on_ranks(2, trains, fsdp2_of_accelerate, {}, directory=tmp_path)
+    assert (tmp_path / "sharded" / "optimizer_0" / ".metadata").exists()

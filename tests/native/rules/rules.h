@@ -1,0 +1,27 @@
+// In place of native/include/rules.h, when tests/sanitize.py builds the engine: the same rules, and two more, with
+// fewer sections than any of those.
+#pragma once
+#include "adamw.h"
+
+constexpr uint32_t kPlain = 100, kHeavy = 101;  // as csd_rule would have them
+
+// master -= c[0] * momentum, which is 0.9 or whatever c[1] says of the last one, and the gradient; kPlain has none.
+struct Descent {
+  float lr, decay, grad_scale;
+  bool heavy;
+
+  explicit Descent(const csd_hyper &h)
+      : lr(h.c[0]), decay(h.c[1]), grad_scale(h.c[CSD_GRAD_SCALE]), heavy(h.rule == kHeavy) {}
+
+  void update(float (&state)[4], float grad) const {
+    float step = grad * grad_scale;
+    if (heavy) step = state[1] = state[1] * decay + step;
+    state[0] = state[0] - lr * step;
+  }
+};
+
+#define CSD_RULES(RULE)          \
+  RULE(CSD_ADAMW, AdamW, 3, 4)   \
+  RULE(CSD_AMSGRAD, AdamW, 4, 4) \
+  RULE(kPlain, Descent, 1, 1)    \
+  RULE(kHeavy, Descent, 2, 2)

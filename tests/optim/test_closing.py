@@ -1,0 +1,111 @@
+"""Optimizers end well: closed, forgotten, forked, at the interpreter's end, and when a constructor fails."""
+
+import contextlib
+import gc
+import os
+
+import pytest
+import torch
+from support.backends import TILE
+from support.beside import (
+    assert_close,
+    gradients,
+    leaf,
+    run_script,
+)
+
+from csd_optim import CSDAdam, CSDError, CSDRuntimeError
+
+OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size"}
+
+
+def test_a_closed_optimizer_says_so(devices):
+    p = leaf(3)
+    with CSDAdam([p], devices=devices) as optimizer:
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    optimizer.close()  # once more does no harm
+    before = p.detach().clone()
+    for use in (optimizer.step, optimizer.stats):
+        with pytest.raises(CSDRuntimeError, match="closed"):
+            use()
+    assert torch.equal(p.detach(), before)
+    assert "closed" in repr(optimizer)
+
+
+def test_a_tensor_of_the_state_outlives_the_optimizer(devices):
+    p = leaf(TILE + 1)
+    optimizer = CSDAdam([p], devices=devices)
+    gradients([p], 0)
+    optimizer.step()
+    exp_avg = optimizer.state[p]["exp_avg"]
+    expected = 0.1 * p.grad
+    optimizer.close()
+    del optimizer
+    gc.collect()
+    assert_close(exp_avg, expected)
+
+
+def test_dropped_optimizers_print_nothing(tmp_path):
+    script = """
+        import sys, torch
+        from csd_optim import CSDAdam
+        kept = []
+        for k, devices in enumerate([None, "ram:", ["ram:", "file:"], sys.argv[1], sys.argv[2]]):
+            p = torch.ones(10000, requires_grad=True)
+            optimizer = CSDAdam([p], devices=devices)
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            if k % 2:
+                kept.append(optimizer)  # until the interpreter ends
+            del optimizer
+        try:
+            CSDAdam([p], lr=-1)
+        except ValueError:
+            pass
+    """
+    assert run_script(script, tmp_path / "a", tmp_path / "b") == ("", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}  # scratch stores leave nothing
+
+
+def test_fork(tmp_path):
+    """The child is told; the parent goes on. Both end in good order."""
+    script = """
+        import os, sys, torch
+        from csd_optim import CSDAdam
+        p = [torch.ones(10000, requires_grad=True) for _ in range(3)]
+        optimizers = [CSDAdam([q], devices=d) for q, d in zip(p, ["ram:", "file:", [sys.argv[1], "file:"]])]
+        for q, optimizer in zip(p, optimizers):
+            q.grad = torch.ones_like(q)
+            optimizer.step()
+        child = os.fork()
+        if not child:
+            for optimizer in optimizers:
+                try:
+                    optimizer.step()
+                except RuntimeError as e:
+                    print("child:", e, flush=True)
+            sys.exit()
+        _, status = os.waitpid(child, 0)
+        for optimizer in optimizers:
+            optimizer.step()
+        print("parent:", status, [o.state[q]["step"].item() for q, o in zip(p, optimizers)])
+    """
+    out, err = run_script(script, tmp_path / "csd")
+    *child, parent = out.splitlines()
+    assert len(child) == 3
+    assert all(line.startswith("child: this optimizer belongs to process") for line in child)
+    assert parent == "parent: 0 [2.0, 2.0, 2.0]"
+    assert err == ""
+
+
+def test_every_error_of_ours_is_a_csd_error():
+    for make in (lambda: CSDAdam([leaf(2)], devices="tape:"), lambda: CSDAdam([leaf(2, dtype=torch.float64)])):
+        with pytest.raises(CSDError):
+            make()
+
+
+def test_a_failed_constructor_leaves_no_store(tmp_path):
+    with contextlib.suppress(ValueError):
+        CSDAdam([leaf(2)], devices=[str(tmp_path / "a"), str(tmp_path / "b")], lr=-1)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,271 @@
+"""What the constructor takes, as torch's AdamW does and in its words, and what groups of parameters may say."""
+
+import inspect
+
+import pytest
+import torch
+from support.backends import TILE
+from support.beside import (
+    assert_same_weights,
+    everything,
+    gradients,
+    leaf,
+    pair_of_models,
+    small_model,
+    train_beside,
+)
+from support.comparing import assert_same_bits, params_of
+from torch.optim import AdamW
+
+from csd_optim import CSDAdam, CSDTypeError, CSDValueError
+
+OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size"}
+
+
+# ---- Constructor ----------------------------------------------------------------
+
+
+def test_signature_is_adamws_then_ours():
+    theirs = list(inspect.signature(AdamW.__init__).parameters.values())
+    ours = list(inspect.signature(CSDAdam.__init__).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in ours[: len(theirs)]] == [(p.name, p.kind, p.default) for p in theirs]
+    assert {p.name for p in ours[len(theirs) :]} >= OWN_OPTIONS
+    for p in ours[len(theirs) :]:
+        assert p.kind is p.KEYWORD_ONLY
+        assert p.default is not p.empty
+
+
+def test_looks_like_adamw():
+    ours, reference = CSDAdam([leaf(3)], devices="ram:"), AdamW([leaf(3)])
+    assert isinstance(ours, AdamW)
+    assert ours.defaults == reference.defaults
+    assert ours.param_groups[0].keys() == reference.param_groups[0].keys()
+    assert repr(reference).removeprefix("AdamW") in repr(ours)
+    assert "ram:" in repr(ours)
+
+
+def test_works_with_no_argument_but_parameters():
+    p = leaf(5)
+    optimizer = CSDAdam([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+
+
+def test_devices_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_DEVICES", "ram:, file:")
+    assert "[ram:, file:]" in repr(CSDAdam([leaf(5)]))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"lr": -1},
+        {"lr": float("nan")},
+        {"lr": torch.tensor(-0.1)},
+        {"lr": torch.tensor([1e-3, 1e-3])},
+        {"lr": torch.tensor(1e-3), "foreach": True},
+        {"betas": (1.0, 0.9)},
+        {"betas": (-0.1, 0.9)},
+        {"betas": (0.9, 1.0)},
+        {"betas": (0.9, torch.tensor(0.9))},
+        {"betas": (torch.tensor([0.9, 0.8]), torch.tensor(0.9))},
+        {"eps": -1e-8},
+        {"weight_decay": -0.5},
+        {"fused": True, "foreach": True},
+    ],
+    ids=str,
+)
+def test_bad_arguments_in_torchs_words(kwargs):
+    with pytest.raises((ValueError, RuntimeError)) as theirs:
+        AdamW([leaf(3)], **kwargs)
+    with pytest.raises(theirs.type) as ours:
+        CSDAdam([leaf(3)], devices="ram:", **kwargs)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("bad", ["tensor", "empty", "set", "not tensors", "non-leaf", "twice", "half named"])
+def test_bad_params_in_torchs_words(bad):
+    def params():
+        p = leaf(3)
+        return {
+            "tensor": p,
+            "empty": [],
+            "set": [{"params": {p}}],
+            "not tensors": [1.0],
+            "non-leaf": [p * 2],
+            "twice": [{"params": [p]}, {"params": [p]}],
+            "half named": [("a", p), leaf(2)],
+        }[bad]
+
+    with pytest.raises((TypeError, ValueError)) as theirs:
+        AdamW(params())
+    with pytest.raises(theirs.type) as ours:
+        CSDAdam(params(), devices="ram:")
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error"),
+    [
+        ({"grad_dtype": torch.float64}, "Invalid grad_dtype: torch.float64"),
+        ({"max_grad_norm": 0.0}, "Invalid max_grad_norm: 0.0"),
+        ({"max_grad_norm": float("nan")}, "Invalid max_grad_norm: nan"),
+        ({"tile_size": 0}, "Invalid tile_size: 0"),
+        ({"tile_size": 1.5}, "Invalid tile_size: 1.5"),
+        ({"devices": []}, "Invalid devices: []"),
+        ({"devices": "tape:"}, "Invalid device: 'tape:'"),
+    ],
+    ids=str,
+)
+def test_bad_options_of_ours(kwargs, error):
+    with pytest.raises(CSDValueError) as raised:
+        CSDAdam([leaf(3)], **kwargs)
+    assert isinstance(raised.value, ValueError)
+    assert error in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_other_dtypes_are_refused_before_anything_is_touched(tmp_path, dtype):
+    directory = tmp_path / "csd"
+    with pytest.raises(CSDTypeError, match=f"{dtype}.*0.1.*3") as raised:
+        CSDAdam([leaf(3), leaf(3).detach().to(dtype).requires_grad_()], devices=str(directory))
+    assert isinstance(raised.value, TypeError)
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float64, torch.float8_e4m3fn])
+def test_frozen_parameters_may_be_anything(devices, dtype):
+    """As those of a quantized model under LoRA."""
+    frozen = torch.nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
+    lazy = torch.nn.LazyLinear(2).weight
+    p = leaf(3)
+    optimizer = CSDAdam([frozen, p, lazy], devices=devices)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert list(optimizer.state) == [p]
+
+
+def test_a_frozen_parameter_that_is_trained_after_all_is_looked_at(devices):
+    p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False)
+    optimizer = CSDAdam([p], devices=devices)
+    p.requires_grad_().grad = torch.ones_like(p)
+    with pytest.raises(CSDTypeError, match="float64"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["capturable", "differentiable"])
+def test_capturable_and_differentiable_are_refused(tmp_path, name):
+    with pytest.raises(RuntimeError, match=name):
+        CSDAdam([leaf(3)], devices=str(tmp_path / "csd"), **{name: True})
+    with pytest.raises(RuntimeError, match=name):
+        CSDAdam([{"params": [leaf(3)], name: True}], devices=str(tmp_path / "csd"))
+    assert not (tmp_path / "csd").exists()
+
+
+def test_sparse_gradients_are_refused_before_anything_is_touched(devices):
+    dense, sparse = leaf(5), leaf(4, 2)
+    optimizer = CSDAdam([dense, sparse], devices=devices)
+    before = dense.detach().clone()
+    dense.grad = torch.ones_like(dense)
+    sparse.grad = torch.eye(4, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients, please consider SparseAdam instead"):
+        optimizer.step()
+    assert torch.equal(dense.detach(), before)
+    sparse.grad = sparse.grad.to_dense()
+    optimizer.step()
+    assert optimizer.state[dense]["step"] == 1
+
+
+def test_a_gradient_of_another_shape_is_refused_before_anything_is_touched(devices):
+    p, q = leaf(5), leaf(5)
+    optimizer = CSDAdam([p, q], devices=devices)
+    train = [torch.ones(5), torch.ones(5)]
+    p.grad, q.grad = train
+    optimizer.step()
+    before = everything(optimizer)
+    q.grad.data = torch.ones(7)
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.step()
+    assert_same_bits(everything(optimizer), before)
+
+
+# ---- Parameter groups -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["list", "tensor", "generator", "amsgrad"])
+def test_add_param_group_while_training(devices, how):
+    first, later = [leaf(5), leaf(2 * TILE)], [leaf(17), leaf(3, 3)]
+    if how == "tensor":
+        later = later[:1]
+    copies = [[p.detach().clone().requires_grad_() for p in params] for params in (first, later)]
+    ours, reference = CSDAdam(first, devices=devices), AdamW(copies[0])
+    train_beside(ours, reference, 3)
+
+    def group(params):
+        if how == "amsgrad":
+            return {"params": params, "amsgrad": True}
+        return {"params": {"list": params, "tensor": params[0], "generator": (p for p in params)}[how], "lr": 0.1}
+
+    ours.add_param_group(group(later))
+    reference.add_param_group(group(copies[1]))
+    train_beside(ours, reference, 3, start=3)
+    assert_same_weights(ours, reference)
+    assert [ours.state[p]["step"].item() for p in params_of(ours)] == [6, 6] + [3] * len(later)
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        ours.add_param_group({"params": first})
+
+
+def test_named_parameters(devices):
+    model = small_model()
+    named = list(model.named_parameters())
+    optimizer = CSDAdam(named[:2], devices=devices)
+    optimizer.add_param_group({"params": iter(named[2:])})
+    gradients(model.parameters(), 0)
+    optimizer.step()
+    assert [group["param_names"] for group in optimizer.param_groups] == [
+        ["0.weight", "0.bias"],
+        ["2.weight", "2.bias"],
+    ]
+    assert optimizer.state_dict()["param_groups"][1]["param_names"] == ["2.weight", "2.bias"]
+    assert all(optimizer.state[p]["step"] == 1 for p in model.parameters())
+
+
+def test_frozen_parameters_take_no_part(devices):
+    model, ours, twin, reference = pair_of_models(devices)
+    for m in (model, twin):
+        m[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    x = torch.randn(8, 6)
+    for m, optimizer in ((model, ours), (twin, reference)):
+        for _ in range(3):
+            optimizer.zero_grad()
+            m(x).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    assert model[0].weight not in ours.state
+    assert set(ours.state) == set(model.parameters()) - {model[0].weight}
+
+
+def test_thawed_parameters_join(devices):
+    _, ours, _, reference = pair_of_models(devices)
+    for optimizer in (ours, reference):
+        gradients(params_of(optimizer), 0)
+        params_of(optimizer)[0].grad = None
+        optimizer.step()
+    train_beside(ours, reference, 2, start=1)
+    assert_same_weights(ours, reference)
+    assert [ours.state[p]["step"].item() for p in params_of(ours)] == [2, 3, 3, 3]
+
+
+def test_a_removed_parameter_stays_as_it_is(devices):
+    p, q = leaf(5), leaf(6)
+    optimizer = CSDAdam([{"params": [p]}, {"params": [q]}], devices=devices)
+    gradients([p, q], 0)
+    optimizer.step()
+    del optimizer.param_groups[0]
+    before = p.detach().clone()
+    gradients([p, q], 1)
+    optimizer.step()
+    assert torch.equal(p.detach(), before)
+    assert optimizer.state[q]["step"] == 2

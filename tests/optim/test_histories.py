@@ -1,0 +1,142 @@
+"""Random histories: whatever people do between steps, a file holds the bits that memory holds, its checksums right."""
+
+import copy
+import random
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from support.backends import on_cards
+
+from csd_optim import CSDAdam
+from csd_optim.bindings import crc32c
+from csd_optim.store.format import FILE_NAME, read_contents
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+
+
+class Twins:
+    """The same optimizer on files, or cards among them, and in memory."""
+
+    def __init__(self, choose, directory):
+        self.choose = choose
+        files = (
+            [
+                [f"xrt:0?nvme={directory}/a&buffers=3&block=4096"],
+                [f"{directory}/a", f"xrt:1?nvme={directory}/b&buffers=4&block=12KiB", f"xrt:0?nvme={directory}/c"],
+                ["ram:", f"xrt:0?nvme={directory}/a&buffers=1"],
+                [f"xrt:0?nvme={directory}/a&p2p=0", f"xrt:1?nvme={directory}&scratch=1"],
+            ]
+            if on_cards()
+            else [
+                [f"file:{directory}/a?buffers=3&block=4096&cache={choose.choice(['off', '0', '40KiB', '1MiB'])}"],
+                [f"{directory}/a", f"file:{directory}/b?buffers=4&block=12KiB&cache=30KiB&share=0.4", f"{directory}/c"],
+                ["ram:", f"file:{directory}/a?buffers=1&cache={choose.choice(['0', '50KiB'])}"],
+                ["file:", f"{directory}/a"],
+            ]
+        )
+        self.pairs = self.new_pairs()
+        options = {"amsgrad": choose.random() < 0.3, "grad_dtype": choose.choice([None, torch.bfloat16])}
+        options |= {"tile_size": choose.choice([1024, 2048, 5120, 1 << 16]), "lr": 0.01}
+        options |= {"topk": choose.choice([None, 0.02]), "error_feedback": choose.random() < 0.8}
+        mine, others = zip(*self.pairs, strict=True)
+        self.file = CSDAdam(mine, devices=choose.choice(files), **options)
+        self.ram = CSDAdam(others, devices="ram:", **options)
+
+    def new_pairs(self):
+        choose = self.choose
+        shapes = [(choose.randint(1, 5000),), (choose.randint(1, 60), 7), (1,), (), (0, 3), (1024,), (2, 3, 4, 5)]
+        pairs = []
+        for _ in range(choose.randint(1, 5)):
+            value = torch.randn(choose.choice(shapes)).to(choose.choice(DTYPES))
+            if value.dim() == 4 and choose.random() < 0.5:
+                value = value.contiguous(memory_format=torch.channels_last)
+            pairs.append(tuple(torch.nn.Parameter(value.clone()) for _ in range(2)))
+        return pairs
+
+    def step(self):
+        for pair in self.pairs:
+            grad = torch.randn_like(pair[0]) if self.choose.random() < 0.75 else None
+            for p in pair:
+                p.grad = None if grad is None else grad.clone()
+        self.file.step()
+        self.ram.step()
+
+    # ---- what may happen between steps
+
+    def join(self):
+        new = self.new_pairs()
+        options = {"amsgrad": self.choose.random() < 0.5, **self.choose.choice([{}, {"topk": None}, {"topk": 0.1}])}
+        for optimizer, params in zip((self.file, self.ram), zip(*new, strict=True), strict=True):
+            optimizer.add_param_group({"params": params, **options})
+        self.pairs += new
+
+    def edit_state(self):
+        if known := [(p, q) for p, q in self.pairs if p in self.file.state]:
+            p, q = self.choose.choice(known)
+            value = torch.rand_like(self.file.state[p]["exp_avg"])
+            self.file.state[p]["exp_avg"].copy_(value)
+            self.ram.state[q]["exp_avg"].copy_(value)
+
+    def load(self):
+        state = copy.deepcopy(self.ram.state_dict())
+        self.file.load_state_dict(copy.deepcopy(state))
+        self.ram.load_state_dict(state)
+
+    def write_parameter(self):
+        with torch.no_grad():
+            for p in self.choose.choice(self.pairs):
+                p.mul_(1.5)
+
+    def set_topk(self):
+        share, feedback = self.choose.choice([None, 0.01, 0.3, 1.0]), self.choose.random() < 0.7
+        for optimizer in (self.file, self.ram):
+            optimizer.param_groups[0]["topk"], optimizer.error_feedback = share, feedback
+
+    def look(self):
+        for p, q in self.pairs:
+            assert torch.equal(p, q)
+            ours, theirs = self.file.state.get(p, {}), self.ram.state.get(q, {})
+            assert ours.keys() == theirs.keys()
+            for key, value in ours.items():
+                # A parameter that was written since the last step is its own master in memory already.
+                if key != "master" or torch.equal(value.to(p.dtype), p):
+                    assert torch.equal(value, theirs[key]), key
+
+
+# What differs on cards is where the bytes go: a quarter of the histories sees all of that.
+SEEDS = [pytest.param(seed, marks=[pytest.mark.soak] * (on_cards() and seed >= 10)) for seed in range(40)]
+
+
+@pytest.mark.cards
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_history(tmp_path, seed):
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    twins = Twins(choose, tmp_path)
+    for _ in range(choose.randint(2, 12)):
+        for happens in (twins.join, twins.edit_state, twins.load, twins.write_parameter, twins.set_topk, twins.look):
+            if choose.random() < 0.15:
+                happens()
+        twins.step()
+    twins.look()
+    twins.file.close()
+    for store in tmp_path.glob(f"*/{FILE_NAME}"):
+        check_sums(store)
+
+
+def check_sums(store: Path):
+    contents, data = read_contents(store), store.read_bytes()
+    rows = zip(contents.tiles, chain.from_iterable(contents.sums), strict=True)
+    for extent in contents.manifest["extents"]:
+        n_bytes, sections = 4 * extent["tile_elems"], len(extent["sections"])
+        for j in range(extent["tiles"]):
+            row, held = next(rows)
+            at = extent["file_offset"] + (2 * j + int(row["slot"])) * n_bytes * sections
+            size = 4 * min(extent["sum_elems"], extent["tile_elems"])
+            sums = [
+                [crc32c(data[at + s * n_bytes :][:n_bytes][first : first + size]) for s in range(sections)]
+                for first in range(0, n_bytes, size)
+            ]
+            assert not row["summed"] or sums == held.tolist()

@@ -1,0 +1,273 @@
+"""An update rule is a header and an UpdateRule: engine, stores and tools take its sections, whatever their names."""
+
+import json
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDStoreError, CSDValueError, bindings
+from csd_optim.bindings import HYPER, PARAM, RULES
+from csd_optim.checkpoint.export import export_safetensors, export_torch, import_store
+from csd_optim.checkpoint.snapshot import load
+from csd_optim.checkpoint.verify import verify
+from csd_optim.devices.spec import parse_devices
+from csd_optim.engine.open_engine import open_engine
+from csd_optim.engine.resume import check_recovered
+from csd_optim.optim.adamw import ADAMW
+from csd_optim.store import format as store_format
+from csd_optim.store.format import read_contents
+
+# AdamW's arithmetic under other names.
+TWIN = replace(ADAMW, name="twin", sections=("master", "first", "second", "largest"), switches={"amsgrad": "largest"})
+
+
+class CSDTwin(CSDAdam):
+    _rule = TWIN
+
+
+def params():
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(n)) for n in (3000, 17)]
+
+
+def groups(ps):
+    return [{"params": ps[:1]}, {"params": ps[1:], "amsgrad": True}]
+
+
+def train(opt, ps, steps):
+    for step in range(steps):
+        for i, p in enumerate(ps):
+            p.grad = torch.sin(torch.arange(p.numel()) + 10.0 * step + i)
+        opt.step()
+
+
+def states(opt, ps):
+    return [{name: value.clone() for name, value in opt.state[p].items()} for p in ps]
+
+
+def same(a, b, names=None):
+    """Every state, by name or under those of AdamW."""
+    for ours, theirs in zip(a, b, strict=True):
+        assert len(ours) == len(theirs)
+        for name, value in ours.items():
+            assert torch.equal(value, theirs[(names or {}).get(name, name)]), name
+
+
+# ---- what a rule says -----------------------------------------------------------------------
+
+
+def test_sections_that_a_group_needs():
+    rule = replace(TWIN, least=1, switches={"momentum": "first", "centered": "largest"})
+    off, on = {"momentum": 0.0, "centered": False}, {"momentum": 0.9, "centered": False}
+    assert rule.sections_for(off) == ("master",)
+    assert rule.sections_for(on) == ("master", "first")
+    assert rule.sections_for(off, held={"step", "first", "residual"}) == ("master", "first")
+    assert rule.sections_for({**on, "centered": True}) == TWIN.sections
+    assert rule.lacking({**on, "centered": True}, ("master", "first")) == ("centered", "largest")
+    assert [rule.takes(TWIN.sections[:n]) for n in range(5)] == [False, True, True, True, True]
+    assert not TWIN.takes(TWIN.sections[:2])
+    assert not TWIN.takes(ADAMW.sections)
+
+
+def test_constants_fill_what_the_engine_has_for_them():
+    for amsgrad in (False, True):
+        group = {
+            "lr": 0.1,
+            "betas": (0.9, 0.99),
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "amsgrad": amsgrad,
+            "maximize": True,
+        }
+        number, constants = ADAMW.constants(group, 2.0, 0.5)
+        assert number == RULES["amsgrad" if amsgrad else "adamw"]
+        assert len(constants) == HYPER["c"].shape[0]
+        assert constants[bindings.GRAD_SCALE] == -0.5
+
+
+# ---- the engine -----------------------------------------------------------------------------
+
+
+def pass_through(engine, tiles):
+    """A step without gradients: all is read, verified and written as it is."""
+    engine.begin(np.zeros(engine.n_params, PARAM), np.zeros(0, HYPER), tiles)
+    for tile in tiles.tolist():
+        engine.push(tile)
+    engine.finish()
+    engine.commit()
+
+
+def described(extent, **more):
+    """A manifest of 1-D parameters."""
+    entries = [
+        {"name": f"0.{i}", "group": 0, "position": i, "shape": [n], "dtype": "float32", "stride": [1], "extent": 0}
+        | {"start": start, "numel": n}
+        for i, (n, start) in enumerate(zip(extent.numels, extent.starts, strict=True))
+    ]
+    return {"params": entries, "waiting": [], **more}
+
+
+@pytest.mark.parametrize("sections", [("master",), ("master", "momentum_buffer")])
+def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path):
+    devices = [f"{tmp_path}/csd{d}" for d in range(2)]
+    values = [torch.linspace(k, k + 1, 5000) for k, _ in enumerate(sections)]
+    with closing(open_engine(parse_devices(devices), tile_elems=1024)) as engine:
+        extent = engine.extend([5000], sections)
+        engine.describe(described(extent, rule="descent"))
+        windows = [engine.windows.window(extent, 0, k, torch.float32) for k in range(len(sections))]
+        with engine.writing([0]):
+            for window, value in zip(windows, values, strict=True):
+                window.copy_(value)
+        tiles = np.arange(engine.n_tiles, dtype=np.uint32)
+        for _ in range(3):
+            pass_through(engine, tiles)
+        engine.remap()
+        windows[-1][1024:2048] = values[-1][1024:2048] = 7.0  # to closed windows: the next step begins with it
+        torch.autograd.graph.increment_version(windows[-1])
+        pass_through(engine, tiles)
+        engine.wait()
+    for device in devices:
+        contents = read_contents(Path(device))
+        assert (contents.manifest["rule"], contents.superblock.version) == ("descent", 4)
+        assert contents.manifest["features"] == ["chunk_sums", "rule"]
+        assert [e["sections"] for e in contents.manifest["extents"]] == [[*sections]]
+        assert contents.sums[0].shape[2] == len(sections)
+    assert not any(verdict.damage for verdict in verify(devices))
+
+    with closing(open_engine(parse_devices(devices), mode="resume")) as engine:
+        check_recovered(engine)
+        pass_through(engine, np.arange(engine.n_tiles, dtype=np.uint32))
+        assert engine.step == 5
+        engine.remap()
+        for k, value in enumerate(values):
+            assert torch.equal(engine.windows.window(engine.extents[0], 0, k, torch.float32), value)
+
+
+@pytest.mark.parametrize("device", ["ram:", "file:"])
+def test_a_step_by_a_rule_that_there_is_not_or_not_for_these_sections_touches_nothing(device):
+    p, g = torch.ones(5000), torch.ones(5000)
+    with closing(open_engine(parse_devices(device), tile_elems=1024)) as engine:
+        for sections in (("master",), ADAMW.sections[:3], ADAMW.sections):
+            engine.extend([5000], sections)
+        tiles, table = np.arange(engine.n_tiles, dtype=np.uint32), np.zeros(engine.n_params, PARAM)
+        constants = (1, 0.9, 0.1, 0.999, 0.001, 0.1, 1, 1e-8, 1)
+        for rule, param, message in (
+            (7, 1, "no update rule 7"),
+            (RULES["adamw"], 0, "parameter 0 has 1 sections, which update rule 0 does not take"),
+            (RULES["amsgrad"], 1, "parameter 1 has 3 sections, which update rule 1 does not take"),
+        ):
+            table[:] = np.zeros((), PARAM)
+            table["grad"][param], table["param"][param] = g.data_ptr(), p.data_ptr()
+            with pytest.raises(CSDValueError, match=message):
+                engine.begin(table, np.array([(rule, constants)], HYPER), tiles)
+            pass_through(engine, tiles)  # no step is under way
+        for row, extent in enumerate(engine.extents):
+            for k in range(len(extent.sections)):
+                assert not engine.windows.window(extent, 0, k, torch.float32).any(), row
+        assert (p == 1).all()
+        with pytest.raises(CSDValueError, match="no update rule 0 for 2 sections"):
+            bindings.update(np.array([(0, constants)], HYPER), "scalar", g, (p, p.clone()), None)
+
+
+# ---- an optimizer with a rule of its own ------------------------------------------------------
+
+
+@pytest.fixture
+def twins(tmp_path):
+    """A store of TWIN after three steps, its parameters and states."""
+    ps = params()
+    with CSDTwin(groups(ps), devices=f"{tmp_path}/csd", tile_size=1024) as opt:
+        train(opt, ps, 3)
+        return tmp_path / "csd", [p.detach().clone() for p in ps], states(opt, ps)
+
+
+def test_states_are_called_as_the_rule_calls_them(twins):
+    """Besides the names, nothing is different: one is AdamW's to the last bit."""
+    _, values, found = twins
+    assert [[*entry] for entry in found] == [["step", "first", "second", *more, "master"] for more in ([], ["largest"])]
+    ps = params()
+    with CSDAdam(groups(ps), devices="file:", tile_size=1024) as opt:
+        train(opt, ps, 3)
+        same(found, states(opt, ps), dict(zip(TWIN.sections, ADAMW.sections, strict=True)))
+    assert all(torch.equal(p, value) for p, value in zip(ps, values, strict=True))
+
+
+def test_a_store_is_resumed_by_its_own_rule_only(twins, tmp_path):
+    store, values, found = twins
+    before = store.joinpath(store_format.FILE_NAME).read_bytes()
+    with pytest.raises(CSDStoreError, match="cannot be resumed: its states are those of the rule twin, and this optim"):
+        CSDAdam(groups(params()), devices=store, resume=True)
+    ours = tmp_path / "adamw"
+    ps = params()
+    with CSDAdam(groups(ps), devices=ours) as opt:
+        train(opt, ps, 1)
+    with pytest.raises(CSDStoreError, match="the rule adamw, and this optimizer's is twin"):
+        CSDTwin(groups(params()), devices=ours, resume=True)
+    assert "rule" not in read_contents(ours).manifest
+    assert store.joinpath(store_format.FILE_NAME).read_bytes() == before
+    ps = params()
+    with CSDTwin(groups(ps), devices=store, resume=True) as opt:
+        assert all(torch.equal(p, value) for p, value in zip(ps, values, strict=True))
+        same(states(opt, ps), found)
+        train(opt, ps, 1)
+
+
+def test_a_reader_that_knows_no_rules_refuses_the_store_by_name(twins, monkeypatch):
+    monkeypatch.setattr(store_format, "FEATURES", store_format.FEATURES - {"rule"})
+    with pytest.raises(CSDStoreError, match="it has rule, which this csd_optim does not know: upgrade it"):
+        read_contents(twins[0])
+
+
+def forged(store, change):
+    """The store with another manifest, of which all sums are right."""
+    file = store / store_format.FILE_NAME
+    data = bytearray(file.read_bytes())
+    for copy in range(2):
+        block = store_format.Superblock.unpack(bytes(data[copy * 4096 :][:4096]), "")
+        region = block.manifest
+        manifest = json.loads(bytes(data[region.offset(copy) :][: region.size]))
+        change(manifest)
+        text = json.dumps(manifest).encode()
+        assert len(text) <= region.room
+        region = region._replace(size=len(text), crc=bindings.crc32c(text))
+        data[region.offset(copy) : region.offset(copy) + len(text)] = text
+        data[copy * 4096 : copy * 4096 + 4096] = replace(block, manifest=region).pack()
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.pop("rule"), "the rule has a name where"),
+        (lambda m: m["features"].remove("rule"), "the rule has a name where"),
+        (lambda m: m.update(rule=["twin"]), "the rule"),
+        (lambda m: m.update(rule="no name"), "the rule"),
+        (lambda m: m["extents"][0].update(sections=["first", "master", "second"]), "the sections"),
+        (lambda m: m["extents"][0].update(sections=["master", "first", "first"]), "the sections"),
+        (lambda m: m["extents"][0].update(sections=["master", "first", "step"]), "the sections"),
+        (lambda m: m["extents"][0].update(sections=["master", "second", "first"]), "are not those of the rule twin"),
+    ],
+)
+def test_a_manifest_whose_rule_and_sections_cannot_be(change, message, twins):
+    forged(twins[0], change)
+    with pytest.raises(CSDStoreError, match=message):
+        CSDTwin(groups(params()), devices=twins[0], resume=True)
+
+
+@pytest.mark.parametrize("export", [export_torch, export_safetensors])
+def test_an_export_keeps_rule_and_states(export, twins, tmp_path):
+    store, _, found = twins
+    export([store], tmp_path / "export")
+    made = tmp_path / "made"
+    import_store(tmp_path / "export", [made])
+    assert read_contents(made).manifest["rule"] == "twin"
+    ps = params()
+    with CSDTwin(groups(ps), devices=made, resume=True) as opt:
+        same(states(opt, ps), found)
+    loaded = load(made)
+    assert (loaded["csd_optim"]["rule"], loaded["csd_optim"]["format"]) == ("twin", 3)
+    same([loaded["state"][i] for i in range(2)], found)

@@ -1,0 +1,666 @@
+"""`csd-optim plan`: the model against published times and against the engine, and what the command says."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDStoreError, CSDValueError
+from csd_optim.cli import commands as cli
+from csd_optim.devices.spec import Pace
+from csd_optim.engine import tuning as probe
+from csd_optim.optim.adamw import ADAMW
+from csd_optim.planning import advice as plan
+from csd_optim.planning.advice import Device, Host, Request, predict, traffic
+
+ENGINE_RATE = probe.engine_rate  # the real one
+
+# ---- published times -----------------------------------------------------------------
+#
+# Smart-Infinity (HPCA 2024): up to ten SmartSSDs behind an expansion box. Seconds of an iteration, read off the paper's
+# vector graphics to about 1 %; billions of parameters, devices.
+
+GIB = 2**30 / 1e9
+LINK = 8e9  # bytes per second, measured on the testbed
+PLAIN = Device.in_turn(3.0e9, 3.0e9)  # "per SSD about 3 GB/s"
+# Peer to peer, as measured with the models of 4.0 and 8.4 B (the code of its authors counts in GiB).
+SMARTSSD = Device.in_turn(2.78e9 * GIB, 1.63e9 * GIB)
+# Forward and backward alone, in seconds per billion parameters; who plans brings those along. From the phases below:
+# forward as it is, backward less the gradients' way to flash at 6.4 GB/s, means of all rows.
+GPU = {"A5000": (0.133, 0.81), "A100": (0.125, 0.54)}
+
+ITERATIONS = [  # GPU, parameters, devices, base, su_o, su_o_c
+    ("A5000", 4.0, 6, 23.8, 18.4, 15.6),
+    ("A5000", 4.0, 10, 23.7, 14.75, 12.2),
+    ("A5000", 8.4, 6, 49.9, 39.5, 35.2),
+    ("A5000", 8.4, 10, 48.8, 31.6, 26.3),
+    ("A5000", 4.0, 10, 23.5, 14.3, 12.0),  # BERT
+    ("A5000", 8.3, 10, 48.2, 30.2, 25.1),  # BERT
+    ("A5000", 16.6, 10, 95.9, 60.8, 51.7),
+    ("A5000", 24.8, 10, 142.0, 89.3, 76.6),
+    ("A5000", 33.0, 6, 190.7, 158.3, 139.5),
+    ("A5000", 33.0, 10, 188.8, 119.6, 100.6),
+    ("A100", 4.0, 10, 22.5, 12.5, 10.65),
+]
+SPEEDUPS = [  # GPU, devices, over BASE on one of them: base, su_o, su_o_c; what is above is left out
+    ("A5000", 1, 1, 0.81, 0.89),
+    ("A5000", 2, 1.55, 1.48, 1.62),
+    ("A5000", 4, 2.23, 2.55, 2.80),
+    ("A5000", 8, 2.26, 3.25, 3.75),
+    ("A100", 1, 1, 0.80, 0.75),
+    ("A100", 2, 1.54, 1.45, 1.38),
+    ("A100", 4, 2.27, 2.58, 2.65),
+    ("A100", 6, 2.44, 3.18, 3.34),
+    ("A100", 8, 2.42, 3.81, 4.39),
+]
+ONE_DRIVE = {"A5000": 23.7 * 2.27, "A100": 22.5 * 2.48}  # seconds of BASE, from its speed-up on ten
+PHASES = [  # GPU, parameters, devices, variant, forward, backward with the gradients' way, update
+    ("A5000", 4.0, 6, "base", 0.67, 5.6, 17.6),
+    ("A5000", 4.0, 6, "su_o", 0.67, 5.4, 12.3),
+    ("A5000", 4.0, 6, "su_o_c", 0.67, 4.1, 10.8),
+    ("A5000", 4.0, 10, "base", 0.67, 5.2, 17.8),
+    ("A5000", 4.0, 10, "su_o", 0.67, 5.8, 8.3),
+    ("A5000", 4.0, 10, "su_o_c", 0.67, 4.2, 7.3),
+    ("A5000", 8.4, 6, "base", 1.1, 11.2, 37.6),
+    ("A5000", 8.4, 6, "su_o_c", 1.1, 8.2, 25.8),
+    ("A5000", 8.4, 10, "base", 1.1, 10.9, 36.8),
+    ("A5000", 8.4, 10, "su_o", 1.1, 10.9, 19.5),
+    ("A5000", 8.4, 10, "su_o_c", 1.1, 8.2, 17.0),
+    ("A5000", 16.6, 10, "base", 2.1, 21.2, 72.6),
+    ("A5000", 33.0, 10, "base", 4.4, 42.2, 142.2),
+    ("A5000", 33.0, 10, "su_o", 4.4, 43.3, 71.9),
+    ("A5000", 33.0, 10, "su_o_c", 4.4, 32.0, 64.2),
+    ("A100", 4.0, 10, "base", 0.5, 4.5, 17.5),
+    ("A100", 4.0, 10, "su_o", 0.5, 4.2, 7.8),
+    ("A100", 4.0, 10, "su_o_c", 0.5, 2.8, 7.4),
+]
+
+
+def server(**rates):
+    """A host with the rate of DeepSpeedCPUAdam on a server, published: no plan here depends on this machine's speed."""
+    return Host(**({"update": 1.4e9} | rates))
+
+
+def published(gpu, billions, devices, variant):
+    """What the model makes of the paper's testbed."""
+    device = PLAIN if variant == "base" else plan.replace(SMARTSSD, update=plan.PUBLISHED_UPDATE[variant])
+    forward, backward = (seconds * billions for seconds in GPU[gpu])
+    host = Host(link=LINK, update=plan.ZERO_UPDATE)
+    return predict(variant, billions * 1e9, devices, device, host, topk=0.01, forward=forward, backward=backward)
+
+
+def iterations():
+    """(GPU, billions of parameters, devices, variant, seconds), each point once."""
+    rows = [*ITERATIONS]
+    rows += [(gpu, 4.0, n, *(ONE_DRIVE[gpu] / s for s in speedups)) for gpu, n, *speedups in SPEEDUPS]
+    return [
+        (gpu, billions, n, variant, s)
+        for gpu, billions, n, *seconds in rows
+        for variant, s in zip(("base", "su_o", "su_o_c"), seconds, strict=True)
+    ]
+
+
+def errors(pairs):
+    """Relative, of (predicted, published)."""
+    return [predicted / real - 1 for predicted, real in pairs]
+
+
+def mean(values):
+    return sum(map(abs, values)) / len(values)
+
+
+def test_published_iterations(capsys):
+    points = iterations()
+    assert len(points) == len(set(points)) == 60
+    off = errors([(published(*point[:4]).seconds, point[4]) for point in points])
+    of = {v: [e for e, point in zip(off, points, strict=True) if point[3] == v] for v in ("base", "su_o", "su_o_c")}
+    worst = max(range(len(off)), key=lambda i: abs(off[i]))
+    with capsys.disabled():
+        each = ", ".join(f"{v} {mean(e):.1%} (worst {max(e, key=abs):+.1%})" for v, e in of.items())
+        print(f"\nplan: {len(points)} published iteration times, mean error {mean(off):.1%}: {each}")
+        print(f"plan: worst {off[worst]:+.1%} at {points[worst]}")
+    assert mean(off) < 0.04
+    assert max(map(abs, off)) < 0.15
+    assert all(mean(e) < 0.055 for e in of.values())
+
+
+def test_published_updates(capsys):
+    """The phase that the devices decide alone: nothing of the GPU is in it."""
+    off = errors([(published(*point[:4]).step, point[6]) for point in PHASES])
+    with capsys.disabled():
+        print(f"\nplan: {len(off)} published update phases, mean error {mean(off):.1%}, worst {max(off, key=abs):+.1%}")
+    assert mean(off) < 0.055
+    assert max(map(abs, off)) < 0.16
+
+
+def test_times_of_the_gpu_are_those_of_the_phases():
+    for gpu, (forward, backward) in GPU.items():
+        rows = [row for row in PHASES if row[0] == gpu]
+        alone = []
+        for _, billions, n, variant, _, seconds, _ in rows:
+            alone.append((seconds - published(gpu, billions, n, variant).gradients) / billions)
+        assert sum(alone) / len(alone) == pytest.approx(backward, abs=0.02)
+        assert sum(row[4] / row[1] for row in rows) / len(rows) == pytest.approx(forward, rel=0.15)
+
+
+def test_published_conclusions():
+    """One CSD is slower than one plain drive, four are faster; compression gains; RAID0 stops at the link."""
+    for n, faster in ((1, False), (2, False), (4, True), (10, True)):
+        assert (published("A5000", 4.0, n, "su_o").seconds < published("A5000", 4.0, n, "base").seconds) == faster
+    assert published("A5000", 4.0, 10, "su_o_c").seconds < 0.9 * published("A5000", 4.0, 10, "su_o").seconds
+    assert published("A5000", 4.0, 6, "base").step == published("A5000", 4.0, 10, "base").step
+    assert published("A5000", 4.0, 6, "base").bound == "link"
+    assert published("A5000", 4.0, 1, "base").bound == "read"
+
+
+# ---- times that bench/scaling.py measured --------------------------------------------
+
+SCALING = sorted((Path(__file__).parents[2] / "bench/results").glob("scaling-*.json"))
+
+
+@pytest.mark.parametrize("result", SCALING, ids=lambda path: path.stem)
+def test_measured_iterations(result):
+    """The same engine, by the clock of paced devices: see bench/scaling.py for what it does in the others' place."""
+    measured = json.loads(result.read_text())
+    facts, off = measured["machine"], {}
+    for row in measured["rows"]:
+        variant, rates = row["variant"], facts["rates"][row["variant"]]
+        device = Device.in_turn(rates["read"], rates["write"], rates["update"])
+        if variant.startswith("csdadam"):
+            device = Device(rates["read"], rates["write"], facts["mixed"], rates["update"])
+        topk = 0.01 if variant in ("su_o_c", "csdadam_topk") else None
+        host = Host(link=rates["link"], update=rates["update"])
+        predicted = predict(
+            variant, facts["model_params"], row["devices"], device, host, topk=topk, forward=0.67, backward=4.1
+        )
+        off[variant, row["devices"]] = predicted.seconds / row["seconds"] - 1
+    ours = [abs(e) for (variant, _), e in off.items() if variant.startswith("csdadam")]
+    others = [abs(e) for (variant, _), e in off.items() if not variant.startswith("csdadam")]
+    for whose, errors in (("CSDAdam's", ours), ("the others'", others)):
+        print(f"\nplan: {result.stem}: mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}, of {whose}")
+    assert len(off) >= 30
+    assert max(ours) < 0.05
+    assert max(others) < 0.15
+
+
+def test_there_is_something_measured():
+    assert SCALING
+
+
+# ---- our engine ----------------------------------------------------------------------
+
+NUMEL = 1 << 20
+# Of each thing, how many seconds it would take alone; the slowest is asked for, the sum is twice as much or more.
+PACED = [
+    {"read": 0.24, "write": 0.2, "update": 0.2, "down": 0.1},
+    {"read": 0.15, "write": 0.24, "update": 0.2, "down": 0.1},
+    {"read": 0.18, "write": 0.18, "update": 0.24, "down": 0.1},
+    {"read": 0.15, "write": 0.15, "update": 0.15, "down": 0.24},
+]
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("alone", PACED, ids=["read", "write", "update", "link"])
+def test_prediction_is_what_a_paced_engine_takes(alone, devices):
+    each = NUMEL / devices
+    pace = Pace(
+        read=12 * each / alone["read"],
+        write=12 * each / alone["write"],
+        update=each / alone["update"],
+        link=2 * NUMEL / alone["down"],
+    )
+    device = Device(pace.read, pace.write, pace.read + pace.write, pace.update)
+    predicted = predict("csdadam", NUMEL, devices, device, server(link=pace.link))
+    text = f"file:?read={pace.read}B/s&write={pace.write}B/s&update={pace.update}/s&link={pace.link}B/s&cache=off"
+    p = torch.nn.Parameter(torch.randn(NUMEL).half())
+    p.grad = torch.randn(NUMEL).half()
+    taken = []
+    with CSDAdam([p], devices=[text] * devices) as opt:
+        for _ in range(4):
+            start = time.perf_counter()
+            opt.step()
+            opt.stats()  # waits for the last state
+            taken.append(time.perf_counter() - start)
+    print(f"predicted {predicted.step:.3f} s, took {min(taken):.3f} s, {min(taken) / predicted.step:.3f}")
+    slowest = {"read": "read", "write": "write", "update": "update", "down": "link down"}[max(alone, key=alone.get)]
+    assert predicted.bound == slowest
+    # A busy machine makes it slower; that it is faster than predicted by a tenth would be the model's fault.
+    assert 0.9 * predicted.step < min(taken) < 1.5 * predicted.step
+
+
+def test_pipeline_fills_and_drains():
+    device = Device(read=12e6, write=12e6, mixed=24e6, update=1e6)  # a second each for a million parameters
+    p = predict("csdadam", 1e6, 1, device, server(link=2e6))
+    tiles = plan.tiles_per_device(1e6, 1)
+    assert tiles == 8
+    assert p.step == pytest.approx(1 + 4 / tiles)  # read, write, update, down and up, of which one is always there
+    assert predict("csdadam", 1e9, 1, device, server()).step == pytest.approx(1000, rel=0.01)
+
+
+# ---- bytes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "link", "flash"),
+    [
+        ("base", (16, 16), (16, 16)),
+        ("su_o", (4, 4), (16, 16)),
+        ("su_o_c", (0.08, 4), (12.08, 12.08)),
+        ("csdadam", (2, 2), (12, 12)),
+        ("csdadam_topk", (0.04, 2), (12, 12)),
+    ],
+)
+def test_bytes_per_parameter(variant, link, flash):
+    moved = traffic(variant, 1000, topk=0.01)
+    assert moved["link"] == pytest.approx([1000 * b for b in link])
+    assert moved["flash"] == pytest.approx([1000 * b for b in flash])
+
+
+def test_bytes_of_plain_drives_fp32_and_half_of_the_gradients():
+    assert traffic("csdadam", 1, on_host=True)["link"] == (12, 12)  # states cross
+    assert traffic("csdadam", 1, item_bytes=4)["link"] == (4, 4)
+    assert traffic("csdadam_topk", 1, topk=0.5)["link"] == (2, 2)  # goes dense
+
+
+def test_bytes_are_those_that_the_optimizer_counts():
+    p = torch.nn.Parameter(torch.randn(1 << 20).half().view(1024, 1024))
+    p.grad = torch.randn(1024, 1024).half()
+    with CSDAdam([p], devices=["file:?cache=off"]) as opt:
+        opt.step()
+        opt.step()
+        stats = opt.stats()
+    moved = traffic("csdadam", p.numel())
+    assert moved["link"] == (stats["push_bytes"], stats["pull_bytes"])
+    assert moved["flash"] == (stats["flash_write_bytes"], stats["flash_read_bytes"])
+
+
+@pytest.mark.parametrize(("variant", "topk"), [("adam", None), ("su_o_c", None), ("csdadam_topk", 0), ("su_o_c", 2)])
+def test_traffic_refuses(variant, topk):
+    with pytest.raises(CSDValueError, match="Invalid"):
+        traffic(variant, 1e9, topk=topk)
+
+
+# ---- a plan --------------------------------------------------------------------------
+
+
+def own(found):
+    return next(row for row in found["predictions"] if row["chosen"])
+
+
+def test_plan_by_hand():
+    """7 B on two drives that read 6 and write 3 GB/s in turn: 24 B / (4 GB/s) each."""
+    drive = Device.in_turn(6e9, 3e9, on_host=True)
+    gpu = {"forward": 1, "backward": 2, "accumulate": 3}
+    found = plan.plan(Request(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, **gpu))
+    assert own(found)["bound"] == "drive"
+    assert own(found)["step"] == pytest.approx(7e9 * 24 / (2 * 4e9), rel=0.01)
+    assert own(found)["seconds"] == own(found)["step"] + 9
+    assert found["capacity_bytes_per_device"] == 84e9
+    assert found["memory_bytes"]["parameters"] == found["memory_bytes"]["gradients"] == 14e9
+    assert found["memory_bytes"]["buffers"] <= 2 * 8 * 12.1 * 2**20
+    assert found["bytes"]["link"] == {"towards_flash": 84e9, "back": 84e9}
+    assert found["bytes"]["gpu"] == {"towards_flash": 14e9, "back": 14e9}
+    assert found["wear"]["bytes_per_step_and_device"] == 42e9
+    assert found["wear"]["steps"] == pytest.approx(1e15 / 42e9)
+    assert found["wear"]["days"] == pytest.approx(1e15 / 42e9 * own(found)["seconds"] / 86400)
+
+
+def test_what_bounds_changes_with_the_machine():
+    def bound(**changes):
+        return own(plan.plan(Request(**({"params": 10**10, "devices": 4, "host": server()} | changes))))["bound"]
+
+    assert bound() == "drive"
+    assert bound(host=server(update=1e8)) == "update"
+    assert bound(host=server(link=1e9)) == "link down"
+    assert bound(host=server(link=1e9), on="csd") == "drive"  # states stay behind the link
+    assert bound(host=server(link=1e8), on="csd") == "link down"
+    assert bound(host=server(link=1e8), on="csd", topk=0.01) == "link up"
+    assert bound(host=server(gpu_link=1e8)) == "gpu link down"
+    assert bound(on="csd", csd=Device.in_turn(3e9, 3e9, 1e6)) == "update"
+
+
+def test_break_even():
+    slow = Device.in_turn(1.0e9, 1.0e9, 1e12)
+    fast = Device.in_turn(5.0e9, 5.0e9, on_host=True)
+
+    def even(**rates):
+        return plan.plan(Request(params=10**10, devices=1, csd=slow, drive=fast, host=server(**rates)))["break_even"]
+
+    # Without a shared link five times slower ones never pay; with one of 8 GB/s in each direction plain drives stop at
+    # 12 B / 8 GB/s = 1.5 ns, and slow CSDs, 24 ns each, get there with 16.
+    assert even(update=1e12)["csdadam"] is None
+    assert even(link=8e9, update=1e12)["csdadam"] == 16
+    assert even(link=8e9)["base"] < 16
+
+
+def test_advice():
+    def said(**changes):
+        return " ".join(
+            plan.plan(Request(**({"params": 7 * 10**9, "devices": 2, "host": server()} | changes)))["advice"]
+        )
+
+    assert "twice as many plain drives" in said()
+    assert "waits for the update" in said()
+    assert "--forward" in said()
+    assert "--accumulate" in said(forward=0.4, backward=0.8)
+    assert "--accumulate" not in said(forward=0.4, backward=0.8, accumulate=100)
+    assert "Top-K buys no time" in said(topk=0.01)
+    assert "more plain drives change nothing" in said(host=server(link=1e9))
+    assert "on as many CSDs" in said(host=server(link=1e9))
+    assert "the CPU is the limit" in said(host=server(update=1e8))
+
+
+def test_accumulating_as_advised_does_what_it_says():
+    request = Request(params=7 * 10**9, devices=2, host=server(), forward=0.4, backward=0.8)
+    advice = plan.plan(request)["advice"][-1]
+    batches = int(advice.rpartition("--accumulate ")[2].rstrip(")"))
+    row = own(plan.plan(plan.replace(request, accumulate=batches)))
+    assert row["step"] / row["seconds"] == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"params": 0}, "params: 0"),
+        ({"devices": 0}, "devices: 0"),
+        ({"dtype": "fp8"}, "dtype: 'fp8'"),
+        ({"topk": 0.0}, "topk: 0.0"),
+        ({"topk": 1.5}, "topk: 1.5"),
+        ({"forward": -1.0}, "forward: -1.0"),
+        ({"backward": math.nan}, "backward: nan"),
+        ({"host": server(link=0.0)}, "link 0.0"),
+    ],
+)
+def test_plan_refuses(changes, named):
+    with pytest.raises(CSDValueError, match="Invalid") as caught:
+        plan.plan(Request(**({"params": 10**9, "devices": 1, "host": server()} | changes)))
+    assert named in str(caught.value)
+
+
+# ---- what people write ---------------------------------------------------------------
+
+
+def test_rates_are_parsed():
+    assert plan.parse_rates("gen5", plan.DRIVES, plan.DRIVES["gen4"]) == plan.DRIVES["gen5"]
+    drive = plan.parse_rates("read=6GB/s, write=3GB/s", plan.DRIVES, plan.DRIVES["gen4"])
+    assert (drive.read, drive.write, drive.on_host) == (6e9, 3e9, True)
+    assert drive.mixed == pytest.approx(4e9)  # 12 B + 12 B in 6 ns
+    card = plan.parse_rates("read=3GB/s,write=3GB/s,mixed=5GB/s,update=240M/s", plan.CSDS, plan.SMARTSSD)
+    assert card == Device(3e9, 3e9, 5e9, 240e6)
+    assert plan.parse_rates("read=3GB/s,write=3GB/s", plan.CSDS, plan.SMARTSSD).update == plan.SMARTSSD.update
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gen9",
+        "",
+        "read=3GB/s",
+        "read=3GB/s,write=fast",
+        "read=3GB/s,write=0GB/s",
+        "read=3GB/s,read=3GB/s,write=1GB/s",
+        "read=3GB/s,write=1GB/s,mixed=5GB/s",
+        "read=3GB/s,write=1GB/s,update=240M/s",  # the CPU updates plain drives
+    ],
+)
+def test_bad_rates_are_refused(text):
+    with pytest.raises(CSDValueError, match="Invalid rate"):
+        plan.parse_rates(text, plan.DRIVES, plan.DRIVES["gen4"])
+
+
+def test_sweeps_are_parsed():
+    assert plan.parse_sweep("devices=1..16") == range(1, 17)
+    for text in ("devices=2..1", "devices=0..4", "params=1..4", "1..4", "devices=1..9999"):
+        with pytest.raises(CSDValueError, match="Invalid sweep"):
+            plan.parse_sweep(text)
+
+
+def entry(device, read, mounted_at, **more):
+    speed = {"read_bytes_per_second": read, "write_bytes_per_second": 2.0, "mixed_bytes_per_second": 3.0}
+    return {"device": device, "storage": {"mounted_at": mounted_at}, "speed": speed, **more}
+
+
+def test_the_slowest_of_measured_devices_counts():
+    assert plan.measured([entry("a", 5.0, "/a"), entry("b", 4.0, "/b")]) == Device(4.0, 2.0, 3.0, on_host=True)
+    shared = plan.measured([entry("a", 4.0, "/a"), entry("b", 4.0, "/a")])
+    assert shared == Device(2.0, 1.0, 1.5, on_host=True)
+    rates = {"drive_to_card": 3.0, "card_to_drive": 1.5, "to_card": 9.0, "from_card": 9.0, "kernel": 7.0}
+    assert plan.measured([entry("xrt:0", 5.0, "/a", card_speed=rates)]) == Device.in_turn(3.0, 1.5, 7.0)
+    no_p2p = rates | {"drive_to_card": 0.0, "card_to_drive": 0.0, "from_card": 1.0}
+    assert plan.measured([entry("xrt:0", 5.0, "/a", card_speed=no_p2p)]) == Device.in_turn(5.0, 1.0, 7.0)
+    with pytest.raises(CSDValueError, match="one kind"):
+        plan.measured([entry("a", 5.0, "/a"), entry("xrt:0", 5.0, "/b", card_speed=rates)])
+    with pytest.raises(CSDValueError, match="'ram:' has no drive"):
+        plan.measured([{"device": "ram:"}])
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+CONFIGS = [  # with the numbers that their makers give
+    ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}, 124_439_808),
+    (LLAMA | {"intermediate_size": 11008, "vocab_size": 32000}, 6_738_415_616),
+    (LLAMA | {"intermediate_size": 14336, "vocab_size": 128256, "num_key_value_heads": 8}, 8_030_261_248),
+    (
+        LLAMA | {"model_type": "mistral", "intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8},
+        7_241_732_096,
+    ),
+    (
+        LLAMA
+        | {"model_type": "mixtral", "intermediate_size": 14336, "vocab_size": 32000, "num_key_value_heads": 8}
+        | {"num_local_experts": 8},
+        46_702_792_704,
+    ),
+    (
+        {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
+        | {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064},
+        7_615_616_512,
+    ),
+    (
+        {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936},
+        8_190_735_360,
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "params"), CONFIGS, ids=[c["model_type"] for c, _ in CONFIGS])
+def test_parameters_of_a_config_are_counted(tmp_path, config, params):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert plan.count_params(file) == params
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"model_type": "t5"}', "'t5' is not one of gpt2"),
+        ('{"model_type": "llama"}', "no 'hidden_size'"),
+        ("{}", "no 'model_type'"),
+        ("[]", "nothing that could be read"),
+        ("not json", "nothing that could be read"),
+    ],
+)
+def test_what_is_no_config_is_refused(tmp_path, text, said):
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(CSDValueError, match="give --params") as caught:
+        plan.count_params(file)
+    assert said in str(caught.value)
+
+
+# ---- the command ---------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """The types for which this machine's CPU was to be measured. Wherever this runs, that gives a server's rate."""
+    dtypes = []
+    monkeypatch.setattr(probe, "engine_rate", lambda dtype: dtypes.append(dtype) or server().update)
+    return dtypes
+
+
+def run_json(run, *arguments):
+    code, out, err = run("plan", *arguments, "--json")
+    assert (code, err.strip()) == (0, "")
+    content = json.loads(out, parse_constant=pytest.fail)  # no Infinity, no NaN
+    assert content["schema"] == "csd_optim.plan/1"
+    return content
+
+
+def test_command_for_programs(run, tmp_path):
+    found = run_json(run, "--params", "7B", "--devices", "2", "--drive", "read=6GB/s,write=3GB/s", "--tbw", "600TB")
+    assert own(found)["variant"] == "csdadam"
+    assert own(found)["step"] == pytest.approx(21, rel=0.01)
+    assert [(row["variant"], row["on"]) for row in found["predictions"]] == [
+        ("base", "drive"),
+        ("csdadam", "drive"),
+        ("su_o", "csd"),
+        ("csdadam", "csd"),
+    ]
+    assert found["request"]["host"]["link"] is None
+    assert found["wear"]["steps"] == pytest.approx(600e12 / 42e9)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS[1][0]))
+    assert run_json(run, "--config", config)["request"]["params"] == CONFIGS[1][1]
+
+
+def test_command_for_csds_with_topk(run):
+    found = run_json(run, "--params=33B", "--devices=10", "--csd=smartssd", "--link=8GB/s", "--topk=0.01")
+    assert (own(found)["variant"], own(found)["on"]) == ("csdadam_topk", "csd")
+    assert found["memory_bytes"]["residuals"] == 66e9
+    assert found["request"]["tbw"] == plan.SMARTSSD_TBW
+    assert {row["variant"] for row in found["predictions"]} == set(plan.VARIANTS)
+    without = run_json(run, "--params=33B", "--topk=0.01", "--no-error-feedback")
+    assert without["memory_bytes"]["residuals"] == 0
+
+
+def test_command_for_people(run):
+    code, out, err = run("plan", "--params", "7B", "--devices", "2", "--forward", "0.4", "--backward", "0.8")
+    assert (code, err) == (0, "")
+    for word in ("84.0 GB on each", "CSDAdam on plain drives", "waits for", "--accumulate", "against ZeRO-Infinity"):
+        assert word in out
+    assert "--tbw" in out
+    assert "of nothing but steps" in run("plan", "--params", "7B", "--tbw", "1PB")[1]
+
+
+def test_command_measures_this_cpu_unless_a_rate_is_given(run, measured):
+    found = run_json(run, "--params=7B", "--dtype=fp16")
+    assert measured == [torch.float16]
+    assert (found["request"]["host"]["update"], found["request"]["cpu_measured"]) == (1.4e9, True)
+    assert "1.40 G parameters/s, measured here" in run("plan", "--params=7B")[1]
+    measured.clear()
+    found = run_json(run, "--params=7B", "--devices=40", "--cpu=2.5G/s")
+    assert (found["request"]["host"]["update"], found["request"]["cpu_measured"]) == (2.5e9, False)
+    assert own(found)["stages"]["update"] == pytest.approx(7 / 2.5)
+    assert "2.50 G parameters/s, as given" in run("plan", "--params=7B", "--csd=smartssd", "--cpu=2.5G/s")[1]
+    assert measured == []
+
+
+def test_cpu_is_measured_once_with_the_engine(monkeypatch):
+    made = []
+
+    class Small(probe.AtOnce):
+        def __init__(self, elems, dtype):
+            made.append((elems, dtype))
+            super().__init__(elems, dtype)
+
+    monkeypatch.setattr(probe, "ENGINE_ELEMS", 1 << 16)
+    monkeypatch.setattr(probe, "AtOnce", Small)
+    probe._engine_rate.cache_clear()
+    assert 0 < ENGINE_RATE(torch.bfloat16) == ENGINE_RATE(torch.bfloat16)
+    assert made == [(1 << 16, torch.bfloat16)]
+    probe._engine_rate.cache_clear()
+
+
+def test_engine_without_drives_updates_and_verifies():
+    """The same bits as on a drive; and what is not what was written is noticed, as there."""
+    p = torch.nn.Parameter(torch.zeros(300_000).bfloat16())
+    with CSDAdam([p], devices=["file:"]) as opt, probe.AtOnce(p.numel(), p.dtype) as engine:
+        for t in range(1, 4):
+            p.grad = torch.randn(p.numel()).bfloat16()
+            engine.grad.copy_(p.grad)
+            engine.hyper[0] = ADAMW.constants(opt.param_groups[0], t, 1.0)
+            opt.step()
+            engine.step()
+            assert torch.equal(engine.param, p)
+    with probe.AtOnce(4096, torch.bfloat16, kept=False) as engine:
+        engine.step()
+        with pytest.raises(CSDStoreError, match="of tile 0 is not what was written there"):
+            engine.step()  # reads zeros
+
+
+def test_command_measures_named_devices(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "PROBE_BYTES", 16 << 20)
+    (tmp_path / "a").mkdir()
+    found = run_json(run, "--params", "1e5", f"file:{tmp_path}/a?tbw=1TB", tmp_path / "b")
+    request = found["request"]
+    assert (request["devices"], request["on"], request["measured"], request["tbw"]) == (2, "drive", True, 1e12)
+    assert request["drive"]["read"] > 0
+    assert request["free"] > 0
+    assert not list((tmp_path / "a").iterdir())
+    assert not (tmp_path / "b").exists()
+    code, _, err = run("plan", "--params", "1e5", "ram:")
+    assert (code, err.strip()) == (1, "error: 'ram:' has no drive that could be measured")
+    code, _, err = run("plan", "--params", "1e5", tmp_path / "no" / "where")
+    assert code == 1
+    assert "no such directory" in err
+
+
+def test_command_says_when_there_is_too_little_room(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "PROBE_BYTES", 16 << 20)
+    assert "too little" in run("plan", "--params", "1e15", tmp_path)[1]
+    assert "too little" not in run("plan", "--params", "1e5", tmp_path)[1]
+
+
+def test_command_sweeps_and_plots(run, tmp_path):
+    png = tmp_path / "sweep.png"
+    found = run_json(run, "--params=70e9", "--link=8GB/s", "--sweep=devices=1..16", "--plot", png)
+    assert [row["devices"] for row in found["sweep"] if row["chosen"]] == [*range(1, 17)]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    code, out, _ = run("plan", "--params", "70e9", "--sweep", "devices=3..5")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines() if line.strip()[:1] in ("3", "4", "5")] == ["3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--params", "1B", "--config", "x"],
+        ["--params", "1B", "--plot", "x.png"],
+        ["--params", "1B", ".", "--devices", "2"],
+        ["--params", "some"],
+    ],
+)
+def test_wrong_commands(run, arguments):
+    code, out, err = run("plan", *arguments)
+    assert (code, out) == (2, "")
+    assert "Usage" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--drive", "gen9"], "gen3, gen4, gen5"),
+        (["--csd", "gen4"], "smartssd"),
+        (["--link", "fast"], "Invalid rate: 'fast'"),
+        (["--link", "0GB/s"], "link 0.0"),
+        (["--topk", "2"], "topk: 2"),
+        (["--dtype", "fp8"], "fp16, bf16, fp32"),
+        (["--sweep", "devices=4"], "devices=1..16"),
+        (["--tbw", "much"], "Invalid size"),
+    ],
+)
+def test_bad_values_are_one_line(run, arguments, said):
+    code, out, err = run("plan", "--params", "1B", *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: Invalid")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_config_that_is_not_there(run, tmp_path):
+    code, _, err = run("plan", "--config", tmp_path / "none.json")
+    assert (code, err) == (1, f"error: {tmp_path}/none.json: No such file or directory\n")

@@ -1,0 +1,145 @@
+"""A signal within a step is handled when the step is whole: it interrupts the training loop, never the state."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from csd_optim import CSDAdam, bindings
+from csd_optim.store.format import read_contents
+
+pytestmark = pytest.mark.serial
+
+
+def make_pair(devices):
+    torch.manual_seed(1)
+    values = [torch.randn(5000), torch.randn(33)]
+    ours, theirs = ([torch.nn.Parameter(v.clone()) for v in values] for _ in range(2))
+    return CSDAdam(ours, devices=devices, tile_size=1024), torch.optim.AdamW(theirs)
+
+
+def step(*optimizers):
+    for optimizer in optimizers:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.full_like(p, 0.5)
+        optimizer.step()
+
+
+def assert_same(ours, reference):
+    params = zip(ours.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True)
+    for p, q in params:
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(ours.state[p]["exp_avg"], reference.state[q]["exp_avg"])
+        assert ours.state[p]["step"] == reference.state[q]["step"]
+
+
+@pytest.mark.parametrize("where", ["begin", "push", "finish"])
+def test_ctrl_c_comes_after_the_step(devices, where, monkeypatch):
+    ours, reference = make_pair(devices)
+    step(ours, reference)
+    engine = ours._engine
+    plain = getattr(engine, where)
+
+    def interrupted(*args, **kwargs):
+        monkeypatch.setattr(engine, where, plain)
+        os.kill(os.getpid(), signal.SIGINT)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(engine, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(ours)
+    step(reference)
+    assert_same(ours, reference)
+    step(ours, reference)
+    assert_same(ours, reference)
+
+
+def test_handlers_are_put_back_and_get_their_signal(monkeypatch):
+    ours, _ = make_pair(["ram:"])
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        handler = signal.getsignal(signal.SIGUSR1)
+        plain = ours._engine.finish
+
+        def signalled():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert seen == []
+            plain()
+
+        monkeypatch.setattr(ours._engine, "finish", signalled)
+        step(ours)
+        assert seen == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_step_in_another_thread():
+    """Only the main thread may set handlers, and only there they run."""
+    ours, reference = make_pair(["ram:"])
+    thread = threading.Thread(target=step, args=(ours, reference))
+    thread.start()
+    thread.join()
+    assert_same(ours, reference)
+
+
+# ---- close() -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_commit(tmp_path, monkeypatch):
+    """An optimizer on two devices whose second step is being committed, and what happens to its native engine then."""
+    happened, reached, goes_on = [], threading.Event(), threading.Event()
+    ours, _ = make_pair([str(tmp_path / f"csd{d}") for d in range(2)])
+    step(ours)
+    ours.synchronize()
+    really_settle, really_close = bindings.engine_wait_writes, bindings.engine_close
+
+    def settle(*arguments):
+        reached.set()
+        goes_on.wait(10)
+        really_settle(*arguments)
+        happened.append("settled")
+
+    def close(*arguments):
+        happened.append("closed")
+        really_close(*arguments)
+
+    monkeypatch.setattr(bindings, "engine_wait_writes", settle)
+    monkeypatch.setattr(bindings, "engine_close", close)
+    step(ours)
+    assert reached.wait(10)
+    yield ours, happened, goes_on
+    goes_on.set()
+
+
+def test_ctrl_c_comes_after_close(slow_commit, tmp_path):
+    ours, happened, goes_on = slow_commit
+
+    def interrupt():
+        time.sleep(0.2)  # close() waits for the commit by now
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        happened.append("interrupted")
+        goes_on.set()
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        ours.close()
+    assert happened[:2] == ["interrupted", "settled"]
+    assert happened[-1] == "closed"
+    assert [read_contents(tmp_path / f"csd{d}").superblock.step for d in range(2)] == [2, 2]
+    ours.close()  # closed is closed
+
+
+def test_close_that_fails_waits_for_the_commit(slow_commit, monkeypatch):
+    ours, happened, goes_on = slow_commit
+    threading.Timer(0.3, goes_on.set).start()
+    monkeypatch.setattr(ours._engine.windows, "_versions", lambda: 1 / 0)  # whatever it may be
+    with pytest.raises(ZeroDivisionError):
+        ours.close()
+    assert happened == ["settled", "closed"]

@@ -1,0 +1,754 @@
+"""Error-feedback residuals in stores: every commit has those of its step, whatever happens to it and to the files.
+
+An engine is driven by hand, as the optimizer drives it; each residual follows from the one before and the number of the
+step. Oracle: the same in memory.
+"""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import itertools
+import json
+import math
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.backends import named_devices, place
+
+from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError
+from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM, RULES
+from csd_optim.checkpoint import export as convert
+from csd_optim.checkpoint import snapshot as checkpoint
+from csd_optim.checkpoint.verify import verify
+from csd_optim.devices.spec import parse_devices
+from csd_optim.engine import residuals
+from csd_optim.engine.open_engine import open_engine
+from csd_optim.engine.resume import check_recovered, discard_newer
+from csd_optim.optim.adamw import ADAMW
+from csd_optim.store import reader as tiles
+from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, Record, read_contents
+
+ADAM = np.array([(RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0))], HYPER)
+STATES = ADAMW.sections[:3]
+FP32 = DTYPE_CODES[torch.float32]
+# Shape, stride, and the step in which it begins to have a residual.
+PARAMS = {
+    "weight": ((30, 70), (70, 1), 1),
+    "columns": ((50, 90), (1, 50), 1),
+    "bias": ((33,), (1,), None),
+    "empty": ((0, 3), (3, 1), 1),
+    "late": ((5001,), (1,), 3),
+}
+NAMES = [*PARAMS]
+GROUP = {"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
+RECORD = Record(groups=[GROUP], given=[GROUP], seconds=1.0)
+
+
+class Training:
+    """An engine over these parameters, and steps by hand."""
+
+    def __init__(self, devices, *, mode="new", **options):
+        self.engine = engine = open_engine(parse_devices(devices), mode=mode, tile_elems=1024, **options)
+        if engine.recovered:
+            try:
+                check_recovered(engine)
+            except CSDStoreError:
+                engine.close()
+                raise
+            discard_newer(engine)
+            self.extent = engine.extents[0]
+        else:
+            self.extent = engine.extend([math.prod(shape) for shape, _, _ in PARAMS.values()], STATES)
+            engine.describe(self.manifest())
+            engine.windows.sync()
+        self.windows = [
+            [engine.windows.window(self.extent, i, s, torch.float32) for s in range(3)] for i in range(len(PARAMS))
+        ]
+        self.params = [master.clone() for master, _, _ in self.windows]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.engine.close()
+
+    def manifest(self):
+        params = [
+            {"name": name, "group": 0, "position": i, "shape": [*shape], "dtype": "float32"}
+            | {"stride": [*stride], "extent": 0, "start": self.extent.starts[i], "numel": math.prod(shape)}
+            for i, (name, (shape, stride, _)) in enumerate(PARAMS.items())
+        ]
+        return {"params": params, "waiting": []}
+
+    @property
+    def done(self):
+        return self.engine.step
+
+    def keep(self, number, device="cpu"):
+        for i, (_, _, first) in enumerate(PARAMS.values()):
+            if first == number:
+                residual = torch.zeros(self.extent.numels[i], dtype=torch.bfloat16, device=device)
+                self.engine.keep_residual(i, residual)
+
+    def step(self, commit=True):
+        engine, number = self.engine, self.done + 1
+        self.keep(number)
+        generator = torch.Generator().manual_seed(number)
+        grads = [torch.randn(p.shape, generator=generator) for p in self.params]
+        rows = [(g.data_ptr(), p.data_ptr(), FP32, FP32, *[0] * 6) for g, p in zip(grads, self.params, strict=True)]
+        every = np.arange(engine.n_tiles, dtype=np.uint32)
+        for tile in engine.begin(np.array(rows, PARAM), ADAM, every, RECORD).tolist():
+            engine.push(tile)
+        engine.finish()
+        engine.steps[0] += 1
+        for i, residual in engine.residuals.items():
+            noise = torch.randn(residual.shape, generator=generator.manual_seed(1000 * number + i))
+            residual.copy_(0.5 * residual.cpu().float() + noise)
+        if commit:
+            engine.commit(RECORD)
+        return self
+
+    def steps(self, n):
+        for _ in range(n):
+            self.step()
+        return self
+
+    def image(self):
+        self.engine.remap()
+        states = {(name, s): w.clone() for name, ws in zip(NAMES, self.windows, strict=True) for s, w in enumerate(ws)}
+        kept = {(NAMES[i], "residual"): r.cpu().clone() for i, r in self.engine.residuals.items()}
+        return states | kept | {"steps": torch.from_numpy(self.engine.steps[0].copy())}
+
+
+@functools.cache
+def never_stopped(steps):
+    with Training(["ram:"]) as training:
+        return training.steps(steps).image()
+
+
+def assert_same(image, other):
+    assert image.keys() == other.keys()
+    assert [key for key in image if not torch.equal(image[key], other[key])] == []
+
+
+def resumed(devices):
+    return Training(devices, mode="resume")
+
+
+def crashed(devices, to):
+    """The devices as a process that is killed now leaves them."""
+    copies = named_devices(to, len(devices))
+    for device, copy in zip(devices, copies, strict=True):
+        shutil.copytree(place(device), place(copy))
+    return copies
+
+
+def contents(devices):
+    return [read_contents(place(d)) for d in devices]
+
+
+def found_at(devices, name):
+    """The file and the byte at which a committed residual begins."""
+    for held in contents(devices):
+        for row, offset, _ in held.residual_places():
+            if NAMES[row] == name:
+                return Path(held.path), offset
+    raise AssertionError(f"{name} has no residual")
+
+
+# ---- resume --------------------------------------------------------------------------
+
+
+@pytest.mark.cards
+@pytest.mark.parametrize("end", ["close", "kill"])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize(("n", "shadow"), [(1, True), (2, True), (3, True), (2, False)])
+def test_goes_on_bit_for_bit(tmp_path, n, shadow, at, end):
+    devices = named_devices(tmp_path / "a", n)
+    (tmp_path / "a").mkdir()
+    with Training(devices, shadow=shadow) as training:
+        training.steps(at).engine.wait()
+        killed = crashed(devices, tmp_path / "b")
+    devices = killed if end == "kill" else devices
+    for _ in range(2):
+        with resumed(devices[::-1]) as training:  # named in any order
+            assert_same(training.image(), never_stopped(at))
+            assert all(r.device.type == "cpu" for r in training.engine.residuals.values())
+            assert_same(training.steps(2).image(), never_stopped(at + 2))
+        at += 2
+    with resumed(devices) as training:
+        assert_same(training.image(), never_stopped(at))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])  # the third is the one in which another residual joins
+def test_every_instant_of_a_commit_leaves_one_step(tmp_path, monkeypatch, n, steps):
+    """The devices are copied before and after every write and every flush of a commit."""
+    (tmp_path / "a").mkdir()
+    devices, lock, copies = named_devices(tmp_path / "a", n), threading.RLock(), []
+    with Training(devices) as training:
+        training.steps(steps).engine.wait()
+        training.step(commit=False)
+        training.engine.remap()
+
+        def copied(call):
+            def instead(*arguments):
+                with lock:
+                    copies.append(crashed(devices, tmp_path / f"{len(copies)}"))
+                    return call(*arguments)
+
+            return instead
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", copied(os.pwrite))
+            patched.setattr(os, "fdatasync", copied(os.fdatasync))
+            training.engine.commit(RECORD)
+            training.engine.wait()
+        copies.append(crashed(devices, tmp_path / f"{len(copies)}"))
+    kept = [r for r in training.engine.residuals.values() if r.numel()]
+    assert len(copies) > n * (2 + 2 + 3) + len(kept)  # tables, superblocks, flushes, residuals
+    found = []
+    for copy in copies:
+        with resumed(copy) as training:
+            found.append(training.done)
+            if training.done:
+                assert_same(training.image(), never_stopped(training.done))
+            assert_same(training.step().image(), never_stopped(found[-1] + 1))
+        shutil.rmtree(place(copy[0]).parent)
+    assert found == sorted(found)
+    assert {*found} == {steps, steps + 1}
+
+
+@pytest.mark.parametrize("nth", range(1, 9))  # eight tables and superblocks are written, after three residuals
+def test_a_commit_that_fails_is_tried_again(tmp_path, monkeypatch, nth):
+    """Every nth write fails: each attempt gets to another point, and what has come to its end is not made again."""
+    devices, calls, pwrite = named_devices(tmp_path, 2), itertools.count(1), os.pwrite
+
+    def fails(*arguments):
+        if next(calls) % nth == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pwrite(*arguments)
+
+    with Training(devices) as training:
+        training.steps(4).engine.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", fails)
+            training.step()
+            for _ in range(3):
+                # Copy 1 is four writes: from nth = 5 on it may be through with the second attempt.
+                with contextlib.suppress(CSDOSError) if nth > 4 else pytest.raises(CSDOSError, match="step 5 cannot"):
+                    training.engine.wait()
+            assert next(calls) > nth
+            killed = crashed(devices, tmp_path / "b")
+        with resumed(killed) as other:
+            assert other.done in (4, 5)
+            assert_same(other.image(), never_stopped(other.done))
+        training.engine.wait()
+        assert_same(training.step().image(), never_stopped(6))
+    with resumed(devices) as training:
+        assert_same(training.image(), never_stopped(6))
+
+
+def test_undone_step_leaves_them(tmp_path):
+    devices = named_devices(tmp_path, 2)
+    with Training(devices) as training:
+        training.steps(3)
+        every = np.arange(training.engine.n_tiles, dtype=np.uint32)
+        training.engine.begin(np.zeros(len(PARAMS), PARAM), ADAM, every, RECORD)
+        training.engine.finish(keep=False)
+    with resumed(devices) as training:
+        assert_same(training.image(), never_stopped(3))
+
+
+# ---- where they are --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sum_elems", [None, 1024])  # None: as before format 4
+def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, sum_elems):
+    monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", sum_elems)
+    devices = named_devices(tmp_path, 2)
+
+    def asks():
+        """Format and features, the same on both devices."""
+        [said] = {(c.superblock.version, *c.manifest.get("features", ())) for c in contents(devices)}
+        return said
+
+    without, with_them = ((4, "chunk_sums"), (4, "chunk_sums", "residuals")) if sum_elems else ((1,), (2,))
+    with Training(devices) as training:
+        training.keep = lambda number: None
+        training.steps(3)
+    for held in contents(devices):
+        assert not any("residual" in p for p in held.manifest["params"])
+        assert "residual" not in json.dumps(held.record.groups)
+    assert asks() == without
+    with resumed(devices) as training:
+        training.keep = lambda number: None
+        assert training.engine.residuals == {}
+        training.engine.keep_residual(0, torch.ones(2100, dtype=torch.bfloat16))
+        training.step().engine.wait()
+        assert asks() == with_them
+        training.engine.drop_residual(0)
+        training.step().engine.wait()
+        assert asks() == without
+
+
+def entry(position, extent, start, numel):
+    """A parameter of one dimension, as a manifest has it."""
+    about = {"name": f"{position}", "group": 0, "position": position, "shape": [numel], "stride": [1]}
+    return about | {"dtype": "float32", "extent": extent, "start": start, "numel": numel}
+
+
+def test_they_are_spread_over_the_durable_devices(tmp_path):
+    numels = [9000, 100, 5000, 5000, 3000, 12000, 2048, 1]
+    spread = []
+    for run in range(2):
+        devices = ["ram:", *named_devices(tmp_path / f"{run}", 3)]
+        (tmp_path / f"{run}").mkdir()
+        with contextlib.closing(open_engine(parse_devices(devices), tile_elems=1024)) as engine:
+            extent = engine.extend(numels, STATES)
+            params = [entry(i, 0, *place) for i, place in enumerate(zip(extent.starts, numels, strict=True))]
+            engine.describe({"params": params, "waiting": []})
+            for i, n in enumerate(numels):
+                engine.keep_residual(i, torch.full((n,), i, dtype=torch.bfloat16))
+            engine.committer.flush()
+        held = contents(devices[1:])
+        places = [p["residual"] for p in held[0].manifest["params"]]
+        assert {p["device"] for p in places} == {1, 2, 3}
+        assert all(p["base"] % PAGE == p["room"] % PAGE == 0 for p in places)
+        assert [p["room"] for p in places] == [-(-2 * n // PAGE) * PAGE for n in numels]
+        taken = [sum(p["room"] for p in places if p["device"] == d) for d in (1, 2, 3)]
+        assert max(taken) - min(taken) <= max(p["room"] for p in places)
+        for d in (1, 2, 3):  # nothing overlaps
+            ranges = sorted((p["base"], p["base"] + 2 * p["room"]) for p in places if p["device"] == d)
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+            assert ranges[-1][1] <= place(devices[d]).joinpath(FILE_NAME).stat().st_size
+        spread.append([p["device"] for p in places])
+    assert spread[0] == spread[1]
+
+
+def test_what_has_not_changed_stays_where_it_is(tmp_path):
+    [device] = devices = named_devices(tmp_path, 1)
+    with Training(devices) as training:
+        engine = training.steps(3).engine
+        engine.wait()
+        before = read_contents(place(device))
+        engine.committer.flush()
+        after = read_contents(place(device))
+        assert after.superblock.sequence == before.superblock.sequence + 1
+        assert after.residuals.tolist() == before.residuals.tolist()
+        assert after.record.written_bytes == before.record.written_bytes
+        # What was written to one of them counts, by torch or as who does it past torch says.
+        engine.residuals[0][5] = 7
+        engine.committer.flush()
+        changed = read_contents(place(device)).residuals
+        assert (changed != before.residuals).tolist() == [True, False, False, False]
+        engine.residuals[1].view(torch.int16).numpy()[:] = 0
+        torch.autograd.graph.increment_version([engine.residuals[1]])
+    assert read_contents(place(device)).superblock.flags == CLEAN
+    with resumed(devices) as training:
+        training.engine.residuals[4][0] = 9
+    with resumed(devices) as training:
+        assert training.engine.residuals[4][0] == 9
+        training.engine.residuals[4][0] = never_stopped(3)["late", "residual"][0]
+    with resumed(devices) as training:
+        assert training.engine.residuals[0][5] == 7
+        assert not training.engine.residuals[1].any()
+        assert torch.equal(training.engine.residuals[4], never_stopped(3)["late", "residual"])
+        # Another tensor, which was written to as often: it has the same place.
+        size = (place(device) / FILE_NAME).stat().st_size
+        other = torch.ones_like(training.engine.residuals[1])
+        torch.autograd.graph.increment_version([other] * training.engine.residuals[1]._version)
+        training.engine.keep_residual(1, other)
+        training.engine.committer.flush()
+        assert (place(device) / FILE_NAME).stat().st_size == size
+    with resumed(devices) as training:
+        assert (training.engine.residuals[1] == 1).all()
+
+
+def test_one_that_is_dropped_is_gone_and_its_room_is_used_again(tmp_path):
+    [device] = devices = named_devices(tmp_path, 1)
+    file = place(device) / FILE_NAME
+    with Training(devices) as training:
+        engine = training.steps(3).engine
+        engine.wait()
+        size = file.stat().st_size
+        engine.drop_residual(0)
+        engine.drop_residual(0)
+        training.step().engine.wait()
+        assert "residual" not in read_contents(file).manifest["params"][0]
+        killed = crashed(devices, tmp_path / "b")
+        engine.keep_residual(0, torch.zeros(2100, dtype=torch.bfloat16))
+        engine.drop_residual(0)
+        engine.keep_residual(0, torch.full((2100,), 3.0, dtype=torch.bfloat16))
+        engine.committer.flush()  # nothing wrote to it, and it is another one
+        assert file.stat().st_size == size
+    with resumed(killed) as other:
+        assert 0 not in other.engine.residuals
+        assert torch.equal(other.engine.residuals[4], never_stopped(4)["late", "residual"])
+    with resumed(devices) as training:
+        assert (training.engine.residuals[0] == 3).all()
+
+
+@pytest.mark.parametrize("how", ["at once", "after the tiles"])
+def test_full_disk(tmp_path, monkeypatch, how):
+    devices = named_devices(tmp_path, 2)
+    fallocate = os.posix_fallocate
+
+    def full(fd, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Training(devices) as training:
+        training.keep = lambda number: None
+        if how == "after the tiles":
+            training.steps(2).engine.wait()
+        sizes = [(place(d) / FILE_NAME).stat().st_size for d in devices]
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        for _ in range(2):
+            with pytest.raises(CSDOSError, match=r"no room for 0\.00 GB of residuals") as caught:
+                training.engine.keep_residual(0, torch.zeros(2100, dtype=torch.bfloat16))
+            assert caught.value.errno == errno.ENOSPC
+            assert str(place(devices[0])) in str(caught.value)
+        assert training.engine.residuals == {}
+        assert [(place(d) / FILE_NAME).stat().st_size for d in devices] == sizes
+        monkeypatch.setattr(os, "posix_fallocate", fallocate)
+        training.step().engine.wait()
+        assert not any("residuals" in c.manifest["features"] for c in contents(devices))
+        training.engine.keep_residual(0, torch.ones(2100, dtype=torch.bfloat16))
+    with resumed(devices) as training:
+        assert (training.engine.residuals[0] == 1).all()
+
+
+def test_a_commit_needs_no_more_room_than_the_step_has_found(tmp_path, monkeypatch):
+    """Not for hundreds of new residuals either: a full disk is an error before the step."""
+
+    def full(fd, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]))) as engine:
+        params = []
+        for n in (300, 550):  # these have the table's room nearly full
+            starts = engine.extend([1] * n, STATES).starts
+            params += [entry(len(params) + i, len(engine.extents) - 1, s, 1) for i, s in enumerate(starts)]
+            engine.describe({"params": params, "waiting": []})
+            engine.commit(RECORD)
+            engine.wait()
+        for i in range(850):
+            engine.keep_residual(i, torch.ones(1, dtype=torch.bfloat16))
+        step = {"params": np.zeros(850, PARAM), "hypers": ADAM, "tiles": np.zeros(0, np.uint32), "record": RECORD}
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", full)
+            with pytest.raises(CSDOSError, match="no room"):
+                engine.begin(**step)
+        engine.begin(**step)
+        engine.finish()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", full)
+            engine.commit(RECORD)
+            engine.wait()
+    assert len(read_contents(tmp_path / "csd").residuals) == 850
+
+
+def test_what_is_no_residual_is_refused(tmp_path):
+    with Training(named_devices(tmp_path, 1)) as training:
+        for bad in (torch.zeros(2100), torch.zeros(30, 70).bfloat16(), torch.zeros(4200).bfloat16()[::2]):
+            with pytest.raises(CSDValueError, match=r"not dense \(2100,\) bfloat16"):
+                training.engine.keep_residual(0, bad)
+        assert training.engine.residuals == {}
+
+
+def test_they_are_counted_where_they_are_written(tmp_path):
+    devices = named_devices(tmp_path, 2)
+    with Training(devices) as training:
+        training.step().engine.wait()
+        rooms = [0, 0]
+        for p in contents(devices)[0].manifest["params"]:
+            if "residual" in p:
+                rooms[p["residual"]["device"]] += p["residual"]["room"]
+        tile_bytes = [training.extent.slot_bytes * training.extent.tiles_of(d) for d in range(2)]
+        for done in (1, 2):
+            training.engine.remap()
+            for d, count in enumerate(training.engine.stats()):
+                assert rooms[d] > 0
+                assert count["write_bytes"] == tile_bytes[d] + rooms[d]
+                assert count["total_write_bytes"] == done * (tile_bytes[d] + rooms[d])
+            if done == 1:
+                training.step()
+    held = contents(devices)
+    assert [c.record.written_bytes for c in held] == [2 * (t + r) for t, r in zip(tile_bytes, rooms, strict=True)]
+    with resumed(devices) as training:
+        assert [c["total_write_bytes"] for c in training.engine.stats()] == [c.record.written_bytes for c in held]
+
+
+def test_nothing_but_an_empty_one(tmp_path):
+    with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]))) as engine:
+        starts = engine.extend([0], STATES).starts
+        engine.describe({"params": [entry(0, 0, starts[0], 0)], "waiting": []})
+        engine.keep_residual(0, torch.zeros(0, dtype=torch.bfloat16))
+    assert not verify(tmp_path / "csd")[0].damage
+    with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
+        check_recovered(engine)
+        assert engine.residuals[0].shape == (0,)
+
+
+def test_large_ones_go_in_parts(tmp_path, monkeypatch):
+    """The last part is a few elements, or fills its page."""
+    for module in (residuals, tiles):
+        monkeypatch.setattr(module, "CHUNK", PAGE)
+    numels = [5 * PAGE // 2, 5 * PAGE // 2 + 1, 12 * PAGE // 2 - 1]
+    kept = [torch.randn(n).bfloat16() for n in numels]
+    with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), tile_elems=1024)) as engine:
+        extent = engine.extend(numels, STATES)
+        params = [entry(i, 0, *place) for i, place in enumerate(zip(extent.starts, numels, strict=True))]
+        engine.describe({"params": params, "waiting": []})
+        for i, residual in enumerate(kept):
+            engine.keep_residual(i, residual)
+        engine.windows.sync()  # the states are zeros
+    assert not verify(tmp_path / "csd")[0].damage
+    with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
+        check_recovered(engine)
+        assert [*engine.residuals] == [0, 1, 2]
+        assert all(torch.equal(engine.residuals[i], r) for i, r in enumerate(kept))
+
+
+# ---- damage ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def devices(tmp_path):
+    """Of a training of four steps that was closed."""
+    found = named_devices(tmp_path, 2)
+    with Training(found) as training:
+        training.steps(4)
+    return found
+
+
+def spoil(file, at):
+    data = np.memmap(file, np.uint8, "r+")
+    data[at] ^= 1
+    data.flush()
+
+
+@pytest.mark.parametrize("at", [0, 4199])
+def test_damage_is_found_and_named(devices, run, at):
+    file, offset = found_at(devices, "weight")
+    spoil(file, offset + at)
+    said = f"{file}: residual is damaged: weight"
+    with pytest.raises(CSDStoreError) as caught:
+        resumed(devices)
+    assert said in str(caught.value)
+    with pytest.raises(CSDStoreError, match="residual is damaged: weight"):
+        CSDAdam.load([place(d) for d in devices])
+    code, out, _ = run("verify", *map(place, devices))
+    assert code == 1
+    assert said in out.splitlines()
+    for make in (checkpoint.snapshot, convert.export_torch, convert.export_safetensors):
+        with pytest.raises(CSDStoreError, match="residual is damaged: weight"):
+            make([place(d) for d in devices], Path("out"))
+        assert not Path("out").exists()
+    spoil(file, offset + at)
+    assert run("verify", *map(place, devices))[0] == 0
+
+
+def test_what_no_commit_names_is_not_looked_at(devices):
+    file, offset = found_at(devices, "weight")
+    [p] = [p for p in read_contents(file).manifest["params"] if p["name"] == "weight"]
+    base, room = p["residual"]["base"], p["residual"]["room"]
+    spoil(file, 2 * base + room - offset)  # the other space
+    spoil(file, offset + 4200)  # the rest of the page
+    assert not any(v.damage for v in verify([place(d) for d in devices]))
+    with resumed(devices) as training:
+        assert_same(training.image(), never_stopped(4))
+
+
+def test_store_that_is_cut_off(devices):
+    file, offset = found_at(devices, "late")  # the last to find room
+    os.truncate(file, offset + 100)
+    [said] = [d for v in verify(file.parent) for d in v.damage]
+    assert said.startswith(f"{file}: ")
+    assert said.endswith("the residual of late ends behind the end of the file")
+
+
+# ---- snapshots, state dicts, exports -----------------------------------------------------
+
+
+def assert_state(held, steps):
+    """A state dict is that of this step."""
+    image = never_stopped(steps)
+    for i, (name, (shape, stride, _)) in enumerate(PARAMS.items()):
+        entry = held["state"][i]
+        assert ("residual" in entry) == ((name, "residual") in image)
+        for key, expected in (("residual", image.get((name, "residual"))), ("master", image[name, 0])):
+            if expected is not None:
+                value = entry[key]
+                assert (value.dtype, value.shape, value.stride()) == (expected.dtype, shape, stride)
+                assert torch.equal(value, expected.as_strided(shape, stride))
+
+
+def reflink(fd, request, source):
+    with open(f"/proc/self/fd/{source}", "rb") as there, open(f"/proc/self/fd/{fd}", "wb") as here:
+        shutil.copyfileobj(there, here)
+
+
+@pytest.mark.parametrize("how", ["copy", "reflink"])
+def test_snapshot(tmp_path, monkeypatch, how):
+    devices = named_devices(tmp_path, 2)
+    with Training(devices) as training:
+        training.steps(4)
+        if how == "reflink":
+            monkeypatch.setattr(fcntl, "ioctl", reflink)
+        checkpoint.save(training.engine, tmp_path / "snap", checkpoint.no_bar, wait=True).wait()
+        training.step()
+    held = CSDAdam.load(tmp_path / "snap")
+    assert_state(held, 4)
+    assert held["csd_optim"]["format"] == 2
+    del held  # nobody may train on it as long as somebody has its tensors
+    made = sorted((tmp_path / "snap").iterdir())
+    assert all("residuals" in read_contents(d).manifest["features"] for d in made)
+    assert not any(v.damage for v in verify(made))
+    with resumed(made) as training:
+        assert_same(training.image(), never_stopped(4))
+        assert_same(training.steps(2).image(), never_stopped(6))
+
+
+@pytest.mark.parametrize("shadow", [True, False])
+@pytest.mark.parametrize("what", ["step", "flush"])
+def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what, shadow):
+    """The commit after the next would; where a step overwrites the states, the next one waits already."""
+    go, copying = threading.Event(), threading.Event()
+    write = checkpoint.Output.write
+
+    def slow(output, data, offset):
+        copying.set()
+        assert go.wait(60)
+        write(output, data, offset)
+
+    monkeypatch.setattr(checkpoint.Output, "write", slow)
+    with Training(named_devices(tmp_path, 1), shadow=shadow) as training:
+        engine, done = training.steps(4).engine, []
+        saving = checkpoint.save(engine, tmp_path / "snap", checkpoint.no_bar, wait=False)
+        assert copying.wait(60)
+
+        def go_on():
+            for number in range(3):
+                if what == "step":
+                    training.step()
+                else:
+                    engine.residuals[0].fill_(number)
+                    engine.committer.flush()
+                done.append(number)
+
+        other = threading.Thread(target=go_on)
+        other.start()
+        time.sleep(0.3)
+        assert done == ([0] if shadow else [])
+        go.set()
+        other.join(60)
+        saving.wait()
+    assert done == [0, 1, 2]
+    assert_state(CSDAdam.load(tmp_path / "snap"), 4)
+
+
+def test_loaded_residuals_are_the_file_and_keep_it_from_being_written(devices):
+    [file, _] = [place(d) / FILE_NAME for d in devices]
+    before = file.read_bytes()
+    held = CSDAdam.load([place(d) for d in devices])
+    residual = held["state"][0]["residual"]
+    del held
+    with pytest.raises(OSError, match="in use"):
+        resumed(devices)
+    residual.fill_(1)  # a copy of its own
+    assert file.read_bytes() == before
+    del residual
+    with resumed(devices) as training:
+        assert_same(training.image(), never_stopped(4))
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+def test_export_and_import(tmp_path, run, devices, form, m):
+    """Also those whose elements lie in another order in the file; to other devices."""
+    out, new = tmp_path / "out", named_devices(tmp_path / "new", m)
+    (tmp_path / "new").mkdir()
+    code, _, err = run("export", *map(place, devices), out, "--format", form, "--shard-size", "20kB")
+    assert (code, err) == (0, "")
+    code, _, err = run("import", out, *map(place, new))
+    assert (code, err) == (0, "")
+    assert_state(CSDAdam.load([place(d) for d in new]), 4)
+    assert all("residuals" in c.manifest["features"] for c in contents(new))
+    with resumed(new) as training:
+        assert {NAMES[i] for i in training.engine.residuals} == {"weight", "columns", "empty", "late"}
+        for i, residual in training.engine.residuals.items():
+            assert torch.equal(residual, never_stopped(4)[NAMES[i], "residual"])
+
+
+def test_torch_export_is_what_torch_save_writes(tmp_path, run, devices):
+    assert run("export", *map(place, devices), tmp_path / "ours.pt")[0] == 0
+    torch.save(CSDAdam.load([place(d) for d in devices]), tmp_path / "torchs.pt")
+    ours, torchs = (torch.load(tmp_path / name, weights_only=True) for name in ("ours.pt", "torchs.pt"))
+    assert_state(ours, 4)
+    assert_state(torchs, 4)
+    assert ours["csd_optim"] == torchs["csd_optim"]
+
+
+def test_safetensors_are_read_by_the_library(tmp_path, run, devices):
+    safetensors = pytest.importorskip("safetensors.torch")
+    assert run("export", *map(place, devices), tmp_path / "out", "--format", "safetensors")[0] == 0
+    [shard] = (tmp_path / "out").glob("*.safetensors")
+    found = safetensors.load_file(shard)
+    for name, (shape, stride, _) in PARAMS.items():
+        if (expected := never_stopped(4).get((name, "residual"))) is not None:
+            assert torch.equal(found[f"{name}.residual"], expected.as_strided(shape, stride))
+        assert torch.equal(found[f"{name}.master"], never_stopped(4)[name, 0].as_strided(shape, stride))
+
+
+def test_import_refuses_another_residual(tmp_path, run, devices):
+    held = CSDAdam.load([place(d) for d in devices])
+    held["state"][0]["residual"] = held["state"][0]["residual"][:-1]
+    torch.save(held, tmp_path / "bad.pt")
+    code, _, err = run("import", tmp_path / "bad.pt", tmp_path / "b")
+    assert code == 1
+    assert "residual of weight is another" in err
+    assert not (tmp_path / "b" / FILE_NAME).exists()
+
+
+def test_inspect(devices, run):
+    code, out, _ = run("inspect", place(devices[0]), "--json")
+    said = json.loads(out)
+    held = read_contents(place(devices[0]))
+    sizes = [2 * math.prod(PARAMS[NAMES[row]][0]) for row, _, _ in held.residual_places()]
+    assert (code, said["format"], said["residuals"]) == (0, 4, {"count": len(sizes), "bytes": sum(sizes)})
+    tile_bytes = sum(4 * e["tile_elems"] * len(e["sections"]) * e["tiles"] for e in held.manifest["extents"])
+    assert said["step_bytes"] == tile_bytes + sum(sizes)
+    _, out, _ = run("inspect", place(devices[0]))
+    assert f"{len(sizes)} here, " in out
+
+
+# ---- CUDA ------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_residuals_on_cuda(tmp_path, monkeypatch):
+    """They are saved as they are when the commit begins, whatever CUDA does meanwhile; and move back after resume."""
+    monkeypatch.setattr(residuals, "CHUNK", PAGE)
+    devices = named_devices(tmp_path, 2)
+    with Training(devices) as training:
+        training.keep = functools.partial(training.keep, device="cuda")
+        for _ in range(4):
+            training.step()
+            torch.cuda._sleep(10_000_000)  # the forward
+        assert all(r.is_cuda for r in training.engine.residuals.values())
+    with resumed(devices) as training:
+        assert_same(training.image(), never_stopped(4))
+        for i, residual in [*training.engine.residuals.items()]:
+            training.engine.keep_residual(i, residual.cuda())
+        training.steps(2)
+    with resumed(devices) as training:
+        assert_same(training.image(), never_stopped(6))

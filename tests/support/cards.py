@@ -1,0 +1,136 @@
+"""Runs commands with emulated cards, and the tests of every back end on them.
+
+Those tests, a pytest for each file, wait as much as they compute. So they run in the background, one after another,
+from when it is known that they are asked for, and whoever asks for one waits for it.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from support.forked import python
+
+from csd_optim import CSDUnavailableError
+from csd_optim.devices import emulation
+
+TESTS = Path(__file__).resolve().parent.parent
+SECONDS = 300  # for any command; none takes half of it
+TORCH = ["constructor", "training_loops", "state_dict", "outside_writes", "closing"]
+RESUME = ["resume", "user_state", "resume_refused", "edited_states", "without_shadow", "dropped"]
+# Name: files of tests/, and on which cards: one, three, or both. The longest on three alone; the code that they test is
+# the same on one.
+SUITES = {
+    "adamw": (["optim/test_adamw.py"], "xrts"),
+    "torch": ([f"optim/test_{name}.py" for name in TORCH], "xrts"),
+    "topk": (["compression/test_topk.py"], "xrts"),
+    "resume": ([f"optim/test_{name}.py" for name in RESUME], "xrts"),
+    "engine": (["engine/test_engine.py"], "xrt,xrts"),
+    "histories": (["optim/test_histories.py"], "xrt,xrts"),
+    "signals": (["step/test_signals.py"], "xrt,xrts"),
+    "pytorch_suite": (["optim/test_pytorch_suite.py"], "xrts"),
+}
+SOAK_SUITES = SUITES | {"resume": (SUITES["resume"][0], "xrt,xrts")}
+
+
+def why_no_cards():
+    try:
+        emulation.find_xrt()
+    except CSDUnavailableError as e:
+        return str(e)
+
+
+needs_xrt = pytest.mark.skipif(why_no_cards() is not None, reason=str(why_no_cards()))
+
+
+def emulated(*command, cards=1, fault="", seconds=SECONDS):
+    """Runs a command with emulated cards, one of which may fail, and kills whatever it leaves behind."""
+    with tempfile.TemporaryDirectory() as directory:
+        # Into files: a pipe stays open for as long as anything does that the command has started.
+        out, err = Path(directory, "out"), Path(directory, "err")
+        redirected = ["sh", "-c", 'exec >"$1" 2>"$2"; shift 2; exec "$@"', "sh", out, err]
+        status = emulation.run(
+            [*redirected, "env", f"CSD_OPTIM_EMULATOR_FAULT={fault}", *command], cards, None, seconds
+        )
+        said = [file.read_text(errors="replace") for file in (out, err)]
+    return subprocess.CompletedProcess(command, status, *said)
+
+
+def emulated_python(program, *arguments, cards=1, fault=""):
+    """Runs a Python program so: forked, where that can be."""
+    with tempfile.TemporaryDirectory(prefix="csd_optim_emu_", ignore_cleanup_errors=True) as directory:
+        prepared = emulation.prepare(Path(directory), cards)
+        if "LD_LIBRARY_PATH" in prepared:  # where an interpreter has to begin with it
+            return emulated(sys.executable, "-c", program, *map(str, arguments), cards=cards, fault=fault)
+        environment = os.environ | prepared | {"CSD_OPTIM_EMULATOR_FAULT": fault}
+        return python(program, *arguments, environment=environment, seconds=SECONDS)
+
+
+class Suites:
+    """A plugin of pytest: starts the suites that are asked for once all tests are collected.
+
+    With pytest-xdist it is the process that only waits for its workers that runs them, and a worker that asks.
+    """
+
+    def __init__(self, config):
+        worker = getattr(config, "workerinput", None)
+        self.runs = worker is None and not config.option.collectonly
+        self.soak = config.option.soak
+        self.directory = Path(worker["suites"] if worker else tempfile.mkdtemp(prefix="csd_optim_suites_"))
+        self.process = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node):
+        node.workerinput["suites"] = str(self.directory)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids):
+        self._start(ids)
+
+    def pytest_collection_finish(self, session):
+        self._start([item.nodeid for item in session.items])
+
+    def _start(self, ids):
+        asked = [suite for suite in SUITES if any(id.endswith(f"test_the_suite_on_cards[{suite}]") for id in ids)]
+        if self.runs and self.process is None and asked and why_no_cards() is None:
+            command = [sys.executable, "-m", "support.cards", self.directory, str(int(self.soak)), *asked]
+            self.process = subprocess.Popen(command, cwd=TESTS)
+
+    def result(self, suite):
+        """What the suite's pytest printed, and its exit status."""
+        deadline = time.monotonic() + len(SUITES) * SECONDS
+        while not (done := self.directory / f"{suite}.status").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the suite {suite} on cards has not come to an end")
+            time.sleep(0.1)
+        return (self.directory / f"{suite}.out").read_text(), int(done.read_text())
+
+    def pytest_unconfigure(self):
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+        if self.runs:
+            shutil.rmtree(self.directory)
+
+
+def main(directory, soak, *asked):
+    for suite in asked:
+        files, on = (SOAK_SUITES if int(soak) else SUITES)[suite]
+        command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--xrt={on}", "-p", "no:cacheprovider"]
+        command += ["--soak"] * int(soak) + [str(TESTS / file) for file in files]
+        done = emulated(*command, cards=3, seconds=4 * SECONDS)
+        if done.returncode in (128 + signal.SIGTERM, 128 + signal.SIGINT):  # nobody wants to know any more
+            break
+        Path(directory, f"{suite}.out").write_text(done.stdout + done.stderr)
+        status = Path(directory, f"{suite}.unfinished")
+        status.write_text(str(done.returncode))
+        status.rename(status.with_suffix(".status"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

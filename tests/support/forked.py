@@ -1,0 +1,76 @@
+"""Python programs in processes of their own that are forked from one that has imported torch already.
+
+A new interpreter imports torch, and its compiler with the first optimizer, for about three seconds; this takes
+milliseconds. What it cannot stand in for: options of the interpreter, what is read while a library is loaded
+(LD_LIBRARY_PATH), and how an interpreter comes to its end; here only what `atexit` knows is done.
+"""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+# Forked from a server, so that no threads are inherited, nor anything that a test has done.
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "csd_optim"]
+)
+
+
+def python(program, *arguments, environment=None, seconds=120):
+    """Runs a program with these arguments, as `python -c` does: its exit status, 128 + N after signal N, and output.
+
+    It has a session of its own, and whatever it leaves there is killed. After `seconds`, so is the program.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        # Into files: a pipe stays open for as long as anything does that the program has started.
+        said = [Path(directory, name) for name in ("out", "err")]
+        environment = dict(os.environ if environment is None else environment)
+        call = (program, [str(a) for a in arguments], environment, os.getcwd(), said)
+        process = processes.Process(target=_run, args=call)
+        process.start()
+        process.join(seconds)
+        late = process.is_alive()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        out, err = (file.read_text(errors="replace") if file.exists() else "" for file in said)
+    if late:
+        raise subprocess.TimeoutExpired(program, seconds, out, err)
+    status = process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
+    return subprocess.CompletedProcess(program, status, out, err)
+
+
+def printed(program, *arguments, **options):
+    """What the program prints, which has to end well."""
+    done = python(program, *arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def module(name, *arguments, **options):
+    """... and `python -m name`."""
+    program = "import os, runpy, sys; sys.path.insert(0, os.getcwd()); "
+    program += f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return python(program, *arguments, **options)
+
+
+def _run(program, arguments, environment, directory, said):
+    os.setsid()
+    os.chdir(directory)
+    for fd, file in zip((1, 2), said, strict=True):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        exec(compile(program, "<program>", "exec"), main.__dict__)
+    finally:
+        atexit._run_exitfuncs()

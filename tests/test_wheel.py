@@ -1,0 +1,110 @@
+"""What is built from the sdist is whole: README's first example runs from the wheel, in an environment of its own."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # where pip may find a csd_optim
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+def build(kind, source, directory):
+    """Builds in `source`, without a network. Not optimized, which takes a minute: that is not what is asked here."""
+    directory.mkdir()
+    for name in ("cc", "c++"):
+        compiler = directory / name
+        compiler.write_text(f'#!/bin/bash\nexec {name} "${{@/#-O3/-O0}}"\n')
+        compiler.chmod(0o700)
+    environment = ALONE | {"CC": str(directory / "cc"), "CXX": str(directory / "c++")}
+    command = [sys.executable, "-c", BUILD, kind, directory]
+    subprocess.run(command, cwd=source, env=environment, check=True, capture_output=True)
+    return next(path for path in directory.iterdir() if path.suffix in (".gz", ".whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The interpreter of an environment with the wheel, made from the sdist, and what it depends on."""
+    directory = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(build("build_sdist", ROOT, directory / "sdist")) as sdist:
+        sdist.extractall(directory / "source", filter="data")
+    [source] = (directory / "source").iterdir()
+    wheel = build("build_wheel", source, directory / "built")
+    venv.create(directory / "empty")
+    python = directory / "empty/bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel]
+    subprocess.run(pip, env=ALONE, check=True)
+    # A directory that a .pth file names is not looked through for others: an editable csd_optim is not to be seen.
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(directory / "empty")}))
+    (packages / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return python
+
+
+def run(python, program, cwd):
+    return subprocess.run([python, "-I", "-c", program], cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_first_example_of_readme(installed, tmp_path):
+    """Both its lines as they stand, and a step by the optimizer of each: the same numbers, from this very package."""
+    assert "CSDAdam" in EXAMPLE
+    before, after = EXAMPLE.replace("/mnt/nvme0", str(tmp_path)).splitlines()
+    program = f"""if True:
+        import copy, csd_optim, torch
+        from csd_optim import CSDAdam
+        first = torch.nn.Linear(40, 50)
+        found = []
+        for line in {before!r}, {after!r}:
+            model = copy.deepcopy(first)
+            exec(line)
+            model(torch.ones(3, 40)).square().sum().backward()
+            opt.step()
+            found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        torch.testing.assert_close(*found)
+        print(type(opt), csd_optim.__file__)
+    """
+    kind, file = run(installed, program, tmp_path).rsplit(maxsplit=1)
+    assert "CSDAdam" in kind
+    assert Path(file).is_relative_to(installed.parents[1])
+    assert (tmp_path / "csd_optim.store").exists()
+
+
+def test_all_of_the_package_is_there(installed, tmp_path):
+    """Every module that the sources have, and no other, can be imported."""
+    program = (
+        "import csd_optim, importlib, pkgutil\n"
+        "for module in pkgutil.walk_packages(csd_optim.__path__, 'csd_optim.'):\n"
+        "    if '_build_' not in module.name and '__main__' not in module.name:\n"
+        "        importlib.import_module(module.name)\n"
+        "        print(module.name)\n"
+    )
+    package = ROOT / "csd_optim"
+    paths = {path.parent if path.name == "__init__.py" else path.with_suffix("") for path in package.rglob("*.py")}
+    names = {".".join(path.relative_to(ROOT).parts) for path in paths if not re.match("_build_|__main__", path.name)}
+    assert {*run(installed, program, tmp_path).split()} - {"csd_optim._native", "csd_optim._emulator"} == names - {
+        "csd_optim"
+    }
+
+
+def test_the_command(installed, tmp_path):
+    [script] = installed.parent.glob("csd-optim")
+    done = subprocess.run([script, "--version"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert re.fullmatch(r"csd.optim \d+\.\d+\.\d+\S*\n", done.stdout)
+
+
+def test_the_class_is_named_where_users_find_it(installed, tmp_path):
+    program = (
+        "import csd_optim, pickle, pickletools\n"
+        "pickled = pickle.dumps(csd_optim.CSDAdam, 0)\n"
+        "print(csd_optim.CSDAdam, pickle.loads(pickled) is csd_optim.CSDAdam, pickled.splitlines()[:2])\n"
+    )
+    wanted = "<class 'csd_optim.CSDAdam'> True [b'ccsd_optim', b'CSDAdam']\n"
+    assert run(installed, program, tmp_path) == wanted
