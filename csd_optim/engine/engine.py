@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import threading
 import time
@@ -17,11 +16,7 @@ import torch
 from .. import bindings
 from ..bindings import HYPER, PARAM, TILE_STATE, TORN
 from ..devices.spec import DeviceSpec
-from ..errors import (
-    CSDError,
-    CSDRuntimeError,
-    CSDTornError,
-)
+from ..errors import CSDError, CSDRuntimeError, CSDTornError
 from ..signals import defer_signals
 from ..store.file import Mode
 from ..store.format import Contents, Record
@@ -30,8 +25,6 @@ from .committer import Committer
 from .open_devices import OpenDevices
 from .trace import Trace
 from .windows import Windows
-
-log = logging.getLogger("csd_optim")
 
 
 class Engine:
@@ -94,7 +87,6 @@ class Engine:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
 
         `sections`: names of the states of each, the fp32 master being the first.
-
         To be followed by `describe()`, and to be filled within `writing()`.
         """
         self.check_open()

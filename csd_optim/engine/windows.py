@@ -53,8 +53,8 @@ class Windows:
         self.lost = ""  # why what was written to them will never be committed
         self._buffers: list[list[Any]] = []  # per extent, per section: one that unmaps itself
         self._handed_out: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
-        self._in_step = np.zeros(0, np.uint32)  # tiles of the last step that began
         self._seen: list[int] = []  # their versions when the native engine was last told of what was written to them
+        self._in_step = np.zeros(0, np.uint32)  # tiles of the last step that began
         # Per tile:
         self.open = np.zeros(0, bool)  # what is written to its windows goes to the device
         self.loose = np.zeros(0, bool)  # its slot is part of no commit
