@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..devices.spec import parse_devices
-from ..engine.durable import DurableEngine
+from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..params.groups import plain
 from ..store.check import SECTIONS
@@ -363,7 +363,7 @@ def import_store(
         raise CSDValueError(f"{temporary[0]} keeps nothing; name a directory for the store")
     about = export.about
     numels = [math.prod(p["shape"]) * (2 if p["dtype"] == "complex64" else 1) for p in about["params"]]
-    engine = DurableEngine(specs, mode="new", tile_elems=tile_elems, shadow=about["shadow"])
+    engine = open_engine(specs, tile_elems=tile_elems, shadow=about["shadow"])
     try:
         params = []
         with progress("importing", 12 * sum(numels)) as tick:
@@ -375,7 +375,7 @@ def import_store(
                 for at, i in enumerate(rows):
                     p = about["params"][i]
                     for k, section in enumerate(sections):
-                        flat = engine.window(extent, at, k, dtype_of(p, section))
+                        flat = engine.windows.window(extent, at, k, dtype_of(p, section))
                         window = flat.as_strided(p["shape"], p["stride"]).numpy()
                         value = export.state(i, section)
                         if value is None or (value.dtype, value.shape) != (window.dtype, window.shape):
@@ -388,7 +388,7 @@ def import_store(
                         engine.keep_residual(extent.first_param + at, _residual(value, p))
                     engine.steps[e][at] = export.steps[i]
                     params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
-            engine.sync()
+            engine.windows.sync()
         engine.step = about["step"]
         engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
         rule = {"rule": about["rule"]} if "rule" in about else {}

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..devices.spec import parse_devices
-from ..engine.durable import DurableEngine, Pin
+from ..engine.commit import Pin
+from ..engine.durable import DurableCommitter
 from ..engine.engine import Engine
 from ..errors import CSDOSError, CSDRuntimeError, CSDStoreError, CSDWarning
 from ..store.file import StoreFile
@@ -177,25 +178,26 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
 
     Raises CSDRuntimeError, CSDStoreExistsError, CSDOSError before anything is made.
     """
-    if temporary := [str(spec) for spec in engine.specs if not spec.durable]:
+    if temporary := [str(spec) for spec in engine.devices.specs if not spec.durable]:
         raise CSDRuntimeError(
             f"{temporary[0]} keeps its state for this process only, and there is no store to copy; "
             "name directories as devices, or use state_dict()"
         )
-    assert isinstance(engine, DurableEngine)
+    committer = engine.committer
+    assert isinstance(committer, DurableCommitter)
     if engine.stepping:
         raise CSDRuntimeError("a step is under way: save() when it has returned")
     engine.check_whole()
     if not (engine.n_params or engine.committed_step):  # a rank may have no parameters
         raise CSDRuntimeError("there is no state to save yet: save() goes after the first step()")
-    if engine.ranks:
+    if committer.ranks:
         try:
             path.mkdir(exist_ok=True)
         except OSError as e:
             raise CSDOSError(e.errno, f"cannot make {path}: {e.strerror}") from e
-        path = path / f"rank-{engine.ranks.rank}"
-    engine.flush()
-    recovered = engine.committed()
+        path = path / f"rank-{committer.ranks.rank}"
+    committer.flush()
+    recovered = committer.committed()
     made = Snapshot(recovered, path)
     give_up = threading.Event()
     done: Future[Path] = Future()
@@ -222,7 +224,7 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
             finally:
                 done.set_exception(e)
 
-    engine.pins.append(pin)
+    committer.pins.append(pin)
     try:
         threading.Thread(target=work, name=f"csd_optim save {path}").start()
     except RuntimeError:  # the interpreter shuts down and has no more threads to give

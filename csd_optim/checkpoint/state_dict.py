@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from ..devices.spec import parse_devices
-from ..engine.durable import DurableEngine
+from ..engine.open_engine import open_engine
+from ..engine.resume import check_recovered
 from ..errors import CSDStoreError
 from ..store.file import lock, not_for_children
 from ..store.format import RESIDUAL_BYTES, Contents
@@ -112,21 +113,21 @@ class _Keeper:
 
 def load(paths: Paths) -> dict[str, Any]:
     """See CSDAdam.load."""
-    engine = DurableEngine(parse_devices(directories(paths)), mode="read")
+    engine = open_engine(parse_devices(directories(paths)), mode="read")
     try:
         if not engine.recovered:
-            raise CSDStoreError(f"{engine.specs[0]} holds no step yet")
-        engine.check()
+            raise CSDStoreError(f"{engine.devices.specs[0]} holds no step yet")
+        check_recovered(engine)
         first = engine.recovered[0]
         windows: dict[tuple[int, str], torch.Tensor] = {}
         for row, p in enumerate(first.manifest["params"]):
             extent = engine.extents[p["extent"]]
             for k, section in enumerate(first.manifest["extents"][p["extent"]]["sections"]):
-                window = engine.window(extent, row - extent.first_param, k, dtype_of(p, section))
+                window = engine.windows.window(extent, row - extent.first_param, k, dtype_of(p, section))
                 windows[row, section] = window.as_strided(p["shape"], p["stride"])
         # The tensors are what lies in the files, even when the engine is closed.
         keeper = _Keeper(Path(c.path) for c in engine.recovered)
-        engine.hold(keeper)
+        engine.windows.hold(keeper)
         for residual in residuals_of(engine.recovered):
             p, values = first.manifest["params"][residual.row], np.zeros(0, np.int16)
             if residual.size:

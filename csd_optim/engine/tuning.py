@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import mmap
 import os
 import threading
@@ -11,17 +12,25 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from ..bindings import IO_DEPTH
+from .. import settings
+from ..bindings import IO_DEPTH, UNPACED
+from ..devices.backends import ANY_NODE
+from ..devices.machine import numa_node
+from ..devices.spec import DeviceSpec
 from ..errors import CSDOSError, CSDWarning
 from ..store.file import StoreFile
 from ..store.transfer import read_into, write
 
+log = logging.getLogger("csd_optim")
+
+TUNE_BYTES = 4 << 30  # of states on each device: a step then takes seconds, and what it gains is worth half of one
+UNEQUAL = 1.5  # times as fast: what two short measurements of equal drives do not differ by
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
 Kind = Literal["read", "write", "mixed"]
 
@@ -121,6 +130,53 @@ def tune(directories: Sequence[Path]) -> list[Tuned]:
         block, depth = next(s for s in SETTINGS if rates[s] >= CLOSE * max(rates.values()))
         chosen.append(Tuned(block, depth, rates[block, depth]))
     return chosen
+
+
+def tune_devices(
+    specs: Sequence[DeviceSpec], stores: Sequence[StoreFile | None], nbytes: int, *, new: bool
+) -> tuple[list[DeviceSpec], tuple[float, ...] | None]:
+    """Tries out how drives want to be spoken to; how fast they are decides on shares, where a store is `new`.
+
+    Returns the specs, with what was found in them, and shares; None: nothing was found to say about these.
+
+    Only where `nbytes` of states, over all devices, make it worth the half second, and only what nobody has said.
+    """
+    tried = {
+        d: store.path if store.path.is_dir() else store.path.parent
+        for d, (spec, store) in enumerate(zip(specs, stores, strict=True))
+        if store and spec.kind.has_file and not spec.kind.on_card and spec.pace == UNPACED
+    }
+    shares_open = new and len(tried) == len(specs) > 1 and all(s.share is None for s in specs)
+    said = all(specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
+    if not settings.tries_drives() or not tried or said or nbytes < TUNE_BYTES * len(specs):
+        return [*specs], None
+    try:
+        found = dict(zip(tried, tune(list(tried.values())), strict=True))
+    except CSDOSError as e:
+        log.info("drives were not tried out: %s", e)
+        return [*specs], None
+    tuned_specs, shares = [*specs], None
+    rates = [tuned.bytes_per_second for tuned in found.values()]
+    if shares_open and max(rates) > UNEQUAL * min(rates):
+        shares = tuple(round(rate / max(rates), 2) or 0.01 for rate in rates)
+    for d, tuned in found.items():
+        spec = specs[d]
+        block = spec.block_bytes if "block" in spec.chosen else tuned.block_bytes
+        depth = spec.depth if "depth" in spec.chosen else tuned.depth
+        tuned_specs[d] = replace(spec, block_bytes=block, depth=depth)
+        share = f", share {shares[d]:g}" if shares else ""
+        log.info(
+            "device %d (%s) moved %.2f GB/s when tried out; from now on in requests of %d KiB, %d at once%s",
+            *(d, tried[d], tuned.bytes_per_second / 1e9, block >> 10, depth, share),
+        )
+    return tuned_specs, shares
+
+
+def node_of(spec: DeviceSpec, store: StoreFile) -> int | None:
+    """From which node a device's buffers are to come, and whose CPUs are to update its tiles; None: any."""
+    if spec.numa is not None:
+        return None if spec.numa == ANY_NODE else spec.numa
+    return numa_node(os.fstat(store.fd).st_dev)
 
 
 def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60, depth: int = IO_DEPTH) -> float:

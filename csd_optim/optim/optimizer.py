@@ -31,8 +31,9 @@ from ..devices.spec import parse_devices
 from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
 from ..distributed.sharding import UNSHARDED, whole_of
-from ..engine.durable import DurableEngine, open_engine
 from ..engine.engine import Engine
+from ..engine.open_engine import open_engine
+from ..engine.resume import check_recovered, discard_newer
 from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
 from ..finalize import close_quietly
 from ..params.groups import members, name_of, plain, put_back
@@ -431,7 +432,9 @@ class CSDAdam(AdamW, Joinable):
             self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=ranks))
 
     def __repr__(self) -> str:
-        devices = ", ".join(map(str, self._engine.specs)) if self._engine and not self._engine.closed else "closed"
+        devices = (
+            ", ".join(map(str, self._engine.devices.specs)) if self._engine and not self._engine.closed else "closed"
+        )
         return f"{super().__repr__()} on [{devices}]"
 
     # ---- the step ----------------------------------------------------------------
@@ -566,15 +569,14 @@ class CSDAdam(AdamW, Joinable):
         owed = self._compress(engine, plan, groups, grads, steps, table, prepared)
 
         # From here on something changes.
-        if written and engine.keeps_state:
-            always = not engine.synced
+        if written and engine.devices.keeps_state:
+            always = not engine.windows.synced
             many = not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES
             if many:
                 within = engine.writing([b.index for b in written])
             else:
-                assert isinstance(engine, DurableEngine)
                 engine.remap()  # the windows show the masters, and keep what is written to them for the step
-                within = engine.reseeding()
+                within = engine.windows.reseeding()
             with within:
                 for param_state in written:
                     param_state.reseed(always=always)
@@ -722,10 +724,9 @@ class CSDAdam(AdamW, Joinable):
         """Takes up the store, if there is one. Nothing is changed, in memory or on a device, before all is checked."""
         engine = self._live_engine
         if not engine.recovered:
-            where = ", ".join(map(str, engine.specs))
+            where = ", ".join(map(str, engine.devices.specs))
             warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
             return
-        assert isinstance(engine, DurableEngine)
         recovered = engine.recovered[0]
         with engine.all_ranks_or_none():
             if difference := other_rule(recovered, self._rule):
@@ -733,9 +734,9 @@ class CSDAdam(AdamW, Joinable):
             if difference := first_difference(recovered.manifest, self.param_groups, self._state_map.part_of):
                 raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
             user_state = stored_user_state(recovered.record.user_state, recovered.path)
-            engine.check()
+            check_recovered(engine)
         with engine.all_ranks_or_none():
-            engine.discard_newer()
+            discard_newer(engine)
         with engine.all_ranks_or_none():
             self._state_map.adopt_commit(engine, self.param_groups)
         for changed in changed_by_resume(self._rule, self._initial_groups, recovered.record):

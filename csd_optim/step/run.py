@@ -150,7 +150,7 @@ class StepRunner:
         tile_elems = max(e.tile_elems for e in engine.extents)
         pinned = any(s.grad.is_cuda for s in prepared.values())
         if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
-            self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.specs), pinned=pinned)
+            self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
         return self.ring
 
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:

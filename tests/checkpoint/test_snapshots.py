@@ -354,7 +354,7 @@ def test_copy_takes_half_the_room(tmp_path):
 def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
     params, opt = make(tmp_path / "a", 2)
     before = state_of(opt, params)
-    engine_fds = {store.fd for store in opt._engine._stores}
+    engine_fds = {store.fd for store in opt._engine.devices.stores}
     module = fcntl if call == "ioctl" else os
     real = getattr(module, call)
 
@@ -368,7 +368,7 @@ def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
         patch.setattr(module, call, full)
         with pytest.raises(CSDOSError, match="No space left") as caught:
             opt.save(tmp_path / "snap", wait=wait).result(60)
-        opt._engine._make_way()
+        opt._engine.committer.make_way()
     if not wait and call != "ioctl":  # somebody who does not ask the future is told all the same
         assert any("was not saved" in str(w.message) for w in warned)
     assert caught.value.errno == errno.ENOSPC

@@ -21,7 +21,7 @@ from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
 from csd_optim.devices.machine import numa_node
 from csd_optim.devices.spec import parse_devices
-from csd_optim.engine.durable import open_engine
+from csd_optim.engine.open_engine import open_engine
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.store.layout import ALIGN, GRAIN, MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE, max_mappings, plan_extent
 
@@ -39,7 +39,7 @@ class Driven:
         self.params = [torch.arange(n, dtype=torch.float32) / 100 for n in numels]
         self.grads = [torch.linspace(-1, 1, n) for n in numels]
         self.windows = {
-            name: [self.engine.window(self.extent, i, s, torch.float32) for i in range(len(numels))]
+            name: [self.engine.windows.window(self.extent, i, s, torch.float32) for i in range(len(numels))]
             for s, name in enumerate(("master", "exp_avg", "exp_avg_sq"))
         }
         for master, p in zip(self.windows["master"], self.params, strict=True):
@@ -444,7 +444,7 @@ def test_parameters_join_one_after_another(tmp_path):
     engine.finish()
     engine.remap()
     for extent in extents[::30]:
-        exp_avg = engine.window(extent, 0, 1, torch.float32)
+        exp_avg = engine.windows.window(extent, 0, 1, torch.float32)
         assert torch.equal(exp_avg, torch.full((n,), 0.1 if extent.first_tile in tiles else 0.0))
     engine.close()
     del engine, exp_avg
