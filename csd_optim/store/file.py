@@ -1,4 +1,4 @@
-"""The file behind an emulated CSD: opened, locked, allocated, committed. What is in it: store_format.py."""
+"""The file behind an emulated CSD: opened, locked, allocated, committed. What is in it: format.py."""
 
 from __future__ import annotations
 

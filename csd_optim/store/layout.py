@@ -3,7 +3,7 @@
 Parameters that join at the same time lie one after another in an *extent* of the flat space, each from a multiple of
 `ALIGN` elements on. The extent is cut into equal tiles, tile `i` on device `i mod n`: every device owns the same number
 of tiles (one more or less), and any region of the model keeps all of them busy. Devices of unequal speed have unequal
-shares of the tiles, mixed as evenly (store_format.devices_of).
+shares of the tiles, mixed as evenly (format.devices_of).
 """
 
 from __future__ import annotations
