@@ -248,7 +248,7 @@ int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
 /* Do these tiles of the step have their new parameters (those pushed with an image: in the image)? With `wait`, returns
  * when they have. Reports the failure of the step, if there was one. */
 int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
-                     csd_error *error);
+                            csd_error *error);
 
 /* With keep = 1, waits until every tile has its new parameters, and brings the residuals up to date; the last states
  * may still be on their way to the device (csd_engine_wait_writes waits for them). If anything failed, or with

@@ -712,7 +712,8 @@ void failing_writes() {
       const ReadOnly now(b.fd);
       int32_t given = 0;
       OK(m.push(kTiles - 1, kTiles));
-      told = csd_engine_params_ready(m.engine, m.tiles.data(), static_cast<uint32_t>(m.tiles.size()), 1, &given, &m.error);
+      told =
+          csd_engine_params_ready(m.engine, m.tiles.data(), static_cast<uint32_t>(m.tiles.size()), 1, &given, &m.error);
       usleep(1000);  // the last write has failed
       status = csd_engine_finish(m.engine, i % 2, &m.error);
       CHECK(told != CSD_OK || status == CSD_OK);
