@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from ..errors import CSDValueError
-from ..params.param_state import ParamState
 
 Groups = Sequence[dict[str, Any]]
 
@@ -44,38 +43,35 @@ def is_large(p: torch.Tensor) -> bool:
 
 
 def ratios(
-    param_states: Sequence[ParamState],
+    params: Sequence[torch.Tensor],
+    owing: np.ndarray[Any, Any],
     groups_of: Sequence[int],
     groups: Groups,
     steps: np.ndarray[Any, Any],
     topk: float | None,
     warmup: int,
-    *,
-    owing: bool = True,
 ) -> np.ndarray[Any, Any]:
     """The share of its gradients that each parameter sends in this step, its `steps`-th; 0: all of them, dense.
 
-    `groups_of`: the group of each; one that names `topk` decides for all its parameters. The first `warmup` steps are
-    dense, then the share falls geometrically, for as many steps again (Lin et al., "Deep Gradient Compression", 2018).
-    `owing`: some of them may owe something that is still to be sent. Raises CSDValueError if `topk` or that of a group
-    is none.
+    `owing` (bool): does it owe something that is still to be sent? `groups_of`: the group of each; one that names
+    `topk` decides for all its parameters. The first `warmup` steps are dense, then the share falls geometrically, for
+    as many steps again (Lin et al., "Deep Gradient Compression", 2018).
+    Raises CSDValueError if `topk` or that of a group is none.
     """
     check_topk(topk)
     for k, group in enumerate(groups):
         check_topk(group.get("topk"), f" of group {k}")
     named = [group.get("topk", topk) for group in groups]
-    if all(share is None for share in named) and not owing:
-        return np.zeros(len(param_states))
-    owes = np.array([owing and b.residual is not None for b in param_states])
+    if all(share is None for share in named) and not owing.any():
+        return np.zeros(len(params))
     sparse = [
-        ("topk" in groups[k] or is_large(b.param)) and not b.param.is_complex()
-        for b, k in zip(param_states, groups_of, strict=True)
+        ("topk" in groups[k] or is_large(p)) and not p.is_complex() for p, k in zip(params, groups_of, strict=True)
     ]
     final = np.where(sparse, [named[k] or 1.0 for k in groups_of], 1.0)
     if warmup:
         final = final ** np.clip((steps - warmup) / warmup, 0, 1)
     # What is owed by one that is dense again is sent with all the rest, as entries.
-    return np.where(final < DENSE_FROM, final, np.where(owes, 1.0, 0.0))
+    return np.where(final < DENSE_FROM, final, np.where(owing, 1.0, 0.0))
 
 
 def entry_dtype(grad: torch.dtype, grad_dtype: torch.dtype | None) -> torch.dtype:

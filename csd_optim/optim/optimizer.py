@@ -10,25 +10,21 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from operator import is_
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW
 from torch.utils.hooks import RemovableHandle
 
-from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
+from ..bindings import DTYPE_CODES
 from ..checkpoint import snapshot as checkpoint
-from ..compression.policy import check_topk, entry_dtype, ratios
-from ..compression.selection import inverse_of
+from ..compression.policy import check_topk
 from ..devices.spec import parse_devices
-from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
-from ..distributed.sharding import UNSHARDED, whole_of
+from ..distributed.sharding import whole_of
 from ..engine.durable import DurableEngine, open_engine
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
@@ -38,23 +34,27 @@ from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.param_state import ParamState, check_param
 from ..params.state_map import StateMap
 from ..signals import defer_signals
-from ..step.agreement import StepAgreement, agree_on_step
+from ..step.agreement import agree_on_step
 from ..step.all_gather import ParamAllGather
 from ..step.joining import StepHook
-from ..step.run import PreparedStep, StepPlan, StepRunner
-from ..step.staging import GradSource
+from ..step.prepare import (
+    GradOptions,
+    Participants,
+    PreparedStep,
+    StepPlan,
+    add_residuals,
+    apply_outside_writes,
+    bind,
+    clip_scale,
+    participants,
+    prepare,
+)
+from ..step.run import StepRunner
 from ..store.file import Mode
 from ..store.format import Record
 from ..store.user_state import checked_user_state, stored_user_state
 from .adamw import ADAMW
 from .stats import describe
-
-# Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
-# it; more goes to the devices at once, and is committed there by itself.
-EDIT_BYTES = 256 << 20
-
-Members = tuple[list[torch.Tensor], list[torch.Tensor], list[int]]  # parameters, their gradients, their groups
-
 
 # What a copy has of the optimizer besides what torch knows of.
 _PUBLIC = (
@@ -208,7 +208,6 @@ class CSDAdam(AdamW, Joinable):
         self.sharded = sharded
         self._state_map = StateMap(self._rule, ranks, sharded=sharded)
         self._runner = StepRunner(self._state_map, ranks)
-        self._taken = 0  # steps, that ranks have to agree about
         self._descending = False  # what the ranks share of the step under way goes from the last to the first
         self._joined = False  # taking a step of the others: this rank has no more data
         self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
@@ -300,7 +299,17 @@ class CSDAdam(AdamW, Joinable):
             self._skipped = found_inf is not None and bool(found_inf.item())
             scale = None if grad_scale is None else float(grad_scale)
             if self._ranks:
-                agreed = self._meet(self._ranks, engine, self._skipped, scale)
+                agreed = agree_on_step(
+                    self._ranks,
+                    engine,
+                    self._state_map,
+                    self.param_groups,
+                    sharded=self.sharded,
+                    skips=self._skipped,
+                    taken=self._runner.taken,
+                    joined=self._joined,
+                    scale=scale,
+                )
                 self._skipped, self._descending, scale = agreed.skips, agreed.descending, agreed.scale
             if not self._skipped:
                 self._update(engine, 1.0 if scale is None else 1.0 / scale)
@@ -436,62 +445,19 @@ class CSDAdam(AdamW, Joinable):
     def _update(self, engine: Engine, grad_scale: float) -> None:
         with all_ranks_or_none(self._ranks):
             record = self._record(engine) if engine.durable else None
-            members = self._take_part(engine)
+            taking_part = self._taking_part(engine)
             if self.max_grad_norm is None:
-                step = self._prepare(engine, members, grad_scale)
-        if self.max_grad_norm is not None:
-            grad_scale *= self._clip_scale(grad_scale)  # a collective: not where a rank may have raised
+                step = self._prepare(engine, taking_part, grad_scale)
+        if self.max_grad_norm is not None:  # a collective: not where a rank may have raised
+            scale, self._grad_norm = clip_scale(self.param_groups, self._state_map, grad_scale, self.max_grad_norm)
             with all_ranks_or_none(self._ranks):
-                step = self._prepare(engine, members, grad_scale)
-        if step is None and self._ranks is None:
-            return
-        if step is None:  # the other ranks' step
-            with all_ranks_or_none(self._ranks):
-                self._state_map.fill(engine)
-            self._taken += 1
-            engine.step += 1
-            self._state_map.describe(engine, self.param_groups)
-            engine.commit(record)
-            return
-        ring = self._runner.run(engine, step, record, descending=self._descending)
-        self._state_map.filled()
-        self._taken += 1
-        try:
-            if ring is not None:
-                ring.feed_back()
-        finally:  # the step is whole, whatever becomes of what it owes
-            torch.autograd.graph.increment_version([b.windows["residual"] for b in step.owed])
-            if not self.error_feedback:
-                self._state_map.drop_residual(engine, step.plan.param_states)
-            elif step.unscaled:
-                self._state_map.drop_residual(
-                    engine, [b for b in step.owed if step.table["topk"][b.index] == 1]
-                )  # all was sent
-            for extent, own in zip(engine.extents, engine.steps, strict=True):
-                own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
-            engine.commit(record)
-        for source in step.prepared.values():
-            source.give_back()
-        torch.autograd.graph.increment_version(step.plan.params)
-        for param_state in (*step.written, *step.plan.param_states):
-            param_state.version = param_state.version_now
+                step = self._prepare(engine, taking_part, grad_scale * scale)
+        if step is not None:
+            self._runner.run(engine, step, record, descending=self._descending)
+        elif self._ranks is not None:
+            self._runner.run_without_gradients(engine, self.param_groups, record)
 
-    def _meet(self, ranks: Ranks, engine: Engine, skips: bool, scale: float | None) -> StepAgreement:
-        param_state = self._state_map.param_states
-        return agree_on_step(
-            ranks,
-            self.param_groups,
-            sharded=self.sharded,
-            is_bound=lambda p: id(p) in param_state,
-            skips=skips,
-            taken=self._taken,
-            joined=self._joined,
-            descending=engine.descending,
-            scale=scale,
-        )
-
-    def _take_part(self, engine: Engine) -> Members:
-        """Parameters that take part in this step, their gradients, the indices of their groups."""
+    def _taking_part(self, engine: Engine) -> Participants:
         if self._just_resumed:
             if self._without_data:
                 raise CSDRuntimeError(
@@ -500,193 +466,20 @@ class CSDAdam(AdamW, Joinable):
                 )
             self._state_map.exchange(engine, self.param_groups)
             self._just_resumed = False
-        return self._members()
+        return participants(self.param_groups)
 
-    def _prepare(self, engine: Engine, members: Members, grad_scale: float) -> PreparedStep | None:
-        """Checks everything, takes in what was done from outside since the last step. None: there is no gradient."""
-        params, grads, groups = members
-        state_map = self._state_map
-        if not state_map.intact():
-            state_map.adopt(engine, self.param_groups, self.grad_dtype)
-        if not params:
+    def _prepare(self, engine: Engine, taking_part: Participants, grad_scale: float) -> PreparedStep | None:
+        """A step that is ready to run; None: there is no gradient."""
+        bound = bind(engine, self._state_map, self.param_groups, taking_part, self.grad_dtype, self._plan)
+        if bound is None:
             return None
-        plan = self._plan_for(engine, params)
-        new = state_map.fill_by_step(engine, plan.param_states)
-        if not new:
-            state_map.fill(engine)
-        state_map.describe(engine, self.param_groups)
-        # The parameters that somebody wrote, moved or converted since the last step; without a gradient, too, if they
-        # can still be ours.
-        param_states = state_map.param_states.values()
-        written = [
-            b for b in param_states if not b.is_new and (b.version != b.version_now or b.pointer != b.pointer_now)
-        ]
-        if self.grad_dtype is not plan.grad_dtype:
-            written = plan.param_states
-        written = [b for b in written if b.param.grad is not None or b.fits()]
-        if written and new:  # what is written may be committed by itself, and then with all places filled
-            state_map.fill(engine)
-            new = []
-        if written:
-            for param_state in written:
-                param_state.look(self.grad_dtype)
-                state_map.show(param_state)
-            state_map.remember()
-            state_map.changes += 1
-            plan = self._plan_for(engine, params)
-        grads = [g if b.part is UNSHARDED else b.part.of(g) for b, g in zip(plan.param_states, grads, strict=True)]
-        steps = np.concatenate(engine.steps)
-        steps[plan.rows] += 1
-        hypers, hyper_of = self._hypers(plan, groups, steps[plan.rows], grad_scale)
-
-        table = plan.table.copy()
-        table["hyper"][plan.rows] = hyper_of
-        table["master"][[b.index for b in new]] = NEW
-        prepared: dict[int, GradSource] = {}
-        pointers = []
-        for param_state, g in zip(plan.param_states, grads, strict=True):
-            if (
-                g.dtype is param_state.direct
-                and g.numel() == param_state.numel
-                and g.is_contiguous()
-                and not g.is_neg()
-            ):
-                pointers.append(g.data_ptr())
-                continue
-            source = prepared[param_state.index] = param_state.source(g, self.grad_dtype)
-            pointers.append(source.grad.data_ptr())
-            row = table[param_state.index]
-            row["param"] = source.param.data_ptr()
-            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
-        table["grad"][plan.rows] = np.array(pointers, np.uint64)
-
-        owed = self._compress(engine, plan, groups, grads, steps, table, prepared)
-
-        # From here on something changes.
-        if written and engine.keeps_state:
-            always = not engine.synced
-            many = not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES
-            if many:
-                within = engine.writing([b.index for b in written])
-            else:
-                assert isinstance(engine, DurableEngine)
-                engine.remap()  # the windows show the masters, and keep what is written to them for the step
-                within = engine.reseeding()
-            with within:
-                for param_state in written:
-                    param_state.reseed(always=always)
-        by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
-        step = PreparedStep(plan, by_row, steps, table, hypers, prepared, written, owed, bool(inverse_of(grad_scale)))
+        self._plan = bound.plan
+        options = GradOptions(self.grad_dtype, self.topk, self.topk_warmup, self.error_feedback)
+        step = prepare(engine, self._rule, bound, self.param_groups, grad_scale, options)
+        add_residuals(engine, self._state_map, step)
+        apply_outside_writes(engine, step.written)
         self._runner.make_ready(engine, step)
         return step
-
-    def _members(self) -> Members:
-        params, grads, groups, strided = [], [], [], torch.strided
-        for k, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                g = p.grad
-                if g is None:
-                    continue
-                if g.layout is not strided:
-                    raise CSDRuntimeError(
-                        "CSDAdam does not support sparse gradients, please consider SparseAdam instead"
-                    )
-                params.append(p)
-                grads.append(g)
-                groups.append(k)
-        return params, grads, groups
-
-    def _plan_for(self, engine: Engine, params: list[torch.Tensor]) -> StepPlan:
-        """What stays the same from step to step while the same parameters take part. Binds those that are new."""
-        state_map, plan = self._state_map, self._plan
-        if (
-            plan is not None
-            and plan.changes == state_map.changes
-            and len(params) == len(plan.params)
-            and all(map(is_, params, plan.params))
-        ):
-            return plan
-        if any(id(p) not in state_map.param_states for p in params):
-            joining = set(map(id, params)).difference(state_map.param_states)
-            state_map.join(engine, self.param_groups, joining, self.grad_dtype)
-        param_states = [state_map.param_states[id(p)] for p in params]
-        table = np.zeros(engine.n_params, PARAM)
-        for b in param_states:
-            if b.direct:
-                row = table[b.index]
-                row["param"] = b.local.data_ptr()
-                row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype]
-        pointers, times = np.unique([b.pointer_now for b in param_states], return_counts=True)
-        if (twice := pointers[(times > 1) & (pointers > 0)]).size:
-            names = " and ".join(b.name for b in param_states if b.pointer_now == twice[0])
-            raise CSDRuntimeError(
-                f"parameters {names} share their memory, and would be updated at the same time; "
-                "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
-            )
-        rows = np.array([b.index for b in param_states])
-        table["master"][rows] = [b.master_in for b in param_states]
-        sections = np.array([len(b.sections) for b in param_states])
-        self._plan = StepPlan(params, param_states, rows, sections, table, self.grad_dtype, state_map.changes)
-        return self._plan
-
-    def _hypers(
-        self, plan: StepPlan, groups: list[int], steps: np.ndarray[Any, Any], grad_scale: float
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """This step's constants (dtype HYPER), a set per group and step count, and which of them each parameter has."""
-        pairs, hyper_of = np.unique(np.array(groups) * 2.0**32 + steps, return_inverse=True)
-        ks, ts = np.divmod(pairs, 2.0**32)
-        of = [self.param_groups[int(k)] for k in ks]
-        constants = [self._rule.constants(group, t, grad_scale) for group, t in zip(of, ts.tolist(), strict=True)]
-        needed = np.array([len(self._rule.sections_for(group)) for group in of])
-        if (lacking := needed[hyper_of] > plan.sections).any():
-            param_state, group = plan.param_states[int(lacking.argmax())], of[hyper_of[int(lacking.argmax())]]
-            turned_on, state = self._rule.lacking(group, param_state.sections)
-            raise CSDRuntimeError(
-                f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
-                f"load a state dict with {state}, or turn it on before the first step"
-            )
-        return np.array(constants, HYPER), hyper_of
-
-    def _compress(
-        self,
-        engine: Engine,
-        plan: StepPlan,
-        groups: list[int],
-        grads: list[torch.Tensor],
-        steps: np.ndarray[Any, Any],
-        table: np.ndarray[Any, Any],
-        prepared: dict[int, GradSource],
-    ) -> list[ParamState]:
-        """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
-        of_step = plan.param_states, groups, self.param_groups, steps[plan.rows], self.topk, self.topk_warmup
-        topk = ratios(*of_step, owing=self.error_feedback and bool(engine.residuals))
-        if not topk.any():
-            return []
-        owed, new = [], False
-        for param_state, grad, share in zip(plan.param_states, grads, topk.tolist(), strict=True):
-            if not share:
-                continue
-            row = table[param_state.index]
-            row["topk"], row["topk_dtype"] = share, DTYPE_CODES[entry_dtype(grad.dtype, self.grad_dtype)]
-            if param_state.index in prepared:  # the engine selects from the gradient as it is
-                row["grad_dtype"] = DTYPE_CODES[prepared[param_state.index].grad.dtype]
-            if self.error_feedback:
-                if self._state_map.add_residual(engine, param_state) and param_state not in self._state_map.unfilled:
-                    self._state_map.show(param_state)
-                    new = True
-                row["residual"], row["seed"] = param_state.windows["residual"].data_ptr(), int(steps[param_state.index])
-                owed.append(param_state)
-        if new:
-            self._state_map.remember()
-        return owed
-
-    def _clip_scale(self, grad_scale: float) -> float:
-        """What brings the gradients down to max_grad_norm; as torch.nn.utils.clip_grad_norm_, but in fp32."""
-        assert self.max_grad_norm is not None
-        params = ((p, self._state_map.part(p)) for _, _, p in members(self.param_groups))
-        norm = global_norm(params) * abs(grad_scale)
-        self._grad_norm = norm
-        return min(1.0, self.max_grad_norm / (norm + 1e-6)) if norm == norm else norm
 
     # ---- commit and resume -------------------------------------------------------------
 

@@ -579,11 +579,8 @@ def test_warmup():
 
 
 def test_the_schedule_of_the_warmup():
-    class Bound:
-        param, residual = torch.empty(64, 64), None
-
     def share(step, warmup=10, topk=0.01):
-        return ratios([Bound], [0], [{}], np.array([step]), topk, warmup)[0]
+        return ratios([torch.empty(64, 64)], np.array([False]), [0], [{}], np.array([step]), topk, warmup)[0]
 
     assert [share(t) for t in (1, 10)] == [0, 0]  # dense
     assert share(11) == 0  # 0.01 ** 0.1 = 0.63: still
