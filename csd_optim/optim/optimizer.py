@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,16 @@ from ..compression.policy import check_topk
 from ..devices.spec import parse_devices
 from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
 from ..distributed.sharding import whole_of
-from ..engine.durable import DurableEngine, open_engine
+from ..engine.durable import open_engine
 from ..engine.engine import Engine
-from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from ..errors import CSDRuntimeError, CSDValueError
 from ..finalize import close_quietly
-from ..params.manifest import changed_by_resume, first_difference, members, name_of, other_rule, plain, put_back
+from ..params.manifest import members, name_of, plain, put_back
 from ..params.memory_warnings import COPIED, warn_if_large
-from ..params.param_state import ParamState, check_param
+from ..params.param_state import check_param
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.agreement import agree_on_step
-from ..step.all_gather import ParamAllGather
 from ..step.joining import StepHook
 from ..step.prepare import (
     GradOptions,
@@ -52,8 +50,9 @@ from ..step.prepare import (
 from ..step.run import StepRunner
 from ..store.file import Mode
 from ..store.format import Record
-from ..store.user_state import checked_user_state, stored_user_state
+from ..store.user_state import checked_user_state
 from .adamw import ADAMW
+from .resume import Resume
 from .stats import describe
 
 # What a copy has of the optimizer besides what torch knows of.
@@ -197,7 +196,7 @@ class CSDAdam(AdamW, Joinable):
         self._attach(open_engine(specs, mode=mode, tile_elems=tile_size, shadow=shadow, ranks=self._ranks))
         if resume:
             try:
-                self._resume()
+                self._adopt_store()
             except BaseException:
                 self.close()
                 raise
@@ -208,6 +207,7 @@ class CSDAdam(AdamW, Joinable):
         self.sharded = sharded
         self._state_map = StateMap(self._rule, ranks, sharded=sharded)
         self._runner = StepRunner(self._state_map, ranks)
+        self._resume = Resume(self._state_map, ranks)
         self._descending = False  # what the ranks share of the step under way goes from the last to the first
         self._joined = False  # taking a step of the others: this rank has no more data
         self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
@@ -219,10 +219,15 @@ class CSDAdam(AdamW, Joinable):
         self._grad_norm: float | None = None
         self._started: float | None = None  # when
         self._initial_groups: list[dict[str, Any]] = []  # hyperparameters of the groups when they were made
-        self._just_resumed = False  # no step was made since
         self._trained = 0.0  # seconds of training, from step to step, since the store was made
-        self._without_data: str | None = None  # a parameter that could not be given its value by resume
         self.user_state: dict[str, Any] = {}
+
+    def _adopt_store(self) -> None:
+        engine = self._live_engine
+        found = self._resume.adopt_store(engine, self.param_groups, self._initial_groups, self.grad_dtype)
+        if found:
+            record, self.user_state = found
+            self._trained = record.seconds
 
     def _attach(self, engine: Engine) -> None:
         self._engine = engine
@@ -325,22 +330,14 @@ class CSDAdam(AdamW, Joinable):
         with engine.all_ranks_or_none():
             self._check_and_take(engine, state_dict)
         # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
-        resumed = self._unwritten() if self._just_resumed else []
+        resumed = self._resume.unwritten() if self._resume.pending else []
         with defer_signals(), engine.lock, engine.loading(self._record(engine) if engine.durable else None):
             if engine.durable:
                 self._state_map.describe(engine, self.param_groups)
             self._state_map.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
-        if self._just_resumed:
-            self._give_values([self._state_map.param_states[id(b.param)] for b in resumed])
-
-    def _unwritten(self) -> list[ParamState]:
-        """Parameters that nobody has written to since resume; those that ranks share, on no rank. A collective."""
-        unwritten = self._state_map.unwritten()
-        if self._ranks is None:
-            return unwritten
-        said = self._ranks.gather_objects([b.name for b in unwritten])
-        on_all = set.intersection(*map(set, said))
-        return [b for b in unwritten if b.name in on_all or not b.part.replicas]
+        if self._resume.pending:
+            resumed = [self._state_map.param_states[id(b.param)] for b in resumed]
+            self._resume.give_values(engine, self.param_groups, resumed, self.grad_dtype)
 
     def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
         """Puts a state dict into `state` and `param_groups`, if it fits; nothing is changed otherwise."""
@@ -445,7 +442,8 @@ class CSDAdam(AdamW, Joinable):
     def _update(self, engine: Engine, grad_scale: float) -> None:
         with all_ranks_or_none(self._ranks):
             record = self._record(engine) if engine.durable else None
-            taking_part = self._taking_part(engine)
+            self._resume.begin_step(engine, self.param_groups)
+            taking_part = participants(self.param_groups)
             if self.max_grad_norm is None:
                 step = self._prepare(engine, taking_part, grad_scale)
         if self.max_grad_norm is not None:  # a collective: not where a rank may have raised
@@ -456,17 +454,6 @@ class CSDAdam(AdamW, Joinable):
             self._runner.run(engine, step, record, descending=self._descending)
         elif self._ranks is not None:
             self._runner.run_without_gradients(engine, self.param_groups, record)
-
-    def _taking_part(self, engine: Engine) -> Participants:
-        if self._just_resumed:
-            if self._without_data:
-                raise CSDRuntimeError(
-                    f"parameter {self._without_data} was on the meta device when the store was resumed; "
-                    "call restore() when it has data"
-                )
-            self._state_map.exchange(engine, self.param_groups)
-            self._just_resumed = False
-        return participants(self.param_groups)
 
     def _prepare(self, engine: Engine, taking_part: Participants, grad_scale: float) -> PreparedStep | None:
         """A step that is ready to run; None: there is no gradient."""
@@ -506,54 +493,6 @@ class CSDAdam(AdamW, Joinable):
             seconds=self._trained,
         )
 
-    def _resume(self) -> None:
-        """Takes up the store, if there is one. Nothing is changed, in memory or on a device, before all is checked."""
-        engine = self._live_engine
-        if not engine.recovered:
-            where = ", ".join(map(str, engine.specs))
-            warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
-            return
-        assert isinstance(engine, DurableEngine)
-        recovered = engine.recovered[0]
-        with engine.all_ranks_or_none():
-            if difference := other_rule(recovered, self._rule):
-                raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
-            if difference := first_difference(recovered.manifest, self.param_groups, self._state_map.part_of):
-                raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
-            user_state = stored_user_state(recovered.record.user_state, recovered.path)
-            engine.check()
-        with engine.all_ranks_or_none():
-            engine.discard_newer()
-        with engine.all_ranks_or_none():
-            self._state_map.adopt_commit(engine, self.param_groups)
-        for changed in changed_by_resume(self._rule, self._initial_groups, recovered.record):
-            warnings.warn(changed, CSDWarning, users_stacklevel())
-        self.user_state, self._trained, self._just_resumed = user_state, recovered.record.seconds, True
-        self._put_back(engine)
-
-    def _put_back(self, engine: Engine) -> None:
-        self._without_data = self._give_values(self._state_map.param_states.values())
-        for group, kept in zip(self.param_groups, engine.recovered[0].record.groups, strict=False):
-            put_back(group, kept)
-
-    def _give_values(self, param_states: Collection[ParamState]) -> str | None:
-        """Gives parameters the values of their masters, on all ranks. Returns the name of one that has no data yet."""
-        engine, gather = self._live_engine, None
-        with engine.all_ranks_or_none():
-            without_data = self._state_map.give_values(param_states, self.grad_dtype)
-            there = [self._state_map.param_states.get(id(p)) for _, _, p in members(self.param_groups)]
-            divided = [b for b in there if b and b.part.replicas]
-            if self._ranks and divided and not without_data:
-                gather = ParamAllGather(self._ranks, engine, divided)
-        if self._ranks:
-            said = self._ranks.gather_objects((bool(param_states), without_data))
-            without_data = next((name for _, name in said if name), None)
-            if gather and not without_data and any(given for given, _ in said):
-                gather.again()
-                for param_state in divided:
-                    param_state.version = param_state.version_now
-        return without_data
-
     def restore(self) -> None:
         """Gives parameters and hyperparameters once more the values of the step that was resumed.
 
@@ -563,13 +502,7 @@ class CSDAdam(AdamW, Joinable):
         """
         engine = self._live_engine
         with engine.lock:
-            if not engine.recovered:
-                return
-            if not self._just_resumed:
-                raise CSDRuntimeError("restore() goes before the first step()")
-            with engine.all_ranks_or_none():
-                self._state_map.exchange(engine, self.param_groups)
-            self._put_back(engine)
+            self._resume.restore(engine, self.param_groups, self.grad_dtype)
 
     # ---- torch.distributed.algorithms.Join -----------------------------------------------
 
