@@ -18,7 +18,7 @@ from .errors import (
     CSDValueError,
     CSDWarning,
 )
-from .optim.optimizer import CSDAdam
+from .optim.adamw import CSDAdam
 
 __version__ = version("csd_optim")
 __all__ = [

@@ -14,7 +14,7 @@ from ..devices.smartssd import find, located
 from ..devices.spec import DeviceSpec, shares_of
 from ..engine.tuning import Memory, Scratch, Updater, available_memory, machine, rate, spread, storage, updater
 from ..errors import CSDRuntimeError, CSDValueError
-from ..optim.optimizer import CSDAdam
+from ..optim.adamw import CSDAdam
 from ..store.layout import round_up
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -1,4 +1,4 @@
-"""CSDAdam: torch's AdamW contract on one side, an engine of devices on the other."""
+"""CSDOptimizer: the contract of torch's optimizers on one side, an engine of devices on the other."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parameter import is_lazy
-from torch.optim import AdamW
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..bindings import DTYPE_CODES
@@ -32,6 +32,7 @@ from ..params.manifest import members, name_of, plain, put_back
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.param_state import check_param
 from ..params.state_map import StateMap
+from ..params.update_rule import UpdateRule
 from ..signals import defer_signals
 from ..step.agreement import agree_on_step
 from ..step.joining import StepHook
@@ -51,9 +52,11 @@ from ..step.run import StepRunner
 from ..store.file import Mode
 from ..store.format import Record
 from ..store.user_state import checked_user_state
-from .adamw import ADAMW
 from .resume import Resume
 from .stats import describe
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # What a copy has of the optimizer besides what torch knows of.
 _PUBLIC = (
@@ -62,95 +65,34 @@ _PUBLIC = (
 )
 
 
-class CSDAdam(AdamW, Joinable):
-    """AdamW whose fp32 weights and moments live on computational storage devices.
+class CSDOptimizer(Optimizer, Joinable):
+    """An optimizer of torch's whose fp32 masters and states live on computational storage devices, whatever its rule.
 
-    One step, three overlapped phases, tile by tile:
-        push    gradients leave for the device that owns the tile, in the parameter's precision
-        update  the device reads the tile's state, applies AdamW's rule in fp32, writes the state to its other slot
-        pull    the updated parameters come back
-
-    Positional arguments, defaults and results are those of :class:`torch.optim.AdamW`; ``foreach`` and ``fused`` are
-    accepted and mean nothing here, ``capturable`` and ``differentiable`` are refused.
-
-    Args:
-        params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or a CUDA device.
-        devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (one in a nameless
-            file, gone with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. None reads
-            ``CSD_OPTIM_DEVICES``, else ``"file:"``.
-        grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
-        topk: send this share of each gradient, the entries of largest magnitude, and zeros for the rest: 0.01 is 1 %.
-            Parameters with less than two dimensions or 4096 elements go dense, unless their parameter group has a
-            ``topk`` of its own; from 0.5 on all go dense. None: all do.
-        error_feedback: with `topk`, what is not sent is added to the next gradient. It is kept in bfloat16 beside the
-            parameter, 2 bytes per element, and in ``state[p]["residual"]``.
-        topk_warmup: this many first steps are dense; then the share falls from 1 to `topk` in as many steps again.
-        max_grad_norm: scale gradients so that their global 2-norm, in fp32, is at most this.
-        resume: go on from the last committed step of the store in these directories: parameters, hyperparameters,
-            states and `user_state` are those of that step. Where there is no store yet, a new one is begun.
-        overwrite: erase a store that a named directory already holds.
-        shadow: keep two copies of the state, so that a step can be undone and a crash goes back to the last step.
-            False halves the space and gives up both: a step that is cut short is noticed, and that is all.
-        tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None chooses.
-        process_group: the ranks that train together; None: all of torch.distributed's, if that is initialised. All of
-            them call step() alike, and their steps are committed together.
-        sharded: parameters that the ranks hold in common (plain ones, as with DDP) are divided among them: each keeps
-            the states of its share only, updates that, and gets the rest from the others. False: each keeps and
-            updates everything. So it is with the local tensors that replicas of DTensors hold in common (HSDP). Shards
-            of FSDP and DTensors that nobody else holds are updated where they are in any case.
-
-    Raises:
-        CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
-        CSDStoreExistsError: a directory already holds a store.
-        CSDStoreError: the store cannot be resumed: it is damaged, incomplete, or of another model.
-        CSDBusyError: a store is in use.
-        CSDOSError: from the constructor or step(): disk full, I/O error. The step is undone.
-
-    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``master``, as plain
-    CPU tensors that are mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again after
-    a step rather than keeping a tensor from before.
-
-    In named directories every step is committed in the background of what follows it: `committed_step` says which one
-    was last. `user_state`, a small dict of plain values and tensors (epoch, position in the data, RNG state), is
-    committed with the step() that follows its assignment.
-
-    A parameter that was set from outside becomes its new master, if torch counts the change: write under
-    ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only, and
-    not where a device is a SmartSSD. Of DTensors there that goes for 16 bits, too: torch counts nothing of what
-    ``torch._foreach_*`` writes to them.
-
-    Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
+    To be put before the optimizer whose hyperparameters and contract it has, as in
+    ``class CSDAdam(CSDOptimizer, AdamW)``. See there for what the arguments and methods do.
     """
 
-    _rule = ADAMW
+    _rule: UpdateRule
+    _step_supports_amp_scaling: bool
 
     def __init__(
         self,
-        params: Any,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-        grad_dtype: torch.dtype | None = None,
-        topk: float | None = None,
-        error_feedback: bool = True,
-        topk_warmup: int = 0,
-        max_grad_norm: float | None = None,
-        resume: bool = False,
-        overwrite: bool = False,
-        shadow: bool = True,
-        tile_size: int | None = None,
-        process_group: Any = None,
-        sharded: bool = True,
+        *of_torch: Any,
+        devices: Any,
+        grad_dtype: torch.dtype | None,
+        topk: float | None,
+        error_feedback: bool,
+        topk_warmup: int,
+        max_grad_norm: float | None,
+        resume: bool,
+        overwrite: bool,
+        shadow: bool,
+        tile_size: int | None,
+        process_group: Any,
+        sharded: bool,
+        **named_of_torch: Any,
     ) -> None:
+        """`of_torch`, `named_of_torch`: the arguments of torch's optimizer."""
         if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
             raise CSDValueError(f"Invalid grad_dtype: {grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
         check_topk(topk)
@@ -175,19 +117,7 @@ class CSDAdam(AdamW, Joinable):
         self.topk_warmup = topk_warmup
         self.max_grad_norm = max_grad_norm
         specs = parse_devices(devices)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        super().__init__(*of_torch, **named_of_torch)
         if self._ranks:
             self._ranks.use_device_of(p for _, _, p in members(self.param_groups))
         # Declares that step() handles the loss scale itself; GradScaler then accepts fp16 gradients.
@@ -264,9 +194,9 @@ class CSDAdam(AdamW, Joinable):
         group = self.param_groups[k]
         try:
             for name in ("capturable", "differentiable"):
-                if group[name]:
+                if group.get(name):
                     raise CSDRuntimeError(
-                        f"CSDAdam does not support `{name}`: its state is not on the parameter's device"
+                        f"{type(self).__name__} does not support `{name}`: its state is not on the parameter's device"
                     )
             check_topk(group.get("topk"), f" of group {k}")
             for i, p in enumerate(group["params"]):
@@ -405,11 +335,13 @@ class CSDAdam(AdamW, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
             raise CSDRuntimeError(
-                "a CSDAdam on named devices cannot be copied or pickled: two optimizers would own one store. "
-                "Use state_dict(), and load_state_dict() in an optimizer with devices of its own."
+                f"a {type(self).__name__} on named devices cannot be copied or pickled: two optimizers would own one "
+                "store. Use state_dict(), and load_state_dict() in an optimizer with devices of its own."
             )
         if self._ranks and not self._ranks.is_world:
-            raise CSDRuntimeError("a CSDAdam with a process_group cannot be copied or pickled: the group cannot")
+            raise CSDRuntimeError(
+                f"a {type(self).__name__} with a process_group cannot be copied or pickled: the group cannot"
+            )
         mapped = sum(
             w.nbytes for param_state in self._state_map.param_states.values() for w in param_state.windows.values()
         )
@@ -613,7 +545,7 @@ class CSDAdam(AdamW, Joinable):
             self._finalizer.detach()
             self._engine.close()
 
-    def __enter__(self) -> CSDAdam:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
