@@ -9,8 +9,8 @@ PYTHON ?= python3
 VENV := build/venv
 BIN := $(VENV)/bin
 # The compiler's output depends on these; editing one of them rebuilds the extension.
-NATIVE := $(wildcard native/*/*.h native/*/*.cpp hls_kernels/*.h hls_kernels/*.cpp hls_kernels/*/*.h) \
-    $(wildcard csd_optim/_build_*.py) setup.py setup.cfg
+NATIVE := $(foreach d,native/* hls_kernels hls_kernels/*,$(wildcard $(d)/*.h $(d)/*.cpp)) \
+    native/build.py hls_kernels/build.py setup.py setup.cfg
 
 CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/native/* tests/faults,\
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))

@@ -6,8 +6,8 @@
 
 First the engine is compared with torch.optim.AdamW. Then, by turns, for each number of update threads:
 
-    engine    on a device that completes at once (probe.AtOnce): every tile lies in memory, is verified, updated, summed
-              and written to where nothing is kept. A tmpfs instead would copy every byte twice more
+    engine    on a device that completes at once (measure.AtOnce): every tile lies in memory, is verified, updated,
+              summed and written to where nothing is kept. A tmpfs instead would copy every byte twice more
     verify    the same without gradients: tiles are fetched from memory and verified, no more
     wake-ups  tiles and requests as of drives, each of them tiny: threads, locks, system calls, Python
     memory    as much of it read and written back in place
@@ -40,10 +40,10 @@ import torch
 
 from bench.step import MEMORY, Row, machine_facts, replay_step, say, span, timed, verify
 from csd_optim import CSDAdam, bindings
-from csd_optim.cli import benchmark
+from csd_optim.cli import benchmark, measure
 from csd_optim.cli.benchmark import DISK_BYTES, DTYPES, MEMORY_BYTES, WARM_UP
+from csd_optim.devices import machine
 from csd_optim.devices.spec import parse_devices
-from csd_optim.engine import tuning as probe
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.store.layout import GRAIN, SUM_ELEMS, TILE_ELEMS
 
@@ -59,7 +59,7 @@ TRAFFIC = 4 * 12 + 2 + 2
 def main() -> None:
     arguments = parse()
     arguments.directory.mkdir(parents=True, exist_ok=True)
-    facts = {**machine_facts(), "storage": probe.storage(arguments.directory)}
+    facts = {**machine_facts(), "storage": machine.storage(arguments.directory)}
     say(f"{arguments.params / 1e6:.0f} M parameters, {arguments.dtype}, {arguments.runs} runs")
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
     on_disk = parse_devices([f"file:{arguments.directory}?scratch=1"])
@@ -81,7 +81,7 @@ def main() -> None:
 def same_bits(dtype: torch.dtype) -> None:
     """What is timed gives the parameters that CSDAdam gives."""
     p = torch.nn.Parameter(torch.zeros(300_001, dtype=dtype))
-    with CSDAdam([p], devices=["file:"]) as opt, probe.AtOnce(p.numel(), dtype) as engine:
+    with CSDAdam([p], devices=["file:"]) as opt, measure.AtOnce(p.numel(), dtype) as engine:
         for t in range(1, 6):
             p.grad = torch.randn(p.numel()).to(dtype)
             engine.grad.copy_(p.grad)
@@ -117,10 +117,10 @@ def by_turns(calls: dict[str, Callable[[], Row]], runs: int) -> dict[str, Row]:
 def engine_rows(arguments: argparse.Namespace) -> list[Row]:
     """One for each number of threads; `seconds` and so on of each part by its name."""
     params, dtype = arguments.params, DTYPES[arguments.dtype]
-    memory, rows = probe.Memory(MEMORY), []
+    memory, rows = measure.Memory(MEMORY), []
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(probe.AtOnce(params, dtype))
-        tiny = stack.enter_context(probe.AtOnce(TILES * TINY, dtype, kept=False, tile_elems=TINY, block_bytes=TINY))
+        engine = stack.enter_context(measure.AtOnce(params, dtype))
+        tiny = stack.enter_context(measure.AtOnce(TILES * TINY, dtype, kept=False, tile_elems=TINY, block_bytes=TINY))
         engine.grad.normal_()
         for threads in arguments.threads:
             say(f"{threads} thread(s) ...")
@@ -145,7 +145,7 @@ def in_cache(arguments: argparse.Namespace) -> dict[str, list[float]]:
     isa, data = bindings.isa_used(), memoryview(states.numpy()).cast("B")
     calls = {
         "sum": (lambda: bindings.crc32c(data), data.nbytes),
-        "update": (lambda: bindings.update(probe.HYPERS, isa, grad, [*states], param), SUM_ELEMS),
+        "update": (lambda: bindings.update(measure.HYPERS, isa, grad, [*states], param), SUM_ELEMS),
     }
     rates: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(1 + arguments.runs):

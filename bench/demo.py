@@ -35,8 +35,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from csd_optim import CSDAdam
+from csd_optim.devices.machine import machine
 from csd_optim.devices.spec import days_left
-from csd_optim.engine.tuning import machine
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

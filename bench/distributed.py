@@ -49,8 +49,8 @@ from torch.optim import AdamW, Optimizer
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam, bindings
 from csd_optim.cli.benchmark import DTYPES, TOLERANCE, WARM_UP, scratch
+from csd_optim.devices import machine
 from csd_optim.devices.spec import parse_devices
-from csd_optim.engine import tuning as probe
 
 Row = dict[str, Any]
 Params = list[nn.Parameter]
@@ -64,11 +64,11 @@ def main() -> None:
     arguments = parse()
     arguments.directory.mkdir(parents=True, exist_ok=True)
     need = MEMORY_BYTES * arguments.params * max(arguments.processes) * 1.2
-    if need > probe.available_memory():
+    if need > machine.available_memory():
         raise SystemExit(f"{need / 1e9:.0f} GB of memory are needed, try fewer --params or --processes")
     facts = {
         **machine_facts(),
-        "storage": probe.storage(arguments.directory),
+        "storage": machine.storage(arguments.directory),
         "back_end": "gloo",
     }
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))

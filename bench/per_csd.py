@@ -26,13 +26,15 @@ from typing import Any
 from bench.step import machine_facts, say
 from csd_optim.bindings import IO_DEPTH
 from csd_optim.cli import benchmark
+from csd_optim.cli.measure import card_rates, spread
 from csd_optim.cli.output import span
+from csd_optim.devices import machine
 from csd_optim.devices.smartssd import located
 from csd_optim.devices.spec import DeviceSpec, parse_device
-from csd_optim.engine import tuning as probe
+from csd_optim.engine import tuning
 
 Row = dict[str, Any]
-KINDS: tuple[probe.Kind, ...] = ("read", "write", "mixed")
+KINDS: tuple[tuning.Kind, ...] = ("read", "write", "mixed")
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)  # bytes of a request
 DEPTHS = (1, 2, 4, IO_DEPTH, 2 * IO_DEPTH)  # requests in flight
 STATE = benchmark.DISK_BYTES // 2  # bytes of state per parameter
@@ -91,17 +93,15 @@ def sweep(spec: DeviceSpec, arguments: argparse.Namespace) -> list[Row]:
     """The drive as the host sees it, without any pace."""
     assert spec.directory is not None
     rows = []
-    size = min(arguments.sweep_bytes, probe.storage(spec.directory)["free_bytes"] // 4)
-    with probe.Scratch(spec.directory, size, max(arguments.sizes)) as file:
+    size = min(arguments.sweep_bytes, machine.storage(spec.directory)["free_bytes"] // 4)
+    with tuning.Scratch(spec.directory, size, max(arguments.sizes)) as file:
         file.fill()
         for block in arguments.sizes:
             file.cut(block)
             for depth in arguments.depths:
                 for kind in KINDS:
-                    rates = [probe.rate([file], kind, arguments.sweep_seconds, depth) for _ in range(arguments.runs)]
-                    rows.append(
-                        {"kind": kind, "block_bytes": block, "depth": depth, "bytes_per_second": probe.spread(rates)}
-                    )
+                    rates = [tuning.rate([file], kind, arguments.sweep_seconds, depth) for _ in range(arguments.runs)]
+                    rows.append({"kind": kind, "block_bytes": block, "depth": depth, "bytes_per_second": spread(rates)})
     return rows
 
 
@@ -116,7 +116,7 @@ def parts(spec: DeviceSpec, found: Row) -> dict[str, Row]:
         rates["mixed"] = found["limits"]["disk"]["bytes_per_second"]["median"], 2 * STATE
     if spec.card:
         assert spec.directory is not None
-        card = probe.card_rates(spec, probe.storage(spec.directory)["free_bytes"])
+        card = card_rates(spec, machine.storage(spec.directory)["free_bytes"])
         if card["drive_to_card"]:  # else the state goes through the host: what was measured above
             rates = {"P2P to card": (card["drive_to_card"], STATE), "P2P from card": (card["card_to_drive"], STATE)}
         rates["DMA to card"] = card["to_card"], pushed

@@ -49,8 +49,9 @@ import torch
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam
 from csd_optim.cli import benchmark
-from csd_optim.devices.spec import parse_devices, parse_rate
-from csd_optim.engine import tuning as probe
+from csd_optim.devices import machine
+from csd_optim.devices.spec import parse_devices
+from csd_optim.devices.units import parse_rate
 
 Row = dict[str, Any]
 
@@ -120,7 +121,7 @@ def main() -> None:
     arguments.directory.mkdir(parents=True, exist_ok=True)
     facts = {
         **machine_facts(),
-        "storage": probe.storage(arguments.directory),
+        "storage": machine.storage(arguments.directory),
         "model_params": PARAMS,
         "params": arguments.params,
         "rates": {name: variant.rates for name, variant in VARIANTS.items()},

@@ -40,10 +40,10 @@ from bench import peers
 from bench.fio import fio_mixed
 from csd_optim import CSDAdam, bindings
 from csd_optim.bindings import HYPER, PARAM
-from csd_optim.cli import benchmark
+from csd_optim.cli import benchmark, measure
 from csd_optim.cli.benchmark import DTYPES, MEMORY_BYTES, WARM_UP
+from csd_optim.devices import machine
 from csd_optim.devices.spec import DeviceSpec, parse_devices
-from csd_optim.engine import tuning as probe
 
 Row = dict[str, Any]
 BURST = 4  # steps without a pause between them
@@ -58,7 +58,7 @@ def main() -> None:
     on_disk = parse_devices([f"file:{arguments.directory}?scratch=1"] * arguments.devices)
     facts = {
         **machine_facts(),
-        "storage": probe.storage(arguments.directory),
+        "storage": machine.storage(arguments.directory),
     }
     say(f"one step of {arguments.params / 1e6:.0f} M parameters, {arguments.runs} runs")
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
@@ -218,7 +218,7 @@ def cache_row(arguments: argparse.Namespace, cache: int) -> Row:
 def ram_row(arguments: argparse.Namespace, specs: list[DeviceSpec], dtype: str) -> Row:
     """Steps in memory, each followed by passes over plain memory, of which the median counts."""
     params, threads = arguments.params, bindings.threads_used()
-    memory = probe.Memory(MEMORY)
+    memory = measure.Memory(MEMORY)
     seconds, rates = [], []
     with benchmark.make_optimizer(specs, params, DTYPES[dtype]) as opt:
         for i in range(WARM_UP + arguments.runs):
@@ -352,7 +352,7 @@ def plot(rows: list[Row], facts: Row, path: Path) -> None:
 def machine_facts() -> Row:
     """When, on what: what every bench prints first."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    return {"date": now.isoformat(timespec="seconds"), **probe.machine(), **probe.updater()}
+    return {"date": now.isoformat(timespec="seconds"), **machine.machine(), **machine.updater()}
 
 
 def say(text: str) -> None:

@@ -30,7 +30,8 @@ from csd_optim import bindings
 from csd_optim.cli import benchmark
 from csd_optim.cli.benchmark import DTYPES, WARM_UP
 from csd_optim.compression import selection as compression
-from csd_optim.devices.spec import parse_devices, parse_rate
+from csd_optim.devices.spec import parse_devices
+from csd_optim.devices.units import parse_rate
 
 Row = dict[str, Any]
 TILE = 1 << 20  # elements: the parts of a large model

@@ -7,6 +7,7 @@ alive until the step is finished.
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import settings
 from ._native import ffi, lib
-from .devices.spec import UNPACED, Pace
 from .errors import (
     CSDMemoryError,
     CSDOSError,
@@ -110,6 +111,30 @@ def check(status: int, error: Any, name: Namer | None = None, outcome: str = _KE
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Rates that an emulated device does not exceed; see `csd_pace`. 0: as fast as it goes."""
+
+    read: float = 0.0  # bytes per second
+    write: float = 0.0
+    mixed: float = 0.0  # read and written together
+    latency: float = 0.0  # seconds
+    update: float = 0.0  # parameters per second
+    link: float = 0.0  # bytes per second each way, shared by all devices that name it
+    host: bool = False  # the host updates: state goes over the link, gradients and parameters do not
+    flash_grads: bool = False  # gradients come from the drive, and not over the link
+
+    @property
+    def params_per_second(self) -> float:
+        """Of the device by itself, at most; math.inf: without a bound. Its share of a link is not its own."""
+        seconds = (1 / self.update if self.update else 0.0, *(12 / r for r in (self.read, self.write) if r))
+        slowest = max(*seconds, 24 / self.mixed if self.mixed else 0.0)
+        return 1 / slowest if slowest else math.inf
+
+
+UNPACED = Pace()
+
+
+@dataclass(frozen=True)
 class DeviceConfig:
     """What the engine needs to know of a device; see `csd_device`."""
 
@@ -186,6 +211,8 @@ def engine_create(devices: list[DeviceConfig], name: Namer) -> Any:
     out, error = ffi.new("csd_engine **"), ffi.new("csd_error *")
     check(lib.csd_engine_create(structs, len(devices), out, error), error, name)
     del keep
+    # No ffi.gc, here or for a card: in a forked child close() would wait for threads that are not there, and the
+    # collector may run while a lock is held for which it waits. finalize.py closes what was dropped.
     return out[0]
 
 
@@ -444,12 +471,10 @@ def crc32c(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
     return int(lib.csd_crc32c(crc, ffi.from_buffer(data), len(data)))
 
 
-if _isa := os.environ.get("CSD_OPTIM_ISA"):
+if _isa := settings.isa():
     isa_use(_isa)
-if _threads := os.environ.get("CSD_OPTIM_THREADS"):
-    if not _threads.isdecimal() or not 1 <= int(_threads) <= 1024:
-        raise CSDValueError(f"Invalid CSD_OPTIM_THREADS: {_threads!r}; it is a number of threads from 1 to 1024")
-    threads_use(int(_threads))
+if _threads := settings.threads():
+    threads_use(_threads)
 elif (_ranks := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal() and threads_used() == os.cpu_count():
     # Of the ranks that share a machine, each gets its part of the CPUs, if nobody has given it a part already.
     threads_use(max(1, threads_used() // max(1, int(_ranks))))

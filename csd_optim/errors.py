@@ -58,7 +58,7 @@ class CSDMemoryError(CSDError, MemoryError):
 
 
 class CSDWarning(UserWarning):
-    """Something works, but more slowly than it could."""
+    """It goes on, but otherwise than expected: the message says what is slow, takes memory, is ignored or lost."""
 
 
 def users_stacklevel() -> int:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .errors import CSDError
-
-if TYPE_CHECKING:
-    from .engine.engine import Engine
 
 CLOSE_SECONDS = 5.0  # that a dropped optimizer waits for its last commit, if it cannot know that it may
 _threads: set[threading.Thread] = set()
 
 
-def close_quietly(engine: Engine) -> None:
+class Closable(Protocol):
+    """An engine."""
+
+    @property
+    def idle(self) -> bool:
+        """May close() be called on any thread? It waits for nothing then."""
+
+    def close(self) -> None: ...
+
+
+def close_quietly(engine: Closable) -> None:
     """The finalizer of an optimizer."""
 
     def close() -> None:

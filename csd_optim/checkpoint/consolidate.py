@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..engine.durable import RanksStore, common_commits, last_round
 from ..errors import CSDStoreError
 from ..store.file import StoreFile
 from ..store.format import Contents
+from ..store.recovery import RanksStore, common_commits, last_round
 from .snapshot import Paths, last_step, stores_at_rest
 
 

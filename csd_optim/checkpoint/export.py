@@ -20,29 +20,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..devices.spec import parse_devices
-from ..engine.durable import DurableEngine
+from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
-from ..params.manifest import plain
+from ..params.groups import plain
 from ..store.check import SECTIONS
-from ..store.format import RESIDUAL_BYTES, Contents, Record, opened
+from ..store.format import RESIDUAL_BYTES, Contents, Record
 from ..store.layout import extents_of
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
+from ..store.transfer import opened
 from ..store.user_state import pack_user_state
 from .consolidate import Consolidated, at_rest_together
-from .snapshot import (
-    EXPORT_WITH_RULE,
-    Output,
-    Paths,
-    Progress,
-    about_of,
-    dtype_of,
-    made_whole,
-    names_of,
-    need_room,
-    no_bar,
-    numbered,
-    state_dict,
-)
+from .files import Output, Progress, made_whole, need_room, no_bar
+from .snapshot import Paths
+from .state_dict import EXPORT_WITH_RULE, about_of, dtype_of, names_of, numbered, state_dict
 
 # As NumPy has them: it has no bfloat16, and 16 bits are as good for copying.
 NUMPY = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}
@@ -373,7 +363,7 @@ def import_store(
         raise CSDValueError(f"{temporary[0]} keeps nothing; name a directory for the store")
     about = export.about
     numels = [math.prod(p["shape"]) * (2 if p["dtype"] == "complex64" else 1) for p in about["params"]]
-    engine = DurableEngine(specs, mode="new", tile_elems=tile_elems, shadow=about["shadow"])
+    engine = open_engine(specs, tile_elems=tile_elems, shadow=about["shadow"])
     try:
         params = []
         with progress("importing", 12 * sum(numels)) as tick:
@@ -385,7 +375,7 @@ def import_store(
                 for at, i in enumerate(rows):
                     p = about["params"][i]
                     for k, section in enumerate(sections):
-                        flat = engine.window(extent, at, k, dtype_of(p, section))
+                        flat = engine.windows.window(extent, at, k, dtype_of(p, section))
                         window = flat.as_strided(p["shape"], p["stride"]).numpy()
                         value = export.state(i, section)
                         if value is None or (value.dtype, value.shape) != (window.dtype, window.shape):
@@ -398,7 +388,7 @@ def import_store(
                         engine.keep_residual(extent.first_param + at, _residual(value, p))
                     engine.steps[e][at] = export.steps[i]
                     params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
-            engine.sync()
+            engine.windows.sync()
         engine.step = about["step"]
         engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
         rule = {"rule": about["rule"]} if "rule" in about else {}

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..devices.spec import parse_devices
-from ..engine.durable import common_commit
 from ..errors import CSDStoreError
 from ..store.file import StoreFile
-from ..store.format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, opened, read, read_region
+from ..store.format import FILE_NAME, PAGE, UNDER_WAY, Contents, Superblock, read_region
 from ..store.reader import find_damage, total_bytes
-from .snapshot import Paths, Progress, directories, no_bar
+from ..store.recovery import common_commit
+from ..store.transfer import opened, read
+from .files import Progress, no_bar
+from .snapshot import Paths, directories
 
 
 @dataclass

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .. import bindings
+from ..devices.backends import BACKENDS
+from ..devices.machine import available_memory, machine, storage, updater
 from ..devices.smartssd import find, located
 from ..devices.spec import DeviceSpec, shares_of
-from ..engine.tuning import Memory, Scratch, Updater, available_memory, machine, rate, spread, storage, updater
+from ..engine.tuning import Scratch, rate
 from ..errors import CSDRuntimeError, CSDValueError
 from ..optim.adamw import CSDAdam
 from ..store.layout import round_up
+from .io import Tick
+from .measure import Memory, Updater, spread
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TENSOR = 1 << 24  # elements of one parameter tensor at most
@@ -27,12 +31,11 @@ DISK_BYTES = 24  # per parameter and step: three fp32 states, read and written
 MEMORY_BYTES = 28
 UPDATER_ELEMS = 1 << 24  # far more than caches hold
 TOLERANCE = 1e-6  # relative, against torch.optim.AdamW
-Tick = Callable[[str], None]
 
 
 def ticks(specs: Sequence[DeviceSpec], steps: int) -> int:
     """How often `bench` calls its `tick`."""
-    files = sum(s.backend in ("file", "xrt") for s in specs)
+    files = sum(s.kind.has_file for s in specs)
     return 1 + 1 + files * (1 + 3) + 1 + WARM_UP + steps
 
 
@@ -68,7 +71,7 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
                 tick(f"device {d}, {kind}")
                 rates = [rate([file], kind) for _ in range(RAW_RUNS)]
                 devices[d][f"{kind}_bytes_per_second"] = spread(rates)
-        if any(s.backend == "ram" for s in specs):
+        if any(s.kind.in_memory for s in specs):
             memory = Memory(min(1 << 30, max(64 << 20, 12 * params)))
         tick("making parameters")
         seconds, returned, disk, memory_rates, stats = _steps(
@@ -79,7 +82,7 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
             file.close()
 
     moved = stats["flash_read_bytes"] + stats["flash_write_bytes"]
-    in_memory = sum(d["params"] for d in stats["devices"] if d["backend"] == "ram")
+    in_memory = sum(d["params"] for d in stats["devices"] if BACKENDS[d["backend"]].in_memory)
     limits: dict[str, Any] = {}
     if disk:
         limits["disk"] = {
@@ -183,7 +186,7 @@ def scratch(spec: DeviceSpec) -> str:
     """
     if spec.card:
         return f"{spec}{'&' if '?' in spec.text else '?'}scratch=1"
-    if spec.backend != "file":
+    if not spec.kind.has_file:
         return str(spec)
     options = spec.text.partition("?")[2] if spec.text.lower().startswith("file:") else ""
     cache = "" if "cache=" in options else "&cache=off"
@@ -195,7 +198,7 @@ def verify(specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float | None:
 
     Raises CSDRuntimeError if that is more than TOLERANCE. None: a device keeps nothing that could be compared.
     """
-    if any(s.backend == "null" for s in specs):
+    if not all(s.kind.keeps_state for s in specs):
         return None
     torch.manual_seed(1)
     ours = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (1, 4095, 300_001)]
@@ -246,7 +249,7 @@ def check_room(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> 
                 f"{needs[file_system] / 1e9:.1f} GB; try --params {place['free_bytes'] // (3 * DISK_BYTES):.0e}"
             )
     element = dtype.itemsize
-    in_memory = sum(12 * n for s, n in zip(specs, _divided(specs, params), strict=True) if s.backend == "ram")
+    in_memory = sum(12 * n for s, n in zip(specs, _divided(specs, params), strict=True) if s.kind.in_memory)
     need = 2 * element * params + in_memory + (12 + 2 * element) * min(params, UPDATER_ELEMS) + (1 << 30)
     if need > available_memory():
         raise CSDValueError(

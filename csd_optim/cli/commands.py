@@ -1,44 +1,24 @@
 """The command line. Data on stdout, messages and progress on stderr; `--json` prints one object with a `schema`.
 
 Exit codes: 0 done, 1 it failed and one line says why, 2 the command was wrong (130: interrupted).
+
+Each command imports what it takes by itself, most of it with torch: `--help` and `--version` need not wait for that.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
-import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..checkpoint import export as convert
-from ..checkpoint import snapshot as checkpoint
-from ..checkpoint.verify import verify as verify_stores
+from .. import settings
 from ..devices import emulation
-from ..devices import smartssd as cards
-from ..devices.spec import DEFAULT_BLOCK, DeviceSpec, days_left, parse_bytes, parse_device, parse_devices, parse_rate
-from ..devices.xclbin import find_kernels, read_xclbin
-from ..engine import tuning as probe
-from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
-from ..planning import advice as planning
-from ..store.file import lock_owner
-from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
-from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
-from . import benchmark
-from .output import number, show_bench, show_devices, show_plan, show_store, show_verdicts, size
-
-P2P_SHARE = 0.6  # of the drive's rate, at which a way to the card is suspected to be a detour
-PROBE_BYTES = 1 << 30  # of scratch space for a speed check; less where it does not last a second
+from ..devices.units import parse_bytes, parse_rate
+from .io import message, print_json, progress, reported
 
 app = typer.Typer(
     help="Inspect and measure computational storage devices for CSDAdam, real or emulated.",
@@ -85,9 +65,6 @@ def options(
     pass
 
 
-# ---- commands --------------------------------------------------------------------
-
-
 @app.command()
 def devices(
     names: Devices = None,
@@ -96,8 +73,14 @@ def devices(
 ) -> None:
     """What is there: devices, the disks behind them, room, stores, the updater; unless some are named, all cards."""
     with reported():
+        from ..devices import machine
+        from ..devices import smartssd as cards
+        from ..devices.spec import parse_device
+        from .facts import describe_device, measure_device, specs_of
+        from .output import show_devices
+
         specs = specs_of(names)
-        if not names and not os.environ.get("CSD_OPTIM_DEVICES"):
+        if not names and not settings.devices():
             specs += [parse_device(f"xrt:{card.name}") for card in cards.there_are()]
         known = cards.ask_pyxrt() if any(spec.card for spec in specs) else {}
         found = [describe_device(spec, known) for spec in specs]
@@ -107,11 +90,11 @@ def devices(
                 for spec, entry in measurable:
                     tick(f"measuring {spec}")
                     entry |= measure_device(spec, entry)
-        machine, updater = probe.machine(), probe.updater()
+        here, updater = machine.machine(), machine.updater()
         if as_json:
-            print_json("devices", machine=machine, updater=updater, devices=found)
+            print_json("devices", machine=here, updater=updater, devices=found)
         else:
-            show_devices(machine, updater, found)
+            show_devices(here, updater, found)
     if any("problem" in entry for entry in found):
         raise typer.Exit(1)
 
@@ -127,6 +110,9 @@ def inspect(
 ) -> None:
     """What a store holds. Reads only, also while it is in use."""
     with reported():
+        from .facts import describe_store
+        from .output import show_store
+
         described = describe_store(store, parse_bytes(tbw) if tbw else None)
         if as_json:
             print_json("inspect", **described)
@@ -141,7 +127,11 @@ def verify(stores: Stores, as_json: Json = False) -> None:
     Not while they are in use: make a snapshot then, by save(), and verify that.
     """
     with reported():
-        found = verify_stores(stores, checkpoint.bar)
+        from ..checkpoint.files import bar
+        from ..checkpoint.verify import verify as verify_stores
+        from .output import show_verdicts
+
+        found = verify_stores(stores, bar)
         ok = not any(verdict.damage for verdict in found)
         if as_json:
             print_json("verify", ok=ok, stores=[asdict(verdict) for verdict in found])
@@ -168,10 +158,14 @@ def export(
     if form not in ("torch", "safetensors"):
         raise typer.BadParameter(f"{form!r} is not one of torch, safetensors", param_hint="--format")
     with reported():
+        from ..checkpoint.export import export_safetensors, export_torch
+        from ..checkpoint.files import bar
+        from .output import size
+
         if form == "torch":
-            files = convert.export_torch(stores, out, checkpoint.bar)
+            files = export_torch(stores, out, bar)
         else:
-            files = convert.export_safetensors(stores, out, parse_bytes(shard_size), checkpoint.bar)
+            files = export_safetensors(stores, out, parse_bytes(shard_size), bar)
         total = sum(file.stat().st_size for file in files)
         if as_json:
             print_json("export", format=form, files=[str(file) for file in files], bytes=total)
@@ -198,7 +192,11 @@ def import_(
     To change the number of devices: export, then import.
     """
     with reported():
-        described = convert.import_store(source, names, tile_size, checkpoint.bar)
+        from ..checkpoint.export import import_store
+        from ..checkpoint.files import bar
+        from .output import number
+
+        described = import_store(source, names, tile_size, bar)
         if as_json:
             print_json("import", **described)
         else:
@@ -234,9 +232,13 @@ def bench(
 
     Uses nameless scratch files in the devices' directories, 48 bytes per parameter; a store there is not touched.
     """
-    if dtype not in benchmark.DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(benchmark.DTYPES)}", param_hint="--dtype")
     with reported():
+        from . import benchmark
+        from .facts import specs_of
+        from .output import show_bench
+
+        if dtype not in benchmark.DTYPES:
+            raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(benchmark.DTYPES)}", param_hint="--dtype")
         specs = specs_of(names)
         with progress(benchmark.ticks(specs, steps)) as tick:
             result = benchmark.bench(specs, params, dtype, steps, tick)
@@ -303,13 +305,18 @@ def plan(
     if plot and not sweep:
         raise typer.BadParameter("plots a sweep: add --sweep devices=1..16", param_hint="--plot")
     with reported():
-        request = planning.Request(
-            params=params or planning.count_params(config or Path()),
+        from ..planning import advice, model
+        from . import benchmark, measure
+        from .facts import measured_request
+        from .output import show_plan
+
+        request = advice.Request(
+            params=params or advice.count_params(config or Path()),
             devices=n_devices or 1,
             on="csd" if csd else "drive",
-            drive=planning.parse_rates(drive, planning.DRIVES, planning.DRIVES["gen4"]),
-            csd=planning.parse_rates(csd or "smartssd", planning.CSDS, planning.SMARTSSD),
-            host=planning.Host(
+            drive=advice.parse_rates(drive, model.DRIVES, model.DRIVES["gen4"]),
+            csd=advice.parse_rates(csd or "smartssd", model.CSDS, model.SMARTSSD),
+            host=model.Host(
                 link=parse_rate(link) if link else math.inf,
                 gpu_link=parse_rate(gpu_link),
                 update=parse_rate(cpu, "") if cpu else math.inf,  # until it is measured
@@ -320,18 +327,18 @@ def plan(
             forward=forward,
             backward=backward,
             accumulate=accumulate,
-            tbw=parse_bytes(tbw) if tbw else planning.SMARTSSD_TBW if csd == "smartssd" and not names else None,
+            tbw=parse_bytes(tbw) if tbw else model.SMARTSSD_TBW if csd == "smartssd" and not names else None,
         )
-        planning.check(request)
-        counts = planning.parse_sweep(sweep) if sweep else ()
+        advice.check(request)
+        counts = advice.parse_sweep(sweep) if sweep else ()
         if names:
             request = measured_request(request, names)
         if not cpu:
-            rate = probe.engine_rate(benchmark.DTYPES[dtype])
+            rate = measure.engine_rate(benchmark.DTYPES[dtype])
             request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
-        found = planning.plan(request, counts)
+        found = advice.plan(request, counts)
         if plot:
-            planning.plot(found, plot)
+            advice.plot(found, plot)
         if as_json:
             print_json("plan", **found)
         else:
@@ -370,231 +377,3 @@ def emu(
             typer.echo(f"error: {message(e)}", err=True)
             status = 127 if isinstance(e, FileNotFoundError) else 126
     raise typer.Exit(status)
-
-
-# ---- facts ---------------------------------------------------------------------------
-
-
-def specs_of(names: list[str] | None) -> list[DeviceSpec]:
-    """The devices named, else those of CSD_OPTIM_DEVICES, else the current directory."""
-    return parse_devices(names or (None if os.environ.get("CSD_OPTIM_DEVICES") else "."))
-
-
-def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[str, Any]:
-    """What is known of a device, and by pyxrt; `problem` says what keeps it from being used."""
-    entry: dict[str, Any] = {"device": str(spec), "backend": spec.backend}
-    if spec.card:
-        try:
-            card = cards.find(spec.card, told=told)
-            facts = asdict(card) | {"emulated": card.emulated}
-            entry["card"] = json.loads(json.dumps(facts, default=str))  # paths as text
-            spec = replace(spec, directory=card.place(spec.directory))
-            entry["xclbin"] = describe_xclbin(find_kernels(spec.xclbin))
-        except CSDError as e:
-            return entry | {"problem": message(e)}
-    if spec.backend == "ram":
-        entry["free_bytes"] = probe.available_memory()
-        entry["room_for_params"] = entry["free_bytes"] // MEMORY_STATE_BYTES  # as the only device
-    if spec.directory is None:
-        return entry
-    directory = spec.directory
-    entry["exists"] = directory.is_dir()
-    # CSDAdam makes a directory that is not there, but not its parents.
-    entry["directory"] = str((directory if entry["exists"] else directory.parent).resolve())
-    try:
-        if not entry["exists"] and (directory.exists() or not directory.parent.is_dir()):
-            raise CSDValueError(f"no such directory: {directory}")
-        entry["storage"] = probe.storage(Path(entry["directory"]))
-        entry["room_for_params"] = entry["storage"]["free_bytes"] // STORE_BYTES
-        entry["store"] = describe_store_there(directory / FILE_NAME) if entry["exists"] and spec.durable else None
-        with probe.Scratch(Path(entry["directory"]), 0, 4096) as scratch:
-            entry["direct_io"] = scratch.direct
-    except (CSDError, OSError) as e:
-        entry["problem"] = message(e)
-    return entry
-
-
-def describe_xclbin(path: Path) -> dict[str, Any]:
-    """The program that is going to be loaded."""
-    program = read_xclbin(path)
-    return {"file": str(path), "uuid": str(program.uuid), "platform": program.platform, "mode": program.mode}
-
-
-def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
-    """What `--probe` adds to what is known of a device: how fast it is."""
-    directory, free = Path(entry["directory"]), entry["storage"]["free_bytes"]
-    speed = check_speed(directory, free)
-    if not spec.card:
-        return {"speed": speed}
-    try:
-        rates = probe.card_rates(replace(spec, directory=directory), free)
-    except CSDError as e:
-        return {"speed": speed, "problem": message(e)}
-    added: dict[str, Any] = {"speed": speed, "card_speed": rates}
-    # The card's drive as the host reads it, beside the way to the card: that should be no slower.
-    if not rates["drive_to_card"] and spec.p2p != "0":
-        added["problem" if spec.p2p == "1" else "warning"] = (
-            f"its drive cannot reach its memory (P2P, says the driver: {entry['card']['p2p']}): the host stands between"
-        )
-    slow = rates["drive_to_card"] < P2P_SHARE * speed["read_bytes_per_second"]
-    if rates["drive_to_card"] and slow and not entry["card"]["emulated"]:
-        added["warning"] = (
-            "P2P is much slower than the drive: it goes through the host, or the IOMMU (docs/smartssd.md, step 1)"
-        )
-    return added
-
-
-def measured_request(request: planning.Request, names: list[str]) -> planning.Request:
-    """What is measured of the named devices takes the place of what was assumed. Raises CSDError."""
-    specs = parse_devices(names)
-    entries = [describe_device(spec, {}) for spec in specs]
-    with progress(len(specs)) as tick:
-        for spec, entry in zip(specs, entries, strict=True):
-            tick(f"measuring {spec}")
-            if "storage" in entry and "problem" not in entry:
-                entry |= measure_device(spec, entry)
-    device = planning.measured(entries)
-    places = [entry["storage"]["mounted_at"] for entry in entries]
-    ratings = [spec.tbw_bytes for spec in specs if spec.tbw_bytes]
-    return replace(
-        request,
-        devices=len(specs),
-        on="drive" if device.on_host else "csd",
-        drive=device if device.on_host else request.drive,
-        csd=request.csd if device.on_host else device,
-        tbw=request.tbw or (min(ratings) if ratings else None),
-        free=min(entry["storage"]["free_bytes"] / places.count(entry["storage"]["mounted_at"]) for entry in entries),
-        measured=True,
-    )
-
-
-def describe_store_there(file: Path) -> dict[str, Any] | None:
-    """The store in a device's directory, in short; None if there is none."""
-    if not file.exists():
-        return None
-    owner = lock_owner(file.stat())
-    try:
-        block = read_contents(file).superblock
-    except CSDStoreError as e:
-        return {"owner": owner, "problem": str(e)}
-    return {
-        "owner": owner,
-        "step": block.step,
-        "device": block.device,
-        "devices": block.devices,
-        "clean": bool(block.flags & CLEAN),
-        "torn": bool(block.flags & UNDER_WAY),
-        "bytes": file.stat().st_size,
-    }
-
-
-def check_speed(directory: Path, free: int) -> dict[str, float]:
-    """Bytes per second of direct reads, writes and both at once, on scratch space; about four seconds."""
-    with probe.Scratch(directory, min(PROBE_BYTES, free // 4), DEFAULT_BLOCK) as scratch:
-        scratch.fill(seconds=1.5)
-        return {f"{kind}_bytes_per_second": probe.rate([scratch], kind, 1.0) for kind in ("read", "write", "mixed")}
-
-
-def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
-    """Everything `inspect` shows. `tbw_bytes`: the drive's rating. Raises CSDStoreError, CSDOSError."""
-    try:
-        contents = read_contents(path)
-    except OSError as e:
-        described = "there is no store" if isinstance(e, FileNotFoundError) else "cannot read the store"
-        raise CSDOSError(e.errno, f"{described} in {path}: {e.strerror}") from e
-    block, manifest = contents.superblock, contents.manifest
-    file = store_file(path)
-    stat = file.stat()
-    total = sum(p["numel"] for p in manifest["params"])
-    shares = next((e["shares"] for e in manifest["extents"] if "shares" in e), [1.0] * block.devices)
-    share = shares[block.device] / sum(shares)  # of the parameters
-    slots = contents.tiles["slot"]
-    rows = rows_with_residual(manifest, block.device)
-    residual_bytes = [RESIDUAL_BYTES * manifest["params"][row]["numel"] for row in rows]
-    return {
-        "file": str(file),
-        "format": block.version,
-        "store_id": block.store_id.hex(),
-        "device": block.device,
-        "devices": block.devices,
-        "rank": contents.rank,
-        "world_size": contents.world_size,
-        "share": share,
-        "step": block.step,
-        "clean": bool(block.flags & CLEAN),
-        "torn": bool(block.flags & UNDER_WAY),
-        "owner": lock_owner(stat),
-        "total_params": total,
-        "file_bytes": stat.st_size,
-        "allocated_bytes": 512 * stat.st_blocks,
-        "bytes_per_param": 512 * stat.st_blocks / max(1.0, total * share),
-        "tiles": {
-            "count": len(slots),
-            "in_slot": [int((slots == s).sum()) for s in range(2)],
-            "with_checksum": int(contents.tiles["summed"].sum()),
-        },
-        "residuals": {"count": len(residual_bytes), "bytes": sum(residual_bytes)},
-        # When every parameter has a gradient.
-        "step_bytes": sum(4 * e["tile_elems"] * len(e["sections"]) * e["tiles"] for e in manifest["extents"])
-        + sum(residual_bytes),
-        "written_bytes": contents.record.written_bytes,
-        "training_seconds": contents.record.seconds,
-        "tbw_bytes": tbw_bytes,
-        "days_left": days_left(tbw_bytes, contents.record.written_bytes, contents.record.seconds)
-        if tbw_bytes
-        else None,
-        "extents": manifest["extents"],
-        "groups": contents.record.groups,
-        "params": [
-            {k: p[k] for k in ("name", "shape", "dtype", "group", "numel")} | {"step": float(step)}
-            for p, step in zip(manifest["params"], contents.steps, strict=True)
-        ],
-    }
-
-
-# ---- input and output ------------------------------------------------------------------
-
-
-def print_json(command: str, **content: Any) -> None:
-    print(json.dumps({"schema": f"csd_optim.{command}/1", **content}))
-
-
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[benchmark.Tick]:
-    """A bar on stderr, gone when it is done; each call of what it yields begins one more of `total` parts."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        begun = 0
-
-        def tick(what: str) -> None:
-            nonlocal begun
-            bar.update(task, description=what, completed=begun)
-            begun += 1
-
-        yield tick
-
-
-@contextlib.contextmanager
-def reported() -> Iterator[None]:
-    """Errors and warnings become one line each on stderr."""
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=CSDWarning)  # what they say is part of what is shown
-        try:
-            yield
-        except BrokenPipeError:
-            raise
-        except (CSDError, OSError) as e:
-            err.print(f"[red]error:[/] {escape(message(e))}")
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            err.print("interrupted; the scratch files are gone")
-            raise typer.Exit(130) from None
-
-
-def message(e: BaseException) -> str:
-    """An error's text without the errno's number."""
-    if isinstance(e, OSError) and e.strerror:
-        return e.strerror if isinstance(e, CSDError) or not e.filename else f"{e.filename}: {e.strerror}"
-    return str(e)

@@ -11,17 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..checkpoint.verify import Verdict
-from ..planning import advice as planning
+from ..devices.backends import BACKENDS
+from ..planning import advice, model
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from . import benchmark
 
 LONG = 16  # parameters; more are listed in part
-BACKENDS = {
-    "file": "an emulated CSD: tiles in a file, updated by the CPU",
-    "xrt": "a SmartSSD: tiles on its drive, updated by its FPGA",
-    "ram": "states in host memory, updated by the CPU",
-    "null": "keeps and computes nothing: times the rest",
-}
 
 
 def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[dict[str, Any]]) -> None:
@@ -29,7 +24,7 @@ def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[d
     out.print(describe_machine(machine))
     out.print(f"updater: {updater['isa']} ({', '.join(updater['isas'])} available), {updater['threads']} threads")
     for entry in found:
-        rows = [("back end", f"{entry['backend']}, {BACKENDS[entry['backend']]}")]
+        rows = [("back end", f"{entry['backend']}, {BACKENDS[entry['backend']].about}")]
         if card := entry.get("card"):
             rows += describe_card(card, entry.get("xclbin"))
         if place := entry.get("storage"):
@@ -225,7 +220,7 @@ def show_bench(result: dict[str, Any]) -> None:
     for d in result["devices"]:
         out.print()
         out.print(escape(d["device"]), style="bold")
-        rows = [("back end", f"{d['backend']}, {BACKENDS[d['backend']]}")]
+        rows = [("back end", f"{d['backend']}, {BACKENDS[d['backend']].about}")]
         if place := d.get("storage"):
             disk = ", ".join(filter(None, (place["source"], place["model"])))
             direct = "direct I/O" if d["direct_io"] else "no direct I/O: through the page cache"
@@ -266,7 +261,7 @@ def show_plan(found: dict[str, Any]) -> None:
     out = console()
     r, memory, wear = found["request"], found["memory_bytes"], found["wear"]
     own = next(row for row in found["predictions"] if row["chosen"])
-    d, kind = r[r["on"]], planning.KINDS[r["on"]]
+    d, kind = r[r["on"]], advice.KINDS[r["on"]]
     out.print(
         f"{number(r['params'])} {r['dtype']} parameters on {kind[:-1] if r['devices'] == 1 else kind}: {r['devices']}, "
         f"{'as measured' if r['measured'] else 'of the rates below'}. All times are predicted (docs/plan.md).",
@@ -291,10 +286,10 @@ def show_plan(found: dict[str, Any]) -> None:
         rows.append((what, f"{short(moved['towards_flash'])} there, {short(moved['back'])} back in each step{at}"))
     out.print(facts(rows))
     out.print(predictions_table(found["predictions"]))
-    rows = [("waits for", f"{planning.BOUNDS[own['bound']]}: {own['stages'][own['bound']]:.2f} of {own['step']:.2f} s")]
+    rows = [("waits for", f"{advice.BOUNDS[own['bound']]}: {own['stages'][own['bound']]:.2f} of {own['step']:.2f} s")]
     rows += [("" if i else "to change", text) for i, text in enumerate(found["advice"])]
     base, ours = (
-        f"from {n} on" if n else f"never (up to {planning.MOST_DEVICES})"
+        f"from {n} on" if n else f"never (up to {advice.MOST_DEVICES})"
         for n in (found["break_even"][other] for other in ("base", "csdadam"))
     )
     rows += [
@@ -331,9 +326,9 @@ def predictions_table(predictions: list[dict[str, Any]]) -> Table:
     for row in predictions:
         parts = (row["forward"] + row["backward"], row["gradients"], row["step"], row["seconds"])
         table.add_row(
-            f"{planning.VARIANTS[row['variant']]} on {planning.KINDS[row['on']]}",
+            f"{model.VARIANTS[row['variant']]} on {advice.KINDS[row['on']]}",
             *(f"{s:.2f}" if s else "" for s in parts),
-            planning.BOUNDS[row["bound"]],
+            advice.BOUNDS[row["bound"]],
             style="bold" if row["chosen"] else None,
         )
     return table
@@ -344,7 +339,7 @@ def sweep_table(sweep: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("devices", justify="right")
     for variant, kind in ways:
-        table.add_column(f"{planning.VARIANTS[variant]} on {planning.KINDS[kind]}", justify="right")
+        table.add_column(f"{model.VARIANTS[variant]} on {advice.KINDS[kind]}", justify="right")
     for first in range(0, len(sweep), len(ways)):
         rows = sweep[first : first + len(ways)]
         table.add_row(str(rows[0]["devices"]), *(f"{row['seconds']:.2f}" for row in rows))

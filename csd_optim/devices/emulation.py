@@ -1,7 +1,7 @@
 """Runs a command with XRT's software emulation set up around it: `devices=["xrt:0"]` works without a card.
 
-XRT itself is the real one. In place of each card it starts native/emulator/device.cpp, which runs the HLS kernels as
-g++ compiled them; a directory stands for the card's NVMe. All that XRT wants to find lies in a temporary directory.
+XRT itself is the real one. In place of each card it starts hls_kernels/emulator/device.cpp, which runs the HLS kernels
+as g++ compiled them; a directory stands for the card's NVMe. All that XRT wants to find lies in a temporary directory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .. import settings
 from ..errors import CSDUnavailableError, CSDValueError
 from .xclbin import write_emulated
 
@@ -117,7 +118,7 @@ def prepare(
         "VITIS_SW_EMU_ENABLE_SINGLE_MMAP": "1",
         "SW_EMU_PACKET_SIZE": "65536",  # of data that goes through a socket; more was measured to be slower
         "CSD_OPTIM_XCLBIN": str(xclbin),
-        "CSD_OPTIM_EMULATED_DRIVES": os.pathsep.join(map(str, places)),
+        settings.EMULATED_DRIVES: os.pathsep.join(map(str, places)),
     }
     if not libraries.is_relative_to("/usr/lib"):  # where the loader does not look by itself
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(

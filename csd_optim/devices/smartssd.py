@@ -16,30 +16,32 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .. import settings
 from ..errors import CSDUnavailableError, CSDValueError
 from .spec import DeviceSpec
+from .sysfs import (
+    BDF,
+    HERE,
+    System,
+    all_mounts,
+    bdf_numbers,
+    disks_and_volumes,
+    mounts_of,
+    number_of,
+    shell_part,
+    text_of,
+    why_detour,
+)
 
 XILINX = 0x10EE
 ACCELERATOR = 0x12  # PCI classes
 NVME = 0x0108
 OLDEST_XRT = (2, 13)  # see native/src/xrt.h
 ASK_SECONDS = 30.0  # for pyxrt to answer
-
-
-@dataclass(frozen=True)
-class System:
-    """Where the facts are; tests build one of their own."""
-
-    sysfs: Path = Path("/sys")
-    dev: Path = Path("/dev")
-    mounts: Path = Path("/proc/self/mountinfo")
-
-
-HERE = System()
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,10 @@ class Card:
         if self.emulated:
             return True  # in emulation any directory is as good
         where = directory.resolve()
-        over = [m for m in _mounts(system) if where.is_relative_to(m.at)]
+        over = [m for m in all_mounts(system) if where.is_relative_to(m.at)]
         mount = max(over, key=lambda m: len(m.at.parts), default=None)  # of several at one place, the newest
-        own = _devices(self.nvme.blocks, system)[0] if self.nvme else []
-        return any(mount in _mounts_of(name, system) for name in own)
+        own = disks_and_volumes(self.nvme.blocks, system)[0] if self.nvme else []
+        return any(mount in mounts_of(name, system) for name in own)
 
 
 Facts = Mapping[str, str]  # what XRT says of a card: index, name, xclbin_uuid, serial
@@ -114,10 +116,10 @@ def cards(told: Mapping[str, Facts] | None = None, system: System = HERE) -> lis
     if os.environ.get("XCL_EMULATION_MODE"):
         return _emulated()
     driver = system.sysfs / "bus/pci/drivers/xocl"
-    functions = sorted(p for p in driver.glob("*") if _BDF.fullmatch(p.name))
+    functions = sorted(p for p in driver.glob("*") if BDF.fullmatch(p.name))
     nodes = {f.name: next(f.glob("drm/renderD*"), None) for f in functions}
     seen = [f for f in functions if (node := nodes[f.name]) and (system.dev / "dri" / node.name).exists()]
-    ready = [f for f in seen if _number(f / "ready")]
+    ready = [f for f in seen if number_of(f / "ready")]
     if _xrt_version(system) < (2, 15):
         ready.reverse()  # until 2.14, XRT counts the cards that are ready from the last to the first
     order = ready + [f for f in seen if f not in ready]
@@ -148,10 +150,14 @@ def find(name: str, system: System = HERE, told: Mapping[str, Facts] | None = No
     wrong = f"Invalid device: 'xrt:{name}'; "
     if name.isdecimal():
         chosen = [c for c in found if c.index == int(name)]
-    elif _BDF.fullmatch(name):
-        domain, *rest = _numbers(name)
-        slot = [c for c in found if c.bdf and domain in (None, _numbers(c.bdf)[0]) and _numbers(c.bdf)[1:3] == rest[:2]]
-        chosen = [c for c in slot if _numbers(c.bdf)[3] == rest[2]]
+    elif BDF.fullmatch(name):
+        domain, *rest = bdf_numbers(name)
+        slot = [
+            c
+            for c in found
+            if c.bdf and domain in (None, bdf_numbers(c.bdf)[0]) and bdf_numbers(c.bdf)[1:3] == rest[:2]
+        ]
+        chosen = [c for c in slot if bdf_numbers(c.bdf)[3] == rest[2]]
         if slot and not chosen:
             raise CSDValueError(f"{wrong}this is no user function; that of the same card is 'xrt:{slot[0].bdf}'")
         if len(chosen) > 1:
@@ -240,15 +246,6 @@ def _uuid(text: str) -> str:
 
 # ---- a card in sysfs ---------------------------------------------------------------
 
-_BDF = re.compile(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{1,2}):([0-9a-fA-F]{1,2})\.([0-7])")
-
-
-def _numbers(bdf: str) -> list[int | None]:
-    """Domain (None if left out), bus, slot, function."""
-    match = _BDF.fullmatch(bdf)
-    assert match is not None
-    return [None if x is None else int(x, 16) for x in match.groups()]
-
 
 def _card(function: Path, index: int | None, node: Path | None, system: System) -> Card:
     bdf = function.name
@@ -261,21 +258,21 @@ def _card(function: Path, index: int | None, node: Path | None, system: System) 
     version = _xrt_version(system)
     if version < OLDEST_XRT:
         problems.append(f"its driver is of XRT {version[0]}.{version[1]}; 2.13 or later is needed")
-    if not (ready := bool(_number(function / "ready"))):
+    if not (ready := bool(number_of(function / "ready"))):
         problems.append("it is not ready: `xbmgmt examine` as root says why; often the shell must be flashed")
     p2p = _p2p(function)
     warnings = []
     if p2p in _P2P_HELP:
         warnings.append(f"P2P is {p2p}, the state goes through the host: {_P2P_HELP[p2p].format(bdf=bdf)}")
     drive, directory, no_directory = _drive(function, system)
-    if drive and p2p == "enabled" and (detour := _detour(function, drive.bdf, system)):
+    if drive and p2p == "enabled" and (detour := why_detour(function, drive.bdf, system)):
         warnings.append(f"P2P goes through the host: {detour}")
     return Card(
         index=index,
         bdf=bdf,
-        shell=_part(function, "rom", "VBNV"),
-        serial=_part(function, "xmc", "serial_num") or (drive.serial if drive else ""),
-        xclbin_uuid=_uuid(_text(function / "xclbinuuid").partition("\n")[0]),
+        shell=shell_part(function, "rom", "VBNV"),
+        serial=shell_part(function, "xmc", "serial_num") or (drive.serial if drive else ""),
+        xclbin_uuid=_uuid(text_of(function / "xclbinuuid").partition("\n")[0]),
         ready=ready,
         p2p=p2p,
         nvme=drive,
@@ -295,7 +292,7 @@ _P2P_HELP = {
 
 def _p2p(function: Path) -> str:
     """The state of P2P, from the sizes of the memory window that the driver reports, judged as XRT's tools do."""
-    lines = _part(function, "p2p", "config").splitlines()
+    lines = shell_part(function, "p2p", "config").splitlines()
     sizes = {key.strip(): int(size) for key, _, size in (line.partition(":") for line in lines) if size.isdecimal()}
     if not sizes:
         return "unknown"
@@ -311,10 +308,10 @@ def _drive(function: Path, system: System) -> tuple[Drive | None, Path | None, s
     name_it = f"name a directory: 'xrt:{function.name}?nvme=/mnt/...'"
     above = function.resolve().parents  # nearest first
     everything = [p.resolve() for p in (system.sysfs / "bus/pci/devices").glob("*")]
-    disks = [p for p in everything if _number(p / "class") >> 8 == NVME]
-    common = next((p for p in above if _BDF.fullmatch(p.name) and any(d.is_relative_to(p) for d in disks)), None)
+    disks = [p for p in everything if number_of(p / "class") >> 8 == NVME]
+    common = next((p for p in above if BDF.fullmatch(p.name) and any(d.is_relative_to(p) for d in disks)), None)
     near = sorted(d for d in disks if common and d.is_relative_to(common))
-    if not common or _number(common / "vendor") != XILINX:
+    if not common or number_of(common / "vendor") != XILINX:
         # A switch of somebody else joins cards: what hangs there is another's, or no card's.
         also = f"; {near[0].name} is only behind the same switch {common.name}" if common else ""
         return None, None, f"no NVMe drive is behind the switch of this card{also}; {name_it}"
@@ -326,9 +323,9 @@ def _drive(function: Path, system: System) -> tuple[Drive | None, Path | None, s
         return drive, None, f"its NVMe drive {near[0].name} has no driver: `modprobe nvme`"
     # Where a drive may have several paths, the kernel calls a path nvme4c4n1 and hides it; the disk is nvme4n1.
     blocks = sorted({re.sub(r"c\d+n", "n", p.name) for p in controller.glob("nvme*n*")})
-    own, spread = _devices(blocks, system)
-    mounted = [(name, mounts[0].at) for name in own if (mounts := _mounts_of(name, system))]
-    model, serial = _text(controller / "model"), _text(controller / "serial")
+    own, spread = disks_and_volumes(blocks, system)
+    mounted = [(name, mounts[0].at) for name in own if (mounts := mounts_of(name, system))]
+    model, serial = text_of(controller / "model"), text_of(controller / "serial")
     drive = Drive(controller.name, near[0].name, model, serial, tuple(blocks), tuple(mounted))
     if not blocks:
         return drive, None, f"its NVMe drive {controller.name} has no namespace: `nvme list`, `nvme create-ns`"
@@ -344,72 +341,13 @@ def _drive(function: Path, system: System) -> tuple[Drive | None, Path | None, s
     return drive, None, f"its NVMe drive {disk} is not mounted: `mount {disk} /mnt/smartssd0`{new}"
 
 
-def _devices(blocks: Sequence[str], system: System) -> tuple[list[str], list[str]]:
-    """These disks with their partitions and what LVM or md made of them alone; and what needs other disks as well."""
-    block = system.sysfs / "class/block"
-    own: list[str] = []
-    others = list(blocks)
-    while new := [o for o in others if {p.name for p in (block / o / "slaves").glob("*")} <= set(own)]:
-        own += new
-        parts = [p.parent.name for name in own for p in sorted((block / name).glob("*/partition"))]
-        holders = [p.name for name in own for p in sorted((block / name / "holders").glob("*"))]
-        others = [o for o in dict.fromkeys(parts + holders) if o not in own]
-    return own, others
-
-
-@dataclass(frozen=True)
-class _Mount:
-    number: str  # major:minor
-    root: str  # of the file system, what is mounted
-    at: Path
-    source: str
-
-
-def _mounts(system: System) -> list[_Mount]:
-    """Newest first: a later mount hides an earlier one."""
-    mounts = []
-    for line in _text(system.mounts).splitlines():
-        left, _, right = line.partition(" - ")
-        fields = [re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), field) for field in left.split()]
-        mounts.append(_Mount(fields[2], fields[3], Path(fields[4]), right.split()[1]))
-    return mounts[::-1]
-
-
-def _mounts_of(device: str, system: System) -> list[_Mount]:
-    """Where a block device is mounted, its whole file system before parts of it, such as a container's bind mounts."""
-    at = system.sysfs / "class/block" / device
-    # By number; btrfs shows a number of its own, but names its source.
-    number, mapper = _text(at / "dev"), _text(at / "dm/name")
-    sources = {f"/dev/{device}"} | ({f"/dev/mapper/{mapper}"} if mapper else set())
-    mounts = [m for m in _mounts(system) if m.number == number or m.source in sources]
-    return sorted(mounts, key=lambda m: m.root != "/")
-
-
-def _detour(function: Path, drive: str, system: System) -> str:
-    """Why data between FPGA and drive leave the card's switch, or "".
-
-    Without an IOMMU nothing sends them up. With one that translates, an address means something only above the switch.
-    With one in passthrough it depends on the switch: where its ports isolate their devices (ACS), they send everything
-    up, and then the kernel puts the two into different groups.
-    """
-    groups = [(system.sysfs / "bus/pci/devices" / bdf / "iommu_group").resolve() for bdf in (function.name, drive)]
-    if not all(g.is_dir() for g in groups):
-        return ""
-    kind = _text(groups[1] / "type")
-    if kind.startswith("DMA"):
-        return f"the IOMMU translates (group {groups[1].name} is {kind}); boot with iommu=pt, or switch the IOMMU off"
-    if groups[0] != groups[1]:
-        return f"the switch isolates its ports (ACS; IOMMU groups {groups[0].name}, {groups[1].name}); IOMMU off helps"
-    return ""
-
-
 def _why_none(system: System) -> str:
     """Why there are no cards."""
     pci = system.sysfs / "bus/pci"
     boards = [
         p.name
         for p in sorted((pci / "devices").glob("*"))
-        if _number(p / "vendor") == XILINX and _number(p / "class") >> 16 == ACCELERATOR
+        if number_of(p / "vendor") == XILINX and number_of(p / "class") >> 16 == ACCELERATOR
     ]
     if not boards:
         return "there is no Xilinx card on the PCIe bus; without one, run it under `csd-optim emu -- ...`"
@@ -420,7 +358,7 @@ def _why_none(system: System) -> str:
 
 def _xrt_version(system: System) -> tuple[int, ...]:
     """Of the driver, which is installed together with the library; a high one if the driver does not say."""
-    match = re.match(r"(\d+)\.(\d+)", _text(system.sysfs / "module/xocl/version"))
+    match = re.match(r"(\d+)\.(\d+)", text_of(system.sysfs / "module/xocl/version"))
     return (int(match[1]), int(match[2])) if match else (99,)
 
 
@@ -428,7 +366,7 @@ def _xrt_version(system: System) -> tuple[int, ...]:
 
 
 def _emulated() -> list[Card]:
-    drives = [d for d in os.environ.get("CSD_OPTIM_EMULATED_DRIVES", "").split(os.pathsep) if d]
+    drives = settings.emulated_drives()
     if not drives:
         raise CSDUnavailableError(
             errno.ENODEV, "XCL_EMULATION_MODE is set, but no emulated drives: run it under `csd-optim emu -- ...`"
@@ -437,26 +375,3 @@ def _emulated() -> list[Card]:
         Card(i, "", f"emulated ({os.environ['XCL_EMULATION_MODE']})", "", "", True, "enabled", None, Path(d).resolve())
         for i, d in enumerate(drives)
     ]
-
-
-# ---- small system files ------------------------------------------------------------
-
-
-def _text(path: Path) -> str:
-    """Its text, "" where there is none, or the driver fails to give it."""
-    try:
-        return path.read_text(errors="replace").strip(" \t\r\n\0")
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int:
-    try:
-        return int(_text(path), 0)
-    except ValueError:
-        return 0
-
-
-def _part(function: Path, part: str, attribute: str) -> str:
-    """An attribute of a part of the shell; the folder of a part is called like rom.u.2097152."""
-    return next(filter(None, (_text(p / attribute) for p in sorted(function.glob(f"{part}.*")))), "")

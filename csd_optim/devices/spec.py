@@ -33,61 +33,21 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from .._native import lib
-from ..distributed.ranks import fill_in
+import torch.distributed as dist
+
+from .. import settings
+from ..bindings import UNPACED, Pace
 from ..errors import CSDTypeError, CSDValueError
+from .backends import BACKENDS, DEFAULT_BLOCK, DEFAULT_DEPTH, Backend
 
-BACKENDS = ("file", "xrt", "ram", "null")
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
-DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
-DEFAULT_DEPTH: int = lib.CSD_IO_DEPTH
-NO_CACHE = -1  # every step reads everything, also what is still in a buffer
-ANY_NODE = -1  # buffers and update threads are not to be those of the drive's NUMA node
-CARD_BLOCK = 4 << 20  # what others have published of P2P asks for 4 MiB and more
 DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "PB": 10**15,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-}
-_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6}
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Rates that an emulated device does not exceed; see `csd_pace`. 0: as fast as it goes."""
-
-    read: float = 0.0  # bytes per second
-    write: float = 0.0
-    mixed: float = 0.0  # read and written together
-    latency: float = 0.0  # seconds
-    update: float = 0.0  # parameters per second
-    link: float = 0.0  # bytes per second each way, shared by all devices that name it
-    host: bool = False  # the host updates: state goes over the link, gradients and parameters do not
-    flash_grads: bool = False  # gradients come from the drive, and not over the link
-
-    @property
-    def params_per_second(self) -> float:
-        """Of the device by itself, at most; math.inf: without a bound. Its share of a link is not its own."""
-        seconds = (1 / self.update if self.update else 0.0, *(12 / r for r in (self.read, self.write) if r))
-        slowest = max(*seconds, 24 / self.mixed if self.mixed else 0.0)
-        return 1 / slowest if slowest else math.inf
-
-
-UNPACED = Pace()
 
 
 @dataclass(frozen=True)
@@ -116,6 +76,11 @@ class DeviceSpec:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def kind(self) -> Backend:
+        """Its row in the table of back ends."""
+        return BACKENDS[self.backend]
+
 
 def shares_of(specs: Sequence[DeviceSpec]) -> tuple[float, ...] | None:
     """Of the tiles, relative to each other, as it was said; else, if all are paced, as their pace is. None: equal."""
@@ -135,36 +100,6 @@ def days_left(tbw_bytes: int, written_bytes: int, seconds: float) -> float:
     return max(0.0, tbw_bytes - written_bytes) / per_day if per_day else math.inf
 
 
-def parse_bytes(text: str) -> int:
-    """`4096`, `2MiB`, `1.5 GB` → bytes. Raises CSDValueError."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
-    try:
-        assert match is not None
-        return int(float(match[1]) * _UNITS[match[2].upper()])
-    except (AssertionError, KeyError, ValueError):
-        raise CSDValueError(f"Invalid size: {text!r}; write for example 4096, 2MiB or 1GB") from None
-
-
-def parse_rate(text: str, unit: str = "B") -> float:
-    """`2.9GB/s`, `800MiB/s` → bytes per second; `240M/s` with `unit` empty → 240e6. Raises CSDValueError."""
-    match = re.fullmatch(rf"\s*([0-9.]+)\s*([KMGT]i?)?{unit}/s\s*", text, re.I)
-    try:
-        assert match is not None
-        return float(match[1]) * _UNITS[f"{match[2] or ''}B".upper()]
-    except (AssertionError, ValueError):
-        raise CSDValueError(f"Invalid rate: {text!r}; write for example 1.5G{unit}/s") from None
-
-
-def parse_seconds(text: str) -> float:
-    """`100us`, `1.5 ms`, `2s` → seconds. Raises CSDValueError."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(s|ms|us)\s*", text)
-    try:
-        assert match is not None
-        return float(match[1]) / _PER_SECOND[match[2]]
-    except (AssertionError, ValueError):
-        raise CSDValueError(f"Invalid duration: {text!r}; write for example 100us") from None
-
-
 def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     """Parses one device string. Raises CSDTypeError or CSDValueError; touches nothing."""
     if not isinstance(text, (str, os.PathLike)):
@@ -175,7 +110,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     if not text:
         raise CSDValueError("Invalid device: ''; name a directory, or 'ram:'")
     if text.lower() in BACKENDS:
-        example = {"xrt": "xrt:0"}.get(text.lower(), f"{text.lower()}:")
+        example = BACKENDS[text.lower()].example
         raise CSDValueError(f"Invalid device: {text!r}; write '{example}', or './{text}' for the directory")
     # A scheme has two letters or more and no slash before its colon; everything else is a directory.
     scheme = re.match(r"([A-Za-z][A-Za-z0-9_]+):", text)
@@ -183,20 +118,19 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
         if "?" in text and not Path(text).exists():
             raise CSDValueError(f"Invalid device: {text!r}; options need the back end: 'file:{text}'")
         return DeviceSpec(text, "file", Path(text).expanduser(), durable=True)
-    backend = scheme[1].lower()
-    if backend not in BACKENDS or text[scheme.end() :].startswith("//"):
+    backend = BACKENDS.get(scheme[1].lower())
+    if not backend or text[scheme.end() :].startswith("//"):
         raise CSDValueError(
             f"Invalid device: {text!r}; write a directory such as /mnt/nvme0 or file:/mnt/nvme0; "
             f"the back ends are {', '.join(b + ':' for b in BACKENDS)}"
         )
     place, _, query = text[scheme.end() :].partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
-    known = _OPTIONS[backend]
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"block_bytes": backend.block_bytes}
     for name, value in options.items():
-        option = next((o for o in known if o.name == name), None)
+        option = next((o for o in backend.options if o.name == name), None)
         if option is None:
-            names = ", ".join(o.name for o in known)
+            names = ", ".join(o.name for o in backend.options)
             raise CSDValueError(f"Invalid device: {text!r}; unknown option {name!r}, there are {names}")
         try:
             values[option.field or name] = option.read(value)
@@ -205,105 +139,22 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     values["pace"] = Pace(**{f.name: values.pop(f.name) for f in fields(Pace) if f.name in values})
     scratch = values.pop("scratch", False)
     values["chosen"] = frozenset({"block", "depth"} & options.keys())
-    if backend in ("ram", "null"):
+    if not backend.place:
         if place:
-            raise CSDValueError(f"Invalid device: {text!r}; {backend}: takes no place")
-        return DeviceSpec(text, backend, **values)
-    if backend == "file":
+            raise CSDValueError(f"Invalid device: {text!r}; {backend.name}: takes no place")
+        return DeviceSpec(text, backend.name, **values)
+    if backend.place == "directory":
         directory = Path(place or ".").expanduser()
-        return DeviceSpec(text, "file", directory, durable=bool(place) and not scratch, **values)
+        return DeviceSpec(text, backend.name, directory, durable=bool(place) and not scratch, **values)
     if not re.fullmatch(r"[0-9]{1,4}|([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", place, re.I):
         raise CSDValueError(f"Invalid device: {text!r}; write a card's index, xrt:0, or its address, xrt:0000:65:00.1")
-    values.setdefault("block_bytes", CARD_BLOCK)
-    return DeviceSpec(text, "xrt", durable=not scratch, card=place.lower(), **values)
-
-
-@dataclass(frozen=True)
-class _Option:
-    name: str
-    what: str
-    read: Callable[[str], Any]  # raises ValueError
-    field: str = ""  # of DeviceSpec, if it has another name there
-
-
-def _within(value: float, low: float, high: float) -> Any:
-    if not low <= value <= high:
-        raise ValueError
-    return value
-
-
-def _block(value: str) -> int:
-    size = parse_bytes(value)
-    if size % 4096:
-        raise ValueError
-    return int(_within(size, 4096, math.inf))
-
-
-def _choice(*choices: str) -> Callable[[str], str]:
-    return lambda value: choices[choices.index(value)]
-
-
-def _yes(value: str) -> bool:
-    return _choice("0", "1")(value) == "1"
-
-
-def _cache(value: str) -> int:
-    return NO_CACHE if value == "off" else int(_within(parse_bytes(value), 0, 1 << 50))
-
-
-def _node(value: str) -> int:
-    return ANY_NODE if value == "off" else int(_within(int(value), 0, 1023))
-
-
-def _rate(unit: str) -> Callable[[str], float]:
-    return lambda value: _within(parse_rate(value, unit), 1e3, 1e15)
-
-
-_ANY_OPTIONS = (_Option("share", "a number from 0.001 to 1000", lambda v: _within(float(v), 0.001, 1000)),)
-_STORE_OPTIONS = (
-    _Option("buffers", "a number from 1 to 1024", lambda v: _within(int(v), 1, 1024)),
-    _Option("block", "a multiple of 4096 bytes", _block, "block_bytes"),
-    _Option("depth", f"a number from {DEFAULT_DEPTH} to 256", lambda v: _within(int(v), DEFAULT_DEPTH, 256)),
-    _Option("scratch", "0 or 1", _yes),
-    _Option("tbw", "a number of bytes such as 600TB", lambda v: _within(parse_bytes(v), 1, math.inf), "tbw_bytes"),
-)
-_FILE_OPTIONS = (
-    _Option("cache", "a number of bytes such as 4GB, or off", _cache, "cache_bytes"),
-    _Option("numa", "the number of a node, or off", _node),
-)
-_XRT_OPTIONS = (
-    _Option("nvme", "a directory on the card's drive", lambda v: Path(v).expanduser(), "directory"),
-    _Option("xclbin", "a file", lambda v: Path(v).expanduser()),
-    _Option("p2p", "0, 1 or auto", _choice("0", "1", "auto")),
-    _Option("timeout", "a number of seconds from 0.1 to 3600", lambda v: _within(float(v), 0.1, 3600)),
-)
-# Paced are the devices whose drive or FPGA is not real.
-_PACE = "a rate such as 2.9GB/s"
-_DRIVE_PACE = (
-    _Option("read", _PACE, _rate("B")),
-    _Option("write", _PACE, _rate("B")),
-    _Option("mixed", _PACE, _rate("B")),
-    _Option("latency", "a time such as 100us", lambda v: _within(parse_seconds(v), 0, 60)),
-    _Option("host", "0 or 1", _yes),
-    _Option("flash_grads", "0 or 1", _yes),
-)
-_UPDATE_PACE = (
-    _Option("update", "parameters per second such as 240M/s", _rate("")),
-    _Option("link", _PACE, _rate("B")),
-)
-_OPTIONS = {
-    "file": _STORE_OPTIONS + _FILE_OPTIONS + _DRIVE_PACE + _UPDATE_PACE + _ANY_OPTIONS,
-    "xrt": _STORE_OPTIONS + _XRT_OPTIONS + _ANY_OPTIONS,
-    "ram": _UPDATE_PACE + _ANY_OPTIONS,
-    "null": _UPDATE_PACE + _ANY_OPTIONS,
-}
+    return DeviceSpec(text, backend.name, durable=not scratch, card=place.lower(), **values)
 
 
 def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:
     """What `CSDAdam(devices=...)` accepts: None reads CSD_OPTIM_DEVICES (comma-separated), else one scratch CSD."""
     if devices is None:
-        named = os.environ.get("CSD_OPTIM_DEVICES", "")
-        devices = [d.strip() for d in named.split(",") if d.strip()] or ["file:"]
+        devices = settings.devices() or ["file:"]
     elif isinstance(devices, (str, os.PathLike)):
         devices = [devices]
     elif not isinstance(devices, Iterable):
@@ -327,3 +178,15 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
                 f"Invalid devices: '{linked[0]}' and '{spec}' share one link and name different rates for it"
             )
     return specs
+
+
+def fill_in(device: str) -> str:
+    """`device` with {rank}, {local_rank} and {world_size} filled in; a process on its own is rank 0 of 1."""
+    alone = not (dist.is_available() and dist.is_initialized())
+    rank = 0 if alone else dist.get_rank()
+    values = {
+        "{rank}": rank,
+        "{local_rank}": 0 if alone else int(os.environ.get("LOCAL_RANK", rank)),
+        "{world_size}": 1 if alone else dist.get_world_size(),
+    }
+    return re.sub("|".join(map(re.escape, values)), lambda found: str(values[found[0]]), device)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 from xml.sax.saxutils import quoteattr
 
+from .. import settings
 from ..errors import CSDStoreError, CSDUnavailableError
 
 INSTALLED = "/usr/local/share/csd_optim/csd_optim.xclbin"
@@ -101,7 +102,7 @@ def find_kernels(named: Path | None = None) -> Path:
 
     Raises CSDUnavailableError if it is not there or is not ours.
     """
-    path = (named or Path(os.environ.get("CSD_OPTIM_XCLBIN", INSTALLED))).resolve()
+    path = (named or settings.xclbin() or Path(INSTALLED)).resolve()
     try:
         found = read_xclbin(path)
     except OSError as e:
@@ -146,7 +147,7 @@ def _text(field: bytes) -> str:
 def write_emulated(path: Path, platform: str, memory_bytes: int, kernels: Mapping[str, Kernel] = KERNELS) -> None:
     """Writes a program for software emulation: one unit of each kernel, all buffers in one bank of memory.
 
-    Its bitstream is what native/emulator/device.cpp reads: a line with name and address of each.
+    Its bitstream is what hls_kernels/emulator/device.cpp reads: a line with name and address of each.
     """
     units = [(_FIRST_UNIT + i * _UNIT_BYTES, name, kernel) for i, (name, kernel) in enumerate(kernels.items())]
     connections = [

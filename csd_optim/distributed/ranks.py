@@ -9,8 +9,6 @@ import atexit
 import contextlib
 import functools
 import itertools
-import os
-import re
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -196,15 +194,3 @@ def ranks_of(group: Any) -> Ranks | None:
     if not isinstance(group, dist.ProcessGroup):
         raise CSDValueError(f"Invalid process_group: {group!r}; it is a group that this rank belongs to, or None")
     return Ranks(group) if dist.get_world_size(group) > 1 else None
-
-
-def fill_in(device: str) -> str:
-    """`device` with {rank}, {local_rank} and {world_size} filled in; a process on its own is rank 0 of 1."""
-    alone = not (dist.is_available() and dist.is_initialized())
-    rank = 0 if alone else dist.get_rank()
-    values = {
-        "{rank}": rank,
-        "{local_rank}": 0 if alone else int(os.environ.get("LOCAL_RANK", rank)),
-        "{world_size}": 1 if alone else dist.get_world_size(),
-    }
-    return re.sub("|".join(map(re.escape, values)), lambda found: str(values[found[0]]), device)

@@ -6,7 +6,7 @@ copy 0    all tiles and residuals reach the disk (after a flush that failed: are
 copy 1    so does the second copy: now what the step before had may be overwritten
 
 Of a step that several ranks make together, copy 1 waits until the ranks have told each other that all of them have
-copy 0: see DurableEngine.confirm().
+copy 0: see Engine.confirm().
 """
 
 from __future__ import annotations
@@ -14,27 +14,88 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from ..errors import CSDLostError, CSDOSError
 from ..store.file import Staged, StoreFile
+from ..store.format import Record, Superblock, pack_table, pack_tiles
 from .proof import prove
+from .residuals import Residuals, Spaces
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 InParallel = Callable[[Iterable[Callable[[], Any]]], list[Any]]
 Work = Callable[[InParallel], None]
 
 
-class Commit:
-    """One commit: `prepare()`, and then `complete()`, each to be called until it raises nothing.
+@dataclass
+class CommitJob:
+    """What a commit carries, as it was when the commit began; made on the thread of who commits.
 
-    `stage`: what is to be written to each store. It may write, where the commit before has nothing, and is called
-    again if it raises something.
+    Of the engine itself `stage()` looks only at the tiles, which nobody moves on before the commit has come to its end.
     """
 
-    def __init__(self, stores: list[StoreFile], stage: Callable[[InParallel], list[Staged]]) -> None:
-        self._stores, self._stage = stores, stage
+    engine: Engine
+    residuals: Residuals
+    stores: dict[int, StoreFile]  # by device: the durable ones
+    superblock: Superblock  # of device 0, without its regions
+    manifests: dict[int, bytes]  # by device; empty: those that are there stay
+    extents_on: dict[int, list[dict[str, Any]]]  # by device: as manifests have them
+    steps: np.ndarray[Any, Any]  # `step` of each parameter
+    record: Record
+    new_residuals: dict[int, torch.Tensor]  # by parameter: those to be written
+    spaces: Spaces  # of the others; of all of them, when the commit is staged
+
+    @property
+    def step(self) -> int:
+        return self.superblock.step
+
+    def stage(self, in_parallel: InParallel) -> list[Staged]:
+        """What is to be written to each store. Writes residuals, where the commit before has nothing.
+
+        On the thread of the commit; to be called again if it raises something.
+        """
+        engine = self.engine
+        engine.check_whole()
+        if engine.windows.open.any():
+            engine.windows.sync()  # before their sums are taken: what these say is on the disk then
+            engine.remap()  # what is committed is not to be written to
+        else:
+            engine.wait_writes()
+        tiles = [engine.tiles_of(extent) for extent in engine.extents]
+        if self.new_residuals:
+            write = self.residuals.write
+            for written in in_parallel(
+                [functools.partial(write, d, store, self.new_residuals) for d, store in self.stores.items()]
+            ):
+                self.spaces.update(written)
+        written_bytes = engine.written_bytes()
+        staged = []
+        for d, store in self.stores.items():
+            parts = [
+                pack_tiles(about, states[extent.devices == d], sums[extent.devices == d])
+                for extent, about, (states, sums) in zip(engine.extents, self.extents_on[d], tiles, strict=True)
+            ]
+            here = [self.spaces[param] for param in sorted(self.spaces) if self.residuals.rooms[param].device == d]
+            table = pack_table(parts, self.steps, replace(self.record, written_bytes=written_bytes[d]), here)
+            staged.append(store.stage(replace(self.superblock, device=d), self.manifests.get(d), table))
+        return staged
+
+
+class Commit:
+    """One commit: `prepare()`, and then `complete()`, each to be called until it raises nothing."""
+
+    def __init__(self, job: CommitJob) -> None:
+        self.job = job
+        self._stores = [*job.stores.values()]
         self._staged: list[Staged] = []
         self._prepared = False
 
@@ -45,7 +106,7 @@ class Commit:
         if lost := next((store.lost for store in self._stores if store.lost), ""):
             raise CSDLostError(errno.EIO, lost)
         if not self._staged:
-            self._staged = self._stage(in_parallel)
+            self._staged = self.job.stage(in_parallel)
         in_parallel([functools.partial(prove, *pair) for pair in self._pairs() if pair[0].in_doubt])
         self._publish(0, in_parallel)
         self._prepared = True
@@ -118,3 +179,12 @@ class Background:
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Somebody copies what a commit holds: it is not to be overwritten meanwhile."""
+
+    sequence: float  # of the commit; what follows a later one writes over it
+    done: Future[Any]
+    wanted: threading.Event = field(default_factory=threading.Event)  # somebody waits for it

@@ -1,47 +1,30 @@
-"""An engine: several devices driven as one, and the windows onto their state. What makes it durable: durable.py."""
+"""An engine: several devices driven as one. Windows onto their states: windows.py; what keeps those: committer.py."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from .. import bindings
-from ..bindings import TORN, DeviceConfig
-from ..devices.smartssd import find as find_card
-from ..devices.spec import ANY_NODE, UNPACED, DeviceSpec, shares_of
-from ..devices.xclbin import find_kernels
-from ..errors import (
-    CSDError,
-    CSDOSError,
-    CSDRuntimeError,
-    CSDTornError,
-    CSDUnavailableError,
-    CSDValueError,
-    CSDWarning,
-    users_stacklevel,
-)
+from .. import bindings, settings
+from ..bindings import HYPER, PARAM, TILE_STATE, TORN
+from ..devices.spec import DeviceSpec
+from ..errors import CSDError, CSDRuntimeError, CSDTornError
 from ..signals import defer_signals
-from ..store.file import Mode, StoreFile
-from ..store.format import PAGE, Contents, Record
-from ..store.layout import SUM_ELEMS, Extent, plan_extent
+from ..store.file import Mode
+from ..store.format import Contents, Record
+from ..store.layout import SUM_ELEMS, Extent, extents_of, plan_extent
+from .committer import Committer
+from .open_devices import OpenDevices
 from .trace import Trace
-from .tuning import HUGE_PAGE, numa_node, tune
-
-log = logging.getLogger("csd_optim")
-
-TUNE_BYTES = 4 << 30  # of states on each device: a step then takes seconds, and what it gains is worth half of one
-UNEQUAL = 1.5  # times as fast: what two short measurements of equal drives do not differ by
+from .windows import Windows
 
 
 class Engine:
@@ -49,10 +32,6 @@ class Engine:
 
     Raises what `StoreFile` raises when a directory cannot be had; then nothing is left open.
     """
-
-    durable = False  # see DurableEngine
-    committed_step = 0  # the last step that is durable
-    recovered: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
 
     def __init__(
         self,
@@ -63,95 +42,33 @@ class Engine:
         shadow: bool = True,
         in_place: bool = True,
     ) -> None:
-        self.in_place = in_place  # what lies in memory alone is updated there; no: a step can be undone
-        self.specs = list(specs)
+        self.mode = mode
+        self.devices = OpenDevices(specs, mode=mode, in_place=in_place)
         self.tile_elems = tile_elems
         self.slots = 2 if shadow else 1
-        self.shares = shares_of(self.specs)  # that the devices have of extents to come; None: equal ones
         self.extents: list[Extent] = []
         self.pid = os.getpid()
         self.lock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
-        self._windows: list[list[Any]] = []  # per extent, per section: a buffer that unmaps itself
-        self._offsets: list[list[int]] = []  # per extent, per device: where it begins in the store (bytes)
-        self.synced = True  # what was written to windows is on the devices
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: `step` of each parameter, fp32
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, over all extents: see keep_residual()
         self.step = 0  # whole steps of this engine
         self.record = Record()  # of the last step
         self.stepping = False
         self._torn = False  # a step in place was cut short
-        self._before = [0] * len(self.specs)  # bytes written to each device when this engine was made
-        self._handle: Any = None
+        self.recovered: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
+        self.windows = Windows(self)
+        self.committer = Committer(self)
+        self.handle: Any = None  # of the native engine, from the first extent on
         self._trace: Trace | None = None
         self._began = self._ended = 0.0  # the step to be traced: when
-        self._stores: list[StoreFile | None] = []
-        self._cards: dict[str, Any] = {}  # by name
-        try:
-            self.specs = [self._open_card(spec) if spec.backend == "xrt" else spec for spec in self.specs]
-            for spec in self.specs:
-                store: StoreFile | None = None
-                if spec.directory:
-                    store = StoreFile(spec.directory, durable=spec.durable, mode=mode)
-                elif spec.backend == "ram" and not self.resident:
-                    # Beside a device that can fail, a step must be undone in memory, too: two slots, like a file's.
-                    store = StoreFile(None, durable=False)
-                self._stores.append(store)
-        except BaseException:
-            self._close_stores()
-            raise
-
-    def _open_card(self, spec: DeviceSpec) -> DeviceSpec:
-        """Returns the spec with the card's own name and a directory."""
-        card = find_card(spec.card)
-        if card.name in self._cards:
-            raise CSDValueError(f"Invalid devices: card {card.name} is named twice, the second time as '{spec}'")
-        directory = card.place(spec.directory)
-        with defer_signals():  # else nobody would close it
-            handle = bindings.card_open(card.name, find_kernels(spec.xclbin), spec.timeout)
-            self._cards[card.name] = handle
-        if spec.p2p != "0" and bindings.card_has_p2p(handle):
-            place = directory if directory.is_dir() else directory.parent
-            with contextlib.closing(StoreFile(place, durable=False)) as page, warnings.catch_warnings():
-                warnings.simplefilter("ignore", CSDWarning)  # of no direct I/O: the store itself says so
-                offset = page.allocate(PAGE)
-                if page.direct:
-                    bindings.card_try_p2p(handle, page.io_fd, offset, card.name)
-        if spec.p2p == "1" and not bindings.card_has_p2p(handle):
-            raise CSDUnavailableError(
-                errno.EOPNOTSUPP,
-                f"{spec}: peer-to-peer transfers do not work (P2P, says the driver: {card.p2p}); turn them on "
-                "(docs/smartssd.md), or leave out p2p=1",
-            )
-        slow = [] if spec.p2p == "0" else list(card.warnings)
-        if not slow and not card.holds(directory):
-            slow.append(f"{directory} is not on this card's drive: the state goes through the host")
-        elif not slow and spec.p2p == "auto" and not bindings.card_has_p2p(handle):
-            slow.append(
-                f"its drive cannot reach its memory (P2P, says the driver: {card.p2p}): the host stands between"
-            )
-        for text in slow:
-            warnings.warn(f"{spec}: {text} (docs/smartssd.md)", CSDWarning, stacklevel=users_stacklevel())
-        return replace(spec, card=card.name, directory=directory)
 
     # ---- layout ------------------------------------------------------------
 
-    @property
-    def resident(self) -> bool:
-        """The state lies in host memory, on every device, and is updated there."""
-        return self.in_place and all(s.backend == "ram" for s in self.specs)
-
-    @property
-    def reaches_params(self) -> bool:
-        """Can every device take a master from an fp32 parameter in host memory? A card would have to be sent it."""
-        return not self._cards
-
-    @property
-    def keeps_state(self) -> bool:
-        return any(s.backend != "null" for s in self.specs)
-
     def fills_by_step(self, params: Sequence[int]) -> bool:
         """Can the next step make the state of these parameters, which joined since the last, from what they are?"""
-        return self.reaches_params and bool(params) and all(self._stores)
+        if not (self.devices.reaches_params and params and all(self.devices.stores)):
+            return False
+        return bool(self.windows.loose[self.tiles_of_params(params)].all()) and not self.committer.uncommitted
 
     @property
     def n_params(self) -> int:
@@ -163,79 +80,48 @@ class Engine:
 
     def name_device(self, device: int, tile: int = -1) -> str:
         """What messages call a device. `tile`: one that is damaged there, or -1."""
-        spec, store = self.specs[device], self._stores[device]
-        card = f"xrt:{spec.card}, " if spec.card else ""
-        return f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
+        damaged = self.committer.name_tile(device, tile) if tile >= 0 else ""
+        return f"{self.devices.name(device)}: {damaged}" if damaged else self.devices.name(device)
 
     def extend(self, numels: Sequence[int], sections: Sequence[str]) -> Extent:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
 
         `sections`: names of the states of each, the fp32 master being the first.
-
         To be followed by `describe()`, and to be filled within `writing()`.
         """
         self.check_open()
-        self.synced = False
+        self.committer.before_extend()
+        self.windows.synced = False
         if not self.extents:
-            self._tune(self.slots * 4 * len(sections) * sum(numels), new=True)
+            self.devices.tune(self.slots * 4 * len(sections) * sum(numels), new=True)
         extent = plan_extent(
             numels,
-            len(self.specs),
+            len(self.devices.specs),
             first_param=self.n_params,
             first_tile=self.n_tiles,
             sections=sections,
             slots=self.slots,
             tile_elems=self.tile_elems,
-            shares=self.shares,
+            shares=self.devices.shares,
             sum_elems=SUM_ELEMS,
-            mapped=0 if self.resident else bindings.mappings(),
+            mapped=0 if self.devices.resident else bindings.mappings(),
         )
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
-        ends = [s.end if s else 0 for s in self._stores]
-        try:
-            offsets = [store.allocate(extent.device_bytes(d)) if store else 0 for d, store in enumerate(self._stores)]
-            self._add(extent, offsets)
-        except BaseException:
-            for store, end in zip(self._stores, ends, strict=True):
-                if store and store.end != end:
-                    store.shrink(end)
-            raise
+        with self.devices.room_for(extent) as offsets:
+            self._add(extent, offsets, None)
         if extent is self.extents[0]:
-            self._announce(extent)
+            self.devices.announce(extent)
         return extent
 
     def _add(
-        self,
-        extent: Extent,
-        offsets: list[int],
-        states: np.ndarray[Any, Any] | None = None,
-        sums: np.ndarray[Any, Any] | None = None,
+        self, extent: Extent, offsets: list[int], tiles: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None
     ) -> None:
-        """`states` and `sums`: of an extent that a store has already, as of bindings.engine_extend()."""
-        if self._handle is None:
-            configs = [
-                DeviceConfig(
-                    "xrt" if spec.card else "file",
-                    store.io_fd,
-                    spec.buffers,
-                    spec.block_bytes,
-                    self._cards.get(spec.card),
-                    spec.p2p,
-                    spec.pace,
-                    spec.depth,
-                    spec.cache_bytes,
-                    None if spec.card else _numa_node(spec, store),
-                )
-                if store
-                else DeviceConfig(spec.backend, pace=spec.pace)
-                for spec, store in zip(self.specs, self._stores, strict=True)
-            ]
-            self._handle = bindings.engine_create(configs, self.name_device)
-            if path := os.environ.get("CSD_OPTIM_TRACE"):
-                self._trace = Trace(path, list(map(str, self.specs)))
-                bindings.engine_events(self._handle)  # from now on they are kept
-        windows = bindings.engine_extend(
-            self._handle,
+        """`offsets`: where it begins in each store (bytes). `tiles`: None if they are new; else as of tiles_of()."""
+        if self.handle is None:
+            self._create()
+        states, sums = tiles or (None, None)
+        buffers = bindings.engine_extend(
+            self.handle,
             extent.tile_elems,
             extent.n_tiles,
             len(extent.sections),
@@ -247,91 +133,59 @@ class Engine:
             extent.devices,
             extent.sum_elems,
             sums,
-            mappings=extent.n_tiles if any(self._stores) else 1,
+            mappings=extent.n_tiles if any(self.devices.stores) else 1,
         )
         self.extents.append(extent)
-        self._windows.append(windows)
-        self._offsets.append(offsets)
         self.steps.append(np.zeros(len(extent.numels), np.float32))
+        self.windows.add(extent, buffers, new=tiles is None)
+        self.committer.after_extend(extent, offsets)
 
-    def _tune(self, nbytes: int, *, new: bool) -> None:
-        """Tries out how drives want to be spoken to; how fast they are decides on shares, where a store is `new`.
+    def _create(self) -> None:
+        self.handle = bindings.engine_create(self.devices.configs(), self.name_device)
+        if path := settings.trace():
+            self._trace = Trace(path, list(map(str, self.devices.specs)))
+            bindings.engine_events(self.handle)  # from now on they are kept
 
-        Only where `nbytes` of states, over all devices, make it worth the half second, and only what nobody has said.
-        """
-        tried = {
-            d: store.path if store.path.is_dir() else store.path.parent
-            for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True))
-            if store and spec.backend == "file" and spec.pace == UNPACED
-        }
-        shares_open = new and len(tried) == len(self.specs) > 1 and all(s.share is None for s in self.specs)
-        said = all(self.specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
-        if not tried or said or nbytes < TUNE_BYTES * len(self.specs) or os.environ.get("CSD_OPTIM_PROBE") == "0":
-            return
-        try:
-            found = dict(zip(tried, tune(list(tried.values())), strict=True))
-        except CSDOSError as e:
-            log.info("drives were not tried out: %s", e)
-            return
-        rates = [tuned.bytes_per_second for tuned in found.values()]
-        if shares_open and max(rates) > UNEQUAL * min(rates):
-            self.shares = tuple(round(rate / max(rates), 2) or 0.01 for rate in rates)
-        for d, tuned in found.items():
-            spec = self.specs[d]
-            block = spec.block_bytes if "block" in spec.chosen else tuned.block_bytes
-            depth = spec.depth if "depth" in spec.chosen else tuned.depth
-            self.specs[d] = replace(spec, block_bytes=block, depth=depth)
-            share = f", share {self.shares[d]:g}" if shares_open and self.shares else ""
-            log.info(
-                "device %d (%s) moved %.2f GB/s when tried out; from now on in requests of %d KiB, %d at once%s",
-                *(d, tried[d], tuned.bytes_per_second / 1e9, block >> 10, depth, share),
-            )
+    def adopt_commit(self, found: Sequence[Contents], order: Sequence[int]) -> None:
+        """Goes on from what the stores have, of a commit of theirs. `order`: which of them is device 0, 1 ..."""
+        self.recovered = recovered = [found[d] for d in order]
+        self.devices.adopt_commit(recovered, order)
+        first = recovered[0]
+        self.step, self.record = first.superblock.step, first.record
+        extents = extents_of(recovered)
+        self.slots = extents[0].slots if extents else self.slots
+        if self.mode == "resume":
+            self.devices.tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
+        row = [0] * len(recovered)
+        for e, extent in enumerate(extents):
+            states = np.zeros(extent.n_tiles, TILE_STATE)
+            sums = np.zeros((extent.n_tiles, extent.chunks, len(extent.sections)), np.uint32)
+            for d, contents in enumerate(recovered):
+                here, tiles = extent.devices == d, extent.tiles_of(d)
+                states[here], sums[here] = contents.tiles[row[d] : row[d] + tiles], contents.sums[e]
+                row[d] += tiles
+            self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in recovered], (states, sums))
+            self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
+            self.devices.shares = extent.shares
 
-    def _announce(self, extent: Extent) -> None:
-        for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
-            if store and spec.directory and not store.durable:
-                log.info(
-                    "scratch CSD %d: %.2f GB in %s, gone when the process ends; name devices=[...] to keep it (%s)",
-                    d,
-                    extent.device_bytes(d) / 1e9,
-                    store.path,
-                    spec,
-                )
-
-    def window(self, extent: Extent, param: int, section: int, dtype: torch.dtype) -> torch.Tensor:
-        """One state of one parameter (`param` counts within the extent): 1-D, fp32 (or complex64 over the same bytes).
-
-        The tensor is the state: reading it reads the device, writing it writes the device.
-        """
-        n, start = extent.numels[param], extent.starts[param]
-        if n == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        if dtype.is_complex:
-            n //= 2
-        buffer = self._windows[self.extents.index(extent)][section]
-        return torch.frombuffer(buffer, dtype=dtype, count=n, offset=4 * start)
-
-    def watch(self, param: int, shown: torch.Tensor) -> None:
-        """Somebody may write to a parameter's windows through this tensor, which counts that by itself."""
-
-    def _extent_of(self, tile: int) -> Extent:
+    def extent_of(self, tile: int) -> Extent:
         return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
 
     def device_of(self, tile: int) -> int:
-        extent = self._extent_of(tile)
+        extent = self.extent_of(tile)
         return int(extent.devices[tile - extent.first_tile])
 
     def elems_of(self, tile: int) -> int:
-        return self._extent_of(tile).tile_elems
+        return self.extent_of(tile).tile_elems
 
     def tiles_of(self, extent: Extent) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """What is known of the tiles of an extent: TILE_STATE of each, checksums (uint32: tiles, chunks, sections)."""
         n, first = extent.n_tiles, extent.first_tile
-        return bindings.engine_tiles(self._handle, first, n, extent.chunks, len(extent.sections))
+        return bindings.engine_tiles(self.handle, first, n, extent.chunks, len(extent.sections))
 
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
         """The parts of parameters in a tile, dtype PIECE."""
-        extent = self._extent_of(tile)
+        extent = self.extent_of(tile)
         first, last = extent.first_piece[tile - extent.first_tile :][:2]
         return extent.pieces[first:last]
 
@@ -339,6 +193,12 @@ class Engine:
         """Tiles with a parameter of the mask (bool, one per parameter), in the order in which they flow next."""
         tiles = [e.pieces["tile"][has_grad[e.pieces["param"]]] + np.uint32(e.first_tile) for e in self.extents]
         return self.flowing(np.unique(np.concatenate(tiles)))
+
+    def tiles_of_params(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
+        """The same for these parameters, counted over all extents."""
+        mask = np.zeros(self.n_params, bool)
+        mask[params] = True
+        return self.tiles_with(mask)
 
     @property
     def descending(self) -> bool:
@@ -365,7 +225,8 @@ class Engine:
         """Begins a step over `tiles`, or more; returns all of them, to be pushed. `record`: for its commit."""
         self.check_open()
         self.check_whole()
-        tiles = self._before_step(tiles, record)
+        tiles = self.committer.before_step(tiles, record)
+        self.windows.before_step(tiles)
         self._begin(params, hypers, tiles)
         self.stepping = True
         return tiles
@@ -373,72 +234,121 @@ class Engine:
     def _begin(self, params: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
         self._trace_step()
         self._began, self._ended = time.perf_counter(), 0.0
-        bindings.engine_begin(self._handle, params, hypers, tiles, self.name_device)
+        bindings.engine_begin(self.handle, params, hypers, tiles, self.name_device)
 
     def _trace_step(self) -> None:
         """What the last step did is known when its last states are where they belong."""
         if self._trace and self._began:
-            bindings.engine_wait_writes(self._handle, self.name_device)
-            events = bindings.engine_events(self._handle)
+            bindings.engine_wait_writes(self.handle, self.name_device)
+            events = bindings.engine_events(self.handle)
             self._trace.step(self.step, self._began, self._ended or time.perf_counter(), events)
             self._began = 0.0
 
-    def _before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
-        return tiles
-
     def push(self, tile: int, grad: int = 0, param: int = 0, entries: int = 0, n_entries: int = 0) -> None:
-        bindings.engine_push(self._handle, tile, grad, param, entries, n_entries, self.name_device)
+        bindings.engine_push(self.handle, tile, grad, param, entries, n_entries, self.name_device)
 
     def pull(self) -> int:
-        return bindings.engine_pull(self._handle, self.name_device)
+        return bindings.engine_pull(self.handle, self.name_device)
 
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
         """Do these tiles (uint32), all of them pushed, have their new parameters? `wait`: until they have."""
-        return bindings.engine_params_ready(self._handle, tiles, wait, self.name_device)
+        return bindings.engine_params_ready(self.handle, tiles, wait, self.name_device)
 
     def finish(self, keep: bool = True) -> None:
         """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""
         try:
-            bindings.engine_finish(self._handle, keep, self.name_device)
+            bindings.engine_finish(self.handle, keep, self.name_device)
         except CSDTornError:
             self._torn = True
             raise
         finally:
             self.stepping, self._ended = False, time.perf_counter()
-        self.step += keep
+        if keep:
+            self.step += 1
+            self.windows.after_step()
+            self.committer.after_step()
+
+    def copy_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
+        """Reads tiles, or takes what somebody wrote to their windows, and waits until that is in their next slots."""
+        if not len(tiles):
+            return
+        self._begin(np.zeros(self.n_params, PARAM), np.zeros(0, HYPER), tiles)
+        for tile in tiles.tolist():
+            self.push(tile)
+        bindings.engine_finish(self.handle, True, self.name_device)
+        self._ended = time.perf_counter()
+        self.wait_writes()
 
     def undone(self) -> list[tuple[int, int]]:
         """Tiles whose parameters the last undone step had already written: of how many elements, from the first on."""
-        return bindings.engine_undone(self._handle)
+        return bindings.engine_undone(self.handle)
 
     def remap(self) -> None:
         """Waits until every state is on its device and the windows show it. Raises CSDOSError if one will not go."""
         self.check_open()
-        if self._handle is not None:
-            bindings.engine_remap(self._handle, self.name_device, open=True)
+        if self.handle is not None:
+            self.windows.show(open=not self.durable)
 
     def wait_writes(self) -> None:
         """Waits until every state is on its device. Raises CSDOSError if one will not go."""
-        if self._handle is not None:
-            bindings.engine_wait_writes(self._handle, self.name_device)
+        if self.handle is not None:
+            bindings.engine_wait_writes(self.handle, self.name_device)
+
+    @contextlib.contextmanager
+    def writing(self, params: Sequence[int]) -> Iterator[None]:
+        """What is written to the windows of these parameters within is on the devices at the end. Raises CSDOSError.
+
+        Where states are durable it is committed there, and what is committed before stays as it is until then.
+        """
+        with self.committer.writing(params):
+            yield
+
+    # ---- commits: where states are durable; elsewhere nothing happens ------------------
+
+    @property
+    def durable(self) -> bool:
+        """Is there a device whose states outlive the process?"""
+        return self.committer.durable
+
+    @property
+    def committed_step(self) -> int:
+        """The last step that is durable."""
+        return self.committer.committed_step
+
+    def describe(self, manifest: dict[str, Any]) -> None:
+        """Says what the parameters are; stores carry it from the next commit on."""
+        self.committer.describe(manifest)
 
     def commit(self, record: Record | None = None) -> None:
-        """Makes the state durable as it is, in the background, with `steps` and `record`: where it can be durable."""
+        """Makes the state durable as it is, in the background; `steps` and `record` with it (None: that of before).
+
+        `wait()` waits for that; a round of ranks counts with `confirm()` only. Raises CSDOSError if the commit before
+        had failed and fails again.
+        """
+        self.committer.commit(record)
 
     def confirm(self) -> None:
-        """Goes before whatever changes states, where ranks commit together: see DurableEngine."""
+        """Goes before whatever changes states: returns when all ranks have the last round. It counts then.
+
+        All ranks call it. Raises on all of them if one does not have the round: there CSDOSError, elsewhere
+        CSDRankError; nothing has been touched, and the next call tries again.
+        """
+        self.committer.confirm()
+
+    def wait(self) -> None:
+        """Returns when the last step is durable. Raises CSDOSError. Of ranks, all call it, and it raises on all."""
+        self.committer.wait()
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[None]:
         """What fails within raises on all ranks, where ranks commit together; all call it then."""
-        return contextlib.nullcontext()
+        return self.committer.all_ranks_or_none()
 
-    @contextlib.contextmanager
-    def loading(self, record: Record | None = None) -> Iterator[None]:
-        """What is loaded within is durable at the end, with `record`, where it can be: as a whole, or not at all."""
-        yield
+    def loading(self, record: Record | None = None) -> contextlib.AbstractContextManager[None]:
+        """What is loaded within is durable at the end, with `record`: as a whole, or not at all.
 
-    def wait(self) -> None:
-        """Returns when the last step is durable. Raises CSDOSError."""
+        Ranks make it a round; all of them call it, and it raises on all.
+        """
+        return self.committer.loading(record)
 
     # ---- residuals -------------------------------------------------------------
 
@@ -449,67 +359,48 @@ class Engine:
         Where states are durable, each commit carries it as it is then. Who writes to it past torch counts that, by
         torch.autograd.graph.increment_version. Raises CSDOSError if a disk is full; then nothing has changed.
         """
+        self.committer.before_keeping(param, residual)
         self.residuals[param] = residual
 
     def drop_residual(self, param: int) -> None:
         """The parameter has a residual no more."""
-        self.residuals.pop(param, None)
+        if self.residuals.pop(param, None) is not None:
+            self.committer.after_dropping(param)
 
-    # ---- writing to windows --------------------------------------------------
-
-    @contextlib.contextmanager
-    def writing(self, params: Sequence[int]) -> Iterator[None]:
-        """What is written to the windows of these parameters within is on the devices at the end. Raises CSDOSError."""
-        self.remap()
-        yield
-        self.sync()
-
-    def sync(self) -> None:
-        """Makes sure that what was written to windows got there: the system reports such errors only here."""
-        self.synced = False
-        for store in self._stores:
-            if store:
-                store.sync()
-        self.synced = True
+    def adopt_residuals(self, residuals: dict[int, torch.Tensor]) -> None:
+        """Those of the commit that was taken up, by parameter."""
+        self.residuals = residuals
+        self.committer.adopt_residuals(residuals)
 
     # ---- what is known of it -------------------------------------------------
 
     def stats(self) -> list[dict[str, Any]]:
-        """Counts of the last step, one dict per device; see `csd_stats`. Totals are those since the store was made."""
-        if self._handle is None:
-            return []
-        stats = []
-        for d, (spec, store) in enumerate(zip(self.specs, self._stores, strict=True)):
-            counts = bindings.engine_stats(self._handle, d)
-            counts["total_write_bytes"] += self._before[d]
-            if spec.directory is None:  # memory, where `ram:` moves like a file
-                counts |= {"read_bytes": 0, "write_bytes": 0, "total_write_bytes": 0}
-            direct = store.direct if store else None
-            card = self._cards.get(spec.card)
-            p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
-            about: dict[str, Any] = {"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p}
-            # Else transfers cost 4 to 5 times the CPU time. A card has other buffers; what is smaller never has one.
-            if store and not card and counts["buffer_bytes"] >= HUGE_PAGE:
-                about["huge_pages"] = 2 * counts["huge_bytes"] > counts["buffer_bytes"]
-            node = counts.pop("numa")
-            if store and not card:
-                about["numa_node"] = node - 1 if node else None
-            if store:
-                about |= {"block_bytes": spec.block_bytes, "depth": spec.depth}
-            stats.append(about | {"share": self.shares[d] if self.shares else 1.0} | counts)
-        return stats
+        """Counts of the last step, one dict per device; see `csd_stats`. Totals are those since the store was made.
 
-    def describe(self, manifest: dict[str, Any]) -> None:
-        """Says what the parameters are; durable stores carry it from the next commit on."""
+        Waits for the last step's commit if that writes residuals. Raises CSDOSError.
+        """
+        self.committer.before_counting()
+        return self._counted()
+
+    def _counted(self) -> list[dict[str, Any]]:
+        return self.devices.counted(self.handle, self.committer.residual_bytes) if self.handle else []
+
+    def written_bytes(self) -> list[int]:
+        """To each device since its store was made, as far as is known: a commit may be writing residuals."""
+        return [int(counts["total_write_bytes"]) for counts in self._counted()] or self.devices.written_before
+
+    def all_steps(self) -> np.ndarray[Any, Any]:
+        """A copy of `step` of each parameter, over all extents, fp32."""
+        return np.concatenate([np.zeros(0, np.float32), *self.steps])
 
     @property
     def idle(self) -> bool:
         """Nothing goes on in the background that close() would wait for."""
-        return True
+        return self.committer.idle
 
     @property
     def closed(self) -> bool:
-        return not self._stores
+        return not self.devices.stores
 
     def close(self) -> None:
         """Drains and lets go of the devices. Raises CSDOSError if the last states could not be written.
@@ -521,49 +412,40 @@ class Engine:
         """
         if self.pid != os.getpid():
             return
-        self._end_copies()  # which may take long, and be interrupted: nothing has been given up yet
+        self.committer.end_copies()  # which may take long, and be interrupted: nothing has been given up yet
         with defer_signals(), self.lock:  # interrupted, it would go on to let go of what a commit still uses
             if self.closed:
                 return
             if self.stepping:  # the same thread, say in a signal handler
                 raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:
-                self._before_close()
-                if self._handle is not None:
-                    bindings.engine_wait_writes(self._handle, self.name_device)
-                    self._trace_step()
+                self.committer.before_close()
+                self.wait_writes()
+                self._trace_step()
             finally:
-                if self._trace:
-                    self._trace.close()
-                self._end_background()
-                handle, self._handle = self._handle, None
-                if handle is not None:
-                    with contextlib.suppress(CSDError):  # remap() has raised it
-                        bindings.engine_close(handle, self.name_device)
-                self._close_stores()
+                self.abandon()
 
-    def _end_copies(self) -> None:
-        """Returns when nobody copies what a commit holds."""
+    def abandon(self) -> None:
+        """Lets go of the devices as they are: nothing is made durable any more, and no error is told."""
+        if self._trace:
+            self._trace.close()
+        self.committer.close()
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            with contextlib.suppress(CSDError):  # whoever waited for the last states has raised it
+                bindings.engine_close(handle, self.name_device)
+        self.devices.close()
 
-    def _before_close(self) -> None:
-        pass
-
-    def _end_background(self) -> None:
-        """Returns when no other thread uses the handle."""
-
-    def _close_stores(self) -> None:
-        with contextlib.ExitStack() as stack:  # all of them, whatever happens to one
-            for store in self._stores:
-                if store:
-                    stack.callback(store.close)
-            for name, card in self._cards.items():
-                stack.callback(bindings.card_close, card, name)
-            self._stores.clear()
-            self._cards.clear()
+    @property
+    def broken(self) -> bool:
+        """No step and no commit is possible any more: see check_whole()."""
+        return self._torn or bool(self.windows.lost)
 
     def check_whole(self) -> None:
+        """Raises CSDTornError, CSDLostError if the states are not those of a step any more."""
         if self._torn:
             raise CSDTornError(errno.EIO, f"an earlier step was cut short. {TORN}")
+        self.windows.check()
 
     def check_open(self) -> None:
         if self.closed:
@@ -573,10 +455,3 @@ class Engine:
                 f"this optimizer belongs to process {self.pid}; a forked process has neither its threads nor "
                 "its devices. Construct the optimizer after forking."
             )
-
-
-def _numa_node(spec: DeviceSpec, store: StoreFile) -> int | None:
-    """From which node a device's buffers are to come, and whose CPUs are to update its tiles; None: any."""
-    if spec.numa is not None:
-        return None if spec.numa == ANY_NODE else spec.numa
-    return numa_node(os.fstat(store.fd).st_dev)

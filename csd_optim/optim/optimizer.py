@@ -19,16 +19,18 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..bindings import DTYPE_CODES
+from ..checkpoint import files
 from ..checkpoint import snapshot as checkpoint
+from ..checkpoint import state_dict as stored
 from ..compression.policy import check_topk
 from ..devices.spec import parse_devices
 from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
 from ..distributed.sharding import whole_of
-from ..engine.durable import open_engine
 from ..engine.engine import Engine
+from ..engine.open_engine import open_engine
 from ..errors import CSDRuntimeError, CSDValueError
 from ..finalize import close_quietly
-from ..params.manifest import members, name_of, plain, put_back
+from ..params.groups import members, name_of, plain, put_back
 from ..params.memory_warnings import COPIED, warn_if_large
 from ..params.param_state import check_param
 from ..params.state_map import StateMap
@@ -366,7 +368,8 @@ class CSDOptimizer(Optimizer, Joinable):
             self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=ranks))
 
     def __repr__(self) -> str:
-        devices = ", ".join(map(str, self._engine.specs)) if self._engine and not self._engine.closed else "closed"
+        engine = self._engine
+        devices = ", ".join(map(str, engine.devices.specs)) if engine and not engine.closed else "closed"
         return f"{super().__repr__()} on [{devices}]"
 
     # ---- the step ----------------------------------------------------------------
@@ -519,7 +522,7 @@ class CSDOptimizer(Optimizer, Joinable):
             with engine.all_ranks_or_none():
                 if self._state_map.unfilled or not self._state_map.intact():
                     self._state_map.adopt(engine, self.param_groups, self.grad_dtype)
-                bar = checkpoint.bar if progress else checkpoint.no_bar
+                bar = files.bar if progress else files.no_bar
                 saving = checkpoint.save(engine, Path(path), bar, wait=wait)
         if wait:
             with engine.all_ranks_or_none():
@@ -537,7 +540,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
         Raises CSDStoreError if it is none, damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
         """
-        return checkpoint.load(path)
+        return stored.load(path)
 
     def close(self) -> None:
         """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ..distributed.ranks import Ranks
-from ..engine.durable import DurableEngine
 from ..engine.engine import Engine
+from ..engine.resume import check_recovered, discard_newer
 from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
-from ..params.manifest import Groups, changed_by_resume, first_difference, members, other_rule, put_back
+from ..params.groups import Groups, members, put_back
+from ..params.manifest import changed_by_resume, first_difference, other_rule
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..step.all_gather import ParamAllGather
@@ -40,10 +41,9 @@ class Resume:
         and its `user_state`; None, with a warning, if there is no store. Raises CSDStoreError if it cannot be resumed.
         """
         if not engine.recovered:
-            where = ", ".join(map(str, engine.specs))
+            where = ", ".join(map(str, engine.devices.specs))
             warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
             return None
-        assert isinstance(engine, DurableEngine)
         rule, recovered = self._state_map.rule, engine.recovered[0]
         with engine.all_ranks_or_none():
             if difference := other_rule(recovered, rule):
@@ -51,9 +51,9 @@ class Resume:
             if difference := first_difference(recovered.manifest, groups, self._state_map.part_of):
                 raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
             user_state = stored_user_state(recovered.record.user_state, recovered.path)
-            engine.check()
+            check_recovered(engine)
         with engine.all_ranks_or_none():
-            engine.discard_newer()
+            discard_newer(engine)
         with engine.all_ranks_or_none():
             self._state_map.adopt_commit(engine, groups)
         for changed in changed_by_resume(rule, initial_groups, recovered.record):

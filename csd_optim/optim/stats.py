@@ -50,7 +50,7 @@ def describe(
             "buffer_bytes": d["buffer_bytes"],
             "seconds": {kind: n * d[f"{kind}_seconds"] for kind in KINDS},
         }
-        for spec, d in zip(engine.specs, counted, strict=False)
+        for spec, d in zip(engine.devices.specs, counted, strict=False)
     ]
     link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
     totals: dict[str, Any] = {

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from ..distributed.sharding import Unsharded
-from ..errors import CSDTypeError
 from ..store.check import UNNAMED_RULE
 from ..store.format import Contents, Record
 from ..store.layout import Extent
+from .groups import Groups, members, name_of
 from .param_state import ParamState
 from .update_rule import UpdateRule
 
-Groups = Sequence[dict[str, Any]]
 PartOf = Callable[[torch.Tensor], Unsharded]  # of a parameter, that which this process updates
-
-
-def name_of(groups: Groups, k: int, i: int) -> str:
-    """A parameter's name where it has one, else its group and position."""
-    names = groups[k].get("param_names")
-    return str(names[i]) if names else f"{k}.{i}"
-
-
-def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Every parameter with its group and its position there."""
-    for k, group in enumerate(groups):
-        for i, p in enumerate(group["params"]):
-            yield k, i, p
 
 
 def manifest(
@@ -97,50 +82,6 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
             if a[what] != b[what] and None not in (a[what], b[what]):
                 return f"{what} of parameter {b['name']} is {a[what]} there and {b[what]} here"
     return None
-
-
-def _item(value: Any) -> Any:
-    """A number as Python has it, from where it may have come."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def plain(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
-    """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out.
-
-    Raises CSDTypeError if that is one of those that are `needed`.
-    """
-    stored = {}
-    for name, value in group.items():
-        if name in ("params", "param_names"):
-            continue
-        value = [_item(v) for v in value] if isinstance(value, (list, tuple)) else _item(value)
-        of = value if isinstance(value, list) else [value]
-        if all(isinstance(v, (int, float, str, type(None))) for v in of):
-            stored[name] = value
-        elif name in needed:
-            raise CSDTypeError(f"Invalid {name}: {group[name]!r}; a store keeps numbers")
-    return stored
-
-
-def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Gives a group the hyperparameters that `plain` has kept; its tensors stay the same tensors."""
-    for name, value in kept.items():
-        now = group.get(name)
-        if name in ("foreach", "fused", "capturable", "differentiable"):
-            continue  # no hyperparameters: how torch computes
-        if isinstance(now, (int, float, torch.Tensor)) and isinstance(value, list) and len(value) == 1:
-            (value,) = value  # of a tensor with one element, as stores had it once
-        if isinstance(now, torch.Tensor):
-            now.fill_(value)
-        elif name == "initial_lr" and isinstance(group["lr"], torch.Tensor):
-            group[name] = torch.full_like(group["lr"], value)  # as a schedule has it
-        elif isinstance(now, tuple):
-            pairs = zip(now, value, strict=True)
-            group[name] = tuple(a.fill_(b) if isinstance(a, torch.Tensor) else b for a, b in pairs)
-        else:
-            group[name] = value
 
 
 def changed_by_resume(rule: UpdateRule, given: Groups, record: Record) -> Iterator[str]:

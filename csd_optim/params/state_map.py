@@ -15,9 +15,11 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Unsharded, part_of
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError
-from .manifest import Groups, manifest, members, name_of
+from .groups import Groups, members, name_of
+from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
-from .param_state import ParamState, check_entry, check_param, flat, numel
+from .param_state import ParamState, check_entry, check_param
+from .strides import flat, numel
 from .update_rule import UpdateRule
 
 
@@ -94,7 +96,7 @@ class StateMap:
         dtype = torch.complex64 if p.is_complex() else torch.float32
         windows = {"step": torch.from_numpy(engine.steps[extent])[i]}
         for s in (*range(1, len(place.sections)), 0):  # the master last, as `state` shows it
-            windows[place.sections[s]] = engine.window(place, i, s, dtype).as_strided(shape, stride)
+            windows[place.sections[s]] = engine.windows.window(place, i, s, dtype).as_strided(shape, stride)
         param_state = ParamState(
             p,
             part,
@@ -106,15 +108,15 @@ class StateMap:
             shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},
             own_master=windows["master"],
             numel=numel(windows["master"]),
-            in_place=engine.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
-            reachable=engine.reaches_params,
+            in_place=engine.devices.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
+            reachable=engine.devices.reaches_params,
         )
         self.param_states[id(p)] = param_state
         self.by_index.append(param_state)
         self.changes += 1
         for key, window in param_state.windows.items():
             if param_state.shown[key] is not window:
-                engine.watch(param_state.index, param_state.shown[key])
+                engine.windows.watch(param_state.index, param_state.shown[key])
         return param_state
 
     def add_residual(self, engine: Engine, param_state: ParamState) -> bool:
@@ -149,7 +151,7 @@ class StateMap:
         with engine.writing([b.index for b in self.unfilled]):
             for param_state, fresh in self.unfilled.items():
                 self.unfilled[param_state] = param_state.is_new = False
-                param_state.fill(self.state.get(param_state.param) or {}, seed=engine.keeps_state, fresh=fresh)
+                param_state.fill(self.state.get(param_state.param) or {}, seed=engine.devices.keeps_state, fresh=fresh)
         self.filled()
 
     def fill_by_step(self, engine: Engine, param_states: list[ParamState]) -> list[ParamState]:

@@ -12,9 +12,9 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
 from ..engine.engine import Engine
 from ..errors import CSDRankError
-from ..params.manifest import Groups, members, name_of
-from ..params.param_state import flat
+from ..params.groups import Groups, members, name_of
 from ..params.state_map import StateMap
+from ..params.strides import flat
 from .joining import borrow
 
 DIVIDED = (

@@ -18,7 +18,8 @@ import torch
 
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
-from ..params.param_state import ParamState, flat, numel, same_order
+from ..params.param_state import ParamState
+from ..params.strides import flat, numel, same_order
 from ..store.layout import round_up
 from .staging import GradSource
 

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import JoinHook
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError
-from ..params.manifest import Groups, members, plain, put_back
+from ..params.groups import Groups, members, plain, put_back
 
 
 class StepHook(JoinHook):

@@ -24,10 +24,9 @@ from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
 from ..distributed.grad_norm import global_norm
 from ..distributed.sharding import UNSHARDED
-from ..engine.durable import DurableEngine
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError
-from ..params.manifest import Groups, members
+from ..params.groups import Groups, members
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
@@ -238,18 +237,9 @@ def prepare(
     hypers, table["hyper"][plan.rows] = _hypers(rule, plan, groups, groups_of, steps[plan.rows], grad_scale)
     table["master"][[b.index for b in bound.new]] = NEW
     sources = _reach(plan, grads, table, options.grad_dtype)
-    owing = np.array(
-        [options.error_feedback and bool(engine.residuals) and b.residual is not None for b in plan.param_states]
-    )
-    topk = ratios(
-        [b.param for b in plan.param_states],
-        owing,
-        groups_of,
-        groups,
-        steps[plan.rows],
-        options.topk,
-        options.topk_warmup,
-    )
+    may_owe = options.error_feedback and bool(engine.residuals)
+    owing = np.array([may_owe and b.residual is not None for b in plan.param_states])
+    topk = ratios(plan.params, owing, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
     owed = _compress(plan, grads, steps, topk, table, sources, options)
     by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
     unscaled = bool(inverse_of(grad_scale))
@@ -344,15 +334,14 @@ def add_residuals(engine: Engine, state_map: StateMap, step: PreparedStep) -> No
 
 def apply_outside_writes(engine: Engine, written: list[ParamState]) -> None:
     """What was written to parameters since the last step becomes their masters. Raises CSDOSError."""
-    if not written or not engine.keeps_state:
+    if not written or not engine.devices.keeps_state:
         return
-    always = not engine.synced
+    always = not engine.windows.synced
     if not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES:
         within = engine.writing([b.index for b in written])
     else:
-        assert isinstance(engine, DurableEngine)
         engine.remap()  # the windows show the masters, and keep what is written to them for the step
-        within = engine.reseeding()
+        within = engine.windows.reseeding()
     with within:
         for param_state in written:
             param_state.reseed(always=always)

@@ -14,9 +14,9 @@ from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..errors import CSDError
-from ..params.manifest import Groups
-from ..params.param_state import flat
+from ..params.groups import Groups
 from ..params.state_map import StateMap
+from ..params.strides import flat
 from ..store.format import Record
 from .all_gather import ParamAllGather
 from .prepare import PreparedStep, StepPlan
@@ -148,7 +148,7 @@ class StepRunner:
         tile_elems = max(e.tile_elems for e in engine.extents)
         pinned = any(s.grad.is_cuda for s in prepared.values())
         if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
-            self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.specs), pinned=pinned)
+            self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
         return self.ring
 
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:

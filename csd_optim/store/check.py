@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import lt
 from typing import Any
 
 from ..errors import CSDStoreError
@@ -65,6 +66,10 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]
         shares = extent["shares"]
         right = type(shares) is list and len(shares) == devices and all(is_number(s) and s > 0 for s in shares)
         require(right, f"the devices have the shares {shares!r}")
+    if "tile_numbers" in extent:
+        numbers = extent["tile_numbers"]
+        right = type(numbers) is list and all(is_int(n, 0, 1 << 31) for n in numbers)
+        require(right and all(map(lt, numbers, numbers[1:])), "the numbers of its tiles are none, or out of order")
     offset = extent.get("file_offset")
     require(is_int(offset, 2 * PAGE) and offset % PAGE == 0, f"an extent begins at byte {offset!r}")
     return offset, offset + slots * tiles * 4 * elems * len(sections)

@@ -1,4 +1,4 @@
-"""The file behind an emulated CSD: opened, locked, allocated, committed. What is in it: store_format.py."""
+"""The file behind an emulated CSD: opened, locked, allocated, committed. What is in it: format.py."""
 
 from __future__ import annotations
 
@@ -27,22 +27,9 @@ from ..errors import (
     users_stacklevel,
 )
 from ..finalize import wait_for_dropped
-from .format import (
-    FILE_NAME,
-    MAGIC,
-    PAGE,
-    Contents,
-    Region,
-    Superblock,
-    opened,
-    read,
-    read_commits,
-    read_region,
-    superblocks,
-    sync_directory,
-    write,
-)
+from .format import FILE_NAME, MAGIC, PAGE, Contents, Region, Superblock, read_commits, read_region, superblocks
 from .layout import round_up
+from .transfer import open_direct, opened, read, sync_directory, write
 
 SECTOR = 512  # bytes that a disk writes as a whole
 STATE = "optimizer state (24 bytes per parameter, 32 with amsgrad, half of it with shadow=False)"
@@ -276,23 +263,14 @@ class StoreFile:
             raise CSDOSError(e.errno, f"{self.path}: cannot {what}: {e.strerror}") from e
 
     def _open_direct(self) -> None:
-        """Opens the file a second time for O_DIRECT and tries it out: some file systems refuse only the I/O itself."""
+        """Opens the file a second time, for O_DIRECT if that works."""
         mode = fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_ACCMODE
-        try:
-            self.io_fd = os.open(f"/proc/self/fd/{self.fd}", mode | os.O_CLOEXEC | os.O_DIRECT)
-            with mmap.mmap(-1, PAGE) as page:
-                if self.current is None:  # else there is something that must not be written over
-                    os.pwritev(self.io_fd, [page], PAGE)
-                os.preadv(self.io_fd, [page], PAGE)
-            self.direct = True
-        except OSError as e:
-            if self.io_fd >= 0:
-                os.close(self.io_fd)
-                self.io_fd = -1
-            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
-                raise
-            self.io_fd = os.open(f"/proc/self/fd/{self.fd}", mode | os.O_CLOEXEC)
-            self.direct = False
+        again = f"/proc/self/fd/{self.fd}"
+        # Where there is something already, it must not be written over.
+        direct = open_direct(again, mode, overwrite=self.current is None)
+        self.direct = direct is not None
+        self.io_fd = os.open(again, mode | os.O_CLOEXEC) if direct is None else direct
+        if not self.direct:
             warnings.warn(
                 f"{self.path}: this file system has no direct I/O; tiles go through the page cache, which is slower "
                 "and takes host memory. Use a directory on ext4 or xfs on a local drive for speed.",

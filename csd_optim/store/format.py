@@ -21,7 +21,6 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from ..bindings import crc32c
 from ..errors import CSDStoreError
 from . import check as store_check
 from .check import MOST, MOST_BYTES, MOST_TILES, check_extent, check_param, check_record, require
+from .transfer import opened, read
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
@@ -43,7 +43,8 @@ CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many el
 RESIDUALS = "residuals"  # params[].residual
 RULE = "rule"  # rule: which one updates the states, and what their sections are. Without, it is AdamW's
 SHARES = "shares"  # extents[].shares
-FEATURES = frozenset({CHUNK_SUMS, RESIDUALS, RULE, SHARES})
+TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: which tiles are here, else it follows from the shares
+FEATURES = frozenset({CHUNK_SUMS, RESIDUALS, RULE, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
 PAGE = store_check.PAGE
 CLEAN = 1  # flag: closed in order, nothing written since
@@ -147,6 +148,7 @@ def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: boo
         RESIDUALS: residuals,
         RULE: rule,
         SHARES: any("shares" in e for e in extents),
+        TILE_NUMBERS: any("tile_numbers" in e for e in extents),
     }
     return {feature for feature, there in has.items() if there}
 
@@ -209,7 +211,10 @@ def all_tiles(manifest: dict[str, Any]) -> list[int]:
 
 
 def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Sequence[int]:
-    """Those of the `n` tiles of an extent that are on a device, by their numbers."""
+    """Those of the `n` tiles of an extent that are on a device, by their numbers. `extent`: as that device has it."""
+    if "tile_numbers" in extent:
+        listed: list[int] = extent["tile_numbers"]
+        return listed
     if "shares" not in extent:
         return range(device, n, devices)
     found: list[int] = np.flatnonzero(devices_of(extent["shares"], n) == device).tolist()
@@ -312,7 +317,9 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
     for e, n in enumerate(all_tiles(manifest)):
         extent = manifest["extents"][e]
         require("shares" not in extent or n * block.devices <= MOST_TILES, f"extent {e} has {n} tiles")
-        here = len(tiles_on(extent, n, block.device, block.devices))
+        numbers = tiles_on(extent, n, block.device, block.devices)
+        here = len(numbers)
+        require(here == 0 or numbers[-1] < n, f"extent {e} has {n} tiles, and not number {max(numbers, default=0)}")
         require(extent["tiles"] == here, f"{extent['tiles']} tiles of extent {e} are here, not {here}")
     for p in manifest["waiting"]:
         check_param(p, block.devices, waits=True)
@@ -326,24 +333,6 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
     for (_, end, what), (begin, _, other) in zip(areas := sorted(areas), areas[1:], strict=False):
         require(end <= begin, f"{what} and {other} overlap")
     return manifest
-
-
-# ---- reading and writing -------------------------------------------------------
-
-
-def read(fd: int, size: int, offset: int) -> bytes:
-    """Up to `size` bytes: less only where the file ends. The system may cut a transfer short."""
-    data = b""
-    while len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
-        data += more
-    return data
-
-
-def write(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """All of it: the system may cut a transfer short."""
-    while len(data):
-        n = os.pwrite(fd, data, offset)
-        data, offset = data[n:], offset + n
 
 
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
@@ -412,21 +401,6 @@ def read_commits(fd: int, path: str) -> list[Contents]:
 def store_file(path: Path) -> Path:
     """The store's file, of the file itself or of the directory that holds it."""
     return path / FILE_NAME if path.is_dir() else path
-
-
-@contextmanager
-def opened(file: Path, flags: int = 0) -> Iterator[int]:
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | flags)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def sync_directory(path: Path) -> None:
-    """Waits until the names in it are on the disk."""
-    with opened(path, os.O_DIRECTORY) as fd:
-        os.fsync(fd)
 
 
 def read_contents(path: Path) -> Contents:

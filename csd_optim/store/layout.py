@@ -3,7 +3,7 @@
 Parameters that join at the same time lie one after another in an *extent* of the flat space, each from a multiple of
 `ALIGN` elements on. The extent is cut into equal tiles, tile `i` on device `i mod n`: every device owns the same number
 of tiles (one more or less), and any region of the model keeps all of them busy. Devices of unequal speed have unequal
-shares of the tiles, mixed as evenly (store_format.devices_of).
+shares of the tiles, mixed as evenly (format.devices_of).
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Extent:
     first_piece: np.ndarray[Any, Any]  # of each tile, and one more: where the pieces of tile i begin and end
     shares: tuple[float, ...] | None  # of the devices; None: equal
     devices: np.ndarray[Any, Any]  # of each tile, uint32
+    numbered: bool  # a store says which tiles it has: those from before it did keep their format
     sum_elems: int | None  # elements of a section that a checksum covers; None: all of them (formats up to 3)
 
     def tiles_of(self, device: int) -> int:
@@ -103,11 +104,14 @@ def plan_extent(
     tile_elems: int | None = None,
     shares: Sequence[float] | None = None,
     sum_elems: int | None = SUM_ELEMS,
+    devices: np.ndarray[Any, Any] | None = None,
+    numbered: bool | None = None,
     mapped: int = 0,
 ) -> Extent:
     """Lays `numels` out over `n_devices`, each of which gets its share (positive numbers; None: equal ones).
 
-    `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`. `sum_elems`: see Extent. `mapped`: the
+    `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`. `sum_elems`, `devices`, `numbered`: see
+    Extent; devices None: by the shares; numbered None: if the sections have several checksums. `mapped`: the
     mappings that other extents of the process take (bindings.mappings()). Tiles are larger where few are left, down to
     one for each device.
     """
@@ -147,9 +151,23 @@ def plan_extent(
         pieces=pieces,
         first_piece=np.searchsorted(pieces["tile"], np.arange(n_tiles + 1)),
         shares=tuple(shares) if shares else None,
-        devices=devices_of(shares or [1.0] * n_devices, n_tiles),
+        devices=devices_of(shares or [1.0] * n_devices, n_tiles) if devices is None else devices,
+        numbered=sum_elems is not None if numbered is None else numbered,
         sum_elems=sum_elems,
     )
+
+
+def _numbered_devices(recovered: Sequence[Contents], e: int) -> np.ndarray[Any, Any] | None:
+    """The device (uint32) of each tile of an extent, if the stores say it. Raises CSDStoreError."""
+    extents = [c.manifest["extents"][e] for c in recovered]
+    if not any("tile_numbers" in extent for extent in extents):
+        return None
+    numbers = np.concatenate([np.array(extent.get("tile_numbers", []), np.int64) for extent in extents])
+    if not np.array_equal(np.sort(numbers), np.arange(len(numbers))):
+        raise CSDStoreError(f"{recovered[0].path}: the devices do not have each tile of extent {e} once")
+    devices = np.empty(len(numbers), np.uint32)
+    devices[numbers] = np.repeat(np.arange(len(extents)), [extent["tiles"] for extent in extents])
+    return devices
 
 
 def extents_of(recovered: Sequence[Contents]) -> list[Extent]:
@@ -168,9 +186,12 @@ def extents_of(recovered: Sequence[Contents]) -> list[Extent]:
             tile_elems=described["tile_elems"],
             shares=described.get("shares"),
             sum_elems=described.get("sum_elems"),
+            devices=_numbered_devices(recovered, e),
+            numbered="tile_numbers" in described,
         )
         tiles = [c.manifest["extents"][e]["tiles"] for c in recovered]
-        if [p["start"] for p in members] != [*extent.starts] or tiles != [extent.tiles_of(d) for d in range(n)]:
+        right = len(extent.devices) == extent.n_tiles and [p["start"] for p in members] == [*extent.starts]
+        if not right or tiles != [extent.tiles_of(d) for d in range(n)]:
             raise CSDStoreError(f"{first.path}: the manifest contradicts itself")
         extents.append(extent)
     return extents

@@ -19,8 +19,9 @@ import numpy as np
 
 from ..bindings import IO_DEPTH, crc32c
 from ..errors import CSDOSError, CSDStoreError
-from .format import PAGE, RESIDUAL_BYTES, Contents, opened
+from .format import PAGE, RESIDUAL_BYTES, Contents
 from .layout import round_up
+from .transfer import open_direct, opened, read_into
 
 CHUNK = 4 << 20  # bytes of a residual that are read or written at a time, at least
 Tick = Callable[[int], None]  # so many more bytes are done
@@ -236,29 +237,23 @@ def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
 
 def _read_part(fd: int, view: memoryview, offset: int, path: str) -> int:
     """Fills whole pages from a store; returns how many bytes there are: less only where it ends. Raises CSDOSError."""
-    n = 0
     try:
-        # A page at least, or the file ends there: O_DIRECT would refuse to go on in the middle of one.
-        while n < len(view) and n % PAGE == 0 and (more := os.preadv(fd, [view[n:]], offset + n)):
-            n += more
+        return read_into(fd, view, offset, PAGE)
     except OSError as e:
         raise CSDOSError(e.errno, f"cannot read {path}: {e.strerror}") from e
-    return n
 
 
 @contextlib.contextmanager
 def _opened_direct(file: Path) -> Iterator[int]:
-    """Open for reading past the page cache, where the file system can: some refuse only the I/O itself."""
-    with contextlib.ExitStack() as stack:
+    """Open for reading past the page cache, where the file system can."""
+    if (direct := open_direct(file, os.O_RDONLY)) is None:
+        with opened(file) as fd:
+            yield fd
+    else:
         try:
-            fd = stack.enter_context(opened(file, os.O_DIRECT))
-            with mmap.mmap(-1, PAGE) as page:
-                os.preadv(fd, [page], 0)
-        except OSError as e:
-            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
-                raise
-            fd = stack.enter_context(opened(file))
-        yield fd
+            yield direct
+        finally:
+            os.close(direct)
 
 
 def _is_hole(fd: int, offset: int, size: int) -> bool:

@@ -32,6 +32,7 @@ from csd_optim import (
     CSDStoreExistsError,
     CSDWarning,
 )
+from csd_optim.checkpoint import files
 from csd_optim.checkpoint import snapshot as checkpoint
 from csd_optim.checkpoint.verify import verify
 from csd_optim.engine import engine
@@ -128,14 +129,14 @@ class Slow:
 
     def __init__(self, monkeypatch):
         self.begun, self.go = threading.Event(), threading.Event()
-        write = checkpoint.Output.write
+        write = files.Output.write
 
         def slow(output, data, offset):
             self.begun.set()
             assert self.go.wait(60)
             write(output, data, offset)
 
-        monkeypatch.setattr(checkpoint.Output, "write", slow)
+        monkeypatch.setattr(files.Output, "write", slow)
 
 
 @pytest.fixture
@@ -353,7 +354,7 @@ def test_copy_takes_half_the_room(tmp_path):
 def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
     params, opt = make(tmp_path / "a", 2)
     before = state_of(opt, params)
-    engine_fds = {store.fd for store in opt._engine._stores}
+    engine_fds = {store.fd for store in opt._engine.devices.stores}
     module = fcntl if call == "ioctl" else os
     real = getattr(module, call)
 
@@ -367,7 +368,7 @@ def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
         patch.setattr(module, call, full)
         with pytest.raises(CSDOSError, match="No space left") as caught:
             opt.save(tmp_path / "snap", wait=wait).result(60)
-        opt._engine._make_way()
+        opt._engine.committer.make_way()
     if not wait and call != "ioctl":  # somebody who does not ask the future is told all the same
         assert any("was not saved" in str(w.message) for w in warned)
     assert caught.value.errno == errno.ENOSPC

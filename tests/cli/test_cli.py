@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam
-from csd_optim.cli import benchmark
+from csd_optim.cli import benchmark, facts
 from csd_optim.cli import commands as cli
 from csd_optim.store.file import FILE_NAME, lock_owner
 
@@ -19,7 +19,7 @@ STEPS = 3
 @pytest.fixture
 def quick(monkeypatch):
     """Small speed checks: a test asks whether they work, not how fast the disk is."""
-    monkeypatch.setattr(cli, "PROBE_BYTES", 16 << 20)
+    monkeypatch.setattr(facts, "PROBE_BYTES", 16 << 20)
     monkeypatch.setattr(benchmark, "UPDATER_ELEMS", 1 << 16)
     monkeypatch.setattr(benchmark, "RAW_RUNS", 1)
 
@@ -277,3 +277,38 @@ def test_python_m(stores):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["step"] == STEPS
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # importing it fails
+from csd_optim.cli.commands import app
+names = [c.name or c.callback.__name__ for c in app.registered_commands]
+for arguments in (["--version"], ["--help"], *([name, "--help"] for name in names)):
+    try:
+        app(arguments)
+    except SystemExit as e:
+        print(arguments[0], e.code, file=sys.stderr)
+"""
+
+
+def test_help_does_not_wait_for_torch():
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    commands = ["devices", "inspect", "verify", "export", "import", "bench", "plan", "emu"]
+    assert done.stderr.splitlines() == [f"{name} 0" for name in ("--version", "--help", *commands)]
+    assert done.stdout.count("Usage:") == 1 + len(commands)
+
+
+def test_the_package_names_what_it_has():
+    """CSDAdam comes when it is first asked for; whoever lists or imports names does not see that."""
+    script = (
+        "import sys, csd_optim; assert 'torch' not in sys.modules; assert {*csd_optim.__all__} < {*dir(csd_optim)}; "
+        "from csd_optim import *; assert CSDAdam.__name__ == 'CSDAdam'; assert csd_optim.__version__ in sys.argv[1]; "
+        "errors = {n for n, v in vars(csd_optim.errors).items() if n.startswith('CSD')}; assert errors < {*globals()}; "
+        "assert not hasattr(csd_optim, 'CSDSGD')"
+    )
+    version = subprocess.run(
+        [sys.executable, "-m", "csd_optim", "--version"], capture_output=True, text=True, check=True
+    )
+    subprocess.run([sys.executable, "-c", script, version.stdout], check=True, timeout=120)

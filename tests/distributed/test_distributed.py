@@ -595,7 +595,7 @@ def fails(rank, size, where, devices):
         assert_same(params, others, optimizer, other)
 
 
-@pytest.mark.parametrize("where", ["push", "given", "begin"])
+@pytest.mark.parametrize("where", ["push", "params_ready", "begin"])
 @pytest.mark.parametrize("devices", ["file:", "csd{rank}", "memory"])
 def test_a_step_fails_on_one_rank(devices, where, tmp_path):
     """`memory`: on all ranks but that one."""

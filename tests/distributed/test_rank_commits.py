@@ -24,7 +24,7 @@ import csd_optim.step.prepare
 import csd_optim.store.file
 from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from csd_optim.engine.commit import Commit
-from csd_optim.engine.durable import DurableEngine
+from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import CLEAN, FILE_NAME, read_commits, read_contents
@@ -138,7 +138,7 @@ def dies_at(point, step):
 
     def before_it_says_so(confirm, engine):
         if engine.step == step:
-            engine._commits.wait()
+            engine.committer._background.wait()
             die()
         confirm(engine)
 
@@ -148,10 +148,10 @@ def dies_at(point, step):
         complete(commit, in_parallel)
 
     owner, name, function = {
-        "within the step": (DurableEngine, "finish", before_tiles_are_finished),
+        "within the step": (Engine, "finish", before_tiles_are_finished),
         "copy 0 on one device": (StoreFile, "publish", on_one_device),
         "after copy 0": (Commit, "prepare", after_copy_0),
-        "before confirm": (DurableEngine, "confirm", before_it_says_so),
+        "before confirm": (Engine, "confirm", before_it_says_so),
         "before copy 1": (Commit, "complete", before_copy_1),
     }[point]
     return replaced(owner, name, function)

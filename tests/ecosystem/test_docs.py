@@ -29,7 +29,7 @@ from torch import nn
 from trainers import library, llama, texts
 
 from csd_optim import CSDAdam, CSDError, CSDOSError
-from csd_optim.cli import benchmark, commands
+from csd_optim.cli import benchmark, facts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "hls_kernels/README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -558,7 +558,7 @@ def run_commands(snippet, directory, run, model):
 
 @each(s for s in snippets("sh") if to_run(s))
 def test_commands(snippet, tmp_path, run, monkeypatch):
-    monkeypatch.setattr(commands, "PROBE_BYTES", 16 << 20)
+    monkeypatch.setattr(facts, "PROBE_BYTES", 16 << 20)
     monkeypatch.setattr(benchmark, "UPDATER_ELEMS", 1 << 16)
     monkeypatch.setattr(benchmark, "RAW_RUNS", 1)
     run_commands(snippet, tmp_path, run, given()["model"])

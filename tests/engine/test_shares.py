@@ -208,5 +208,5 @@ def test_equal_shares_are_the_format_that_was(tmp_path):
     opt, _, _ = train([f"file:{name}?share=0.5" for name in names(tmp_path)], 1)
     opt.close()
     for held in contents(tmp_path):
-        assert held.manifest["features"] == ["chunk_sums"]
+        assert held.manifest["features"] == ["chunk_sums", "tile_numbers"]
         assert "shares" not in held.manifest["extents"][0]

@@ -10,7 +10,6 @@ from support.forked import printed
 
 from csd_optim import CSDAdam, CSDOSError, CSDValueError
 from csd_optim.devices.spec import parse_device
-from csd_optim.engine import engine
 from csd_optim.engine import tuning as probe
 from csd_optim.engine.tuning import SETTINGS, Tuned, tune
 from csd_optim.store.format import FILE_NAME, devices_of, read_contents
@@ -95,8 +94,8 @@ def tried(monkeypatch):
         calls.append(sorted(d.name for d in directories))
         return [FAST if "1" in d.name else SLOW for d in directories]
 
-    monkeypatch.setattr(engine, "TUNE_BYTES", 1)
-    monkeypatch.setattr(engine, "tune", fake)
+    monkeypatch.setattr(probe, "TUNE_BYTES", 1)
+    monkeypatch.setattr(probe, "tune", fake)
     return calls
 
 
@@ -167,7 +166,7 @@ def test_nothing_to_try_out(tried, devices):
 
 
 def test_not_for_small_models(monkeypatch):
-    monkeypatch.setattr(engine, "tune", None)
+    monkeypatch.setattr(probe, "tune", None)
     with train("file:csd1")[1] as opt:
         assert settings(opt) == [(1 << 20, 8, 1.0)]
 
@@ -178,13 +177,21 @@ def test_it_can_be_turned_off(tried, monkeypatch):
     assert tried == []
 
 
+@pytest.mark.parametrize("text", ["off", "2", "no"])
+def test_turned_off_in_another_way(tried, monkeypatch, text):
+    monkeypatch.setenv("CSD_OPTIM_PROBE", text)
+    with pytest.raises(CSDValueError, match=f"Invalid CSD_OPTIM_PROBE: '{text}'; 1 tries drives out"):
+        train("file:csd1")
+    assert tried == []
+
+
 def test_a_drive_that_cannot_be_tried_out(tried, monkeypatch, caplog):
     """It is the store that says so, if it cannot be made."""
 
     def full(_):
         raise CSDOSError(28, "no room")
 
-    monkeypatch.setattr(engine, "tune", full)
+    monkeypatch.setattr(probe, "tune", full)
     with caplog.at_level(logging.INFO, "csd_optim"), train("file:csd1")[1] as opt:
         assert settings(opt) == [(1 << 20, 8, 1.0)]
     assert "no room" in caplog.text

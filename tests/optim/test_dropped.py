@@ -13,7 +13,7 @@ from support.training import (
     train,
 )
 
-import csd_optim.engine.durable
+import csd_optim.engine.engine
 import csd_optim.optim.optimizer
 from csd_optim import (
     CSDAdam,
@@ -59,15 +59,15 @@ def test_many_dropped_in_cycles_while_others_step(tmp_path):
 
 COLLECTED = """
 import faulthandler, gc, sys, torch
-import csd_optim.finalize, csd_optim.engine.durable
+import csd_optim.finalize, csd_optim.engine.commit
 from csd_optim import CSDAdam
 faulthandler.dump_traceback_later(40, exit=True)
 gc.disable()
-def collecting(*arguments, plain=csd_optim.engine.durable.pack_table):
+def collecting(*arguments, plain=csd_optim.engine.commit.pack_table):
     gc.collect()  # on the thread of the commit, when its optimizer is garbage
     return plain(*arguments)
 csd_optim.finalize.CLOSE_SECONDS = 0.2
-csd_optim.engine.durable.pack_table = collecting
+csd_optim.engine.commit.pack_table = collecting
 p = torch.nn.Parameter(torch.ones(3000))
 p.grad = torch.ones(3000)
 opt = CSDAdam([p], devices=sys.argv[1])
@@ -95,14 +95,14 @@ class Full(Exception):
 def failing(monkeypatch, where, call=0):
     """The engine's method `where` raises, once, the `call`-th time."""
     calls = iter(range(1000))
-    plain = getattr(csd_optim.engine.durable.DurableEngine, where)
+    plain = getattr(csd_optim.engine.engine.Engine, where)
 
     def full(*arguments, **named):
         if next(calls) == call:
             raise Full
         return plain(*arguments, **named)
 
-    monkeypatch.setattr(csd_optim.engine.durable.DurableEngine, where, full)
+    monkeypatch.setattr(csd_optim.engine.engine.Engine, where, full)
 
 
 @pytest.mark.parametrize("what", ["state", "parameter"])

@@ -223,7 +223,7 @@ def test_a_checkpoint_after_one_that_could_not_be_stored(devices, monkeypatch):
         monkeypatch.undo()
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(optimizer._engine, "sync", fails)
+    monkeypatch.setattr(optimizer._engine.windows, "sync", fails)
     with pytest.raises(OSError, match="Input/output"):
         optimizer.load_state_dict({**empty, "state": {0: state}})
     optimizer.load_state_dict(empty)

@@ -21,7 +21,6 @@ from support.training import (
     train,
 )
 
-import csd_optim.engine.durable
 import csd_optim.step.prepare
 from csd_optim import (
     CSDAdam,

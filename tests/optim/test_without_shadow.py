@@ -1,5 +1,6 @@
 """With shadow=False there is one copy of the states: half the room, and what that costs is said."""
 
+import errno
 import gc
 import time
 
@@ -15,7 +16,7 @@ from support.training import (
     resumed,
 )
 
-import csd_optim.engine.durable
+import csd_optim.engine.engine
 import csd_optim.optim.optimizer
 from csd_optim import (
     CSDAdam,
@@ -23,6 +24,7 @@ from csd_optim import (
     CSDStoreError,
 )
 from csd_optim.errors import CSDTornError
+from csd_optim.store.file import StoreFile
 from csd_optim.store.format import CLEAN, FILE_NAME, read_contents
 
 pytestmark = pytest.mark.cards
@@ -61,6 +63,32 @@ def test_without_shadow_a_step_cut_short_is_noticed(tmp_path, monkeypatch):
         with pytest.raises(CSDStoreError, match="step 3 was cut short, and with shadow=False"):
             resumed(copies)
     assert_same(resumed(devices, 4).close(), never_stopped(4))
+
+
+def test_without_shadow_a_step_that_cannot_be_announced_changes_nothing(tmp_path, monkeypatch):
+    devices = named_devices(tmp_path, 2)
+    training = Training(devices, shadow=False).steps(3)
+    training.opt.synchronize()
+    mark = StoreFile.mark
+
+    def on_one_device(store, sequence, flags):
+        if store.path.parent == place(devices[1]):
+            raise CSDOSError(errno.EIO, f"{store.path}: cannot write the superblock")
+        mark(store, sequence, flags)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreFile, "mark", on_one_device)
+        for attempt in range(3):
+            with pytest.raises(CSDOSError, match="cannot write the superblock"):
+                training.step()
+            copies = crashed(devices, tmp_path / f"crash{attempt}")
+            assert_same(resumed(copies, 3).close(), never_stopped(3))
+    copies = crashed(devices, tmp_path / "crash")
+    assert_same(training.steps(1).close(), never_stopped(4))
+    for left in (devices, copies):  # a mark that is not everybody's counts for nothing
+        training = resumed(left)
+        training.steps(4 - training.done)
+        assert_same(training.close(), never_stopped(4))
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])

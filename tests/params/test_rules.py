@@ -12,10 +12,11 @@ import torch
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, RULES
 from csd_optim.checkpoint.export import export_safetensors, export_torch, import_store
-from csd_optim.checkpoint.snapshot import load
+from csd_optim.checkpoint.state_dict import load
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
-from csd_optim.engine.durable import open_engine
+from csd_optim.engine.open_engine import open_engine
+from csd_optim.engine.resume import check_recovered
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.store import format as store_format
 from csd_optim.store.format import read_contents
@@ -117,7 +118,7 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
     with closing(open_engine(parse_devices(devices), tile_elems=1024)) as engine:
         extent = engine.extend([5000], sections)
         engine.describe(described(extent, rule="descent"))
-        windows = [engine.window(extent, 0, k, torch.float32) for k in range(len(sections))]
+        windows = [engine.windows.window(extent, 0, k, torch.float32) for k in range(len(sections))]
         with engine.writing([0]):
             for window, value in zip(windows, values, strict=True):
                 window.copy_(value)
@@ -132,18 +133,18 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
     for device in devices:
         contents = read_contents(Path(device))
         assert (contents.manifest["rule"], contents.superblock.version) == ("descent", 4)
-        assert contents.manifest["features"] == ["chunk_sums", "rule"]
+        assert contents.manifest["features"] == ["chunk_sums", "rule", "tile_numbers"]
         assert [e["sections"] for e in contents.manifest["extents"]] == [[*sections]]
         assert contents.sums[0].shape[2] == len(sections)
     assert not any(verdict.damage for verdict in verify(devices))
 
     with closing(open_engine(parse_devices(devices), mode="resume")) as engine:
-        engine.check()
+        check_recovered(engine)
         pass_through(engine, np.arange(engine.n_tiles, dtype=np.uint32))
         assert engine.step == 5
         engine.remap()
         for k, value in enumerate(values):
-            assert torch.equal(engine.window(engine.extents[0], 0, k, torch.float32), value)
+            assert torch.equal(engine.windows.window(engine.extents[0], 0, k, torch.float32), value)
 
 
 @pytest.mark.parametrize("device", ["ram:", "file:"])
@@ -166,7 +167,7 @@ def test_a_step_by_a_rule_that_there_is_not_or_not_for_these_sections_touches_no
             pass_through(engine, tiles)  # no step is under way
         for row, extent in enumerate(engine.extents):
             for k in range(len(extent.sections)):
-                assert not engine.window(extent, 0, k, torch.float32).any(), row
+                assert not engine.windows.window(extent, 0, k, torch.float32).any(), row
         assert (p == 1).all()
         with pytest.raises(CSDValueError, match="no update rule 0 for 2 sections"):
             bindings.update(np.array([(0, constants)], HYPER), "scalar", g, (p, p.clone()), None)

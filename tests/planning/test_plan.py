@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError
-from csd_optim.cli import commands as cli
-from csd_optim.devices.spec import Pace
-from csd_optim.engine import tuning as probe
+from csd_optim.bindings import Pace
+from csd_optim.cli import facts, measure
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.planning import advice as plan
-from csd_optim.planning.advice import Device, Host, Request, predict, traffic
+from csd_optim.planning import model
+from csd_optim.planning.advice import Request
+from csd_optim.planning.model import Device, Host, predict, traffic
 
-ENGINE_RATE = probe.engine_rate  # the real one
+ENGINE_RATE = measure.engine_rate  # the real one
 
 # ---- published times -----------------------------------------------------------------
 #
@@ -86,9 +87,9 @@ def server(**rates):
 
 def published(gpu, billions, devices, variant):
     """What the model makes of the paper's testbed."""
-    device = PLAIN if variant == "base" else plan.replace(SMARTSSD, update=plan.PUBLISHED_UPDATE[variant])
+    device = PLAIN if variant == "base" else plan.replace(SMARTSSD, update=model.PUBLISHED_UPDATE[variant])
     forward, backward = (seconds * billions for seconds in GPU[gpu])
-    host = Host(link=LINK, update=plan.ZERO_UPDATE)
+    host = Host(link=LINK, update=model.ZERO_UPDATE)
     return predict(variant, billions * 1e9, devices, device, host, topk=0.01, forward=forward, backward=backward)
 
 
@@ -234,7 +235,7 @@ def test_prediction_is_what_a_paced_engine_takes(alone, devices):
 def test_pipeline_fills_and_drains():
     device = Device(read=12e6, write=12e6, mixed=24e6, update=1e6)  # a second each for a million parameters
     p = predict("csdadam", 1e6, 1, device, server(link=2e6))
-    tiles = plan.tiles_per_device(1e6, 1)
+    tiles = model.tiles_per_device(1e6, 1)
     assert tiles == 8
     assert p.step == pytest.approx(1 + 4 / tiles)  # read, write, update, down and up, of which one is always there
     assert predict("csdadam", 1e9, 1, device, server()).step == pytest.approx(1000, rel=0.01)
@@ -384,13 +385,13 @@ def test_plan_refuses(changes, named):
 
 
 def test_rates_are_parsed():
-    assert plan.parse_rates("gen5", plan.DRIVES, plan.DRIVES["gen4"]) == plan.DRIVES["gen5"]
-    drive = plan.parse_rates("read=6GB/s, write=3GB/s", plan.DRIVES, plan.DRIVES["gen4"])
+    assert plan.parse_rates("gen5", model.DRIVES, model.DRIVES["gen4"]) == model.DRIVES["gen5"]
+    drive = plan.parse_rates("read=6GB/s, write=3GB/s", model.DRIVES, model.DRIVES["gen4"])
     assert (drive.read, drive.write, drive.on_host) == (6e9, 3e9, True)
     assert drive.mixed == pytest.approx(4e9)  # 12 B + 12 B in 6 ns
-    card = plan.parse_rates("read=3GB/s,write=3GB/s,mixed=5GB/s,update=240M/s", plan.CSDS, plan.SMARTSSD)
+    card = plan.parse_rates("read=3GB/s,write=3GB/s,mixed=5GB/s,update=240M/s", model.CSDS, model.SMARTSSD)
     assert card == Device(3e9, 3e9, 5e9, 240e6)
-    assert plan.parse_rates("read=3GB/s,write=3GB/s", plan.CSDS, plan.SMARTSSD).update == plan.SMARTSSD.update
+    assert plan.parse_rates("read=3GB/s,write=3GB/s", model.CSDS, model.SMARTSSD).update == model.SMARTSSD.update
 
 
 @pytest.mark.parametrize(
@@ -408,7 +409,7 @@ def test_rates_are_parsed():
 )
 def test_bad_rates_are_refused(text):
     with pytest.raises(CSDValueError, match="Invalid rate"):
-        plan.parse_rates(text, plan.DRIVES, plan.DRIVES["gen4"])
+        plan.parse_rates(text, model.DRIVES, model.DRIVES["gen4"])
 
 
 def test_sweeps_are_parsed():
@@ -497,7 +498,7 @@ def test_what_is_no_config_is_refused(tmp_path, text, said):
 def measured(monkeypatch):
     """The types for which this machine's CPU was to be measured. Wherever this runs, that gives a server's rate."""
     dtypes = []
-    monkeypatch.setattr(probe, "engine_rate", lambda dtype: dtypes.append(dtype) or server().update)
+    monkeypatch.setattr(measure, "engine_rate", lambda dtype: dtypes.append(dtype) or server().update)
     return dtypes
 
 
@@ -530,8 +531,8 @@ def test_command_for_csds_with_topk(run):
     found = run_json(run, "--params=33B", "--devices=10", "--csd=smartssd", "--link=8GB/s", "--topk=0.01")
     assert (own(found)["variant"], own(found)["on"]) == ("csdadam_topk", "csd")
     assert found["memory_bytes"]["residuals"] == 66e9
-    assert found["request"]["tbw"] == plan.SMARTSSD_TBW
-    assert {row["variant"] for row in found["predictions"]} == set(plan.VARIANTS)
+    assert found["request"]["tbw"] == model.SMARTSSD_TBW
+    assert {row["variant"] for row in found["predictions"]} == set(model.VARIANTS)
     without = run_json(run, "--params=33B", "--topk=0.01", "--no-error-feedback")
     assert without["memory_bytes"]["residuals"] == 0
 
@@ -561,23 +562,23 @@ def test_command_measures_this_cpu_unless_a_rate_is_given(run, measured):
 def test_cpu_is_measured_once_with_the_engine(monkeypatch):
     made = []
 
-    class Small(probe.AtOnce):
+    class Small(measure.AtOnce):
         def __init__(self, elems, dtype):
             made.append((elems, dtype))
             super().__init__(elems, dtype)
 
-    monkeypatch.setattr(probe, "ENGINE_ELEMS", 1 << 16)
-    monkeypatch.setattr(probe, "AtOnce", Small)
-    probe._engine_rate.cache_clear()
+    monkeypatch.setattr(measure, "ENGINE_ELEMS", 1 << 16)
+    monkeypatch.setattr(measure, "AtOnce", Small)
+    measure._engine_rate.cache_clear()
     assert 0 < ENGINE_RATE(torch.bfloat16) == ENGINE_RATE(torch.bfloat16)
     assert made == [(1 << 16, torch.bfloat16)]
-    probe._engine_rate.cache_clear()
+    measure._engine_rate.cache_clear()
 
 
 def test_engine_without_drives_updates_and_verifies():
     """The same bits as on a drive; and what is not what was written is noticed, as there."""
     p = torch.nn.Parameter(torch.zeros(300_000).bfloat16())
-    with CSDAdam([p], devices=["file:"]) as opt, probe.AtOnce(p.numel(), p.dtype) as engine:
+    with CSDAdam([p], devices=["file:"]) as opt, measure.AtOnce(p.numel(), p.dtype) as engine:
         for t in range(1, 4):
             p.grad = torch.randn(p.numel()).bfloat16()
             engine.grad.copy_(p.grad)
@@ -585,14 +586,14 @@ def test_engine_without_drives_updates_and_verifies():
             opt.step()
             engine.step()
             assert torch.equal(engine.param, p)
-    with probe.AtOnce(4096, torch.bfloat16, kept=False) as engine:
+    with measure.AtOnce(4096, torch.bfloat16, kept=False) as engine:
         engine.step()
         with pytest.raises(CSDStoreError, match="of tile 0 is not what was written there"):
             engine.step()  # reads zeros
 
 
 def test_command_measures_named_devices(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "PROBE_BYTES", 16 << 20)
+    monkeypatch.setattr(facts, "PROBE_BYTES", 16 << 20)
     (tmp_path / "a").mkdir()
     found = run_json(run, "--params", "1e5", f"file:{tmp_path}/a?tbw=1TB", tmp_path / "b")
     request = found["request"]
@@ -609,7 +610,7 @@ def test_command_measures_named_devices(run, tmp_path, monkeypatch):
 
 
 def test_command_says_when_there_is_too_little_room(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "PROBE_BYTES", 16 << 20)
+    monkeypatch.setattr(facts, "PROBE_BYTES", 16 << 20)
     assert "too little" in run("plan", "--params", "1e15", tmp_path)[1]
     assert "too little" not in run("plan", "--params", "1e5", tmp_path)[1]
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from csd_optim.devices import smartssd as module
-from csd_optim.devices.smartssd import System, ask_pyxrt, cards, find
+from csd_optim.devices.smartssd import ask_pyxrt, cards, find
+from csd_optim.devices.sysfs import System
 from csd_optim.errors import CSDUnavailableError, CSDValueError
 
 GIB = 1 << 30

@@ -139,7 +139,7 @@ def test_ctrl_c_comes_after_close(slow_commit, tmp_path):
 def test_close_that_fails_waits_for_the_commit(slow_commit, monkeypatch):
     ours, happened, goes_on = slow_commit
     threading.Timer(0.3, goes_on.set).start()
-    monkeypatch.setattr(ours._engine, "_versions", lambda: 1 / 0)  # whatever it may be
+    monkeypatch.setattr(ours._engine.windows, "_versions", lambda: 1 / 0)  # whatever it may be
     with pytest.raises(ZeroDivisionError):
         ours.close()
     assert happened == ["settled", "closed"]

@@ -12,10 +12,10 @@ import torch
 
 from csd_optim import CSDAdam, CSDError, CSDStoreError
 from csd_optim.bindings import crc32c
-from csd_optim.checkpoint.snapshot import about_of
+from csd_optim.checkpoint.state_dict import about_of
 from csd_optim.checkpoint.verify import verify
-from csd_optim.cli.commands import describe_store
-from csd_optim.params import manifest
+from csd_optim.cli.facts import describe_store
+from csd_optim.params import groups
 from csd_optim.store.check import MOST
 from csd_optim.store.format import FILE_NAME, PAGE, Superblock, read_commits, unpack
 from csd_optim.store.layout import extents_of
@@ -241,7 +241,7 @@ def test_what_a_program_may_say_is_not_refused(values, tmp_path):
 
 def test_a_learning_rate_in_a_list_goes_on_as_a_number(tmp_path, monkeypatch):
     """As stores have it that were written of a tensor with one element."""
-    monkeypatch.setattr(manifest, "_item", lambda value: value.tolist() if isinstance(value, torch.Tensor) else value)
+    monkeypatch.setattr(groups, "_item", lambda value: value.tolist() if isinstance(value, torch.Tensor) else value)
     for lr in (torch.tensor([0.5]), 0.5, torch.tensor([0.25])):
         p = torch.nn.Parameter(torch.ones(7))
         resume = (tmp_path / "csd0").exists()

@@ -25,11 +25,13 @@ from support.backends import named_devices, place
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError
 from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM, RULES
 from csd_optim.checkpoint import export as convert
+from csd_optim.checkpoint import files
 from csd_optim.checkpoint import snapshot as checkpoint
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine import residuals
-from csd_optim.engine.durable import open_engine
+from csd_optim.engine.open_engine import open_engine
+from csd_optim.engine.resume import check_recovered, discard_newer
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.store import reader as tiles
 from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, Record, read_contents
@@ -57,17 +59,19 @@ class Training:
         self.engine = engine = open_engine(parse_devices(devices), mode=mode, tile_elems=1024, **options)
         if engine.recovered:
             try:
-                engine.check()
+                check_recovered(engine)
             except CSDStoreError:
                 engine.close()
                 raise
-            engine.discard_newer()
+            discard_newer(engine)
             self.extent = engine.extents[0]
         else:
             self.extent = engine.extend([math.prod(shape) for shape, _, _ in PARAMS.values()], STATES)
             engine.describe(self.manifest())
-            engine.sync()
-        self.windows = [[engine.window(self.extent, i, s, torch.float32) for s in range(3)] for i in range(len(PARAMS))]
+            engine.windows.sync()
+        self.windows = [
+            [engine.windows.window(self.extent, i, s, torch.float32) for s in range(3)] for i in range(len(PARAMS))
+        ]
         self.params = [master.clone() for master, _, _ in self.windows]
 
     def __enter__(self):
@@ -277,7 +281,11 @@ def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, su
         [said] = {(c.superblock.version, *c.manifest.get("features", ())) for c in contents(devices)}
         return said
 
-    without, with_them = ((4, "chunk_sums"), (4, "chunk_sums", "residuals")) if sum_elems else ((1,), (2,))
+    without, with_them = (
+        ((4, "chunk_sums", "tile_numbers"), (4, "chunk_sums", "residuals", "tile_numbers"))
+        if sum_elems
+        else ((1,), (2,))
+    )
     with Training(devices) as training:
         training.keep = lambda number: None
         training.steps(3)
@@ -314,7 +322,7 @@ def test_they_are_spread_over_the_durable_devices(tmp_path):
             engine.describe({"params": params, "waiting": []})
             for i, n in enumerate(numels):
                 engine.keep_residual(i, torch.full((n,), i, dtype=torch.bfloat16))
-            engine.flush()
+            engine.committer.flush()
         held = contents(devices[1:])
         places = [p["residual"] for p in held[0].manifest["params"]]
         assert {p["device"] for p in places} == {1, 2, 3}
@@ -336,14 +344,14 @@ def test_what_has_not_changed_stays_where_it_is(tmp_path):
         engine = training.steps(3).engine
         engine.wait()
         before = read_contents(place(device))
-        engine.flush()
+        engine.committer.flush()
         after = read_contents(place(device))
         assert after.superblock.sequence == before.superblock.sequence + 1
         assert after.residuals.tolist() == before.residuals.tolist()
         assert after.record.written_bytes == before.record.written_bytes
         # What was written to one of them counts, by torch or as who does it past torch says.
         engine.residuals[0][5] = 7
-        engine.flush()
+        engine.committer.flush()
         changed = read_contents(place(device)).residuals
         assert (changed != before.residuals).tolist() == [True, False, False, False]
         engine.residuals[1].view(torch.int16).numpy()[:] = 0
@@ -363,7 +371,7 @@ def test_what_has_not_changed_stays_where_it_is(tmp_path):
         other = torch.ones_like(training.engine.residuals[1])
         torch.autograd.graph.increment_version([other] * training.engine.residuals[1]._version)
         training.engine.keep_residual(1, other)
-        training.engine.flush()
+        training.engine.committer.flush()
         assert (place(device) / FILE_NAME).stat().st_size == size
     with resumed(devices) as training:
         assert (training.engine.residuals[1] == 1).all()
@@ -384,7 +392,7 @@ def test_one_that_is_dropped_is_gone_and_its_room_is_used_again(tmp_path):
         engine.keep_residual(0, torch.zeros(2100, dtype=torch.bfloat16))
         engine.drop_residual(0)
         engine.keep_residual(0, torch.full((2100,), 3.0, dtype=torch.bfloat16))
-        engine.flush()  # nothing wrote to it, and it is another one
+        engine.committer.flush()  # nothing wrote to it, and it is another one
         assert file.stat().st_size == size
     with resumed(killed) as other:
         assert 0 not in other.engine.residuals
@@ -490,7 +498,7 @@ def test_nothing_but_an_empty_one(tmp_path):
         engine.keep_residual(0, torch.zeros(0, dtype=torch.bfloat16))
     assert not verify(tmp_path / "csd")[0].damage
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
-        engine.check()
+        check_recovered(engine)
         assert engine.residuals[0].shape == (0,)
 
 
@@ -506,9 +514,11 @@ def test_large_ones_go_in_parts(tmp_path, monkeypatch):
         engine.describe({"params": params, "waiting": []})
         for i, residual in enumerate(kept):
             engine.keep_residual(i, residual)
+        with engine.writing([0, 1, 2]):  # states of zeros
+            pass
     assert not verify(tmp_path / "csd")[0].damage
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
-        engine.check()
+        check_recovered(engine)
         assert [*engine.residuals] == [0, 1, 2]
         assert all(torch.equal(engine.residuals[i], r) for i, r in enumerate(kept))
 
@@ -599,7 +609,7 @@ def test_snapshot(tmp_path, monkeypatch, how):
         training.steps(4)
         if how == "reflink":
             monkeypatch.setattr(fcntl, "ioctl", reflink)
-        checkpoint.save(training.engine, tmp_path / "snap", checkpoint.no_bar, wait=True).wait()
+        checkpoint.save(training.engine, tmp_path / "snap", files.no_bar, wait=True).wait()
         training.step()
     held = CSDAdam.load(tmp_path / "snap")
     assert_state(held, 4)
@@ -618,17 +628,17 @@ def test_snapshot(tmp_path, monkeypatch, how):
 def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what, shadow):
     """The commit after the next would; where a step overwrites the states, the next one waits already."""
     go, copying = threading.Event(), threading.Event()
-    write = checkpoint.Output.write
+    write = files.Output.write
 
     def slow(output, data, offset):
         copying.set()
         assert go.wait(60)
         write(output, data, offset)
 
-    monkeypatch.setattr(checkpoint.Output, "write", slow)
+    monkeypatch.setattr(files.Output, "write", slow)
     with Training(named_devices(tmp_path, 1), shadow=shadow) as training:
         engine, done = training.steps(4).engine, []
-        saving = checkpoint.save(engine, tmp_path / "snap", checkpoint.no_bar, wait=False)
+        saving = checkpoint.save(engine, tmp_path / "snap", files.no_bar, wait=False)
         assert copying.wait(60)
 
         def go_on():
@@ -637,7 +647,7 @@ def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what, shadow)
                     training.step()
                 else:
                     engine.residuals[0].fill_(number)
-                    engine.flush()
+                    engine.committer.flush()
                 done.append(number)
 
         other = threading.Thread(target=go_on)

@@ -20,9 +20,11 @@ from support.store_page import crc32c
 
 from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDTypeError, CSDValueError
 from csd_optim.checkpoint.verify import verify
-from csd_optim.devices.spec import parse_bytes, parse_device, parse_devices
+from csd_optim.devices.spec import parse_device, parse_devices
+from csd_optim.devices.units import parse_bytes
 from csd_optim.store.file import StoreFile
-from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, read_contents, read_region, write
+from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, read_contents, read_region
+from csd_optim.store.transfer import write
 
 
 def parameters(*shapes, dtype=torch.float32):
@@ -738,7 +740,7 @@ def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkey
 
     trained(*resumed(), [0, 1], 2)
     new = read_contents(tmp_path)
-    assert (new.superblock.version, new.manifest["features"]) == (4, ["chunk_sums"])
+    assert (new.superblock.version, new.manifest["features"]) == (4, ["chunk_sums", "tile_numbers"])
     assert [sums.shape for sums in new.sums] == [(2, 1, 3), (2, 2, 3)]
     assert "sum_elems" not in new.manifest["extents"][0]
     assert [verdict.damage for verdict in verify([tmp_path])] == [[]]

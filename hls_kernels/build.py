@@ -6,15 +6,15 @@ from pathlib import Path
 from cffi import FFI
 
 ROOT = Path(__file__).resolve().parent.parent
-EMULATOR = ROOT / "native" / "emulator"
+EMULATOR = ROOT / "hls_kernels" / "emulator"
 SOURCES = [
     "hls_kernels/csd_adamw_update",
-    "native/emulator/csim",
-    "native/emulator/device",
+    "hls_kernels/emulator/csim",
+    "hls_kernels/emulator/device",
 ]
 
-# cffi runs this file by its path, so that its neighbour is found by its path too.
-native = runpy.run_path(str(ROOT / "csd_optim" / "_build_native.py"))
+# cffi runs this file by its path, so that the other is found by its path too.
+native = runpy.run_path(str(ROOT / "native" / "build.py"))
 
 ffibuilder = FFI()
 ffibuilder.cdef(native["cdef"]((EMULATOR / "emulator.h").read_text()))
@@ -27,7 +27,8 @@ ffibuilder.set_source(
     depends=native["HEADERS"],
     # hls_kernels/csim holds what Vitis brings along itself.
     include_dirs=[
-        str(ROOT / d) for d in ("native/include", "native/src", "native/emulator", "hls_kernels", "hls_kernels/csim")
+        str(ROOT / d)
+        for d in ("native/include", "native/src", "hls_kernels/emulator", "hls_kernels", "hls_kernels/csim")
     ],
     extra_compile_args=[*native["FLAGS"], "-Wno-unknown-pragmas"],  # those of HLS
     extra_link_args=native["LINK_FLAGS"],

@@ -1,0 +1,141 @@
+"""A store as AdamW's state dict: what stands in it, and a store loaded as one, its tensors mapped from the files."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..devices.spec import parse_devices
+from ..engine.open_engine import open_engine
+from ..engine.resume import check_recovered
+from ..errors import CSDStoreError
+from ..store.file import lock, not_for_children
+from ..store.format import RESIDUAL_BYTES, Contents
+from ..store.reader import residuals_of
+from ..store.transfer import opened
+from ..store.user_state import stored_user_state
+from .snapshot import Paths, directories
+
+EXPORT_FORMAT = 1  # of what a state dict says of us beside AdamW's entries
+EXPORT_WITH_RESIDUALS = 2  # the same, if there are any: who knows only format 1 would leave them out, and not say so
+EXPORT_WITH_RULE = 3  # or a rule that is not AdamW's: who knows only these would make AdamW's store of it
+
+
+def numbered(manifest: dict[str, Any]) -> list[tuple[int, int, dict[str, Any]]]:
+    """Of every parameter that has a state: its number over all groups, as torch counts; its row; its entry."""
+    lengths: dict[int, int] = {}
+    for p in (*manifest["params"], *manifest["waiting"]):
+        lengths[p["group"]] = max(lengths.get(p["group"], 0), p["position"] + 1)
+    first = {k: sum(n for group, n in lengths.items() if 0 <= group < k) for k in lengths}
+    found = [(first[p["group"]] + p["position"], row, p) for row, p in enumerate(manifest["params"]) if p["group"] >= 0]
+    return sorted(found, key=lambda n: n[0])
+
+
+def _groups(manifest: dict[str, Any], hypers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`param_groups` of a state dict."""
+    groups, n = [], 0
+    for k, recovered in enumerate(hypers):
+        members = [p for p in (*manifest["params"], *manifest["waiting"]) if p["group"] == k]
+        names = [p["name"] for p in sorted(members, key=lambda p: p["position"])]
+        betas = {"betas": tuple(recovered["betas"])} if "betas" in recovered else {}
+        group = {**recovered, **betas, "params": [*range(n, n + len(names))]}
+        if names != [f"{k}.{i}" for i in range(len(names))]:
+            group["param_names"] = names
+        groups.append(group)
+        n += len(names)
+    return groups
+
+
+def about_of(contents: Contents) -> dict[str, Any]:
+    """What a state dict has no place for: all that it takes to make the store anew."""
+    manifest, extents = contents.manifest, contents.manifest["extents"]
+    entries = [p for _, _, p in numbered(manifest)]
+    params = [{k: v for k, v in p.items() if k not in ("start", "numel", "residual")} for p in entries]
+    residuals = any("residual" in p for p in entries)
+    rule = {"rule": manifest["rule"], "sections": [e["sections"] for e in extents]} if "rule" in manifest else {}
+    return {
+        "format": EXPORT_WITH_RULE if rule else EXPORT_WITH_RESIDUALS if residuals else EXPORT_FORMAT,
+        "step": contents.superblock.step,
+        "seconds": contents.record.seconds,
+        "given": contents.record.given,
+        "shadow": all(extent["slots"] == 2 for extent in extents),
+        "params": params,
+        "waiting": manifest["waiting"],
+        **rule,
+    }
+
+
+def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], torch.Tensor]) -> dict[str, Any]:
+    """AdamW's, and an entry of ours. `tensor` gives what a row has by that name."""
+    state = {}
+    for number, row, p in numbered(contents.manifest):
+        master, *others = names_of(contents.manifest, p)
+        step = torch.tensor(contents.steps[row], dtype=torch.float32)
+        state[number] = {"step": step, **{name: tensor(row, name, p) for name in (*others, master)}}
+    return {
+        "state": state,
+        "param_groups": _groups(contents.manifest, contents.record.groups),
+        "csd_optim": {**about_of(contents), "user_state": stored_user_state(contents.record.user_state, contents.path)},
+    }
+
+
+def names_of(manifest: dict[str, Any], p: dict[str, Any]) -> list[str]:
+    """What a parameter has: its states, and its residual if there is one."""
+    return [*manifest["extents"][p["extent"]]["sections"], *(["residual"] if "residual" in p else [])]
+
+
+def dtype_of(p: dict[str, Any], name: str) -> torch.dtype:
+    """Of one of these."""
+    if name == "residual":
+        return torch.bfloat16
+    return torch.complex64 if p["dtype"] == "complex64" else torch.float32
+
+
+class _Keeper:
+    """As long as this lives, nobody writes the stores."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = contextlib.ExitStack()
+        weakref.finalize(self, self._files.close)
+        not_for_children(self)
+        for file in files:
+            lock(self._files.enter_context(opened(file)), file, shared=True)
+
+    def let_go(self) -> None:
+        self._files.close()
+
+
+def load(paths: Paths) -> dict[str, Any]:
+    """See CSDAdam.load."""
+    engine = open_engine(parse_devices(directories(paths)), mode="read")
+    try:
+        if not engine.recovered:
+            raise CSDStoreError(f"{engine.devices.specs[0]} holds no step yet")
+        check_recovered(engine)
+        first = engine.recovered[0]
+        windows: dict[tuple[int, str], torch.Tensor] = {}
+        for row, p in enumerate(first.manifest["params"]):
+            extent = engine.extents[p["extent"]]
+            for k, section in enumerate(first.manifest["extents"][p["extent"]]["sections"]):
+                window = engine.windows.window(extent, row - extent.first_param, k, dtype_of(p, section))
+                windows[row, section] = window.as_strided(p["shape"], p["stride"])
+        # The tensors are what lies in the files, even when the engine is closed.
+        keeper = _Keeper(Path(c.path) for c in engine.recovered)
+        engine.windows.hold(keeper)
+        for residual in residuals_of(engine.recovered):
+            p, values = first.manifest["params"][residual.row], np.zeros(0, np.int16)
+            if residual.size:
+                path, shape = residual.contents.path, (residual.size // RESIDUAL_BYTES,)
+                values = np.memmap(path, np.int16, "c", residual.offset, shape)
+                weakref.finalize(values, id, keeper).atexit = False
+            flat = torch.from_numpy(values).view(torch.bfloat16)
+            windows[residual.row, "residual"] = flat.as_strided(p["shape"], p["stride"])
+        return state_dict(first, lambda row, section, _: windows[row, section])
+    finally:
+        engine.close()

@@ -1,0 +1,204 @@
+"""What the commands show: facts of devices and stores as plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from .. import settings
+from ..devices import machine
+from ..devices import smartssd as cards
+from ..devices.backends import DEFAULT_BLOCK
+from ..devices.spec import DeviceSpec, days_left, parse_devices
+from ..devices.xclbin import find_kernels, read_xclbin
+from ..engine.tuning import Scratch, rate
+from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
+from ..planning import advice
+from ..store.file import lock_owner
+from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
+from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
+from . import measure
+from .io import message, progress
+
+P2P_SHARE = 0.6  # of the drive's rate, at which a way to the card is suspected to be a detour
+PROBE_BYTES = 1 << 30  # of scratch space for a speed check; less where it does not last a second
+
+
+def specs_of(names: list[str] | None) -> list[DeviceSpec]:
+    """The devices named, else those of CSD_OPTIM_DEVICES, else the current directory."""
+    return parse_devices(names or (None if settings.devices() else "."))
+
+
+def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[str, Any]:
+    """What is known of a device, and by pyxrt; `problem` says what keeps it from being used."""
+    entry: dict[str, Any] = {"device": str(spec), "backend": spec.backend}
+    if spec.card:
+        try:
+            card = cards.find(spec.card, told=told)
+            facts = asdict(card) | {"emulated": card.emulated}
+            entry["card"] = json.loads(json.dumps(facts, default=str))  # paths as text
+            spec = replace(spec, directory=card.place(spec.directory))
+            entry["xclbin"] = describe_xclbin(find_kernels(spec.xclbin))
+        except CSDError as e:
+            return entry | {"problem": message(e)}
+    if spec.kind.in_memory:
+        entry["free_bytes"] = machine.available_memory()
+        entry["room_for_params"] = entry["free_bytes"] // MEMORY_STATE_BYTES  # as the only device
+    if spec.directory is None:
+        return entry
+    directory = spec.directory
+    entry["exists"] = directory.is_dir()
+    # CSDAdam makes a directory that is not there, but not its parents.
+    entry["directory"] = str((directory if entry["exists"] else directory.parent).resolve())
+    try:
+        if not entry["exists"] and (directory.exists() or not directory.parent.is_dir()):
+            raise CSDValueError(f"no such directory: {directory}")
+        entry["storage"] = machine.storage(Path(entry["directory"]))
+        entry["room_for_params"] = entry["storage"]["free_bytes"] // STORE_BYTES
+        entry["store"] = describe_store_there(directory / FILE_NAME) if entry["exists"] and spec.durable else None
+        with Scratch(Path(entry["directory"]), 0, 4096) as scratch:
+            entry["direct_io"] = scratch.direct
+    except (CSDError, OSError) as e:
+        entry["problem"] = message(e)
+    return entry
+
+
+def describe_xclbin(path: Path) -> dict[str, Any]:
+    """The program that is going to be loaded."""
+    program = read_xclbin(path)
+    return {"file": str(path), "uuid": str(program.uuid), "platform": program.platform, "mode": program.mode}
+
+
+def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
+    """What `--probe` adds to what is known of a device: how fast it is."""
+    directory, free = Path(entry["directory"]), entry["storage"]["free_bytes"]
+    speed = check_speed(directory, free)
+    if not spec.card:
+        return {"speed": speed}
+    try:
+        rates = measure.card_rates(replace(spec, directory=directory), free)
+    except CSDError as e:
+        return {"speed": speed, "problem": message(e)}
+    added: dict[str, Any] = {"speed": speed, "card_speed": rates}
+    # The card's drive as the host reads it, beside the way to the card: that should be no slower.
+    if not rates["drive_to_card"] and spec.p2p != "0":
+        added["problem" if spec.p2p == "1" else "warning"] = (
+            f"its drive cannot reach its memory (P2P, says the driver: {entry['card']['p2p']}): the host stands between"
+        )
+    slow = rates["drive_to_card"] < P2P_SHARE * speed["read_bytes_per_second"]
+    if rates["drive_to_card"] and slow and not entry["card"]["emulated"]:
+        added["warning"] = (
+            "P2P is much slower than the drive: it goes through the host, or the IOMMU (docs/smartssd.md, step 1)"
+        )
+    return added
+
+
+def measured_request(request: advice.Request, names: list[str]) -> advice.Request:
+    """What is measured of the named devices takes the place of what was assumed. Raises CSDError."""
+    specs = parse_devices(names)
+    entries = [describe_device(spec, {}) for spec in specs]
+    with progress(len(specs)) as tick:
+        for spec, entry in zip(specs, entries, strict=True):
+            tick(f"measuring {spec}")
+            if "storage" in entry and "problem" not in entry:
+                entry |= measure_device(spec, entry)
+    device = advice.measured(entries)
+    places = [entry["storage"]["mounted_at"] for entry in entries]
+    ratings = [spec.tbw_bytes for spec in specs if spec.tbw_bytes]
+    return replace(
+        request,
+        devices=len(specs),
+        on="drive" if device.on_host else "csd",
+        drive=device if device.on_host else request.drive,
+        csd=request.csd if device.on_host else device,
+        tbw=request.tbw or (min(ratings) if ratings else None),
+        free=min(entry["storage"]["free_bytes"] / places.count(entry["storage"]["mounted_at"]) for entry in entries),
+        measured=True,
+    )
+
+
+def describe_store_there(file: Path) -> dict[str, Any] | None:
+    """The store in a device's directory, in short; None if there is none."""
+    if not file.exists():
+        return None
+    owner = lock_owner(file.stat())
+    try:
+        block = read_contents(file).superblock
+    except CSDStoreError as e:
+        return {"owner": owner, "problem": str(e)}
+    return {
+        "owner": owner,
+        "step": block.step,
+        "device": block.device,
+        "devices": block.devices,
+        "clean": bool(block.flags & CLEAN),
+        "torn": bool(block.flags & UNDER_WAY),
+        "bytes": file.stat().st_size,
+    }
+
+
+def check_speed(directory: Path, free: int) -> dict[str, float]:
+    """Bytes per second of direct reads, writes and both at once, on scratch space; about four seconds."""
+    with Scratch(directory, min(PROBE_BYTES, free // 4), DEFAULT_BLOCK) as scratch:
+        scratch.fill(seconds=1.5)
+        return {f"{kind}_bytes_per_second": rate([scratch], kind, 1.0) for kind in ("read", "write", "mixed")}
+
+
+def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
+    """Everything `inspect` shows. `tbw_bytes`: the drive's rating. Raises CSDStoreError, CSDOSError."""
+    try:
+        contents = read_contents(path)
+    except OSError as e:
+        described = "there is no store" if isinstance(e, FileNotFoundError) else "cannot read the store"
+        raise CSDOSError(e.errno, f"{described} in {path}: {e.strerror}") from e
+    block, manifest = contents.superblock, contents.manifest
+    file = store_file(path)
+    stat = file.stat()
+    total = sum(p["numel"] for p in manifest["params"])
+    shares = next((e["shares"] for e in manifest["extents"] if "shares" in e), [1.0] * block.devices)
+    share = shares[block.device] / sum(shares)  # of the parameters
+    slots = contents.tiles["slot"]
+    rows = rows_with_residual(manifest, block.device)
+    residual_bytes = [RESIDUAL_BYTES * manifest["params"][row]["numel"] for row in rows]
+    return {
+        "file": str(file),
+        "format": block.version,
+        "store_id": block.store_id.hex(),
+        "device": block.device,
+        "devices": block.devices,
+        "rank": contents.rank,
+        "world_size": contents.world_size,
+        "share": share,
+        "step": block.step,
+        "clean": bool(block.flags & CLEAN),
+        "torn": bool(block.flags & UNDER_WAY),
+        "owner": lock_owner(stat),
+        "total_params": total,
+        "file_bytes": stat.st_size,
+        "allocated_bytes": 512 * stat.st_blocks,
+        "bytes_per_param": 512 * stat.st_blocks / max(1.0, total * share),
+        "tiles": {
+            "count": len(slots),
+            "in_slot": [int((slots == s).sum()) for s in range(2)],
+            "with_checksum": int(contents.tiles["summed"].sum()),
+        },
+        "residuals": {"count": len(residual_bytes), "bytes": sum(residual_bytes)},
+        # When every parameter has a gradient.
+        "step_bytes": sum(4 * e["tile_elems"] * len(e["sections"]) * e["tiles"] for e in manifest["extents"])
+        + sum(residual_bytes),
+        "written_bytes": contents.record.written_bytes,
+        "training_seconds": contents.record.seconds,
+        "tbw_bytes": tbw_bytes,
+        "days_left": days_left(tbw_bytes, contents.record.written_bytes, contents.record.seconds)
+        if tbw_bytes
+        else None,
+        "extents": manifest["extents"],
+        "groups": contents.record.groups,
+        "params": [
+            {k: p[k] for k in ("name", "shape", "dtype", "group", "numel")} | {"step": float(step)}
+            for p, step in zip(manifest["params"], contents.steps, strict=True)
+        ],
+    }

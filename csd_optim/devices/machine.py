@@ -1,0 +1,97 @@
+"""Facts of this machine from /proc and /sys: processor, memory, what is behind a directory, NUMA nodes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import bindings
+from .sysfs import text_of
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and memory (bytes) that this process may use, versions."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = text_of("/proc/self/cgroup").rpartition("::")[2]
+    limit = text_of(f"/sys/fs/cgroup{group.rstrip('/')}/memory.max")
+    model = next((v for k, v in _fields("/proc/cpuinfo") if k in ("model name", "Model")), "")
+    return {
+        "cpu": model or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": min(memory, int(limit)) if limit.isdigit() else memory,
+        "huge_pages": text_of("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2].partition("]")[0],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def updater() -> dict[str, Any]:
+    """Instruction set and threads of the CPU updater."""
+    return {"isa": bindings.isa_used(), "isas": bindings.isas(), "threads": bindings.threads_used()}
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping."""
+    text = dict(_fields("/proc/meminfo")).get("MemAvailable", "")
+    return int(text.split()[0]) << 10 if text else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def storage(directory: Path) -> dict[str, Any]:
+    """File system, drive and space (bytes) behind an existing directory; "" for what the system does not say."""
+    where = directory.resolve()
+    # Fields of a line: id, parent, major:minor, root, mount point, options ... - type, source, options. The kernel
+    # writes a blank in a path as \040; later lines mount over earlier ones.
+    mounts = [line.partition(" - ") for line in text_of("/proc/self/mountinfo").splitlines()]
+    points = [(Path(left.split()[4].replace("\\040", " ")), right.split()) for left, _, right in mounts]
+    mount, (kind, source, *_) = max(
+        (p for p in points if where.is_relative_to(p[0])), key=lambda p: len(p[0].parts), default=(Path("/"), ["", ""])
+    )
+    number = where.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    if not (block / "queue").exists():
+        block = block.parent  # a partition; its disk is one level up
+    is_disk = (block / "queue").exists()  # tmpfs, overlay and network file systems have none
+    space = shutil.disk_usage(where)
+    return {
+        "filesystem": kind,
+        "mounted_at": str(mount),
+        "source": source,
+        "disk": block.name if is_disk else "",
+        "model": text_of(block / "device/model") if is_disk else "",
+        "free_bytes": space.free,
+        "total_bytes": space.total,
+    }
+
+
+def numa_node(device: int, sysfs: Path = Path("/sys")) -> int | None:
+    """The NUMA node of the drives below a file system (`st_dev` of a file).
+
+    None where the machine has one node only, the system does not say (network file systems, btrfs), or they disagree.
+    """
+    if text_of(sysfs / "devices/system/node/online") in ("", "0"):
+        return None
+    nodes = set()
+    below = [(sysfs / f"dev/block/{os.major(device)}:{os.minor(device)}").resolve()]
+    while below:
+        block = below.pop()
+        if slaves := [*block.glob("slaves/*")]:  # of LVM, of a RAID
+            below += [slave.resolve() for slave in slaves]
+            continue
+        # A partition's disk is one directory up; its controller, which knows, further on.
+        said = next((text for at in (block, *block.parents) if (text := text_of(at / "numa_node"))), "-1")
+        nodes.add(int(said))
+    return nodes.pop() if len(nodes) == 1 and min(nodes) >= 0 else None
+
+
+def _fields(path: str) -> Iterator[tuple[str, str]]:
+    """The `key : value` lines of a system file."""
+    for line in text_of(path).splitlines():
+        key, _, value = line.partition(":")
+        yield key.strip(), value.strip()

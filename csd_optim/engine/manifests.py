@@ -1,0 +1,80 @@
+"""What the stores of an engine say of themselves: parameters, extents and where they lie, features."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..distributed.ranks import Ranks
+from ..store.format import NAMED_FEATURES, features_of, tile_entry, version_of
+from ..store.layout import Extent
+from ..store.reader import lying_in
+from .residuals import Room
+
+
+class Manifests:
+    """One for each device: they differ in extents. `rooms`, where asked for: of the residuals there are, by row."""
+
+    def __init__(self, n_devices: int, ranks: Ranks | None) -> None:
+        self.written = True  # the stores carry them as they are, or will with the commit that has begun
+        self.extents_on: list[list[dict[str, Any]]] = [[] for _ in range(n_devices)]  # per device
+        self.tiles_bytes = [0] * n_devices  # per device: what the table has of its tiles
+        self._params: dict[str, Any] = {}  # see describe()
+        self._of_rank = {"rank": ranks.rank, "world_size": ranks.size} if ranks else {}
+
+    def __bool__(self) -> bool:
+        """Has anybody said what the parameters are?"""
+        return bool(self._params)
+
+    def describe(self, params: dict[str, Any]) -> None:
+        """`params`: as of params.manifest, the same for all devices."""
+        self._params, self.written = params, False
+
+    def adopt(self, manifest: dict[str, Any]) -> None:
+        """Goes on from that of a store; its extents are to be added."""
+        self._params = {k: v for k, v in manifest.items() if k not in ("extents", "tiles", "features")}
+        self._params["params"] = [{k: v for k, v in p.items() if k != "residual"} for p in manifest["params"]]
+
+    def add(self, extent: Extent, offsets: list[int]) -> None:
+        """`offsets`: where it begins on each device (bytes)."""
+        for device, offset in enumerate(offsets):
+            about: dict[str, Any] = {
+                "tile_elems": extent.tile_elems,
+                "tiles": extent.tiles_of(device),
+                "slots": extent.slots,
+                "sections": [*extent.sections],
+                "file_offset": offset,
+                **({"shares": [*extent.shares]} if extent.shares else {}),
+                **({"sum_elems": extent.sum_elems} if extent.sum_elems else {}),
+                **({"tile_numbers": np.flatnonzero(extent.devices == device).tolist()} if extent.numbered else {}),
+            }
+            self.extents_on[device].append(about)
+            self.tiles_bytes[device] += tile_entry(about).itemsize * about["tiles"]
+
+    def version(self, rooms: Mapping[int, Room]) -> int:
+        """Of the format that has all that these name."""
+        return version_of(self._features(0, rooms))
+
+    def _features(self, device: int, rooms: Mapping[int, Room]) -> set[str]:
+        return features_of(self.extents_on[device], residuals=bool(rooms), rule="rule" in self._params)
+
+    def pack(self, device: int, rooms: Mapping[int, Room]) -> bytes:
+        return json.dumps(self._on(device, rooms)).encode()
+
+    def _on(self, device: int, rooms: Mapping[int, Room]) -> dict[str, Any]:
+        extents = self.extents_on[device]
+        params = [
+            {**p, "residual": rooms[row]._asdict()} if row in rooms else p
+            for row, p in enumerate(self._params["params"])
+        ]
+        tiles = sum(e["tiles"] for e in extents)
+        manifest = {**self._params, **self._of_rank, "params": params, "extents": extents, "tiles": tiles}
+        features = self._features(device, rooms)
+        return {**manifest, "features": sorted(features)} if version_of(features) >= NAMED_FEATURES else manifest
+
+    def lying_in(self, device: int, extent: int, tile: int) -> str:
+        """The names of the parameters in a tile, counted within its extent."""
+        return ", ".join(lying_in(self._on(device, {}), extent, tile))

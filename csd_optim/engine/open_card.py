@@ -1,0 +1,54 @@
+"""How a SmartSSD is opened for an engine: its kernels, its drive, and whether the two reach each other."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from .. import bindings
+from ..devices.smartssd import find as find_card
+from ..devices.spec import DeviceSpec
+from ..devices.xclbin import find_kernels
+from ..errors import CSDUnavailableError, CSDValueError, CSDWarning, users_stacklevel
+from ..signals import defer_signals
+from ..store.file import StoreFile
+from ..store.format import PAGE
+
+
+def open_card(spec: DeviceSpec, cards: dict[str, Any]) -> DeviceSpec:
+    """Opens the card that `spec` names, and adds its handle to `cards`, by name: also if it is refused afterwards.
+
+    Returns the spec with the card's own name and a directory. Raises CSDValueError if it is among `cards` already,
+    CSDUnavailableError, CSDOSError. Warns of what makes it slow.
+    """
+    card = find_card(spec.card)
+    if card.name in cards:
+        raise CSDValueError(f"Invalid devices: card {card.name} is named twice, the second time as '{spec}'")
+    directory = card.place(spec.directory)
+    with defer_signals():  # else nobody would close it
+        handle = bindings.card_open(card.name, find_kernels(spec.xclbin), spec.timeout)
+        cards[card.name] = handle
+    if spec.p2p != "0" and bindings.card_has_p2p(handle):
+        place = directory if directory.is_dir() else directory.parent
+        with contextlib.closing(StoreFile(place, durable=False)) as page, warnings.catch_warnings():
+            warnings.simplefilter("ignore", CSDWarning)  # of no direct I/O: the store itself says so
+            offset = page.allocate(PAGE)
+            if page.direct:
+                bindings.card_try_p2p(handle, page.io_fd, offset, card.name)
+    if spec.p2p == "1" and not bindings.card_has_p2p(handle):
+        raise CSDUnavailableError(
+            errno.EOPNOTSUPP,
+            f"{spec}: peer-to-peer transfers do not work (P2P, says the driver: {card.p2p}); turn them on "
+            "(docs/smartssd.md), or leave out p2p=1",
+        )
+    slow = [] if spec.p2p == "0" else list(card.warnings)
+    if not slow and not card.holds(directory):
+        slow.append(f"{directory} is not on this card's drive: the state goes through the host")
+    elif not slow and spec.p2p == "auto" and not bindings.card_has_p2p(handle):
+        slow.append(f"its drive cannot reach its memory (P2P, says the driver: {card.p2p}): the host stands between")
+    for text in slow:
+        warnings.warn(f"{spec}: {text} (docs/smartssd.md)", CSDWarning, stacklevel=users_stacklevel())
+    return replace(spec, card=card.name, directory=directory)

@@ -1,0 +1,167 @@
+"""The devices of an engine: their cards, their stores, and what the native engine is told of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .. import bindings
+from ..bindings import DeviceConfig
+from ..devices.spec import DeviceSpec, shares_of
+from ..store.file import Mode, StoreFile
+from ..store.format import Contents
+from ..store.layout import Extent
+from .open_card import open_card
+from .tuning import HUGE_PAGE, node_of, tune_devices
+
+log = logging.getLogger("csd_optim")
+
+
+class OpenDevices:
+    """Devices that belong to this process from now to `close()`, in the order of `specs`, or of stores taken up.
+
+    `in_place`: what lies in memory alone is updated there; no: a step can be undone. Raises what `StoreFile` and
+    open_card() raise; then nothing is left open.
+    """
+
+    def __init__(self, specs: Sequence[DeviceSpec], *, mode: Mode = "new", in_place: bool = True) -> None:
+        self.specs = list(specs)
+        self.stores: list[StoreFile | None] = []
+        self.shares = shares_of(self.specs)  # that the devices have of extents to come; None: equal ones
+        self.written_before = [0] * len(self.specs)  # bytes, to each device when it was opened
+        self._in_place = in_place
+        self._cards: dict[str, Any] = {}  # by name
+        try:
+            self.specs = [open_card(spec, self._cards) if spec.kind.on_card else spec for spec in self.specs]
+            for spec in self.specs:
+                store: StoreFile | None = None
+                if spec.directory:
+                    store = StoreFile(spec.directory, durable=spec.durable, mode=mode)
+                elif spec.kind.in_memory and not self.resident:
+                    # Beside a device that can fail, a step must be undone in memory, too: two slots, like a file's.
+                    store = StoreFile(None, durable=False)
+                self.stores.append(store)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def resident(self) -> bool:
+        """The state lies in host memory, on every device, and is updated there."""
+        return self._in_place and all(s.kind.in_memory for s in self.specs)
+
+    @property
+    def reaches_params(self) -> bool:
+        """Can every device take a master from an fp32 parameter in host memory? A card would have to be sent it."""
+        return not self._cards
+
+    @property
+    def keeps_state(self) -> bool:
+        return any(s.kind.keeps_state for s in self.specs)
+
+    def name(self, device: int) -> str:
+        """What messages call a device."""
+        spec, store = self.specs[device], self.stores[device]
+        card = f"xrt:{spec.card}, " if spec.card else ""
+        return f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
+
+    @contextlib.contextmanager
+    def room_for(self, extent: Extent) -> Iterator[list[int]]:
+        """Where an extent begins in each store (bytes). Given back if something is raised within. CSDOSError: full."""
+        ends = [s.end if s else 0 for s in self.stores]
+        try:
+            yield [store.allocate(extent.device_bytes(d)) if store else 0 for d, store in enumerate(self.stores)]
+        except BaseException:
+            for store, end in zip(self.stores, ends, strict=True):
+                if store and store.end != end:
+                    store.shrink(end)
+            raise
+
+    def configs(self) -> list[DeviceConfig]:
+        """For the native engine."""
+        return [
+            DeviceConfig(
+                "xrt" if spec.card else "file",
+                store.io_fd,
+                spec.buffers,
+                spec.block_bytes,
+                self._cards.get(spec.card),
+                spec.p2p,
+                spec.pace,
+                spec.depth,
+                spec.cache_bytes,
+                None if spec.card else node_of(spec, store),
+            )
+            if store
+            else DeviceConfig(spec.backend, pace=spec.pace)
+            for spec, store in zip(self.specs, self.stores, strict=True)
+        ]
+
+    def tune(self, nbytes: int, *, new: bool) -> None:
+        """Has drives tried out for `nbytes` of states: see tune_devices()."""
+        self.specs, shares = tune_devices(self.specs, self.stores, nbytes, new=new)
+        self.shares = shares or self.shares
+
+    def announce(self, extent: Extent) -> None:
+        """Logs what of an extent is scratch."""
+        for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
+            if store and spec.directory and not store.durable:
+                log.info(
+                    "scratch CSD %d: %.2f GB in %s, gone when the process ends; name devices=[...] to keep it (%s)",
+                    d,
+                    extent.device_bytes(d) / 1e9,
+                    store.path,
+                    spec,
+                )
+
+    def adopt_commit(self, recovered: Sequence[Contents], order: Sequence[int]) -> None:
+        """Goes on from what the stores have, of a commit of theirs. `order`: which of them is device 0, 1 ..."""
+        self.specs, self.stores = [self.specs[d] for d in order], [self.stores[d] for d in order]
+        self.written_before = [contents.record.written_bytes for contents in recovered]
+        for store, contents in zip(self.stores, recovered, strict=True):
+            assert store is not None
+            store.adopt_commit(contents)
+
+    def sync(self) -> None:
+        """Waits until what was written, through mappings too, is on the disks. Raises CSDOSError."""
+        for store in self.stores:
+            if store:
+                store.sync()
+
+    def counted(self, handle: Any, residual_bytes: Callable[[int], tuple[int, int]]) -> list[dict[str, Any]]:
+        """One dict per device: see Engine.stats(). `residual_bytes`: as of Committer."""
+        stats = []
+        for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
+            counts = bindings.engine_stats(handle, d)
+            counts["total_write_bytes"] += self.written_before[d]
+            if spec.directory is None:  # memory, where `ram:` moves like a file
+                counts |= {"read_bytes": 0, "write_bytes": 0, "total_write_bytes": 0}
+            of_step, in_all = residual_bytes(d)
+            counts["write_bytes"] += of_step
+            counts["total_write_bytes"] += in_all
+            direct = store.direct if store else None
+            card = self._cards.get(spec.card)
+            p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
+            about: dict[str, Any] = {"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p}
+            # Else transfers cost 4 to 5 times the CPU time. A card has other buffers; what is smaller never has one.
+            if store and not card and counts["buffer_bytes"] >= HUGE_PAGE:
+                about["huge_pages"] = 2 * counts["huge_bytes"] > counts["buffer_bytes"]
+            node = counts.pop("numa")
+            if store and not card:
+                about["numa_node"] = node - 1 if node else None
+            if store:
+                about |= {"block_bytes": spec.block_bytes, "depth": spec.depth}
+            stats.append(about | {"share": self.shares[d] if self.shares else 1.0} | counts)
+        return stats
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:  # all of them, whatever happens to one
+            for store in self.stores:
+                if store:
+                    stack.callback(store.close)
+            for name, card in self._cards.items():
+                stack.callback(bindings.card_close, card, name)
+            self.stores.clear()
+            self._cards.clear()

@@ -1,0 +1,70 @@
+"""Parameter groups: their members, names and hyperparameters, as torch has them and as a store keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import CSDTypeError
+
+Groups = Sequence[dict[str, Any]]
+
+
+def name_of(groups: Groups, k: int, i: int) -> str:
+    """A parameter's name where it has one, else its group and position."""
+    names = groups[k].get("param_names")
+    return str(names[i]) if names else f"{k}.{i}"
+
+
+def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Every parameter with its group and its position there."""
+    for k, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            yield k, i, p
+
+
+def _item(value: Any) -> Any:
+    """A number as Python has it, from where it may have come."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def plain(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
+    """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out.
+
+    Raises CSDTypeError if that is one of those that are `needed`.
+    """
+    stored = {}
+    for name, value in group.items():
+        if name in ("params", "param_names"):
+            continue
+        value = [_item(v) for v in value] if isinstance(value, (list, tuple)) else _item(value)
+        of = value if isinstance(value, list) else [value]
+        if all(isinstance(v, (int, float, str, type(None))) for v in of):
+            stored[name] = value
+        elif name in needed:
+            raise CSDTypeError(f"Invalid {name}: {group[name]!r}; a store keeps numbers")
+    return stored
+
+
+def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
+    """Gives a group the hyperparameters that `plain` has kept; its tensors stay the same tensors."""
+    for name, value in kept.items():
+        now = group.get(name)
+        if name in ("foreach", "fused", "capturable", "differentiable"):
+            continue  # no hyperparameters: how torch computes
+        if isinstance(now, (int, float, torch.Tensor)) and isinstance(value, list) and len(value) == 1:
+            (value,) = value  # of a tensor with one element, as stores had it once
+        if isinstance(now, torch.Tensor):
+            now.fill_(value)
+        elif name == "initial_lr" and isinstance(group["lr"], torch.Tensor):
+            group[name] = torch.full_like(group["lr"], value)  # as a schedule has it
+        elif isinstance(now, tuple):
+            pairs = zip(now, value, strict=True)
+            group[name] = tuple(a.fill_(b) if isinstance(a, torch.Tensor) else b for a, b in pairs)
+        else:
+            group[name] = value

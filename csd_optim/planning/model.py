@@ -1,0 +1,194 @@
+"""How long a step takes on devices that one may not have: bytes divided by rates, and what works at the same time.
+
+    traffic()   what a step moves over every link
+    predict()   the seconds that takes, phase by phase, and what bounds it
+
+All sizes are in bytes, all times in seconds, all rates per second, prefixes are decimal. docs/plan.md explains it and
+says how far off it is; the tests compare it with the times that Smart-Infinity's authors have published.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..compression.policy import DENSE_FROM
+from ..errors import CSDValueError
+from ..store.layout import MAX_MAPPINGS, MEMORY_STATE_BYTES, TILE_ELEMS, TILES_PER_DEVICE
+
+VARIANTS = {
+    "base": "ZeRO-Infinity",  # RAID0, updated by the CPU, gradients through flash
+    "su_o": "Smart-Infinity",  # as published: gradients through flash, updated by the CSDs
+    "su_o_c": "Smart-Infinity, Top-K",
+    "csdadam": "CSDAdam",
+    "csdadam_topk": "CSDAdam, Top-K",
+}
+ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+STATE = MEMORY_STATE_BYTES  # read, and written, per parameter and step: three fp32 states
+FP32 = 4  # bytes of the gradients and parameters that the published systems send
+# Of an entry of a sparse gradient: index and value of 16 bits each; of 32 bits in what is published.
+ENTRY, PUBLISHED_ENTRY = 4, 8
+
+# Two numbers were fitted to published times, and no others; both only slow the published systems down.
+#
+# The share of its link's rate that they reach: 6.4 of the 8 GB/s measured on the testbed. From four drives on
+# ZeRO-Infinity moves 28 B per parameter in 4.4 ns, however many drives and parameters there are.
+LINK_SHARE = 0.8
+# Parameters per second that ZeRO-Infinity updates on the CPU, all copies around it included, while drives wait: that
+# takes 1.8 to 2.6 ns per parameter longer than its transfers, on one and on two drives of 3 GB/s.
+ZERO_UPDATE = 450e6
+
+
+@dataclass(frozen=True)
+class Device:
+    """A drive, or a CSD, and how fast it is."""
+
+    read: float  # bytes per second from flash, nothing else going on
+    write: float
+    mixed: float  # bytes per second, read plus written, both at once
+    # Parameters per second. For a device `on_host` Host.update counts instead.
+    update: float = math.inf
+    # A plain drive (an emulated CSD): the CPU updates, and states cross the link.
+    on_host: bool = False
+
+    @staticmethod
+    def in_turn(read: float, write: float, update: float = math.inf, on_host: bool = False) -> Device:
+        """One that does not do both at once any faster than one after the other: careful, and true of most drives."""
+        return Device(read, write, 2 / (1 / read + 1 / write), update, on_host)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What all devices share. `math.inf`: no bound."""
+
+    # Parameters per second of the CPU, for devices `on_host` and for "base"; of this machine: cli/measure.py.
+    update: float
+    link: float = math.inf  # bytes per second each way at once, of the uplink behind which all devices are
+    gpu_link: float = math.inf  # the same between GPU and host
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one iteration, which are those of its phases one after another."""
+
+    variant: str
+    devices: int
+    forward: float  # of the GPU, all batches of a step
+    backward: float
+    gradients: float  # to flash, where the variant sends them there, after backward
+    step: float
+    stages: dict[str, float]  # how long the step keeps each thing busy: all at once for CSDAdam, in turn for the others
+    bound: str  # the longest of the stages
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.gradients + self.step
+
+
+# Published peer-to-peer rates of SmartSSDs and what the memory on the card allows an update (56 B per parameter at
+# 15.4 GB/s). Plain drives as their makers' data sheets have it for long transfers, round about.
+SMARTSSD = Device.in_turn(2.9e9, 1.6e9, 275e6)
+SMARTSSD_TBW = 7.008e15  # bytes: 3.84 TB, once a day for five years
+# The kernels of Smart-Infinity: 8.2 GiB/s of 16 B, with Top-K 2.92 GiB/s of 12.08 B per parameter (its figure 14).
+PUBLISHED_UPDATE = {"su_o": 550e6, "su_o_c": 259e6}
+CSDS = {"smartssd": SMARTSSD}
+DRIVES = {
+    "gen3": Device.in_turn(3.0e9, 2.0e9, on_host=True),
+    "gen4": Device.in_turn(6.5e9, 4.0e9, on_host=True),
+    "gen5": Device.in_turn(13e9, 6.5e9, on_host=True),
+}
+
+
+def traffic(
+    variant: str, params: float, *, item_bytes: int = 2, topk: float | None = None, on_host: bool = False
+) -> dict[str, tuple[float, float]]:
+    """Bytes that a step moves over each link, all devices together: (towards flash, back).
+
+    `gpu`: between GPU and host. `link`: between host and devices. `flash`: (written, read). `item_bytes`: of a gradient
+    and of a parameter; only what the published systems send to their devices is always fp32. `on_host`: CSDAdam on
+    plain drives. Raises CSDValueError: no such variant, or one with Top-K and no share `topk`.
+    """
+    if variant not in VARIANTS:
+        raise CSDValueError(f"Invalid variant: {variant!r}; there are {', '.join(VARIANTS)}")
+    push: float = item_bytes if variant.startswith("csdadam") else FP32
+    if variant in ("csdadam_topk", "su_o_c"):
+        if topk is None or not 0 < topk <= 1:
+            raise CSDValueError(f"Invalid topk: {topk!r}; {variant} sends a share of the gradients, such as 0.01")
+        if topk < DENSE_FROM:
+            push = topk * (ENTRY if variant == "csdadam_topk" else PUBLISHED_ENTRY)
+    per_param: dict[str, tuple[float, float]]
+    if variant.startswith("csdadam"):
+        gpu = (push, float(item_bytes))
+        per_param = {"gpu": gpu, "link": (STATE, STATE) if on_host else gpu, "flash": (STATE, STATE)}
+    else:  # gradients go through flash
+        flash = (STATE + push, STATE + push)
+        link = flash if variant == "base" else (push, FP32)
+        per_param = {"gpu": (item_bytes, item_bytes), "link": link, "flash": flash}
+    return {name: (params * there, params * back) for name, (there, back) in per_param.items()}
+
+
+def predict(
+    variant: str,
+    params: float,
+    devices: int,
+    device: Device,
+    host: Host,
+    *,
+    item_bytes: int = 2,
+    topk: float | None = None,
+    forward: float = 0.0,
+    backward: float = 0.0,
+) -> Prediction:
+    """The time of an iteration of `variant` with `params` parameters on so many equal devices.
+
+    base         read, update, write in turn, unless that is more than the link takes; then the link alone counts
+    su_o[_c]     every phase in turn: that is how the published times add up, whatever was meant to overlap
+    csdadam[..]  everything at once: the slowest counts, and one tile's way through the others (pipeline fill and drain)
+
+    `device`: for "base" the plain drive. Its CPU updates `host.update` parameters per second (published: ZERO_UPDATE).
+    `forward`, `backward`: the GPU's seconds. Raises CSDValueError as `traffic` does.
+    """
+    moved = traffic(variant, params, item_bytes=item_bytes, topk=topk, on_host=device.on_host)
+    (gpu_down, gpu_up), (down, up), (written, read) = moved["gpu"], moved["link"], moved["flash"]
+    gradients = 0.0
+    if variant.startswith("csdadam"):
+        stages = {
+            "read": read / (devices * device.read),
+            "write": written / (devices * device.write),
+            "drive": (read + written) / (devices * device.mixed),
+            "update": params / (host.update if device.on_host else devices * device.update),
+            "link down": down / host.link,
+            "link up": up / host.link,
+            "gpu link down": gpu_down / host.gpu_link,
+            "gpu link up": gpu_up / host.gpu_link,
+        }
+        step = max(stages.values())
+        way = [stages[s] for s in ("gpu link down", "link down", "read", "update", "write", "link up", "gpu link up")]
+        step += (sum(way) - max(way)) / tiles_per_device(params, devices)
+    else:
+        link = LINK_SHARE * host.link
+        pushed = written - STATE * params  # the gradients, to flash
+        gradients = pushed / min(devices * device.write, link)
+        stages = {
+            "read": read / (devices * device.read),
+            "update": params / (host.update if variant == "base" else devices * device.update),
+            "write": STATE * params / (devices * device.write),
+        }
+        in_turn = sum(stages.values())
+        if variant == "base":
+            crossing = (read + STATE * params) / link
+            step = max(in_turn, crossing)
+            if crossing > in_turn:
+                stages["link"] = crossing
+        else:
+            stages["link up"] = up / link
+            step = in_turn + stages["link up"]
+    # The first of equals: reads and writes say more than that the drive is busy.
+    bound = max(stages, key=lambda stage: stages[stage])
+    return Prediction(variant, devices, forward, backward, gradients, step, stages, bound)
+
+
+def tiles_per_device(params: float, devices: int) -> int:
+    """As layout.plan_extent() cuts it."""
+    largest = max(TILE_ELEMS, math.ceil(3 * params / MAX_MAPPINGS))
+    return max(TILES_PER_DEVICE, math.ceil(params / (devices * largest)))

@@ -1,0 +1,54 @@
+"""The environment variables of csd_optim, each read when it is used; docs/settings.md has the table."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import CSDValueError
+
+EMULATED_DRIVES = "CSD_OPTIM_EMULATED_DRIVES"
+
+
+def devices() -> list[str]:
+    """CSD_OPTIM_DEVICES: device strings, with commas in between."""
+    return [d.strip() for d in os.environ.get("CSD_OPTIM_DEVICES", "").split(",") if d.strip()]
+
+
+def xclbin() -> Path | None:
+    """CSD_OPTIM_XCLBIN: the FPGA's program."""
+    named = os.environ.get("CSD_OPTIM_XCLBIN")
+    return None if named is None else Path(named)
+
+
+def threads() -> int | None:
+    """CSD_OPTIM_THREADS: of the CPU updater. Raises CSDValueError."""
+    text = os.environ.get("CSD_OPTIM_THREADS")
+    if not text:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise CSDValueError(f"Invalid CSD_OPTIM_THREADS: {text!r}; it is a number of threads from 1 to 1024")
+    return int(text)
+
+
+def isa() -> str | None:
+    """CSD_OPTIM_ISA: the instruction set of the CPU updater, whatever it is."""
+    return os.environ.get("CSD_OPTIM_ISA") or None
+
+
+def tries_drives() -> bool:
+    """CSD_OPTIM_PROBE: 0 if drives are not to be tried out. Raises CSDValueError."""
+    text = os.environ.get("CSD_OPTIM_PROBE") or "1"
+    if text not in ("0", "1"):
+        raise CSDValueError(f"Invalid CSD_OPTIM_PROBE: {text!r}; 1 tries drives out, which is the default, 0 does not")
+    return text == "1"
+
+
+def trace() -> str | None:
+    """CSD_OPTIM_TRACE: a file for the timeline of what devices do."""
+    return os.environ.get("CSD_OPTIM_TRACE") or None
+
+
+def emulated_drives() -> list[str]:
+    """CSD_OPTIM_EMULATED_DRIVES: a directory for each emulated card, with `:` in between."""
+    return [d for d in os.environ.get(EMULATED_DRIVES, "").split(os.pathsep) if d]

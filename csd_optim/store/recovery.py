@@ -1,0 +1,127 @@
+"""What several stores have in common: the last commit of an optimizer's devices, the last round of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import CSDStoreError
+from .file import StoreFile
+from .format import UNDER_WAY, Contents
+
+
+def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
+    """The newest of common_commits(), or nothing."""
+    return next(iter(common_commits(stores)), [])
+
+
+def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
+    """What each store holds of the commits that all of them have, the newest first; empty if none of them has any.
+
+    Raises CSDStoreError when one is missing, when they are not the devices of one optimizer, or have no step in common.
+    """
+    # Killed before all of them had a first commit: then there is nothing to go on from.
+    if not all(s.recovered for s in stores) and all(c.superblock.sequence == 1 for s in stores for c in s.recovered):
+        return []
+    for store in stores:
+        if not store.recovered:
+            raise CSDStoreError(f"{store.path} holds no store, but {next(s.path for s in stores if s.recovered)} does")
+    newest = [s.recovered[0].superblock for s in stores]
+    first = newest[0]
+    for store, block in zip(stores, newest, strict=True):
+        if block.store_id != first.store_id:
+            raise CSDStoreError(f"{store.path} belongs to another optimizer than {stores[0].path}")
+        if (rank := store.recovered[0].rank) != stores[0].recovered[0].rank:
+            raise CSDStoreError(
+                f"{store.path} is rank {rank}'s, {stores[0].path} is rank {stores[0].recovered[0].rank}'s"
+            )
+    if len(stores) != first.devices or sorted(b.device for b in newest) != list(range(first.devices)):
+        raise CSDStoreError(
+            f"{stores[0].path} is device {first.device} of {first.devices}; "
+            f"name all {first.devices} of them, each once, not {len(stores)}"
+        )
+    # Marks of a step in place that not all devices have: it had written nothing, and what they mark is whole.
+    known = [{c.superblock.sequence: c for c in reversed(s.recovered)} for s in stores]
+    for commits in known:
+        for c in [c for c in commits.values() if c.superblock.flags & UNDER_WAY]:
+            before = replace(c.superblock, sequence=c.superblock.sequence - 1, flags=0)
+            commits.setdefault(before.sequence, replace(c, superblock=before))
+    common = sorted(set.intersection(*map(set, known)), reverse=True)
+    if not common:
+        steps = ", ".join(f"{s.path}: {[c.superblock.step for c in s.recovered]}" for s in stores)
+        raise CSDStoreError(f"the devices have no step in common ({steps}); go back to a snapshot or a checkpoint")
+    found: list[list[Contents]] = []
+    for sequence in common:
+        recovered = [commits[sequence] for commits in known]
+        if any(c.superblock.flags & UNDER_WAY for c in recovered):  # and what was before it is not there any more
+            if found:
+                break
+            raise CSDStoreError(
+                f"{recovered[0].path}: a step after step {recovered[0].superblock.step} was cut short, and with "
+                "shadow=False that leaves a mix of two steps; go back to a snapshot or a checkpoint"
+            )
+        found.append(recovered)
+    return found
+
+
+@dataclass(frozen=True)
+class RanksStore:
+    """What a rank tells the others of its stores. Steps by round, the newest first."""
+
+    path: str
+    store_id: bytes
+    rank: int
+    world_size: int
+    is_first: bool  # commit
+    steps: dict[int, int]
+
+    @classmethod
+    def of(cls, commits: list[list[Contents]]) -> RanksStore | None:
+        """`commits`: of a rank, as of common_commits()."""
+        if not commits:
+            return None
+        newest = commits[0][0]
+        block = newest.superblock
+        steps = {c[0].superblock.round: c[0].superblock.step for c in commits}
+        where = newest.path, block.store_id, newest.rank, newest.world_size
+        return cls(*where, is_first=block.sequence == 1, steps=steps)
+
+
+def last_round(stores: Sequence[RanksStore | None]) -> int | None:
+    """The last round that all ranks have, given the store of each; None if there is none yet.
+
+    Raises CSDStoreError when they have none in common, or a store is missing, of another rank, of another run or of
+    another number of ranks.
+    """
+    size, there = len(stores), {rank: store for rank, store in enumerate(stores) if store}
+    for rank, store in there.items():
+        if store.world_size != size:
+            raise CSDStoreError(other_world_size(store, size))
+        if store.rank != rank:
+            raise CSDStoreError(f"rank {rank}: {store.path} is the store of rank {store.rank}")
+    if len(there) < size:
+        if all(store.is_first for store in there.values()):  # killed before all of them had it
+            return None
+        without = ", ".join(str(rank) for rank in range(size) if rank not in there)
+        raise CSDStoreError(f"no store on rank {without}, but rank {min(there)} has {there[min(there)].path}")
+    for rank, store in there.items():
+        if store.store_id != there[0].store_id:
+            raise CSDStoreError(f"rank {rank}: {store.path} is of another run than rank 0's {there[0].path}")
+    common = set.intersection(*(set(store.steps) for store in there.values()))
+    if not common:
+        steps_of = ", ".join(f"rank {rank}: {[*store.steps.values()]}" for rank, store in there.items())
+        raise CSDStoreError(f"the ranks have no step in common ({steps_of}); go back to a snapshot or a checkpoint")
+    return max(common)
+
+
+def other_world_size(store: RanksStore | Contents, size: int) -> str:
+    alone, n = "a process on its own", store.world_size
+    was, now = (
+        (f"rank {store.rank} of {n}" if n > 1 else alone),
+        (f"these are {size} ranks" if size > 1 else f"this is {alone}"),
+    )
+    return (
+        f"{store.path} is the store of {was}, and {now}: the states are divided otherwise. To go on from it, start as "
+        "many as before; to change their number, put them together with `csd-optim export` and the stores of all, or "
+        "save with torch.distributed.checkpoint there, and load that here (docs/distributed.md)"
+    )
