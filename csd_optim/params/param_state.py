@@ -11,7 +11,7 @@ import torch
 from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNLESS_SET
 from ..distributed.sharding import DTensorShard, Unsharded
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
-from ..step.staging import GradSource
+from .grad_source import GradSource
 from .strides import flat, numel, ordered, same_order
 
 DTYPES = (*DTYPE_CODES, torch.complex64)

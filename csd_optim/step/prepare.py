@@ -26,12 +26,13 @@ from ..distributed.grad_norm import global_norm
 from ..distributed.sharding import UNSHARDED
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError
+from ..params.grad_source import GradSource
 from ..params.groups import Groups, members
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
 from .all_gather import ParamAllGather
-from .staging import GradSource, StagingRing
+from .staging import StagingRing
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
 # it; more goes to the devices at once, and is committed there by itself.

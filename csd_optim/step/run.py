@@ -14,13 +14,14 @@ from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..errors import CSDError
+from ..params.grad_source import GradSource
 from ..params.groups import Groups
 from ..params.state_map import StateMap
 from ..params.strides import flat
 from ..store.format import Record
 from .all_gather import ParamAllGather
 from .prepare import PreparedStep, StepPlan
-from .staging import BUFFERS_PER_DEVICE, GradSource, StagingRing
+from .staging import BUFFERS_PER_DEVICE, StagingRing
 
 
 class StepRunner:
