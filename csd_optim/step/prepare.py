@@ -23,7 +23,6 @@ from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
 from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
 from ..distributed.grad_norm import global_norm
-from ..distributed.sharding import UNSHARDED
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError
 from ..params.grad_source import GradSource
@@ -231,7 +230,7 @@ def prepare(
     CSDRuntimeError if a group needs a state that a parameter of it does not have.
     """
     plan, (_, grads, groups_of) = bound.plan, bound.participants
-    grads = [g if b.part is UNSHARDED else b.part.of(g) for b, g in zip(plan.param_states, grads, strict=True)]
+    grads = [g if b.part.is_whole else b.part.of(g) for b, g in zip(plan.param_states, grads, strict=True)]
     steps = np.concatenate(engine.steps)
     steps[plan.rows] += 1
     table = plan.table.copy()
