@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .optim.optimizer import CSDAdam
+    from .optim.adamw import CSDAdam
 
     __version__: str
 else:
@@ -47,7 +47,7 @@ else:
     def __getattr__(name: str) -> Any:
         """What takes a while comes when it is first asked for: CSDAdam, and torch with it."""
         if name == "CSDAdam":
-            from .optim.optimizer import CSDAdam as value
+            from .optim.adamw import CSDAdam as value
         elif name == "__version__":
             from importlib.metadata import version
 

@@ -16,7 +16,7 @@ from ..devices.smartssd import find, located
 from ..devices.spec import DeviceSpec, shares_of
 from ..engine.tuning import Scratch, rate
 from ..errors import CSDRuntimeError, CSDValueError
-from ..optim.optimizer import CSDAdam
+from ..optim.adamw import CSDAdam
 from ..store.layout import round_up
 from .io import Tick
 from .measure import Memory, Updater, spread

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from .ranks import device_of
-from .sharding import DTensorShard, Unsharded
+from .sharding import Partition
 
 
-def global_norm(params: Iterable[tuple[torch.Tensor, Unsharded]]) -> float:
+def global_norm(params: Iterable[tuple[torch.Tensor, Partition]]) -> float:
     """The 2-norm of the gradients of these parameters, which may have none, as if they were one vector; in fp32.
 
     A collective of those process groups over which parameters are divided.
@@ -21,7 +21,7 @@ def global_norm(params: Iterable[tuple[torch.Tensor, Unsharded]]) -> float:
     for p, part in params:
         there = norms.setdefault(part.groups(), [])
         if p.grad is not None:
-            g = part.local(p.grad) if isinstance(part, DTensorShard) else p.grad
+            g = part.local(p.grad)
             there.append(torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32))
     totals = [_over_groups(groups, _together(there)) for groups, there in norms.items()]
     return float(_together(totals))

@@ -16,15 +16,35 @@ from ..errors import CSDRuntimeError
 from .ranks import Ranks
 
 
-class Unsharded:
-    """All of it."""
+class Partition:
+    """How a parameter is divided among processes, and which part of it this one updates.
 
+    What is said here is true where all of a plain tensor is updated.
+    """
+
+    is_whole = False  # of() has nothing to take out
+    # torch._foreach_* writes to it without counting, neither in a DTensor nor, on the CPU, in its local tensor.
+    writes_uncounted = False
     # Those that hold the parameter alike, and each update a part of it: `of_rank` says which.
     replicas: Ranks | None = None
 
     def of_rank(self, t: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of one of the replicas, as of()."""
         raise NotImplementedError
+
+    def local(self, t: torch.Tensor) -> torch.Tensor:
+        """What this process has of a parameter, or of a gradient, whoever updates it."""
+        return t.detach()
+
+    def version(self, p: Any) -> int:
+        """Counts what was written to a parameter."""
+        count: int = p._version
+        return count
+
+    def pointer(self, p: Any) -> int:
+        """Where the parameter lies."""
+        address: int = p.data_ptr()
+        return address
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
         """The part of a parameter, or of a gradient: a view where the tensor has it, detached."""
@@ -47,7 +67,13 @@ class Unsharded:
         return {}
 
 
-class FSDP1Shard(Unsharded):
+class Unsharded(Partition):
+    """All of it."""
+
+    is_whole = True
+
+
+class FSDP1Shard(Partition):
     """Of FSDP1: what it is the shard of is FSDP's own business."""
 
     def __init__(self, ranks: Ranks | None) -> None:
@@ -60,7 +86,7 @@ class FSDP1Shard(Unsharded):
         return {"of": None}
 
 
-class _OfTensor(Unsharded):
+class _OfTensor(Partition):
     """A block of a larger tensor: `shape` and `stride` of the whole, `first` and `sizes` of the block."""
 
     mesh: Any
@@ -87,6 +113,8 @@ class _OfTensor(Unsharded):
 class DTensorShard(_OfTensor):
     """The local tensor of a DTensor: FSDP2, tensor parallelism."""
 
+    writes_uncounted = True
+
     def __init__(self, p: Any) -> None:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -100,8 +128,15 @@ class DTensorShard(_OfTensor):
         return self.local(t)
 
     def local(self, t: torch.Tensor) -> torch.Tensor:
-        """The local tensor of a parameter, or of a gradient."""
         return local_of(t.detach(), self.mesh, self.placements)
+
+    def version(self, p: Any) -> int:  # a DTensor counts apart from its local tensor
+        count: int = p._version + p._local_tensor._version
+        return count
+
+    def pointer(self, p: Any) -> int:
+        address: int = p._local_tensor.data_ptr()
+        return address
 
     def groups(self) -> tuple[Any, ...]:
         dims = [dim for dim, placement in enumerate(self.placements) if not placement.is_replicate()]
@@ -190,10 +225,10 @@ class ReplicaShard(_OfTensor):
         return shown
 
 
-UNSHARDED = Unsharded()
+UNSHARDED: Partition = Unsharded()
 
 
-def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Unsharded:
+def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Partition:
     """The part of a parameter that this process updates. `sharded`: what the ranks hold alike, they share.
 
     Raises CSDRuntimeError for a DTensor that is no parameter's.

@@ -1,9 +1,17 @@
-"""AdamW's rule: names, and its constants for one step as native/include/adamw.h wants them."""
+"""CSDAdam: AdamW's arguments, and its rule; see native/include/adamw.h for the arithmetic."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import AdamW
+
 from ..bindings import RULES
 from ..params.update_rule import Group, UpdateRule
+from .optimizer import CSDOptimizer
 
 
 def constants(group: Group, t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
@@ -31,3 +39,122 @@ ADAMW = UpdateRule(
     constants=constants,
     switches={"amsgrad": "max_exp_avg_sq"},
 )
+
+
+class CSDAdam(CSDOptimizer, AdamW):
+    """AdamW whose fp32 weights and moments live on computational storage devices.
+
+    One step, three overlapped phases, tile by tile:
+        push    gradients leave for the device that owns the tile, in the parameter's precision
+        update  the device reads the tile's state, applies AdamW's rule in fp32, writes the state to its other slot
+        pull    the updated parameters come back
+
+    Positional arguments, defaults and results are those of :class:`torch.optim.AdamW`; ``foreach`` and ``fused`` are
+    accepted and mean nothing here, ``capturable`` and ``differentiable`` are refused.
+
+    Args:
+        params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or a CUDA device.
+        devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (one in a nameless
+            file, gone with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. None reads
+            ``CSD_OPTIM_DEVICES``, else ``"file:"``.
+        grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
+        topk: send this share of each gradient, the entries of largest magnitude, and zeros for the rest: 0.01 is 1 %.
+            Parameters with less than two dimensions or 4096 elements go dense, unless their parameter group has a
+            ``topk`` of its own; from 0.5 on all go dense. None: all do.
+        error_feedback: with `topk`, what is not sent is added to the next gradient. It is kept in bfloat16 beside the
+            parameter, 2 bytes per element, and in ``state[p]["residual"]``.
+        topk_warmup: this many first steps are dense; then the share falls from 1 to `topk` in as many steps again.
+        max_grad_norm: scale gradients so that their global 2-norm, in fp32, is at most this.
+        resume: go on from the last committed step of the store in these directories: parameters, hyperparameters,
+            states and `user_state` are those of that step. Where there is no store yet, a new one is begun.
+        overwrite: erase a store that a named directory already holds.
+        shadow: keep two copies of the state, so that a step can be undone and a crash goes back to the last step.
+            False halves the space and gives up both: a step that is cut short is noticed, and that is all.
+        tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None chooses.
+        process_group: the ranks that train together; None: all of torch.distributed's, if that is initialised. All of
+            them call step() alike, and their steps are committed together.
+        sharded: parameters that the ranks hold in common (plain ones, as with DDP) are divided among them: each keeps
+            the states of its share only, updates that, and gets the rest from the others. False: each keeps and
+            updates everything. So it is with the local tensors that replicas of DTensors hold in common (HSDP). Shards
+            of FSDP and DTensors that nobody else holds are updated where they are in any case.
+
+    Raises:
+        CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
+        CSDStoreExistsError: a directory already holds a store.
+        CSDStoreError: the store cannot be resumed: it is damaged, incomplete, or of another model.
+        CSDBusyError: a store is in use.
+        CSDOSError: from the constructor or step(): disk full, I/O error. The step is undone.
+
+    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``master``, as plain
+    CPU tensors that are mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again after
+    a step rather than keeping a tensor from before.
+
+    In named directories every step is committed in the background of what follows it: `committed_step` says which one
+    was last. `user_state`, a small dict of plain values and tensors (epoch, position in the data, RNG state), is
+    committed with the step() that follows its assignment.
+
+    A parameter that was set from outside becomes its new master, if torch counts the change: write under
+    ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only, and
+    not where a device is a SmartSSD. Of DTensors there that goes for 16 bits, too: torch counts nothing of what
+    ``torch._foreach_*`` writes to them.
+
+    Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
+    """
+
+    _rule = ADAMW
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        grad_dtype: torch.dtype | None = None,
+        topk: float | None = None,
+        error_feedback: bool = True,
+        topk_warmup: int = 0,
+        max_grad_norm: float | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        shadow: bool = True,
+        tile_size: int | None = None,
+        process_group: Any = None,
+        sharded: bool = True,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            devices=devices,
+            grad_dtype=grad_dtype,
+            topk=topk,
+            error_feedback=error_feedback,
+            topk_warmup=topk_warmup,
+            max_grad_norm=max_grad_norm,
+            resume=resume,
+            overwrite=overwrite,
+            shadow=shadow,
+            tile_size=tile_size,
+            process_group=process_group,
+            sharded=sharded,
+        )
+
+
+CSDAdam.__module__ = "csd_optim"  # where users find it: what it prints as, and what pickles name

@@ -1,64 +1,64 @@
-"""CSDAdam: torch's AdamW contract on one side, an engine of devices on the other."""
+"""CSDOptimizer: the contract of torch's optimizers on one side, an engine of devices on the other."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parameter import is_lazy
-from torch.optim import AdamW
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
+from ..bindings import DTYPE_CODES
 from ..checkpoint import files
 from ..checkpoint import snapshot as checkpoint
 from ..checkpoint import state_dict as stored
-from ..compression.policy import check_topk, entry_dtype, ratios
-from ..compression.selection import inverse_of
+from ..compression.policy import check_topk
 from ..devices.spec import parse_devices
-from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
-from ..distributed.sharding import UNSHARDED, whole_of
+from ..distributed.sharding import whole_of
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
-from ..engine.resume import check_recovered, discard_newer
-from ..errors import CSDRuntimeError, CSDStoreError, CSDValueError, CSDWarning, users_stacklevel
+from ..errors import CSDRuntimeError, CSDValueError
 from ..finalize import close_quietly
 from ..params.groups import members, name_of, plain, put_back
-from ..params.manifest import changed_by_resume, first_difference, other_rule
 from ..params.memory_warnings import COPIED, warn_if_large
-from ..params.param_state import ParamState, check_param
+from ..params.param_state import check_param
 from ..params.state_map import StateMap
+from ..params.update_rule import UpdateRule
 from ..signals import defer_signals
-from ..step.agreement import StepAgreement, agree_on_step
-from ..step.all_gather import ParamAllGather
+from ..step.agreement import agree_on_step
 from ..step.joining import StepHook
-from ..step.run import PreparedStep, StepPlan, StepRunner
-from ..step.staging import GradSource
+from ..step.prepare import (
+    GradOptions,
+    Participants,
+    PreparedStep,
+    StepPlan,
+    add_residuals,
+    apply_outside_writes,
+    bind,
+    clip_scale,
+    participants,
+    prepare,
+)
+from ..step.run import StepRunner
 from ..store.file import Mode
 from ..store.format import Record
-from ..store.user_state import checked_user_state, stored_user_state
-from .adamw import ADAMW
+from ..store.user_state import checked_user_state
+from .resume import Resume
 from .stats import describe
 
-# Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
-# it; more goes to the devices at once, and is committed there by itself.
-EDIT_BYTES = 256 << 20
-
-Members = tuple[list[torch.Tensor], list[torch.Tensor], list[int]]  # parameters, their gradients, their groups
-
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # What a copy has of the optimizer besides what torch knows of.
 _PUBLIC = (
@@ -67,95 +67,34 @@ _PUBLIC = (
 )
 
 
-class CSDAdam(AdamW, Joinable):
-    """AdamW whose fp32 weights and moments live on computational storage devices.
+class CSDOptimizer(Optimizer, Joinable):
+    """An optimizer of torch's whose fp32 masters and states live on computational storage devices, whatever its rule.
 
-    One step, three overlapped phases, tile by tile:
-        push    gradients leave for the device that owns the tile, in the parameter's precision
-        update  the device reads the tile's state, applies AdamW's rule in fp32, writes the state to its other slot
-        pull    the updated parameters come back
-
-    Positional arguments, defaults and results are those of :class:`torch.optim.AdamW`; ``foreach`` and ``fused`` are
-    accepted and mean nothing here, ``capturable`` and ``differentiable`` are refused.
-
-    Args:
-        params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or a CUDA device.
-        devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (one in a nameless
-            file, gone with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. None reads
-            ``CSD_OPTIM_DEVICES``, else ``"file:"``.
-        grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
-        topk: send this share of each gradient, the entries of largest magnitude, and zeros for the rest: 0.01 is 1 %.
-            Parameters with less than two dimensions or 4096 elements go dense, unless their parameter group has a
-            ``topk`` of its own; from 0.5 on all go dense. None: all do.
-        error_feedback: with `topk`, what is not sent is added to the next gradient. It is kept in bfloat16 beside the
-            parameter, 2 bytes per element, and in ``state[p]["residual"]``.
-        topk_warmup: this many first steps are dense; then the share falls from 1 to `topk` in as many steps again.
-        max_grad_norm: scale gradients so that their global 2-norm, in fp32, is at most this.
-        resume: go on from the last committed step of the store in these directories: parameters, hyperparameters,
-            states and `user_state` are those of that step. Where there is no store yet, a new one is begun.
-        overwrite: erase a store that a named directory already holds.
-        shadow: keep two copies of the state, so that a step can be undone and a crash goes back to the last step.
-            False halves the space and gives up both: a step that is cut short is noticed, and that is all.
-        tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None chooses.
-        process_group: the ranks that train together; None: all of torch.distributed's, if that is initialised. All of
-            them call step() alike, and their steps are committed together.
-        sharded: parameters that the ranks hold in common (plain ones, as with DDP) are divided among them: each keeps
-            the states of its share only, updates that, and gets the rest from the others. False: each keeps and
-            updates everything. So it is with the local tensors that replicas of DTensors hold in common (HSDP). Shards
-            of FSDP and DTensors that nobody else holds are updated where they are in any case.
-
-    Raises:
-        CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
-        CSDStoreExistsError: a directory already holds a store.
-        CSDStoreError: the store cannot be resumed: it is damaged, incomplete, or of another model.
-        CSDBusyError: a store is in use.
-        CSDOSError: from the constructor or step(): disk full, I/O error. The step is undone.
-
-    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``master``, as plain
-    CPU tensors that are mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again after
-    a step rather than keeping a tensor from before.
-
-    In named directories every step is committed in the background of what follows it: `committed_step` says which one
-    was last. `user_state`, a small dict of plain values and tensors (epoch, position in the data, RNG state), is
-    committed with the step() that follows its assignment.
-
-    A parameter that was set from outside becomes its new master, if torch counts the change: write under
-    ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only, and
-    not where a device is a SmartSSD. Of DTensors there that goes for 16 bits, too: torch counts nothing of what
-    ``torch._foreach_*`` writes to them.
-
-    Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
+    To be put before the optimizer whose hyperparameters and contract it has, as in
+    ``class CSDAdam(CSDOptimizer, AdamW)``. See there for what the arguments and methods do.
     """
 
-    _rule = ADAMW
+    _rule: UpdateRule
+    _step_supports_amp_scaling: bool
 
     def __init__(
         self,
-        params: Any,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-        grad_dtype: torch.dtype | None = None,
-        topk: float | None = None,
-        error_feedback: bool = True,
-        topk_warmup: int = 0,
-        max_grad_norm: float | None = None,
-        resume: bool = False,
-        overwrite: bool = False,
-        shadow: bool = True,
-        tile_size: int | None = None,
-        process_group: Any = None,
-        sharded: bool = True,
+        *of_torch: Any,
+        devices: Any,
+        grad_dtype: torch.dtype | None,
+        topk: float | None,
+        error_feedback: bool,
+        topk_warmup: int,
+        max_grad_norm: float | None,
+        resume: bool,
+        overwrite: bool,
+        shadow: bool,
+        tile_size: int | None,
+        process_group: Any,
+        sharded: bool,
+        **named_of_torch: Any,
     ) -> None:
+        """`of_torch`, `named_of_torch`: the arguments of torch's optimizer."""
         if grad_dtype is not None and grad_dtype not in DTYPE_CODES:
             raise CSDValueError(f"Invalid grad_dtype: {grad_dtype}; it is one of {', '.join(map(str, DTYPE_CODES))}")
         check_topk(topk)
@@ -180,19 +119,7 @@ class CSDAdam(AdamW, Joinable):
         self.topk_warmup = topk_warmup
         self.max_grad_norm = max_grad_norm
         specs = parse_devices(devices)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        super().__init__(*of_torch, **named_of_torch)
         if self._ranks:
             self._ranks.use_device_of(p for _, _, p in members(self.param_groups))
         # Declares that step() handles the loss scale itself; GradScaler then accepts fp16 gradients.
@@ -201,7 +128,7 @@ class CSDAdam(AdamW, Joinable):
         self._attach(open_engine(specs, mode=mode, tile_elems=tile_size, shadow=shadow, ranks=self._ranks))
         if resume:
             try:
-                self._resume()
+                self._adopt_store()
             except BaseException:
                 self.close()
                 raise
@@ -212,7 +139,7 @@ class CSDAdam(AdamW, Joinable):
         self.sharded = sharded
         self._state_map = StateMap(self._rule, ranks, sharded=sharded)
         self._runner = StepRunner(self._state_map, ranks)
-        self._taken = 0  # steps, that ranks have to agree about
+        self._resume = Resume(self._state_map, ranks)
         self._descending = False  # what the ranks share of the step under way goes from the last to the first
         self._joined = False  # taking a step of the others: this rank has no more data
         self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
@@ -224,10 +151,15 @@ class CSDAdam(AdamW, Joinable):
         self._grad_norm: float | None = None
         self._started: float | None = None  # when
         self._initial_groups: list[dict[str, Any]] = []  # hyperparameters of the groups when they were made
-        self._just_resumed = False  # no step was made since
         self._trained = 0.0  # seconds of training, from step to step, since the store was made
-        self._without_data: str | None = None  # a parameter that could not be given its value by resume
         self.user_state: dict[str, Any] = {}
+
+    def _adopt_store(self) -> None:
+        engine = self._live_engine
+        found = self._resume.adopt_store(engine, self.param_groups, self._initial_groups, self.grad_dtype)
+        if found:
+            record, self.user_state = found
+            self._trained = record.seconds
 
     def _attach(self, engine: Engine) -> None:
         self._engine = engine
@@ -264,9 +196,9 @@ class CSDAdam(AdamW, Joinable):
         group = self.param_groups[k]
         try:
             for name in ("capturable", "differentiable"):
-                if group[name]:
+                if group.get(name):
                     raise CSDRuntimeError(
-                        f"CSDAdam does not support `{name}`: its state is not on the parameter's device"
+                        f"{type(self).__name__} does not support `{name}`: its state is not on the parameter's device"
                     )
             check_topk(group.get("topk"), f" of group {k}")
             for i, p in enumerate(group["params"]):
@@ -304,7 +236,17 @@ class CSDAdam(AdamW, Joinable):
             self._skipped = found_inf is not None and bool(found_inf.item())
             scale = None if grad_scale is None else float(grad_scale)
             if self._ranks:
-                agreed = self._meet(self._ranks, engine, self._skipped, scale)
+                agreed = agree_on_step(
+                    self._ranks,
+                    engine,
+                    self._state_map,
+                    self.param_groups,
+                    sharded=self.sharded,
+                    skips=self._skipped,
+                    taken=self._runner.taken,
+                    joined=self._joined,
+                    scale=scale,
+                )
                 self._skipped, self._descending, scale = agreed.skips, agreed.descending, agreed.scale
             if not self._skipped:
                 self._update(engine, 1.0 if scale is None else 1.0 / scale)
@@ -320,22 +262,14 @@ class CSDAdam(AdamW, Joinable):
         with engine.all_ranks_or_none():
             self._check_and_take(engine, state_dict)
         # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
-        resumed = self._unwritten() if self._just_resumed else []
+        resumed = self._resume.unwritten() if self._resume.pending else []
         with defer_signals(), engine.lock, engine.loading(self._record(engine) if engine.durable else None):
             if engine.durable:
                 self._state_map.describe(engine, self.param_groups)
             self._state_map.adopt(engine, self.param_groups, self.grad_dtype, loaded=True)
-        if self._just_resumed:
-            self._give_values([self._state_map.param_states[id(b.param)] for b in resumed])
-
-    def _unwritten(self) -> list[ParamState]:
-        """Parameters that nobody has written to since resume; those that ranks share, on no rank. A collective."""
-        unwritten = self._state_map.unwritten()
-        if self._ranks is None:
-            return unwritten
-        said = self._ranks.gather_objects([b.name for b in unwritten])
-        on_all = set.intersection(*map(set, said))
-        return [b for b in unwritten if b.name in on_all or not b.part.replicas]
+        if self._resume.pending:
+            resumed = [self._state_map.param_states[id(b.param)] for b in resumed]
+            self._resume.give_values(engine, self.param_groups, resumed, self.grad_dtype)
 
     def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
         """Puts a state dict into `state` and `param_groups`, if it fits; nothing is changed otherwise."""
@@ -403,11 +337,13 @@ class CSDAdam(AdamW, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None and self._engine.durable:
             raise CSDRuntimeError(
-                "a CSDAdam on named devices cannot be copied or pickled: two optimizers would own one store. "
-                "Use state_dict(), and load_state_dict() in an optimizer with devices of its own."
+                f"a {type(self).__name__} on named devices cannot be copied or pickled: two optimizers would own one "
+                "store. Use state_dict(), and load_state_dict() in an optimizer with devices of its own."
             )
         if self._ranks and not self._ranks.is_world:
-            raise CSDRuntimeError("a CSDAdam with a process_group cannot be copied or pickled: the group cannot")
+            raise CSDRuntimeError(
+                f"a {type(self).__name__} with a process_group cannot be copied or pickled: the group cannot"
+            )
         mapped = sum(
             w.nbytes for param_state in self._state_map.param_states.values() for w in param_state.windows.values()
         )
@@ -432,9 +368,8 @@ class CSDAdam(AdamW, Joinable):
             self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=ranks))
 
     def __repr__(self) -> str:
-        devices = (
-            ", ".join(map(str, self._engine.devices.specs)) if self._engine and not self._engine.closed else "closed"
-        )
+        engine = self._engine
+        devices = ", ".join(map(str, engine.devices.specs)) if engine and not engine.closed else "closed"
         return f"{super().__repr__()} on [{devices}]"
 
     # ---- the step ----------------------------------------------------------------
@@ -442,258 +377,31 @@ class CSDAdam(AdamW, Joinable):
     def _update(self, engine: Engine, grad_scale: float) -> None:
         with all_ranks_or_none(self._ranks):
             record = self._record(engine) if engine.durable else None
-            members = self._take_part(engine)
+            self._resume.begin_step(engine, self.param_groups)
+            taking_part = participants(self.param_groups)
             if self.max_grad_norm is None:
-                step = self._prepare(engine, members, grad_scale)
-        if self.max_grad_norm is not None:
-            grad_scale *= self._clip_scale(grad_scale)  # a collective: not where a rank may have raised
+                step = self._prepare(engine, taking_part, grad_scale)
+        if self.max_grad_norm is not None:  # a collective: not where a rank may have raised
+            scale, self._grad_norm = clip_scale(self.param_groups, self._state_map, grad_scale, self.max_grad_norm)
             with all_ranks_or_none(self._ranks):
-                step = self._prepare(engine, members, grad_scale)
-        if step is None and self._ranks is None:
-            return
-        if step is None:  # the other ranks' step
-            with all_ranks_or_none(self._ranks):
-                self._state_map.fill(engine)
-            self._taken += 1
-            engine.step += 1
-            self._state_map.describe(engine, self.param_groups)
-            engine.commit(record)
-            return
-        ring = self._runner.run(engine, step, record, descending=self._descending)
-        self._state_map.filled()
-        self._taken += 1
-        try:
-            if ring is not None:
-                ring.feed_back()
-        finally:  # the step is whole, whatever becomes of what it owes
-            torch.autograd.graph.increment_version([b.windows["residual"] for b in step.owed])
-            if not self.error_feedback:
-                self._state_map.drop_residual(engine, step.plan.param_states)
-            elif step.unscaled:
-                self._state_map.drop_residual(
-                    engine, [b for b in step.owed if step.table["topk"][b.index] == 1]
-                )  # all was sent
-            for extent, own in zip(engine.extents, engine.steps, strict=True):
-                own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
-            engine.commit(record)
-        for source in step.prepared.values():
-            source.give_back()
-        torch.autograd.graph.increment_version(step.plan.params)
-        for param_state in (*step.written, *step.plan.param_states):
-            param_state.version = param_state.version_now
+                step = self._prepare(engine, taking_part, grad_scale * scale)
+        if step is not None:
+            self._runner.run(engine, step, record, descending=self._descending)
+        elif self._ranks is not None:
+            self._runner.run_without_gradients(engine, self.param_groups, record)
 
-    def _meet(self, ranks: Ranks, engine: Engine, skips: bool, scale: float | None) -> StepAgreement:
-        param_state = self._state_map.param_states
-        return agree_on_step(
-            ranks,
-            self.param_groups,
-            sharded=self.sharded,
-            is_bound=lambda p: id(p) in param_state,
-            skips=skips,
-            taken=self._taken,
-            joined=self._joined,
-            descending=engine.descending,
-            scale=scale,
-        )
-
-    def _take_part(self, engine: Engine) -> Members:
-        """Parameters that take part in this step, their gradients, the indices of their groups."""
-        if self._just_resumed:
-            if self._without_data:
-                raise CSDRuntimeError(
-                    f"parameter {self._without_data} was on the meta device when the store was resumed; "
-                    "call restore() when it has data"
-                )
-            self._state_map.exchange(engine, self.param_groups)
-            self._just_resumed = False
-        return self._members()
-
-    def _prepare(self, engine: Engine, members: Members, grad_scale: float) -> PreparedStep | None:
-        """Checks everything, takes in what was done from outside since the last step. None: there is no gradient."""
-        params, grads, groups = members
-        state_map = self._state_map
-        if not state_map.intact():
-            state_map.adopt(engine, self.param_groups, self.grad_dtype)
-        if not params:
+    def _prepare(self, engine: Engine, taking_part: Participants, grad_scale: float) -> PreparedStep | None:
+        """A step that is ready to run; None: there is no gradient."""
+        bound = bind(engine, self._state_map, self.param_groups, taking_part, self.grad_dtype, self._plan)
+        if bound is None:
             return None
-        plan = self._plan_for(engine, params)
-        new = state_map.fill_by_step(engine, plan.param_states)
-        if not new:
-            state_map.fill(engine)
-        state_map.describe(engine, self.param_groups)
-        # The parameters that somebody wrote, moved or converted since the last step; without a gradient, too, if they
-        # can still be ours.
-        param_states = state_map.param_states.values()
-        written = [
-            b for b in param_states if not b.is_new and (b.version != b.version_now or b.pointer != b.pointer_now)
-        ]
-        if self.grad_dtype is not plan.grad_dtype:
-            written = plan.param_states
-        written = [b for b in written if b.param.grad is not None or b.fits()]
-        if written and new:  # what is written may be committed by itself, and then with all places filled
-            state_map.fill(engine)
-            new = []
-        if written:
-            for param_state in written:
-                param_state.look(self.grad_dtype)
-                state_map.show(param_state)
-            state_map.remember()
-            state_map.changes += 1
-            plan = self._plan_for(engine, params)
-        grads = [g if b.part is UNSHARDED else b.part.of(g) for b, g in zip(plan.param_states, grads, strict=True)]
-        steps = np.concatenate(engine.steps)
-        steps[plan.rows] += 1
-        hypers, hyper_of = self._hypers(plan, groups, steps[plan.rows], grad_scale)
-
-        table = plan.table.copy()
-        table["hyper"][plan.rows] = hyper_of
-        table["master"][[b.index for b in new]] = NEW
-        prepared: dict[int, GradSource] = {}
-        pointers = []
-        for param_state, g in zip(plan.param_states, grads, strict=True):
-            if (
-                g.dtype is param_state.direct
-                and g.numel() == param_state.numel
-                and g.is_contiguous()
-                and not g.is_neg()
-            ):
-                pointers.append(g.data_ptr())
-                continue
-            source = prepared[param_state.index] = param_state.source(g, self.grad_dtype)
-            pointers.append(source.grad.data_ptr())
-            row = table[param_state.index]
-            row["param"] = source.param.data_ptr()
-            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
-        table["grad"][plan.rows] = np.array(pointers, np.uint64)
-
-        owed = self._compress(engine, plan, groups, grads, steps, table, prepared)
-
-        # From here on something changes.
-        if written and engine.devices.keeps_state:
-            always = not engine.windows.synced
-            many = not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES
-            if many:
-                within = engine.writing([b.index for b in written])
-            else:
-                engine.remap()  # the windows show the masters, and keep what is written to them for the step
-                within = engine.windows.reseeding()
-            with within:
-                for param_state in written:
-                    param_state.reseed(always=always)
-        by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
-        step = PreparedStep(plan, by_row, steps, table, hypers, prepared, written, owed, bool(inverse_of(grad_scale)))
+        self._plan = bound.plan
+        options = GradOptions(self.grad_dtype, self.topk, self.topk_warmup, self.error_feedback)
+        step = prepare(engine, self._rule, bound, self.param_groups, grad_scale, options)
+        add_residuals(engine, self._state_map, step)
+        apply_outside_writes(engine, step.written)
         self._runner.make_ready(engine, step)
         return step
-
-    def _members(self) -> Members:
-        params, grads, groups, strided = [], [], [], torch.strided
-        for k, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                g = p.grad
-                if g is None:
-                    continue
-                if g.layout is not strided:
-                    raise CSDRuntimeError(
-                        "CSDAdam does not support sparse gradients, please consider SparseAdam instead"
-                    )
-                params.append(p)
-                grads.append(g)
-                groups.append(k)
-        return params, grads, groups
-
-    def _plan_for(self, engine: Engine, params: list[torch.Tensor]) -> StepPlan:
-        """What stays the same from step to step while the same parameters take part. Binds those that are new."""
-        state_map, plan = self._state_map, self._plan
-        if (
-            plan is not None
-            and plan.changes == state_map.changes
-            and len(params) == len(plan.params)
-            and all(map(is_, params, plan.params))
-        ):
-            return plan
-        if any(id(p) not in state_map.param_states for p in params):
-            joining = set(map(id, params)).difference(state_map.param_states)
-            state_map.join(engine, self.param_groups, joining, self.grad_dtype)
-        param_states = [state_map.param_states[id(p)] for p in params]
-        table = np.zeros(engine.n_params, PARAM)
-        for b in param_states:
-            if b.direct:
-                row = table[b.index]
-                row["param"] = b.local.data_ptr()
-                row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype]
-        pointers, times = np.unique([b.pointer_now for b in param_states], return_counts=True)
-        if (twice := pointers[(times > 1) & (pointers > 0)]).size:
-            names = " and ".join(b.name for b in param_states if b.pointer_now == twice[0])
-            raise CSDRuntimeError(
-                f"parameters {names} share their memory, and would be updated at the same time; "
-                "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
-            )
-        rows = np.array([b.index for b in param_states])
-        table["master"][rows] = [b.master_in for b in param_states]
-        sections = np.array([len(b.sections) for b in param_states])
-        self._plan = StepPlan(params, param_states, rows, sections, table, self.grad_dtype, state_map.changes)
-        return self._plan
-
-    def _hypers(
-        self, plan: StepPlan, groups: list[int], steps: np.ndarray[Any, Any], grad_scale: float
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """This step's constants (dtype HYPER), a set per group and step count, and which of them each parameter has."""
-        pairs, hyper_of = np.unique(np.array(groups) * 2.0**32 + steps, return_inverse=True)
-        ks, ts = np.divmod(pairs, 2.0**32)
-        of = [self.param_groups[int(k)] for k in ks]
-        constants = [self._rule.constants(group, t, grad_scale) for group, t in zip(of, ts.tolist(), strict=True)]
-        needed = np.array([len(self._rule.sections_for(group)) for group in of])
-        if (lacking := needed[hyper_of] > plan.sections).any():
-            param_state, group = plan.param_states[int(lacking.argmax())], of[hyper_of[int(lacking.argmax())]]
-            turned_on, state = self._rule.lacking(group, param_state.sections)
-            raise CSDRuntimeError(
-                f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
-                f"load a state dict with {state}, or turn it on before the first step"
-            )
-        return np.array(constants, HYPER), hyper_of
-
-    def _compress(
-        self,
-        engine: Engine,
-        plan: StepPlan,
-        groups: list[int],
-        grads: list[torch.Tensor],
-        steps: np.ndarray[Any, Any],
-        table: np.ndarray[Any, Any],
-        prepared: dict[int, GradSource],
-    ) -> list[ParamState]:
-        """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
-        param_states, may_owe = plan.param_states, self.error_feedback and bool(engine.residuals)
-        owing = np.array([may_owe and b.residual is not None for b in param_states])
-        of_step = [b.param for b in param_states], owing, groups, self.param_groups, steps[plan.rows]
-        topk = ratios(*of_step, self.topk, self.topk_warmup)
-        if not topk.any():
-            return []
-        owed, new = [], False
-        for param_state, grad, share in zip(param_states, grads, topk.tolist(), strict=True):
-            if not share:
-                continue
-            row = table[param_state.index]
-            row["topk"], row["topk_dtype"] = share, DTYPE_CODES[entry_dtype(grad.dtype, self.grad_dtype)]
-            if param_state.index in prepared:  # the engine selects from the gradient as it is
-                row["grad_dtype"] = DTYPE_CODES[prepared[param_state.index].grad.dtype]
-            if self.error_feedback:
-                if self._state_map.add_residual(engine, param_state) and param_state not in self._state_map.unfilled:
-                    self._state_map.show(param_state)
-                    new = True
-                row["residual"], row["seed"] = param_state.windows["residual"].data_ptr(), int(steps[param_state.index])
-                owed.append(param_state)
-        if new:
-            self._state_map.remember()
-        return owed
-
-    def _clip_scale(self, grad_scale: float) -> float:
-        """What brings the gradients down to max_grad_norm; as torch.nn.utils.clip_grad_norm_, but in fp32."""
-        assert self.max_grad_norm is not None
-        params = ((p, self._state_map.part(p)) for _, _, p in members(self.param_groups))
-        norm = global_norm(params) * abs(grad_scale)
-        self._grad_norm = norm
-        return min(1.0, self.max_grad_norm / (norm + 1e-6)) if norm == norm else norm
 
     # ---- commit and resume -------------------------------------------------------------
 
@@ -720,53 +428,6 @@ class CSDAdam(AdamW, Joinable):
             seconds=self._trained,
         )
 
-    def _resume(self) -> None:
-        """Takes up the store, if there is one. Nothing is changed, in memory or on a device, before all is checked."""
-        engine = self._live_engine
-        if not engine.recovered:
-            where = ", ".join(map(str, engine.devices.specs))
-            warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
-            return
-        recovered = engine.recovered[0]
-        with engine.all_ranks_or_none():
-            if difference := other_rule(recovered, self._rule):
-                raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
-            if difference := first_difference(recovered.manifest, self.param_groups, self._state_map.part_of):
-                raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
-            user_state = stored_user_state(recovered.record.user_state, recovered.path)
-            check_recovered(engine)
-        with engine.all_ranks_or_none():
-            discard_newer(engine)
-        with engine.all_ranks_or_none():
-            self._state_map.adopt_commit(engine, self.param_groups)
-        for changed in changed_by_resume(self._rule, self._initial_groups, recovered.record):
-            warnings.warn(changed, CSDWarning, users_stacklevel())
-        self.user_state, self._trained, self._just_resumed = user_state, recovered.record.seconds, True
-        self._put_back(engine)
-
-    def _put_back(self, engine: Engine) -> None:
-        self._without_data = self._give_values(self._state_map.param_states.values())
-        for group, kept in zip(self.param_groups, engine.recovered[0].record.groups, strict=False):
-            put_back(group, kept)
-
-    def _give_values(self, param_states: Collection[ParamState]) -> str | None:
-        """Gives parameters the values of their masters, on all ranks. Returns the name of one that has no data yet."""
-        engine, gather = self._live_engine, None
-        with engine.all_ranks_or_none():
-            without_data = self._state_map.give_values(param_states, self.grad_dtype)
-            there = [self._state_map.param_states.get(id(p)) for _, _, p in members(self.param_groups)]
-            divided = [b for b in there if b and b.part.replicas]
-            if self._ranks and divided and not without_data:
-                gather = ParamAllGather(self._ranks, engine, divided)
-        if self._ranks:
-            said = self._ranks.gather_objects((bool(param_states), without_data))
-            without_data = next((name for _, name in said if name), None)
-            if gather and not without_data and any(given for given, _ in said):
-                gather.again()
-                for param_state in divided:
-                    param_state.version = param_state.version_now
-        return without_data
-
     def restore(self) -> None:
         """Gives parameters and hyperparameters once more the values of the step that was resumed.
 
@@ -776,13 +437,7 @@ class CSDAdam(AdamW, Joinable):
         """
         engine = self._live_engine
         with engine.lock:
-            if not engine.recovered:
-                return
-            if not self._just_resumed:
-                raise CSDRuntimeError("restore() goes before the first step()")
-            with engine.all_ranks_or_none():
-                self._state_map.exchange(engine, self.param_groups)
-            self._put_back(engine)
+            self._resume.restore(engine, self.param_groups, self.grad_dtype)
 
     # ---- torch.distributed.algorithms.Join -----------------------------------------------
 
@@ -893,7 +548,7 @@ class CSDAdam(AdamW, Joinable):
             self._finalizer.detach()
             self._engine.close()
 
-    def __enter__(self) -> CSDAdam:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

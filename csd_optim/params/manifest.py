@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..distributed.sharding import Unsharded
+from ..distributed.sharding import Partition
 from ..store.check import UNNAMED_RULE
 from ..store.format import Contents, Record
 from ..store.layout import Extent
@@ -16,7 +16,7 @@ from .groups import Groups, members, name_of
 from .param_state import ParamState
 from .update_rule import UpdateRule
 
-PartOf = Callable[[torch.Tensor], Unsharded]  # of a parameter, that which this process updates
+PartOf = Callable[[torch.Tensor], Partition]  # of a parameter, that which this process updates
 
 
 def manifest(
@@ -58,7 +58,7 @@ def other_rule(stored: Contents, rule: UpdateRule) -> str | None:
     return None
 
 
-def _about(p: torch.Tensor, part: Unsharded) -> dict[str, Any]:
+def _about(p: torch.Tensor, part: Partition) -> dict[str, Any]:
     shape = None if is_lazy(p) else list(part.of(p).shape)
     return {"shape": shape, "dtype": str(p.dtype).removeprefix("torch."), **part.about()}
 

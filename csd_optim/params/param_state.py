@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNLESS_SET
-from ..distributed.sharding import DTensorShard, Unsharded
+from ..distributed.sharding import Partition
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
-from ..step.staging import GradSource
+from .grad_source import GradSource
 from .strides import flat, numel, ordered, same_order
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
@@ -27,7 +27,7 @@ class ParamState:
     """
 
     param: torch.Tensor
-    part: Unsharded
+    part: Partition
     name: str
     index: int  # over all extents; the row in the step's table
     sections: tuple[str, ...]  # names of its states
@@ -73,16 +73,12 @@ class ParamState:
 
     @property
     def version_now(self) -> int:
-        """Counts what was written to the parameter. A DTensor counts apart from its local tensor."""
-        p: Any = self.param
-        version: int = p._version
-        return version + p._local_tensor._version if isinstance(self.part, DTensorShard) else version
+        """Counts what was written to the parameter."""
+        return self.part.version(self.param)
 
     @property
     def pointer_now(self) -> int:
-        p: Any = self.param
-        pointer: int = (p._local_tensor if isinstance(self.part, DTensorShard) else p).data_ptr()
-        return pointer
+        return self.part.pointer(self.param)
 
     def fits(self) -> bool:
         """Is the parameter still one whose state this could be?"""
@@ -102,9 +98,8 @@ class ParamState:
         self.pointer, self.local = self.pointer_now, p
         on_host, in_order = p.device.type == "cpu", same_order(p.stride(), self.stride, p.shape)
         self.is_master = self.reachable and on_host and in_order and p.dtype is torch.float32
-        # torch._foreach_* on DTensors counts neither in these nor, on the CPU, in their local tensors.
         half = p.dtype in (torch.float16, torch.bfloat16)
-        self.unless_set = isinstance(self.part, DTensorShard) and self.reachable and on_host and in_order and half
+        self.unless_set = self.part.writes_uncounted and self.reachable and on_host and in_order and half
         reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES
         self.direct = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
         if self.in_place:

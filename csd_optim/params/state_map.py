@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..distributed.ranks import Ranks
-from ..distributed.sharding import UNSHARDED, Unsharded, part_of
+from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError
 from .groups import Groups, members, name_of
@@ -40,14 +40,14 @@ class StateMap:
         self._shown: list[Any] = []  # every value in `state`, as we left it
         self._said: list[list[tuple[int, torch.dtype]]] | None = None  # of what the stores were told
 
-    def part(self, p: torch.Tensor) -> Unsharded:
+    def part(self, p: torch.Tensor) -> Partition:
         """The part of a parameter that this process updates."""
         param_state = self.param_states.get(id(p))
         return param_state.part if param_state else self.part_of(p)
 
     def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
         """Gives parameters, named by their id, a place on the devices, to be filled."""
-        by_sections: dict[tuple[str, ...], list[tuple[str, torch.Tensor, Unsharded]]] = {}
+        by_sections: dict[tuple[str, ...], list[tuple[str, torch.Tensor, Partition]]] = {}
         for k, i, p in members(groups):
             if id(p) not in joining:
                 continue
@@ -84,7 +84,7 @@ class StateMap:
         self,
         engine: Engine,
         p: torch.Tensor,
-        part: Unsharded,
+        part: Partition,
         name: str,
         extent: int,
         shape: Sequence[int],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,8 +10,10 @@ import torch
 
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
+from ..engine.engine import Engine
 from ..errors import CSDRankError
 from ..params.groups import Groups, members, name_of
+from ..params.state_map import StateMap
 from ..params.strides import flat
 from .joining import borrow
 
@@ -44,26 +45,29 @@ class StepAgreement:
 
 def agree_on_step(
     ranks: Ranks,
+    engine: Engine,
+    state_map: StateMap,
     groups: Groups,
     *,
     sharded: bool,
-    is_bound: Callable[[torch.Tensor], bool],
     skips: bool,
     taken: int,
     joined: bool,
-    descending: bool,
     scale: float | None,
 ) -> StepAgreement:
     """Before anything is touched; a collective. `scale`: a GradScaler's, which ranks that have `joined` lack.
 
-    `is_bound`: has a parameter taken part before? If not, ranks that share it have to hold the same.
+    Of parameters that take part for the first time, ranks that share them have to hold the same.
     Raises CSDRankError, on all ranks, if they cannot take this step together.
     """
+
+    def is_bound(p: torch.Tensor) -> bool:
+        return id(p) in state_map.param_states
 
     def say() -> list[_Vote]:
         names = _checksum([name for name, _ in alike])
         new = _checksum([name for name, p in alike if not is_bound(p)])
-        word = _Vote(skips, taken, joined, names, new, descending)
+        word = _Vote(skips, taken, joined, names, new, engine.descending)
         return [_Vote(*said) for said in ranks.gather(*word)]
 
     alike = _with_gradients(groups) if sharded else []

@@ -18,10 +18,10 @@ import torch
 
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
+from ..params.grad_source import GradSource
 from ..params.param_state import ParamState
 from ..params.strides import flat, numel, same_order
 from ..store.layout import round_up
-from .staging import GradSource
 
 ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there
 BUCKET_BYTES = 16 << 20  # of all ranks together

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,46 +14,14 @@ from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..errors import CSDError
-from ..params.param_state import ParamState
+from ..params.grad_source import GradSource
+from ..params.groups import Groups
 from ..params.state_map import StateMap
 from ..params.strides import flat
 from ..store.format import Record
 from .all_gather import ParamAllGather
-from .staging import BUFFERS_PER_DEVICE, GradSource, StagingRing
-
-
-@dataclass
-class StepPlan:
-    """What stays the same from step to step while the same parameters take part."""
-
-    params: list[torch.Tensor]
-    param_states: list[ParamState]
-    rows: np.ndarray[Any, Any]  # their rows in the table
-    sections: np.ndarray[Any, Any]  # how many each has
-    table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
-    grad_dtype: torch.dtype | None  # the optimizer's option when this was made
-    changes: int  # of the places, when this was made
-    gather: ParamAllGather | None = None  # of the parameters whose updates the ranks share; made when first needed
-
-
-@dataclass
-class PreparedStep:
-    """A step that is ready to be taken."""
-
-    plan: StepPlan
-    grads: dict[int, torch.Tensor]  # of the parts, by row of the table
-    steps: np.ndarray[Any, Any]  # as they will be
-    table: np.ndarray[Any, Any]
-    hypers: np.ndarray[Any, Any]
-    prepared: dict[int, GradSource]  # what the engine cannot take as it stands, by row
-    written: list[ParamState]  # from outside, since the last step
-    owed: list[ParamState]  # residuals that the step changes
-    unscaled: bool  # gradients can be told from the scale: what is sent whole is owed no more
-    # How it flows: see StepRunner.make_ready()
-    tiles: np.ndarray[Any, Any] = field(init=False)
-    images: list[int] = field(init=False)  # tiles that travel by them
-    ring: StagingRing | None = field(init=False)
-    gather: ParamAllGather | None = field(init=False)
+from .prepare import PreparedStep, StepPlan
+from .staging import BUFFERS_PER_DEVICE, StagingRing
 
 
 class StepRunner:
@@ -63,6 +30,7 @@ class StepRunner:
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self._state_map, self._ranks = state_map, ranks
         self.ring: StagingRing | None = None  # made when first needed
+        self.taken = 0  # steps, that ranks have to agree about
         self.moved = False  # tiles, in the last step
         self.in_flight = False  # last states may still be on their way
 
@@ -73,12 +41,44 @@ class StepRunner:
         step.ring = self._ring(engine, step.prepared) if step.images else None
         step.gather = self._gather(engine, step.plan)
 
-    def run(self, engine: Engine, step: PreparedStep, record: Record | None, *, descending: bool) -> StagingRing | None:
-        """The step proper. On any failure, of any rank, parameters and state are put back.
+    def run(self, engine: Engine, step: PreparedStep, record: Record | None, *, descending: bool) -> None:
+        """Takes the step, and commits it with `record`. On any failure, of any rank, all is put back.
 
-        `descending`: of what the ranks share, the last goes first. Returns the ring, if something went through it,
-        which has residuals yet to be brought up to date.
+        `descending`: of what the ranks share, the last goes first.
         """
+        self._flow(engine, step, record, descending=descending)
+        self._state_map.filled()
+        self.taken += 1
+        try:
+            if step.ring is not None:
+                step.ring.feed_back()
+        finally:  # the step is whole, whatever becomes of what it owes
+            torch.autograd.graph.increment_version([b.windows["residual"] for b in step.owed])
+            if not step.error_feedback:
+                self._state_map.drop_residual(engine, step.plan.param_states)
+            elif step.unscaled:
+                all_sent = [b for b in step.owed if step.table["topk"][b.index] == 1]
+                self._state_map.drop_residual(engine, all_sent)
+            for extent, own in zip(engine.extents, engine.steps, strict=True):
+                own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
+            engine.commit(record)
+        for source in step.prepared.values():
+            source.give_back()
+        torch.autograd.graph.increment_version(step.plan.params)
+        for param_state in (*step.written, *step.plan.param_states):
+            param_state.version = param_state.version_now
+
+    def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
+        """A step of the other ranks, for which this one has no gradients: it is counted and committed with theirs."""
+        with all_ranks_or_none(self._ranks):
+            self._state_map.fill(engine)
+        self.taken += 1
+        engine.step += 1
+        self._state_map.describe(engine, groups)
+        engine.commit(record)
+
+    def _flow(self, engine: Engine, step: PreparedStep, record: Record | None, *, descending: bool) -> None:
+        """The step proper. On any failure, of any rank, parameters and state are put back."""
         table, prepared = step.table, step.prepared
         tiles, images, ring, gather = step.tiles, step.images, step.ring, step.gather
         if gather:
@@ -117,7 +117,6 @@ class StepRunner:
             if gather and not done:
                 gather.again()
             raise
-        return ring
 
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
         """Tiles that travel by images: with gradients on a GPU, or to be rounded. Prepares whatever lies in them."""

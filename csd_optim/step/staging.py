@@ -18,28 +18,10 @@ import torch
 from ..bindings import topk_count
 from ..compression.selection import TopK, feed_back, pack, rounded, select
 from ..engine.engine import Engine
+from ..params.grad_source import GradSource
 
 # Tiles under way per device: one travelling each way while two are updated or wait for their states.
 BUFFERS_PER_DEVICE = 4
-
-
-@dataclass
-class GradSource:
-    """One parameter of this step, seen as a flat array in the order of its state."""
-
-    grad: torch.Tensor  # 1-D, any device
-    param: torch.Tensor  # 1-D, same device, written in place
-    grad_dtype: torch.dtype  # on the link
-    is_read: bool = False  # the device needs the parameter as well: its master may be there
-    back: tuple[torch.Tensor, torch.Tensor] | None = (
-        None  # a strided parameter, and `param` to copy there, by give_back()
-    )
-    topk: TopK | None = None  # None: dense
-
-    def give_back(self) -> None:
-        """Its new values are in `param`."""
-        if self.back:
-            self.back[0].copy_(self.back[1])
 
 
 @dataclass

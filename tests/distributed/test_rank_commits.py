@@ -20,7 +20,7 @@ from faults.losing import LosingDisk
 from support.ranks import KILLED, on_ranks
 from support.store_page import region, superblock
 
-import csd_optim.optim.optimizer
+import csd_optim.step.prepare
 import csd_optim.store.file
 from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDValueError, CSDWarning
 from csd_optim.engine.commit import Commit
@@ -446,7 +446,7 @@ def edit_and_die(rank, at_once):
         with torch.no_grad():
             training.params[0].fill_(2)
     if at_once:
-        csd_optim.optim.optimizer.EDIT_BYTES = 0
+        csd_optim.step.prepare.EDIT_BYTES = 0
     training.step()
     torch.save(training.image(), f"image-{rank}")
     with dies_at("within the step", 5):

@@ -18,7 +18,7 @@ from support.training import (
     train,
 )
 
-import csd_optim.optim.optimizer
+import csd_optim.step.prepare
 from csd_optim import (
     CSDAdam,
     CSDRuntimeError,
@@ -170,7 +170,7 @@ EDITS = {
 )
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_count_from_the_next_step_on(tmp_path, monkeypatch, edit, name, shadow, edit_bytes):
-    monkeypatch.setattr(csd_optim.optim.optimizer, "EDIT_BYTES", edit_bytes)
+    monkeypatch.setattr(csd_optim.step.prepare, "EDIT_BYTES", edit_bytes)
     device = named_devices(tmp_path, 1)
     # Of the same kind: on a card an fp32 master can be edited, elsewhere the parameter itself is the master.
     mine, other = Training(device, shadow=shadow), Training(device_strings("xrt" if on_cards() else "file", tmp_path))

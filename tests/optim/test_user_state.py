@@ -21,7 +21,7 @@ from support.training import (
     train,
 )
 
-import csd_optim.optim.optimizer
+import csd_optim.step.prepare
 from csd_optim import (
     CSDAdam,
     CSDTypeError,
@@ -172,7 +172,7 @@ def test_record_of_a_step_that_never_was(tmp_path, monkeypatch, how):
     if how == "state assigned":
         opt.state[p]["exp_avg"] = torch.zeros(300)
     if how == "large edit":
-        monkeypatch.setattr(csd_optim.optim.optimizer, "EDIT_BYTES", 16)
+        monkeypatch.setattr(csd_optim.step.prepare, "EDIT_BYTES", 16)
         with torch.no_grad():
             p.mul_(2)
 

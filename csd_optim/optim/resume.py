@@ -1,0 +1,119 @@
+"""What a store that is resumed gives back to parameters and groups; what it gives to `state`, StateMap says."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from ..distributed.ranks import Ranks
+from ..engine.engine import Engine
+from ..engine.resume import check_recovered, discard_newer
+from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
+from ..params.groups import Groups, members, put_back
+from ..params.manifest import changed_by_resume, first_difference, other_rule
+from ..params.param_state import ParamState
+from ..params.state_map import StateMap
+from ..step.all_gather import ParamAllGather
+from ..store.format import Record
+from ..store.user_state import stored_user_state
+
+
+class Resume:
+    """Of one optimizer, from its construction to its first step.
+
+    `groups`, `grad_dtype`: as StateMap has them.
+    """
+
+    def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
+        self._state_map, self._ranks = state_map, ranks
+        self.pending = False  # a store was resumed, and no step was made since
+        self._without_data: str | None = None  # a parameter that could not be given its value
+
+    def adopt_store(
+        self, engine: Engine, groups: Groups, initial_groups: Groups, grad_dtype: torch.dtype | None
+    ) -> tuple[Record, dict[str, Any]] | None:
+        """Goes on from the store. Nothing is changed, in memory or on a device, before all is checked.
+
+        `initial_groups`: hyperparameters as this process was given them. Returns what was committed with the last step,
+        and its `user_state`; None, with a warning, if there is no store. Raises CSDStoreError if it cannot be resumed.
+        """
+        if not engine.recovered:
+            where = ", ".join(map(str, engine.devices.specs))
+            warnings.warn(f"there is no store in {where} to resume: a new one is begun", CSDWarning, users_stacklevel())
+            return None
+        rule, recovered = self._state_map.rule, engine.recovered[0]
+        with engine.all_ranks_or_none():
+            if difference := other_rule(recovered, rule):
+                raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
+            if difference := first_difference(recovered.manifest, groups, self._state_map.part_of):
+                raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
+            user_state = stored_user_state(recovered.record.user_state, recovered.path)
+            check_recovered(engine)
+        with engine.all_ranks_or_none():
+            discard_newer(engine)
+        with engine.all_ranks_or_none():
+            self._state_map.adopt_commit(engine, groups)
+        for changed in changed_by_resume(rule, initial_groups, recovered.record):
+            warnings.warn(changed, CSDWarning, users_stacklevel())
+        self.pending = True
+        self._put_back(engine, groups, grad_dtype)
+        return recovered.record, user_state
+
+    def restore(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None) -> None:
+        """See CSDAdam.restore()."""
+        if not engine.recovered:
+            return
+        if not self.pending:
+            raise CSDRuntimeError("restore() goes before the first step()")
+        with engine.all_ranks_or_none():
+            self._state_map.exchange(engine, groups)
+        self._put_back(engine, groups, grad_dtype)
+
+    def begin_step(self, engine: Engine, groups: Groups) -> None:
+        """The first step begins with the parameters that are there now. Raises CSDRuntimeError, CSDStoreError."""
+        if not self.pending:
+            return
+        if self._without_data:
+            raise CSDRuntimeError(
+                f"parameter {self._without_data} was on the meta device when the store was resumed; "
+                "call restore() when it has data"
+            )
+        self._state_map.exchange(engine, groups)
+        self.pending = False
+
+    def unwritten(self) -> list[ParamState]:
+        """Parameters that nobody has written to since resume; those that ranks share, on no rank. A collective."""
+        unwritten = self._state_map.unwritten()
+        if self._ranks is None:
+            return unwritten
+        said = self._ranks.gather_objects([b.name for b in unwritten])
+        on_all = set.intersection(*map(set, said))
+        return [b for b in unwritten if b.name in on_all or not b.part.replicas]
+
+    def give_values(
+        self, engine: Engine, groups: Groups, param_states: Collection[ParamState], grad_dtype: torch.dtype | None
+    ) -> str | None:
+        """Gives parameters the values of their masters, on all ranks. Returns the name of one that has no data yet."""
+        gather = None
+        with engine.all_ranks_or_none():
+            without_data = self._state_map.give_values(param_states, grad_dtype)
+            there = [self._state_map.param_states.get(id(p)) for _, _, p in members(groups)]
+            divided = [b for b in there if b and b.part.replicas]
+            if self._ranks and divided and not without_data:
+                gather = ParamAllGather(self._ranks, engine, divided)
+        if self._ranks:
+            said = self._ranks.gather_objects((bool(param_states), without_data))
+            without_data = next((name for _, name in said if name), None)
+            if gather and not without_data and any(given for given, _ in said):
+                gather.again()
+                for param_state in divided:
+                    param_state.version = param_state.version_now
+        return without_data
+
+    def _put_back(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None) -> None:
+        self._without_data = self.give_values(engine, groups, self._state_map.param_states.values(), grad_dtype)
+        for group, kept in zip(groups, engine.recovered[0].record.groups, strict=False):
+            put_back(group, kept)

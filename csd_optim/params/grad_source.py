@@ -1,0 +1,27 @@
+"""A gradient that the engine cannot take as it stands, on its way to the devices, and the parameter that returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..compression.selection import TopK
+
+
+@dataclass
+class GradSource:
+    """One parameter of this step, seen as a flat array in the order of its state."""
+
+    grad: torch.Tensor  # 1-D, any device
+    param: torch.Tensor  # 1-D, same device, written in place
+    grad_dtype: torch.dtype  # on the link
+    is_read: bool = False  # the device needs the parameter as well: its master may be there
+    # A strided parameter, and `param` to copy there, by give_back().
+    back: tuple[torch.Tensor, torch.Tensor] | None = None
+    topk: TopK | None = None  # None: dense
+
+    def give_back(self) -> None:
+        """Its new values are in `param`."""
+        if self.back:
+            self.back[0].copy_(self.back[1])

@@ -1,0 +1,347 @@
+"""What a step will do, before it does anything.
+
+    bound = bind(...)           those that take part have their places on the devices, and are looked at
+    step = prepare(...)         everything is checked, nothing is changed: neither on the devices nor in `state`
+    add_residuals(...)          from here on something changes
+    apply_outside_writes(...)
+    StepRunner.make_ready(...), .run(...)    in run.py
+
+The update rule is handed in: nothing here knows what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
+from ..compression.policy import entry_dtype, ratios
+from ..compression.selection import inverse_of
+from ..distributed.grad_norm import global_norm
+from ..engine.engine import Engine
+from ..errors import CSDRuntimeError
+from ..params.grad_source import GradSource
+from ..params.groups import Groups, members
+from ..params.param_state import ParamState
+from ..params.state_map import StateMap
+from ..params.update_rule import UpdateRule
+from .all_gather import ParamAllGather
+from .staging import StagingRing
+
+# Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
+# it; more goes to the devices at once, and is committed there by itself.
+EDIT_BYTES = 256 << 20
+
+
+class GradOptions(NamedTuple):
+    """How gradients travel: the optimizer's arguments of these names, as they are in this step."""
+
+    grad_dtype: torch.dtype | None
+    topk: float | None
+    topk_warmup: int
+    error_feedback: bool
+
+
+class Participants(NamedTuple):
+    """Parameters that take part in a step."""
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    groups_of: list[int]  # the indices of their groups
+
+
+@dataclass
+class StepPlan:
+    """What stays the same from step to step while the same parameters take part."""
+
+    params: list[torch.Tensor]
+    param_states: list[ParamState]
+    rows: np.ndarray[Any, Any]  # their rows in the table
+    sections: np.ndarray[Any, Any]  # how many each has
+    table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
+    grad_dtype: torch.dtype | None  # the optimizer's option when this was made
+    changes: int  # of the state map, when this was made
+    gather: ParamAllGather | None = None  # of the parameters whose updates the ranks share; made when first needed
+
+
+@dataclass
+class BoundStep:
+    """A step whose parameters have their places on the devices."""
+
+    plan: StepPlan
+    participants: Participants
+    new: list[ParamState]  # whose places are empty: the step fills them
+    written: list[ParamState]  # from outside, since the last step
+
+
+@dataclass
+class PreparedStep:
+    """A step that can be taken."""
+
+    plan: StepPlan
+    grads: dict[int, torch.Tensor]  # of the parts, by row of the table
+    steps: np.ndarray[Any, Any]  # as they will be
+    table: np.ndarray[Any, Any]
+    hypers: np.ndarray[Any, Any]
+    prepared: dict[int, GradSource]  # what the engine cannot take as it stands, by row
+    written: list[ParamState]  # from outside, since the last step
+    owed: list[ParamState]  # residuals that the step changes
+    error_feedback: bool
+    unscaled: bool  # gradients can be told from the scale: what is sent whole is owed no more
+    # How it flows: see StepRunner.make_ready()
+    tiles: np.ndarray[Any, Any] = field(init=False)
+    images: list[int] = field(init=False)  # tiles that travel by them
+    ring: StagingRing | None = field(init=False)
+    gather: ParamAllGather | None = field(init=False)
+
+
+def participants(groups: Groups) -> Participants:
+    """All that have a gradient. Raises CSDRuntimeError if one is sparse."""
+    params, grads, groups_of, strided = [], [], [], torch.strided
+    for k, group in enumerate(groups):
+        for p in group["params"]:
+            g = p.grad
+            if g is None:
+                continue
+            if g.layout is not strided:
+                raise CSDRuntimeError("CSDAdam does not support sparse gradients, please consider SparseAdam instead")
+            params.append(p)
+            grads.append(g)
+            groups_of.append(k)
+    return Participants(params, grads, groups_of)
+
+
+def clip_scale(groups: Groups, state_map: StateMap, grad_scale: float, max_norm: float) -> tuple[float, float]:
+    """What brings the gradients down to `max_norm`, and their norm. As torch.nn.utils.clip_grad_norm_, but in fp32.
+
+    A collective of the process groups over which parameters are divided.
+    """
+    norm = global_norm((p, state_map.part(p)) for _, _, p in members(groups)) * abs(grad_scale)
+    return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm, norm
+
+
+# ---- places ----------------------------------------------------------------------------
+
+
+def bind(
+    engine: Engine,
+    state_map: StateMap,
+    groups: Groups,
+    taking_part: Participants,
+    grad_dtype: torch.dtype | None,
+    plan: StepPlan | None,
+) -> BoundStep | None:
+    """Gives parameters that take part for the first time their places, and looks at those that somebody has changed.
+
+    Takes in what was put into `state`. `plan`: that of the step before. None: there is no gradient.
+    Raises what StateMap.join(), adopt() and ParamState.look() raise.
+    """
+    if not state_map.intact():
+        state_map.adopt(engine, groups, grad_dtype)
+    if not taking_part.params:
+        return None
+    plan = _plan_for(engine, state_map, groups, taking_part.params, grad_dtype, plan)
+    new = state_map.fill_by_step(engine, plan.param_states)
+    if not new:
+        state_map.fill(engine)
+    state_map.describe(engine, groups)
+    written = _written(state_map, plan, grad_dtype)
+    if written and new:  # what is written may be committed by itself, and then with all places filled
+        state_map.fill(engine)
+        new = []
+    if written:
+        for param_state in written:
+            param_state.look(grad_dtype)
+            state_map.show(param_state)
+        state_map.remember()
+        state_map.changes += 1
+        plan = _plan_for(engine, state_map, groups, taking_part.params, grad_dtype, plan)
+    return BoundStep(plan, taking_part, new, written)
+
+
+def _written(state_map: StateMap, plan: StepPlan, grad_dtype: torch.dtype | None) -> list[ParamState]:
+    """Those whose parameters somebody wrote, moved or converted since the last step.
+
+    Without a gradient, too, if they can still be ours.
+    """
+    written: Iterable[ParamState] = plan.param_states
+    if grad_dtype is plan.grad_dtype:
+        written = (
+            b
+            for b in state_map.param_states.values()
+            if not b.is_new and (b.version != b.version_now or b.pointer != b.pointer_now)
+        )
+    return [b for b in written if b.param.grad is not None or b.fits()]
+
+
+def _plan_for(
+    engine: Engine,
+    state_map: StateMap,
+    groups: Groups,
+    params: list[torch.Tensor],
+    grad_dtype: torch.dtype | None,
+    plan: StepPlan | None,
+) -> StepPlan:
+    """`plan` if it is still true, else another one. Gives places to parameters that are new."""
+    if (
+        plan is not None
+        and plan.changes == state_map.changes
+        and len(params) == len(plan.params)
+        and all(map(is_, params, plan.params))
+    ):
+        return plan
+    if any(id(p) not in state_map.param_states for p in params):
+        joining = set(map(id, params)).difference(state_map.param_states)
+        state_map.join(engine, groups, joining, grad_dtype)
+    param_states = [state_map.param_states[id(p)] for p in params]
+    table = np.zeros(engine.n_params, PARAM)
+    for b in param_states:
+        if b.direct:
+            row = table[b.index]
+            row["param"] = b.local.data_ptr()
+            row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[b.direct], DTYPE_CODES[b.param.dtype]
+    pointers, times = np.unique([b.pointer_now for b in param_states], return_counts=True)
+    if (twice := pointers[(times > 1) & (pointers > 0)]).size:
+        names = " and ".join(b.name for b in param_states if b.pointer_now == twice[0])
+        raise CSDRuntimeError(
+            f"parameters {names} share their memory, and would be updated at the same time; "
+            "to tie weights, let the modules share the parameter itself (b.weight = a.weight)"
+        )
+    rows = np.array([b.index for b in param_states])
+    table["master"][rows] = [b.master_in for b in param_states]
+    sections = np.array([len(b.sections) for b in param_states])
+    return StepPlan(params, param_states, rows, sections, table, grad_dtype, state_map.changes)
+
+
+# ---- what will be done -----------------------------------------------------------------
+
+
+def prepare(
+    engine: Engine, rule: UpdateRule, bound: BoundStep, groups: Groups, grad_scale: float, options: GradOptions
+) -> PreparedStep:
+    """Checks everything, changes nothing. `grad_scale`: what gradients are multiplied by.
+
+    Raises CSDValueError, CSDTypeError for a gradient that does not fit its parameter or an invalid `topk`,
+    CSDRuntimeError if a group needs a state that a parameter of it does not have.
+    """
+    plan, (_, grads, groups_of) = bound.plan, bound.participants
+    grads = [g if b.part.is_whole else b.part.of(g) for b, g in zip(plan.param_states, grads, strict=True)]
+    steps = np.concatenate(engine.steps)
+    steps[plan.rows] += 1
+    table = plan.table.copy()
+    hypers, table["hyper"][plan.rows] = _hypers(rule, plan, groups, groups_of, steps[plan.rows], grad_scale)
+    table["master"][[b.index for b in bound.new]] = NEW
+    sources = _reach(plan, grads, table, options.grad_dtype)
+    may_owe = options.error_feedback and bool(engine.residuals)
+    owing = np.array([may_owe and b.residual is not None for b in plan.param_states])
+    topk = ratios(plan.params, owing, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
+    owed = _compress(plan, grads, steps, topk, table, sources, options)
+    by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
+    unscaled = bool(inverse_of(grad_scale))
+    return PreparedStep(
+        plan, by_row, steps, table, hypers, sources, bound.written, owed, options.error_feedback, unscaled
+    )
+
+
+def _hypers(
+    rule: UpdateRule,
+    plan: StepPlan,
+    groups: Groups,
+    groups_of: list[int],
+    steps: np.ndarray[Any, Any],
+    grad_scale: float,
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """This step's constants (dtype HYPER), a set per group and step count, and which of them each parameter has."""
+    pairs, hyper_of = np.unique(np.array(groups_of) * 2.0**32 + steps, return_inverse=True)
+    ks, ts = np.divmod(pairs, 2.0**32)
+    of = [groups[int(k)] for k in ks]
+    constants = [rule.constants(group, t, grad_scale) for group, t in zip(of, ts.tolist(), strict=True)]
+    needed = np.array([len(rule.sections_for(group)) for group in of])
+    if (lacking := needed[hyper_of] > plan.sections).any():
+        param_state, group = plan.param_states[int(lacking.argmax())], of[hyper_of[int(lacking.argmax())]]
+        turned_on, state = rule.lacking(group, param_state.sections)
+        raise CSDRuntimeError(
+            f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
+            f"load a state dict with {state}, or turn it on before the first step"
+        )
+    return np.array(constants, HYPER), hyper_of
+
+
+def _reach(
+    plan: StepPlan, grads: list[torch.Tensor], table: np.ndarray[Any, Any], grad_dtype: torch.dtype | None
+) -> dict[int, GradSource]:
+    """Says in the table where the gradients lie. Returns those that the engine cannot take as they stand, by row."""
+    sources: dict[int, GradSource] = {}
+    pointers = []
+    for param_state, g in zip(plan.param_states, grads, strict=True):
+        if g.dtype is param_state.direct and g.numel() == param_state.numel and g.is_contiguous() and not g.is_neg():
+            pointers.append(g.data_ptr())
+            continue
+        source = sources[param_state.index] = param_state.source(g, grad_dtype)
+        pointers.append(source.grad.data_ptr())
+        row = table[param_state.index]
+        row["param"] = source.param.data_ptr()
+        row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
+    table["grad"][plan.rows] = np.array(pointers, np.uint64)
+    return sources
+
+
+def _compress(
+    plan: StepPlan,
+    grads: list[torch.Tensor],
+    steps: np.ndarray[Any, Any],
+    topk: np.ndarray[Any, Any],
+    table: np.ndarray[Any, Any],
+    sources: dict[int, GradSource],
+    options: GradOptions,
+) -> list[ParamState]:
+    """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
+    if not topk.any():
+        return []
+    owed = []
+    for param_state, grad, ratio in zip(plan.param_states, grads, topk.tolist(), strict=True):
+        if not ratio:
+            continue
+        row = table[param_state.index]
+        row["topk"], row["topk_dtype"] = ratio, DTYPE_CODES[entry_dtype(grad.dtype, options.grad_dtype)]
+        if param_state.index in sources:  # the engine selects from the gradient as it is
+            row["grad_dtype"] = DTYPE_CODES[sources[param_state.index].grad.dtype]
+        if options.error_feedback:
+            row["seed"] = int(steps[param_state.index])
+            owed.append(param_state)
+    return owed
+
+
+# ---- from here on something changes ----------------------------------------------------
+
+
+def add_residuals(engine: Engine, state_map: StateMap, step: PreparedStep) -> None:
+    """Gives residuals to the parameters that will owe something, and tells the step. Raises CSDOSError."""
+    new = False
+    for param_state in step.owed:
+        if state_map.add_residual(engine, param_state) and param_state not in state_map.unfilled:
+            state_map.show(param_state)
+            new = True
+        step.table["residual"][param_state.index] = param_state.windows["residual"].data_ptr()
+    if new:
+        state_map.remember()
+
+
+def apply_outside_writes(engine: Engine, written: list[ParamState]) -> None:
+    """What was written to parameters since the last step becomes their masters. Raises CSDOSError."""
+    if not written or not engine.devices.keeps_state:
+        return
+    always = not engine.windows.synced
+    if not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES:
+        within = engine.writing([b.index for b in written])
+    else:
+        engine.remap()  # the windows show the masters, and keep what is written to them for the step
+        within = engine.windows.reseeding()
+    with within:
+        for param_state in written:
+            param_state.reseed(always=always)
