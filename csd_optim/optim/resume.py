@@ -110,7 +110,7 @@ class Resume:
             if gather and not without_data and any(given for given, _ in said):
                 gather.again()
                 for param_state in divided:
-                    param_state.version = param_state.version_now
+                    param_state.is_ours()
         return without_data
 
     def _put_back(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None) -> None:

@@ -23,7 +23,8 @@ RESEED_CHUNK = 1 << 22
 class ParamState:
     """A parameter that has its place on the devices: it, or the part of it that this process updates.
 
-    All that is said of elements here is said of the part.
+    All that is said of elements here is said of the part. What is known of `param` changes by `look()`, `is_ours()` and
+    `move_to()`; `is_new` and `alive` are its state map's to write.
     """
 
     param: torch.Tensor
@@ -63,6 +64,20 @@ class ParamState:
 
     def drop_window(self, key: str) -> None:
         del self.windows[key], self.shown[key]
+
+    def is_ours(self) -> None:
+        """Parameter and master belong together as they are now: what is written from here on is written by others."""
+        self.version = self.version_now
+
+    def move_to(self, p: torch.Tensor, part: Partition) -> None:
+        """Another parameter takes the place: that of a model which was exchanged. To be looked at next."""
+        self.param, self.part = p, part
+        self.shown = {k: w if k == "step" else part.show(w) for k, w in self.windows.items()}
+
+    @property
+    def is_written(self) -> bool:
+        """Has somebody written, moved or converted the parameter since it was ours?"""
+        return self.version != self.version_now or self.pointer != self.pointer_now
 
     @property
     def master_in(self) -> int:
@@ -154,7 +169,7 @@ class ParamState:
         flat(in_order)[first : first + n].copy_(flat(self.windows["master"])[first : first + n])
         if in_order is not p:
             p.copy_(in_order)
-        self.version = self.version_now
+        self.is_ours()
 
     def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> GradSource:
         """Gradient and parameter as flat arrays in the order of the state: views where memory has it, else copies.

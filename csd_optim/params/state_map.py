@@ -291,10 +291,7 @@ class StateMap:
             del self.param_states[id(param_state.param)]
             self.state.pop(param_state.param, None)
         for _, param_state, p in changed:
-            param_state.param, param_state.part = p, self.part_of(p)
-            param_state.shown = {
-                k: w if k == "step" else param_state.part.show(w) for k, w in param_state.windows.items()
-            }
+            param_state.move_to(p, self.part_of(p))
             self.param_states[id(p)] = param_state
             self.show(param_state)
             self.changes += 1
@@ -318,6 +315,6 @@ class StateMap:
             with torch.no_grad():
                 param_state.part.of(p).copy_(param_state.windows["master"])
             param_state.look(grad_dtype)
-            param_state.version = param_state.version_now
+            param_state.is_ours()
         self.changes += 1
         return without_data

@@ -171,11 +171,7 @@ def _written(state_map: StateMap, plan: StepPlan, grad_dtype: torch.dtype | None
     """
     written: Iterable[ParamState] = plan.param_states
     if grad_dtype is plan.grad_dtype:
-        written = (
-            b
-            for b in state_map.param_states.values()
-            if not b.is_new and (b.version != b.version_now or b.pointer != b.pointer_now)
-        )
+        written = (b for b in state_map.param_states.values() if not b.is_new and b.is_written)
     return [b for b in written if b.param.grad is not None or b.fits()]
 
 

@@ -66,7 +66,7 @@ class StepRunner:
             source.give_back()
         torch.autograd.graph.increment_version(step.plan.params)
         for param_state in (*step.written, *step.plan.param_states):
-            param_state.version = param_state.version_now
+            param_state.is_ours()
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """A step of the other ranks, for which this one has no gradients: it is counted and committed with theirs."""
