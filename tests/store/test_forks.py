@@ -124,8 +124,8 @@ def test_a_child_leaves_its_parent_the_lock_and_its_own_files_alone(tmp_path):
     if child == 0:
         right = False
         try:
-            taken = [os.open(os.devnull, os.O_RDONLY) for _ in numbers]
-            reused = set(taken) == set(numbers)
+            taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(max(numbers))]  # others may be free, too
+            reused = set(numbers) <= set(taken)
             store.close()  # a finalizer may
             right = reused and all(os.fstat(fd) for fd in taken)
         finally:
