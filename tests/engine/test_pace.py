@@ -44,9 +44,10 @@ def reading_all(device):
 
 
 def best(devices, steps=3):
-    """Seconds of the fastest step, the first of which is also that which fills the store."""
+    """Seconds of the fastest step but the first, which reads nothing, and fills the store."""
     with optimizer([*map(reading_all, devices)]) as opt:
-        return min(step_seconds(opt) for _ in range(steps))
+        step_seconds(opt)
+        return min(step_seconds(opt) for _ in range(steps - 1))
 
 
 def pacers():
@@ -146,7 +147,7 @@ def test_one_link_has_one_rate():
 )
 def test_rate_is_kept(device, seconds):
     with optimizer([reading_all(device)]) as opt:
-        taken = [step_seconds(opt) for _ in range(2)]
+        taken = [step_seconds(opt) for _ in range(3)][1:]  # the first reads nothing
         stats = opt.stats()
     assert min(taken) >= seconds
     assert min(taken) < SLACK * seconds
