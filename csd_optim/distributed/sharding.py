@@ -25,12 +25,13 @@ class Partition:
     is_whole = False  # of() has nothing to take out
     # torch._foreach_* writes to it without counting, neither in a DTensor nor, on the CPU, in its local tensor.
     writes_uncounted = False
-    # Those that hold the parameter alike, and each update a part of it: `of_rank` says which.
+    # Those that hold the local tensor alike, and each update some rows (of dimension 0) of it.
     replicas: Ranks | None = None
 
     def of_rank(self, t: torch.Tensor, rank: int) -> torch.Tensor:
         """The part of one of the replicas, as of()."""
-        raise NotImplementedError
+        local = self.local(t)
+        return local.narrow(0, *rows_of(local.shape[0], self.replicas.size, rank)) if self.replicas else local
 
     def local(self, t: torch.Tensor) -> torch.Tensor:
         """What this process has of a parameter, or of a gradient, whoever updates it."""
@@ -48,7 +49,7 @@ class Partition:
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
         """The part of a parameter, or of a gradient: a view where the tensor has it, detached."""
-        return t.detach()
+        return self.of_rank(t, self.replicas.rank) if self.replicas else self.local(t)
 
     def of_state(self, value: torch.Tensor) -> torch.Tensor:
         """The part of a value of the parameter's shape, as somebody put it into `state`."""
@@ -124,9 +125,6 @@ class DTensorShard(_OfTensor):
         self.shape, self.stride = p.shape, p.stride()
         self.sizes, self.first = compute_local_shape_and_global_offset(p.shape, self.mesh, self.placements)
 
-    def of(self, t: torch.Tensor) -> torch.Tensor:
-        return self.local(t)
-
     def local(self, t: torch.Tensor) -> torch.Tensor:
         return local_of(t.detach(), self.mesh, self.placements)
 
@@ -153,10 +151,9 @@ class ReplicaShare(DTensorShard):
         from torch.distributed.tensor import Shard as ShardOfDim
 
         self.replicas, self._turned = ranks.replicas(self.mesh, dim)
-        self._rows = self.sizes[0]
         kept = [placement for d, placement in enumerate(self.placements) if d != dim]
         self._divided = (*kept, ShardOfDim(0))  # the rows of each shard, once more
-        first, rows = self._rows_of(self.replicas.rank)
+        first, rows = rows_of(self.sizes[0], self.replicas.size, self.replicas.rank)
         self.first, self.sizes = (self.first[0] + first, *self.first[1:]), (rows, *self.sizes[1:])
 
     @staticmethod
@@ -165,15 +162,6 @@ class ReplicaShare(DTensorShard):
         replicated = [d for d, placement in enumerate(p.placements) if placement.is_replicate()]
         sharded = any(placement.is_shard() for placement in p.placements)
         return replicated[0] if sharded and len(replicated) == 1 and p.device_mesh.size(replicated[0]) > 1 else None
-
-    def _rows_of(self, rank: int) -> tuple[int, int]:
-        return rows_of(self._rows, self.replicas.size, rank)
-
-    def of(self, t: torch.Tensor) -> torch.Tensor:
-        return self.of_rank(t, self.replicas.rank)
-
-    def of_rank(self, t: torch.Tensor, rank: int) -> torch.Tensor:
-        return self.local(t).narrow(0, *self._rows_of(rank))
 
     def of_state(self, value: torch.Tensor) -> torch.Tensor:
         if not hasattr(value, "to_local"):
@@ -196,17 +184,8 @@ class ReplicaShard(_OfTensor):
 
         self.replicas, self.mesh, self.placements = ranks, ranks.mesh, (ShardOfDim(0),)
         self.shape, self.stride = p.shape, p.stride()
-        first, rows = self._rows_of(ranks.rank)
+        first, rows = rows_of(p.shape[0], ranks.size, ranks.rank)
         self.first, self.sizes = (first, *[0] * (p.dim() - 1)), (rows, *p.shape[1:])
-
-    def _rows_of(self, rank: int) -> tuple[int, int]:
-        return rows_of(self.shape[0], self.replicas.size, rank)
-
-    def of(self, t: torch.Tensor) -> torch.Tensor:
-        return self.of_rank(t, self.replicas.rank)
-
-    def of_rank(self, t: torch.Tensor, rank: int) -> torch.Tensor:
-        return t.detach().narrow(0, *self._rows_of(rank))
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
         shown = super().show(window)

@@ -14,7 +14,6 @@ from support.training import (
 )
 
 import csd_optim.engine.engine
-import csd_optim.optim.optimizer
 from csd_optim import (
     CSDAdam,
     bindings,
