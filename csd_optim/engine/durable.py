@@ -366,16 +366,18 @@ class DurableCommitter(Committer):
         edited = engine.windows.edited or self._residuals.changed(engine.residuals) or self._steps_changed
         # The other ranks may lack this round, or be gone: what all of them have is not to be written over.
         unconfirmed = self._unconfirmed or self._makes_round
-        if unconfirmed and edited:
-            warnings.warn(
-                f"what was written to `state` after step {engine.step} is lost: the ranks have not agreed on that "
-                "step yet. Call synchronize() on all of them first, then close() keeps it",
-                CSDWarning,
-                users_stacklevel(),
-            )
-        self._background.wait()
         # A step failed in which parameters joined: what it was to begin with has no state yet.
-        if engine.windows.empty.any() or (self._failed_to_join and not edited):
+        stateless = engine.windows.empty.any()
+        why = ""
+        if unconfirmed and edited:
+            why = "the ranks have not agreed on that step yet. Call synchronize() on all of them first"
+        elif stateless and engine.step and engine.windows.edited:
+            why = "the step failed in which parameters joined. Call step() again first"
+        if why:
+            lost = f"what was written to `state` after step {engine.step} is lost: {why}, then close() keeps it"
+            warnings.warn(lost, CSDWarning, users_stacklevel())
+        self._background.wait()
+        if stateless or (self._failed_to_join and not edited):
             return
         # What is broken, somebody has been told of.
         keeps = self._manifests and engine.mode != "read" and not (unconfirmed or engine.broken)

@@ -354,6 +354,23 @@ def test_restart_after_the_step_failed_in_which_parameters_join(calls, nth, tmp_
     assert_same(found, script(3, resume=False), "trained on")
 
 
+@in_child
+def test_edits_that_are_lost_with_the_step_in_which_parameters_join_are_told(tmp_path):
+    p, q = (torch.nn.Parameter(torch.ones(2048)) for _ in range(2))
+    p.grad, q.grad = torch.ones(2048), torch.ones(2048)
+    opt = CSDAdam([p], devices=[str(tmp_path)], tile_size=1024)
+    opt.step()
+    opt.state[p]["exp_avg"].fill_(5.0)
+    opt.add_param_group({"params": [q]})
+    with fault(TILE_WRITE, tmp_path, errno.EIO), pytest.raises(CSDOSError):
+        opt.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt.close()
+    said = [str(w.message) for w in caught if issubclass(w.category, CSDWarning)]
+    assert [text for text in said if "after step 1 is lost: the step failed in which parameters joined" in text], said
+
+
 @pytest.mark.parametrize(("calls", "nth"), [(TILE_READ, 0), (TILE_READ, 2)])
 @in_child
 def test_restart_after_the_step_failed_before_which_a_parameter_was_set(calls, nth, tmp_path):
