@@ -358,7 +358,8 @@ def test_restart_after_the_step_failed_in_which_parameters_join(calls, nth, tmp_
 def test_edits_that_are_lost_with_the_step_in_which_parameters_join_are_told(tmp_path):
     p, q = (torch.nn.Parameter(torch.ones(2048)) for _ in range(2))
     p.grad, q.grad = torch.ones(2048), torch.ones(2048)
-    opt = CSDAdam([p], devices=[str(tmp_path)], tile_size=1024)
+    # Tiles of two pages a section: the first write of a new one, its masters, is a tile's then, and fails the step.
+    opt = CSDAdam([p], devices=[str(tmp_path)], tile_size=2048)
     opt.step()
     opt.state[p]["exp_avg"].fill_(5.0)
     opt.add_param_group({"params": [q]})
