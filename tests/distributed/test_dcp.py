@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.memory import memory_limit
-from support.ranks import on_ranks
+from support.ranks import on_living_ranks
 from test_distributed import (
     ARGS,
     STEPS,
@@ -134,8 +134,8 @@ def loads(rank, size, model, kind, how):
 )
 def test_saved_on_some_ranks_loaded_on_others(saved, loaded, how, tmp_path):
     (size, *what), (size_then, *what_then) = saved, loaded
-    before, after = on_ranks(size, saves, size, *what, how, directory=tmp_path)[0]
-    for found, again in on_ranks(size_then, loads, size_then, *what_then, how, directory=tmp_path):
+    before, after = on_living_ranks(size, saves, size, *what, how, directory=tmp_path)[0]
+    for found, again in on_living_ranks(size_then, loads, size_then, *what_then, how, directory=tmp_path):
         exact = "AdamW" not in (*what, *what_then)
         for wanted, (params, held) in ((before, found), (after, again)):
             keys = {*wanted[1][0]} & {*held[0]}
@@ -167,8 +167,8 @@ def local_round_trip(rank, size, path, kind):
 
 
 def test_flat_shards_of_fsdp1(tmp_path):
-    saved = on_ranks(3, local_round_trip, 3, "save", "durable", directory=tmp_path)
-    loaded = on_ranks(3, local_round_trip, 3, "load", "CSDAdam", directory=tmp_path)
+    saved = on_living_ranks(3, local_round_trip, 3, "save", "durable", directory=tmp_path)
+    loaded = on_living_ranks(3, local_round_trip, 3, "load", "CSDAdam", directory=tmp_path)
     for wanted, found in zip(saved, loaded, strict=True):
         assert_everything_is(found[0], wanted[0])
         assert_everything_is(found[1], wanted[1])
@@ -201,7 +201,7 @@ def in_little_memory(rank):
 
 
 def test_saving_and_loading_take_little_memory(tmp_path):
-    on_ranks(2, in_little_memory, directory=tmp_path)
+    on_living_ranks(2, in_little_memory, directory=tmp_path)
     assert sum(f.stat().st_size for f in (tmp_path / "checkpoint").iterdir()) > 12 * N
 
 
@@ -228,7 +228,7 @@ DIVIDED = {"tensor parallel": MODELS_OF_RANKS["tensor parallel"], **MODELS}
 
 @pytest.mark.parametrize("kind", ["odd", "FSDP2", "tensor parallel"])
 def test_export_puts_ranks_together(kind, tmp_path, run):
-    wanted = on_ranks(3, trained, 3, kind, directory=tmp_path)[0]
+    wanted = on_living_ranks(3, trained, 3, kind, directory=tmp_path)[0]
     stores = sorted(tmp_path.glob("?-?"))
     assert len(stores) == 6
     assert run("export", *stores, tmp_path / "state.pt")[0] == 0
@@ -253,7 +253,7 @@ def test_export_puts_ranks_together(kind, tmp_path, run):
     assert code == 1
     assert "ranks 0, 1 of 3: name those of all, or of one" in " ".join(err.split())
     if kind == "odd":
-        on_ranks(2, loads_export, wanted, directory=tmp_path)
+        on_living_ranks(2, loads_export, wanted, directory=tmp_path)
 
 
 def loads_export(rank, wanted):
@@ -271,7 +271,7 @@ def loads_export(rank, wanted):
 
 
 def test_flat_shards_are_not_put_together(tmp_path, run):
-    on_ranks(2, trained, 2, "FSDP1", directory=tmp_path)
+    on_living_ranks(2, trained, 2, "FSDP1", directory=tmp_path)
     code, _, err = run("export", *sorted(tmp_path.glob("?-?")), tmp_path / "state.pt")
     assert code == 1
     assert "shard of FSDP1" in " ".join(err.split())

@@ -5,12 +5,13 @@ import errno
 import io
 import os
 import signal
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
-from support.ranks import KILLED, on_ranks
+from support.ranks import KILLED, on_living_ranks, on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -122,7 +123,7 @@ def ddp_trains(rank, size, devices):
 @pytest.mark.parametrize("size", [2, 3])
 def test_ddp(size, devices, tmp_path):
     devices = ["csd{rank}-0", "csd{rank}-1"] if devices == "named" else devices
-    ranks = on_ranks(size, ddp_trains, size, devices, directory=tmp_path)
+    ranks = on_living_ranks(size, ddp_trains, size, devices, directory=tmp_path)
     params = ranks[0][0]
     for others, _, _ in ranks[1:]:
         assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
@@ -151,7 +152,7 @@ def ddp_accumulates(rank, size, options, accumulation):
     ("options", "accumulation"), [({"static_graph": True}, 1), ({"gradient_as_bucket_view": True}, 3)]
 )
 def test_ddp_with_a_static_graph_and_with_no_sync(options, accumulation, tmp_path):
-    ranks = on_ranks(2, ddp_accumulates, 2, options, accumulation, directory=tmp_path)
+    ranks = on_living_ranks(2, ddp_accumulates, 2, options, accumulation, directory=tmp_path)
     assert all(torch.equal(p, q) for p, q in zip(*ranks, strict=True))
 
 
@@ -192,11 +193,9 @@ def assert_same(params, others, optimizer, other):
 
 
 def shares_or_not(rank, size, options, bucket):
-    from csd_optim.step import all_gather as gather
-
-    gather.BUCKET_BYTES = bucket
     params, others = odd_parameters(), odd_parameters()
     with (
+        mock.patch("csd_optim.step.all_gather.BUCKET_BYTES", bucket),
         CSDAdam(params, **ARGS, tile_size=TILE, **options) as optimizer,
         CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False, **options) as other,
     ):
@@ -225,7 +224,7 @@ def shares_or_not(rank, size, options, bucket):
 @pytest.mark.parametrize("size", [2, 4])
 def test_sharing_changes_no_bit(size, options, bucket, tmp_path):
     """With grad_dtype some tiles travel by images."""
-    on_ranks(size, shares_or_not, size, options, bucket, directory=tmp_path)
+    on_living_ranks(size, shares_or_not, size, options, bucket, directory=tmp_path)
 
 
 def selects(rank, size, feedback):
@@ -254,7 +253,7 @@ def selects(rank, size, feedback):
 
 @pytest.mark.parametrize("feedback", [False, True])
 def test_topk_of_shares(feedback, tmp_path):
-    for p, q in zip(*on_ranks(2, selects, 2, feedback, directory=tmp_path), strict=True):
+    for p, q in zip(*on_living_ranks(2, selects, 2, feedback, directory=tmp_path), strict=True):
         assert torch.equal(p, q)
 
 
@@ -317,7 +316,7 @@ def on_a_mesh_of_gpus(rank):
 
 
 def test_states_of_parameters_on_gpus(tmp_path):
-    on_ranks(2, on_a_mesh_of_gpus, directory=tmp_path)
+    on_living_ranks(2, on_a_mesh_of_gpus, directory=tmp_path)
 
 
 def whole(tensors):
@@ -365,7 +364,7 @@ def sharded_trains(rank, size, kind, clip, options):
 def test_sharded_models(kind, clip, tmp_path):
     size = 4 if kind == "hybrid" else 3
     options = {"max_grad_norm": 0.1} if clip == "max_grad_norm" else {}
-    on_ranks(size, sharded_trains, size, kind, clip, options, directory=tmp_path)
+    on_living_ranks(size, sharded_trains, size, kind, clip, options, directory=tmp_path)
 
 
 def hybrid_divides(rank, size):
@@ -431,7 +430,7 @@ def hybrid_divides(rank, size):
 
 
 def test_replicas_of_hsdp_divide_their_shard(tmp_path):
-    on_ranks(4, hybrid_divides, 4, directory=tmp_path)
+    on_living_ranks(4, hybrid_divides, 4, directory=tmp_path)
 
 
 def in_foreach(p, value):
@@ -480,7 +479,7 @@ def set_half_way(rank, devices, dtype, options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("devices", ["ram:", "file:"])
 def test_parameters_set_through_foreach_are_noticed(devices, dtype, options, tmp_path):
-    on_ranks(2, set_half_way, devices, dtype, options, directory=tmp_path)
+    on_living_ranks(2, set_half_way, devices, dtype, options, directory=tmp_path)
 
 
 def within_zero(rank, size):
@@ -510,7 +509,7 @@ def within_zero(rank, size):
 
 
 def test_within_zero_redundancy_optimizer(tmp_path):
-    for said in on_ranks(2, within_zero, 2, directory=tmp_path):
+    for said in on_living_ranks(2, within_zero, 2, directory=tmp_path):
         assert "ZeroRedundancyOptimizer(params, optimizer_class=CSDAdam, sharded=False, ...)" in said
 
 
@@ -530,7 +529,7 @@ def fsdp2_offloads(rank, size):
 
 
 def test_fsdp2_offloaded_to_the_cpu(tmp_path):
-    on_ranks(2, fsdp2_offloads, 2, directory=tmp_path)
+    on_living_ranks(2, fsdp2_offloads, 2, directory=tmp_path)
 
 
 # ---- What goes wrong on one rank goes wrong on all -----------------------------------------------
@@ -599,7 +598,7 @@ def fails(rank, size, where, devices):
 @pytest.mark.parametrize("devices", ["file:", "csd{rank}", "memory"])
 def test_a_step_fails_on_one_rank(devices, where, tmp_path):
     """`memory`: on all ranks but that one."""
-    on_ranks(3, fails, 3, where, devices, directory=tmp_path)
+    on_living_ranks(3, fails, 3, where, devices, directory=tmp_path)
 
 
 def refuses(rank):
@@ -629,7 +628,7 @@ def refuses(rank):
 
 
 def test_what_is_no_replica_is_refused(tmp_path):
-    for rank, said in enumerate(on_ranks(2, refuses, directory=tmp_path)):
+    for rank, said in enumerate(on_living_ranks(2, refuses, directory=tmp_path)):
         assert "rank 0 has" in said[0]
         assert "process_group of its own" in said[0]
         assert "gradients of different parameters: rank 0 has ('0.1',), rank 1 None" in said[1]
@@ -707,7 +706,7 @@ def raises_before_the_step(rank):
 
 
 def test_a_rank_raises_before_the_step(tmp_path):
-    on_ranks(2, raises_before_the_step, directory=tmp_path)
+    on_living_ranks(2, raises_before_the_step, directory=tmp_path)
 
 
 # ---- Overflow, scaling, Join ---------------------------------------------------------------------
@@ -727,7 +726,7 @@ def overflows(rank):
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path):
-    assert torch.equal(*on_ranks(2, overflows, directory=tmp_path))
+    assert torch.equal(*on_living_ranks(2, overflows, directory=tmp_path))
 
 
 def joins(rank, size):
@@ -750,7 +749,7 @@ def joins(rank, size):
 
 
 def test_uneven_inputs_with_join(tmp_path):
-    ranks = on_ranks(3, joins, 3, directory=tmp_path)
+    ranks = on_living_ranks(3, joins, 3, directory=tmp_path)
     for params, step in ranks:
         assert step == 3
         assert all(torch.equal(p, q) for p, q in zip(params, ranks[0][0], strict=True))
@@ -767,7 +766,7 @@ def joins_with_unlike_gradients(rank):
 
 
 def test_join_with_unlike_gradients(tmp_path):
-    on_ranks(3, joins_with_unlike_gradients, directory=tmp_path)
+    on_living_ranks(3, joins_with_unlike_gradients, directory=tmp_path)
 
 
 # ---- state ---------------------------------------------------------------------------------------
@@ -819,7 +818,7 @@ def shows_states(rank, size, devices):
 
 @pytest.mark.parametrize("devices", ["file:", "csd{rank}"])
 def test_states_of_shares(devices, tmp_path):
-    on_ranks(2, shows_states, 2, devices, directory=tmp_path)
+    on_living_ranks(2, shows_states, 2, devices, directory=tmp_path)
 
 
 def consolidates(rank, size):
@@ -852,7 +851,7 @@ def consolidates(rank, size):
 
 
 def test_one_rank_saves_the_states_of_all(tmp_path):
-    on_ranks(3, consolidates, 3, directory=tmp_path)
+    on_living_ranks(3, consolidates, 3, directory=tmp_path)
 
 
 def on_gpus(_):
@@ -867,4 +866,4 @@ def on_gpus(_):
 
 
 def test_states_stay_on_the_devices_when_parameters_are_on_gpus(tmp_path):
-    on_ranks(2, on_gpus, directory=tmp_path)
+    on_living_ranks(2, on_gpus, directory=tmp_path)

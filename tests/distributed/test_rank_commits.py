@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.losing import LosingDisk
-from support.ranks import KILLED, on_ranks
+from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.store_page import region, superblock
 
 import csd_optim.step.prepare
@@ -96,7 +96,7 @@ def train(rank, step, options=None):
 
 def goes_on(directory, size=2, step=6, options=None):
     """All ranks resume, at the same step, and come to the right end. Returns that step."""
-    said = on_ranks(size, train, step, options, directory=directory)
+    said = on_living_ranks(size, train, step, options, directory=directory)
     for rank, (committed, done, image, last) in enumerate(said):
         assert committed == done == said[0][0]
         assert image is None if done == 0 else image == uninterrupted(rank, done)
@@ -227,7 +227,7 @@ def train_under_fire(rank, seed, victims):
 
 def test_ranks_are_killed_again_and_again(tmp_path):
     size, everybody, rng = 3, (0, 1, 2), random.Random(1)
-    on_ranks(size, train, 1, directory=tmp_path)
+    on_living_ranks(size, train, 1, directory=tmp_path)
     last = 1
     for seed in range(12):
         victims = everybody if rng.random() < 0.3 else (rng.randrange(size),)
@@ -258,7 +258,7 @@ def train_replicas(rank, step, point=None):
 @pytest.mark.parametrize("point", POINTS)
 def test_ranks_that_share_the_updates_are_killed(point, tmp_path):
     on_ranks(2, train_replicas, 6, point, directory=tmp_path, may_die=(0, 1))
-    said = on_ranks(2, train_replicas, 5, directory=tmp_path)
+    said = on_living_ranks(2, train_replicas, 5, directory=tmp_path)
     alone = Training(0, ["ram:"], topk=None).until(POINTS[point])
     begun = [p.detach().clone() for p in alone.params]
     end = alone.until(5).params
@@ -299,7 +299,7 @@ def train_on_a_full_disk(rank, copy):
 
 
 def test_no_rank_goes_on_when_one_cannot_commit(tmp_path):
-    (right_0, said_0), (right_1, said_1) = on_ranks(2, train_on_a_full_disk, 0, directory=tmp_path)
+    (right_0, said_0), (right_1, said_1) = on_living_ranks(2, train_on_a_full_disk, 0, directory=tmp_path)
     assert right_0
     assert right_1
     # Step 3 is taken, and cannot be committed: steps 4 are refused.
@@ -365,7 +365,7 @@ def train_on_while_copy_1_fails(rank):
 
 
 def test_copy_1_fails_on_a_rank(tmp_path):
-    for said, committed, right in on_ranks(2, train_on_while_copy_1_fails, directory=tmp_path):
+    for said, committed, right in on_living_ranks(2, train_on_while_copy_1_fails, directory=tmp_path):
         assert "step 3 cannot be committed yet" in said
         assert committed == 3  # all ranks have it
         assert right
@@ -424,7 +424,7 @@ def look(rank):
 
 @pytest.mark.parametrize("synchronized", [False, True])
 def test_state_is_edited_after_the_last_step(synchronized, tmp_path):
-    said = on_ranks(2, edit_and_end, synchronized, directory=tmp_path)
+    said = on_living_ranks(2, edit_and_end, synchronized, directory=tmp_path)
     assert said[1] == []
     if synchronized:
         assert said[0] == []
@@ -432,7 +432,7 @@ def test_state_is_edited_after_the_last_step(synchronized, tmp_path):
         (text,) = said[0]
         assert "after step 3 is lost" in text
         assert "synchronize()" in text
-    assert on_ranks(2, look, directory=tmp_path) == [(3, synchronized), (3, False)]
+    assert on_living_ranks(2, look, directory=tmp_path) == [(3, synchronized), (3, False)]
 
 
 # ---- what ranks do not do alike ----------------------------------------------------------
@@ -456,7 +456,7 @@ def edit_and_die(rank, at_once):
 @pytest.mark.parametrize("at_once", [False, True])
 def test_one_rank_edits(at_once, tmp_path):
     on_ranks(2, edit_and_die, at_once, directory=tmp_path, may_die=(0, 1))
-    said = on_ranks(2, train, 4, directory=tmp_path)
+    said = on_living_ranks(2, train, 4, directory=tmp_path)
     for rank, (committed, _, image, _) in enumerate(said):
         assert committed == 4
         assert image == torch.load(tmp_path / f"image-{rank}")
@@ -490,8 +490,8 @@ def look_at_idle(rank):
 
 
 def test_a_rank_has_nothing_to_do(tmp_path):
-    assert on_ranks(2, idle, directory=tmp_path) == [True, True]
-    said = on_ranks(2, look_at_idle, directory=tmp_path)
+    assert on_living_ranks(2, idle, directory=tmp_path) == [True, True]
+    said = on_living_ranks(2, look_at_idle, directory=tmp_path)
     assert [(step, last) for step, _, last in said] == [(3, 4)] * 2
     assert said[0][1] == uninterrupted(0, 3)
 
@@ -522,7 +522,7 @@ def loads_after_resume(rank):
 
 
 def test_ranks_load_after_resume(tmp_path):
-    on_ranks(2, loads_after_resume, directory=tmp_path)
+    on_living_ranks(2, loads_after_resume, directory=tmp_path)
 
 
 def resumes_without_data(rank):
@@ -540,7 +540,7 @@ def resumes_without_data(rank):
 
 
 def test_a_rank_resumes_without_data(tmp_path):
-    on_ranks(2, resumes_without_data, directory=tmp_path)
+    on_living_ranks(2, resumes_without_data, directory=tmp_path)
 
 
 def load_and_die(rank, step, victim, point):
@@ -578,7 +578,7 @@ def look_at_loaded(rank, step):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_while_loading(victim, point, tmp_path):
     on_ranks(2, load_and_die, 3, victim, point, directory=tmp_path, may_die=(0, 1))
-    assert on_ranks(2, look_at_loaded, 3, directory=tmp_path) == [point == "copy 1"] * 2
+    assert on_living_ranks(2, look_at_loaded, 3, directory=tmp_path) == [point == "copy 1"] * 2
 
 
 def load_older(rank):
@@ -619,14 +619,14 @@ def bytes_of(directory):
 @pytest.fixture
 def trained(tmp_path):
     """After three steps of two ranks."""
-    on_ranks(2, train, 3, directory=tmp_path)
+    on_living_ranks(2, train, 3, directory=tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_another_number_of_ranks(size, trained):
     before = bytes_of(trained)
-    for kind, text in on_ranks(size, refused, directory=trained):
+    for kind, text in on_living_ranks(size, refused, directory=trained):
         assert kind is CSDStoreError
         assert "rank 0 of 2" in text
         assert "these are 3 ranks" in text if size == 3 else "this is a process on its own" in text
@@ -637,15 +637,15 @@ def test_another_number_of_ranks(size, trained):
 
 
 def test_a_store_of_one_process_is_resumed_on_two(tmp_path):
-    on_ranks(1, train, 3, directory=tmp_path)
-    for kind, text in on_ranks(2, refused, directory=tmp_path):
+    on_living_ranks(1, train, 3, directory=tmp_path)
+    for kind, text in on_living_ranks(2, refused, directory=tmp_path):
         assert kind is CSDStoreError
         assert "a process on its own, and these are 2 ranks" in text
 
 
 def test_ranks_exchange_their_directories(trained):
     before = bytes_of(trained)
-    for kind, text in on_ranks(2, refused, None, (1, 0), directory=trained):
+    for kind, text in on_living_ranks(2, refused, None, (1, 0), directory=trained):
         assert kind is CSDStoreError
         assert "rank 0: " in text
         assert "is the store of rank 1" in text
@@ -655,7 +655,7 @@ def test_ranks_exchange_their_directories(trained):
 def test_a_device_of_another_rank(trained):
     shutil.rmtree(trained / devices_of(0)[1])
     shutil.copytree(trained / devices_of(1)[1], trained / devices_of(0)[1])
-    said = on_ranks(2, refused, directory=trained)
+    said = on_living_ranks(2, refused, directory=trained)
     assert said[0][0] is CSDStoreError
     assert "is rank 1's" in said[0][1]
     assert said[1][0] is CSDRankError
@@ -666,7 +666,7 @@ def test_a_device_of_another_rank(trained):
 def test_the_store_of_a_rank_is_missing(rank, trained):
     shutil.rmtree(trained / f"run/rank-{rank}")
     before = bytes_of(trained)
-    for kind, text in on_ranks(2, refused, directory=trained):
+    for kind, text in on_living_ranks(2, refused, directory=trained):
         assert kind is CSDStoreError
         assert f"no store on rank {rank}" in text
     assert bytes_of(trained) == before
@@ -674,10 +674,10 @@ def test_the_store_of_a_rank_is_missing(rank, trained):
 
 def test_the_store_of_another_run(trained):
     (trained / "run").rename(trained / "first")
-    on_ranks(2, train, 3, directory=trained)
+    on_living_ranks(2, train, 3, directory=trained)
     shutil.rmtree(trained / "run/rank-1")
     (trained / "first/rank-1").rename(trained / "run/rank-1")
-    for kind, text in on_ranks(2, refused, directory=trained):
+    for kind, text in on_living_ranks(2, refused, directory=trained):
         assert kind is CSDStoreError
         assert "of another run" in text
         assert "rank 1: " in text
@@ -688,7 +688,7 @@ def test_no_step_in_common(trained):
     assert goes_on(trained, step=6) == 3
     shutil.rmtree(trained / "run/rank-1")
     (trained / "older").rename(trained / "run/rank-1")
-    for kind, text in on_ranks(2, refused, directory=trained):
+    for kind, text in on_living_ranks(2, refused, directory=trained):
         assert kind is CSDStoreError
         assert "no step in common (rank 0: [6, 5], rank 1: [3, 2])" in text
 
@@ -700,7 +700,7 @@ def test_a_damaged_tile_stops_all_ranks(trained):
         f.seek(at)
         f.write(b"\xff")
     before = bytes_of(trained)
-    said = on_ranks(2, refused, directory=trained)
+    said = on_living_ranks(2, refused, directory=trained)
     assert said[0][0] is CSDRankError
     assert "rank 1: CSDStoreError" in said[0][1]
     assert said[1][0] is CSDStoreError
@@ -723,7 +723,7 @@ def unlike(rank):
 
 
 def test_ranks_want_different_things(tmp_path):
-    assert on_ranks(2, unlike, directory=tmp_path) == [True, True]
+    assert on_living_ranks(2, unlike, directory=tmp_path) == [True, True]
 
 
 # ---- one copy of the states ------------------------------------------------------------------
@@ -733,7 +733,7 @@ def test_a_rank_dies_within_a_step_in_place(tmp_path):
     options = {"shadow": False}
     args = ("within the step", 3, (1,), "closed", options)
     on_ranks(2, train_until_death, *args, directory=tmp_path, may_die=(1,))
-    said = on_ranks(2, refused, options, directory=tmp_path)
+    said = on_living_ranks(2, refused, options, directory=tmp_path)
     assert said[1][0] is CSDStoreError
     assert "a step after step 2 was cut short" in said[1][1]
     assert all("cut short" in text for _, text in said)
@@ -766,7 +766,7 @@ def save(rank):
 
 
 def test_a_snapshot_of_all_ranks(run, tmp_path):
-    assert on_ranks(2, save, directory=tmp_path) == [(f"snapshot/rank-{rank}", True) for rank in range(2)]
+    assert on_living_ranks(2, save, directory=tmp_path) == [(f"snapshot/rank-{rank}", True) for rank in range(2)]
     for name in ("snapshot", "later"):
         (tmp_path / "run").rename(tmp_path / f"before-{name}")
         shutil.copytree(tmp_path / name, tmp_path / "run")
@@ -774,7 +774,7 @@ def test_a_snapshot_of_all_ranks(run, tmp_path):
     # Of another run than what it was made of, however far that is.
     shutil.rmtree(tmp_path / "run/rank-1")
     (tmp_path / "before-snapshot/rank-1").rename(tmp_path / "run/rank-1")
-    assert all("of another run" in text for _, text in on_ranks(2, refused, directory=tmp_path))
+    assert all("of another run" in text for _, text in on_living_ranks(2, refused, directory=tmp_path))
     # One rank's store says what it has without the others.
     store = tmp_path / "snapshot/rank-1"
     loaded = CSDAdam.load(store)
@@ -821,7 +821,7 @@ def one_step(rank):
 
 
 def test_after_a_single_step(run, tmp_path):
-    on_ranks(2, one_step, directory=tmp_path)
+    on_living_ranks(2, one_step, directory=tmp_path)
     code, out, _ = run("verify", *(tmp_path / device for device in devices_of(0)))
     assert code == 0, out
     assert goes_on(tmp_path) == 1
@@ -837,5 +837,5 @@ def shares_a_directory(rank):
 
 
 def test_two_ranks_cannot_share_a_directory(tmp_path):
-    for said in on_ranks(2, shares_a_directory, directory=tmp_path):
+    for said in on_living_ranks(2, shares_a_directory, directory=tmp_path):
         assert "for each rank its own, as in '/mnt/nvme{local_rank}'" in said

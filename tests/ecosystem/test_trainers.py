@@ -4,6 +4,7 @@ import contextlib
 import functools
 import pathlib
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -59,19 +60,36 @@ def assert_same_bits(run, reference):
             assert torch.equal(run.state[name][key], value), (name, key)
 
 
+@functools.cache
+def uninterrupted(trainer):
+    """A run, and the directory of its checkpoint. No trainer replaces the entries of `state`, or copies the optimizer:
+    then there would be warnings."""
+    directory = pathlib.Path.cwd() / "uninterrupted"
+    with warnings.catch_warnings(), mock.patch.object(materialized, "WORTH_A_WARNING", 1000):
+        warnings.simplefilter("error", CSDWarning)
+        return trainer(CSDAdam, {}, directory), directory
+
+
 @each_trainer
 def test_one_line_changed(trainer, tmp_path):
     reference = trainer(AdamW, {}, tmp_path / "adamw")
     assert reference.losses[-1] < reference.losses[0]
-    assert_close(trainer(CSDAdam, {}, tmp_path / "csdadam"), reference)
+    assert_close(uninterrupted(trainer)[0], reference)
 
 
 @each_trainer
-def test_resumed_run_equals_the_uninterrupted_one(trainer, tmp_path):
-    whole = trainer(CSDAdam, {}, tmp_path)
-    resumed = trainer(CSDAdam, {}, tmp_path, resume=True)
+def test_resumed_run_equals_the_uninterrupted_one(trainer, monkeypatch):
+    """And of trainers that load the state into memory they are told."""
+    monkeypatch.setattr(materialized, "WORTH_A_WARNING", 1000)
+    whole, directory = uninterrupted(trainer)
+    with pytest.warns(CSDWarning, match="came from memory") as caught:
+        resumed = trainer(CSDAdam, {}, directory, resume=True)
     assert len(resumed.losses) == (STEPS - SAVED) * BATCHES
     assert_same_bits(resumed, whole)
+    told = {w.filename for w in caught if issubclass(w.category, CSDWarning)}
+    assert len(told) == 1
+    where = {"lightning": "/lightning/", "compiled": "/trainers.py", "peft_lora": "/trainers.py"}
+    assert where.get(trainer.__name__, "/accelerate/") in told.pop()
 
 
 @each_trainer
@@ -130,21 +148,6 @@ def test_step_inside_a_compiled_function():
 
 
 # ---- memory ----------------------------------------------------------------------------------
-
-
-@each_trainer
-def test_nobody_puts_state_into_memory(trainer, tmp_path, monkeypatch):
-    """No trainer replaces the entries of `state`, or copies the optimizer; of those that load it they are told."""
-    monkeypatch.setattr(materialized, "WORTH_A_WARNING", 1000)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CSDWarning)
-        trainer(CSDAdam, {}, tmp_path)
-    with pytest.warns(CSDWarning, match="came from memory") as caught:
-        trainer(CSDAdam, {}, tmp_path, resume=True)
-    told = {w.filename for w in caught if issubclass(w.category, CSDWarning)}
-    assert len(told) == 1
-    where = {"lightning": "/lightning/", "compiled": "/trainers.py", "peft_lora": "/trainers.py"}
-    assert where.get(trainer.__name__, "/accelerate/") in told.pop()
 
 
 @pytest.mark.parametrize("trainer", [hugging_face_class, accelerate])

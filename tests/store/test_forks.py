@@ -1,74 +1,76 @@
 """A trainer that was killed can be started again at once, whatever it has forked: as supervisors do."""
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from support.forked import process, processes
 
 import csd_optim.store.file as store_module
 from csd_optim import CSDAdam, CSDBusyError
 from csd_optim.store.file import StoreFile, lock
 from csd_optim.store.format import FILE_NAME
 
-TRAINER = """
-import ctypes, os, signal, sys, time
-import torch
-from csd_optim import CSDAdam
 
-p = torch.nn.Parameter(torch.ones(5000))
-opt = CSDAdam([p], devices=["csd0"], tile_size=1024, **OPTIONS)
-p.grad = torch.ones(5000)
-opt.step()
-opt.synchronize()
-
-def workers():
+def workers(opt):
     loader = torch.utils.data.DataLoader(range(1000), num_workers=2, persistent_workers=True)
     batches = iter(loader)
     next(batches)
     return [w.pid for w in batches._workers], batches
 
-def forked():
+
+def forked(opt):
     child = os.fork()
     if child == 0:
         time.sleep(600)
         os._exit(0)
     return [child], None
 
-def loaded():
+
+def loaded(opt):
     opt.close()
     tensors = CSDAdam.load("csd0")
-    return forked()[0], tensors
+    return forked(opt)[0], tensors
 
-def natively():
+
+def natively(opt):
     child = ctypes.CDLL(None).fork()
     if child == 0:
         time.sleep(600)
         os._exit(0)
     return [child], None
 
-children, keep = CHILDREN()
-print(*children, flush=True)
-time.sleep(600)
-"""
+
+def train(pipe, children, directory, options):
+    os.chdir(directory)
+    p = torch.nn.Parameter(torch.ones(5000))
+    opt = CSDAdam([p], devices=["csd0"], tile_size=1024, **options)
+    p.grad = torch.ones(5000)
+    opt.step()
+    opt.synchronize()
+    left, kept = children(opt)
+    pipe.send(left)
+    time.sleep(600)
+    del kept
 
 
 @contextlib.contextmanager
-def killed_trainer(children, directory, options="{}"):
+def killed_trainer(children, directory, **options):
     """Yields what it had forked, which lives, the moment that it is dead."""
-    script = TRAINER.replace("CHILDREN", children).replace("OPTIONS", options)
-    trainer = subprocess.Popen([sys.executable, "-c", script], cwd=directory, stdout=subprocess.PIPE, text=True)
+    ours, theirs = processes.Pipe()
+    trainer = process(train, theirs, children, directory, options)
+    theirs.close()
     left = []
     try:
-        left = [int(pid) for pid in trainer.stdout.readline().split()]
-        assert left, "the trainer has failed"
+        assert ours.poll(60), "the trainer hangs"
+        left = ours.recv()  # EOFError: it has failed
         trainer.kill()
-        trainer.wait()
+        trainer.join()
         for pid in left:
             os.kill(pid, 0)
         yield left
@@ -77,8 +79,7 @@ def killed_trainer(children, directory, options="{}"):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):  # workers end by themselves, some seconds later
                 os.kill(pid, signal.SIGKILL)
-        trainer.stdout.close()
-        trainer.wait()
+        trainer.join()
 
 
 def resume(directory):
@@ -86,23 +87,23 @@ def resume(directory):
 
 
 def test_tensors_of_load_are_not_for_children_either(tmp_path):
-    with killed_trainer("loaded", tmp_path):
+    with killed_trainer(loaded, tmp_path):
         resume(tmp_path / "csd0").close()
 
 
-@pytest.mark.parametrize("options", ["{}", "dict(overwrite=True)"])
-@pytest.mark.parametrize("children", ["workers", "forked"])
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}], ids=["new", "overwrite"])
+@pytest.mark.parametrize("children", [workers, forked])
 def test_a_killed_trainer_is_started_again(children, options, tmp_path):
     if "overwrite" in options:
         with CSDAdam([p := torch.nn.Parameter(torch.ones(7))], devices=[str(tmp_path / "csd0")]) as opt:
             p.grad = torch.ones(7)
             opt.step()
-    with killed_trainer(children, tmp_path, options), resume(tmp_path / "csd0") as opt:
+    with killed_trainer(children, tmp_path, **options), resume(tmp_path / "csd0") as opt:
         assert opt.committed_step == 1
 
 
 def test_a_child_that_python_knows_nothing_of(tmp_path):
-    with killed_trainer("natively", tmp_path) as (child,):
+    with killed_trainer(natively, tmp_path) as (child,):
         with pytest.raises(CSDBusyError, match=rf"in use by process {child}, forked by process \d+, which has ended"):
             resume(tmp_path / "csd0")
         os.kill(child, signal.SIGKILL)

@@ -6,6 +6,7 @@ milliseconds. What it cannot stand in for: options of the interpreter, what is r
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
@@ -13,14 +14,35 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 # Forked from a server, so that no threads are inherited, nor anything that a test has done.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "csd_optim"]
-)
+PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "csd_optim"]
+
+
+def process(function, *arguments, daemon=False):
+    """A process that calls a function, and is started.
+
+    The server also imports the modules of tests that want such processes: in each anew, that would take longer than
+    most of what they do.
+    """
+    wants = {"process", "on_ranks", "on_living_ranks"}
+    tests = [name for name, module in sys.modules.items() if name.startswith("test_") and wants & vars(module).keys()]
+    processes.set_forkserver_preload(PRELOADED + tests)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+    new = processes.Process(target=_begin, args=(function, *arguments), daemon=daemon)
+    new.start()
+    return new
+
+
+def _begin(function, *arguments):
+    gc.freeze()  # what the server has made lives on anyway, and looking at it would copy its pages
+    function(*arguments)
 
 
 def python(program, *arguments, environment=None, seconds=120):
@@ -33,17 +55,17 @@ def python(program, *arguments, environment=None, seconds=120):
         said = [Path(directory, name) for name in ("out", "err")]
         environment = dict(os.environ if environment is None else environment)
         call = (program, [str(a) for a in arguments], environment, os.getcwd(), said)
-        process = processes.Process(target=_run, args=call)
-        process.start()
-        process.join(seconds)
-        late = process.is_alive()
+        program_runs = process(_run, *call)
+        program_runs.join(seconds)
+        late = program_runs.is_alive()
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+            os.killpg(program_runs.pid, signal.SIGKILL)
+        program_runs.join()
         out, err = (file.read_text(errors="replace") if file.exists() else "" for file in said)
     if late:
         raise subprocess.TimeoutExpired(program, seconds, out, err)
-    status = process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
+    code = program_runs.exitcode
+    status = code if code >= 0 else 128 - code
     return subprocess.CompletedProcess(program, status, out, err)
 
 

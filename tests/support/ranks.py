@@ -1,6 +1,7 @@
 """Runs a function of a test module on several ranks: processes of this machine, joined by gloo."""
 
 import contextlib
+import gc
 import io
 import os
 import signal
@@ -10,62 +11,116 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
-from support.forked import processes
+from support.forked import process, processes
 
 KILLED = "killed"
+_living = {}  # ranks that wait for another call, by their number
 
 
 def on_ranks(size, function, *arguments, directory, seconds=120, may_die=()):
-    """What `function(rank, *arguments)` returned on each of `size` ranks, in a new process group.
+    """What `function(rank, *arguments)` returned on each of `size` ranks, in new processes and a new process group.
 
     Raises AssertionError with everything that was raised, if a rank raised something or did not return in time. Ranks
-    in `may_die` may also be killed, and then return KILLED. `directory`: an existing one, where the ranks meet and
-    which is their current directory.
+    in `may_die` may also be killed, and then return KILLED. `directory`: an existing one, which is their current one.
     """
     __tracebackhide__ = True  # what matters is the ranks' own
-    place = f"{directory}/meet-{time.monotonic_ns()}"
-    ranks = []
+    ranks = _started(size, directory)
+    try:
+        return _called(ranks, function, arguments, directory, seconds, may_die)
+    finally:
+        _killed(ranks)
+
+
+def on_living_ranks(size, function, *arguments, directory, seconds=120):
+    """The same on ranks that have done so before, as long as all was well: on new ones torch does much for the first
+    time. The function leaves the process group as it is, and undoes what it replaces."""
+    __tracebackhide__ = True
+    ranks = _living.pop(size, None) or _started(size, directory, living=True)
+    try:
+        results = _called(ranks, function, arguments, directory, seconds)
+    except BaseException:
+        _killed(ranks)
+        raise
+    _living[size] = ranks
+    return results
+
+
+def _started(size, directory, living=False):
+    """The processes, and a pipe to each."""
+    place, ranks = f"{directory}/meet-{time.monotonic_ns()}", []
     for rank in range(size):
         ours, theirs = processes.Pipe()
-        call = (theirs, rank, size, str(directory), place, function, arguments)
-        ranks.append((processes.Process(target=_run, args=call, daemon=True), ours))
-        ranks[-1][0].start()
+        ranks.append((process(_run, theirs, rank, size, place, living, daemon=True), ours))
+        theirs.close()
+    return ranks
+
+
+def _killed(ranks):
+    for rank, pipe in ranks:
+        rank.kill()
+        rank.join()
+        pipe.close()
+
+
+def _called(ranks, function, arguments, directory, seconds, may_die=()):
+    __tracebackhide__ = True
+    for _, pipe in ranks:
+        _send(pipe, (function, arguments, str(directory)))
     results, deadline = {}, time.monotonic() + seconds
-    try:
-        while len(results) < len(ranks):
-            left = [r for r in range(len(ranks)) if r not in results]
-            wait([*(ranks[r][1] for r in left), *(ranks[r][0].sentinel for r in left)], deadline - time.monotonic())
-            if time.monotonic() >= deadline:
-                raise AssertionError(f"ranks {left} did not return in {seconds} s; of the others: {results}")
-            for r in left:
-                process, pipe = ranks[r]
-                if pipe.poll():
-                    with contextlib.suppress(EOFError):
-                        results[r] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
-                if r not in results and not process.is_alive():
-                    process.join()
-                    results[r] = (process.exitcode == -signal.SIGKILL and r in may_die, KILLED)
-    finally:
-        for process, _ in ranks:
-            process.kill()
-            process.join()
+    while len(results) < len(ranks):
+        left = [r for r in range(len(ranks)) if r not in results]
+        wait([*(ranks[r][1] for r in left), *(ranks[r][0].sentinel for r in left)], deadline - time.monotonic())
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"ranks {left} did not return in {seconds} s; of the others: {results}")
+        for r in left:
+            rank, pipe = ranks[r]
+            if pipe.poll():
+                with contextlib.suppress(EOFError, ConnectionError):
+                    results[r] = _receive(pipe)
+            if r not in results and not rank.is_alive():
+                rank.join()
+                results[r] = (rank.exitcode == -signal.SIGKILL and r in may_die, KILLED)
     if wrong := [f"rank {r}: {value}" for r, (right, value) in sorted(results.items()) if not right]:
         raise AssertionError("\n".join(wrong))
     return [results[r][1] for r in range(len(ranks))]
 
 
-def _run(pipe, rank, size, directory, place, function, arguments):
-    os.chdir(directory)
+def _send(pipe, value):
+    packed = io.BytesIO()
+    torch.save(value, packed)  # by value: a tensor that is sent lives no longer than its process
+    pipe.send_bytes(packed.getvalue())
+
+
+def _receive(pipe):
+    return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+
+
+def _run(pipe, rank, size, place, living):
+    """One call, or one after another until one fails: the others are without this rank then, and fail, too."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
-        result = True, function(rank, *arguments)
-    except BaseException:
-        result = False, traceback.format_exc()
-    packed = io.BytesIO()
-    torch.save(result, packed)  # by value: a tensor that is sent lives no longer than its process
-    pipe.send_bytes(packed.getvalue())
+    environment = dict(os.environ)
+    while True:
+        try:
+            function, arguments, directory = _receive(pipe)
+        except EOFError:  # the tests are no more
+            break
+        os.chdir(directory)
+        torch.manual_seed(0)
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
+            right, value = True, function(rank, *arguments)
+            if living:
+                dist.barrier()  # what one rank still waits for is not left to the next call
+        except BaseException:
+            right, value = False, traceback.format_exc()
+        _send(pipe, (right, value))
+        if not (living and right):
+            break
+        del function, arguments, value
+        gc.collect()
+        os.environ.clear()
+        os.environ.update(environment)
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
