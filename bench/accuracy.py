@@ -627,7 +627,8 @@ def main() -> None:
         (t, s, v, size, encoder) for s in range(arguments.seeds) for t in arguments.tasks for v in variants
     ]
     runs: list[Row] = []
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bench.accuracy", "torch._dynamo"])  # what takes seconds: once, not in each worker
     with ProcessPoolExecutor(arguments.workers, mp_context=context, initializer=one_thread) as workers:
         for done in as_completed([workers.submit(run, job, not arguments.resume) for job in jobs]):
             runs.append(done.result())
