@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.step import MEMORY, Row, machine_facts, replay_step, say, span, timed, verify
+from bench.step import LITTLE_MEMORY, MEMORY, Row, machine_facts, replay_step, say, span, timed, verify
 from csd_optim import CSDAdam, bindings
 from csd_optim.cli import benchmark, measure
 from csd_optim.cli.benchmark import DISK_BYTES, DTYPES, MEMORY_BYTES, WARM_UP
@@ -117,7 +117,7 @@ def by_turns(calls: dict[str, Callable[[], Row]], runs: int) -> dict[str, Row]:
 def engine_rows(arguments: argparse.Namespace) -> list[Row]:
     """One for each number of threads; `seconds` and so on of each part by its name."""
     params, dtype = arguments.params, DTYPES[arguments.dtype]
-    memory, rows = measure.Memory(MEMORY), []
+    memory, rows = measure.Memory(arguments.memory), []
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(measure.AtOnce(params, dtype))
         tiny = stack.enter_context(measure.AtOnce(TILES * TINY, dtype, kept=False, tile_elems=TINY, block_bytes=TINY))
@@ -291,10 +291,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=every, help="that update (default 1, 2, 4 ... all)")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="on a disk with direct I/O")
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16", help="of parameters and gradients")
-    parser.add_argument("--quick", action="store_true", help="3 M parameters, all threads only")
+    parser.add_argument("--quick", action="store_true", help="3 M parameters, less memory, all threads only")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     parser.add_argument("--plot", type=Path, help="write a PNG")
     arguments = parser.parse_args()
+    arguments.memory = LITTLE_MEMORY if arguments.quick else MEMORY
     if arguments.quick:
         arguments.params, arguments.threads = 3e6, [cores]
     arguments.params, arguments.runs = int(arguments.params), max(5, arguments.runs)

@@ -48,6 +48,7 @@ from csd_optim.devices.spec import DeviceSpec, parse_devices
 Row = dict[str, Any]
 BURST = 4  # steps without a pause between them
 MEMORY = 1 << 30  # bytes, several times a last-level cache
+LITTLE_MEMORY = 64 << 20  # to see that it works
 BACKENDS = ("file", "commit", "cache", "ram", "null")
 ON_DISK = ("deepspeed-nvme", "tensornvme")
 
@@ -218,7 +219,7 @@ def cache_row(arguments: argparse.Namespace, cache: int) -> Row:
 def ram_row(arguments: argparse.Namespace, specs: list[DeviceSpec], dtype: str) -> Row:
     """Steps in memory, each followed by passes over plain memory, of which the median counts."""
     params, threads = arguments.params, bindings.threads_used()
-    memory = measure.Memory(MEMORY)
+    memory = measure.Memory(arguments.memory)
     seconds, rates = [], []
     with benchmark.make_optimizer(specs, params, DTYPES[dtype]) as opt:
         for i in range(WARM_UP + arguments.runs):
@@ -372,10 +373,11 @@ def parse() -> argparse.Namespace:
         "--peers", nargs="+", choices=[*peers.PEERS, "all", "none"], default=["torch-fp16", "torch-fp32"]
     )
     parser.add_argument("--fio-seconds", type=float, default=4, help="for each of fio's request shapes")
-    parser.add_argument("--quick", action="store_true", help="3 M parameters, no peers")
+    parser.add_argument("--quick", action="store_true", help="3 M parameters, less memory, no peers")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     parser.add_argument("--plot", type=Path, help="write a PNG")
     arguments = parser.parse_args()
+    arguments.memory = LITTLE_MEMORY if arguments.quick else MEMORY
     if arguments.quick:
         arguments.params, arguments.fio_seconds, arguments.peers = 3e6, 1, ["none"]
     arguments.params, arguments.runs = int(arguments.params), max(5, arguments.runs)

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import multiprocessing
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,18 +40,13 @@ OURS, TORCH, FLUSHED = CONTENDERS = ("CSDAdam", "torch", "torch, set_flush_denor
 
 def main() -> None:
     arguments = parse()
-    bindings.threads_use(arguments.threads)
-    if arguments.contender:  # in a process of its own: what threads have inherited stays with them
-        print(json.dumps(contend(arguments)))
-        return
     facts = machine_facts()
     say(f"an embedding of {arguments.rows} x {WIDTH}, {arguments.runs} runs at each of the steps {arguments.at}")
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
-    verify(parse_devices("ram:"), "fp32")
+    in_own_process(verify, parse_devices("ram:"), "fp32")
     rows: list[Row] = []
     for name in CONTENDERS:
-        command = [sys.executable, "-m", "bench.zeros", *sys.argv[1:], f"--contender={name}"]
-        rows += json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        rows += in_own_process(contend, arguments, name)
         for row in rows[-len(arguments.at) :]:
             say(describe(row))
     if arguments.json:
@@ -58,16 +54,30 @@ def main() -> None:
         print()
 
 
-def contend(arguments: argparse.Namespace) -> list[Row]:
+def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns. What threads have inherited stays with them: so each gets its own, and here are none to fork."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(function(*arguments)))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:  # it has said why
+        process.join()
+        raise SystemExit(process.exitcode) from None
+
+
+def contend(arguments: argparse.Namespace, contender: str) -> list[Row]:
     """All steps of one contender; those that are timed count as well."""
-    torch.set_flush_denormal(arguments.contender == FLUSHED)
+    bindings.threads_use(arguments.threads)
+    torch.set_flush_denormal(contender == FLUSHED)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     shape = (arguments.rows, WIDTH)
     embedding, dense = (torch.nn.Parameter(torch.randn(shape)) for _ in range(2))
     zipf = 1 / torch.arange(1, arguments.rows + 1)
     embedding.grad, dense.grad = torch.zeros(shape), torch.randn(shape)
-    ours, beside = (optimizer(arguments.contender, p) for p in (embedding, dense))
+    ours, beside = (optimizer(contender, p) for p in (embedding, dense))
 
     def step() -> float:
         """Seconds of the optimizer alone."""
@@ -88,7 +98,7 @@ def contend(arguments: argparse.Namespace) -> list[Row]:
         states = [ours.state[embedding][name] for name in ("exp_avg", "exp_avg_sq")]
         rows.append(
             {
-                "what": arguments.contender,
+                "what": contender,
                 "step": at,
                 "params": embedding.numel(),
                 "seconds": seconds,
@@ -139,7 +149,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="update threads (default 2)")
     parser.add_argument("--quick", action="store_true", help="256 rows, steps 20 and 100")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
-    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rows, arguments.at = 256, [20, 100]

@@ -1,23 +1,22 @@
 """bench/accuracy.py at its smallest: that it verifies, trains, and reports what it promises."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.forked import module
 
 from bench import accuracy
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_quick(tmp_path):
+def test_quick(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     png = tmp_path / "accuracy.png"
-    command = [sys.executable, "-m", "bench.accuracy", "--quick", f"--directory={tmp_path}", "--json", f"--plot={png}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = module("bench.accuracy", "--quick", f"--directory={tmp_path}", "--json", f"--plot={png}", seconds=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["schema"] == "csd_optim.bench.accuracy/1"
@@ -55,10 +54,12 @@ def test_resume_takes_what_is_finished(tmp_path):
     assert repeated | {"seconds": 0} == first | {"seconds": 0}  # the same bits
 
 
-def test_examples():
+def test_examples(monkeypatch):
     size = replace(accuracy.QUICK, examples=512, held_out=512)
     training, held_out = accuracy.sources()
     assert not {t.tobytes() for t in training} & {t.tobytes() for t in held_out}
+    some = training[::12], held_out[::3]  # all of them take seconds
+    monkeypatch.setattr(accuracy, "sources", lambda: some)
     for task, (_, classes) in accuracy.TEXT_TASKS.items():
         for tokens, labels in accuracy.text_examples(task, size):
             assert tokens.shape == (512, accuracy.LENGTH)

@@ -2,12 +2,11 @@
 
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
-from support.cards import emulated, needs_xrt
-from support.forked import module
+from support.cards import emulated_python, needs_xrt
+from support.forked import module, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -185,7 +184,7 @@ def test_distributed(tmp_path):
 @needs_xrt
 def test_per_csd_of_an_emulated_card(tmp_path):
     """It works as on a card, and says that its times mean nothing."""
-    done = emulated(sys.executable, "-m", "bench.per_csd", "xrt:0", "--params=10000", "--json", "--quick")
+    done = emulated_python(running("bench.per_csd"), "xrt:0", "--params=10000", "--json", "--quick")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     assert "its times mean nothing" in done.stderr

@@ -2,11 +2,10 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.forked import python
 
 pytest.importorskip("matplotlib", reason="the demo draws: pip install csd_optim[bench]")
 
@@ -14,14 +13,18 @@ DEMO = Path(__file__).resolve().parents[2] / "bench" / "demo.py"
 STEPS, DEVICES = 20, 3
 
 
+def run(*arguments):
+    program = f"import runpy; runpy.run_path({str(DEMO)!r}, run_name='__main__')"
+    done = python(program, *arguments, seconds=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """The report of a quick run, what it printed for people, and where its files are."""
     out = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, str(DEMO), "--quick", "--json", f"--devices={DEVICES}", f"--out={out}"]
-    command.append("--compute=float32")  # the default depends on which is faster
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run("--quick", "--json", f"--devices={DEVICES}", f"--out={out}", "--compute=float32")  # not what is faster
     return json.loads(done.stdout), done.stderr, out
 
 
@@ -60,7 +63,5 @@ def test_traffic_is_counted(demo):
 def test_the_stores_stay_and_a_second_run_replaces_them(demo):
     _, _, out = demo
     assert len(list(out.glob("csd*/csd_optim.store"))) == DEVICES
-    command = [sys.executable, str(DEMO), "--quick", "--steps=1", f"--devices={DEVICES}", f"--out={out}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run("--quick", "--steps=1", f"--devices={DEVICES}", f"--out={out}")
     assert "Shown in" in done.stdout

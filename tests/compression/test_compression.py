@@ -3,6 +3,7 @@
 Oracle: the same rules once more in NumPy, on the bits, with a stable sort. Everything is compared bit for bit.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -81,7 +82,7 @@ def oracle_rounded(grad, residual, scale, dtype):
 
 
 def oracle_select(bits, k):
-    magnitudes = (bits & 0x7FFF).astype(np.int64)
+    magnitudes = (bits & 0x7FFF).astype(np.int16)  # which NumPy sorts by radix
     order = np.argsort(-magnitudes, kind="stable")[:k]
     return np.sort(order[magnitudes[order] > 0])
 
@@ -93,15 +94,19 @@ def lowbias32(x):
     return x ^ x >> 16
 
 
+@functools.cache
+def chances(first, n, step):
+    i = np.arange(first, first + n, dtype=object)  # of any size
+    return (lowbias32((i + step * 0x9E3779B9) % (1 << 32)) % (1 << 16)).astype(np.uint64)
+
+
 def oracle_feed_back(grad, residual, scale, sent, bits, dtype, first, step):
     if inverse(scale) is None:
         return bits_of(residual)
     a = oracle_owed(grad, residual, scale).copy()
     a[sent] -= wide(torch.from_numpy(bits[sent].view(np.int16).copy()).view(dtype))
     a *= np.float32(scale)
-    i = np.arange(first, first + len(a), dtype=object)  # of any size
-    chance = lowbias32((i + step * 0x9E3779B9) % (1 << 32)) % (1 << 16)
-    at_random = (a.view(np.uint32) + chance.astype(np.uint64)) >> 16
+    at_random = (a.view(np.uint32) + chances(first, len(a), step)) >> 16
     return np.where(np.isfinite(a), at_random, to_bf16(a)).astype(np.uint16)
 
 

@@ -6,8 +6,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -837,7 +835,7 @@ def test_update_threads(environment, threads):
     if len(os.sched_getaffinity(0)) != os.cpu_count():
         pytest.skip("this process may not use all CPUs")
     others = {k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "CSD_OPTIM_THREADS")}
-    code = "from csd_optim import bindings; print(bindings.threads_used())"
     # The library reads them while it is loaded.
-    out = subprocess.run([sys.executable, "-c", code], env=others | environment, stdout=subprocess.PIPE, check=True)
-    assert int(out.stdout) == threads
+    code = "import sys; assert 'csd_optim._native' not in sys.modules; "
+    code += "from csd_optim import bindings; print(bindings.threads_used())"
+    assert int(printed(code, environment=others | environment)) == threads

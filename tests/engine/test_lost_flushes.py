@@ -23,6 +23,7 @@ from csd_optim.store.file import StoreFile
 from csd_optim.store.format import PAGE, Superblock
 
 SEED = 5
+SOME = 5  # of so many flushes one: no number of flushes that a commit has, so that each of them is met
 CLOSED, END = 10, 15  # events: residuals, a late parameter and a loaded state dict before; a group joins after
 
 
@@ -77,10 +78,10 @@ def train(devices, *, patient):
 
 
 @pytest.mark.parametrize(
-    ("devices", "at_once", "patient"),
-    [(1, True, True), (2, False, False)],
+    ("devices", "at_once", "patient", "every"),
+    [(1, True, True, 1), (2, False, False, SOME), pytest.param(2, False, False, 1, marks=pytest.mark.soak)],
 )
-def test_every_flush_fails_once(devices, at_once, patient, tmp_path):
+def test_every_flush_fails_once(devices, at_once, patient, every, tmp_path):
     """One after another, each in a run of its own, and what it should have covered is gone."""
     torch.set_num_threads(1)
     expected()  # which sets the seed
@@ -105,10 +106,10 @@ def test_every_flush_fails_once(devices, at_once, patient, tmp_path):
             found.opt.close()
         except (CSDError, Violation) as e:
             wrong.append(f"{disk.failed}: {'it was told' if not well else 'nobody was told'}: {e}")
-        nth += 1
+        nth += every
     assert not wrong, f"{len(wrong)} of {nth}: " + "\n".join(wrong)
     assert nth > 40 * devices
-    assert 0 < told < nth  # metadata are written again, and nothing is lost
+    assert 0 < told < nth / every  # metadata are written again, and nothing is lost
 
 
 # ---- what the program is told --------------------------------------------------------

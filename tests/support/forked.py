@@ -78,9 +78,13 @@ def printed(program, *arguments, **options):
 
 def module(name, *arguments, **options):
     """... and `python -m name`."""
+    return python(running(name), *arguments, **options)
+
+
+def running(name):
+    """The program that does what `python -m name` does."""
     program = "import os, runpy, sys; sys.path.insert(0, os.getcwd()); "
-    program += f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
-    return python(program, *arguments, **options)
+    return program + f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
 
 
 def _run(program, arguments, environment, directory, said):
