@@ -23,7 +23,7 @@ from csd_optim.store.file import StoreFile
 from csd_optim.store.format import PAGE, Superblock
 
 SEED = 5
-SOME = 5  # of so many flushes one: no number of flushes that a commit has, so that each of them is met
+SOME = 5  # of so many flushes one: a commit on two devices has six, so that each of them is met
 CLOSED, END = 10, 15  # events: residuals, a late parameter and a loaded state dict before; a group joins after
 
 
