@@ -21,7 +21,7 @@ PROGRAMS = {  # in tests/native (the lesson: in csd.h itself), and what each dri
 SEARCHED = ("native/include", "native/src", "hls_kernels", "hls_kernels/csim")
 # First, so that tests/native/rules/rules.h stands in place of native/include/rules.h, and has some rules more.
 INCLUDE = [f"-I{ROOT}/{d}" for d in ("tests/native/rules", *SEARCHED)]
-FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-sanitize-recover=all"]
+FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-sanitize-recover=all"]
 # Labels and pragmas are for HLS; GCC 12 finds its own AVX-512 header uninitialized; what an initializer leaves out is
 # zero, and meant to be.
 FLAGS += ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
@@ -102,7 +102,8 @@ def main() -> None:
             print(f"sanitize: {sanitizer}: SKIPPED, does not run on this machine with {compiler}")
             continue
         for name in PROGRAMS:
-            failed |= not run(compiler, sanitizer, options, name)
+            if (sanitizer, name) != ("thread", "crc32c_test"):  # it has one thread
+                failed |= not run(compiler, sanitizer, options, name)
     sys.exit(failed)
 
 
