@@ -52,8 +52,10 @@ def pytest_collection_modifyitems(config, items):
         return everyday and (on_every_backend or not on_cards())
 
     chosen = [item for item in items if is_chosen(item)]
+    if on_cards() and not config.getoption("--soak"):
+        chosen = cards.sample(chosen)
     if len(chosen) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
 
 

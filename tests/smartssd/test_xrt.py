@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cards import SECONDS, SUITES, emulated, emulated_python, needs_xrt
+from support.cards import SUITES, emulated, emulated_python, needs_xrt
 
 from csd_optim import CSDAdam, CSDUnavailableError
 from csd_optim.checkpoint.verify import verify
-from csd_optim.devices import emulation
 from csd_optim.devices.xclbin import write_emulated
 
 ROOT = Path(__file__).parents[2]
@@ -124,8 +123,7 @@ def test_the_drive_of_a_card_is_found(tmp_path):
         with CSDAdam(net.parameters(), devices=["xrt:0", "xrt:1"]) as opt:
             train(net, opt, range(3))
         """
-    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(text)]
-    assert emulation.run(command, drives=[tmp_path / "a", tmp_path / "b"], timeout=SECONDS) == 0
+    script(text, cards=2, drives=[tmp_path / "a", tmp_path / "b"])
     state = CSDAdam.load([tmp_path / "a", tmp_path / "b"])
     assert [float(entry["step"]) for entry in state["state"].values()] == [3] * 4
 
@@ -398,48 +396,64 @@ OTHER(xrtRunClose) OTHER(xrtRunSetArg) OTHER(xrtRunStart) OTHER(xrtRunState)
 """
 
 
-@pytest.mark.parametrize(
-    ("refuses", "says"),
-    [
-        (None, "the Xilinx runtime (XRT) is not here"),
-        ("", "this XRT has no function xrtDeviceOpen"),
-        (errno.EKEYREJECTED, "its shell takes signed files only"),
-        (errno.EBUSY, "another process uses other kernels on it"),
-        (errno.EINVAL, "it has to be built for the card's shell"),
-        (errno.EACCES, "Permission denied"),
-    ],
-)
-def test_a_runtime_that_refuses(tmp_path, refuses, says):
-    """No XRT, one that is too old, an unsigned shell, somebody else's kernels, the wrong shell, no permission."""
-    (tmp_path / "lib").mkdir()
-    library = tmp_path / "lib/libxrt_coreutil.so.2"
-    if refuses is None:
-        library.write_bytes(b"no library")
-    else:
-        source = tmp_path / "refuses.c"
-        source.write_text(REFUSES if refuses else "int nothing;")
-        subprocess.run([os.environ.get("CC", "gcc"), "-shared", "-fPIC", "-o", library, source], check=True)
-    write_emulated(tmp_path / "ours.xclbin", "a_platform", 1 << 30)
+REFUSALS = {
+    "no library": "the Xilinx runtime (XRT) is not here",
+    "too old": "this XRT has no function xrtDeviceOpen",
+    errno.EKEYREJECTED: "its shell takes signed files only",
+    errno.EBUSY: "another process uses other kernels on it",
+    errno.EINVAL: "it has to be built for the card's shell",
+    errno.EACCES: "Permission denied",
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """What is said to each of REFUSALS: one interpreter, which begins with the loader's path, and a child for each."""
+    directory = tmp_path_factory.mktemp("refused")
+    write_emulated(directory / "ours.xclbin", "a_platform", 1 << 30)
+    library = directory / "lib/libxrt_coreutil.so.2"
+    library.parent.mkdir()
+    (directory / "none").write_bytes(b"no library")
+    for name, source in ("old", "int nothing;"), ("refuses", REFUSES):
+        (directory / f"{name}.c").write_text(source)
+        command = [os.environ.get("CC", "gcc"), "-shared", "-fPIC", "-o", directory / name, directory / f"{name}.c"]
+        subprocess.run(command, check=True)
+    text = """
+        import os
+        from pathlib import Path
+        library = Path(sys.argv[1])
+        for refusal in sys.argv[2:]:
+            child = os.fork()
+            if child == 0:
+                library.symlink_to({"no library": "../none", "too old": "../old"}.get(refusal, "../refuses"))
+                os.environ["REFUSES_WITH"] = refusal
+                try:
+                    CSDAdam(model().parameters(), devices=["xrt:0"])
+                except CSDUnavailableError as e:
+                    print(f"{refusal}: {e}", flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
+            library.unlink()
+        """
     environment = os.environ | {
         "XCL_EMULATION_MODE": "sw_emu",
-        "CSD_OPTIM_EMULATED_DRIVES": str(tmp_path),
-        "CSD_OPTIM_XCLBIN": str(tmp_path / "ours.xclbin"),
-        "XILINX_XRT": str(tmp_path),
-        "LD_LIBRARY_PATH": str(tmp_path / "lib"),
-        "REFUSES_WITH": str(refuses or 0),
+        "CSD_OPTIM_EMULATED_DRIVES": str(directory),
+        "CSD_OPTIM_XCLBIN": str(directory / "ours.xclbin"),
+        "XILINX_XRT": str(directory),
+        "LD_LIBRARY_PATH": str(library.parent),
     }
-    text = """
-        try:
-            CSDAdam(model().parameters(), devices=["xrt:0"])
-        except CSDUnavailableError as e:
-            print(e)
-        """
-    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(text)]
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(text), library, *map(str, REFUSALS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert says in done.stdout
-    assert "card 0" in done.stdout
-    assert not list(tmp_path.glob("*.store"))
+    assert not list(directory.glob("*.store"))
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_runtime_that_refuses(refused, refusal):
+    """No XRT, one that is too old, an unsigned shell, somebody else's kernels, the wrong shell, no permission."""
+    assert REFUSALS[refusal] in refused[str(refusal)]
+    assert "card 0" in refused[str(refusal)]
 
 
 @needs_xrt
