@@ -45,7 +45,7 @@ check: $(VENV)/.installed
 pytest: together alone
 
 together: $(VENV)/.installed
-	$(BIN)/python -m pytest --durations 20 -n 2 --dist loadfile -m "not serial"
+	$(BIN)/python -m pytest --durations 20 -n 3 --dist loadfile -m "not serial"
 
 alone: $(VENV)/.installed
 	$(BIN)/python -m pytest --durations 20 -m serial
