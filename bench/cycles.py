@@ -1,4 +1,4 @@
-"""What the FPGA's kernel takes, from the structure of its stages: cycles, memory, Mparam/s, and who bounds them.
+"""What the FPGA's kernels take, from the structure of their stages: cycles, memory, Mparam/s, and who bounds them.
 
     python -m bench.cycles                         prints the tables
     python -m bench.cycles hls_kernels/README.md   puts them between their two marks in a file
@@ -14,7 +14,8 @@ No stage was synthesized: that II is what its directive asks for is an assumptio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import ceil
 
 from bench.tables import main
@@ -26,7 +27,10 @@ BURST = 64 * WORD  # bytes: 4 KiB, the longest of AXI
 TILE = 1 << 20  # elements, as the optimizer lays them out
 SUM_WORDS = SUM_ELEMS // LANES
 
-# The II of each loop of hls_kernels/stages.h, by its label; a test compares them.
+PAGE = 4096  # elements of a page of a section of bytes, which is a burst
+LOOP = 100  # cycles until a loop over memory has its first word; reckoned
+
+# The II of each loop of hls_kernels/stages.h and codes.h, by its label; a test compares them.
 II = {
     "READ": 1,
     "READ_SECTION": 2,
@@ -37,6 +41,11 @@ II = {
     "REST": 1,
     "SPARSE": 1,
     "DENSE": 1,
+    "READ_PAGE": 2,
+    "STORE_PAGE": 2,
+    "CODED_SUMS": 2,
+    "UPDATE_CODES": 2,
+    "ENCODE": 2,
 }
 FILL = 500  # cycles until the first word is through all stages and the last one's response is there; reckoned
 
@@ -101,6 +110,40 @@ class Run:
         }
 
 
+@dataclass(frozen=True)
+class CodedRun(Run):
+    """One of the kernel for codes. A port that serves several sections waits anew for each page of each of them."""
+
+    @property
+    def pages(self) -> int:
+        return ceil(self.elems / PAGE)
+
+    def bytes(self) -> tuple[int, int]:
+        read, written = Run.bytes(replace(self, sections=0))  # of all but the state
+        peak = self.sections - 3
+        state = self.elems * (self.param_bytes + (self.param_bytes == 2) + 2 + peak) + (1 + peak) * WORD * self.pages
+        return state + read, state + written
+
+    def stages(self) -> dict[str, int]:
+        section = ceil(self.elems * self.param_bytes / WORD)
+        page = PAGE // WORD * II["READ_PAGE"] + LOOP
+        ratios = self.pages * page * (1 + (self.param_bytes == 2))
+        roots = self.pages * (page + LOOP) * (self.sections - 2)
+        alike = super().stages()
+        return {
+            "read_param_section": II["READ_SECTION"] * section,
+            "read_ratios": ratios,
+            "read_roots": roots,
+            "update_codes": II["UPDATE_CODES"] * self.words,
+            "encode": II["ENCODE"] * self.words,
+            "write_param_section": II["STORE"] * section,
+            "write_ratios": ratios,
+            "write_roots": roots,
+            "write_coded_report": II["CODED_SUMS"] * self.chunks,
+            **{name: alike[name] for name in ("read_words", "check_entries", "scatter", "write_params")},
+        }
+
+
 def memory_seconds(read: float, written: float, burst: float = BURST, *, alternating: bool = True) -> float:
     """Seconds that so many bytes take, in bursts of so many. `alternating`: reads and writes come at the same time, and
     take turns while there are both; otherwise all of one follow all of the other."""
@@ -129,7 +172,6 @@ def read_and_write_at_once() -> float:
     return 1 / memory_seconds(0.5, 0.5)
 
 
-LOOP = 100  # cycles until a loop over memory has its first word; reckoned
 SMART_HERTZ = 300e6  # the platform's own clock: its Makefile names none
 
 
@@ -161,12 +203,28 @@ CHECKS = (  # what, published, by this model
 
 BEGIN, END = "<!-- begin: python -m bench.cycles -->\n", "<!-- end: python -m bench.cycles -->\n"
 COLUMNS = {"fp16, bf16": Run(), "fp32": Run(grad_bytes=4, param_bytes=4), "Top-K 1 %, 16-bit": Run(share=0.01)}
+CODED_COLUMNS = {
+    "codes, fp16, bf16": CodedRun(),
+    "codes, fp32": CodedRun(grad_bytes=4, param_bytes=4),
+    "codes, 16-bit, `amsgrad`": CodedRun(sections=4),
+}
 CLOCKS = (200e6, 250e6, 300e6)
 
 
 def table() -> str:
+    lines = [*budget(COLUMNS), "", *budget(CODED_COLUMNS), ""]
+    lines += ["| the model beside what is published | published | model | error |", "|---|---|---|---|"]
+    for what, published, model in CHECKS:
+        made = model()
+        lines.append(f"| {what} | {published:.1f} | {made:.1f} | {100 * (made / published - 1):+.0f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def budget(columns: Mapping[str, Run]) -> list[str]:
+    """The lines of a table."""
+
     def row(name: str, cell) -> str:
-        return f"| {name} | " + " | ".join(cell(run) for run in COLUMNS.values()) + " |"
+        return f"| {name} | " + " | ".join(cell(run) for run in columns.values()) + " |"
 
     def rate(time: float, run: Run) -> str:
         return f"{run.elems / time / 1e6:.0f}"
@@ -178,8 +236,8 @@ def table() -> str:
         time, bound = seconds(run, hertz)
         return f"{rate(time, run)} ({bound}), {time * hertz / 1e3:.0f} k cycles"
 
-    head = ["", *COLUMNS]
-    lines = [
+    head = ["", *columns]
+    return [
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
         row("bytes per parameter that the kernel reads, writes", lambda r: f"{per_param(r, 0)}, {per_param(r, 1)}"),
@@ -191,14 +249,7 @@ def table() -> str:
         ),
         row("PCIe into the card, states and gradients", lambda r: rate(r.bytes()[0] / PCIE, r)),
         row("PCIe out of it, states and parameters", lambda r: rate(r.bytes()[1] / PCIE, r)),
-        "",
-        "| the model beside what is published | published | model | error |",
-        "|---|---|---|---|",
     ]
-    for what, published, model in CHECKS:
-        made = model()
-        lines.append(f"| {what} | {published:.1f} | {made:.1f} | {100 * (made / published - 1):+.0f} % |")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

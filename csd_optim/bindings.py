@@ -50,9 +50,11 @@ PARAM = np.dtype(
             ("master", "u4"),
         ),
         *(("topk", "f8"), ("residual", "u8"), ("topk_dtype", "u4"), ("seed", "u4")),
+        *(("first", "u4"), ("reserved", "u4"), ("edited", "u8", 4)),
     ]
 )
 HYPER = np.dtype([("rule", "u4"), ("c", "f4", 9)])
+CODECS = {"fp32": lib.CSD_FP32, "8bit": lib.CSD_8BIT}
 EVENT_KINDS = ("read", "update", "write")
 EVENT = np.dtype([("device", "u4"), ("tile", "u4"), ("kind", "u4"), ("reserved", "u4"), ("begin", "f8"), ("end", "f8")])
 TILE_STATE = np.dtype([("slot", "u4"), ("summed", "u4")])
@@ -235,19 +237,23 @@ def engine_extend(
     sum_elems: int | None = None,
     sums: np.ndarray[Any, Any] | None = None,
     mappings: int = 1,
+    codec: str = "fp32",
+    param_dtype: torch.dtype | None = None,
 ) -> list[Any]:
     """`devices`: of each tile, uint32; None: in turns. `sum_elems` None: one checksum for all of a section.
 
-    `sums`: of `states`, uint32, of shape (n_tiles, chunks, sections). `mappings`: that each window consists of.
-    Returns one window per section: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself.
+    `sections`: how many states. `sums`: of `states`, uint32, of shape (n_tiles, chunks, sections of a slot).
+    `mappings`: that each window consists of. `param_dtype`: of codes.
+    Returns one window per state: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself. Codes have none.
     """
     assert pieces.dtype == PIECE
     assert devices is None or (devices.dtype == np.uint32 and len(devices) == n_tiles)
     sum_elems = min(sum_elems or tile_elems, tile_elems)
     if states is not None:
-        shape = (n_tiles, -(-tile_elems // sum_elems), sections)
+        shape = (n_tiles, -(-tile_elems // sum_elems))
         assert sums is not None
-        assert (states.dtype, states.shape, sums.dtype, sums.shape) == (TILE_STATE, (n_tiles,), np.uint32, shape)
+        assert (states.dtype, states.shape, sums.dtype, sums.shape[:2]) == (TILE_STATE, (n_tiles,), np.uint32, shape)
+        assert codec != "fp32" or sums.shape[2] == sections
     offsets = ffi.new("uint64_t[]", file_offsets)
     extent = ffi.new("csd_extent *")
     extent.tile_elems, extent.n_tiles, extent.sections, extent.slots = tile_elems, n_tiles, sections, slots
@@ -255,9 +261,12 @@ def engine_extend(
     extent.sum_elems, extent.sums = sum_elems, ffi.NULL if sums is None else _array(sums, "uint32_t *")
     extent.devices = ffi.NULL if devices is None else _array(devices, "uint32_t *")
     extent.file_offset, extent.pieces, extent.n_pieces = offsets, _array(pieces, "csd_piece *"), len(pieces)
+    extent.codec, extent.param_dtype = CODECS[codec], DTYPE_CODES[param_dtype or torch.float32]
     windows, error = ffi.new("float *[4]"), ffi.new("csd_error *")
     check(lib.csd_engine_extend(engine, extent, windows, error), error, name)
     elems = n_tiles * tile_elems
+    if codec != "fp32":
+        return []
     return [ffi.buffer(_window(windows[s], elems, mappings), 4 * elems) for s in range(sections)]
 
 
@@ -357,6 +366,19 @@ def engine_remap(engine: Any, name: Namer, *, open: bool) -> None:
     check(lib.csd_engine_remap(engine, open, error), error, name)
 
 
+def engine_decode(
+    engine: Any, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], name: Namer
+) -> None:
+    """States of elements [first, first + n) of a tile of codes: into contiguous fp32 CPU tensors, up to four.
+
+    None: nobody wants it. `first` is a multiple of 64. Waits for writes; not while a step is under way.
+    """
+    assert all(s is None or (s.dtype, s.numel()) == (torch.float32, n) for s in states)
+    error = ffi.new("csd_error *")
+    to = _addresses("float *", [*states, *[None] * (4 - len(states))])
+    check(lib.csd_engine_decode(engine, tile, first, n, to, error), error, name)
+
+
 def engine_tiles(
     engine: Any, first: int, n: int, chunks: int, sections: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -400,13 +422,64 @@ def update(
         grad.numel(),
         ffi.cast("void *", grad.data_ptr()),
         DTYPE_CODES[grad.dtype],
-        [ffi.cast("float *", section.data_ptr()) for section in state],
+        _addresses("float *", state),
         len(state),
         ffi.NULL if param is None else ffi.cast("void *", param.data_ptr()),
         lib.CSD_F32 if param is None else DTYPE_CODES[param.dtype],
         error,
     )
     check(status, error)
+
+
+def update_codes(
+    hyper: np.ndarray[Any, Any],
+    isa: str,
+    grad: torch.Tensor,
+    codes: Sequence[torch.Tensor],
+    param: torch.Tensor,
+    key: int,
+) -> None:
+    """The same on codes, in place: one contiguous CPU tensor for each section, see csd_codec.
+
+    `param`: gets the parameters. `key`: of the chance of the first element, 32 bits.
+    """
+    assert hyper.dtype == HYPER
+    error = ffi.new("csd_error *")
+    status = lib.csd_update_codes(
+        _array(hyper, "csd_hyper *"),
+        ISAS[isa],
+        grad.numel(),
+        ffi.cast("void *", grad.data_ptr()),
+        DTYPE_CODES[grad.dtype],
+        _addresses("void *", codes),
+        len(codes),
+        ffi.cast("void *", param.data_ptr()),
+        DTYPE_CODES[param.dtype],
+        key,
+        error,
+    )
+    check(status, error)
+
+
+def encode(isa: str, states: Sequence[torch.Tensor | None], dtype: torch.dtype, codes: Sequence[torch.Tensor]) -> None:
+    """Codes of fp32 states of one length, to nearest: master, exp_avg, exp_avg_sq, max_exp_avg_sq.
+
+    None: the code stays as it is. `dtype`: of the parameter.
+    """
+    error, n = ffi.new("csd_error *"), max(0 if s is None else s.numel() for s in states)
+    of = _addresses("float *", states)
+    check(lib.csd_encode(ISAS[isa], n, of, DTYPE_CODES[dtype], _addresses("void *", codes), len(codes), error), error)
+
+
+def decode(isa: str, codes: Sequence[torch.Tensor], dtype: torch.dtype, states: Sequence[torch.Tensor | None]) -> None:
+    """... and back."""
+    error, n = ffi.new("csd_error *"), max(0 if s is None else s.numel() for s in states)
+    to = _addresses("float *", states)
+    check(lib.csd_decode(ISAS[isa], n, _addresses("void *", codes), DTYPE_CODES[dtype], to, len(codes), error), error)
+
+
+def _addresses(kind: str, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    return [ffi.NULL if t is None else ffi.cast(kind, t.data_ptr()) for t in tensors]
 
 
 def topk_count(ratio: float, n: int) -> int:

@@ -1,4 +1,4 @@
-"""Builds `csd_optim._emulator` (cffi, API mode): the FPGA's kernel by the host's compiler, and what runs them."""
+"""Builds `csd_optim._emulator` (cffi, API mode): the FPGA's kernels by the host's compiler, and what runs them."""
 
 import runpy
 from pathlib import Path
@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EMULATOR = ROOT / "hls_kernels" / "emulator"
 SOURCES = [
     "hls_kernels/csd_adamw_update",
+    "hls_kernels/csd_adamw_8bit_update",
     "hls_kernels/emulator/csim",
     "hls_kernels/emulator/device",
 ]

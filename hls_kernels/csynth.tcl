@@ -1,9 +1,10 @@
-# C synthesis of the kernel: its II, latency, DSP, block RAM and clock, as the compiler sees them. Needs neither card nor
+# C synthesis of a kernel: its II, latency, DSP, block RAM and clock, as the compiler sees them. Needs neither card nor
 # platform, and takes minutes. The free edition knows the default part, whose fabric is that of the SmartSSD's.
 #
 #   make csynth                                             with vitis_hls, until 2024.1
 #   make csynth HLS='vitis-run --mode hls --tcl'            from 2024.2 on
 #   make csynth PART=xcku15p-ffva1156-2LV-e                 the SmartSSD's own part
+#   make csynth KERNEL=csd_adamw_8bit_update                the kernel for codes
 #
 # Nobody has run this on an HLS compiler yet; a test runs it on one that only listens.
 
@@ -14,6 +15,7 @@ proc setting {name default} {
     return $default
 }
 
+set kernel [setting KERNEL csd_adamw_update]
 set part [setting PART xcku5p-ffvb676-2-e]
 set frequency [setting FREQUENCY 200]
 set here [file dirname [file normalize [info script]]]
@@ -21,8 +23,8 @@ set here [file dirname [file normalize [info script]]]
 file mkdir $here/build
 cd $here/build
 open_project -reset csynth
-set_top csd_adamw_update
-add_files $here/csd_adamw_update.cpp -cflags "-std=gnu++14 -I$here -I$here/../native/include"
+set_top $kernel
+add_files $here/$kernel.cpp -cflags "-std=gnu++14 -I$here -I$here/../native/include"
 open_solution -reset -flow_target vitis solution
 set_part $part
 create_clock -period ${frequency}MHz

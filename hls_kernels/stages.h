@@ -1,5 +1,6 @@
-// The stages of the kernel: labelled loops, joined by streams. csd_adamw_update.cpp connects them; README.md beside this
-// file draws the picture, bench/cycles.py counts the cycles. None of them is inlined: a stage is a module of its own.
+// The stages of the kernel: labelled loops, joined by streams. csd_adamw_update.cpp connects them, and some of them
+// csd_adamw_8bit_update.cpp, beside those of codes.h. README.md draws the picture, bench/cycles.py counts the cycles.
+// None of them is inlined: a stage is a module of its own.
 // Who includes this has said which type of native/include/rules.h is `Rule`: one update rule is in a kernel, with its
 // variants.
 #pragma once
@@ -136,6 +137,18 @@ inline void write_params(Word *param, uint32_t n, Words &words, Numbers &sums) {
   sums.write(store(param, 0, n, n, words, sums));
 }
 
+// A csd_report.
+inline Word head_of_report(uint32_t n_words, Numbers &crc_param, Numbers &nonfinite, Numbers &bad_entries) {
+#pragma HLS INLINE
+  Word word = zero_word();
+  word[0] = kKernelVersion;
+  word[1] = n_words;
+  word[2] = nonfinite.read();
+  word[3] = bad_entries.read();
+  word[4] = crc_param.read();
+  return word;
+}
+
 // The header comes last. It is made of the parameters' sum, and follows the last sums of all sections on the same port:
 // hence it is there after everything else.
 inline void write_report(Word *report, uint32_t n_words, uint32_t sections, uint32_t sum_words, Numbers &crc_in_0,
@@ -160,13 +173,7 @@ SUMS:
     report[chunk] = word;
     left -= left < sum_words ? left : sum_words;
   }
-  Word word = zero_word();  // a csd_report
-  word[0] = kKernelVersion;
-  word[1] = n_words;
-  word[2] = nonfinite.read();
-  word[3] = bad_entries.read();
-  word[4] = crc_param.read();
-  report[0] = word;
+  report[0] = head_of_report(n_words, crc_param, nonfinite, bad_entries);
 }
 
 // ---- The update ---------------------------------------------------------------

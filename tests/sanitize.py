@@ -15,6 +15,7 @@ BUILD = ROOT / "build" / "sanitize"
 PROGRAMS = {  # in tests/native (the lesson: in csd.h itself), and what each drives
     "lesson": sorted((ROOT / "native" / "src").glob("*.cpp")),
     "engine_test": sorted((ROOT / "native" / "src").glob("*.cpp")),
+    "codes_test": sorted((ROOT / "native" / "src").glob("*.cpp")),
     "kernels_test": sorted((ROOT / "hls_kernels").glob("*.cpp")),
     "crc32c_test": [ROOT / "native" / "src" / "crc32c.cpp"],
 }

@@ -125,8 +125,10 @@ class AtOnce:
         self.elems = elems
         self.grad, self.param = torch.full((elems,), 1e-3, dtype=dtype), torch.zeros(elems, dtype=dtype)
         self.hyper = HYPERS.copy()
-        self._table, code = np.zeros(1, PARAM), DTYPE_CODES[dtype]
-        self._table[0] = (self.grad.data_ptr(), self.param.data_ptr(), code, code, 0, bindings.IN_SECTION, *[0] * 4)
+        self._table = np.zeros(1, PARAM)
+        self._table["grad"], self._table["param"] = self.grad.data_ptr(), self.param.data_ptr()
+        self._table["grad_dtype"] = self._table["param_dtype"] = DTYPE_CODES[dtype]
+        self._table["master"] = bindings.IN_SECTION
         extent = plan_extent([elems], 1, tile_elems=tile_elems)
         self.tiles = np.arange(extent.n_tiles, dtype=np.uint32)
         # As of a store that is there already, whose sums nobody knows: its windows are not looked at.

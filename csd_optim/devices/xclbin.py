@@ -55,15 +55,19 @@ class Kernel:
     scalars: tuple[str, ...]
 
 
-_TILE_IN = tuple(f"tile_in_{section}" for section in range(4))
-_TILE_OUT = tuple(f"tile_out_{section}" for section in range(4))
-# As csd_kernel.h has them; a test compares them with the kernels themselves.
-KERNELS: Mapping[str, Kernel] = {
-    "csd_adamw_update": Kernel(
-        (*_TILE_IN, "grad", "entries", "segments", *_TILE_OUT, "param", "report"),
+def _kernel(ports: int) -> Kernel:
+    """One that has so many ports for a tile, each way."""
+    tile_in, tile_out = ([f"tile_{way}_{port}" for port in range(ports)] for way in ("in", "out"))
+    return Kernel(
+        (*tile_in, "grad", "entries", "segments", *tile_out, "param", "report"),
         ("n_words", "sections", "n_segments", "grad_words", "entry_words", "param_words", "sum_words"),
-    ),
-}
+    )
+
+
+# As csd_kernel.h has them; a test compares them with the kernels themselves. Without those that are not required, cards
+# keep states as fp32 only.
+KERNELS: Mapping[str, Kernel] = {"csd_adamw_update": _kernel(4), "csd_adamw_8bit_update": _kernel(3)}
+REQUIRED = frozenset({"csd_adamw_update"})
 
 
 # ---- reading ---------------------------------------------------------------------
@@ -111,7 +115,7 @@ def find_kernels(named: Path | None = None) -> Path:
         ) from e
     except CSDStoreError as e:
         raise CSDUnavailableError(errno.ENOEXEC, str(e)) from e
-    if missing := set(KERNELS) - set(found.kernels):
+    if missing := REQUIRED - set(found.kernels):
         there_are = ", ".join(found.kernels) or "none"
         raise CSDUnavailableError(
             errno.ENOEXEC,

@@ -1,5 +1,5 @@
 // A card for XRT's software emulation (sw_emu): the process that XRT starts in place of each card, and that runs the
-// HLS kernel as g++ compiled it. XRT's driver library `libxrt_swemu` listens on a Unix socket and sends requests:
+// HLS kernels as g++ compiled them. XRT's driver library `libxrt_swemu` listens on a Unix socket and sends requests:
 //
 //   request  {0x09, uint64 size, 0x15, uint32 number}, then a protobuf message of that size
 //   answer   {0x09, uint64 size}, then a message
@@ -189,39 +189,51 @@ class Memory {
   int fd_;
 };
 
-// ---- The kernel -----------------------------------------------------------------------
+// ---- The kernels ----------------------------------------------------------------------
 
-constexpr const char *kKernel = "csd_adamw_update";
-// The registers of `tile_out_0` and `param`.
-constexpr uint32_t kTileOut = kFirstArgument + 7 * kPointerBytes, kParam = kFirstArgument + 11 * kPointerBytes;
+// A kernel as g++ compiled it. It has `ports` ports for a tile each way, and its arguments are in one order with any
+// number of them.
+struct Kernel {
+  const char *name;
+  uint32_t ports;
+  const char *(*run)(const Kernel &, const uint8_t *registers, const Memory &);  // nullptr, or why it never ends
 
-// nullptr, or why the run never ends.
-const char *run_kernel(const uint8_t *registers, const Memory &memory) {
-  return call(csd_csim_update, registers, [&memory](uint64_t address) {
+  // The registers of `tile_out_0` and `param`.
+  uint32_t tile_out() const { return kFirstArgument + (ports + 3) * kPointerBytes; }
+  uint32_t param() const { return kFirstArgument + (2 * ports + 3) * kPointerBytes; }
+};
+
+template <auto update>
+const char *run_kernel(const Kernel &kernel, const uint8_t *registers, const Memory &memory) {
+  return call(update, registers, [&](uint64_t address) {
     void *place = memory.at(address, 1);
     if (!place) {
-      say("the kernel was given the address 0x%" PRIx64 ", which is in no buffer", address);
+      say("%s was given the address 0x%" PRIx64 ", which is in no buffer", kernel.name, address);
       _exit(1);
     }
     return place;
   });
 }
 
-const Memory *memory_of_run;  // in the child of a run: for the handler below
+constexpr Kernel kKernels[] = {{"csd_adamw_update", 4, run_kernel<csd_csim_update>},
+                               {"csd_adamw_8bit_update", 3, run_kernel<csd_csim_8bit_update>}};
+
+const Kernel *kernel_of_run;  // in the child of a run: for the handler below
+const Memory *memory_of_run;
 
 void on_bad_access(int, siginfo_t *info, void *) {
   char where[200];
   memory_of_run->describe(info->si_addr, where, sizeof where);
-  say("%s went astray: it touched what lies %s", kKernel, where);
+  say("%s went astray: it touched what lies %s", kernel_of_run->name, where);
   _exit(1);
 }
 
 // ---- A compute unit -------------------------------------------------------------------
 
-// The kernel's registers. A run is a child process.
+// A kernel's registers. A run is a child process.
 class Unit {
  public:
-  explicit Unit(const Memory &memory) : memory_(memory), registers_(kUnitBytes) {}
+  Unit(const Kernel &kernel, const Memory &memory) : kernel_(kernel), memory_(memory), registers_(kUnitBytes) {}
   Unit(const Unit &) = delete;
 
   ~Unit() {
@@ -255,7 +267,7 @@ class Unit {
 
   // `garbles`: 0, or the register of an argument that is not what the run wrote there.
   void start(uint32_t garbles) {
-    if (state_ == State::kRunning || state_ == State::kHung) die("%s was started while it runs", kKernel);
+    if (state_ == State::kRunning || state_ == State::kHung) die("%s was started while it runs", kernel_.name);
     state_ = State::kRunning;
     garbles_ = garbles;
     child_ = fork();
@@ -264,19 +276,21 @@ class Unit {
   }
 
   void hang() { state_ = State::kHung; }
+  const Kernel &kernel() const { return kernel_; }
 
  private:
   enum class State { kIdle, kRunning, kHung, kDone };
 
   [[noreturn]] void run() {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
+    kernel_of_run = &kernel_;
     memory_of_run = &memory_;
     struct sigaction action = {};
     action.sa_sigaction = on_bad_access;
     action.sa_flags = SA_SIGINFO;
     sigaction(SIGSEGV, &action, nullptr);
     sigaction(SIGBUS, &action, nullptr);
-    const char *why_not = run_kernel(registers_.data(), memory_);
+    const char *why_not = kernel_.run(kernel_, registers_.data(), memory_);
     if (why_not) say("%s", why_not);
     _exit(why_not ? 1 : 0);
   }
@@ -294,7 +308,7 @@ class Unit {
     }
     if (!ended) return;
     if (ended < 0 || !WIFEXITED(status) || WEXITSTATUS(status)) {
-      say("this run of %s hangs", kKernel);
+      say("this run of %s hangs", kernel_.name);
       state_ = State::kHung;
       return;
     }
@@ -305,6 +319,7 @@ class Unit {
     *memory_.at(address, 1) ^= 1;
   }
 
+  const Kernel &kernel_;
   const Memory &memory_;
   std::vector<uint8_t> registers_;
   State state_ = State::kIdle;
@@ -345,7 +360,8 @@ class Card {
       std::string kernel;
       uint64_t address;
       while (lines >> kernel >> std::hex >> address)
-        if (kernel == kKernel) units_.try_emplace(address, memory_);  // others are there, but do nothing
+        for (const Kernel &ours : kKernels)  // others are there, but do nothing
+          if (kernel == ours.name) units_.try_emplace(address, ours, memory_);
       if (!lines.eof()) {
         say("the xclbin was not made for this emulator");
         return Answer().number(1, 0);
@@ -417,7 +433,9 @@ class Card {
     if (fault_.is("kill", run)) kill(getpid(), SIGKILL);
     if (fault_.is("lost", run)) lost_ = true;
     if (fault_.is("hang", run)) return unit.hang();
-    if (!lost_) unit.start(fault_.is("garble", run) ? kTileOut : fault_.is("params", run) ? kParam : 0);
+    const Kernel &kernel = unit.kernel();
+    if (!lost_)
+      unit.start(fault_.is("garble", run) ? kernel.tile_out() : fault_.is("params", run) ? kernel.param() : 0);
   }
 
   Answer read_at(uint64_t address, uint64_t bytes) {

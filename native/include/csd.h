@@ -48,7 +48,7 @@
  *
  * Parameters lie one after another in a *flat space*, cut into *tiles*: the unit of
  * I/O and of update. A tile's state is one to four *sections*, each `elems` fp32 values: with AdamW
- * [master | exp_avg | exp_avg_sq (| max_exp_avg_sq)]. A tile has two *slots* on its device: a step
+ * [master | exp_avg | exp_avg_sq (| max_exp_avg_sq)]; or codes of them (csd_codec). A tile has two *slots* on its device: a step
  * reads one and writes the other, so that the old state is untouched until the step after it.
  *
  * Every function returns 0 or a negative csd_status, and then fills `*error` if it is
@@ -92,6 +92,15 @@ enum csd_dtype { CSD_F32 = 0, CSD_F16 = 1, CSD_BF16 = 2 };
 enum csd_rule {
   CSD_ADAMW = 0,  /* adamw.h */
   CSD_AMSGRAD = 1 /* the same, divided by the root of exp_avg_sq's running maximum: a fourth section */
+};
+
+/* How a tile keeps its states. */
+enum csd_codec {
+  CSD_FP32 = 0, /* as they are: a section each */
+  /* 8 bits for each of AdamW's, in sections of their own, each from a new page of 4096 bytes on: parameter (16 bits;
+   * then correction, 1 byte) or fp32 master; ratio and root, 1 byte, and exponent, 1 byte for 64 elements; of
+   * max_exp_avg_sq peak and its exponent. See codec.h */
+  CSD_8BIT = 1
 };
 
 /* Of a csd_hyper's constants, with every rule: what a gradient is multiplied by (1/loss scale, clipping, -1 to
@@ -165,28 +174,31 @@ typedef struct csd_tile_state {
 
 /* A run of `n_tiles` equal tiles: the parameters that join at one time. On a file, the j-th
  * of these tiles on device d (counted from 0) has its slot s at
- * byte `file_offset[d] + (slots*j + s) * tile_elems * sections * 4`. */
+ * byte `file_offset[d] + (slots*j + s) * bytes`, of fp32 states `bytes` = tile_elems * sections * 4. */
 typedef struct csd_extent {
   uint64_t tile_elems; /* multiple of 1024 and of the page size / 4, up to 2^31; 2^56 in all n_tiles */
   uint32_t n_tiles;
-  uint32_t sections;            /* 1 to 4, as the rule of its parameters has them */
+  uint32_t sections;            /* 1 to 4 states, as the rule of its parameters has them */
   uint32_t slots;               /* 2; or 1: steps write in place and cannot be undone (file only) */
   const csd_tile_state *states; /* one per tile, of a store that is there already; NULL: new */
   /* A checksum (CRC-32C) covers so many elements of a section, the last of a tile fewer: a multiple of 1024. Verifying,
-   * updating and summing go chunk by chunk, so that what does not fit into the cache is fetched from memory once. */
+   * updating and summing go chunk by chunk, so that what does not fit into the cache is fetched from memory once.
+   * Of codes on a card: of 4096. */
   uint64_t sum_elems;
-  const uint32_t *sums;        /* of `states`: tile by tile, chunk by chunk, one per section */
+  const uint32_t *sums;        /* of `states`: tile by tile, chunk by chunk, one per section (of codes: up to 7) */
   const uint64_t *file_offset; /* one per device, multiples of the page size, up to 2^61 */
   const csd_piece *pieces;     /* sorted by tile, then by tile_first; tile counted from this extent's first */
   uint64_t n_pieces;
   const uint32_t *devices; /* one per tile: which it is on; NULL: tile i is on device (i mod n_devices) */
+  uint32_t codec;          /* csd_codec. CSD_8BIT: of at least 4096 elements, and pieces begin at multiples of 64 */
+  uint32_t param_dtype;    /* with CSD_8BIT: of all parameters */
 } csd_extent;
 
 /* Adds an extent; its tiles are numbered on from those there are. New states read as zero.
  * `windows` receives one address per section: `n_tiles * tile_elems` fp32 values each, the
  * state itself, readable and writable between steps, after csd_engine_remap: on a file the window of a
  * tile is a mapping of a slot, and csd_engine_remap maps the current one. Windows of a new extent are
- * open (see there), those of one that is there already are not. */
+ * open (see there), those of one that is there already are not. Codes have none (NULL): see csd_engine_decode. */
 int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **windows, csd_error *error);
 
 /* Unmaps one window. The caller does so when nobody can look at it any more and the engine is closed. */
@@ -195,7 +207,8 @@ void csd_window_release(float *window, uint64_t elems);
 /* ---- A step ------------------------------------------------------------- */
 
 /* Where the master of a parameter is before a step. An fp32 parameter may be its own, whoever wrote it since the last
- * step. An image of the tile's parameters has to hold it, unless it is in the tile. */
+ * step. An image of the tile's parameters has to hold it, unless it is in the tile. A card does not reach parameters:
+ * there it is in the tile, into which csd_param.edited brings those of new codes. */
 enum csd_master {
   CSD_IN_SECTION = 0, /* in the tile, as usual */
   CSD_FROM_PARAM = 1, /* in `param`, from where it is copied into the tile first */
@@ -210,7 +223,8 @@ enum csd_master {
 /* One parameter of this step. `grad` NULL: it has none, and keeps every bit. */
 typedef struct csd_param {
   const void *grad; /* read; alive until csd_engine_finish */
-  void *param;      /* written with the rounded master */
+  void *param;      /* written with the rounded master. Of codes also read, with or without a gradient; NULL where
+                     * an image alone has it: what differs from the tile was set by somebody, and is the master */
   uint32_t grad_dtype;
   uint32_t param_dtype;
   uint32_t hyper;  /* index into this step's hypers */
@@ -221,7 +235,13 @@ typedef struct csd_param {
   void *residual; /* bf16, one per element, where `grad` has it: what is owed of the gradient; NULL: nothing ever. It
                        * stays as it is where topk is 1: then all is sent, and it may be dropped */
   uint32_t topk_dtype; /* CSD_F16 or CSD_BF16: of what is sent */
-  uint32_t seed;       /* for the rounding of the residual: another one in each step */
+  uint32_t seed;       /* for the rounding of the residual, and of codes: another one in each step */
+  uint32_t first;      /* of codes: which element of the whole parameter its first one is; what chance it has */
+  uint32_t reserved;   /* 0 */
+  /* Codes only: the states that somebody wrote, fp32, of all elements; NULL: those in the tile. The step begins with
+   * them, rounded to nearest, also where there is no gradient. A master that the parameter is not the rounded of stays
+   * all the same, but with CSD_UNLESS_SET */
+  const float *edited[4];
 } csd_param;
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
@@ -274,6 +294,11 @@ int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error);
  * updated or remapped. Elsewhere the next step that they are part of begins with what the windows show, and if
  * it is undone, so does the one after it. */
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
+
+/* The states of elements [first, first + n) of a tile of codes as they are now, as fp32: master, exp_avg, exp_avg_sq,
+ * max_exp_avg_sq. Those that are NULL nobody wants. `first` is a multiple of 64. Waits for writes. Not within a step. */
+int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, float *const *states,
+                      csd_error *error);
 
 /* ---- What is known of it ------------------------------------------------ */
 
@@ -369,6 +394,17 @@ enum csd_isa { CSD_ISA_SCALAR = 0, CSD_ISA_AVX2 = 1, CSD_ISA_AVX512 = 2 };
  * wants the rounded master. */
 int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
                float *const *state, uint32_t sections, void *param, int32_t param_dtype, csd_error *error);
+
+/* The same on codes: `codes` has an address for each section. `key`: of the chance of the first element. */
+int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
+                     void *const *codes, uint32_t sections, void *param, int32_t param_dtype, uint32_t key,
+                     csd_error *error);
+
+/* Codes of fp32 states, to nearest, and back; as csd_param.edited and csd_engine_decode say. */
+int csd_encode(int32_t isa, uint64_t n, const float *const *states, int32_t param_dtype, void *const *codes,
+               uint32_t sections, csd_error *error);
+int csd_decode(int32_t isa, uint64_t n, void *const *codes, int32_t param_dtype, float *const *states,
+               uint32_t sections, csd_error *error);
 
 int32_t csd_isa_best(void);                     /* the best this CPU has */
 int csd_isa_use(int32_t isa, csd_error *error); /* for all engines, from the next tile on */

@@ -2,10 +2,13 @@
 // (native/src/device_xrt.cpp), the kernel (hls_kernels/) and their tests. Everything is little-endian and in units of
 // one *word*: 512 bits, what a port of the FPGA moves in a cycle.
 //
+// There are two kernels: for states as they are, and for codes of them (csd_codec); what is said here holds for both.
+//
 // One run updates one tile, whatever lies in it. Each argument is one linear array, so that the FPGA reads and writes
 // long bursts:
 //
-//   tile      the state: `sections` sections of `n_words` words of 16 fp32 values, one after another
+//   tile      the state: `sections` sections of `n_words` words of 16 fp32 values, one after another; or of codes, which
+//             are described below
 //   segments  one word for each part of a parameter that has a gradient, in the order of the tile. Elements that lie in
 //             no segment keep every bit
 //   grad      the gradients of the dense segments in the same order, each from a new word on: 16 fp32 values a word,
@@ -23,13 +26,13 @@ constexpr uint32_t kLanes = 16;         // fp32 values in a word
 constexpr uint32_t kWordBytes = 4 * kLanes;
 
 struct csd_segment {
-  uint32_t first_word;  // where it begins in each section; segments neither overlap nor share a word
+  uint32_t first_word;  // of fp32 values: where it begins in each section; segments neither overlap nor share a word
   uint32_t elems;       // at least 1
   uint32_t grad_dtype;  // csd_dtype
   uint32_t param_dtype;
   csd_hyper hyper;
-  uint32_t sparse;    // 1: its gradients are among the entries; 16 bits each
-  uint32_t reserved;  // 0
+  uint32_t sparse;  // 1: its gradients are among the entries; 16 bits each
+  uint32_t key;     // of codes: of the chance of its first element (codec.h); else 0
 };
 static_assert(sizeof(csd_segment) == kWordBytes, "a segment is one word");
 
@@ -64,9 +67,37 @@ static_assert(sizeof(csd_sums) == kWordBytes, "the sums of a chunk are one word"
 
 constexpr uint32_t kLeastSumWords = 64;  // the least `sum_words`: 4 KiB
 
-// The kernel. `tile_in` and `tile_out` may be the same memory: a word is read before it is written. Each is given four
+// The kernel for fp32. `tile_in` and `tile_out` may be the same memory: a word is read before it is written. Each is given four
 // times, once per section, because that is four ports, which work at the same time; all four are the tile's first byte.
 // Those of sections that there are not are not touched.
 //
 //   csd_adamw_update(tile_in_0 .. tile_in_3, grad, entries, segments, tile_out_0 .. tile_out_3, param, report,
 //                    n_words, sections, n_segments, grad_words, entry_words, param_words, sum_words)
+
+// ---- Codes --------------------------------------------------------------------------------
+//
+// A tile of codes (csd_codec, codec.h) has `n_words` words of 16 elements, too, a multiple of kPageWords: so many take a
+// page of 4 KiB in a section of bytes. A word of such a section is one group of 64 elements; a section of exponents has
+// one word for each page, and is filled up to whole pages, which nobody touches. The sections, one after another:
+//
+//   parameter | correction (16-bit parameters only) | ratio | root | exponent | peak | peak's exponent (AMSGrad only)
+//
+// so `sections` says all: 4 and 6 with fp32 parameters, 5 and 7 with parameters of 16 bits. A segment begins with a group,
+// and has a `param_dtype` of the tile's width; groups in no segment keep every bit. What the last group of a segment has
+// beyond its elements is nobody's, and zero. `param` has what the parameter section has of the segments, filled up with
+// zeros to whole words.
+constexpr uint32_t kPageElems = 4096, kPageWords = kPageElems / kLanes;
+
+// The sums of a chunk of `sum_words` words of 16 elements, a multiple of kPageWords. In the order of a tile that has all
+// sections; 0 for one that there is not.
+struct csd_coded_sums {
+  uint32_t in[8];   // as it was read; the last one is 0
+  uint32_t out[8];  // and as it was written
+};
+static_assert(sizeof(csd_coded_sums) == kWordBytes, "the sums of a chunk are one word");
+
+// The kernel for codes. Again `tile_in` and `tile_out` may be the same memory, and each is given once per port, as the
+// tile's first byte: for the parameters, for corrections and ratios, and for all others.
+//
+//   csd_adamw_8bit_update(tile_in_0 .. tile_in_2, grad, entries, segments, tile_out_0 .. tile_out_2, param, report,
+//                         n_words, sections, n_segments, grad_words, entry_words, param_words, sum_words)

@@ -136,6 +136,11 @@ int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd
   return guarded(error, [&] { engine->engine.edited(tiles, n); });
 }
 
+int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, float *const *states,
+                      csd_error *error) {
+  return guarded(error, [&] { engine->engine.decode(tile, first, n, states); });
+}
+
 int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums,
                      csd_error *error) {
   return guarded(error, [&] { engine->engine.tiles(first, n, states, sums); });
@@ -156,6 +161,53 @@ int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad
     std::copy_n(state, sections, span.state);
     const csd::FloatMode mode(csd::Subnormals::zero);
     csd::update(span, isa);
+  });
+}
+
+namespace {
+
+csd::Codes codes_of(int32_t isa, int32_t param_dtype, uint32_t sections, void *const *codes) {
+  const uint32_t least = param_dtype == CSD_F32 ? 4 : 5;
+  if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
+  if (param_dtype < CSD_F32 || param_dtype > CSD_BF16 || (sections != least && sections != least + 2))
+    throw csd::Failure{CSD_EINVAL, "no such codes: " + std::to_string(sections) + " sections"};
+  const csd::Layout layout(CSD_8BIT, sections == least ? 3 : 4, static_cast<uint32_t>(param_dtype), 0);
+  char *at[csd::kMostSections] = {};
+  std::copy_n(reinterpret_cast<char *const *>(codes), sections, at);
+  return csd::codes_at(layout, at, 0);
+}
+
+}  // namespace
+
+int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
+                     void *const *codes, uint32_t sections, void *param, int32_t param_dtype, uint32_t key,
+                     csd_error *error) {
+  return guarded(error, [&] {
+    const csd::Codes at = codes_of(isa, param_dtype, sections, codes);
+    if (hyper->rule != (at.peak ? CSD_AMSGRAD : CSD_ADAMW) && !(at.peak && hyper->rule == CSD_ADAMW))
+      throw csd::Failure{CSD_EINVAL, "no codes for update rule " + std::to_string(hyper->rule)};
+    const csd::CodedSpan span{hyper, n,     grad, static_cast<uint32_t>(grad_dtype), static_cast<uint32_t>(param_dtype),
+                              at,    param, key};
+    const csd::FloatMode mode(csd::Subnormals::zero);
+    csd::update(span, isa);
+  });
+}
+
+int csd_encode(int32_t isa, uint64_t n, const float *const *states, int32_t param_dtype, void *const *codes,
+               uint32_t sections, csd_error *error) {
+  return guarded(error, [&] {
+    const csd::Codes at = codes_of(isa, param_dtype, sections, codes);
+    const csd::FloatMode mode(csd::Subnormals::zero);
+    csd::encode(states, n, static_cast<uint32_t>(param_dtype), at, isa);
+  });
+}
+
+int csd_decode(int32_t isa, uint64_t n, void *const *codes, int32_t param_dtype, float *const *states,
+               uint32_t sections, csd_error *error) {
+  return guarded(error, [&] {
+    const csd::Codes at = codes_of(isa, param_dtype, sections, codes);
+    const csd::FloatMode mode(csd::Subnormals::zero);
+    csd::decode(at, n, static_cast<uint32_t>(param_dtype), states, isa);
   });
 }
 

@@ -23,7 +23,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr const char *kKernel = "csd_adamw_update";
 constexpr uint64_t kPage = 4096;
 
 std::string seconds(milliseconds t) {
@@ -138,14 +137,17 @@ void Card::open_now() try {
   }
   unsigned char uuid[16];
   if (xrt_.device_xclbin_uuid(device_, uuid)) fail("XRT does not say which kernels are loaded", errno);
-  errno = 0;
-  kernel_ = xrt_.kernel_open(device_, uuid, kKernel);
-  if (!kernel_)
-    fail(xclbin_ + " has no kernel " + kKernel + ": it is another program's; build ours (docs/smartssd.md)",
-         errno ? errno : ENOENT);
-  // One of another version may take a number where ours takes memory. What it reports is compared at each run, too.
-  if (xrt_.kernel_arg_group(kernel_, kReport) < 0)
-    fail(xclbin_ + " has a " + kKernel + " of another version: build both from the same source", EPROTO);
+  for (uint32_t codec = 0; codec < kCodecs; codec++) {
+    const auto [name, ports] = kKernels[codec];
+    errno = 0;
+    kernels_[codec] = xrt_.kernel_open(device_, uuid, name);
+    if (!kernels_[codec] && codec == CSD_FP32)  // without the others states are kept as they are
+      fail(xclbin_ + " has no kernel " + name + ": it is another program's; build ours (docs/smartssd.md)",
+           errno ? errno : ENOENT);
+    // One of another version may take a number where ours takes memory. What it reports is compared at each run, too.
+    if (kernels_[codec] && xrt_.kernel_arg_group(kernels_[codec], 2 * ports + 4) < 0)
+      fail(xclbin_ + " has a " + name + " of another version: build both from the same source", EPROTO);
+  }
   has_p2p_ = maps_p2p();
 } catch (...) {
   close_now();
@@ -153,8 +155,8 @@ void Card::open_now() try {
 }
 
 bool Card::maps_p2p() const {
-  const Xrt::Handle buffer =
-      xrt_.buffer_alloc(device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernel_, kTileIn)));
+  const Xrt::Handle buffer = xrt_.buffer_alloc(
+      device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernels_[CSD_FP32], kTileIn)));
   if (!buffer) return false;
   // Direct I/O needs a whole page; XRT's `noop` driver, for one, returns something else.
   void *const map = xrt_.buffer_map(buffer);
@@ -173,7 +175,8 @@ void Card::try_p2p(int fd, uint64_t offset) {
 }
 
 void Card::close_now() {
-  if (const Xrt::Handle open = std::exchange(kernel_, nullptr)) xrt_.kernel_close(open);
+  for (Xrt::Handle &kernel : kernels_)
+    if (const Xrt::Handle open = std::exchange(kernel, nullptr)) xrt_.kernel_close(open);
   if (const Xrt::Handle open = std::exchange(device_, nullptr)) xrt_.device_close(open);
 }
 
@@ -218,8 +221,8 @@ void Card::lose(const std::string &why) {
 
 void Card::fail(const std::string &what, int os_errno) { throw Failure{CSD_EDEVICE, what, os_errno}; }
 
-Xrt::Handle Card::open_run() const {
-  const Xrt::Handle run = xrt_.run_open(kernel_);
+Xrt::Handle Card::open_run(uint32_t codec) const {
+  const Xrt::Handle run = xrt_.run_open(kernels_[codec]);
   if (!run) fail("cannot make a run of its kernel", errno);
   return run;
 }
@@ -257,7 +260,7 @@ CardBuffer::CardBuffer(std::shared_ptr<Card> card, uint64_t bytes, KernelArg arg
     : card_(std::move(card)), size_((bytes + kPage - 1) / kPage * kPage), p2p_(p2p) {
   // In emulation ordinary buffers are shared with the device, and a forgotten copy would go unnoticed; these are not.
   const uint64_t flags = p2p ? kP2p : card_->emulated_ ? kCacheable : kNormal;
-  const auto group = static_cast<uint32_t>(card_->xrt_.kernel_arg_group(card_->kernel_, arg));
+  const auto group = static_cast<uint32_t>(card_->xrt_.kernel_arg_group(card_->kernels_[CSD_FP32], arg));
   handle_ = card_->xrt_.buffer_alloc(card_->device_, size_, flags, group);
   if (!handle_)
     Card::fail(

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,7 +15,15 @@
 
 namespace csd {
 
-// The kernel's arguments (csd_kernel.h); the tile has one per section.
+// The kernels (csd_kernel.h), by csd_codec. Their arguments are in one order, whatever the number of ports that they have
+// for a tile each way.
+struct Kernel {
+  const char *name;
+  int ports;
+};
+constexpr Kernel kKernels[] = {{"csd_adamw_update", 4}, {"csd_adamw_8bit_update", 3}};
+
+// The arguments of the first one; buffers are made for these. The others' lie in the same bank.
 enum KernelArg {
   kTileIn = 0,
   kGrad = 4,
@@ -35,6 +44,7 @@ class Card : public std::enable_shared_from_this<Card> {
   static void close(std::shared_ptr<Card>);
 
   bool has_p2p() const noexcept { return has_p2p_; }
+  bool has_kernel(uint32_t codec) const noexcept { return codec < kCodecs && kernels_[codec]; }
   void try_p2p(int fd, uint64_t offset);  // see csd_card_try_p2p
 
   // XRT may never return: a driver hangs, an emulated device is gone. So whatever calls it runs on a thread of its own,
@@ -46,10 +56,10 @@ class Card : public std::enable_shared_from_this<Card> {
   std::chrono::milliseconds run_limit() const { return 4 * timeout_; }
 
   // The calls themselves, all from within guarded().
-  Xrt::Handle open_run() const;
+  Xrt::Handle open_run(uint32_t codec) const;
   void set_arg(Xrt::Handle run, int index, Xrt::Handle buffer) const;
   void set_arg(Xrt::Handle run, int index, uint32_t value) const;
-  void execute(Xrt::Handle run);  // one at a time: they would share the same memory; waits for its end
+  void execute(Xrt::Handle run);  // one at a time, of either kernel: all share the same memory; waits for its end
   void close_run(Xrt::Handle run) const;
   [[noreturn]] static void fail(const std::string &what, int os_errno);
 
@@ -66,7 +76,8 @@ class Card : public std::enable_shared_from_this<Card> {
   const Xrt &xrt_;
   const std::string name_, xclbin_;
   const std::chrono::milliseconds timeout_;
-  Xrt::Handle device_ = nullptr, kernel_ = nullptr;
+  static constexpr uint32_t kCodecs = std::size(kKernels);
+  Xrt::Handle device_ = nullptr, kernels_[kCodecs] = {};
   std::atomic<bool> has_p2p_{false};
   bool emulated_ = false;
   uint32_t users_ = 0;  // guarded by the mutex of all cards

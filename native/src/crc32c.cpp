@@ -225,8 +225,9 @@ uint32_t crc32c(uint32_t crc, const void *data, uint64_t bytes) noexcept {
   return ~kRun(~crc, static_cast<const uint8_t *>(data), bytes);
 }
 
-void crc32c_sections(uint32_t *crc, float *const *sections, uint32_t n_sections, uint64_t first, uint64_t elems) {
-  for (uint32_t s = 0; s < n_sections; s++) crc[s] = crc32c(crc[s], sections[s] + first, 4 * elems);
+void crc32c_sections(uint32_t *crc, const char *const *sections, const Layout &layout, uint64_t first, uint64_t elems) {
+  for (uint32_t s = 0; s < layout.n(); s++)
+    crc[s] = crc32c(crc[s], sections[s] + layout.bytes_of(s, first), layout.bytes_of(s, elems));
 }
 
 }  // namespace csd

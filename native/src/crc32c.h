@@ -2,12 +2,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "layout.h"
+
 namespace csd {
 
 uint32_t crc32c(uint32_t crc, const void *data, uint64_t bytes) noexcept;
 
 // Continues the sums of a tile's sections, each over elements [first, first + elems).
-void crc32c_sections(uint32_t *crc, float *const *sections, uint32_t n_sections, uint64_t first, uint64_t elems);
+void crc32c_sections(uint32_t *crc, const char *const *sections, const Layout &layout, uint64_t first, uint64_t elems);
 
 // The ways to compute it that this CPU has, from the slowest to the one in use. Without the inversions at both ends.
 struct Crc32cWay {

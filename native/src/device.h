@@ -1,5 +1,7 @@
 // What a back end is: one file that implements Device, and one line in make_device.
 #pragma once
+#include <errno.h>
+
 #include <functional>
 #include <memory>
 #include <string>
@@ -7,6 +9,7 @@
 
 #include "csd.h"
 #include "failure.h"
+#include "layout.h"
 #include "pool.h"
 
 namespace csd {
@@ -16,16 +19,22 @@ struct Slot {
   std::vector<uint32_t> sums;  // CRC-32C of what the engine wrote: chunk by chunk, one per section
 };
 
+struct Codes;
+
 constexpr uint32_t kNowhere = UINT32_MAX;
 
 struct Tile {
-  uint32_t index = 0, device = 0, sections = 3;
-  uint64_t elems = 0;        // per section
+  uint32_t index = 0, device = 0;
+  uint32_t states = 3;             // of each element
+  Layout layout;                   // how they are kept
+  uint32_t param_dtype = CSD_F32;  // of codes
+  uint64_t elems = 0;
   uint64_t sum_elems = 0;    // of a chunk, which has checksums of its own; the last one may have fewer
   uint64_t file_offset = 0;  // of slot 0; slot 1 follows it
   const csd_piece *pieces = nullptr;
   uint64_t n_pieces = 0;
-  float *window[4] = {};  // the tile's part of each window
+  float *window[4] = {};  // the tile's part of each window; codes have none
+  char *codes = nullptr;  // on a resident device: a slot, as it would be in a file
   uint32_t n_slots = 2;
   uint32_t slot = 0;                    // the one that holds the state
   uint32_t shown = 0;                   // the one that the windows show as it is, or kNowhere
@@ -35,11 +44,9 @@ struct Tile {
   const struct Buffer *kept = nullptr;  // the free buffer that has what the current slot has
   Slot slots[2];
 
-  uint64_t section_bytes() const { return 4 * elems; }
-  uint64_t bytes() const { return section_bytes() * sections; }
   uint64_t n_chunks() const { return (elems + sum_elems - 1) / sum_elems; }
-  uint64_t n_sums() const { return n_chunks() * sections; }
-  uint64_t slot_offset(uint32_t s) const { return file_offset + s * bytes(); }
+  uint64_t n_sums() const { return n_chunks() * layout.n(); }
+  uint64_t slot_offset(uint32_t s) const { return file_offset + s * layout.bytes(); }
   uint32_t next_slot() const { return slot ^ (n_slots - 1); }  // where a step writes
 };
 
@@ -56,9 +63,11 @@ struct Work {
   bool from_windows = false;       // it begins with what the windows show, and not with what was loaded
   bool is_new = false;             // it begins with the parameters (CSD_NEW), and not with what was loaded
   bool verify = false;             // what was loaded must have the checksums of the tile's slot
+  bool param_at_host = false;      // of codes: the first section was not loaded, because the host should have it
   // What Device::update fills in: bytes, bytes, parameters, gradients that are inf or nan, and the new state's sums.
   uint64_t pushed = 0, pulled = 0, updated = 0, nonfinite = 0;
-  uint64_t given = 0;  // elements from the first on whose parameters were handed out, also where it then failed
+  uint64_t read_late = 0;  // bytes that had to be read after all
+  uint64_t given = 0;      // elements from the first on whose parameters were handed out, also where it then failed
   Slot sum{};
 };
 
@@ -96,6 +105,11 @@ class Device {
   // Does it have that rule, which is one of rules.h? A card has those that its kernel was made for.
   virtual bool has_rule(uint32_t) const { return true; }
 
+  // Can it keep states by that codec (csd_codec), with checksums of so many elements each? Again a card has its kernels.
+  virtual bool has_codec(uint32_t codec, uint64_t sum_elems) const {
+    return static_cast<void>(codec), static_cast<void>(sum_elems), true;
+  }
+
   // Makes `n` tile buffers, for tiles of up to `tile` bytes and sections of up to `section`, and returns their
   // addresses; those from before are gone.
   virtual std::vector<float *> allocate(uint32_t n, uint64_t tile, uint64_t section) {
@@ -112,11 +126,14 @@ class Device {
   // Returns 0 or an errno.
   virtual int map(const Tile &) { return 0; }
 
-  // Start to read the current slot into `buffer`, to write `buffer` to the next slot, and return; another thread
-  // calls `done` once; or throw, and then nothing was started and nobody calls it. `buffer` holds the sections one
-  // after another. Never called on a resident device.
-  virtual void load(const Tile &, float *, Done) {}
+  // Start to read the current slot into `buffer`, from byte `first` of it on, to write `buffer` to the next slot, and
+  // return; another thread calls `done` once; or throw, and then nothing was started and nobody calls it. `buffer`
+  // holds the sections one after another, as the slot does. Never called on a resident device.
+  virtual void load(const Tile &, float *, uint64_t first, Done) { static_cast<void>(first); }
   virtual void store(const Tile &, const float *, Done) {}
+
+  // The first section of a tile of codes, now. Returns 0 or an errno.
+  virtual int read_params(const Tile &, void *) { return EIO; }
 
   // Likewise: fills `buffer` with the first state of a new tile (CSD_NEW), and writes its masters to the current slot.
   virtual void seed(const Tile &, float *, const Work &, Done) {}
@@ -130,19 +147,26 @@ class Device {
 void submit_update(std::function<Failure()> update, Updated done, Pool &threads = Pool::updates());
 
 // The updater of every device whose update runs on the CPU.
-void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads = Pool::updates());
+void update_on_cpu(Device &, const Tile &tile, float *buffer, Work &work, Updated done,
+                   Pool &threads = Pool::updates());
 
-// Fills elements [first, first + n) of a tile's buffer with its first state: the parameters, and zeros.
-void first_state(const Tile &tile, const Work &work, float *buffer, uint64_t first, uint64_t n);
+// Did somebody write states of a parameter that has codes (csd_param.edited)? Encodes those of elements
+// [first, first + n) of it; where there are none, `codes` stay.
+bool is_edited(const csd_param &);
+void encode_edited(const csd_param &, uint64_t first, uint64_t n, uint32_t param_dtype, const Codes &codes);
+
+// Fills elements [first, first + n) of a tile's buffer with its first state: the parameters, and zeros. Both are
+// multiples of 64.
+void first_state(const Tile &tile, const Work &work, char *buffer, uint64_t first, uint64_t n);
 
 // What to report when a section is not what was stored there.
 Failure damaged(const Tile &tile, uint32_t section);
 
-// The section of a chunk that is not what was stored in the tile's slot, by its sums; `tile.sections` if there is none.
+// The section of a chunk that is not what was stored in the tile's slot, by its sums; `tile.layout.n()` if there is none.
 uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums);
 
 // The sums of what lies in `sections`, all of it.
-void sum_tile(const Tile &, float *const *sections, uint32_t *sums);
+void sum_tile(const Tile &, const char *const *sections, uint32_t *sums);
 
 std::unique_ptr<Device> make_file_device(const csd_device &);
 std::unique_ptr<Device> make_ram_device(const csd_device &);

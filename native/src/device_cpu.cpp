@@ -5,6 +5,7 @@
 #include "crc32c.h"
 #include "device.h"
 #include "float16.h"
+#include "memory.h"
 #include "pool.h"
 #include "topk.h"
 #include "updater.h"
@@ -15,90 +16,208 @@ namespace {
 // Elements that are updated and then summed, while the second-level cache has them.
 constexpr uint64_t kBlock = 16 * 1024;
 
-void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, float *const *sections, uint32_t n_sections,
-                  Work &work, Entries &entries) {
+float *floats(char *section, uint64_t first) { return reinterpret_cast<float *>(section) + first; }
+
+// What a step does to elements [first, first + n) of a piece, and where their gradients and parameters are.
+template <typename Span>
+Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, Work &work, Entries &entries, uint16_t *dense) {
   const csd_param &p = work.params[piece.param];
-  if (!p.grad) return;
-  const uint64_t in_piece = first - piece.tile_first, param_bytes = dtype_bytes(p.param_dtype);
-  void *param = param_at(piece, work, in_piece);
-  Span span{work.hypers + p.hyper, n, nullptr, p.grad_dtype, {}, param, p.param_dtype, p.master == CSD_UNLESS_SET};
-  alignas(64) uint16_t dense[kBlock];
+  const uint64_t in_piece = first - piece.tile_first;
+  Span span{};
+  span.hyper = work.hypers + p.hyper;
+  span.n = n;
+  span.param = param_at(piece, work, in_piece);
+  span.param_dtype = p.param_dtype;
   if (is_sparse(p)) {
     entries.expand(first, n, dense);
     span.grad = dense;
     span.grad_dtype = p.topk_dtype;
   } else {
     span.grad = grad_at(piece, work, in_piece);
+    span.grad_dtype = p.grad_dtype;
     work.pushed += dtype_bytes(p.grad_dtype) * n;
   }
-  for (uint32_t s = 0; s < n_sections; s++) span.state[s] = sections[s] + first;
-  if (p.master == CSD_IN_PARAM) {
-    span.state[0] = static_cast<float *>(param);
-    span.param = nullptr;
-  } else if (p.master == CSD_FROM_PARAM) {
-    memcpy(span.state[0], param, param_bytes * n);
-  }
-  work.nonfinite += update(span, used_isa.load(std::memory_order_relaxed));
-  work.pulled += param_bytes * n;
+  work.pulled += dtype_bytes(p.param_dtype) * n;
   work.updated += n;
+  return span;
 }
 
-// Walks through a tile from its first element to its last.
+void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
+                  Work &work, Entries &entries) {
+  const csd_param &p = work.params[piece.param];
+  if (!p.grad) return;
+  alignas(64) uint16_t dense[kBlock];
+  auto span = span_of<Span>(piece, first, n, work, entries, dense);
+  span.unless_set = p.master == CSD_UNLESS_SET;
+  for (uint32_t s = 0; s < tile.layout.n(); s++) span.state[s] = floats(sections[s], first);
+  if (p.master == CSD_IN_PARAM) {
+    span.state[0] = static_cast<float *>(span.param);
+    span.param = nullptr;
+  } else if (p.master == CSD_FROM_PARAM) {
+    memcpy(span.state[0], span.param, dtype_bytes(p.param_dtype) * n);
+  }
+  work.nonfinite += update(span, used_isa.load(std::memory_order_relaxed));
+}
+
+// ---- Codes ----------------------------------------------------------------------------
+
+// Where the parameter itself lies in host memory, from element `i` of a piece on; null if it does not.
+const char *host_param(const csd_piece &piece, const Work &work, uint64_t i) {
+  const csd_param &p = work.params[piece.param];
+  return p.param ? static_cast<const char *>(p.param) + dtype_bytes(p.param_dtype) * (piece.param_first + i) : nullptr;
+}
+
+// Where it is before the update: an image has it if the master is not in the tile alone.
+const void *param_before(const csd_piece &piece, const Work &work, uint64_t i) {
+  const void *const host = host_param(piece, work, i);
+  const bool has_image = work.grad_image && work.params[piece.param].master != CSD_IN_SECTION;
+  return !host && has_image ? param_at(piece, work, i) : host;
+}
+
+// Where the host's parameter is not what the tile has, somebody set it, and it is the master. `unless_set`: where it is
+// not the rounded master. One beside a tie was rounded to 24 bits before, and then to the parameter below: it may have
+// been above.
+void adopt_param(const void *param, uint64_t n, const Codes &codes, bool is_f16, bool unless_set) {
+  const auto *const set = static_cast<const uint16_t *>(param);
+  auto *const had = static_cast<uint16_t *>(codes.param);
+  if (memcmp(set, had, 2 * n) == 0) return;
+  const uint32_t infinite = is_f16 ? 0x7c00 : 0x7f80;
+  for (uint64_t i = 0; i < n; i++) {
+    const bool next = set[i] == had[i] + 1 && (set[i] & 0x7fffu) < infinite && codes.correction[i] == 127;
+    if (set[i] != had[i]) codes.correction[i] = unless_set && next ? 0x81 : 0;
+    had[i] = set[i];
+  }
+}
+
+void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
+                  Work &work, Entries &entries) {
+  const csd_param &p = work.params[piece.param];
+  const bool edited = is_edited(p);
+  if (!p.grad && !edited) return;
+  const uint64_t in_piece = first - piece.tile_first, in_param = piece.param_first + in_piece;
+  const Codes codes = codes_at(tile.layout, sections, first);
+  const void *const param = param_before(piece, work, in_piece);
+  const bool adopts = param && p.grad && tile.param_dtype != CSD_F32;
+  const bool unless_set = p.master == CSD_UNLESS_SET, is_f16 = tile.param_dtype == CSD_F16;
+  if (p.master == CSD_FROM_PARAM && p.grad && param) memcpy(codes.param, param, 4 * n);
+  if (adopts && !unless_set) adopt_param(param, n, codes, is_f16, false);
+  if (edited) encode_edited(p, in_param, n, tile.param_dtype, codes);
+  if (adopts && unless_set) adopt_param(param, n, codes, is_f16, true);
+  if (!p.grad) return;
+  alignas(64) uint16_t dense[kBlock];
+  auto span = span_of<CodedSpan>(piece, first, n, work, entries, dense);
+  span.codes = codes;
+  span.key = p.seed * 0x9e3779b9u + p.first + static_cast<uint32_t>(in_param);
+  work.nonfinite += update(span, used_isa.load(std::memory_order_relaxed));
+}
+
+// Calls `with` with each piece that has some of elements [first, last), and which of them.
+template <typename With>
+void with_pieces(const Tile &tile, uint64_t first, uint64_t last, With with) {
+  const csd_piece *const end = tile.pieces + tile.n_pieces;
+  const csd_piece *p =
+      std::partition_point(tile.pieces, end, [&](const csd_piece &q) { return q.tile_first + q.elems <= first; });
+  for (; p != end && p->tile_first < last; p++) {
+    const uint64_t from = std::max(first, p->tile_first), to = std::min(last, p->tile_first + p->elems);
+    if (from < to) with(*p, from, to - from);
+  }
+}
+
+// The parameters, as `at` says where those of a piece are, in place of what the section had; gaps are zeros.
+template <typename At>
+void take_params(const Tile &tile, uint64_t first, uint64_t last, char *section, At at) {
+  const uint64_t bytes = dtype_bytes(tile.param_dtype);
+  memset(section + bytes * first, 0, bytes * (last - first));
+  with_pieces(tile, first, last, [&](const csd_piece &p, uint64_t from, uint64_t n) {
+    memcpy(section + bytes * from, at(p, from - p.tile_first), bytes * n);
+  });
+}
+
+// ---- A tile -----------------------------------------------------------------------------
+
+// Updates a tile chunk by chunk, each of which comes from memory once: it is verified, updated and summed while the cache
+// has it.
 class Updater {
  public:
-  Updater(const Tile &tile, float *const *sections, Work &work)
-      : tile_(tile), sections_(sections), work_(work), entries_(work.entries, work.n_entries), piece_(tile.pieces) {}
+  Updater(Device &device, const Tile &tile, char *buffer, Work &work)
+      : device_(device), tile_(tile), buffer_(buffer), work_(work), entries_(work.entries, work.n_entries) {
+    char *const codes = buffer ? buffer : tile.codes;
+    for (uint32_t s = 0; s < tile.layout.n(); s++)
+      sections_[s] = codes ? codes + tile.layout.first(s) : reinterpret_cast<char *>(tile.window[s]);
+  }
 
-  // Updates elements [first, last), which begin where the last ones ended; adds them to `sums`, if anybody wants those.
-  void update(uint64_t first, uint64_t last, uint32_t *sums) {
-    const csd_piece *const end = tile_.pieces + tile_.n_pieces;
-    for (uint64_t next; first < last; first = next) {
-      next = std::min(first + kBlock, last);
-      for (const csd_piece *p = piece_; p != end && p->tile_first < next; p++) {
-        const uint64_t from = std::max(first, p->tile_first), to = std::min(next, p->tile_first + p->elems);
-        if (from < to) update_piece(*p, from, to - from, sections_, tile_.sections, work_, entries_);
-        if (p->tile_first + p->elems <= next) piece_ = p + 1;
-      }
-      if (sums) crc32c_sections(sums, sections_, tile_.sections, first, next - first);
+  Failure update() {
+    const Slot &held = tile_.slots[tile_.slot];
+    const bool any = std::any_of(tile_.pieces, tile_.pieces + tile_.n_pieces, [this](const csd_piece &p) {
+      return work_.params[p.param].grad || is_edited(work_.params[p.param]);
+    });
+    const bool changes = any || work_.from_windows || !held.summed;
+    if (!changes) work_.sum = held;  // passed through as it is
+    else if (buffer_) work_.sum = {true, std::vector<uint32_t>(tile_.n_sums())};
+    for (uint64_t chunk = 0; chunk < tile_.n_chunks(); chunk++) {
+      const uint64_t first = chunk * tile_.sum_elems, last = std::min(first + tile_.sum_elems, tile_.elems);
+      const uint32_t wrong = begin_chunk(chunk, first, last);
+      if (wrong < tile_.layout.n()) return damaged(tile_, wrong);
+      if (changes) update_chunk(first, last, buffer_ ? &work_.sum.sums[chunk * tile_.layout.n()] : nullptr);
+      work_.given = last;
     }
+    return {};
   }
 
  private:
+  // Brings into the buffer what the step begins with. Returns the section that is damaged, or the number of sections.
+  uint32_t begin_chunk(uint64_t chunk, uint64_t first, uint64_t last) {
+    const uint32_t none = tile_.layout.n();
+    if (!buffer_) return none;
+    if (work_.from_windows) {
+      for (uint32_t s = 0; s < none; s++) memcpy(sections_[s] + 4 * first, tile_.window[s] + first, 4 * (last - first));
+      return none;
+    }
+    if (work_.param_at_host)
+      take_params(tile_, first, last, sections_[0],
+                  [this](const csd_piece &p, uint64_t i) { return host_param(p, work_, i); });
+    if (!work_.verify) return none;
+    const uint32_t wrong = verify(chunk, first, last);
+    if (wrong != 0 || !work_.param_at_host) return wrong;
+    // Somebody set a parameter: what it was has to be read after all.
+    read_params(first);
+    return verify(chunk, first, last);
+  }
+
+  uint32_t verify(uint64_t chunk, uint64_t first, uint64_t last) const {
+    uint32_t sums[kMostSections] = {};
+    crc32c_sections(sums, sections_, tile_.layout, first, last - first);
+    return differing_section(tile_, chunk, sums);
+  }
+
+  void read_params(uint64_t first) {
+    const HugeMemory section(tile_.layout.bytes(0));
+    if (const int error = device_.read_params(tile_, section.floats()))
+      throw Failure{CSD_EIO, "reading tile " + std::to_string(tile_.index), error};
+    work_.read_late = tile_.layout.bytes(0);
+    work_.param_at_host = false;
+    const uint64_t done = tile_.layout.bytes_of(0, first);
+    memcpy(sections_[0] + done, reinterpret_cast<const char *>(section.floats()) + done, tile_.layout.bytes(0) - done);
+  }
+
+  void update_chunk(uint64_t first, uint64_t last, uint32_t *sums) {
+    for (uint64_t next; first < last; first = next) {
+      next = std::min(first + kBlock, last);
+      with_pieces(tile_, first, next, [this](const csd_piece &p, uint64_t from, uint64_t n) {
+        if (tile_.layout.coded()) update_codes(p, from, n, tile_, sections_, work_, entries_);
+        else update_piece(p, from, n, tile_, sections_, work_, entries_);
+      });
+      if (sums) crc32c_sections(sums, sections_, tile_.layout, first, next - first);
+    }
+  }
+
+  Device &device_;
   const Tile &tile_;
-  float *const *const sections_;
+  char *const buffer_;  // null on a resident device
+  char *sections_[kMostSections] = {};
   Work &work_;
   Entries entries_;
-  const csd_piece *piece_;  // the first that has not come to its end
 };
-
-// Chunk by chunk, each of which comes from memory once: it is verified, updated and summed while the cache has it.
-Failure update_tile(const Tile &tile, float *buffer, Work &work) {
-  float *sections[4] = {};
-  for (uint32_t s = 0; s < tile.sections; s++) sections[s] = buffer ? buffer + s * tile.elems : tile.window[s];
-  provide_entries(tile, work);
-  const Slot &held = tile.slots[tile.slot];
-  const bool any = std::any_of(tile.pieces, tile.pieces + tile.n_pieces,
-                               [&work](const csd_piece &p) { return work.params[p.param].grad; });
-  const bool changes = any || work.from_windows || !held.summed;
-  if (!changes) work.sum = held;  // passed through as it is
-  else if (buffer) work.sum = {true, std::vector<uint32_t>(tile.n_sums())};
-  Updater updater(tile, sections, work);
-  for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++) {
-    const uint64_t first = chunk * tile.sum_elems, last = std::min(first + tile.sum_elems, tile.elems);
-    if (buffer && work.from_windows) {
-      for (uint32_t s = 0; s < tile.sections; s++)
-        memcpy(sections[s] + first, tile.window[s] + first, 4 * (last - first));
-    } else if (buffer && work.verify) {
-      uint32_t sums[4] = {};
-      crc32c_sections(sums, sections, tile.sections, first, last - first);
-      const uint32_t section = differing_section(tile, chunk, sums);
-      if (section < tile.sections) return damaged(tile, section);
-    }
-    if (changes) updater.update(first, last, buffer ? &work.sum.sums[chunk * tile.sections] : nullptr);
-    work.given = last;
-  }
-  return {};
-}
 
 }  // namespace
 
@@ -114,43 +233,59 @@ void submit_update(std::function<Failure()> update, Updated done, Pool &threads)
   });
 }
 
-void update_on_cpu(const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads) {
-  submit_update([&tile, buffer, &work] { return update_tile(tile, buffer, work); }, std::move(done), threads);
+void update_on_cpu(Device &device, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads) {
+  const auto update = [&device, &tile, buffer, &work] {
+    provide_entries(tile, work);
+    return Updater(device, tile, reinterpret_cast<char *>(buffer), work).update();
+  };
+  submit_update(update, std::move(done), threads);
+}
+
+bool is_edited(const csd_param &p) {
+  return std::any_of(p.edited, p.edited + 4, [](const float *states) { return states; });
+}
+
+void encode_edited(const csd_param &p, uint64_t first, uint64_t n, uint32_t param_dtype, const Codes &codes) {
+  const float *states[4] = {};
+  for (uint32_t s = 0; s < 4; s++) states[s] = p.edited[s] ? p.edited[s] + first : nullptr;
+  encode(states, n, param_dtype, codes, used_isa.load(std::memory_order_relaxed));
 }
 
 uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums) {
-  const uint32_t *const stored = &tile.slots[tile.slot].sums[chunk * tile.sections];
-  return static_cast<uint32_t>(std::mismatch(sums, sums + tile.sections, stored).first - sums);
+  const uint32_t n = tile.layout.n(), *const stored = &tile.slots[tile.slot].sums[chunk * n];
+  return static_cast<uint32_t>(std::mismatch(sums, sums + n, stored).first - sums);
 }
 
-void first_state(const Tile &tile, const Work &work, float *buffer, uint64_t first, uint64_t n) {
-  for (uint32_t s = 0; s < tile.sections; s++) memset(buffer + s * tile.elems + first, 0, 4 * n);
-  const csd_piece *const end = tile.pieces + tile.n_pieces;
-  const csd_piece *p =
-      std::partition_point(tile.pieces, end, [&](const csd_piece &q) { return q.tile_first + q.elems <= first; });
-  for (; p != end && p->tile_first < first + n; p++) {
-    const uint64_t from = std::max(first, p->tile_first), to = std::min(first + n, p->tile_first + p->elems);
-    if (from >= to) continue;
-    const void *const param = param_at(*p, work, from - p->tile_first);
+void first_state(const Tile &tile, const Work &work, char *buffer, uint64_t first, uint64_t n) {
+  for (uint32_t s = 0; s < tile.layout.n(); s++) {
+    const uint64_t at = tile.layout.bytes_of(s, first);
+    const bool last = first + n == tile.elems;  // and what it is padded with
+    memset(buffer + tile.layout.first(s) + at, 0, last ? tile.layout.bytes(s) - at : tile.layout.bytes_of(s, n));
+  }
+  if (tile.layout.coded())
+    return take_params(tile, first, first + n, buffer,
+                       [&work](const csd_piece &p, uint64_t i) { return param_at(p, work, i); });
+  with_pieces(tile, first, first + n, [&](const csd_piece &p, uint64_t from, uint64_t some) {
+    const void *const param = param_at(p, work, from - p.tile_first);
     const auto *const narrow = static_cast<const uint16_t *>(param);
-    float *const master = buffer + from;
-    switch (work.params[p->param].param_dtype) {
+    float *const master = reinterpret_cast<float *>(buffer) + from;
+    switch (work.params[p.param].param_dtype) {
       case CSD_F16:
-        std::transform(narrow, narrow + (to - from), master, f16_to_f32);
+        std::transform(narrow, narrow + some, master, f16_to_f32);
         break;
       case CSD_BF16:
-        std::transform(narrow, narrow + (to - from), master, bf16_to_f32);
+        std::transform(narrow, narrow + some, master, bf16_to_f32);
         break;
       default:
-        memcpy(master, param, 4 * (to - from));
+        memcpy(master, param, 4 * some);
     }
-  }
+  });
 }
 
-void sum_tile(const Tile &tile, float *const *sections, uint32_t *sums) {
+void sum_tile(const Tile &tile, const char *const *sections, uint32_t *sums) {
   for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++) {
     const uint64_t first = chunk * tile.sum_elems, last = std::min(first + tile.sum_elems, tile.elems);
-    crc32c_sections(sums + chunk * tile.sections, sections, tile.sections, first, last - first);
+    crc32c_sections(sums + chunk * tile.layout.n(), sections, tile.layout, first, last - first);
   }
 }
 

@@ -17,34 +17,38 @@ namespace csd {
 constexpr uint64_t kMostBlock = uint64_t{1} << 30;  // Linux moves less than 2 GiB at a time
 
 int FileDevice::map(const Tile &tile) {
+  if (tile.layout.coded()) return 0;
   const int flags = (tile.open ? MAP_SHARED : MAP_PRIVATE | MAP_NORESERVE) | MAP_FIXED;
-  for (uint32_t s = 0; s < tile.sections; s++) {
-    const uint64_t at = tile.slot_offset(tile.shown) + s * tile.section_bytes();
-    if (mmap(tile.window[s], tile.section_bytes(), PROT_READ | PROT_WRITE, flags, fd_, static_cast<off_t>(at)) ==
-        MAP_FAILED)
-      return errno;
+  for (uint32_t s = 0; s < tile.layout.n(); s++) {
+    const auto at = static_cast<off_t>(tile.slot_offset(tile.shown) + tile.layout.first(s));
+    if (mmap(tile.window[s], tile.layout.bytes(s), PROT_READ | PROT_WRITE, flags, fd_, at) == MAP_FAILED) return errno;
   }
   return 0;
 }
 
-void FileDevice::load(const Tile &tile, float *buffer, Done done) {
-  in_blocks(tile.bytes(), std::move(done),
-            [fd = fd_, at = tile.slot_offset(tile.slot), buffer](uint64_t first, uint64_t n) {
-              return read_fully(fd, reinterpret_cast<char *>(buffer) + first, n, at + first);
-            });
+void FileDevice::load(const Tile &tile, float *buffer, uint64_t from, Done done) {
+  in_blocks(tile.layout.bytes() - from, std::move(done),
+            [fd = fd_, at = tile.slot_offset(tile.slot) + from, to = reinterpret_cast<char *>(buffer) + from](
+                uint64_t first, uint64_t n) { return read_fully(fd, to + first, n, at + first); });
+}
+
+int FileDevice::read_params(const Tile &tile, void *to) {
+  return read_fully(fd_, to, tile.layout.bytes(0), tile.slot_offset(tile.slot));
 }
 
 void FileDevice::store(const Tile &tile, const float *buffer, Done done) {
-  in_blocks(tile.bytes(), std::move(done),
+  in_blocks(tile.layout.bytes(), std::move(done),
             [fd = fd_, at = tile.slot_offset(tile.next_slot()), buffer](uint64_t first, uint64_t n) {
               return write_fully(fd, reinterpret_cast<const char *>(buffer) + first, n, at + first);
             });
 }
 
 void FileDevice::seed(const Tile &tile, float *buffer, const Work &work, Done done) {
-  in_blocks(tile.section_bytes(), std::move(done), [fd = fd_, &tile, &work, buffer](uint64_t first, uint64_t n) {
-    first_state(tile, work, buffer, first / sizeof(float), n / sizeof(float));
-    return write_fully(fd, reinterpret_cast<const char *>(buffer) + first, n, tile.slot_offset(tile.slot) + first);
+  const uint64_t bytes = tile.layout.bytes(0), each = bytes / tile.elems;
+  in_blocks(bytes, std::move(done), [fd = fd_, &tile, &work, buffer, each](uint64_t first, uint64_t n) {
+    char *const sections = reinterpret_cast<char *>(buffer);
+    first_state(tile, work, sections, first / each, n / each);
+    return write_fully(fd, sections + first, n, tile.slot_offset(tile.slot) + first);
   });
 }
 
@@ -110,7 +114,7 @@ class EmulatedDevice : public FileDevice {
   uint32_t numa() const override { return prefers_node_ ? numa_ : 0; }
 
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
-    update_on_cpu(tile, buffer, work, std::move(done), threads_);
+    update_on_cpu(*this, tile, buffer, work, std::move(done), threads_);
   }
 
  private:

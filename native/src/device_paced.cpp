@@ -167,16 +167,16 @@ class PacedDevice : public Device {
   uint32_t numa() const override { return device_->numa(); }
   int map(const Tile &tile) override { return device_->map(tile); }
 
-  void load(const Tile &tile, float *buffer, Done done) override {
-    device_->load(tile, buffer, after(load_, tile.bytes(), std::move(done)));
+  void load(const Tile &tile, float *buffer, uint64_t from, Done done) override {
+    device_->load(tile, buffer, from, after(load_, tile.layout.bytes() - from, std::move(done)));
   }
 
   void store(const Tile &tile, const float *buffer, Done done) override {
-    device_->store(tile, buffer, after(store_, tile.bytes(), std::move(done)));
+    device_->store(tile, buffer, after(store_, tile.layout.bytes(), std::move(done)));
   }
 
   void seed(const Tile &tile, float *buffer, const Work &work, Done done) override {
-    device_->seed(tile, buffer, work, after(store_, tile.section_bytes(), std::move(done)));
+    device_->seed(tile, buffer, work, after(store_, tile.layout.bytes(0), std::move(done)));
   }
 
   // How many bytes come and go is known when the tile has been updated. Then they go the way once more, in time alone:

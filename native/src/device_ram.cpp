@@ -8,7 +8,7 @@ class RamDevice : public Device {
  public:
   bool resident() const override { return true; }
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
-    update_on_cpu(tile, buffer, work, std::move(done));
+    update_on_cpu(*this, tile, buffer, work, std::move(done));
   }
 };
 

@@ -8,6 +8,7 @@
 // Where there is no P2P, tile buffers are ordinary ones, and the state bounces through host memory.
 #include <string.h>
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <exception>
@@ -22,6 +23,7 @@
 #include "csd_kernel.h"
 #include "device_file.h"
 #include "topk.h"
+#include "updater.h"
 
 namespace csd {
 namespace {
@@ -37,20 +39,29 @@ constexpr uint64_t kLeastChunkBytes = kLeastSumWords * kWordBytes;  // of a sect
 // What a tile takes along to the kernel and back.
 struct Frame {
   CardBuffer grad, param, segments, report;
-  // Made when there is something for them: what windows show, and a tile begins with; entries, with room for these many.
+  // Made when there is something for them: what a tile begins with in place of what was loaded, because somebody wrote to
+  // its windows or edited its codes; entries, with room for these many.
   std::unique_ptr<CardBuffer> windows, entries;
   uint64_t n_entries = 0;
   const std::shared_ptr<Card> card;
-  const Xrt::Handle run;
+  Xrt::Handle runs[2] = {};  // by csd_codec, made when the first tile of its kind comes
 
   Frame(const std::shared_ptr<Card> &c, uint64_t bytes)
       : grad(c, bytes, kGrad),
         param(c, bytes, kParam),
         segments(c, bytes, kSegments),
         report(c, report_bytes(bytes / kLeastChunkBytes + 1), kReport),
-        card(c),
-        run(c->open_run()) {}
-  ~Frame() { card->close_run(run); }
+        card(c) {}
+  ~Frame() {
+    for (const Xrt::Handle run : runs)
+      if (run) card->close_run(run);
+  }
+  Frame(const Frame &) = delete;
+
+  Xrt::Handle run(uint32_t codec) {
+    if (!runs[codec]) runs[codec] = card->open_run(codec);
+    return runs[codec];
+  }
 };
 
 // What gather() found: sizes in words.
@@ -62,22 +73,38 @@ uint32_t words(uint64_t elems, uint32_t dtype) {
   return static_cast<uint32_t>((elems * dtype_bytes(dtype) + kWordBytes - 1) / kWordBytes);
 }
 
-void set_args(const Frame &frame, const CardBuffer &in, const CardBuffer &out, const Load &load, uint32_t n_words,
-              uint32_t sections, uint32_t sum_words) {
-  const auto set = [&frame](int arg, auto value) { frame.card->set_arg(frame.run, arg, value); };
-  for (int s = 0; s < 4; s++) {
-    set(kTileIn + s, in.handle());
-    set(kTileOut + s, out.handle());
-  }
-  set(kGrad, frame.grad.handle());
-  set(kEntries, (load.entry_words ? *frame.entries : frame.grad).handle());  // a port wants some buffer
-  set(kSegments, frame.segments.handle());
-  set(kParam, frame.param.handle());
-  set(kReport, frame.report.handle());
-  int arg = kScalars;
+void set_args(Frame &frame, uint32_t codec, const CardBuffer &in, const CardBuffer &out, const Load &load,
+              uint32_t n_words, uint32_t sections, uint32_t sum_words) {
+  int arg = 0;
+  const Xrt::Handle run = frame.run(codec);
+  const auto set = [&](auto value) { frame.card->set_arg(run, arg++, value); };
+  for (int port = 0; port < kKernels[codec].ports; port++) set(in.handle());
+  set(frame.grad.handle());
+  set((load.entry_words ? *frame.entries : frame.grad).handle());  // a port wants some buffer
+  set(frame.segments.handle());
+  for (int port = 0; port < kKernels[codec].ports; port++) set(out.handle());
+  set(frame.param.handle());
+  set(frame.report.handle());
   for (const uint32_t scalar :
        {n_words, sections, load.segments, load.grad_words, load.entry_words, load.param_words, sum_words})
-    set(arg++, scalar);
+    set(scalar);
+}
+
+uint32_t codec_of(const Tile &tile) { return tile.layout.coded() ? CSD_8BIT : CSD_FP32; }
+
+// What the kernel says of a chunk: the sums of the tile's sections, as they were read or as they were written.
+void take_sums(const Tile &tile, const csd_report &report, uint64_t chunk, bool out, uint32_t *sums) {
+  if (!tile.layout.coded()) {
+    const csd_sums &said = reinterpret_cast<const csd_sums *>(&report + 1)[chunk];
+    std::copy_n(out ? said.out : said.in, tile.layout.n(), sums);
+    return;
+  }
+  const csd_coded_sums &said = reinterpret_cast<const csd_coded_sums *>(&report + 1)[chunk];
+  const uint32_t *from = out ? said.out : said.in;
+  for (uint32_t s = 0; s < tile.layout.n(); s++) {
+    sums[s] = *from++;
+    if (s == 0 && !tile.layout.has_correction()) from++;
+  }
 }
 
 class XrtDevice : public FileDevice {
@@ -98,6 +125,9 @@ class XrtDevice : public FileDevice {
   bool p2p() const { return p2p_; }
   bool reaches_params() const override { return false; }
   bool has_rule(uint32_t rule) const override { return rule == CSD_ADAMW || rule == CSD_AMSGRAD; }
+  bool has_codec(uint32_t codec, uint64_t sum_elems) const override {
+    return card_->has_kernel(codec) && (codec == CSD_FP32 || sum_elems % kPageElems == 0);
+  }
 
   std::vector<float *> allocate(uint32_t n, uint64_t bytes, uint64_t section_bytes) override {
     release();
@@ -154,7 +184,8 @@ class XrtDevice : public FileDevice {
       });
     }
     if (work.n_entries) memcpy(frame->entries->bytes(), work.entries, 4 * work.n_entries);
-    if (work.from_windows) {
+    const bool edited = any_edited(tile, work), given = work.from_windows || edited;
+    if (given) {  // by the host, which the card's memory is slow for: it has a copy of its own
       char *to = reinterpret_cast<char *>(buffer);
       if (p2p_) {
         if (!frame->windows)
@@ -163,37 +194,67 @@ class XrtDevice : public FileDevice {
           });
         to = frame->windows->bytes();
       }
-      for (uint32_t s = 0; s < tile.sections; s++)
-        memcpy(to + s * tile.section_bytes(), tile.window[s], tile.section_bytes());
+      if (edited) edit(tile, work, to);
+      else
+        for (uint32_t s = 0; s < tile.layout.n(); s++)
+          memcpy(to + tile.layout.first(s), tile.window[s], tile.layout.bytes(s));
     }
     memset(frame->report.bytes(), 0, report_bytes(tile.n_chunks()));
 
-    const CardBuffer *const from = work.from_windows && p2p_ ? frame->windows.get() : state.get();
+    const CardBuffer *const from = given && p2p_ ? frame->windows.get() : state.get();
     card_->guarded(
         "updating a tile",
-        [frame, state, from, bounce, load, bytes = tile.bytes(), n_words = static_cast<uint32_t>(tile.elems / kLanes),
-         sections = tile.sections, sum_words = static_cast<uint32_t>(tile.sum_elems / kLanes),
-         report = report_bytes(tile.n_chunks())] {
+        [frame, state, from, bounce, load, codec = codec_of(tile), bytes = tile.layout.bytes(),
+         n_words = static_cast<uint32_t>(tile.elems / kLanes), sections = tile.layout.n(),
+         sum_words = static_cast<uint32_t>(tile.sum_elems / kLanes), report = report_bytes(tile.n_chunks())] {
           Card &card = *frame->card;
           frame->grad.to_device(uint64_t{kWordBytes} * load.grad_words);
           if (load.entry_words) frame->entries->to_device(uint64_t{kWordBytes} * load.entry_words);
           frame->segments.to_device(uint64_t{kWordBytes} * load.segments);
           frame->report.to_device(report);
           if (bounce || from != state.get()) from->to_device(bytes);
-          set_args(*frame, *from, *state, load, n_words, sections, sum_words);
-          card.execute(frame->run);
+          set_args(*frame, codec, *from, *state, load, n_words, sections, sum_words);
+          card.execute(frame->run(codec));
           frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
           if (bounce) state->from_device(bytes);
           frame->report.from_device(report);  // last: a card that is gone meanwhile says so
         },
         card_->run_limit());
 
-    check(tile, work, *frame, load);
+    check(tile, work, *frame, load, given);
     scatter(tile, work, *frame);
+  }
+
+  static bool any_edited(const Tile &tile, const Work &work) {
+    return tile.layout.coded() && std::any_of(tile.pieces, tile.pieces + tile.n_pieces,
+                                              [&work](const csd_piece &p) { return is_edited(work.params[p.param]); });
+  }
+
+  // Brings the tile to the host, past the card, and puts in it the states that somebody wrote.
+  void edit(const Tile &tile, Work &work, char *slot) {
+    if (p2p_) {
+      const auto loaded = std::make_shared<std::promise<int>>();
+      load(tile, reinterpret_cast<float *>(slot), 0, [loaded](int error) { loaded->set_value(error); });
+      if (const int error = loaded->get_future().get())
+        throw Failure{CSD_EIO, "reading tile " + std::to_string(tile.index), error};
+      work.read_late = tile.layout.bytes();
+    }
+    char *sections[kMostSections];
+    for (uint32_t s = 0; s < tile.layout.n(); s++) sections[s] = slot + tile.layout.first(s);
+    std::vector<uint32_t> sums(tile.n_sums());
+    if (work.verify) sum_tile(tile, sections, sums.data());
+    for (uint64_t chunk = 0; work.verify && chunk < tile.n_chunks(); chunk++)
+      if (const uint32_t s = differing_section(tile, chunk, &sums[chunk * tile.layout.n()]); s < tile.layout.n())
+        throw damaged(tile, s);
+    for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++)
+      if (const csd_param &param = work.params[p->param]; is_edited(param))
+        encode_edited(param, p->param_first, p->elems, tile.param_dtype,
+                      codes_at(tile.layout, sections, p->tile_first));
   }
 
   // Lays the gradients and what is to be done with them out for the kernel.
   static Load gather(const Tile &tile, const Work &work, Frame &frame) {
+    const bool coded = tile.layout.coded();
     Load load;
     load.entry_words = static_cast<uint32_t>(work.n_entries / kLanes);
     auto *segments = reinterpret_cast<csd_segment *>(frame.segments.bytes());
@@ -204,13 +265,14 @@ class XrtDevice : public FileDevice {
         throw Failure{CSD_EINVAL,
                       "parameter " + std::to_string(p->param) + " does not begin with a word of the kernel's"};
       const bool sparse = is_sparse(param);
-      segments[load.segments++] = {static_cast<uint32_t>(p->tile_first / kLanes),
-                                   static_cast<uint32_t>(p->elems),
-                                   sparse ? param.topk_dtype : param.grad_dtype,
-                                   param.param_dtype,
-                                   work.hypers[param.hyper],
-                                   sparse,
-                                   0};
+      segments[load.segments++] = {
+          static_cast<uint32_t>(p->tile_first / kLanes),
+          static_cast<uint32_t>(p->elems),
+          sparse ? param.topk_dtype : param.grad_dtype,
+          param.param_dtype,
+          work.hypers[param.hyper],
+          sparse,
+          coded ? param.seed * 0x9e3779b9u + param.first + static_cast<uint32_t>(p->param_first) : 0};
       if (!sparse) {
         memcpy(frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words, grad_at(*p, work, 0),
                p->elems * dtype_bytes(param.grad_dtype));
@@ -236,9 +298,8 @@ class XrtDevice : public FileDevice {
   }
 
   // Before anything is given out: parameters of a damaged tile are nobody's.
-  static void check(const Tile &tile, Work &work, const Frame &frame, const Load &load) {
+  static void check(const Tile &tile, Work &work, const Frame &frame, const Load &load, bool given) {
     const auto &report = *reinterpret_cast<const csd_report *>(frame.report.bytes());
-    const auto *const sums = reinterpret_cast<const csd_sums *>(&report + 1);
     if (report.version == UINT32_MAX) Card::fail("it reads as all ones: it has dropped off the bus", ENODEV);
     if (report.version != kKernelVersion)
       Card::fail("its kernel speaks version " + std::to_string(report.version) + ", and we " +
@@ -246,17 +307,19 @@ class XrtDevice : public FileDevice {
                  EPROTO);
     if (report.n_words != tile.elems / kLanes || report.bad_entries)
       Card::fail("its kernel has not done what it was told", EIO);
-    for (uint64_t chunk = 0; work.verify && !work.from_windows && chunk < tile.n_chunks(); chunk++) {
-      const uint32_t section = differing_section(tile, chunk, sums[chunk].in);
-      if (section < tile.sections) throw damaged(tile, section);
+    for (uint64_t chunk = 0; work.verify && !given && chunk < tile.n_chunks(); chunk++) {
+      uint32_t sums[kMostSections];
+      take_sums(tile, report, chunk, false, sums);
+      const uint32_t section = differing_section(tile, chunk, sums);
+      if (section < tile.layout.n()) throw damaged(tile, section);
     }
     if (crc32c(0, frame.param.bytes(), uint64_t{kWordBytes} * load.param_words) != report.crc_param)
       Card::fail("the parameters that came from it are not those that its kernel wrote", EIO);
     work.nonfinite = report.nonfinite;
     work.sum.summed = true;
-    work.sum.sums.clear();
+    work.sum.sums.resize(tile.n_sums());
     for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++)
-      work.sum.sums.insert(work.sum.sums.end(), sums[chunk].out, sums[chunk].out + tile.sections);
+      take_sums(tile, report, chunk, true, &work.sum.sums[chunk * tile.layout.n()]);
   }
 
   // A frame for as long as a tile needs one; there are as many as workers.
@@ -315,6 +378,7 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
   for (uint64_t at = 0; at + 12 * kElems <= bytes; at += 12 * kElems) {
     Tile &tile = tiles.emplace_back();
     tile.elems = kElems;
+    tile.layout = Layout(CSD_FP32, 3, CSD_F32, kElems);
     tile.file_offset = offset + at;
     tile.n_slots = 1;
   }
@@ -327,7 +391,7 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
                             device.store(tiles[i], buffers[i % buffers.size()], done);
                           });
     rates.drive_to_card = moved / seconds_of(tiles.size(), [&](size_t i, Done done) {
-                            device.load(tiles[i], buffers[i % buffers.size()], done);
+                            device.load(tiles[i], buffers[i % buffers.size()], 0, done);
                           });
   }
   struct Seconds {
@@ -351,10 +415,10 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
     *reinterpret_cast<csd_segment *>(frame->segments.bytes()) = {
         0, kElems, CSD_F16, CSD_F16, {CSD_ADAMW, {1, 0.9f, 0.1f, 0.999f, 0.001f, 0.001f, 1, 1e-8f, 1}}, 0, 0};
     frame->segments.to_device(kWordBytes);
-    set_args(*frame, *state, *state, {1, kElems / 2 / kLanes, 0, kElems / 2 / kLanes}, kElems / kLanes, 3,
+    set_args(*frame, CSD_FP32, *state, *state, {1, kElems / 2 / kLanes, 0, kElems / 2 / kLanes}, kElems / kLanes, 3,
              kElems / kLanes);
     seconds->kernel = timed([&] {
-      for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->run);
+      for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->run(CSD_FP32));
     });
     seconds->out = timed([&] {
       for (uint64_t i = 0; i < kRuns; i++) frame->param.from_device(4 * kElems);

@@ -52,6 +52,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
   wait_writes(lock);
+  decoded_ = {};
   for (uint32_t i = 0; i < n_hypers; i++)
     if (sections_of(hypers[i].rule).most == 0)
       throw Failure{CSD_EINVAL, "no update rule " + std::to_string(hypers[i].rule)};
@@ -75,9 +76,13 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
       if (const uint32_t param = t.pieces[p].param; param >= n_params)
         throw Failure{CSD_EINVAL, "no parameter " + std::to_string(param)};
       else if (!params[param].grad) continue;
-      else if (const uint32_t rule = hypers[params[param].hyper].rule; !sections_of(rule).take(t.sections))
-        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has " + std::to_string(t.sections) +
+      else if (const uint32_t rule = hypers[params[param].hyper].rule; !sections_of(rule).take(t.states))
+        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has " + std::to_string(t.states) +
                                       " sections, which update rule " + std::to_string(rule) + " does not take"};
+      else if (t.layout.coded() && (rule > CSD_AMSGRAD || params[param].param_dtype != t.param_dtype ||
+                                    params[param].master == CSD_IN_PARAM))
+        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) +
+                                      " has codes of another rule or dtype, or would be its own master"};
       else if (!lanes_[t.device].device->has_rule(rule))
         throw Failure{CSD_EINVAL, "this device has no update rule " + std::to_string(rule), 0,
                       static_cast<int32_t>(t.device)};
@@ -138,7 +143,9 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
 
 bool Engine::is_new(const Tile &t, const csd_param *params) const {
   const csd_piece *const end = t.pieces + t.n_pieces;
-  const auto joins = [params](const csd_piece &p) { return params[p.param].grad && params[p.param].master == CSD_NEW; };
+  const auto joins = [&](const csd_piece &p) {
+    return params[p.param].master == CSD_NEW && (params[p.param].grad || t.layout.coded());
+  };
   if (std::none_of(t.pieces, end, joins)) return false;
   if (!std::all_of(t.pieces, end, joins) || t.edited || lanes_[t.device].device->resident())
     throw Failure{CSD_EINVAL, "tile " + std::to_string(t.index) +
@@ -165,8 +172,9 @@ bool Engine::pump(Lane &l) {
     job.loaded = !job.work.is_new;
     update_if_ready(job);
   } else {
-    start(job, CSD_READ,
-          [&] { l.device->load(*job.tile, job.at(), [this, &job](int error) { on_loaded(job, error); }); });
+    start(job, CSD_READ, [&] {
+      l.device->load(*job.tile, job.at(), job.first_byte(), [this, &job](int error) { on_loaded(job, error); });
+    });
   }
   return true;
 }
@@ -222,7 +230,7 @@ void Engine::on_loaded(Job &job, int os_errno) noexcept {
   if (os_errno) {
     fail(job, not_moved("reading", *job.tile, os_errno));
   } else {
-    lane(job).counts.read_bytes += job.tile->bytes();
+    lane(job).counts.read_bytes += job.tile->layout.bytes() - job.first_byte();
     job.loaded = true;
     update_if_ready(job);
   }
@@ -235,8 +243,8 @@ void Engine::on_seeded(Job &job, int os_errno) noexcept {
   if (os_errno) {
     fail(job, not_moved("writing", *job.tile, os_errno));
   } else {
-    lane(job).counts.write_bytes += job.tile->section_bytes();
-    lane(job).counts.total_write_bytes += job.tile->section_bytes();
+    lane(job).counts.write_bytes += job.tile->layout.bytes(0);
+    lane(job).counts.total_write_bytes += job.tile->layout.bytes(0);
     job.loaded = true;
     update_if_ready(job);
   }
@@ -292,6 +300,7 @@ void Engine::on_updated(Job &job, Failure failure) noexcept {
     l.counts.pull_bytes += job.work.pulled;
     l.counts.updated += job.work.updated;
     l.counts.nonfinite += job.work.nonfinite;
+    l.counts.read_bytes += job.work.read_late;
     job.given = true;
     not_given_--;
     const bool owed = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces,
@@ -321,8 +330,8 @@ void Engine::on_stored(Job &job, int os_errno) noexcept {
   if (os_errno) {
     not_stored(job, not_moved("writing", *job.tile, os_errno));
   } else {
-    l.counts.write_bytes += job.tile->bytes();
-    l.counts.total_write_bytes += job.tile->bytes();
+    l.counts.write_bytes += job.tile->layout.bytes();
+    l.counts.total_write_bytes += job.tile->layout.bytes();
     job.tile->slot = job.tile->next_slot();
     job.tile->slots[job.tile->slot] = std::move(job.work.sum);
     job.tile->shown = kNowhere;  // also where there is one slot: somebody may have written to the window meanwhile

@@ -13,6 +13,7 @@
 #include "csd.h"
 #include "device.h"
 #include "failure.h"
+#include "memory.h"
 #include "pool.h"
 
 namespace csd {
@@ -61,6 +62,7 @@ class Engine {
   void wait_writes();
   void remap(bool open);
   void edited(const uint32_t *tiles, uint32_t n);
+  void decode(uint32_t tile, uint64_t first, uint64_t n, float *const *states);
   void close();
   uint32_t undone(uint32_t *tiles, uint64_t *elems, uint32_t n) const noexcept;
   void tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums);
@@ -77,6 +79,7 @@ class Engine {
     uint32_t shown = 0;         // the slot that the windows showed when the step began
     Clock::time_point began{};  // the read, update or write that is under way
     uint64_t place = 0;         // among the tiles of its device, in the order in which they flow
+    uint64_t first_byte() const { return work.param_at_host ? tile->layout.bytes(0) : 0; }  // that is read
     bool must_read() const { return !tile->kept && !work.from_windows && !work.is_new; }
     bool begun = false, read = false, pushed = false, seeding = false, loaded = false, given = false;
     bool storing = false, stored = false;
@@ -129,14 +132,20 @@ class Engine {
   std::list<Pool::Task> feed_back_tasks();
   std::list<Pool::Task> sum_tasks();
   void wait_writes(Lock &);
-  void add_tiles(const csd_extent &, const std::vector<uint32_t> &device, float *const *window);
+  void add_tiles(const csd_extent &, const Layout &, const std::vector<uint32_t> &device, float *const *window);
   void show(Tile &, bool open);
+  const char *codes_of(Tile &);
   void grow_buffers(uint64_t tile, uint64_t section, const std::vector<uint64_t> &tiles);
 
   mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates
   std::condition_variable settled_, pulled_;
   std::deque<Tile> tiles_;  // a deque: tiles never move
   std::deque<std::vector<csd_piece>> pieces_;
+  std::deque<HugeMemory> resident_codes_;  // of tiles on resident devices
+  struct {
+    const Tile *tile = nullptr;
+    HugeMemory slot;
+  } decoded_;  // the codes that were read last for decode()
   std::vector<Lane> lanes_;
   uint64_t largest_tile_ = 0, largest_section_ = 0;  // bytes
 

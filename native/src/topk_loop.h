@@ -35,10 +35,7 @@ static void round_part(const Part &part, uint64_t n, uint16_t *values) {
 // Learning with Limited Numerical Precision", 2015). Chance is a hash of element and step: the same on every machine.
 static inline void narrow_residual(const float *from, uint16_t *to, uint64_t n, uint32_t seed) {
   for (uint64_t i = 0; i < n; i++) {
-    uint32_t hash = seed + (uint32_t)i;  // mixed by Wellons' "lowbias32"
-    hash = (hash ^ hash >> 16) * 0x7feb352du;
-    hash = (hash ^ hash >> 15) * 0x846ca68bu;
-    hash = hash ^ hash >> 16;
+    const uint32_t hash = mix_bits(seed + (uint32_t)i);
     const uint32_t u = float_bits(from[i]), rounded = (u + (hash & 0xffffu)) >> 16;
     to[i] = (u & 0x7f800000u) == 0x7f800000u ? f32_to_bf16(from[i]) : (uint16_t)rounded;
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "codec.h"
 #include "float16.h"
 #include "rules.h"
 #include "topk.h"
@@ -17,14 +18,15 @@
 #define CSD_X86 0
 #endif
 
-// updater_loop.h and topk_loop.h are compiled once per instruction set. The compiler vectorises the rule; only the
+// updater_loop.h, codec_loop.h and topk_loop.h are compiled once per instruction set. The compiler vectorises the rule; only the
 // 16-bit conversions, for which it has no pattern, are spelled in intrinsics. -ffp-contract=off and IEEE division and
 // square root make all of them compute the same bits.
 
 #define CSD_SIMD 0
 namespace csd::scalar {
 #include "updater_loop.h"
-// uses it
+// use it
+#include "codec_loop.h"
 #include "topk_loop.h"
 }  // namespace csd::scalar
 #undef CSD_SIMD
@@ -39,7 +41,8 @@ namespace csd::scalar {
 #endif
 namespace csd::avx2 {
 #include "updater_loop.h"
-// uses it
+// use it
+#include "codec_loop.h"
 #include "topk_loop.h"
 }  // namespace csd::avx2
 #if defined(__clang__)
@@ -58,7 +61,8 @@ namespace csd::avx2 {
 #endif
 namespace csd::avx512 {
 #include "updater_loop.h"
-// uses it
+// use it
+#include "codec_loop.h"
 #include "topk_loop.h"
 }  // namespace csd::avx512
 #if defined(__clang__)
@@ -104,6 +108,15 @@ SectionRange sections_of(uint32_t rule) noexcept {
 }
 
 uint64_t update(const Span &span, int32_t isa) { return CSD_IN(isa, update(span)); }
+uint64_t update(const CodedSpan &span, int32_t isa) { return CSD_IN(isa, update(span)); }
+
+void encode(const float *const *states, uint64_t n, uint32_t param_dtype, const Codes &codes, int32_t isa) {
+  CSD_IN(isa, encode(states, n, param_dtype, codes));
+}
+
+void decode(const Codes &codes, uint64_t n, uint32_t param_dtype, float *const *states, int32_t isa) {
+  CSD_IN(isa, decode(codes, n, param_dtype, states));
+}
 
 void round_part(const Part &part, uint64_t n, uint16_t *values) {
   CSD_IN(used_isa.load(), round_part(part, n, values));

@@ -2,10 +2,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <future>
 #include <utility>
 
 #include "engine.h"
+#include "float_mode.h"
 #include "memory.h"
+#include "updater.h"
 
 namespace csd {
 
@@ -20,6 +23,10 @@ void Engine::extend(const csd_extent &e, float **windows) {
   const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   if (e.tile_elems == 0 || e.tile_elems % 1024 || 4 * e.tile_elems % page || e.sections < 1 || e.sections > 4)
     throw Failure{CSD_EINVAL, "a tile has a multiple of 1024 elements (and of a page), in 1 to 4 sections"};
+  if (e.codec > CSD_8BIT ||
+      (e.codec == CSD_8BIT && (e.tile_elems % 4096 || e.sections < 3 || e.param_dtype > CSD_BF16)))
+    throw Failure{CSD_EINVAL,
+                  "a tile of codes has a multiple of 4096 elements, 3 or 4 states, and parameters of a dtype"};
   if (e.sum_elems == 0 || e.sum_elems % 1024)
     throw Failure{CSD_EINVAL, "a checksum covers a multiple of 1024 elements of a section"};
   if (e.tile_elems > kMostTileElems || e.n_tiles > kMostElems / e.tile_elems)
@@ -43,7 +50,9 @@ void Engine::extend(const csd_extent &e, float **windows) {
     const bool in_order =
         i == 0 || e.pieces[i - 1].tile < p.tile ||
         (e.pieces[i - 1].tile == p.tile && e.pieces[i - 1].tile_first + e.pieces[i - 1].elems <= p.tile_first);
-    if (p.tile >= e.n_tiles || p.tile_first > e.tile_elems || p.elems > e.tile_elems - p.tile_first || !in_order)
+    const bool whole_groups = e.codec == CSD_FP32 || (p.tile_first % 64 == 0 && p.param_first % 64 == 0);
+    if (p.tile >= e.n_tiles || p.tile_first > e.tile_elems || p.elems > e.tile_elems - p.tile_first || !in_order ||
+        !whole_groups)
       throw Failure{CSD_EINVAL, "piece " + std::to_string(i) + " is out of its tile or out of order"};
   }
   std::vector<uint32_t> device(e.n_tiles);
@@ -51,6 +60,13 @@ void Engine::extend(const csd_extent &e, float **windows) {
     device[i] = e.devices ? e.devices[i] : i % static_cast<uint32_t>(lanes_.size());
     if (device[i] >= lanes_.size())
       throw Failure{CSD_EINVAL, "tile " + std::to_string(i) + " is on a device that there is not"};
+    const Device &on = *lanes_[device[i]].device;
+    if (!on.has_codec(e.codec, std::min(e.sum_elems, e.tile_elems)))
+      throw Failure{CSD_EINVAL,
+                    on.has_codec(e.codec, e.tile_elems)
+                        ? "a checksum of codes covers a multiple of 4096 elements"
+                        : "states can be kept as fp32 only, because its xclbin lacks the kernel for codes,",
+                    0, static_cast<int32_t>(device[i])};
   }
   wait_writes(lock);  // buffers may be exchanged for larger ones
 
@@ -59,11 +75,18 @@ void Engine::extend(const csd_extent &e, float **windows) {
   const bool resident = std::all_of(lanes_.begin(), lanes_.end(), [](const Lane &l) { return l.device->resident(); });
   HugeMemory memory[4];
   float *window[4] = {};
-  for (uint32_t s = 0; s < e.sections; s++) {
+  const Layout layout(e.codec, e.sections, e.param_dtype, e.tile_elems);
+  for (uint32_t s = 0; s < e.sections && !layout.coded(); s++) {
     memory[s] = HugeMemory(4 * e.tile_elems * e.n_tiles + page, !resident);
     window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
   }
-  const uint64_t largest = std::max(largest_tile_, 4 * e.tile_elems * e.sections);
+  HugeMemory codes;
+  if (layout.coded()) {
+    const auto on_resident = [this](uint32_t d) { return lanes_[d].device->resident(); };
+    codes =
+        HugeMemory(layout.bytes() * static_cast<uint64_t>(std::count_if(device.begin(), device.end(), on_resident)));
+  }
+  const uint64_t largest = std::max(largest_tile_, layout.bytes());
   const uint64_t largest_section = std::max(largest_section_, 4 * e.tile_elems);
   std::vector<uint64_t> on_device = tiles_on_device();
   for (const uint32_t d : device) on_device[d]++;
@@ -72,13 +95,15 @@ void Engine::extend(const csd_extent &e, float **windows) {
   const size_t first_tile = tiles_.size(), extents = pieces_.size();
   try {
     pieces_.emplace_back(e.pieces, e.pieces + e.n_pieces);
-    add_tiles(e, device, window);
-    for (size_t i = first_tile; !resident && i < tiles_.size(); i++)
+    resident_codes_.push_back(std::move(codes));
+    add_tiles(e, layout, device, window);
+    for (size_t i = first_tile; !resident && !layout.coded() && i < tiles_.size(); i++)
       if (const Tile &t = tiles_[i]; lanes_[t.device].device->resident())  // beside others, over which files are mapped
-        for (uint32_t s = 0; s < e.sections; s++) allow(t.window[s], t.section_bytes());
+        for (uint32_t s = 0; s < e.sections; s++) allow(t.window[s], t.layout.bytes(s));
   } catch (...) {
     tiles_.resize(first_tile);
     pieces_.resize(extents);
+    resident_codes_.resize(extents);
     throw;
   }
   for (uint32_t s = 0; s < e.sections; s++) {
@@ -89,7 +114,9 @@ void Engine::extend(const csd_extent &e, float **windows) {
   largest_section_ = largest_section;
 }
 
-void Engine::add_tiles(const csd_extent &e, const std::vector<uint32_t> &device, float *const *window) {
+void Engine::add_tiles(const csd_extent &e, const Layout &layout, const std::vector<uint32_t> &device,
+                       float *const *window) {
+  auto *codes = reinterpret_cast<char *>(resident_codes_.back().floats());
   const auto first_tile = static_cast<uint32_t>(tiles_.size());
   std::vector<uint64_t> end_of_file(e.file_offset, e.file_offset + lanes_.size());
   const csd_piece *piece = pieces_.back().data(), *const end = piece + e.n_pieces;
@@ -97,11 +124,14 @@ void Engine::add_tiles(const csd_extent &e, const std::vector<uint32_t> &device,
     Tile &t = tiles_.emplace_back();
     t.index = first_tile + i;
     t.device = device[i];
-    t.sections = e.sections;
+    t.states = e.sections;
+    t.layout = layout;
+    t.param_dtype = e.param_dtype;
+    if (layout.coded() && lanes_[device[i]].device->resident()) t.codes = std::exchange(codes, codes + layout.bytes());
     t.elems = e.tile_elems;
     t.sum_elems = std::min(e.sum_elems, e.tile_elems);
     t.n_slots = e.slots;
-    t.file_offset = std::exchange(end_of_file[t.device], end_of_file[t.device] + e.slots * t.bytes());
+    t.file_offset = std::exchange(end_of_file[t.device], end_of_file[t.device] + e.slots * layout.bytes());
     if (e.states) {
       t.slot = e.states[i].slot;
       t.slots[t.slot].summed = e.states[i].summed;
@@ -110,7 +140,7 @@ void Engine::add_tiles(const csd_extent &e, const std::vector<uint32_t> &device,
     t.pieces = piece;
     while (piece != end && piece->tile == i) piece++;
     t.n_pieces = static_cast<uint64_t>(piece - t.pieces);
-    for (uint32_t s = 0; s < e.sections; s++) t.window[s] = window[s] + i * e.tile_elems;
+    for (uint32_t s = 0; s < e.sections && !layout.coded(); s++) t.window[s] = window[s] + i * e.tile_elems;
     show(t, !e.states);
   }
 }
@@ -118,7 +148,7 @@ void Engine::add_tiles(const csd_extent &e, const std::vector<uint32_t> &device,
 void Engine::show(Tile &t, bool open) {
   if (open) forget(t);  // what is written to the windows is not written to the buffer
   const uint32_t before = std::exchange(t.shown, t.slot);
-  const bool was_open = std::exchange(t.open, open);
+  const bool was_open = std::exchange(t.open, open && !t.layout.coded());
   const int error = lanes_[t.device].device->map(t);
   if (error == 0) return;
   t.shown = before;
@@ -127,7 +157,7 @@ void Engine::show(Tile &t, bool open) {
   if (error == ENOMEM)
     throw Failure{CSD_ENOMEM,
                   "cannot map tile " + std::to_string(t.index) + " of " + std::to_string(tiles_.size()) +
-                      ": each takes " + std::to_string(t.sections) +
+                      ": each takes " + std::to_string(t.states) +
                       " mappings and vm.max_map_count is used up; raise it with sysctl, or choose a larger tile_size,",
                   error, device};
   throw Failure{CSD_EIO, "mapping tile " + std::to_string(t.index), error, device};
@@ -157,7 +187,9 @@ std::list<Pool::Task> Engine::sum_tasks() {
     if (!t.open || t.slots[t.slot].summed) continue;
     const auto sum = std::make_shared<Slot>(Slot{true, std::vector<uint32_t>(t.n_sums())});
     tasks.push_back([this, &t, sum, writes = t.writes] {
-      sum_tile(t, t.window, sum->sums.data());
+      const char *sections[4] = {};
+      for (uint32_t s = 0; s < t.layout.n(); s++) sections[s] = reinterpret_cast<const char *>(t.window[s]);
+      sum_tile(t, sections, sum->sums.data());
       std::lock_guard lock(mutex_);
       if (t.writes == writes) t.slots[t.slot] = std::move(*sum);
       if (--going_on_ == 0) settled_.notify_all();
@@ -169,7 +201,8 @@ std::list<Pool::Task> Engine::sum_tasks() {
 void Engine::edited(const uint32_t *tiles, uint32_t n) {
   Lock lock(mutex_);
   for (uint32_t i = 0; i < n; i++) {
-    if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
+    if (tiles[i] >= tiles_.size() || tiles_[tiles[i]].layout.coded())
+      throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i]) + ", or it has no windows"};
     Tile &t = tiles_[tiles[i]];
     // A window from before the last step shows nothing that counts; but an open one of a tile with one slot shows that.
     const bool current = t.shown == t.slot;
@@ -180,6 +213,47 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
       t.edited = true;
     }
   }
+}
+
+// ---- Codes, which have no windows -----------------------------------------------------------
+
+// The tile's current slot: where it lies, in the buffer that has it, or read.
+const char *Engine::codes_of(Tile &t) {
+  if (t.codes) return t.codes;
+  if (t.kept) return reinterpret_cast<const char *>(t.kept->at);
+  auto *const at = reinterpret_cast<char *>(decoded_.slot.floats());
+  if (decoded_.tile == &t) return at;
+  decoded_ = {nullptr, HugeMemory(t.layout.bytes())};
+  // Shared: who sets it may still be at it when we go on.
+  const auto loaded = std::make_shared<std::promise<int>>();
+  lanes_[t.device].device->load(t, decoded_.slot.floats(), 0, [loaded](int error) { loaded->set_value(error); });
+  if (const int error = loaded->get_future().get())
+    throw Failure{CSD_EIO, "reading tile " + std::to_string(t.index), error, static_cast<int32_t>(t.device)};
+  const auto *const slot = reinterpret_cast<const char *>(decoded_.slot.floats());
+  const char *sections[kMostSections] = {};
+  for (uint32_t s = 0; s < t.layout.n(); s++) sections[s] = slot + t.layout.first(s);
+  std::vector<uint32_t> sums(t.n_sums());
+  sum_tile(t, sections, sums.data());
+  for (uint64_t chunk = 0; t.slots[t.slot].summed && chunk < t.n_chunks(); chunk++)
+    if (const uint32_t section = differing_section(t, chunk, &sums[chunk * t.layout.n()]); section < t.layout.n())
+      throw damaged(t, section);
+  decoded_.tile = &t;
+  return slot;
+}
+
+void Engine::decode(uint32_t tile, uint64_t first, uint64_t n, float *const *states) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
+  if (tile >= tiles_.size() || !tiles_[tile].layout.coded() || first % 64 || first > tiles_[tile].elems ||
+      n > tiles_[tile].elems - first)
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has no such codes"};
+  wait_writes(lock);
+  Tile &t = tiles_[tile];
+  auto *const slot = const_cast<char *>(codes_of(t));  // which decode() only reads
+  char *sections[kMostSections] = {};
+  for (uint32_t s = 0; s < t.layout.n(); s++) sections[s] = slot + t.layout.first(s);
+  const FloatMode mode(Subnormals::zero);
+  csd::decode(codes_at(t.layout, sections, first), n, t.param_dtype, states, used_isa.load());
 }
 
 void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums) {

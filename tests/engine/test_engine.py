@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from support.forked import printed
+from support.tables import step_table
 
 from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError, bindings
-from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
+from csd_optim.bindings import HYPER, PIECE, DeviceConfig
 from csd_optim.devices.machine import numa_node
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
@@ -55,11 +56,7 @@ class Driven:
         self.engine.close()
 
     def table(self):
-        codes = bindings.DTYPE_CODES[torch.float32]
-        rows = [
-            (g.data_ptr(), p.data_ptr(), codes, codes, *[0] * 6) for g, p in zip(self.grads, self.params, strict=True)
-        ]
-        return np.array(rows, PARAM)
+        return step_table(self.grads, self.params)
 
     def begin(self, **changed):
         self.engine.begin(**{"params": self.table(), "hypers": ADAM, "tiles": self.tiles, **changed})
@@ -429,14 +426,14 @@ def test_extents_of_a_process_fit_the_number_of_mappings_together(numels):
 
 def test_parameters_join_one_after_another(tmp_path):
     """500 of them on 8 devices, each an extent of its own: windows onto all, a step of some, and then none is left."""
-    n, code = 65_536, bindings.DTYPE_CODES[torch.float32]
+    n = 65_536
     engine = open_engine(parse_devices([f"file:{tmp_path}?scratch=1"] * 8))
     extents = [engine.extend([n], STATES) for _ in range(500)]
     assert 12_000 < bindings.mappings() <= max_mappings()
     stepping = extents[::60]
     tiles = np.concatenate([np.arange(e.first_tile, e.first_tile + e.n_tiles, dtype=np.uint32) for e in stepping])
     grad, param = torch.ones(n), torch.zeros(n)
-    engine.begin(np.array([(grad.data_ptr(), param.data_ptr(), code, code, *[0] * 6)] * 500, PARAM), ADAM, tiles)
+    engine.begin(step_table([grad] * 500, [param] * 500), ADAM, tiles)
     for tile in tiles:
         engine.push(int(tile))
     engine.finish()

@@ -1,4 +1,4 @@
-// The kernel and its C-simulation, for compilers and sanitizers: tests/sanitize.py builds and runs this, and so does
+// The kernels and their C-simulation, for compilers and sanitizers: tests/sanitize.py builds and runs this, and so does
 // tests/test_kernels.py, once more with streams that are no threads' (SEQUENTIAL), as Vitis simulates them.
 // That the numbers are right to the last bit is checked by pytest at length; here that they are at all.
 #include <stdio.h>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "adamw.h"
+#include "codec.h"
 #include "float16.h"
 #include "kernel.h"
 
@@ -61,6 +62,87 @@ void check_kernel(bool sparse) {
   const csd_sums &untouched = report.sums[9];  // chunks of 64 words; the segment ends in word 321
   for (uint32_t section = 0; section < 4; section++) CHECK(untouched.in[section] == untouched.out[section]);
   CHECK(untouched.in[0] != 0 && untouched.in[3] == 0);
+}
+
+// Codes of `elems` elements and of a peak, as the kernel's ports see them: sections of whole pages.
+template <uint32_t pages>
+struct Codes {
+  static constexpr uint32_t kAll = pages * kPageElems, kGroups = kAll / kGroup;
+  alignas(64) uint16_t param[kAll];
+  uint8_t correction[kAll], ratio[kAll], root[kAll], exponent[kPageElems];
+  uint8_t peak[kAll], peak_exponent[kPageElems];
+};
+
+float finite(float f) { return (float_bits(f) & 0x7f800000u) == 0x7f800000u ? 0 : f; }
+
+// One bf16 segment of AMSGrad that ends within a group, beside the formulas of codec.h element by element.
+void check_coded_kernel() {
+  constexpr uint32_t kPages = 4, kFirst = 640, kSome = 2 * kPageElems + 100, kHalves = (kSome + 31) / 32, kKey = 12345;
+  using Tile = Codes<kPages>;
+  static Tile tile, expected;
+  alignas(64) static uint16_t grad[32 * kHalves], param[32 * kHalves];
+  const csd_hyper hyper{CSD_AMSGRAD, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f}};
+  alignas(64) csd_segment segment{kFirst / kLanes, kSome, CSD_BF16, CSD_BF16, hyper, 0, kKey};
+  alignas(64) struct {
+    csd_report head;
+    csd_coded_sums sums[kPages];
+  } report;
+  for (uint32_t i = 0; i < Tile::kAll; i++) {
+    const bool nobodys = i >= kFirst + kSome && i < kFirst + (kSome + kGroup - 1) / kGroup * kGroup;
+    tile.param[i] = (uint16_t)(nobodys ? 0 : 0x3f00 + i % 200);
+    tile.correction[i] = (uint8_t)(nobodys ? 0 : i % 127);
+    tile.ratio[i] = (uint8_t)(nobodys ? 0 : i * 7);
+    tile.root[i] = (uint8_t)(nobodys ? 0 : i % 250);
+    tile.peak[i] = (uint8_t)(nobodys ? 0 : i % 251);
+  }
+  for (uint32_t g = 0; g < Tile::kGroups; g++) tile.exponent[g] = tile.peak_exponent[g] = (uint8_t)(110 + g % 10);
+  expected = tile;
+  for (uint32_t i = 0; i < kSome; i++) grad[i] = f32_to_bf16((float)(i % 11) - 5);
+  for (uint32_t first = 0; first < kSome; first += kGroup) {
+    const uint32_t group = (kFirst + first) / kGroup;
+    float states[kGroup][4] = {};
+    uint32_t largest = 0, largest_peak = 0;
+    for (uint32_t i = 0; i < kGroup && first + i < kSome; i++) {
+      const uint32_t e = kFirst + first + i;
+      const float u = decode_root(tile.root[e], tile.exponent[group]);
+      const float p = decode_root(tile.peak[e], tile.peak_exponent[group]);
+      float state[4] = {decode_master(tile.param[e], tile.correction[e], false),
+                        decode_exp_avg(tile.ratio[e], u, tile.root[e]), u * u, p * p};
+      AdamW(hyper).update(state, bf16_to_f32(grad[first + i]));
+      memcpy(states[i], state, sizeof state);
+      const uint32_t b = float_bits(finite(sqrtf(state[2]))), b_peak = float_bits(finite(sqrtf(state[3])));
+      largest = b > largest ? b : largest;
+      largest_peak = b_peak > largest_peak ? b_peak : largest_peak;
+    }
+    const uint32_t exponent = exponent_of(largest), peak_exponent = exponent_of(largest_peak);
+    expected.exponent[group] = (uint8_t)exponent;
+    expected.peak_exponent[group] = (uint8_t)peak_exponent;
+    for (uint32_t i = 0; i < kGroup; i++) {
+      const uint32_t e = kFirst + first + i;
+      const Chance chance = chance_of(mix_bits(kKey + first + i));
+      const SplitMaster split = encode_master(states[i][0], chance, false);
+      const uint32_t root = encode_root(sqrtf(states[i][2]), exponent, chance.root);
+      expected.param[e] = (uint16_t)split.param;
+      expected.correction[e] = (uint8_t)split.correction;
+      expected.root[e] = (uint8_t)root;
+      expected.ratio[e] = (uint8_t)encode_ratio(states[i][1], decode_root(root, exponent), root, chance.ratio);
+      expected.peak[e] = (uint8_t)encode_root(sqrtf(states[i][3]), peak_exponent, nearest().root);
+    }
+  }
+
+  auto words = [](void *memory) { return static_cast<Word *>(memory); };
+  Word *const t = words(&tile);
+  csd_adamw_8bit_update(t, t, t, words(grad), nullptr, words(&segment), t, t, t, words(param), words(&report),
+                        Tile::kAll / kLanes, 7, 1, kHalves, 0, kHalves, kPageWords);
+  CHECK(memcmp(&tile, &expected, sizeof tile) == 0);
+  CHECK(memcmp(param, expected.param + kFirst, 2 * kSome) == 0);
+  CHECK(report.head.version == kKernelVersion && report.head.n_words == Tile::kAll / kLanes);
+  CHECK(report.head.nonfinite == 0 && report.head.bad_entries == 0);
+  const csd_coded_sums &untouched = report.sums[kPages - 1];
+  for (uint32_t section = 0; section < 8; section++) {
+    CHECK(untouched.in[section] == untouched.out[section]);
+    CHECK((untouched.in[section] == 0) == (section == 7));
+  }
 }
 
 #ifndef SEQUENTIAL
@@ -136,6 +218,7 @@ void check_subnormals() {
 int main() {
   check_kernel(false);
   check_kernel(true);
+  check_coded_kernel();
 #ifndef SEQUENTIAL
   check_streams();
   check_subnormals();

@@ -347,7 +347,11 @@ def test_arguments_are_those_of_the_kernel(kernel):
 
     header = (ROOT / "native" / "include" / "csd_kernel.h").read_text()
     described = re.search(rf"{kernel}\(([^)]*)\)", header)[1].replace("//", " ")
-    expanded = re.sub(r"(\w+)_0 \.\. \1_3", ", ".join(rf"\1_{i}" for i in range(4)), " ".join(described.split()))
+    expanded = re.sub(
+        r"(\w+)_0 \.\. \1_(\d)",
+        lambda m: ", ".join(f"{m[1]}_{i}" for i in range(int(m[2]) + 1)),
+        " ".join(described.split()),
+    )
     assert [a.strip() for a in expanded.split(",")] == [*buffers, *scalars]
 
 

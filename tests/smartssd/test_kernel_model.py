@@ -9,23 +9,24 @@ from pathlib import Path
 import pytest
 
 from bench import area, cycles
-from bench.cycles import COLUMNS, Run
+from bench.cycles import CODED_COLUMNS, COLUMNS, CodedRun, Run
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "hls_kernels"
 
 
 def test_intervals_are_those_of_the_directives():
-    stages = (KERNELS / "stages.h").read_text()
+    stages = (KERNELS / "stages.h").read_text() + (KERNELS / "codes.h").read_text()
     asked = re.findall(r"^(\w+):\n  (?:for|while) .*\n#pragma HLS PIPELINE II = (\d)", stages, re.M)
     asked += re.findall(r"^  (\w+):\n    (?:for|while) .*\n#pragma HLS PIPELINE II = (\d)", stages, re.M)
     assert len(asked) == stages.count("#pragma HLS PIPELINE")
     assert {label: int(interval) for label, interval in asked} == cycles.II
 
 
-def test_every_stage_is_counted():
-    top = (KERNELS / "csd_adamw_update.cpp").read_text()
-    assert set(re.findall(r"CSD_STAGE\((\w+)", top)) == Run().stages().keys()
+@pytest.mark.parametrize(("top", "run"), [("csd_adamw_update", Run()), ("csd_adamw_8bit_update", CodedRun())])
+def test_every_stage_is_counted(top, run):
+    text = (KERNELS / f"{top}.cpp").read_text()
+    assert set(re.findall(r"CSD_STAGE\((\w+)", text)) == run.stages().keys()
 
 
 @pytest.mark.parametrize("run", COLUMNS.values(), ids=COLUMNS)
@@ -42,6 +43,18 @@ def test_the_model_keeps_to_what_is_possible(run):
     assert rates == sorted(rates)
     assert cycles.seconds(run, 200e6, others=1e6)[0] > time
     assert cycles.seconds(replace(run, sections=4), 200e6)[0] > time
+
+
+@pytest.mark.parametrize("run", CODED_COLUMNS.values(), ids=CODED_COLUMNS)
+def test_codes_take_what_their_sections_have(run):
+    read, written = run.bytes()
+    peak = run.sections - 3
+    state = {2: 5, 4: 6}[run.param_bytes] + peak + (1 + peak) / 64
+    assert (read + written) / run.elems == pytest.approx(2 * state + run.grad_bytes + run.param_bytes, rel=1e-3)
+    assert cycles.seconds(run, 200e6)[0] > (read + written) / cycles.PEAK
+    # Ports that serve several sections keep pace with the memory, if not with the arithmetic.
+    assert cycles.seconds(run, 200e6)[1] == "memory"
+    assert cycles.seconds(run, 50e6)[1] != "memory"
 
 
 def test_entries_cost_nothing_until_they_are_many():

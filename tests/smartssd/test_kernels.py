@@ -39,7 +39,7 @@ SEGMENT = np.dtype(
     [
         *((name, "u4") for name in ("first_word", "elems", "grad_dtype", "param_dtype")),
         ("hyper", bindings.HYPER),
-        *((name, "u4") for name in ("sparse", "reserved")),
+        *((name, "u4") for name in ("sparse", "key")),
     ]
 )
 REPORT = np.dtype(
@@ -579,24 +579,28 @@ def test_streams_that_are_too_shallow_are_found(in_flight, tmp_path):
     compile_and_run("g++", tmp_path, KERNELS / "csim", "-std=c++17", f"-DCSD_IN_FLIGHT={in_flight}")
 
 
+def run_natively(directory, in_flight, header, **depths):
+    """tests/native/kernels_test.cpp with other depths of streams in one of the headers."""
+    kernels = directory / "hls_kernels"
+    shutil.copytree(KERNELS, kernels, ignore=shutil.ignore_patterns("build"), dirs_exist_ok=True)
+    text = (KERNELS / header).read_text()
+    for name, depth in depths.items():
+        text, found = re.subn(rf"(constexpr int .*\b{name} = )[^,;]*", rf"\g<1>{depth}", text)
+        assert found == 1
+    (kernels / header).write_text(text)
+    includes = [f"-I{d}" for d in (*NATIVE, kernels, kernels / "csim")]
+    sources = [*kernels.glob("*.cpp"), ROOT / "tests" / "native" / "kernels_test.cpp"]
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-pthread", "-w", f"-DCSD_IN_FLIGHT={in_flight}"]
+    subprocess.run(["g++", *flags, *includes, *sources, "-o", directory / "program"], check=True)
+    return subprocess.run([directory / "program"], capture_output=True, text=True)
+
+
 def test_too_few_sums_on_their_way_are_found(tmp_path):
     """The sums of what is read wait for those of what is written, and these for all that stands in pipelines between:
     were there room for one of them only, the kernel would hang on a card and in C-simulation with pipelines."""
-    shallow = tmp_path / "hls_kernels"
-    shutil.copytree(KERNELS, shallow, ignore=shutil.ignore_patterns("build"))
-    text = (shallow / "stages.h").read_text()
-    assert "kFifoSums = 16;" in text
-    (shallow / "stages.h").write_text(text.replace("kFifoSums = 16;", "kFifoSums = 1;"))
-    includes = [f"-I{d}" for d in (*NATIVE, shallow, shallow / "csim")]
-    sources = [shallow / "csd_adamw_update.cpp", ROOT / "tests" / "native" / "kernels_test.cpp"]
-
-    def run(in_flight):
-        command = ["g++", "-std=c++17", "-O1", "-pthread", "-w", f"-DCSD_IN_FLIGHT={in_flight}", *includes, *sources]
-        subprocess.run([*command, "-o", tmp_path / "program"], check=True)
-        return subprocess.run([tmp_path / "program"], capture_output=True, text=True)
-
-    assert run(0).stdout == "kernels: done\n"
-    assert "deadlock: read_section waits for room in crc_in_0" in run(64).stderr
+    without, within = (run_natively(tmp_path, in_flight, "stages.h", kFifoSums=1) for in_flight in (0, 64))
+    assert without.stdout == "kernels: done\n"
+    assert "deadlock: read_section waits for room in crc_in_0" in within.stderr
 
 
 # ---- As Vitis reads it -------------------------------------------------------------
@@ -625,7 +629,7 @@ DIRECTIVES = [  # of UG1399; a compiler ignores what it does not know
 
 
 def test_directives_are_ones_that_there_are():
-    for path in (KERNELS / "csd_adamw_update.cpp", KERNELS / "stages.h", KERNELS / "word.h"):
+    for path in (*KERNELS.glob("*.cpp"), KERNELS / "stages.h", KERNELS / "codes.h", KERNELS / "word.h"):
         for directive in re.findall(r"^\s*#pragma (.*)$", path.read_text(), re.M):
             known = any(re.fullmatch(f"HLS {d}", directive) for d in DIRECTIVES)
             assert known or (path.suffix == ".h" and directive == "once"), directive
@@ -633,36 +637,75 @@ def test_directives_are_ones_that_there_are():
 
 def test_each_stage_stays_a_module_of_its_own():
     """A function that is not told otherwise is inlined if it is small, and is no process of the dataflow then."""
-    top, stages = ((KERNELS / name).read_text() for name in ("csd_adamw_update.cpp", "stages.h"))
-    names = set(re.findall(r"CSD_STAGE\((\w+)", top)) | {"store"}
-    assert len(names) == 9
-    for name in names:
-        assert re.search(rf"^inline \w+ {name}\([^)]*\) {{\n#pragma HLS INLINE off$", stages, re.M), name
+    stages = "".join((KERNELS / name).read_text() for name in ("stages.h", "codes.h"))
+    for top, inner, n in (
+        ("csd_adamw_update", {"store"}, 9),
+        ("csd_adamw_8bit_update", {"store", "store_ratios", "store_roots", "read_section", "write_section"}, 18),
+    ):
+        names = set(re.findall(r"CSD_STAGE\((\w+)", (KERNELS / f"{top}.cpp").read_text())) | inner
+        assert len(names) == n
+        for name in names:
+            assert re.search(rf"^inline \w+ {name}\([^)]*\) {{\n#pragma HLS INLINE off$", stages, re.M), name
 
 
-LANE = """
+LANES_OF = {  # stage → (header, what it does with a lane)
+    "update": (
+        "stages.h",
+        """
 #include "adamw.h"
 #include "float16.h"
 extern "C" void lane(float (*e)[4], const csd_hyper *h, const uint16_t *grad, uint16_t *param) {
   AdamW(*h).update(*e, f16_to_f32(*grad));
   *param = f32_to_f16((*e)[0]);
 }
-"""
+""",
+    ),
+    "update_codes": (
+        "codes.h",
+        """
+#include "adamw.h"
+#include "codec.h"
+extern "C" void lane(const csd_hyper *h, const uint16_t *grad, const uint32_t *code, float *out) {
+  const float u = decode_root(code[0], code[1]), p = decode_root(code[2], code[3]);
+  const float master = code[4] ? decode_master(code[5], code[6], code[7]) : bits_float(code[5]);
+  float e[4] = {master, decode_exp_avg(code[8], u, code[0]), u * u, p * p};
+  AdamW(*h).update(e, f16_to_f32(*grad));
+  out[0] = e[0], out[1] = e[1], out[2] = sqrtf(e[2]), out[3] = sqrtf(e[3]);
+}
+""",
+    ),
+    "encode": (
+        "codes.h",
+        """
+#include "codec.h"
+extern "C" void lane(const float *in, const uint32_t *group, uint32_t *code) {
+  const Chance chance = chance_of(mix_bits(group[0]));
+  code[0] = encode_root(in[0], group[1], chance.root);
+  code[1] = encode_ratio(in[1], decode_root(code[0], group[1]), code[0], chance.ratio);
+  code[2] = encode_root(in[2], group[2], nearest().root);
+  const SplitMaster split = encode_master(in[3], chance, group[3]);
+  code[3] = split.param, code[4] = split.correction;
+}
+""",
+    ),
+}
+INSTRUCTIONS = {"mul": "imull", "fmul": "mulss", "fadd": "addss", "fsub": "subss", "fdiv": "divss", "fsqrt": "sqrtss"}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="counts instructions of x86-64")
-def test_operators_are_limited_to_what_the_arithmetic_needs(tmp_path):
+@pytest.mark.parametrize("stage", LANES_OF)
+def test_operators_are_limited_to_what_the_arithmetic_needs(stage, tmp_path):
     """Each one serves two lanes; counted in what a compiler makes of a lane."""
-    (tmp_path / "lane.cpp").write_text(LANE)
+    header, lane = LANES_OF[stage]
+    (tmp_path / "lane.cpp").write_text(lane)
     flags = ["-std=gnu++14", "-O1", "-ffp-contract=off", "-fno-math-errno", "-mno-avx", "-S", "-o", "-"]
     command = ["g++", *flags, f"-I{ROOT / 'native' / 'include'}", tmp_path / "lane.cpp"]
     code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    text = (KERNELS / "stages.h").read_text()
-    limits = dict(re.findall(r"ALLOCATION operation instances = (\w+) limit = (\d+)", text))
-    assert limits.keys() == {"fmul", "fadd", "fsub", "fdiv", "fsqrt"}
-    for operation, limit in limits.items():
-        per_lane = len(re.findall(rf"\b{operation[1:]}ss\b", code))
-        assert int(limit) == per_lane * LANES // 2, operation
+    text = (KERNELS / header).read_text()
+    (body,) = re.findall(rf"^inline void {stage}\(.*?^}}", text, re.M | re.S)
+    limits = dict(re.findall(r"ALLOCATION operation instances = (\w+) limit = (\d+)", body))
+    per_lane = {op: len(re.findall(rf"\b{instruction}\b", code)) for op, instruction in INSTRUCTIONS.items()}
+    assert limits == {op: str(n * LANES // 2) for op, n in per_lane.items() if n}
 
 
 LISTENS = """
@@ -688,7 +731,7 @@ def test_csynth_script(tmp_path):
     shutil.copytree(KERNELS, tmp_path / "hls_kernels", ignore=shutil.ignore_patterns("build"))
     script = tmp_path / "hls_kernels" / "csynth.tcl"
     command = ["tclsh", tmp_path / "listens.tcl", script]
-    environment = {**os.environ, "PART": "", "FREQUENCY": "250"}
+    environment = {**os.environ, "KERNEL": "", "PART": "", "FREQUENCY": "250"}
     heard = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.splitlines()
     assert heard[-1] == ""
     assert heard[-2] == "the report"
@@ -697,6 +740,7 @@ def test_csynth_script(tmp_path):
     assert told["set_part"] == "xcku5p-ffvb676-2-e"
     assert told["create_clock"] == "-period 250MHz"
     source, _, flags = told["add_files"].partition(" -cflags ")
+    assert Path(source).name == "csd_adamw_update.cpp"
     assert Path(source).is_file()
     assert flags.startswith("{-std=gnu++14 ")
     assert script.parent.joinpath("build", "csynth").is_dir()
@@ -727,7 +771,9 @@ def test_arguments_are_those_of_the_contract():
     for name, arguments in re.findall(r"^//   (csd_adamw\w*_update)\(([^)]*)\)", contract, re.M):
         arguments = re.sub(r"//|\s", "", arguments).split(",")
         described[name] = [
-            f"{a.split('_0..')[0]}_{k}" if ".." in a else a for a in arguments for k in range(4 if ".." in a else 1)
+            f"{a.split('_0..')[0]}_{k}" if ".." in a else a
+            for a in arguments
+            for k in range(int(a[-1]) + 1 if ".." in a else 1)
         ]
     assert described == {name: arguments for name, (arguments, _) in kernel_sources().items()}
 
@@ -744,9 +790,11 @@ def test_reads_and_writes_do_not_wait_for_each_other():
 def test_every_port_is_connected_to_the_bank():
     lines = [line.partition("#")[0].strip() for line in (KERNELS / "connectivity.cfg").read_text().splitlines()]
     lines = [line for line in lines if line]
-    expected = ["[connectivity]"]
+    expected, masters = ["[connectivity]"], 0
     for name, (arguments, ports) in kernel_sources().items():
         expected += [f"nk={name}:1:{name}_1", *(f"sp={name}_1.{a}:bank0" for a in arguments if a in ports)]
+        masters += len(set(ports.values()))
+    assert masters <= 15  # as many as a bank takes (UG1393)
     assert sorted(lines) == sorted(expected)
     assert lines[0] == "[connectivity]"
 
@@ -761,25 +809,27 @@ def dry_run(*arguments):
 
 @pytest.mark.parametrize("target", ["hw", "hw_emu", "sw_emu"])
 def test_makefile(target):
-    (name,) = kernel_sources()
     commands, _ = dry_run(f"TARGET={target}", "FREQUENCY=250")
-    compiles, link = commands
+    *all_compiles, link = commands
     platform = "xilinx_u2_gen3x4_xdma_gc_2_202110_1"
     for command in commands:
         assert command[command.index("--target") + 1] == target
         assert command[command.index("--platform") + 1] == platform
         assert "unsafe" not in " ".join(command)
-    assert compiles[1] == "--compile"
-    assert compiles[compiles.index("--kernel") + 1] == name
-    assert compiles[compiles.index("--hls.clock") + 1] == f"250000000:{name}"
-    assert compiles[-3:] == ["-o", f"nowhere/{name}.xo", f"{name}.cpp"]
-    for include in (word[2:] for word in compiles if word.startswith("-I")):
-        assert (KERNELS / include).is_dir()
-        assert not (KERNELS / include / "hls_stream.h").exists()  # Vitis' own is wanted there
+    for name, compiles in zip(sorted(kernel_sources()), sorted(all_compiles, key=lambda c: c[-1]), strict=True):
+        assert compiles[1] == "--compile"
+        assert compiles[compiles.index("--kernel") + 1] == name
+        assert compiles[compiles.index("--hls.clock") + 1] == f"250000000:{name}"
+        assert compiles[-3:] == ["-o", f"nowhere/{name}.xo", f"{name}.cpp"]
+        for include in (word[2:] for word in compiles if word.startswith("-I")):
+            assert (KERNELS / include).is_dir()
+            assert not (KERNELS / include / "hls_stream.h").exists()  # Vitis' own is wanted there
     assert link[1] == "--link"
     assert link[link.index("--kernel_frequency") + 1] == "250"
     assert link[link.index("--config") + 1] == "connectivity.cfg"
-    assert link[link.index("-o") + 1 :] == ["nowhere/csd_optim.xclbin", f"nowhere/{name}.xo"]
+    objects = [f"nowhere/{name}.xo" for name in kernel_sources()]
+    assert link[link.index("-o") + 1] == "nowhere/csd_optim.xclbin"
+    assert sorted(link[link.index("-o") + 2 :]) == sorted(objects)
 
 
 def test_installs_where_the_kernels_are_looked_for():
@@ -789,7 +839,10 @@ def test_installs_where_the_kernels_are_looked_for():
 
 def test_csynth_is_told_part_and_frequency():
     (command,) = dry_run("csynth", "FREQUENCY=250", "HLS=vitis-run --mode hls --tcl")[1]
-    assert " ".join(command) == "PART=xcku5p-ffvb676-2-e FREQUENCY=250 vitis-run --mode hls --tcl csynth.tcl"
+    asked = "KERNEL=csd_adamw_update PART=xcku5p-ffvb676-2-e FREQUENCY=250 vitis-run --mode hls --tcl csynth.tcl"
+    assert " ".join(command) == asked
+    (command,) = dry_run("csynth", "KERNEL=csd_adamw_8bit_update")[1]
+    assert command[0] == "KERNEL=csd_adamw_8bit_update"
 
 
 def test_an_unknown_target_is_refused():

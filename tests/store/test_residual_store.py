@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from support.backends import named_devices, place
+from support.tables import step_table
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDValueError
 from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM, RULES
@@ -103,9 +104,8 @@ class Training:
         self.keep(number)
         generator = torch.Generator().manual_seed(number)
         grads = [torch.randn(p.shape, generator=generator) for p in self.params]
-        rows = [(g.data_ptr(), p.data_ptr(), FP32, FP32, *[0] * 6) for g, p in zip(grads, self.params, strict=True)]
         every = np.arange(engine.n_tiles, dtype=np.uint32)
-        for tile in engine.begin(np.array(rows, PARAM), ADAM, every, RECORD).tolist():
+        for tile in engine.begin(step_table(grads, self.params), ADAM, every, RECORD).tolist():
             engine.push(tile)
         engine.finish()
         engine.steps[0] += 1

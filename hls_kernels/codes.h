@@ -1,0 +1,494 @@
+// What the kernel for tiles of codes has beside the stages of stages.h: sections of bytes, read and written page by page,
+// and the update in two stages. A group's codes are relative to the largest root in it, so that nothing of it can be
+// encoded before all of it is updated: `update_codes` sends the four words of a group and then what it found in them, and
+// `encode` waits for that first. Between them are numbers, not codes; where nothing changes, the codes themselves.
+#pragma once
+#include "codec.h"
+#include "stages.h"
+
+constexpr uint32_t kGroupWords = kGroup / kLanes;      // of fp32 values
+constexpr uint32_t kPageGroups = kPageElems / kGroup;  // words of a section of bytes: a page, AXI's longest burst
+
+// Two pages: one is on its way through the port while the other is used. One has to fit at least, because a port serves
+// its sections in turns, and who joins them takes a word of each.
+constexpr int kFifoPages = 2 * kPageGroups;
+
+// Between the two stages of the update: four groups, of which one has to fit, since what was found in it comes last.
+constexpr int kFifoGroups = 4 * kGroupWords;
+
+// ---- Where the sections are ---------------------------------------------------
+
+struct CodedTile {
+  uint32_t pages;
+  bool narrow;  // its parameters have 16 bits, and corrections
+  bool has_peak;
+  size_t correction, ratio, root, exponent, peak, peak_exponent;  // their first words, as layout.h has them
+};
+
+inline CodedTile coded_tile(uint32_t n_words, uint32_t sections) {
+#pragma HLS INLINE
+  CodedTile t;
+  t.pages = n_words / kPageWords;
+  t.narrow = sections % 2 != 0;
+  t.has_peak = sections > 5;
+  const size_t bytes = n_words / kGroupWords;  // words of a section of bytes
+  const size_t exponents = (t.pages + kPageGroups - 1) / kPageGroups * kPageGroups;
+  t.correction = t.narrow ? n_words / 2 : n_words;
+  t.ratio = t.correction + (t.narrow ? bytes : 0);
+  t.root = t.ratio + bytes;
+  t.exponent = t.root + bytes;
+  t.peak = t.exponent + exponents;
+  t.peak_exponent = t.peak + bytes;
+  return t;
+}
+
+// ---- Memory to streams ----------------------------------------------------------
+
+inline void read_param_section(const Word *tile, uint32_t n_words, uint32_t sections, uint32_t sum_words, Words &words,
+                               Numbers &sums) {
+#pragma HLS INLINE off
+  const uint32_t halved = sections % 2;  // words of two where there are 16 bits
+  read_section(tile, 0, n_words >> halved, 1, sum_words >> halved, words, sums);
+}
+
+inline void read_page(const Word *tile, size_t first, Summing &now, uint32_t sum_words, Words &words, Numbers &sums) {
+#pragma HLS INLINE
+READ_PAGE:
+  for (uint32_t i = 0; i < kPageGroups; i++) {
+#pragma HLS PIPELINE II = 2
+    const Word word = tile[first + i];
+    sum(now, word, sum_words, sums);
+    words.write(word);
+  }
+}
+
+inline void read_exponents(const Word *tile, size_t at, Summing &now, uint32_t sum_words, Words &words, Numbers &sums) {
+#pragma HLS INLINE
+  const Word word = tile[at];
+  sum(now, word, sum_words, sums);
+  words.write(word);
+}
+
+inline void read_ratios(const Word *tile, uint32_t n_words, uint32_t sections, uint32_t sum_words, Words &corrections,
+                        Words &ratios, Numbers &correction_sums, Numbers &ratio_sums) {
+#pragma HLS INLINE off
+  const CodedTile t = coded_tile(n_words, sections);
+  const uint32_t by = sum_words / kGroupWords;
+  Summing correction = {kCrcBegin, by}, ratio = {kCrcBegin, by};
+PAGES:
+  for (uint32_t page = 0; page < t.pages; page++) {
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 1024
+    const size_t at = page * (size_t)kPageGroups;
+    if (t.narrow) read_page(tile, t.correction + at, correction, by, corrections, correction_sums);
+    read_page(tile, t.ratio + at, ratio, by, ratios, ratio_sums);
+  }
+  if (t.pages != 0 && t.narrow) correction_sums.write(~correction.crc);
+  if (t.pages != 0) ratio_sums.write(~ratio.crc);
+}
+
+// A page's exponents come before its roots: the first root needs them.
+inline void read_roots(const Word *tile, uint32_t n_words, uint32_t sections, uint32_t sum_words, Words &roots,
+                       Words &exponents, Words &peaks, Words &peak_exponents, Numbers &root_sums,
+                       Numbers &exponent_sums, Numbers &peak_sums, Numbers &peak_exponent_sums) {
+#pragma HLS INLINE off
+  const CodedTile t = coded_tile(n_words, sections);
+  const uint32_t by = sum_words / kGroupWords, exponents_by = sum_words / kPageWords;
+  Summing root = {kCrcBegin, by}, peak = {kCrcBegin, by};
+  Summing exponent = {kCrcBegin, exponents_by}, peak_exponent = {kCrcBegin, exponents_by};
+PAGES:
+  for (uint32_t page = 0; page < t.pages; page++) {
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 1024
+    const size_t at = page * (size_t)kPageGroups;
+    read_exponents(tile, t.exponent + page, exponent, exponents_by, exponents, exponent_sums);
+    if (t.has_peak)
+      read_exponents(tile, t.peak_exponent + page, peak_exponent, exponents_by, peak_exponents, peak_exponent_sums);
+    read_page(tile, t.root + at, root, by, roots, root_sums);
+    if (t.has_peak) read_page(tile, t.peak + at, peak, by, peaks, peak_sums);
+  }
+  if (t.pages != 0) {
+    root_sums.write(~root.crc);
+    exponent_sums.write(~exponent.crc);
+  }
+  if (t.pages != 0 && t.has_peak) {
+    peak_sums.write(~peak.crc);
+    peak_exponent_sums.write(~peak_exponent.crc);
+  }
+}
+
+// ---- Streams to memory -----------------------------------------------------------
+
+inline void write_param_section(Word *tile, uint32_t n_words, uint32_t sections, uint32_t sum_words, Words &words,
+                                Numbers &sums) {
+#pragma HLS INLINE off
+  const uint32_t halved = sections % 2;
+  write_section(tile, 0, n_words >> halved, 1, sum_words >> halved, words, sums);
+}
+
+inline void store_page(Word *tile, size_t first, Summing &now, uint32_t sum_words, Words &words, Numbers &sums) {
+#pragma HLS INLINE
+STORE_PAGE:
+  for (uint32_t i = 0; i < kPageGroups; i++) {
+#pragma HLS PIPELINE II = 2
+    const Word word = words.read();
+    sum(now, word, sum_words, sums);
+    tile[first + i] = word;
+  }
+}
+
+inline void store_exponents(Word *tile, size_t at, Summing &now, uint32_t sum_words, Words &words, Numbers &sums) {
+#pragma HLS INLINE
+  const Word word = words.read();
+  sum(now, word, sum_words, sums);
+  tile[at] = word;
+}
+
+// The last sums of what a port writes: who has them knows that all of it has arrived (store() in stages.h).
+struct LastSums {
+  uint32_t of[4];
+};
+
+inline LastSums store_ratios(Word *tile, const CodedTile &t, uint32_t sum_words, Words &corrections, Words &ratios,
+                             Numbers &correction_sums, Numbers &ratio_sums) {
+#pragma HLS INLINE off
+  const uint32_t by = sum_words / kGroupWords;
+  Summing correction = {kCrcBegin, by}, ratio = {kCrcBegin, by};
+PAGES:
+  for (uint32_t page = 0; page < t.pages; page++) {
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 1024
+    const size_t at = page * (size_t)kPageGroups;
+    if (t.narrow) store_page(tile, t.correction + at, correction, by, corrections, correction_sums);
+    store_page(tile, t.ratio + at, ratio, by, ratios, ratio_sums);
+  }
+  return {{~correction.crc, ~ratio.crc, 0, 0}};
+}
+
+inline void write_ratios(Word *tile, uint32_t n_words, uint32_t sections, uint32_t sum_words, Words &corrections,
+                         Words &ratios, Numbers &correction_sums, Numbers &ratio_sums) {
+#pragma HLS INLINE off
+  const CodedTile t = coded_tile(n_words, sections);
+  const LastSums last = store_ratios(tile, t, sum_words, corrections, ratios, correction_sums, ratio_sums);
+  if (t.pages != 0 && t.narrow) correction_sums.write(last.of[0]);
+  if (t.pages != 0) ratio_sums.write(last.of[1]);
+}
+
+// A page's exponents come after its roots: the last one is known with the last root.
+inline LastSums store_roots(Word *tile, const CodedTile &t, uint32_t sum_words, Words &roots, Words &exponents,
+                            Words &peaks, Words &peak_exponents, Numbers &root_sums, Numbers &exponent_sums,
+                            Numbers &peak_sums, Numbers &peak_exponent_sums) {
+#pragma HLS INLINE off
+  const uint32_t by = sum_words / kGroupWords, exponents_by = sum_words / kPageWords;
+  Summing root = {kCrcBegin, by}, peak = {kCrcBegin, by};
+  Summing exponent = {kCrcBegin, exponents_by}, peak_exponent = {kCrcBegin, exponents_by};
+PAGES:
+  for (uint32_t page = 0; page < t.pages; page++) {
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 1024
+    const size_t at = page * (size_t)kPageGroups;
+    store_page(tile, t.root + at, root, by, roots, root_sums);
+    if (t.has_peak) store_page(tile, t.peak + at, peak, by, peaks, peak_sums);
+    store_exponents(tile, t.exponent + page, exponent, exponents_by, exponents, exponent_sums);
+    if (t.has_peak)
+      store_exponents(tile, t.peak_exponent + page, peak_exponent, exponents_by, peak_exponents, peak_exponent_sums);
+  }
+  return {{~root.crc, ~exponent.crc, ~peak.crc, ~peak_exponent.crc}};
+}
+
+inline void write_roots(Word *tile, uint32_t n_words, uint32_t sections, uint32_t sum_words, Words &roots,
+                        Words &exponents, Words &peaks, Words &peak_exponents, Numbers &root_sums,
+                        Numbers &exponent_sums, Numbers &peak_sums, Numbers &peak_exponent_sums) {
+#pragma HLS INLINE off
+  const CodedTile t = coded_tile(n_words, sections);
+  const LastSums last = store_roots(tile, t, sum_words, roots, exponents, peaks, peak_exponents, root_sums,
+                                    exponent_sums, peak_sums, peak_exponent_sums);
+  if (t.pages != 0) {
+    root_sums.write(last.of[0]);
+    exponent_sums.write(last.of[1]);
+  }
+  if (t.pages != 0 && t.has_peak) {
+    peak_sums.write(last.of[2]);
+    peak_exponent_sums.write(last.of[3]);
+  }
+}
+
+// As write_report.
+inline void write_coded_report(Word *report, uint32_t n_words, uint32_t sections, uint32_t sum_words, Numbers &crc_in_0,
+                               Numbers &crc_in_1, Numbers &crc_in_2, Numbers &crc_in_3, Numbers &crc_in_4,
+                               Numbers &crc_in_5, Numbers &crc_in_6, Numbers &crc_out_0, Numbers &crc_out_1,
+                               Numbers &crc_out_2, Numbers &crc_out_3, Numbers &crc_out_4, Numbers &crc_out_5,
+                               Numbers &crc_out_6, Numbers &crc_param, Numbers &nonfinite, Numbers &bad_entries) {
+#pragma HLS INLINE off
+  const bool narrow = sections % 2 != 0, has_peak = sections > 5;
+  uint32_t left = n_words;
+CODED_SUMS:
+  for (uint32_t chunk = 1; left != 0; chunk++) {
+#pragma HLS PIPELINE II = 2
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 1024
+    Word word = zero_word();  // a csd_coded_sums
+    word[0] = crc_in_0.read();
+    if (narrow) word[1] = crc_in_1.read();
+    word[2] = crc_in_2.read();
+    word[3] = crc_in_3.read();
+    word[4] = crc_in_4.read();
+    if (has_peak) word[5] = crc_in_5.read();
+    if (has_peak) word[6] = crc_in_6.read();
+    word[8] = crc_out_0.read();
+    if (narrow) word[9] = crc_out_1.read();
+    word[10] = crc_out_2.read();
+    word[11] = crc_out_3.read();
+    word[12] = crc_out_4.read();
+    if (has_peak) word[13] = crc_out_5.read();
+    if (has_peak) word[14] = crc_out_6.read();
+    report[chunk] = word;
+    left -= left < sum_words ? left : sum_words;
+  }
+  report[0] = head_of_report(n_words, crc_param, nonfinite, bad_entries);
+}
+
+// ---- Bytes in words ------------------------------------------------------------------
+//
+// 16 elements are a quarter of a word of bytes, and a group has one byte of a word of exponents. Words are shifted by so
+// much each time, which is wires alone; to choose by a number would be multiplexers.
+
+constexpr uint32_t kQuarter = kLanes / kGroupWords;  // lanes that 16 bytes fill
+
+inline uint32_t first_byte(const Word &word, uint32_t i) {
+#pragma HLS INLINE
+  return word[i / 4] >> i % 4 * 8 & 0xffu;
+}
+
+inline void drop_lanes(Word &word, uint32_t n) {
+#pragma HLS INLINE
+DROP:
+  for (uint32_t lane = 0; lane + n < kLanes; lane++) {
+#pragma HLS UNROLL
+    word[lane] = word[lane + n];
+  }
+}
+
+// 16 bytes come in at the end: after four times the first of them stand at the beginning.
+inline void append_bytes(Word &word, const uint32_t bytes[kLanes]) {
+#pragma HLS INLINE
+  drop_lanes(word, kQuarter);
+APPEND:
+  for (uint32_t i = 0; i < kQuarter; i++) {
+#pragma HLS UNROLL
+    word[kLanes - kQuarter + i] =
+        bytes[4 * i] | bytes[4 * i + 1] << 8 | bytes[4 * i + 2] << 16 | bytes[4 * i + 3] << 24;
+  }
+}
+
+// One byte comes in at the end, and the first one is gone.
+inline void append_byte(Word &word, uint32_t byte) {
+#pragma HLS INLINE
+APPEND_BYTE:
+  for (uint32_t lane = 0; lane < kLanes; lane++) {
+#pragma HLS UNROLL
+    word[lane] = word[lane] >> 8 | (lane + 1 < kLanes ? word[lane + 1] : byte) << 24;
+  }
+}
+
+// ---- The update ------------------------------------------------------------------------
+
+// What is known of a group when it is updated.
+struct Group {
+  uint32_t elems;  // that are somebody's. 0: it keeps every bit, and its four words are codes
+  uint32_t is_f16;
+  uint32_t key;   // of the chance of its first element
+  uint32_t root;  // the bits of its largest finite root; where it keeps every bit, its exponent
+  uint32_t has_new_peak;
+  uint32_t peak;  // likewise; without a new peak, its exponent
+};
+using Groups = hls::stream<Group>;
+
+// As exponent_of wants it: of a root that is inf or nan, or below zero, nothing.
+inline uint32_t finite_bits(float root) {
+#pragma HLS INLINE
+  const uint32_t b = float_bits(root);
+  return b < 0x7f800000u ? b : 0;
+}
+
+// A tree over the lanes, so that from word to word there is one comparison.
+inline uint32_t largest_of(uint32_t lanes[kLanes]) {
+#pragma HLS INLINE
+TREE:
+  for (uint32_t n = kLanes / 2; n > 0; n /= 2) {
+#pragma HLS UNROLL
+  BRANCHES:
+    for (uint32_t i = 0; i < n; i++) {
+#pragma HLS UNROLL
+      lanes[i] = lanes[i] > lanes[i + n] ? lanes[i] : lanes[i + n];
+    }
+  }
+  return lanes[0];
+}
+
+// Walks through tile and segments as `update` does. Of an element that changes it sends master, exp_avg and the roots of
+// both second moments; of another one its codes, in their place.
+inline void update_codes(Words &segments, Words &grads, Words &params_in, Words &corrections_in, Words &ratios_in,
+                         Words &roots_in, Words &exponents_in, Words &peaks_in, Words &peak_exponents_in,
+                         Words &masters, Words &exp_avgs, Words &roots, Words &peaks, Groups &groups,
+                         Numbers &nonfinite_out, uint32_t n_words, uint32_t sections, uint32_t n_segments) {
+#pragma HLS INLINE off
+#pragma HLS ALLOCATION operation instances = fmul limit = 112
+#pragma HLS ALLOCATION operation instances = fadd limit = 24
+#pragma HLS ALLOCATION operation instances = fsub limit = 32
+#pragma HLS ALLOCATION operation instances = fdiv limit = 8
+#pragma HLS ALLOCATION operation instances = fsqrt limit = 24
+  const bool narrow = sections % 2 != 0, has_peak = sections > 5;
+  csd_segment s = segment_of(zero_word());
+  Rule rule(s.hyper);
+  uint32_t end = 0, segments_left = n_segments, nonfinite = 0;
+  uint32_t largest = 0, largest_peak = 0;
+  Word grad = zero_word(), param = zero_word(), correction = zero_word(), ratio = zero_word(), root = zero_word();
+  Word peak = zero_word(), exponents = zero_word(), peak_exponents = zero_word();
+UPDATE_CODES:
+  for (uint32_t at = 0; at < n_words; at++) {
+#pragma HLS PIPELINE II = 2 style = stp
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
+    if (at == end && segments_left != 0) {
+      s = segment_of(segments.read());
+      rule = Rule(s.hyper);
+      end = s.first_word + (s.elems / kGroup + (s.elems % kGroup != 0)) * kGroupWords;
+      segments_left--;
+    }
+    const bool inside = at >= s.first_word && at < end;
+    const uint32_t first = (at - s.first_word) * kLanes;                     // element of the segment
+    const uint32_t elems = inside && first < s.elems ? s.elems - first : 0;  // lanes from here on are nobody's
+    const bool upper = first / kLanes % 2 != 0;                              // half of a word of 16-bit values
+    const uint32_t word = at % kGroupWords;                                  // of the group
+    if (elems != 0 && (s.grad_dtype == CSD_F32 || !upper)) grad = grads.read();
+    if (!narrow || word % 2 == 0) param = params_in.read();
+    else drop_lanes(param, kPairs);
+    if (word == 0) {
+      if (narrow) correction = corrections_in.read();
+      ratio = ratios_in.read();
+      root = roots_in.read();
+      if (has_peak) peak = peaks_in.read();
+      if (at % kPageWords == 0) {
+        exponents = exponents_in.read();
+        if (has_peak) peak_exponents = peak_exponents_in.read();
+      } else {
+        append_byte(exponents, 0);
+        append_byte(peak_exponents, 0);
+      }
+    } else {
+      drop_lanes(correction, kQuarter);
+      drop_lanes(ratio, kQuarter);
+      drop_lanes(root, kQuarter);
+      drop_lanes(peak, kQuarter);
+    }
+    const uint32_t exponent = first_byte(exponents, 0), peak_exponent = first_byte(peak_exponents, 0);
+    const bool is_f16 = s.param_dtype == CSD_F16, has_new_peak = inside && rule.amsgrad;
+
+    Word master_out, exp_avg_out, root_out, peak_out;
+    uint32_t found = 0, of_lanes[kLanes], peaks_of_lanes[kLanes];
+  LANES:
+    for (uint32_t i = 0; i < kLanes; i++) {
+#pragma HLS UNROLL
+      const float g = widen(grad, s.grad_dtype, upper, i);
+      const bool mine = i < elems;
+      found += mine && !is_finite(g);
+      const uint32_t half = param[i / 2] >> i % 2 * 16 & 0xffffu, off = first_byte(correction, i);
+      const uint32_t r = first_byte(ratio, i), u = first_byte(root, i), p = first_byte(peak, i);
+      const float was = decode_root(u, exponent), was_peak = decode_root(p, peak_exponent);
+      float e[4] = {narrow ? decode_master(half, off, is_f16) : bits_float(param[i]), decode_exp_avg(r, was, u),
+                    was * was, was_peak * was_peak};
+      rule.update(e, g);
+      const float now = mine ? sqrtf(e[2]) : 0, now_peak = mine ? sqrtf(e[3]) : 0;
+      of_lanes[i] = finite_bits(now);
+      peaks_of_lanes[i] = finite_bits(now_peak);
+      master_out[i] = !inside ? (narrow ? half | off << 16 : param[i]) : mine ? float_bits(e[0]) : 0;
+      exp_avg_out[i] = !inside ? r : mine ? float_bits(e[1]) : 0;
+      root_out[i] = !inside ? u : float_bits(now);
+      peak_out[i] = !has_new_peak ? p : float_bits(now_peak);
+    }
+    nonfinite += found;
+    const uint32_t of_word = largest_of(of_lanes), peak_of_word = largest_of(peaks_of_lanes);
+    largest = word != 0 && largest > of_word ? largest : of_word;
+    largest_peak = word != 0 && largest_peak > peak_of_word ? largest_peak : peak_of_word;
+    masters.write(master_out);
+    exp_avgs.write(exp_avg_out);
+    roots.write(root_out);
+    if (has_peak) peaks.write(peak_out);
+    if (word == kGroupWords - 1) {
+      const uint32_t before = first - word * kLanes;  // elements of the segment before the group
+      groups.write({inside ? s.elems - before : 0, is_f16, s.key + before, inside ? largest : exponent, has_new_peak,
+                    has_new_peak ? largest_peak : peak_exponent});
+    }
+  }
+  nonfinite_out.write(nonfinite);
+}
+
+// A hash for each element is two multiplications, a ratio one division; all else is shifts and sums.
+inline void encode(Words &masters, Words &exp_avgs, Words &roots, Words &peaks, Groups &groups, Words &params_out,
+                   Words &corrections_out, Words &ratios_out, Words &roots_out, Words &exponents_out, Words &peaks_out,
+                   Words &peak_exponents_out, Words &params, uint32_t n_words, uint32_t sections) {
+#pragma HLS INLINE off
+#pragma HLS ALLOCATION operation instances = mul limit = 16
+#pragma HLS ALLOCATION operation instances = fadd limit = 8
+#pragma HLS ALLOCATION operation instances = fsub limit = 8
+#pragma HLS ALLOCATION operation instances = fdiv limit = 8
+  const bool narrow = sections % 2 != 0, has_peak = sections > 5;
+  Group group = {0, 0, 0, 0, 0, 0};
+  uint32_t exponent = 0, peak_exponent = 0;
+  Word param = zero_word(), correction = zero_word(), ratio = zero_word(), root = zero_word(), peak = zero_word();
+  Word exponents = zero_word(), peak_exponents = zero_word();
+ENCODE:
+  for (uint32_t at = 0; at < n_words; at++) {
+#pragma HLS PIPELINE II = 2 style = stp
+#pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
+    const uint32_t word = at % kGroupWords, first = word * kLanes;  // of the group
+    if (word == 0) {
+      group = groups.read();
+      exponent = group.elems != 0 ? exponent_of(group.root) : group.root;
+      peak_exponent = group.has_new_peak ? exponent_of(group.peak) : group.peak;
+      append_byte(exponents, exponent);
+      append_byte(peak_exponents, peak_exponent);
+    }
+    const bool kept = group.elems == 0;
+    const Word master_in = masters.read(), exp_avg_in = exp_avgs.read(), root_in = roots.read();
+    const Word peak_in = has_peak ? peaks.read() : zero_word();
+
+    uint32_t halves[kLanes], offs[kLanes], ratio_codes[kLanes], root_codes[kLanes], peak_codes[kLanes];
+  CODES:
+    for (uint32_t i = 0; i < kLanes; i++) {
+#pragma HLS UNROLL
+      const Chance chance = chance_of(mix_bits(group.key + first + i));
+      const float exp_avg = bits_float(exp_avg_in[i]);
+      const uint32_t code = encode_root(bits_float(root_in[i]), exponent, chance.root);
+      const uint32_t u = is_finite(exp_avg) ? code : kRootInfinite;
+      const uint32_t r = encode_ratio(exp_avg, decode_root(u, exponent), u, chance.ratio);
+      const uint32_t p = encode_root(bits_float(peak_in[i]), peak_exponent, nearest().root);
+      const SplitMaster split = encode_master(bits_float(master_in[i]), chance, group.is_f16 != 0);
+      halves[i] = kept ? master_in[i] & 0xffffu : split.param;
+      offs[i] = kept ? master_in[i] >> 16 & 0xffu : split.correction;
+      ratio_codes[i] = kept ? exp_avg_in[i] : r;
+      root_codes[i] = kept ? root_in[i] : u;
+      peak_codes[i] = group.has_new_peak ? p : peak_in[i];
+    }
+    append_bytes(correction, offs);
+    append_bytes(ratio, ratio_codes);
+    append_bytes(root, root_codes);
+    append_bytes(peak, peak_codes);
+    drop_lanes(param, kPairs);
+  PACK:
+    for (uint32_t i = 0; i < kLanes; i++) {
+#pragma HLS UNROLL
+      if (!narrow) param[i] = master_in[i];
+      else if (i >= kPairs) param[i] = halves[2 * (i - kPairs)] | halves[2 * (i - kPairs) + 1] << 16;
+    }
+    if (!narrow || word % 2 != 0) {
+      params_out.write(param);
+      if (group.elems > (narrow ? first - kLanes : first)) params.write(param);
+    }
+    if (word == kGroupWords - 1) {
+      if (narrow) corrections_out.write(correction);
+      ratios_out.write(ratio);
+      roots_out.write(root);
+      if (has_peak) peaks_out.write(peak);
+    }
+    if (at % kPageWords == kPageWords - 1) {
+      exponents_out.write(exponents);
+      if (has_peak) peak_exponents_out.write(peak_exponents);
+    }
+  }
+}

@@ -1,0 +1,53 @@
+// Which sections a tile has, and how large: the one place where the engine knows it. csd_optim/store/sections.py says the
+// same to Python.
+#pragma once
+#include <cstdint>
+
+#include "csd.h"
+
+namespace csd {
+
+constexpr uint32_t kMostSections = 7;
+constexpr uint64_t kSectionAlign = 4096;  // for direct I/O
+
+class Layout {
+ public:
+  Layout() = default;
+  // `states`: how many the rule has. `elems`: of a tile, a multiple of 64.
+  Layout(uint32_t codec, uint32_t states, uint32_t param_dtype, uint64_t elems) : n_(0), coded_(codec != CSD_FP32) {
+    if (!coded_) {
+      for (uint32_t s = 0; s < states; s++) add(256, elems);
+      return;
+    }
+    has_correction_ = param_dtype != CSD_F32;
+    add(has_correction_ ? 128 : 256, elems);
+    if (has_correction_) add(64, elems);
+    add(64, elems);                                   // ratio
+    for (uint32_t root = 2; root < states; root++) {  // of exp_avg_sq, of max_exp_avg_sq
+      add(64, elems);
+      add(1, elems);
+    }
+  }
+
+  uint32_t n() const { return n_; }
+  bool coded() const { return coded_; }
+  bool has_correction() const { return has_correction_; }
+  uint64_t bytes() const { return at_[n_]; }                       // of a slot
+  uint64_t first(uint32_t section) const { return at_[section]; }  // byte of the slot
+  uint64_t bytes(uint32_t section) const { return at_[section + 1] - at_[section]; }
+  uint64_t bytes_of(uint32_t section, uint64_t elems) const { return elems / 64 * per_64_[section]; }
+
+ private:
+  void add(uint32_t per_64, uint64_t elems) {
+    per_64_[n_] = per_64;
+    at_[n_ + 1] = at_[n_] + (elems / 64 * per_64 + kSectionAlign - 1) / kSectionAlign * kSectionAlign;
+    n_++;
+  }
+
+  uint32_t n_ = 0;
+  bool coded_ = false, has_correction_ = false;
+  uint32_t per_64_[kMostSections] = {};
+  uint64_t at_[kMostSections + 1] = {};
+};
+
+}  // namespace csd

@@ -1,0 +1,252 @@
+"""Tiles of codes on SmartSSDs, through the engine alone: the bits of tiles in a file, whatever happens meanwhile."""
+
+import textwrap
+
+import pytest
+from support.cards import emulated_python, needs_xrt
+
+# Four parameters, of which two lie in two tiles, in an engine of its own on a card or in a file.
+PRELUDE = """
+import os, sys, tempfile
+import numpy as np
+import torch
+from csd_optim import CSDStoreError, CSDValueError, bindings
+from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
+
+TILE, TILES, SIZES, PAGE = 8192, 4, [12000, 70, 64, 10000], 4096
+XCLBIN = os.environ["CSD_OPTIM_XCLBIN"]
+
+def name(device, tile):
+    return f"device {device}"
+
+def address(t):
+    return 0 if t is None else t.data_ptr()
+
+class Run:
+    def __init__(self, card, dtype=torch.bfloat16, states=3, p2p="auto", sum_elems=PAGE, codec="8bit"):
+        self.dtype, self.states, self.steps = dtype, states, 0
+        self.file = tempfile.TemporaryFile(dir=".")
+        self.file.truncate(2 * 16 * TILE * TILES)
+        config = dict(fd=self.file.fileno(), buffers=2, block_bytes=1 << 16)
+        device = DeviceConfig("xrt", card=card, p2p=p2p, **config) if card else DeviceConfig("file", **config)
+        self.engine = bindings.engine_create([device], name)
+        pieces, at = [], 0
+        for p, size in enumerate(SIZES):
+            first = 0
+            while first < size:
+                n = min(size - first, TILE - at % TILE)
+                pieces.append((p, at // TILE, first, at % TILE, n))
+                first, at = first + n, at + n
+            at += -at % 64
+        self.pieces = np.array(pieces, PIECE)
+        bindings.engine_extend(self.engine, TILE, TILES, states, [0], self.pieces, name, sum_elems=sum_elems,
+                               codec=codec, param_dtype=dtype)
+        generator = torch.Generator().manual_seed(0)
+        self.params = [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
+        self.masters = [p.float() for p in self.params]
+        self.residuals = [torch.zeros(n, dtype=torch.bfloat16) for n in SIZES]
+        self.edits = {(p, 0): m for p, m in enumerate(self.masters)}  # how a card comes to its first masters
+
+    def step(self, keep=True, without=(), topk=()):
+        self.steps += 1
+        generator = torch.Generator().manual_seed(self.steps)
+        grads = [torch.randn(n, generator=generator) for n in SIZES]
+        grads[1], grads[3] = grads[1].half(), grads[3].to(torch.bfloat16)
+        rows = np.zeros(len(SIZES), PARAM)
+        for p, row in enumerate(rows):
+            row["grad"], row["param"] = address(None if p in without else grads[p]), address(self.params[p])
+            row["grad_dtype"] = bindings.DTYPE_CODES[grads[p].dtype]
+            row["param_dtype"] = bindings.DTYPE_CODES[self.dtype]
+            row["seed"], row["first"] = self.steps, 1000 * p
+            if p in topk:
+                row["topk"], row["residual"] = 0.1, address(self.residuals[p])
+                row["topk_dtype"] = bindings.DTYPE_CODES[torch.bfloat16]
+            row["edited"] = [address(self.edits.get((p, s))) for s in range(4)]
+        b1, b2, t = 0.9, 0.99, self.steps
+        constants = [1 - 1e-3, b1, 1 - b1, b2, 1 - b2, 1e-2 / (1 - b1**t), (1 - b2**t) ** -0.5, 1e-8, 1]
+        rule = bindings.RULES["amsgrad" if self.states == 4 else "adamw"]
+        tiles = np.arange(TILES, dtype=np.uint32)
+        before = [p.clone() for p in self.params]
+        bindings.engine_begin(self.engine, rows, np.array([(rule, constants)], HYPER), tiles, name)
+        for tile in tiles:
+            bindings.engine_push(self.engine, int(tile), 0, 0, 0, 0, name)
+        if not keep:
+            bindings.engine_params_ready(self.engine, tiles, True, name)
+        try:
+            bindings.engine_finish(self.engine, keep, name)
+        finally:
+            if not keep:
+                self.steps -= 1
+                for p, b in zip(self.params, before):
+                    p.copy_(b)
+        if keep:
+            self.edits = {}
+
+    def edit(self, param, state, values):
+        self.edits[param, state] = values
+
+    def decoded(self):
+        states = [[torch.empty(n) for _ in range(self.states)] for n in SIZES]
+        for param, tile, first, at, n in self.pieces.tolist():
+            parts = [s[first : first + n] for s in states[param]]
+            bindings.engine_decode(self.engine, tile, at, n, parts, name)
+        return [s for each in states for s in each]
+
+    def bits(self):
+        return [*self.params, *self.residuals, *self.decoded(), *self.sums()]
+
+    def sums(self):
+        bindings.engine_wait_writes(self.engine, name)
+        wide = self.dtype == torch.float32
+        states, sums = bindings.engine_tiles(self.engine, 0, TILES, 2, 2 * self.states - 1 - wide)
+        assert states["summed"].all()
+        return [torch.from_numpy(sums.view(np.int32))]
+
+    def close(self):
+        bindings.engine_close(self.engine, name)
+
+def same(a, b):
+    a, b = a.bits(), b.bits()
+    assert len(a) == len(b)
+    for i, (x, y) in enumerate(zip(a, b)):
+        assert torch.equal(x, y), i
+
+def refused(error, says, call):
+    try:
+        call()
+    except error as e:
+        assert says in str(e), e
+        return
+    raise SystemExit("not refused")
+"""
+
+
+def script(text, *arguments, **options):
+    done = emulated_python(PRELUDE + textwrap.dedent(text), *arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_xrt
+@pytest.mark.parametrize("p2p", ["auto", "0"])
+def test_the_bits_of_a_file(p2p):
+    """Every dtype, with and without AMSGrad, dense and sparse gradients, and none; a step that is undone."""
+    script(
+        """
+        card = bindings.card_open("0", XCLBIN, 30)
+        for dtype in torch.float32, torch.float16, torch.bfloat16:
+            for states in 3, 4:
+                runs = [Run(c, dtype, states, p2p=sys.argv[1]) for c in (None, card)]
+                for run in runs:
+                    run.step()
+                same(*runs)
+                for run in runs:
+                    run.step(without=[1, 2])
+                    run.step(topk=[0, 3])
+                    run.step(keep=False)
+                    run.step(without=[0, 1, 2, 3])
+                    run.step(topk=[1])
+                same(*runs)
+                for run in runs:
+                    run.close()
+        bindings.card_close(card, "0")
+        """,
+        p2p,
+    )
+
+
+@needs_xrt
+@pytest.mark.parametrize("p2p", ["auto", "0"])
+def test_edited_states(p2p):
+    """What somebody wrote is what the step begins with, whether or not there is a gradient, and again after an undo."""
+    script(
+        """
+        card = bindings.card_open("0", XCLBIN, 30)
+        for dtype in torch.float32, torch.bfloat16:
+            runs = [Run(c, dtype, 4, p2p=sys.argv[1]) for c in (None, card)]
+            for without in [], [0], [0, 1, 2, 3]:
+                for run in runs:
+                    run.step()
+                    run.edit(0, 1, torch.linspace(-1, 1, SIZES[0]))
+                    run.edit(3, 2, torch.linspace(0, 1, SIZES[3]))
+                    run.edit(3, 3, torch.linspace(0, 2, SIZES[3]))
+                    run.step(keep=False, without=without)
+                    run.step(without=without)
+                same(*runs)
+            for run in runs:
+                run.close()
+        bindings.card_close(card, "0")
+        """,
+        p2p,
+    )
+
+
+@needs_xrt
+def test_damaged_codes():
+    """Of whichever section, and where the host would have put edits in them."""
+    script(
+        """
+        card = bindings.card_open("0", XCLBIN, 30)
+        starts = [0, 4, 6, 8, 10, 11, 13]  # pages of the sections in a slot, which has 14 of them
+        for edits in False, True:
+            for section, start in enumerate(starts):
+                run = Run(card, torch.bfloat16, 4)
+                run.step()
+                bindings.engine_wait_writes(run.engine, name)
+                slots, _ = bindings.engine_tiles(run.engine, 0, TILES, 2, 7)
+                at = ((2 + int(slots["slot"][1])) * 14 + start) * PAGE + 3
+                byte = os.pread(run.file.fileno(), 1, at)[0]
+                os.pwrite(run.file.fileno(), bytes([byte ^ 16]), at)
+                if edits:
+                    run.edit(0, 1, torch.zeros(SIZES[0]))
+                refused(CSDStoreError, f"section {section} of tile 1", run.step)
+                run.close()
+        bindings.card_close(card, "0")
+        """
+    )
+
+
+@needs_xrt
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        ("params:6", "CSDUnavailableError", "are not those that its kernel wrote"),
+        ("garble:2", "CSDStoreError", "section 0 of tile"),
+        ("hang:6", "CSDUnavailableError", "has not come to an end"),
+        ("lost:6", "CSDUnavailableError", "dropped off the bus"),
+    ],
+)
+def test_a_card_that_fails(fault, error, says):
+    """In the second step, of four tiles each."""
+    script(
+        """
+        import csd_optim
+        run = Run(bindings.card_open("0", XCLBIN, 1.5))
+        run.step()
+        refused(getattr(csd_optim, sys.argv[1]), sys.argv[2], run.step)
+        run.close()
+        """,
+        error,
+        says,
+        fault=fault,
+    )
+
+
+@needs_xrt
+def test_a_card_without_the_kernel_refuses_codes():
+    """And only those; and checksums that it does not make."""
+    script(
+        """
+        from pathlib import Path
+        from csd_optim.devices.xclbin import KERNELS, find_kernels, write_emulated
+        card = bindings.card_open("0", XCLBIN, 30)
+        refused(CSDValueError, "covers a multiple of 4096 elements on device 0", lambda: Run(card, sum_elems=1024))
+        bindings.card_close(card, "0")
+        older = Path("older.xclbin").resolve()
+        only = {"csd_adamw_update": KERNELS["csd_adamw_update"]}
+        write_emulated(older, "xilinx_u2_gen3x4_xdma_emulated", 2 << 30, only)
+        assert find_kernels(older) == older
+        card = bindings.card_open("0", older, 30)
+        refused(CSDValueError, "lacks the kernel for codes, on device 0", lambda: Run(card))
+        Run(card, torch.float32, codec="fp32").close()
+        """
+    )

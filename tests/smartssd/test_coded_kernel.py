@@ -1,0 +1,310 @@
+"""The FPGA's kernel for codes in C-simulation: bit for bit what the CPU updater makes of them, and nothing astray.
+
+As test_kernels.py, whose memory, segments and entries it takes: every run checks all of it.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from csd_optim._emulator import ffi, lib
+from test_kernels import (
+    DTYPES,
+    HALVES,
+    LANES,
+    REPORT,
+    SEGMENT,
+    Memory,
+    Part,
+    encode,
+    hyper,
+    random_hyper,
+    run_natively,
+    sparse_gradients,
+    special,
+    to_words,
+)
+
+from csd_optim import bindings
+
+GROUP, PAGE = 64, 4096  # elements: of one exponent, of a page of bytes
+GROUP_WORDS, PAGE_WORDS = GROUP // LANES, PAGE // LANES
+CODED_SUMS = np.dtype([("in", "u4", 8), ("out", "u4", 8)])
+
+
+@dataclass
+class KeyedPart(Part):
+    key: int = 0
+
+
+class Tile:
+    """Codes of `n_words` words of 16 elements. `sections`: (place, its data in the slot) by the place in a tile of all
+    seven; what the exponents are filled up with is of no section."""
+
+    PORTS = (0, 1, 1, 2, 2, 2, 2)
+
+    def __init__(self, n_words, dtype, amsgrad):
+        self.n_words, self.dtype, self.amsgrad = n_words, dtype, amsgrad
+        elems = LANES * n_words
+        wide = dtype == torch.float32
+        size = [4 if wide else 2, 0 if wide else 1, 1, 1, 1 / GROUP, amsgrad, amsgrad / GROUP]
+        self.sections, at = [], 0
+        for place, n in enumerate(int(elems * s) for s in size):
+            if size[place]:
+                self.sections.append((place, slice(at, at + n)))
+            at += -(-n // 4096) * 4096
+        self.bytes = np.full(at, 0xA5, np.uint8)
+        for _, span in self.sections:
+            self.bytes[span] = 0
+
+    def copy(self):
+        other = Tile(self.n_words, self.dtype, self.amsgrad)
+        other.bytes[:] = self.bytes
+        return other
+
+    def codes(self, first=0):
+        """What is from element `first` on, as bindings take it."""
+        elems, sections = LANES * self.n_words, []
+        for _, span in self.sections:
+            section = torch.from_numpy(self.bytes[span])
+            sections.append(section[(span.stop - span.start) * first // elems :])
+        sections[0] = sections[0].view(self.dtype)
+        return sections
+
+    def words_of_port(self, port):
+        """Slices of 32-bit lanes."""
+        return [slice(s.start // 4, s.stop // 4) for place, s in self.sections if self.PORTS[place] == port]
+
+    def sums(self, sum_words):
+        chunks = -(-self.n_words // sum_words)
+        sums = np.zeros((chunks, 8), np.uint32)
+        for c, (place, span) in itertools.product(range(chunks), self.sections):
+            size = (span.stop - span.start) * sum_words // max(self.n_words, 1)
+            chunk = self.bytes[span.start + c * size : min(span.start + (c + 1) * size, span.stop)]
+            sums[c, place] = bindings.crc32c(chunk.tobytes())
+        return sums
+
+    def clear_tails(self, parts):
+        """What the last group of a part has beyond its elements is nobody's, and zero."""
+        for p in parts:
+            last = p.first_word * LANES + p.elems
+            for (_, span), code in zip(self.sections, self.codes(), strict=True):
+                if (span.stop - span.start) * GROUP != LANES * self.n_words:  # no exponents
+                    code[last : -(-last // GROUP) * GROUP] = 0
+
+
+def bits_of_params(t):
+    """Bits, where a nan is a nan."""
+    pattern = t.view(torch.int32 if t.dtype == torch.float32 else torch.int16)
+    return torch.where(t.isnan(), 0x7FFF, pattern)
+
+
+def simulate(tile, parts, *, entries=(), bad_entries=0, in_place=False, isa=None, sum_words=PAGE_WORDS):
+    """Runs the kernel on a tile, checks everything that comes out and returns the tile after it."""
+    isa = isa or bindings.isas()[-1]
+    n_words = tile.n_words
+    segments = np.zeros(len(parts), SEGMENT)
+    expected, params = tile.copy(), []
+    for i, p in enumerate(parts):
+        dtypes = bindings.DTYPE_CODES[p.grad.dtype], bindings.DTYPE_CODES[p.param_dtype]
+        segments[i] = (p.first_word, p.elems, *dtypes, p.hyper, p.sparse, p.key)
+        params.append(torch.empty(p.elems, dtype=p.param_dtype))
+        codes = expected.codes(p.first_word * LANES)
+        bindings.update_codes(p.hyper, isa, p.grad, codes, params[-1], p.key)
+
+    whole = tile.bytes.view(np.uint32)
+    if in_place:
+        inputs = outputs = [Memory(len(whole) // LANES, whole)] * 3
+        written = [[s for port in range(3) for s in tile.words_of_port(port)]] * 3
+    else:  # each port has a memory of its own, which holds nothing but its sections
+        inputs, outputs = ([Memory(len(whole) // LANES) for _ in range(3)] for _ in range(2))
+        written = [tile.words_of_port(port) for port in range(3)]
+        for m, spans in zip(inputs, written, strict=True):
+            for span in spans:
+                m.words[span] = whole[span]
+            m.before = m.all.copy()
+    grad_words = np.concatenate([np.empty(0, np.uint32), *(to_words(p.grad) for p in parts if not p.sparse)])
+    param_words = sum(len(to_words(p)) for p in params) // LANES
+    grad, param = Memory(len(grad_words) // LANES, grad_words), Memory(param_words)
+    table, report = Memory(len(parts), segments.view(np.uint32)), Memory(1 + -(-n_words // sum_words))
+    buffer = Memory(len(entries) // LANES, entries)
+    why = lib.csd_csim_8bit_update(
+        *(m.address() for m in inputs),
+        grad.address(),
+        buffer.address(),
+        table.address(),
+        *(m.address() for m in outputs),
+        param.address(),
+        report.address(),
+        n_words,
+        len(tile.sections),
+        len(parts),
+        len(grad_words) // LANES,
+        len(entries) // LANES,
+        param_words,
+        sum_words,
+    )
+    assert why == ffi.NULL, ffi.string(why).decode()
+
+    for m in (grad, table, buffer, *(() if in_place else inputs)):
+        m.assert_only_written()
+    param.assert_only_written([slice(None)])
+    report.assert_only_written([slice(None)])
+    for m, spans in zip(outputs, written, strict=True):
+        m.assert_only_written(spans)
+
+    after = tile.copy()
+    for place, span in tile.sections:
+        after.bytes[span] = outputs[tile.PORTS[place]].words.view(np.uint8)[span]
+    for place, (got, wanted) in enumerate(zip(after.codes(), expected.codes(), strict=True)):
+        same = bits_of_params if place == 0 else torch.Tensor.clone
+        assert torch.equal(same(got), same(wanted)), place
+    touched = torch.zeros(LANES * n_words, dtype=torch.bool)
+    for p in parts:
+        touched[p.first_word * LANES :][: -(-p.elems // GROUP) * GROUP] = True
+    for got, before in zip(after.codes(), tile.codes(), strict=True):
+        kept = ~touched[:: LANES * n_words // len(got)]
+        assert torch.equal(*(section.view(torch.uint8).view(len(kept), -1)[kept] for section in (got, before)))
+
+    at = 0
+    for p, wanted in zip(parts, params, strict=True):
+        n = len(to_words(wanted))
+        got = torch.from_numpy(param.words[at : at + n].copy()).view(p.param_dtype)
+        assert torch.equal(bits_of_params(got[: p.elems]), bits_of_params(wanted))
+        assert not got[p.elems :].view(torch.uint8).any()
+        at += n
+
+    r, sums = report.words[:LANES].view(REPORT)[0], report.words[LANES:].view(CODED_SUMS)
+    assert (r["version"], r["n_words"], r["bad_entries"]) == (3, n_words, bad_entries)
+    assert r["nonfinite"] == sum((~p.grad.isfinite()).sum().item() for p in parts)
+    assert r["crc_param"] == bindings.crc32c(param.words.tobytes())
+    assert np.array_equal(sums["in"], tile.sums(sum_words))
+    assert np.array_equal(sums["out"], after.sums(sum_words))
+    assert not r["reserved"].any()
+    return after
+
+
+def random_tile(rng, n_words, dtype, amsgrad=False, anything=False):
+    """Codes of a model in training, or `anything` that bytes can be."""
+    tile = Tile(n_words, dtype, amsgrad)
+    elems = LANES * n_words
+    if anything:
+        for _, span in tile.sections:
+            tile.bytes[span] = rng.integers(0, 256, span.stop - span.start)
+        return tile
+    master = torch.from_numpy(0.1 * rng.standard_normal(elems).astype(np.float32))
+    exp_avg = torch.from_numpy(1e-3 * rng.standard_normal(elems).astype(np.float32))
+    square = exp_avg.square() * torch.from_numpy(rng.lognormal(0, 2, elems).astype(np.float32))
+    codes = tile.codes()
+    if dtype != torch.float32:
+        codes[0][:] = master.to(dtype)
+    bindings.encode("scalar", [master, exp_avg, square, 2 * square if amsgrad else None], dtype, codes)
+    return tile
+
+
+def random_parts(rng, tile, sparse=False):
+    """Segments with and without gaps between them, of awkward lengths."""
+    parts, at = [], 0
+    while True:
+        at += GROUP_WORDS * int(rng.choice([0, 0, 1, 5]))
+        elems = int(rng.choice([rng.integers(1, 200), rng.integers(1, 3000), GROUP, PAGE]))
+        words = -(-elems // GROUP) * GROUP_WORDS
+        if at + words > tile.n_words:
+            return parts
+        grad = torch.from_numpy(rng.standard_normal(elems).astype(np.float32)).to(DTYPES[rng.integers(3)])
+        dtype = tile.dtype if tile.dtype == torch.float32 else HALVES[rng.integers(2)]  # a tile may have both
+        parts.append(KeyedPart(at, grad, dtype, random_hyper(rng, tile.amsgrad), key=int(rng.integers(1 << 32))))
+        if sparse and rng.random() < 0.6:
+            kept = torch.from_numpy(rng.random(elems) < rng.choice([0, 0.05, 0.5, 1]))
+            grad = grad.to(HALVES[rng.integers(2)])
+            parts[-1].grad, parts[-1].sparse = torch.where(kept, grad, torch.zeros_like(grad)), True
+        at += words
+
+
+# ---- Lengths, dtypes, layouts ----------------------------------------------------
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("param_dtype", DTYPES)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_lengths(grad_dtype, param_dtype, amsgrad):
+    rng = np.random.default_rng(0)
+    for in_place, n in itertools.product((False, True), [1, 15, 16, 17, 33, 63, 64, 65, 127, 1000, PAGE - 1, PAGE]):
+        part = KeyedPart(0, torch.randn(n).to(grad_dtype), param_dtype, hyper(amsgrad=amsgrad), key=n)
+        tile = random_tile(rng, PAGE_WORDS, param_dtype, amsgrad)
+        tile.clear_tails([part])
+        simulate(tile, [part], in_place=in_place)
+
+
+@pytest.mark.parametrize("anything", [False, True])
+@pytest.mark.parametrize("seed", range(24))
+def test_many_segments_in_a_tile(seed, anything):
+    """Dense and sparse ones, over codes of a model and over any bytes."""
+    rng = np.random.default_rng(seed)
+    dtype, amsgrad = DTYPES[seed % 3], bool(seed // 3 % 2)
+    tile = random_tile(rng, PAGE_WORDS * int(rng.integers(1, 4)), dtype, amsgrad, anything)
+    parts = random_parts(rng, tile, sparse=seed > 10)
+    tile.clear_tails(parts)
+    entries = encode(sparse_gradients(parts, tile.n_words), tile.n_words) if seed > 10 else ()
+    simulate(tile, parts, in_place=bool(seed % 2), entries=entries)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_segments(dtype, amsgrad):
+    rng = np.random.default_rng(0)
+    for pages in 1, 3:
+        simulate(random_tile(rng, pages * PAGE_WORDS, dtype, amsgrad, anything=True), [], in_place=pages == 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pages", [1, 2, 63, 65])
+def test_sums(pages, dtype):
+    """One of each chunk of each section, the last as long as it happens to be; exponents beyond a page of them."""
+    rng = np.random.default_rng(0)
+    part = KeyedPart(0, torch.randn(pages * PAGE).half(), dtype, hyper(amsgrad=pages != 2))
+    for sum_words in {PAGE_WORDS, 2 * PAGE_WORDS, 16 * PAGE_WORDS, 1 << 30}:
+        simulate(random_tile(rng, pages * PAGE_WORDS, dtype, amsgrad=pages != 2), [part], sum_words=sum_words)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("isa", bindings.isas())
+def test_special_values(isa, grad_dtype, amsgrad):
+    """In gradients and in codes, against each instruction set of this CPU."""
+    rng = np.random.default_rng(1)
+    for dtype, grad_scale in itertools.product(DTYPES, (1.0, -0.3, 1e30, 1e-30)):
+        grad = special(2 * PAGE - 100, grad_dtype)
+        part = KeyedPart(0, grad, dtype, hyper(grad_scale=grad_scale, amsgrad=amsgrad), key=7)
+        tile = random_tile(rng, 2 * PAGE_WORDS, dtype, amsgrad, anything=grad_scale < 0)
+        tile.clear_tails([part])
+        simulate(tile, [part], isa=isa)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps_from_nothing(dtype):
+    """A new tile is zero bytes: its first moments are the gradients'."""
+    rng = np.random.default_rng(2)
+    tile = Tile(PAGE_WORDS, dtype, False)
+    for step in range(1, 6):
+        grad = torch.from_numpy(rng.standard_normal(PAGE - 3).astype(np.float32))
+        tile = simulate(tile, [KeyedPart(0, grad, dtype, hyper(step=step), key=step * 0x9E3779B9 % (1 << 32))])
+    assert tile.codes()[-1].all()
+
+
+# ---- The simulation itself -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stream", "least", "stage", "waits_for"),
+    [("kFifoGroups", GROUP_WORDS, "update_codes", "masters"), ("kFifoPages", GROUP, "read_ratios", "corrections_in")],
+)
+def test_streams_that_are_too_shallow_are_found(stream, least, stage, waits_for, tmp_path):
+    """A group has to fit between update and encoding, and a page of one section while another one is on its way."""
+    assert run_natively(tmp_path, 64, "codes.h", **{stream: least}).stdout == "kernels: done\n"
+    for in_flight in 0, 64:
+        says = run_natively(tmp_path, in_flight, "codes.h", **{stream: least // 2}).stderr
+        assert "deadlock: " in says
+        assert f"{stage} waits for room in {waits_for}" in says
