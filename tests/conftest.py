@@ -8,6 +8,7 @@ import torch
 from support import cards
 from support.backends import BACKENDS, XRT_BACKENDS, device_strings, on_cards
 
+from csd_optim import CSDAdam
 from csd_optim.cli import commands as cli
 
 # The oracle is torch's AdamW on tensors of a few thousand elements: there, intra-op threads only spin for each other.
@@ -22,6 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_configure(config):
     if config.getoption("--xrt"):
         os.environ["CSD_OPTIM_TEST_XRT"] = config.getoption("--xrt")
+    # For whole suites that compare CSDAdam with CSDAdam: what they say is to be true of 8-bit states, too.
+    CSDAdam.__init__.__kwdefaults__["state_dtype"] = config.getoption("--state-dtype")
     # Tests send these. A shell ignores them for what it starts in the background, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -35,6 +38,7 @@ def pytest_addoption(parser):
         const=",".join(XRT_BACKENDS),
         help="on cards, and only the tests that run on every back end; --xrt=xrts: on three cards alone",
     )
+    parser.addoption("--state-dtype", default="fp32", help="what CSDAdam takes where a test does not say it")
     parser.addoption("--soak", action="store_true", help="also what takes too long for every day: `make soak`")
 
 

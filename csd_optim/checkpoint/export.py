@@ -19,14 +19,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..bindings import HYPER, PARAM
 from ..devices.spec import parse_devices
+from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..params.groups import plain
-from ..store.check import SECTIONS
 from ..store.format import RESIDUAL_BYTES, Contents, Record
 from ..store.layout import extents_of
 from ..store.reader import Residual, Tick, Tile, each_tile, stored_bytes, total_bytes
+from ..store.sections import FP32, PARAM_DTYPES, SECTIONS
 from ..store.transfer import opened
 from ..store.user_state import pack_user_state
 from .consolidate import Consolidated, at_rest_together
@@ -93,13 +95,10 @@ def _pour_rank(recovered: list[Contents], regions: dict[tuple[int, str], FileReg
     def use(tile: Tile, data: memoryview | None) -> None:
         if data is None:
             return
-        extent = extents[tile.extent]
-        begin, end = extent.first_piece[tile.number : tile.number + 2]
-        for row, _, first, tile_first, elems in extent.pieces[begin:end].tolist():
-            for k, section in enumerate(tile.sections):
-                if place := regions.get((row, section)):
-                    at = k * tile.section_bytes + 4 * tile_first
-                    place.write(4 * first, data[at : at + 4 * elems])
+        for row, _, first, tile_first, elems in extents[tile.extent].pieces_in(tile.number).tolist():
+            for state, values in zip(tile.states, _values(tile, data, tile_first, elems), strict=True):
+                if place := regions.get((row, state)):
+                    place.write(4 * first, values)
 
     def use_residual(residual: Residual, first: int, data: memoryview) -> None:
         if place := regions.get((residual.row, "residual")):
@@ -108,13 +107,22 @@ def _pour_rank(recovered: list[Contents], regions: dict[tuple[int, str], FileReg
     each_tile(recovered, use, use_residual, tick=tick)
 
 
+def _values(tile: Tile, data: memoryview, first: int, elems: int) -> list[memoryview]:
+    """Each state of some elements of a tile, as fp32. `data`: its slot."""
+    if tile.codes_of is None:
+        return [data[section.at(first) : section.at(first + elems)] for section in tile.sections]
+    states = [torch.empty(elems, dtype=torch.float32, device="cpu") for _ in tile.states]
+    tile.decode(data, first, states)
+    return [state.numpy().data.cast("B") for state in states]
+
+
 def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[Path]:
     """One file, with what torch.save(CSDAdam.load(paths), out) writes. Returns it.
 
     Of several ranks, name the stores of all: their parts are put together.
     """
     with at_rest_together(paths) as source, made_whole(out) as temporary:
-        need_room(temporary.parent, sum(map(stored_bytes, source.stores)))
+        need_room(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
         wanted: dict[int, tuple[int, str]] = {}  # by the id of a tensor that has no data
 
         def tensor(row: int, name: str, p: dict[str, Any]) -> torch.Tensor:
@@ -154,7 +162,7 @@ def export_safetensors(
     """
     with at_rest_together(paths) as source, made_whole(out) as temporary, contextlib.ExitStack() as stack:
         first = source.contents
-        need_room(temporary.parent, sum(map(stored_bytes, source.stores)))
+        need_room(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
         temporary.mkdir()
         shards: list[dict[str, tuple[int, str, dict[str, Any]]]] = [{}]  # names, in the order of the file
         filled, names = 0, set()
@@ -250,6 +258,11 @@ class Export:
             return sections
         return SECTIONS if self.state(row, SECTIONS[-1]) is not None else SECTIONS[:-1]
 
+    def codec(self, extent: int) -> tuple[str, torch.dtype | None]:
+        """How the states of an extent were kept, and the dtype of parameters that had codes."""
+        codes = self.about["codes"][extent] if "codes" in self.about else {}
+        return codes.get("codec", FP32), PARAM_DTYPES.get(codes.get("param_dtype", ""))
+
 
 def read_export(path: Path) -> Export:
     """Raises CSDStoreError if it is none, or not one of ours."""
@@ -335,9 +348,14 @@ def _read_safetensors(path: Path) -> Export:
     return Export(about, about["steps"], about["param_groups"], user_state, state)
 
 
+def _flat(value: np.ndarray[Any, Any], p: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """In the order of the parameter's memory: mapped from the file, if it lies there so."""
+    return np.ascontiguousarray(value.transpose(_order(p))).reshape(-1)
+
+
 def _residual(value: np.ndarray[Any, Any], p: dict[str, Any]) -> torch.Tensor:
-    """As an engine keeps it, in the order of the memory: mapped from the file, if it lies there so."""
-    flat = np.ascontiguousarray(value.transpose(_order(p))).reshape(-1)
+    """As an engine keeps it."""
+    flat = _flat(value, p)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it must not be written to: nobody will
         return torch.from_numpy(flat).view(torch.bfloat16)
@@ -348,6 +366,19 @@ def _check_format(about: dict[str, Any], path: Path) -> None:
         raise CSDStoreError(
             f"{path} has format {about['format']}; this csd_optim reads up to {EXPORT_WITH_RULE}: upgrade it"
         )
+
+
+def _fill_codes(engine: Engine, states: dict[int, list[np.ndarray[Any, Any]]]) -> None:
+    """States of parameters, fp32 in the order of their memory, become codes, to nearest.
+
+    Codes have no windows: a step without gradients begins with what is given.
+    """
+    table = np.zeros(engine.n_params, PARAM)
+    for row, values in states.items():
+        table["edited"][row, : len(values)] = [value.ctypes.data for value in values]
+    for tile in engine.begin(table, np.zeros(0, HYPER), engine.tiles_of_params([*states])).tolist():
+        engine.push(tile)
+    engine.finish()
 
 
 def import_store(
@@ -366,21 +397,25 @@ def import_store(
     engine = open_engine(specs, tile_elems=tile_elems, shadow=about["shadow"])
     try:
         params = []
+        to_encode: dict[int, list[np.ndarray[Any, Any]]] = {}  # by parameter
         with progress("importing", 12 * sum(numels)) as tick:
             for e, number in enumerate(sorted({p["extent"] for p in about["params"]})):
                 # What joined together lies together again.
                 rows = [i for i, p in enumerate(about["params"]) if p["extent"] == number]
                 sections = export.sections(number, rows[0])
-                extent = engine.extend([numels[i] for i in rows], sections)
+                codec, param_dtype = export.codec(number)
+                extent = engine.extend([numels[i] for i in rows], sections, codec=codec, param_dtype=param_dtype)
                 for at, i in enumerate(rows):
                     p = about["params"][i]
                     for k, section in enumerate(sections):
-                        flat = engine.windows.window(extent, at, k, dtype_of(p, section))
-                        window = flat.as_strided(p["shape"], p["stride"]).numpy()
-                        value = export.state(i, section)
-                        if value is None or (value.dtype, value.shape) != (window.dtype, window.shape):
+                        value, dtype = export.state(i, section), dtype_of(p, section)
+                        if value is None or (value.dtype, value.shape) != (NUMPY[dtype], tuple(p["shape"])):
                             raise CSDStoreError(f"{source} is damaged: {section} of {p['name']} is missing or another")
-                        np.copyto(window, value)
+                        if codec == FP32:
+                            window = engine.windows.window(extent, at, k, dtype)
+                            np.copyto(window.as_strided(p["shape"], p["stride"]).numpy(), value)
+                        else:
+                            to_encode.setdefault(extent.first_param + at, []).append(_flat(value, p))
                         tick(4 * numels[i])
                     if (value := export.state(i, "residual")) is not None:
                         if (value.dtype, value.shape) != (np.int16, tuple(p["shape"])):
@@ -388,6 +423,8 @@ def import_store(
                         engine.keep_residual(extent.first_param + at, _residual(value, p))
                     engine.steps[e][at] = export.steps[i]
                     params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
+            if to_encode:
+                _fill_codes(engine, to_encode)
             engine.windows.sync()
         engine.step = about["step"]
         engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])

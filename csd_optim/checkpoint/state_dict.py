@@ -1,4 +1,7 @@
-"""A store as AdamW's state dict: what stands in it, and a store loaded as one, its tensors mapped from the files."""
+"""A store as AdamW's state dict: what stands in it, and a store loaded as one, its tensors mapped from the files.
+
+What is in codes there is decoded into memory.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ import numpy as np
 import torch
 
 from ..devices.spec import parse_devices
+from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..engine.resume import check_recovered
 from ..errors import CSDStoreError
 from ..store.file import lock, not_for_children
 from ..store.format import RESIDUAL_BYTES, Contents
-from ..store.reader import residuals_of
+from ..store.reader import Tile, residuals_of
+from ..store.sections import FP32
 from ..store.transfer import opened
 from ..store.user_state import stored_user_state
 from .snapshot import Paths, directories
@@ -59,6 +64,8 @@ def about_of(contents: Contents) -> dict[str, Any]:
     params = [{k: v for k, v in p.items() if k not in ("start", "numel", "residual")} for p in entries]
     residuals = any("residual" in p for p in entries)
     rule = {"rule": manifest["rule"], "sections": [e["sections"] for e in extents]} if "rule" in manifest else {}
+    # Who does not know of codes makes a store of fp32 states from them, and loses nothing by it.
+    codes = [{k: e[k] for k in ("codec", "param_dtype") if k in e} for e in extents]
     return {
         "format": EXPORT_WITH_RULE if rule else EXPORT_WITH_RESIDUALS if residuals else EXPORT_FORMAT,
         "step": contents.superblock.step,
@@ -68,6 +75,7 @@ def about_of(contents: Contents) -> dict[str, Any]:
         "params": params,
         "waiting": manifest["waiting"],
         **rule,
+        **({"codes": codes} if any(codes) else {}),
     }
 
 
@@ -111,19 +119,47 @@ class _Keeper:
         self._files.close()
 
 
+class _Decoded:
+    """The states that stores have as codes, as fp32 in memory: filled tile by tile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._extents = engine.extents
+        coded = [extent for extent in engine.extents if extent.codec != FP32]
+        # By parameter, all its states; as zeros they take no memory before they are written.
+        self.states = {
+            extent.first_param + i: [torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in extent.sections]
+            for extent in coded
+            for i, numel in enumerate(extent.numels)
+        }
+
+    def take(self, tile: Tile, data: memoryview | None) -> None:
+        """One that is whole; see each_tile()."""
+        if data is None or tile.codes_of is None:
+            return
+        for row, _, first, tile_first, elems in self._extents[tile.extent].pieces_in(tile.number).tolist():
+            tile.decode(data, tile_first, [state[first : first + elems] for state in self.states[row]])
+
+
 def load(paths: Paths) -> dict[str, Any]:
-    """See CSDAdam.load."""
+    """See CSDAdam.load.
+
+    Of a store with codes it takes memory: they are decoded, to 12 bytes per parameter, 16 with amsgrad.
+    """
     engine = open_engine(parse_devices(directories(paths)), mode="read")
     try:
         if not engine.recovered:
             raise CSDStoreError(f"{engine.devices.specs[0]} holds no step yet")
-        check_recovered(engine)
+        decoded = _Decoded(engine)
+        check_recovered(engine, decoded.take)
         first = engine.recovered[0]
         windows: dict[tuple[int, str], torch.Tensor] = {}
         for row, p in enumerate(first.manifest["params"]):
             extent = engine.extents[p["extent"]]
-            for k, section in enumerate(first.manifest["extents"][p["extent"]]["sections"]):
-                window = engine.windows.window(extent, row - extent.first_param, k, dtype_of(p, section))
+            for k, section in enumerate(extent.sections):
+                if row in decoded.states:
+                    window = decoded.states[row][k].view(dtype_of(p, section))
+                else:
+                    window = engine.windows.window(extent, row - extent.first_param, k, dtype_of(p, section))
                 windows[row, section] = window.as_strided(p["shape"], p["stride"])
         # The tensors are what lies in the files, even when the engine is closed.
         keeper = _Keeper(Path(c.path) for c in engine.recovered)

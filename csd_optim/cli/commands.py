@@ -280,6 +280,7 @@ def plan(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients: fp16, bf16 or fp32.")] = "bf16",
+    state_dtype: Annotated[str, typer.Option(help="Of CSDAdam's states: fp32 or 8bit.")] = "fp32",
     topk: Annotated[
         float | None, typer.Option(help="Share of gradients to send, such as 0.01.", show_default="all")
     ] = None,
@@ -310,18 +311,20 @@ def plan(
         from .facts import measured_request
         from .output import show_plan
 
+        csds = model.CSDS_8BIT if state_dtype == "8bit" else model.CSDS
         request = advice.Request(
             params=params or advice.count_params(config or Path()),
             devices=n_devices or 1,
             on="csd" if csd else "drive",
             drive=advice.parse_rates(drive, model.DRIVES, model.DRIVES["gen4"]),
-            csd=advice.parse_rates(csd or "smartssd", model.CSDS, model.SMARTSSD),
+            csd=advice.parse_rates(csd or "smartssd", csds, csds["smartssd"]),
             host=model.Host(
                 link=parse_rate(link) if link else math.inf,
                 gpu_link=parse_rate(gpu_link),
                 update=parse_rate(cpu, "") if cpu else math.inf,  # until it is measured
             ),
             dtype=dtype,
+            state_dtype=state_dtype,
             topk=topk,
             error_feedback=error_feedback,
             forward=forward,
@@ -334,7 +337,7 @@ def plan(
         if names:
             request = measured_request(request, names)
         if not cpu:
-            rate = measure.engine_rate(benchmark.DTYPES[dtype])
+            rate = measure.engine_rate(benchmark.DTYPES[dtype], state_dtype)
             request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
         found = advice.plan(request, counts)
         if plot:

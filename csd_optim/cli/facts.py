@@ -20,6 +20,7 @@ from ..planning import advice
 from ..store.file import lock_owner
 from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
+from ..store.sections import FP32, PARAM_DTYPES, elem_bytes, sections_of, size_of
 from . import measure
 from .io import message, progress
 
@@ -30,6 +31,17 @@ PROBE_BYTES = 1 << 30  # of scratch space for a speed check; less where it does 
 def specs_of(names: list[str] | None) -> list[DeviceSpec]:
     """The devices named, else those of CSD_OPTIM_DEVICES, else the current directory."""
     return parse_devices(names or (None if settings.devices() else "."))
+
+
+def describe_states(extents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How a store's states are kept, each way once: which, as what, and the bytes in a slot for a parameter."""
+    found = []
+    for extent in extents:
+        how = {"names": extent["sections"], "codec": extent.get("codec", FP32), "of": extent.get("param_dtype")}
+        each = elem_bytes(how["names"], how["codec"], PARAM_DTYPES.get(how["of"]))
+        if (how := how | {"bytes_per_param": each}) not in found:
+            found.append(how)
+    return found
 
 
 def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[str, Any]:
@@ -185,10 +197,10 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
             "in_slot": [int((slots == s).sum()) for s in range(2)],
             "with_checksum": int(contents.tiles["summed"].sum()),
         },
+        "states": describe_states(manifest["extents"]),
         "residuals": {"count": len(residual_bytes), "bytes": sum(residual_bytes)},
         # When every parameter has a gradient.
-        "step_bytes": sum(4 * e["tile_elems"] * len(e["sections"]) * e["tiles"] for e in manifest["extents"])
-        + sum(residual_bytes),
+        "step_bytes": sum(size_of(sections_of(e)) * e["tiles"] for e in manifest["extents"]) + sum(residual_bytes),
         "written_bytes": contents.record.written_bytes,
         "training_seconds": contents.record.seconds,
         "tbw_bytes": tbw_bytes,

@@ -26,6 +26,7 @@ from ..devices.xclbin import find_kernels
 from ..engine.tuning import Scratch, huge_array
 from ..errors import CSDOSError
 from ..store.layout import TILE_ELEMS, plan_extent
+from ..store.sections import FP32
 
 CARD_BYTES, LEAST_CARD_BYTES = 1 << 30, 48 << 20  # of scratch space on a card's drive
 ENGINE_ELEMS, ENGINE_STEPS = 1 << 24, 5  # 200 MB of states, 67 MB of gradients and parameters in 16 bits
@@ -111,6 +112,7 @@ class AtOnce:
     every step reads, and gets zeros, which are right until the first update.
 
     `grad`, `param`: `elems` elements of `dtype`; `hyper`: one element of HYPER; all may be changed between steps.
+    `state_dtype`: "8bit" keeps codes; who wants an optimizer's bits gives the number of the step as `seed`.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class AtOnce:
         dtype: torch.dtype,
         *,
         kept: bool = True,
+        state_dtype: str = FP32,
         tile_elems: int = TILE_ELEMS,
         block_bytes: int = DEFAULT_BLOCK,
     ) -> None:
@@ -129,10 +132,12 @@ class AtOnce:
         self._table["grad"], self._table["param"] = self.grad.data_ptr(), self.param.data_ptr()
         self._table["grad_dtype"] = self._table["param_dtype"] = DTYPE_CODES[dtype]
         self._table["master"] = bindings.IN_SECTION
-        extent = plan_extent([elems], 1, tile_elems=tile_elems)
+        param_dtype = None if state_dtype == FP32 else dtype  # of codes
+        extent = plan_extent([elems], 1, tile_elems=tile_elems, codec=state_dtype, param_dtype=param_dtype)
         self.tiles = np.arange(extent.n_tiles, dtype=np.uint32)
         # As of a store that is there already, whose sums nobody knows: its windows are not looked at.
-        states, sums = np.zeros(extent.n_tiles, TILE_STATE), np.zeros((extent.n_tiles, extent.chunks, 3), np.uint32)
+        shape = (extent.n_tiles, extent.chunks, len(extent.slot))
+        states, sums = np.zeros(extent.n_tiles, TILE_STATE), np.zeros(shape, np.uint32)
         self._fd = os.open("/dev/zero", os.O_RDWR | os.O_CLOEXEC)
         cache = extent.n_tiles * extent.slot_bytes if kept else -1
         config = DeviceConfig("file", self._fd, DEFAULT_BUFFERS, block_bytes, cache_bytes=cache)
@@ -141,14 +146,15 @@ class AtOnce:
             self._engine = bindings.engine_create([config], self._name)
             self._windows = bindings.engine_extend(
                 self._engine, extent.tile_elems, extent.n_tiles, 3, [0], extent.pieces, self._name,
-                states=states, sum_elems=extent.sum_elems, sums=sums,
+                states=states, sum_elems=extent.sum_elems, sums=sums, codec=state_dtype, param_dtype=param_dtype,
             )  # fmt: skip
         except BaseException:
             self.close()
             raise
 
-    def step(self, *, update: bool = True) -> None:
+    def step(self, *, update: bool = True, seed: int = 0) -> None:
         """One step, until the last state is written. Not `update`: tiles pass through, verified."""
+        self._table["seed"] = seed
         table = self._table if update else np.zeros(1, PARAM)
         bindings.engine_begin(self._engine, table, self.hyper, self.tiles, self._name)
         for tile in self.tiles.tolist():
@@ -175,19 +181,19 @@ class AtOnce:
         return "/dev/zero"
 
 
-def engine_rate(dtype: torch.dtype) -> float:
+def engine_rate(dtype: torch.dtype, state_dtype: str = FP32) -> float:
     """Parameters per second that the engine's threads verify, update and sum: the best of a few steps, without drives.
 
-    `dtype`: of parameters and gradients. Measured once per process and number of update threads, in a fraction of a
-    second. Raises CSDMemoryError.
+    `dtype`: of parameters and gradients; `state_dtype`: CSDAdam's. Measured once per process and number of update
+    threads, in a fraction of a second. Raises CSDMemoryError.
     """
-    return _engine_rate(dtype, bindings.threads_used())
+    return _engine_rate(dtype, state_dtype, bindings.threads_used())
 
 
 @functools.cache
-def _engine_rate(dtype: torch.dtype, threads: int) -> float:
+def _engine_rate(dtype: torch.dtype, state_dtype: str, threads: int) -> float:
     seconds = []
-    with AtOnce(ENGINE_ELEMS, dtype) as engine:
+    with AtOnce(ENGINE_ELEMS, dtype, state_dtype=state_dtype) as engine:
         for _ in range(2 + ENGINE_STEPS):  # the first one reads, the second is the first to verify
             start = time.perf_counter()
             engine.step()

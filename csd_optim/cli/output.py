@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..checkpoint.verify import Verdict
 from ..devices.backends import BACKENDS
-from ..planning import advice, model
+from ..planning import advice
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from . import benchmark
 
@@ -132,10 +132,7 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
                 ),
                 ("step", f"{described['step']}{owner or ', ' + closed}"),
                 ("model", f"{len(params)} parameters of {number(described['total_params'])} elements on all devices"),
-                (
-                    "states",
-                    ", ".join(dict.fromkeys(s for e in described["extents"] for s in e["sections"])) + " in fp32",
-                ),
+                *zip(("states", *[""] * len(described["states"])), states_text(described["states"]), strict=False),
                 (
                     "tiles",
                     f"{tiles['count']} here, of {' and '.join(f'{n:,}' for n in sizes)} elements; "
@@ -168,6 +165,17 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
             shape = " x ".join(map(str, p["shape"])) or "scalar"
             made.add_row(escape(p["name"]), shape, p["dtype"], str(p["group"]), f"{p['step']:g}")
     out.print(made)
+
+
+def states_text(states: list[dict[str, Any]]) -> list[str]:
+    in_fp32 = ", ".join(dict.fromkeys(name for how in states if how["of"] is None for name in how["names"]))
+    coded = [
+        f"{', '.join(how['names'])} in {how['codec']} codes of {how['of']} parameters: "
+        f"{how['bytes_per_param']:.2f} B per parameter in a slot"
+        for how in states
+        if how["of"]
+    ]
+    return [*([f"{in_fp32} in fp32"] if in_fp32 or not coded else []), *coded]
 
 
 def describe_end(described: dict[str, Any]) -> str:
@@ -262,8 +270,10 @@ def show_plan(found: dict[str, Any]) -> None:
     r, memory, wear = found["request"], found["memory_bytes"], found["wear"]
     own = next(row for row in found["predictions"] if row["chosen"])
     d, kind = r[r["on"]], advice.KINDS[r["on"]]
+    states = "" if r["state_dtype"] == "fp32" else " with 8-bit states"
     out.print(
-        f"{number(r['params'])} {r['dtype']} parameters on {kind[:-1] if r['devices'] == 1 else kind}: {r['devices']}, "
+        f"{number(r['params'])} {r['dtype']} parameters{states} on "
+        f"{kind[:-1] if r['devices'] == 1 else kind}: {r['devices']}, "
         f"{'as measured' if r['measured'] else 'of the rates below'}. All times are predicted (docs/plan.md).",
         style="bold",
     )
@@ -326,7 +336,7 @@ def predictions_table(predictions: list[dict[str, Any]]) -> Table:
     for row in predictions:
         parts = (row["forward"] + row["backward"], row["gradients"], row["step"], row["seconds"])
         table.add_row(
-            f"{model.VARIANTS[row['variant']]} on {advice.KINDS[row['on']]}",
+            advice.label(row),
             *(f"{s:.2f}" if s else "" for s in parts),
             advice.BOUNDS[row["bound"]],
             style="bold" if row["chosen"] else None,
@@ -335,11 +345,11 @@ def predictions_table(predictions: list[dict[str, Any]]) -> Table:
 
 
 def sweep_table(sweep: list[dict[str, Any]]) -> Table:
-    ways = list(dict.fromkeys((row["variant"], row["on"]) for row in sweep))
+    ways = list(dict.fromkeys(map(advice.label, sweep)))
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("devices", justify="right")
-    for variant, kind in ways:
-        table.add_column(f"{model.VARIANTS[variant]} on {advice.KINDS[kind]}", justify="right")
+    for way in ways:
+        table.add_column(way, justify="right")
     for first in range(0, len(sweep), len(ways)):
         rows = sweep[first : first + len(ways)]
         table.add_row(str(rows[0]["devices"]), *(f"{row['seconds']:.2f}" for row in rows))

@@ -6,6 +6,7 @@ checkpoints of torch want to see it: as it is, or as the local tensor of a DTens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +68,10 @@ class Partition:
         """For the manifest: of which tensor it is a part, and where in it."""
         return {}
 
+    def first_element(self) -> int:
+        """Which of the whole tensor's is the part's first; of rows, in the order of memory."""
+        return 0
+
 
 class Unsharded(Partition):
     """All of it."""
@@ -109,6 +114,9 @@ class _OfTensor(Partition):
 
     def about(self) -> dict[str, Any]:
         return {"of": {"shape": list(self.shape), "first": list(self.first)}}
+
+    def first_element(self) -> int:
+        return sum(first * math.prod(self.shape[dim + 1 :]) for dim, first in enumerate(self.first))
 
 
 class DTensorShard(_OfTensor):

@@ -53,6 +53,7 @@ class Committer:
         self._engine.remap()
         yield
         self._engine.windows.sync()
+        self._engine.windows.write_decoded()
 
     # ---- what an engine tells and asks -------------------------------------------
 
@@ -63,8 +64,14 @@ class Committer:
         """An extent is there, on each device from this byte of the store on."""
 
     def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
-        """A step over these tiles comes next; returns those that it has to take. Raises CSDOSError: it must not."""
-        return tiles
+        """A step over these tiles comes next; returns those that it has to take: also what somebody wrote to.
+
+        Raises CSDOSError: it must not.
+        """
+        written = self._engine.windows.note_written()
+        if not len(written):
+            return tiles
+        return self._engine.flowing(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
 
     def after_step(self) -> None:
         """The step is whole."""

@@ -58,6 +58,7 @@ class DurableCommitter(Committer):
         self._round = 0  # the last that this rank has begun to commit
         self._round_step = 0  # and the step that it has
         self._unconfirmed: Commit | None = None  # of a round
+        self._within_loading = False
         self._loading = False  # what is loaded makes a round, whatever its step
         self._loaded_record: Record | None = None  # to be committed with what is being loaded
 
@@ -96,7 +97,7 @@ class DurableCommitter(Committer):
         engine.check_open()
         if engine.residuals.get(param) is residual:
             return
-        extent = next(e for e in reversed(engine.extents) if e.first_param <= param)
+        extent = engine.extent_with(param)
         numel = extent.numels[param - extent.first_param]
         if residual.dtype is not torch.bfloat16 or residual.shape != (numel,) or not residual.is_contiguous():
             raise CSDValueError(f"residual is {tuple(residual.shape)} {residual.dtype}, not dense ({numel},) bfloat16")
@@ -131,8 +132,7 @@ class DurableCommitter(Committer):
         self._background.wait()  # this step writes where the one before the last committed one lies
         self.make_way()
         self._reserve(record or engine.record)
-        if len(written := engine.windows.note_written()):
-            tiles = engine.flowing(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
+        tiles = super().before_step(tiles, record)
         if engine.slots == 1 and not engine.windows.loose[tiles].all():
             self.announce_step()
         self._changed = True
@@ -268,7 +268,9 @@ class DurableCommitter(Committer):
     def loading(self, record: Record | None = None) -> Iterator[None]:
         self.confirm()
         engine = self._engine
-        self._loading, self._loaded_record = self.ranks is not None, record
+        if engine.coded.any():
+            self._keep_step()
+        self._loading, self._loaded_record, self._within_loading = self.ranks is not None, record, True
         try:
             with self.all_ranks_or_none():
                 yield
@@ -282,7 +284,7 @@ class DurableCommitter(Committer):
                 self.wait()
             self._loading = False  # if there was nothing to commit
         finally:
-            self._loaded_record = None
+            self._loaded_record, self._within_loading = None, False
 
     def wait(self) -> None:
         self.confirm()
@@ -299,6 +301,8 @@ class DurableCommitter(Committer):
         self._changed = True
         edited = windows.to_flush()
         if len(edited):
+            if windows.loose[edited].any():
+                self._keep_step()
             if self._engine.slots == 1:
                 self.announce_step()
             self.make_way()
@@ -322,11 +326,13 @@ class DurableCommitter(Committer):
         self._open_windows(params)
         try:
             yield
+            new = engine.windows.empty.copy()
             engine.windows.sync()
+            self._write_decoded(new)
             if self.uncommitted:
                 engine.windows.note_written()
                 engine.remap()
-                if not self._loading:
+                if not self._within_loading:
                     self.commit(background=False)
         except BaseException:
             with contextlib.suppress(CSDError):
@@ -341,11 +347,16 @@ class DurableCommitter(Committer):
         tiles = engine.tiles_of_params(params)
         engine.check_whole()
         self._background.wait()  # it closes windows that are still open
+        coded = engine.coded
+        if coded.any():
+            self._keep_step()
+        tiles = tiles[~coded[tiles]]
         if windows.open[tiles].all():
             return
         self.make_way()
         self._changed = True
         edited = windows.note_written()
+        edited = edited[~coded[edited]]  # they stay as they are, and move once
         if engine.slots == 1:
             self.announce_step()
         # In place, too: the blocks may be a snapshot's as well (a reflink), and whoever writes takes new ones. On a
@@ -354,6 +365,27 @@ class DurableCommitter(Committer):
         windows.pass_through(tiles[~windows.loose[tiles]])
         self.uncommitted = True
         windows.show(open=True)
+
+    def _keep_step(self) -> None:
+        """Commits the last step if that failed: else the other slots of its tiles are those of the last commit."""
+        if self.uncommitted and not (self._within_loading or self._makes_round):
+            self.commit(background=False)
+
+    def _write_decoded(self, new: np.ndarray[Any, Any]) -> None:
+        """What was written to states that are kept as codes. Within loading() its flush does that, once for all.
+
+        `new`: tiles that have had no states; bool, one per tile.
+        """
+        engine = self._engine
+        edited = engine.tiles_of_params([*engine.decoded.written()])
+        if self._within_loading or not len(edited):
+            return
+        if not new[edited].all():
+            self.make_way()
+            if engine.slots == 1:
+                self.announce_step()
+            self.uncommitted = True
+        engine.windows.write_decoded()
 
     # ---- the end -------------------------------------------------------------------
 

@@ -21,14 +21,16 @@ from ..signals import defer_signals
 from ..store.file import Mode
 from ..store.format import Contents, Record
 from ..store.layout import SUM_ELEMS, Extent, extents_of, plan_extent
+from ..store.sections import FP32, elem_bytes
 from .committer import Committer
+from .decoded import Decoded
 from .open_devices import OpenDevices
 from .trace import Trace
 from .windows import Windows
 
 
 class Engine:
-    """Owns `specs`' devices from now to `close()`. States are fp32; who extends it names them.
+    """Owns `specs`' devices from now to `close()`. States are fp32, or codes of that; who extends it names them.
 
     Raises what `StoreFile` raises when a directory cannot be had; then nothing is left open.
     """
@@ -57,6 +59,7 @@ class Engine:
         self._torn = False  # a step in place was cut short
         self.recovered: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
         self.windows = Windows(self)
+        self.decoded = Decoded(self)
         self.committer = Committer(self)
         self.handle: Any = None  # of the native engine, from the first extent on
         self._trace: Trace | None = None
@@ -83,23 +86,34 @@ class Engine:
         damaged = self.committer.name_tile(device, tile) if tile >= 0 else ""
         return f"{self.devices.name(device)}: {damaged}" if damaged else self.devices.name(device)
 
-    def extend(self, numels: Sequence[int], sections: Sequence[str]) -> Extent:
+    def extend(
+        self,
+        numels: Sequence[int],
+        sections: Sequence[str],
+        *,
+        codec: str = FP32,
+        param_dtype: torch.dtype | None = None,
+    ) -> Extent:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
 
         `sections`: names of the states of each, the fp32 master being the first.
-        To be followed by `describe()`, and to be filled within `writing()`.
+        `codec`: "8bit" keeps codes of them, which have no windows; all parameters are of `param_dtype` then.
+        To be followed by `describe()`, and to be filled within `writing()`; codes by a step.
         """
         self.check_open()
         self.committer.before_extend()
-        self.windows.synced = False
+        self.windows.synced &= codec != FP32  # codes have no windows to write to
         if not self.extents:
-            self.devices.tune(self.slots * 4 * len(sections) * sum(numels), new=True)
+            nbytes = self.slots * elem_bytes(sections, codec, param_dtype) * sum(numels)
+            self.devices.tune(int(nbytes), new=True)
         extent = plan_extent(
             numels,
             len(self.devices.specs),
             first_param=self.n_params,
             first_tile=self.n_tiles,
             sections=sections,
+            codec=codec,
+            param_dtype=param_dtype,
             slots=self.slots,
             tile_elems=self.tile_elems,
             shares=self.devices.shares,
@@ -134,6 +148,8 @@ class Engine:
             extent.sum_elems,
             sums,
             mappings=extent.n_tiles if any(self.devices.stores) else 1,
+            codec=extent.codec,
+            param_dtype=extent.param_dtype,
         )
         self.extents.append(extent)
         self.steps.append(np.zeros(len(extent.numels), np.float32))
@@ -159,7 +175,7 @@ class Engine:
         row = [0] * len(recovered)
         for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)
-            sums = np.zeros((extent.n_tiles, extent.chunks, len(extent.sections)), np.uint32)
+            sums = np.zeros((extent.n_tiles, extent.chunks, len(extent.slot)), np.uint32)
             for d, contents in enumerate(recovered):
                 here, tiles = extent.devices == d, extent.tiles_of(d)
                 states[here], sums[here] = contents.tiles[row[d] : row[d] + tiles], contents.sums[e]
@@ -167,6 +183,14 @@ class Engine:
             self._add(extent, [c.manifest["extents"][e]["file_offset"] for c in recovered], (states, sums))
             self.steps[-1][:] = first.steps[extent.first_param : extent.first_param + len(extent.numels)]
             self.devices.shares = extent.shares
+
+    @property
+    def coded(self) -> np.ndarray[Any, Any]:
+        """Which tiles keep codes of their states: bool, one per tile."""
+        return np.repeat([e.codec != "fp32" for e in self.extents], [e.n_tiles for e in self.extents])
+
+    def extent_with(self, param: int) -> Extent:
+        return next(e for e in reversed(self.extents) if e.first_param <= param)
 
     def extent_of(self, tile: int) -> Extent:
         return next(e for e in self.extents if tile < e.first_tile + e.n_tiles)
@@ -181,13 +205,12 @@ class Engine:
     def tiles_of(self, extent: Extent) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """What is known of the tiles of an extent: TILE_STATE of each, checksums (uint32: tiles, chunks, sections)."""
         n, first = extent.n_tiles, extent.first_tile
-        return bindings.engine_tiles(self.handle, first, n, extent.chunks, len(extent.sections))
+        return bindings.engine_tiles(self.handle, first, n, extent.chunks, len(extent.slot))
 
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
         """The parts of parameters in a tile, dtype PIECE."""
         extent = self.extent_of(tile)
-        first, last = extent.first_piece[tile - extent.first_tile :][:2]
-        return extent.pieces[first:last]
+        return extent.pieces_in(tile - extent.first_tile)
 
     def tiles_with(self, has_grad: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Tiles with a parameter of the mask (bool, one per parameter), in the order in which they flow next."""
@@ -234,6 +257,7 @@ class Engine:
     def _begin(self, params: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
         self._trace_step()
         self._began, self._ended = time.perf_counter(), 0.0
+        self.decoded.tell(params)
         bindings.engine_begin(self.handle, params, hypers, tiles, self.name_device)
 
     def _trace_step(self) -> None:
@@ -267,6 +291,8 @@ class Engine:
             self.step += 1
             self.windows.after_step()
             self.committer.after_step()
+        elif self.devices.resident:  # it changed them in place
+            self.decoded.forget_unwritten()
 
     def copy_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
         """Reads tiles, or takes what somebody wrote to their windows, and waits until that is in their next slots."""

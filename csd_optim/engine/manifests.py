@@ -40,6 +40,7 @@ class Manifests:
 
     def add(self, extent: Extent, offsets: list[int]) -> None:
         """`offsets`: where it begins on each device (bytes)."""
+        dtype = extent.param_dtype
         for device, offset in enumerate(offsets):
             about: dict[str, Any] = {
                 "tile_elems": extent.tile_elems,
@@ -47,6 +48,7 @@ class Manifests:
                 "slots": extent.slots,
                 "sections": [*extent.sections],
                 "file_offset": offset,
+                **({"codec": extent.codec, "param_dtype": str(dtype).removeprefix("torch.")} if dtype else {}),
                 **({"shares": [*extent.shares]} if extent.shares else {}),
                 **({"sum_elems": extent.sum_elems} if extent.sum_elems else {}),
                 **({"tile_numbers": np.flatnonzero(extent.devices == device).tolist()} if extent.numbered else {}),

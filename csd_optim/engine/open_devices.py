@@ -10,9 +10,10 @@ from typing import Any
 from .. import bindings
 from ..bindings import DeviceConfig
 from ..devices.spec import DeviceSpec, shares_of
-from ..store.file import Mode, StoreFile
+from ..store.file import STATE, Mode, StoreFile
 from ..store.format import Contents
 from ..store.layout import Extent
+from ..store.sections import FP32, elem_bytes
 from .open_card import open_card
 from .tuning import HUGE_PAGE, node_of, tune_devices
 
@@ -71,8 +72,10 @@ class OpenDevices:
     def room_for(self, extent: Extent) -> Iterator[list[int]]:
         """Where an extent begins in each store (bytes). Given back if something is raised within. CSDOSError: full."""
         ends = [s.end if s else 0 for s in self.stores]
+        each = extent.slots * elem_bytes(extent.sections, extent.codec, extent.param_dtype)
+        what = STATE if extent.codec == FP32 else f"optimizer state ({each:.0f} bytes per parameter)"
         try:
-            yield [store.allocate(extent.device_bytes(d)) if store else 0 for d, store in enumerate(self.stores)]
+            yield [store.allocate(extent.device_bytes(d), what) if store else 0 for d, store in enumerate(self.stores)]
         except BaseException:
             for store, end in zip(self.stores, ends, strict=True):
                 if store and store.end != end:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from ..distributed.ranks import all_ranks_or_none
 from ..errors import CSDStoreError
 from ..store.format import RESIDUAL_BYTES
-from ..store.reader import Residual, find_damage, residuals_of
+from ..store.reader import Residual, Tile, find_damage, residuals_of
 from ..store.recovery import RanksStore, common_commits, last_round, other_world_size
 from .durable import DurableCommitter
 from .engine import Engine
@@ -36,10 +38,10 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
             engine.adopt_commit(found, order)
 
 
-def check_recovered(engine: Engine) -> None:
+def check_recovered(engine: Engine, use: Callable[[Tile, memoryview | None], None] = lambda *_: None) -> None:
     """Reads all states that were taken up; residuals into memory, unless the store is only looked at.
 
-    Raises CSDStoreError, naming tile and parameters, if one is damaged.
+    `use`: as of each_tile(), of tiles that are whole. Raises CSDStoreError, naming tile and parameters, if one is not.
     """
     residuals = {
         r.row: torch.empty(r.size // RESIDUAL_BYTES, dtype=torch.bfloat16, device="cpu")
@@ -51,7 +53,7 @@ def check_recovered(engine: Engine) -> None:
             into = residuals[residual.row].view(torch.uint8).numpy()
             into[first : first + len(data)] = np.frombuffer(data, np.uint8)
 
-    damage = find_damage(engine.recovered, take)
+    damage = find_damage(engine.recovered, take, use=use)
     if damage:
         more = f" (and {len(damage) - 1} more: `csd-optim verify` lists them)" if len(damage) > 1 else ""
         raise CSDStoreError(f"{damage[0]}{more}. Go back to a snapshot or a checkpoint")

@@ -44,7 +44,8 @@ class Windows:
     it lies; and *empty* as long as it is to have states, and nobody has written any.
 
     That a window is the device's own memory of a slot, or its file, is known to `window()`, whose buffers are these
-    mappings, and to `show()`. A slot that is not fp32 there can be shown only as decoded by these two.
+    mappings, and to `show()`. Tiles of codes have no windows and are never open: what is shown of them, and written to
+    that, see decoded.py. What the table says of those that are not open is true of them, too.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -54,6 +55,7 @@ class Windows:
         self._buffers: list[list[Any]] = []  # per extent, per section: one that unmaps itself
         self._handed_out: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
         self._seen: list[int] = []  # their versions when the native engine was last told of what was written to them
+        self._decoded_seen: dict[int, list[int]] = {}  # versions of what was written to decoded states, likewise
         self._in_step = np.zeros(0, np.uint32)  # tiles of the last step that began
         # Per tile:
         self.open = np.zeros(0, bool)  # what is written to its windows goes to the device
@@ -66,7 +68,7 @@ class Windows:
         """Those onto an extent: one that is `new`, or a store's. `buffers`: as of bindings.engine_extend()."""
         self._buffers.append(buffers)
         none, fresh = np.zeros(extent.n_tiles, bool), np.full(extent.n_tiles, new)
-        self.open, self.loose = np.append(self.open, fresh), np.append(self.loose, fresh)
+        self.open, self.loose = np.append(self.open, fresh if buffers else none), np.append(self.loose, fresh)
         taken = np.isin(np.arange(extent.n_tiles), extent.pieces["tile"])
         self.empty = np.append(self.empty, fresh & taken)
         self._edited, self._reseeded = np.append(self._edited, none), np.append(self._reseeded, none)
@@ -136,17 +138,18 @@ class Windows:
 
         Returns them, and those before them of which no step has taken account since. Ascending, uint32.
         """
-        versions = self._versions()
-        if versions == self._seen:  # as nearly always
+        versions, decoded = self._versions(), self._engine.decoded.versions()
+        if versions == self._seen and not decoded:  # as nearly always
             return np.flatnonzero(self._edited).astype(np.uint32)
-        written = np.zeros(self._engine.n_params, bool)
         changed = zip(self._handed_out, versions, self._seen, strict=True)
-        written[[param for (param, _), now, then in changed if now != then]] = True
-        tiles = self._engine.tiles_with(written)
-        bindings.engine_edited(self._engine.handle, tiles)
+        mapped = self._engine.tiles_of_params([param for (param, _), now, then in changed if now != then])
+        bindings.engine_edited(self._engine.handle, mapped)
         self._seen = versions
+        tiles = np.union1d(mapped, self._engine.tiles_of_params([*decoded]))
         self._edited[tiles[~self.open[tiles]]] = True
-        self._reseeded[tiles] = False
+        since = self._engine.tiles_of_params([p for p in decoded if decoded[p] != self._decoded_seen.get(p)])
+        self._reseeded[np.union1d(mapped, since)] = False
+        self._decoded_seen = decoded
         return np.union1d(tiles, np.flatnonzero(self._edited)).astype(np.uint32)
 
     def _versions(self) -> list[int]:
@@ -180,8 +183,16 @@ class Windows:
     def pass_through(self, tiles: np.ndarray[Any, Any]) -> None:
         """Reads tiles and writes them as they are to their next slots; what somebody wrote to windows with them."""
         self._engine.copy_to_next_slots(tiles)
+        self._engine.decoded.forget(tiles)
         self._edited[tiles] = False
         self.loose[tiles] = True
+
+    def write_decoded(self) -> None:
+        """What somebody wrote to states that are kept as codes goes to the devices, with no step."""
+        self.note_written()
+        tiles = self._engine.tiles_of_params([*self._engine.decoded.written()])
+        if len(tiles):
+            self.pass_through(np.sort(tiles))
 
     def before_step(self, tiles: np.ndarray[Any, Any]) -> None:
         """A step over these tiles begins."""
@@ -190,6 +201,7 @@ class Windows:
     def after_step(self) -> None:
         """It is whole; it began with what had been written to them."""
         self._edited[:] = self._reseeded[:] = False
+        self._engine.decoded.forget()
         self.empty[self._in_step] = False
 
     def before_commit(self) -> None:

@@ -77,6 +77,10 @@ class CSDAdam(CSDOptimizer, AdamW):
             the states of its share only, updates that, and gets the rest from the others. False: each keeps and
             updates everything. So it is with the local tensors that replicas of DTensors hold in common (HSDP). Shards
             of FSDP and DTensors that nobody else holds are updated where they are in any case.
+        state_dtype: "fp32", or "8bit" for states in 5 bytes per 16-bit parameter instead of 12 (6 per fp32 one),
+            rounded at each step by a chance that follows from step and element: the same bits everywhere, but not
+            AdamW's; see docs/8-bit-states.md. A parameter group may have its own. A store keeps the one that it was
+            made with.
 
     Raises:
         CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
@@ -87,7 +91,8 @@ class CSDAdam(CSDOptimizer, AdamW):
 
     ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``master``, as plain
     CPU tensors that are mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again after
-    a step rather than keeping a tensor from before.
+    a step rather than keeping a tensor from before. 8-bit states are decoded into memory when they are looked at, and
+    let go of by the next step; what is written to them in between counts, rounded to the nearest code.
 
     In named directories every step is committed in the background of what follows it: `committed_step` says which one
     was last. `user_state`, a small dict of plain values and tensors (epoch, position in the data, RNG state), is
@@ -96,7 +101,8 @@ class CSDAdam(CSDOptimizer, AdamW):
     A parameter that was set from outside becomes its new master, if torch counts the change: write under
     ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only, and
     not where a device is a SmartSSD. Of DTensors there that goes for 16 bits, too: torch counts nothing of what
-    ``torch._foreach_*`` writes to them.
+    ``torch._foreach_*`` writes to them. With 8-bit states such writes to 16-bit parameters in host
+    memory are noticed as well, unless `grad_dtype` is another dtype.
 
     Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
     """
@@ -129,6 +135,7 @@ class CSDAdam(CSDOptimizer, AdamW):
         tile_size: int | None = None,
         process_group: Any = None,
         sharded: bool = True,
+        state_dtype: str = "fp32",
     ) -> None:
         super().__init__(
             params,
@@ -154,6 +161,7 @@ class CSDAdam(CSDOptimizer, AdamW):
             tile_size=tile_size,
             process_group=process_group,
             sharded=sharded,
+            state_dtype=state_dtype,
         )
 
 

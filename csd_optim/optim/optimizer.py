@@ -30,8 +30,9 @@ from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDRuntimeError, CSDValueError
 from ..finalize import close_quietly
-from ..params.groups import members, name_of, plain, put_back
-from ..params.memory_warnings import COPIED, warn_if_large
+from ..params.decoded_entry import DecodedEntry
+from ..params.groups import check_state_dtype, members, name_of, plain, put_back
+from ..params.memory_warnings import COPIED, DECODED, warn_if_large
 from ..params.param_state import check_param
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 # What a copy has of the optimizer besides what torch knows of.
 _PUBLIC = (
     *("devices", "grad_dtype", "topk", "error_feedback", "topk_warmup", "max_grad_norm", "user_state", "sharded"),
+    "state_dtype",
     *("_options", "_step_supports_amp_scaling"),
 )
 
@@ -92,6 +94,7 @@ class CSDOptimizer(Optimizer, Joinable):
         tile_size: int | None,
         process_group: Any,
         sharded: bool,
+        state_dtype: str,
         **named_of_torch: Any,
     ) -> None:
         """`of_torch`, `named_of_torch`: the arguments of torch's optimizer."""
@@ -110,7 +113,8 @@ class CSDOptimizer(Optimizer, Joinable):
             raise CSDValueError(f"Invalid sharded: {sharded!r}; it is True or False")
         if resume and overwrite:
             raise CSDValueError("resume=True and overwrite=True exclude each other")
-        self._unbind(ranks_of(process_group), sharded)
+        check_state_dtype(state_dtype)
+        self._unbind(ranks_of(process_group), sharded, state_dtype)
         self._options = {"tile_size": tile_size, "shadow": shadow}
         self.devices = devices
         self.grad_dtype = grad_dtype
@@ -133,11 +137,12 @@ class CSDOptimizer(Optimizer, Joinable):
                 self.close()
                 raise
 
-    def _unbind(self, ranks: Ranks | None, sharded: bool) -> None:
+    def _unbind(self, ranks: Ranks | None, sharded: bool, state_dtype: str) -> None:
         self._engine: Engine | None = None
         self._ranks = ranks
         self.sharded = sharded
-        self._state_map = StateMap(self._rule, ranks, sharded=sharded)
+        self.state_dtype = state_dtype
+        self._state_map = StateMap(self._rule, ranks, sharded=sharded, state_dtype=state_dtype)
         self._runner = StepRunner(self._state_map, ranks)
         self._resume = Resume(self._state_map, ranks)
         self._descending = False  # what the ranks share of the step under way goes from the last to the first
@@ -201,6 +206,7 @@ class CSDOptimizer(Optimizer, Joinable):
                         f"{type(self).__name__} does not support `{name}`: its state is not on the parameter's device"
                     )
             check_topk(group.get("topk"), f" of group {k}")
+            check_state_dtype(group.get("state_dtype", self.state_dtype), f" of group {k}")
             for i, p in enumerate(group["params"]):
                 # A frozen one is none of our business: it may be quantized, or not even made yet.
                 if p.requires_grad and not is_lazy(p):
@@ -253,6 +259,16 @@ class CSDOptimizer(Optimizer, Joinable):
             self._seconds = time.perf_counter() - start
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's. States that are kept as codes are decoded, which takes as much memory as they do in fp32."""
+        state_dict = super().state_dict()
+        decoded = {k: {**entry} for k, entry in state_dict["state"].items() if isinstance(entry, DecodedEntry)}
+        if not decoded:
+            return state_dict
+        tensors = (t for entry in decoded.values() for t in entry.values() if isinstance(t, torch.Tensor))
+        warn_if_large(sum(t.nbytes for t in tensors), DECODED)
+        return {**state_dict, "state": {**state_dict["state"], **decoded}}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter.
 
@@ -286,6 +302,9 @@ class CSDOptimizer(Optimizer, Joinable):
             for before, group in zip(kept[1], self.param_groups, strict=True):
                 if "topk" in before:  # AdamW's checkpoints do not have it
                     group.setdefault("topk", before["topk"])
+                group.pop("state_dtype", None)  # how states are kept goes with the optimizer, not with the checkpoint
+                if "state_dtype" in before:
+                    group["state_dtype"] = before["state_dtype"]
             self._state_map.check(self.param_groups)
         except BaseException:
             self._state_map.state, self.param_groups = kept  # refused: nothing was touched
@@ -354,7 +373,7 @@ class CSDOptimizer(Optimizer, Joinable):
         state = dict(state)
         fresh = "_options" in state  # a copy or a pickle: __init__ has not run
         if fresh:
-            self._unbind(ranks_of(None), state["sharded"])
+            self._unbind(ranks_of(None), state["sharded"], state.get("state_dtype", "fp32"))
         if "state" in state:
             entries = state.pop("state")
             self.state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
@@ -399,7 +418,7 @@ class CSDOptimizer(Optimizer, Joinable):
         options = GradOptions(self.grad_dtype, self.topk, self.topk_warmup, self.error_feedback)
         step = prepare(engine, self._rule, bound, self.param_groups, grad_scale, options)
         add_residuals(engine, self._state_map, step)
-        apply_outside_writes(engine, step.written)
+        apply_outside_writes(engine, step)
         self._runner.make_ready(engine, step)
         return step
 

@@ -13,7 +13,7 @@ from ..engine.engine import Engine
 from ..engine.resume import check_recovered, discard_newer
 from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
 from ..params.groups import Groups, members, put_back
-from ..params.manifest import changed_by_resume, first_difference, other_rule
+from ..params.manifest import changed_by_resume, first_difference, other_codec, other_rule
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
 from ..step.all_gather import ParamAllGather
@@ -50,6 +50,8 @@ class Resume:
                 raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
             if difference := first_difference(recovered.manifest, groups, self._state_map.part_of):
                 raise CSDStoreError(f"{recovered.path} is the store of another model: {difference}")
+            if difference := other_codec(recovered.manifest, groups, self._state_map.codec_of):
+                raise CSDStoreError(f"{recovered.path} cannot be resumed: {difference}")
             user_state = stored_user_state(recovered.record.user_state, recovered.path)
             check_recovered(engine)
         with engine.all_ranks_or_none():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CSDTypeError
+from ..errors import CSDTypeError, CSDValueError
 
 Groups = Sequence[dict[str, Any]]
 
@@ -24,6 +24,12 @@ def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
     for k, group in enumerate(groups):
         for i, p in enumerate(group["params"]):
             yield k, i, p
+
+
+def check_state_dtype(value: Any, where: str = "") -> None:
+    """Raises CSDValueError."""
+    if value not in ("fp32", "8bit"):
+        raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is 'fp32' or '8bit'")
 
 
 def _item(value: Any) -> Any:

@@ -16,6 +16,7 @@ from .groups import Groups, members, name_of
 from .param_state import ParamState
 from .update_rule import UpdateRule
 
+CodecOf = Callable[[dict[str, Any], torch.Tensor], tuple[str, Any]]  # of a parameter's group; see StateMap
 PartOf = Callable[[torch.Tensor], Partition]  # of a parameter, that which this process updates
 
 
@@ -55,6 +56,22 @@ def other_rule(stored: Contents, rule: UpdateRule) -> str | None:
     for group in (*stored.record.groups, *stored.record.given):
         if missing := [key for key in rule.hyperparameters if key not in group]:
             return f"a group of it has no {missing[0]}, which the rule {name} needs"
+    return None
+
+
+def other_codec(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) -> str | None:
+    """Which parameter's states a manifest has in another way than its group's `state_dtype` says; None if none."""
+    here = {(k, i): (name_of(groups, k, i), *codec_of(groups[k], p)) for k, i, p in members(groups)}
+    for entry in stored["params"]:
+        if (entry["group"], entry["position"]) not in here:
+            continue
+        name, wanted, _ = here[entry["group"], entry["position"]]
+        held = stored["extents"][entry["extent"]].get("codec", "fp32")
+        if held != wanted:
+            return (
+                f"the states of parameter {name} are {held} there, and state_dtype says {wanted} here. Resume with "
+                f"state_dtype={held!r}; to change them, load the store with CSDAdam.load() into a new one"
+            )
     return None
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 
 from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNLESS_SET
 from ..distributed.sharding import Partition
+from ..engine.decoded import Decoded
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
+from .decoded_entry import DecodedEntry
 from .grad_source import GradSource
 from .strides import flat, numel, ordered, same_order
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
 # Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.
 RESEED_CHUNK = 1 << 22
+MOST_RATIO = 15.5  # of exp_avg to the root of exp_avg_sq, that 8-bit states hold
 
 
 @dataclass(eq=False)
@@ -33,12 +37,14 @@ class ParamState:
     index: int  # over all extents; the row in the step's table
     sections: tuple[str, ...]  # names of its states
     stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
-    windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself
+    windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself. Of codes only step and residual
     shown: dict[str, torch.Tensor]  # the same as `state` shows them
-    own_master: torch.Tensor  # the engine's place for the master, used unless in_place
+    own_master: torch.Tensor  # the engine's place for the master, used unless in_place; meta of codes
     numel: int  # fp32 values; a complex number counts two
     in_place: bool  # the parameter is its own master and the only one, windows["master"] an alias of it
     reachable: bool  # the devices can take the master from a parameter
+    decoded: Decoded | None = None  # its states, if the devices keep them as codes
+    kept_dtype: torch.dtype | None = None  # then the parameter's, which is part of them
     is_master: bool = False  # an fp32 parameter in host memory: its own master at the beginning of a step
     unless_set: bool = False  # a 16-bit one there that may be set uncounted: where it is not the rounded master
     is_new: bool = False  # its place is empty: the step under way begins with the parameter
@@ -57,6 +63,41 @@ class ParamState:
         None: nothing.
         """
         return self.windows.get("residual")
+
+    @property
+    def master(self) -> torch.Tensor:
+        """As it is now, in the shape of the part."""
+        return self._view(self.decoded.states(self.index)["master"]) if self.decoded else self.windows["master"]
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        """What is decoded within is let go of at the end: for who goes through all parameters, one after another."""
+        had = self.decoded is None or self.index in self.decoded.kept
+        try:
+            yield
+        finally:
+            if self.decoded and not had:
+                self.decoded.forget_unwritten([self.index])
+
+    def _view(self, state: torch.Tensor) -> torch.Tensor:
+        values = torch.view_as_complex(state.view(-1, 2)) if self.param.is_complex() else state
+        return values.as_strided(self.own_master.shape, self.stride)
+
+    def decode(self) -> dict[str, torch.Tensor]:
+        """Of codes: the states as `state` shows them, by name. The same dict until they are others."""
+        assert self.decoded
+        return self.decoded.shown(self.index, lambda state: self.part.show(self._view(state)))
+
+    def entry(self, others: Mapping[str, Any]) -> DecodedEntry:
+        """Of codes: what `state` has of it, beside what else somebody put there."""
+        entry = DecodedEntry(("step", *self.sections[1:], self.sections[0]), self.decode)
+        entry.keep({**others, **self.shown})
+        return entry
+
+    def is_shown_by(self, entry: Mapping[str, Any]) -> bool:
+        """Has an entry of `state` our tensors, all of them?"""
+        of_codes = isinstance(entry, DecodedEntry) and entry.shows(self.decode) if self.decoded else True
+        return of_codes and all(entry.get(key) is self.shown.get(key) for key in {*self.shown, "residual"})
 
     def set_window(self, key: str, window: torch.Tensor) -> None:
         if self.windows.get(key) is not window:
@@ -84,7 +125,14 @@ class ParamState:
         """Where a step finds the master, once it has its place: see csd_master."""
         if self.in_place:
             return int(IN_PARAM)
-        return int(FROM_PARAM if self.is_master else UNLESS_SET if self.unless_set else IN_SECTION)
+        # Of codes, what is in reach is compared in any case; but a master that was loaded may not fit it.
+        unless_set = self.compares and self.is_written if self.decoded else self.unless_set
+        return int(FROM_PARAM if self.is_master else UNLESS_SET if unless_set else IN_SECTION)
+
+    @property
+    def compares(self) -> bool:
+        """Of codes: does each step find by itself where somebody set the parameter?"""
+        return self.decoded is not None and self.reachable and self.direct is not None
 
     @property
     def version_now(self) -> int:
@@ -98,7 +146,8 @@ class ParamState:
     def fits(self) -> bool:
         """Is the parameter still one whose state this could be?"""
         p = self.param
-        right = p.dtype in DTYPES and p.layout is torch.strided and not p.is_meta
+        right = p.dtype in ((self.kept_dtype,) if self.decoded else DTYPES)
+        right = right and p.layout is torch.strided and not p.is_meta
         return right and self.part.of(p).shape == self.own_master.shape
 
     def look(self, grad_dtype: torch.dtype | None) -> None:
@@ -106,6 +155,11 @@ class ParamState:
         check_param(self.param, self.name)
         p = self.part.of(self.param)
         shape = self.own_master.shape
+        if self.decoded and p.dtype is not self.kept_dtype:
+            raise CSDTypeError(
+                f"parameter {self.name} is {p.dtype} now; its 8-bit states were made with {self.kept_dtype}, and have "
+                "its bits. Convert the model before the first step, or take state_dtype='fp32'"
+            )
         if p.shape != shape or numel(p) != self.numel:
             raise CSDValueError(f"parameter {self.name} is {tuple(p.shape)} {p.dtype} now, its state {tuple(shape)}")
         if self.pointer != self.pointer_now:
@@ -124,11 +178,13 @@ class ParamState:
             else:  # no longer: what it was moves to the engine, with the bits that the parameter may have lost
                 self.set_window("master", self.own_master.copy_(self.windows["master"]))
 
-    def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> None:
+    def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> int:
         """Copies into the parameter's place what `entry` (that of `state`) has of it.
 
         What is missing starts at zero; `fresh`: it reads as zero already. `seed`: the master too.
+        Returns how many elements of exp_avg 8-bit states cannot hold.
         """
+        lost = self._encode(entry, seed=seed, fresh=fresh) if self.decoded else 0
         for key, window in self.windows.items():
             value = entry.get(key)
             if value is self.shown[key] or (key == "master" and self.in_place):
@@ -143,30 +199,72 @@ class ParamState:
             elif not fresh:
                 window.zero_()
         # A master that came with the state may not round to the parameter: the next step compares them.
-        self.version = self.version_now if "master" not in entry else -1
+        self.version = self.version_now if "master" not in entry and not self._is_left(entry, fresh=fresh) else -1
+        return lost
 
-    def reseed(self, *, always: bool) -> None:
+    def _is_left(self, entry: Mapping[str, Any], *, fresh: bool) -> bool:
+        """Of codes: is the master left to the step that follows, which finds the parameter?"""
+        found = self.decoded is not None and self.compares and self.param.grad is not None
+        return found and fresh and not entry and not (self.decoded and self.decoded.durable)
+
+    def _encode(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool) -> int:
+        """The same of codes: for the step, or the flush, that follows."""
+        assert self.decoded
+        states: dict[str, torch.Tensor] = {}
+        dtype = torch.complex64 if self.param.is_complex() else torch.float32
+        for key in self.sections:
+            if isinstance(entry, DecodedEntry) and entry.has_own(key, self.decode):
+                continue
+            value = entry.get(key)
+            if value is not None:
+                value = self.part.of_state(value).detach()
+            elif key == "master" and seed:
+                if self._is_left(entry, fresh=fresh):
+                    continue
+                value = self.local
+            elif key != "master" and not fresh:
+                value = torch.zeros(self.own_master.shape, dtype=dtype)
+            else:
+                continue
+            own = torch.empty_strided(self.own_master.shape, self.stride, dtype=dtype, device="cpu").copy_(value)
+            states[key] = flat(own)
+        if not states:
+            return 0
+        self.decoded.replace(self.index, states)
+        held = self.decoded.states(self.index)
+        return int((held["exp_avg"].abs() > MOST_RATIO * held["exp_avg_sq"].sqrt()).sum())
+
+    def reseed(self, *, always: bool, takes_part: bool) -> None:
         """Where the parameter is not its rounded master, somebody has set it: it becomes the master there.
 
         Elsewhere the master keeps the bits that the parameter's precision cannot show. `always`: write it in any case.
+        `takes_part`: in the step that follows.
         """
-        if self.in_place or self.numel == 0:
+        if self.in_place or self.numel == 0 or (self.compares and takes_part):
             return
-        master = flat(self.windows["master"])
+        master = flat(self.master)
         p = flat(ordered(self.local, self.stride))
         for first in range(0, self.numel, RESEED_CHUNK):
             chunk, now = master[first : first + RESEED_CHUNK], p[first : first + RESEED_CHUNK].cpu()
             same = chunk.to(now.dtype) == now
             if always or not same.all():
                 chunk.copy_(torch.where(same, chunk, now.float()))
+        if self.decoded:
+            self.decoded.is_rounded(self.index)
 
-    def restore(self, first: int, n: int) -> None:
-        """Elements [first, first + n) of the parameter get the value of their master: an undone step wrote them."""
+    def restore(self, first: int, n: int, set_to: torch.Tensor | None = None) -> None:
+        """Elements [first, first + n) of the parameter get the value of their master: an undone step wrote them.
+
+        `set_to`: somebody set the parameter to this, and it still counts as written.
+        """
         p = self.local
         if self.in_place:  # the only master
             return
+        if set_to is not None:
+            flat(p)[first : first + n].copy_(flat(set_to)[first : first + n])
+            return
         in_order = ordered(p, self.stride)
-        flat(in_order)[first : first + n].copy_(flat(self.windows["master"])[first : first + n])
+        flat(in_order)[first : first + n].copy_(flat(self.master)[first : first + n])
         if in_order is not p:
             p.copy_(in_order)
         self.is_ours()
@@ -187,10 +285,10 @@ class ParamState:
         target, back = p, None
         if not same_order(p.stride(), self.stride, p.shape):
             target = torch.empty_strided(p.shape, self.stride, dtype=p.dtype, device=p.device)
-            if self.is_new:
+            if self.is_new or self.decoded:
                 target.copy_(p)
             back = (p, target)
-        read = self.is_master or self.unless_set or self.is_new
+        read = self.is_new or self.master_in != IN_SECTION
         return GradSource(grad, flat(target), grad_dtype or grad.dtype, read, back)
 
 

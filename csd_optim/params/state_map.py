@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -14,11 +15,12 @@ import torch
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
-from ..errors import CSDRuntimeError, CSDStoreError
+from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
+from .decoded_entry import DecodedEntry
 from .groups import Groups, members, name_of
 from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
-from .param_state import ParamState, check_entry, check_param
+from .param_state import MOST_RATIO, ParamState, check_entry, check_param
 from .strides import flat, numel
 from .update_rule import UpdateRule
 
@@ -26,11 +28,14 @@ from .update_rule import UpdateRule
 class StateMap:
     """`groups` is the optimizer's `param_groups`, `grad_dtype` its option, wherever they are asked for.
 
-    `rule`: what the states are; `ranks`, `sharded`: see part_of().
+    `rule`: what the states are; `ranks`, `sharded`: see part_of(); `state_dtype`: the optimizer's argument.
     """
 
-    def __init__(self, rule: UpdateRule, ranks: Ranks | None = None, *, sharded: bool = True) -> None:
+    def __init__(
+        self, rule: UpdateRule, ranks: Ranks | None = None, *, sharded: bool = True, state_dtype: str = "fp32"
+    ) -> None:
         self.rule = rule
+        self.state_dtype = state_dtype
         self.part_of = functools.partial(part_of, ranks=ranks, sharded=sharded)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self.param_states: dict[int, ParamState] = {}  # by id(param); each holds its parameter, so ids stay unique
@@ -40,6 +45,11 @@ class StateMap:
         self._shown: list[Any] = []  # every value in `state`, as we left it
         self._said: list[list[tuple[int, torch.dtype]]] | None = None  # of what the stores were told
 
+    @property
+    def coded(self) -> list[ParamState]:
+        """Those whose states are kept as codes."""
+        return [b for b in self.by_index if b.decoded and b.alive]
+
     def part(self, p: torch.Tensor) -> Partition:
         """The part of a parameter that this process updates."""
         param_state = self.param_states.get(id(p))
@@ -47,7 +57,7 @@ class StateMap:
 
     def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
         """Gives parameters, named by their id, a place on the devices, to be filled."""
-        by_sections: dict[tuple[str, ...], list[tuple[str, torch.Tensor, Partition]]] = {}
+        alike: dict[tuple[Any, ...], list[tuple[str, torch.Tensor, Partition]]] = {}
         for k, i, p in members(groups):
             if id(p) not in joining:
                 continue
@@ -56,10 +66,12 @@ class StateMap:
             if p.is_meta:
                 raise CSDRuntimeError(f"parameter {name} is on the meta device: it has no data yet")
             check_entry(entry, p, name, self.rule.sections)
-            by_sections.setdefault(self.rule.sections_for(groups[k], entry), []).append((name, p, self.part_of(p)))
+            kind = self.rule.sections_for(groups[k], entry), *self.codec_of(groups[k], p)
+            alike.setdefault(kind, []).append((name, p, self.part_of(p)))
         try:
-            for sections, new in by_sections.items():
-                engine.extend([numel(part.of(p)) for _, p, part in new], sections)
+            for (sections, codec, dtype), new in alike.items():
+                numels = [numel(part.of(p)) for _, p, part in new]
+                engine.extend(numels, sections, codec=codec, param_dtype=dtype)
                 for name, p, part in new:
                     local = torch.empty_like(part.of(p), device="meta")
                     param_state = self._give(
@@ -70,6 +82,12 @@ class StateMap:
         finally:  # also of what has its place when there is none for the rest
             self._said = None
             self.describe(engine, groups)
+
+    def codec_of(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, torch.dtype | None]:
+        """How the states of a parameter of this group are kept, and its dtype if that matters; see Engine.extend()."""
+        if group.get("state_dtype", self.state_dtype) == "fp32":
+            return "fp32", None
+        return "8bit", torch.float32 if p.is_complex() else p.dtype
 
     def describe(self, engine: Engine, groups: Groups) -> None:
         """Tells the stores what the parameters are, when that is no longer what they were told."""
@@ -95,8 +113,11 @@ class StateMap:
         i = len(self.by_index) - place.first_param
         dtype = torch.complex64 if p.is_complex() else torch.float32
         windows = {"step": torch.from_numpy(engine.steps[extent])[i]}
+        coded = place.codec != "fp32"
         for s in (*range(1, len(place.sections)), 0):  # the master last, as `state` shows it
-            windows[place.sections[s]] = engine.windows.window(place, i, s, dtype).as_strided(shape, stride)
+            if not coded:
+                windows[place.sections[s]] = engine.windows.window(place, i, s, dtype).as_strided(shape, stride)
+        own_master = torch.empty_strided(shape, stride, dtype=dtype, device="meta") if coded else windows["master"]
         param_state = ParamState(
             p,
             part,
@@ -106,10 +127,13 @@ class StateMap:
             stride=stride,
             windows=windows,
             shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},
-            own_master=windows["master"],
-            numel=numel(windows["master"]),
-            in_place=engine.devices.resident and p.dtype is torch.float32,  # in host memory, need not be kept twice
+            own_master=own_master,
+            numel=numel(own_master),
+            # In host memory, need not be kept twice.
+            in_place=not coded and engine.devices.resident and p.dtype is torch.float32,
             reachable=engine.devices.reaches_params,
+            decoded=engine.decoded if coded else None,
+            kept_dtype=p.dtype if coded else None,
         )
         self.param_states[id(p)] = param_state
         self.by_index.append(param_state)
@@ -149,9 +173,14 @@ class StateMap:
             if "residual" in (self.state.get(param_state.param) or {}):
                 self.add_residual(engine, param_state)
         with engine.writing([b.index for b in self.unfilled]):
+            lost = 0
             for param_state, fresh in self.unfilled.items():
                 self.unfilled[param_state] = param_state.is_new = False
-                param_state.fill(self.state.get(param_state.param) or {}, seed=engine.devices.keeps_state, fresh=fresh)
+                entry = self.state.get(param_state.param) or {}
+                lost += param_state.fill(entry, seed=engine.devices.keeps_state, fresh=fresh)
+            if lost:
+                said = f"8-bit states hold an exp_avg of {MOST_RATIO} times the root of exp_avg_sq at most"
+                warnings.warn(f"{said}: {lost} larger ones become that", CSDWarning, users_stacklevel())
         self.filled()
 
     def fill_by_step(self, engine: Engine, param_states: list[ParamState]) -> list[ParamState]:
@@ -205,9 +234,7 @@ class StateMap:
             if param_state is None:
                 if entry:
                     joining.add(id(p))
-            elif not entry or any(
-                entry.get(key) is not param_state.shown.get(key) for key in {*param_state.shown, "residual"}
-            ):
+            elif not entry or not param_state.is_shown_by(entry):
                 self.unfilled[param_state] = False
         if joining:
             self.join(engine, groups, joining, grad_dtype)
@@ -228,11 +255,12 @@ class StateMap:
 
     def show(self, param_state: ParamState) -> None:
         """Puts our tensors into `state`, beside whatever else is there."""
-        self.state[param_state.param] = {
-            **param_state.shown,
-            **self.state.get(param_state.param, {}),
-            **param_state.shown,
-        }
+        entry = self.state.get(param_state.param, {})
+        if param_state.decoded:
+            others = {key: value for key, value in dict.items(entry) if key not in param_state.sections}
+            self.state[param_state.param] = param_state.entry(others)
+            return
+        self.state[param_state.param] = {**param_state.shown, **entry, **param_state.shown}
 
     def remember(self) -> None:
         self._shown = self._values()
@@ -243,7 +271,13 @@ class StateMap:
         return len(values) == len(self._shown) and all(map(is_, values, self._shown))
 
     def _values(self) -> list[Any]:
-        return [*chain.from_iterable(entry.values() for entry in self.state.values() if isinstance(entry, dict))]
+        return [
+            *chain.from_iterable(
+                entry.marks if isinstance(entry, DecodedEntry) else entry.values()
+                for entry in self.state.values()
+                if isinstance(entry, dict)
+            )
+        ]
 
     # ---- of a store that is resumed --------------------------------------------------
 
@@ -312,8 +346,8 @@ class StateMap:
             if p.is_meta:
                 without_data = param_state.name
                 continue
-            with torch.no_grad():
-                param_state.part.of(p).copy_(param_state.windows["master"])
+            with torch.no_grad(), param_state.decoding():
+                param_state.part.of(p).copy_(param_state.master)
             param_state.look(grad_dtype)
             param_state.is_ours()
         self.changes += 1

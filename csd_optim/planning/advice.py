@@ -14,19 +14,20 @@ from ..compression.policy import DENSE_FROM
 from ..devices.spec import DEFAULT_BUFFERS
 from ..devices.units import parse_rate
 from ..errors import CSDUnavailableError, CSDValueError
-from ..store.layout import STORE_BYTES
+from ..store.sections import FP32
 from .model import (
     DRIVES,
     ITEM_BYTES,
     PUBLISHED_UPDATE,
     SMARTSSD,
-    STATE,
+    STATE_DTYPES,
     VARIANTS,
     ZERO_UPDATE,
     Device,
     Host,
     Prediction,
     predict,
+    slot_bytes,
     tiles_per_device,
     traffic,
 )
@@ -48,6 +49,7 @@ class Request:
     drive: Device = DRIVES["gen4"]
     csd: Device = SMARTSSD
     dtype: str = "bf16"
+    state_dtype: str = FP32  # or "8bit": of CSDAdam's states
     topk: float | None = None
     error_feedback: bool = True
     forward: float = 0.0  # seconds of the GPU for one batch
@@ -72,19 +74,21 @@ def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
     r, item = request, ITEM_BYTES[request.dtype]
     rows = _rows(r, r.devices)
     own = next(row for row in rows if row["chosen"])
-    moved = traffic(r.variant, r.params, item_bytes=item, topk=r.topk, on_host=r.on == "drive")
-    written = moved["flash"][0] / r.devices
-    tile = math.ceil(r.params / r.devices / tiles_per_device(r.params, r.devices))
+    moved = traffic(
+        r.variant, r.params, item_bytes=item, topk=r.topk, on_host=r.on == "drive", state_dtype=r.state_dtype
+    )
+    written, slot = moved["flash"][0] / r.devices, slot_bytes(r.state_dtype, item)
+    tile = math.ceil(r.params / r.devices / tiles_per_device(r.params, r.devices, r.state_dtype))
     owed = r.error_feedback and r.topk is not None and r.topk < DENSE_FROM
     found = {
         "request": asdict(r),
         "bytes": {name: {"towards_flash": there, "back": back} for name, (there, back) in moved.items()},
-        "capacity_bytes_per_device": STORE_BYTES * r.params / r.devices,
+        "capacity_bytes_per_device": 2 * slot * r.params / r.devices,
         "memory_bytes": {
             "parameters": item * r.params,
             "gradients": item * r.params,
             "residuals": 2 * r.params if owed else 0,  # bfloat16
-            "buffers": DEFAULT_BUFFERS * STATE * tile * r.devices,
+            "buffers": DEFAULT_BUFFERS * slot * tile * r.devices,
         },
         "predictions": rows,
         "break_even": _break_even(r),
@@ -105,6 +109,8 @@ def check(r: Request) -> None:
     """Raises CSDValueError at the first value that cannot be."""
     if r.dtype not in ITEM_BYTES:
         raise CSDValueError(f"Invalid dtype: {r.dtype!r}; there are {', '.join(ITEM_BYTES)}")
+    if r.state_dtype not in STATE_DTYPES:
+        raise CSDValueError(f"Invalid state_dtype: {r.state_dtype!r}; there are {', '.join(STATE_DTYPES)}")
     if r.topk is not None and not 0 < r.topk <= 1:
         raise CSDValueError(f"Invalid topk: {r.topk!r}; it is the share of gradients to send, such as 0.01")
     for name, least in (("params", 1), ("devices", 1), ("accumulate", 1), ("forward", 0), ("backward", 0)):
@@ -116,7 +122,7 @@ def check(r: Request) -> None:
             raise CSDValueError(f"Invalid rate: {name} {rate!r}; it is more than 0")
 
 
-def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
+def _predict(r: Request, variant: str, on: str, devices: int, reads_params: bool = False) -> Prediction:
     """`on`: "drive" or "csd"."""
     device, host = (r.drive if on == "drive" else r.csd), r.host
     if variant == "base":
@@ -124,7 +130,18 @@ def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
     elif variant in PUBLISHED_UPDATE:
         device = replace(device, update=PUBLISHED_UPDATE[variant])
     gpu = {"forward": r.forward * r.accumulate, "backward": r.backward * r.accumulate}
-    return predict(variant, r.params, devices, device, host, item_bytes=ITEM_BYTES[r.dtype], topk=r.topk, **gpu)
+    return predict(
+        variant,
+        r.params,
+        devices,
+        device,
+        host,
+        item_bytes=ITEM_BYTES[r.dtype],
+        topk=r.topk,
+        state_dtype=r.state_dtype,
+        reads_params=reads_params,
+        **gpu,
+    )
 
 
 def _rows(r: Request, devices: int) -> list[dict[str, Any]]:
@@ -135,8 +152,16 @@ def _rows(r: Request, devices: int) -> list[dict[str, Any]]:
     rows = []
     for variant, on in ways:
         p = _predict(r, variant, on, devices)
-        rows.append({**asdict(p), "seconds": p.seconds, "on": on, "chosen": (variant, on) == (r.variant, r.on)})
+        states = r.state_dtype if variant in ours else FP32
+        chosen = (variant, on) == (r.variant, r.on)
+        rows.append({**asdict(p), "seconds": p.seconds, "on": on, "state_dtype": states, "chosen": chosen})
     return rows
+
+
+def label(row: dict[str, Any]) -> str:
+    """Of a row, for people."""
+    states = "" if row["state_dtype"] == FP32 else ", 8-bit states,"
+    return f"{VARIANTS[row['variant']]}{states} on {KINDS[row['on']]}"
 
 
 def _break_even(r: Request) -> dict[str, int | None]:
@@ -178,6 +203,12 @@ def _advice(r: Request, own: dict[str, Any]) -> list[str]:
         said.append(f"the {what} is the limit: more {many} change nothing")
         if r.on == "drive":
             said.append(f"on as many CSDs a step takes {_seconds(other(on='csd').step)}")
+    if r.state_dtype != FP32 and r.on == "drive":
+        there = _predict(r, r.variant, r.on, r.devices, reads_params=True)
+        if there.step > 1.02 * step:
+            said.append(
+                f"parameters are in host memory here; a step reads those on a GPU from flash: {_seconds(there.step)}"
+            )
     if r.topk and other(topk=None).step <= 1.02 * step:
         said.append("Top-K buys no time here: the step does not wait for gradients")
     compute = r.forward + r.backward
@@ -323,16 +354,15 @@ def plot(found: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    lines: dict[str, list[dict[str, Any]]] = {}
     for row in found["sweep"]:
-        lines.setdefault((row["variant"], row["on"]), []).append(row)
+        lines.setdefault(label(row), []).append(row)
     figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    for (variant, kind), rows in lines.items():
-        label = f"{VARIANTS[variant]} on {KINDS[kind]}"
-        style = "--" if kind == "drive" else "-"
-        width = 1.5 if "Top-K" in label else 3.5  # often on top of one another
+    for name, rows in lines.items():
+        style = "--" if rows[0]["on"] == "drive" else "-"
+        width = 1.5 if "Top-K" in name else 3.5  # often on top of one another
         x, y = [r["devices"] for r in rows], [r["seconds"] for r in rows]
-        axis.plot(x, y, marker=".", label=label, linestyle=style, linewidth=width, alpha=0.8)
+        axis.plot(x, y, marker=".", label=name, linestyle=style, linewidth=width, alpha=0.8)
     axis.set(xlabel="devices", ylabel="seconds per iteration", yscale="log")
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("{x:g}")

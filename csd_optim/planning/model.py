@@ -10,11 +10,14 @@ says how far off it is; the tests compare it with the times that Smart-Infinity'
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from ..compression.policy import DENSE_FROM
 from ..errors import CSDValueError
 from ..store.layout import MAX_MAPPINGS, MEMORY_STATE_BYTES, TILE_ELEMS, TILES_PER_DEVICE
+from ..store.sections import EIGHT_BIT, FP32, SECTIONS, elem_bytes
 
 VARIANTS = {
     "base": "ZeRO-Infinity",  # RAID0, updated by the CPU, gradients through flash
@@ -24,8 +27,9 @@ VARIANTS = {
     "csdadam_topk": "CSDAdam, Top-K",
 }
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+STATE_DTYPES = (FP32, EIGHT_BIT)
 STATE = MEMORY_STATE_BYTES  # read, and written, per parameter and step: three fp32 states
-FP32 = 4  # bytes of the gradients and parameters that the published systems send
+PUBLISHED_ITEM = 4  # bytes of the gradients and parameters that the published systems send
 # Of an entry of a sparse gradient: index and value of 16 bits each; of 32 bits in what is published.
 ENTRY, PUBLISHED_ENTRY = 4, 8
 
@@ -45,7 +49,7 @@ class Device:
 
     read: float  # bytes per second from flash, nothing else going on
     write: float
-    mixed: float  # bytes per second, read plus written, both at once
+    mixed: float  # bytes per second, read plus written, as much of both at once
     # Parameters per second. For a device `on_host` Host.update counts instead.
     update: float = math.inf
     # A plain drive (an emulated CSD): the CPU updates, and states cross the link.
@@ -88,10 +92,14 @@ class Prediction:
 # Published peer-to-peer rates of SmartSSDs and what the memory on the card allows an update (56 B per parameter at
 # 15.4 GB/s). Plain drives as their makers' data sheets have it for long transfers, round about.
 SMARTSSD = Device.in_turn(2.9e9, 1.6e9, 275e6)
+# With 8-bit states of 16-bit parameters 26 B: codes in from the drive, into the kernel, back, out to the drive;
+# gradients in from the host and into the kernel; parameters out.
+SMARTSSD_8BIT = replace(SMARTSSD, update=590e6)
 SMARTSSD_TBW = 7.008e15  # bytes: 3.84 TB, once a day for five years
 # The kernels of Smart-Infinity: 8.2 GiB/s of 16 B, with Top-K 2.92 GiB/s of 12.08 B per parameter (its figure 14).
 PUBLISHED_UPDATE = {"su_o": 550e6, "su_o_c": 259e6}
 CSDS = {"smartssd": SMARTSSD}
+CSDS_8BIT = {"smartssd": SMARTSSD_8BIT}
 DRIVES = {
     "gen3": Device.in_turn(3.0e9, 2.0e9, on_host=True),
     "gen4": Device.in_turn(6.5e9, 4.0e9, on_host=True),
@@ -99,18 +107,34 @@ DRIVES = {
 }
 
 
+def slot_bytes(state_dtype: str, item_bytes: int) -> float:
+    """Of a parameter's states, once. `item_bytes`: of the parameter."""
+    if state_dtype == FP32:
+        return STATE
+    return elem_bytes(SECTIONS[:3], state_dtype, torch.float32 if item_bytes == 4 else torch.bfloat16)
+
+
 def traffic(
-    variant: str, params: float, *, item_bytes: int = 2, topk: float | None = None, on_host: bool = False
+    variant: str,
+    params: float,
+    *,
+    item_bytes: int = 2,
+    topk: float | None = None,
+    on_host: bool = False,
+    state_dtype: str = FP32,
+    reads_params: bool = False,
 ) -> dict[str, tuple[float, float]]:
     """Bytes that a step moves over each link, all devices together: (towards flash, back).
 
     `gpu`: between GPU and host. `link`: between host and devices. `flash`: (written, read). `item_bytes`: of a gradient
     and of a parameter; only what the published systems send to their devices is always fp32. `on_host`: CSDAdam on
-    plain drives. Raises CSDValueError: no such variant, or one with Top-K and no share `topk`.
+    plain drives. `state_dtype`: of CSDAdam's states. 8-bit ones begin with the parameter, which plain drives need not
+    read, because the host has it, unless `reads_params`: that is when it lives on a GPU. Raises CSDValueError: no such
+    variant, or one with Top-K and no share `topk`.
     """
     if variant not in VARIANTS:
         raise CSDValueError(f"Invalid variant: {variant!r}; there are {', '.join(VARIANTS)}")
-    push: float = item_bytes if variant.startswith("csdadam") else FP32
+    push: float = item_bytes if variant.startswith("csdadam") else PUBLISHED_ITEM
     if variant in ("csdadam_topk", "su_o_c"):
         if topk is None or not 0 < topk <= 1:
             raise CSDValueError(f"Invalid topk: {topk!r}; {variant} sends a share of the gradients, such as 0.01")
@@ -118,11 +142,13 @@ def traffic(
             push = topk * (ENTRY if variant == "csdadam_topk" else PUBLISHED_ENTRY)
     per_param: dict[str, tuple[float, float]]
     if variant.startswith("csdadam"):
-        gpu = (push, float(item_bytes))
-        per_param = {"gpu": gpu, "link": (STATE, STATE) if on_host else gpu, "flash": (STATE, STATE)}
+        gpu, slot = (push, float(item_bytes)), slot_bytes(state_dtype, item_bytes)
+        known = item_bytes if state_dtype != FP32 and on_host and not reads_params else 0
+        flash = (slot, slot - known)
+        per_param = {"gpu": gpu, "link": flash if on_host else gpu, "flash": flash}
     else:  # gradients go through flash
         flash = (STATE + push, STATE + push)
-        link = flash if variant == "base" else (push, FP32)
+        link = flash if variant == "base" else (push, PUBLISHED_ITEM)
         per_param = {"gpu": (item_bytes, item_bytes), "link": link, "flash": flash}
     return {name: (params * there, params * back) for name, (there, back) in per_param.items()}
 
@@ -136,6 +162,8 @@ def predict(
     *,
     item_bytes: int = 2,
     topk: float | None = None,
+    state_dtype: str = FP32,
+    reads_params: bool = False,
     forward: float = 0.0,
     backward: float = 0.0,
 ) -> Prediction:
@@ -146,16 +174,27 @@ def predict(
     csdadam[..]  everything at once: the slowest counts, and one tile's way through the others (pipeline fill and drain)
 
     `device`: for "base" the plain drive. Its CPU updates `host.update` parameters per second (published: ZERO_UPDATE).
-    `forward`, `backward`: the GPU's seconds. Raises CSDValueError as `traffic` does.
+    `state_dtype`, `reads_params`: see `traffic`; rates of updates are those with such states. `forward`, `backward`:
+    the GPU's seconds. Raises CSDValueError as `traffic` does.
     """
-    moved = traffic(variant, params, item_bytes=item_bytes, topk=topk, on_host=device.on_host)
+    moved = traffic(
+        variant,
+        params,
+        item_bytes=item_bytes,
+        topk=topk,
+        on_host=device.on_host,
+        state_dtype=state_dtype,
+        reads_params=reads_params,
+    )
     (gpu_down, gpu_up), (down, up), (written, read) = moved["gpu"], moved["link"], moved["flash"]
     gradients = 0.0
     if variant.startswith("csdadam"):
+        both = min(read, written)  # what is written beyond that, is written alone
+        alone = (read - both) / device.read + (written - both) / device.write
         stages = {
             "read": read / (devices * device.read),
             "write": written / (devices * device.write),
-            "drive": (read + written) / (devices * device.mixed),
+            "drive": (2 * both / device.mixed + alone) / devices,
             "update": params / (host.update if device.on_host else devices * device.update),
             "link down": down / host.link,
             "link up": up / host.link,
@@ -164,7 +203,7 @@ def predict(
         }
         step = max(stages.values())
         way = [stages[s] for s in ("gpu link down", "link down", "read", "update", "write", "link up", "gpu link up")]
-        step += (sum(way) - max(way)) / tiles_per_device(params, devices)
+        step += (sum(way) - max(way)) / tiles_per_device(params, devices, state_dtype)
     else:
         link = LINK_SHARE * host.link
         pushed = written - STATE * params  # the gradients, to flash
@@ -188,7 +227,8 @@ def predict(
     return Prediction(variant, devices, forward, backward, gradients, step, stages, bound)
 
 
-def tiles_per_device(params: float, devices: int) -> int:
+def tiles_per_device(params: float, devices: int, state_dtype: str = FP32) -> int:
     """As layout.plan_extent() cuts it."""
-    largest = max(TILE_ELEMS, math.ceil(3 * params / MAX_MAPPINGS))
+    mapped = 3 if state_dtype == FP32 else 0  # sections of a tile
+    largest = max(TILE_ELEMS, math.ceil(mapped * params / MAX_MAPPINGS))
     return max(TILES_PER_DEVICE, math.ceil(params / (devices * largest)))

@@ -77,6 +77,7 @@ class BoundStep:
     participants: Participants
     new: list[ParamState]  # whose places are empty: the step fills them
     written: list[ParamState]  # from outside, since the last step
+    state_map: StateMap
 
 
 @dataclass
@@ -93,6 +94,8 @@ class PreparedStep:
     owed: list[ParamState]  # residuals that the step changes
     error_feedback: bool
     unscaled: bool  # gradients can be told from the scale: what is sent whole is owed no more
+    # What somebody set parameters to whose masters only the step finds out about, by row: an undone step gives it back
+    set_to: dict[int, torch.Tensor] = field(default_factory=dict)
     # How it flows: see StepRunner.make_ready()
     tiles: np.ndarray[Any, Any] = field(init=False)
     images: list[int] = field(init=False)  # tiles that travel by them
@@ -161,7 +164,7 @@ def bind(
         state_map.remember()
         state_map.changes += 1
         plan = _plan_for(engine, state_map, groups, taking_part.params, grad_dtype, plan)
-    return BoundStep(plan, taking_part, new, written)
+    return BoundStep(plan, taking_part, new, written, state_map)
 
 
 def _written(state_map: StateMap, plan: StepPlan, grad_dtype: torch.dtype | None) -> list[ParamState]:
@@ -232,6 +235,7 @@ def prepare(
     table = plan.table.copy()
     hypers, table["hyper"][plan.rows] = _hypers(rule, plan, groups, groups_of, steps[plan.rows], grad_scale)
     table["master"][[b.index for b in bound.new]] = NEW
+    _tell_codes(bound.state_map.coded, steps, table)
     sources = _reach(plan, grads, table, options.grad_dtype)
     may_owe = options.error_feedback and bool(engine.residuals)
     owing = np.array([may_owe and b.residual is not None for b in plan.param_states])
@@ -281,10 +285,21 @@ def _reach(
         source = sources[param_state.index] = param_state.source(g, grad_dtype)
         pointers.append(source.grad.data_ptr())
         row = table[param_state.index]
-        row["param"] = source.param.data_ptr()
+        row["param"] = 0 if source.param.is_cuda else source.param.data_ptr()  # of a GPU's it takes an image
         row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
     table["grad"][plan.rows] = np.array(pointers, np.uint64)
     return sources
+
+
+def _tell_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> None:
+    """Says in the table what codes need to know: the chance of this step, and where all parameters of a tile are."""
+    for b in coded:
+        row = table[b.index]
+        first = b.part.first_element() * (2 if b.param.is_complex() else 1)
+        row["seed"], row["first"] = int(steps[b.index]) % (1 << 32), first % (1 << 32)
+        row["master"] = NEW if b.is_new else b.master_in
+        if b.compares and not row["param"] and not b.is_written:
+            row["param"], row["param_dtype"] = b.local.data_ptr(), DTYPE_CODES[b.local.dtype]
 
 
 def _compress(
@@ -328,8 +343,11 @@ def add_residuals(engine: Engine, state_map: StateMap, step: PreparedStep) -> No
         state_map.remember()
 
 
-def apply_outside_writes(engine: Engine, written: list[ParamState]) -> None:
+def apply_outside_writes(engine: Engine, step: PreparedStep) -> None:
     """What was written to parameters since the last step becomes their masters. Raises CSDOSError."""
+    written, taking_part = step.written, {b.index for b in step.plan.param_states}
+    if not engine.devices.resident:  # there no step is undone
+        step.set_to = {b.index: b.local.detach().clone() for b in written if b.compares and b.index in taking_part}
     if not written or not engine.devices.keeps_state:
         return
     always = not engine.windows.synced
@@ -340,4 +358,4 @@ def apply_outside_writes(engine: Engine, written: list[ParamState]) -> None:
         within = engine.windows.reseeding()
     with within:
         for param_state in written:
-            param_state.reseed(always=always)
+            param_state.reseed(always=always, takes_part=param_state.index in taking_part)

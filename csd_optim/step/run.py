@@ -113,7 +113,7 @@ class StepRunner:
                     engine.finish(keep=False)  # a finish() that failed has undone the step already
                 if ring is not None:
                     ring.forget()
-                self._restore(engine, table["grad"] != 0)
+                self._restore(engine, table["grad"] != 0, step.set_to)
             if gather and not done:
                 gather.again()
             raise
@@ -158,10 +158,13 @@ class StepRunner:
             plan.gather = ParamAllGather(self._ranks, engine, shares)
         return plan.gather
 
-    def _restore(self, engine: Engine, took_part: np.ndarray[Any, Any]) -> None:
-        """Gives the parameters of an undone step the values they had: those of the masters, back in their place."""
+    def _restore(self, engine: Engine, took_part: np.ndarray[Any, Any], set_to: dict[int, torch.Tensor]) -> None:
+        """Gives the parameters of an undone step the values they had: those of the masters, back in their place.
+
+        Or those that somebody had set them to, in `set_to`.
+        """
         engine.remap()  # the windows show the masters as they were
         for tile, elems in engine.undone():
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
                 if took_part[row] and in_tile < elems:
-                    self._state_map.by_index[row].restore(first, min(n, elems - in_tile))
+                    self._state_map.by_index[row].restore(first, min(n, elems - in_tile), set_to.get(row))

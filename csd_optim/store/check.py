@@ -7,11 +7,9 @@ from operator import lt
 from typing import Any
 
 from ..errors import CSDStoreError
+from .sections import FP32, PAGE, PARAM_DTYPES, SECTIONS, sections_of, size_of, takes
 
-PAGE = 4096
-# A store that names no rule was made by this one, and its tiles have these sections, or the first three of them.
-UNNAMED_RULE = "adamw"
-SECTIONS = ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+UNNAMED_RULE = "adamw"  # a store that names no rule was made by this one
 TAKEN = ["residual", "step"]  # names of what else a parameter has
 DTYPES = {"float32", "float16", "bfloat16", "complex64"}
 MOST = 1 << 60  # elements or bytes of anything: sums of a few of them still are numbers of 64 bits
@@ -55,11 +53,16 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]
     require(is_int(tiles, 0, 1 << 31), f"an extent has {tiles!r} tiles")
     require(is_int(slots, 1, 2), f"a tile has {slots!r} slots")
     if rule is None:
-        right = sections in (SECTIONS[:3], SECTIONS)
+        right = type(sections) is list and tuple(sections) in (SECTIONS[:3], SECTIONS)
     else:
         right = type(sections) is list and 1 <= len(sections) <= 4 and all(is_name(s) for s in sections)
         right = right and sections[0] == SECTIONS[0] and len({*sections, *TAKEN}) == len(sections) + len(TAKEN)
     require(right, f"a tile has the sections {sections!r}")
+    if {"codec", "param_dtype"} & {*extent}:
+        codec, dtype = extent.get("codec"), extent.get("param_dtype")
+        right = type(codec) is str and codec != FP32 and type(dtype) is str and rule is None
+        require(right and takes(codec, sections, PARAM_DTYPES.get(dtype)), f"codes {codec!r} of parameters {dtype!r}")
+        require(elems % 4096 == 0 and "sum_elems" in extent, f"a tile of codes has {elems!r} elements")
     if "sum_elems" in extent:
         require(is_int(extent["sum_elems"], 1024, 1 << 31), f"a checksum covers {extent['sum_elems']!r} elements")
     if "shares" in extent:
@@ -72,7 +75,7 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]
         require(right and all(map(lt, numbers, numbers[1:])), "the numbers of its tiles are none, or out of order")
     offset = extent.get("file_offset")
     require(is_int(offset, 2 * PAGE) and offset % PAGE == 0, f"an extent begins at byte {offset!r}")
-    return offset, offset + slots * tiles * 4 * elems * len(sections)
+    return offset, offset + slots * tiles * size_of(sections_of(extent))
 
 
 def check_param(p: Any, devices: int, *, waits: bool = False) -> tuple[int, int] | None:

@@ -29,8 +29,9 @@ import numpy as np
 
 from ..bindings import crc32c
 from ..errors import CSDStoreError
-from . import check as store_check
+from . import sections
 from .check import MOST, MOST_BYTES, MOST_TILES, check_extent, check_param, check_record, require
+from .sections import GROUP, sections_of, size_of
 from .transfer import opened, read
 
 FILE_NAME = "csd_optim.store"
@@ -39,14 +40,15 @@ MAGIC = b"CSDOPTIM"
 # From format 4 on the manifest names what a reader has to know, and who does not know it says so by its name. A store
 # that has nothing but what an older format has keeps that one.
 VERSION = NAMED_FEATURES = 4
+CODEC = "codec"  # extents[].codec and .param_dtype: its tiles have codes of the states. Without, fp32
 CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many elements of a section, not all of them
 RESIDUALS = "residuals"  # params[].residual
 RULE = "rule"  # rule: which one updates the states, and what their sections are. Without, it is AdamW's
 SHARES = "shares"  # extents[].shares
 TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: which tiles are here, else it follows from the shares
-FEATURES = frozenset({CHUNK_SUMS, RESIDUALS, RULE, SHARES, TILE_NUMBERS})
+FEATURES = frozenset({CHUNK_SUMS, CODEC, RESIDUALS, RULE, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
-PAGE = store_check.PAGE
+PAGE = sections.PAGE
 CLEAN = 1  # flag: closed in order, nothing written since
 UNDER_WAY = 2  # flag: a step in place has begun, and may have written some of its tiles
 
@@ -145,6 +147,7 @@ def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: boo
     """What a reader of a store with these extents has to know. `rule`: its manifest names one."""
     has = {
         CHUNK_SUMS: any("sum_elems" in e for e in extents),
+        CODEC: any("codec" in e for e in extents),
         RESIDUALS: residuals,
         RULE: rule,
         SHARES: any("shares" in e for e in extents),
@@ -162,7 +165,8 @@ def version_of(features: set[str]) -> int:
 
 def sums_shape(extent: dict[str, Any]) -> tuple[int, int]:
     """Of the checksums of a tile: chunks, sections."""
-    return math.ceil(extent["tile_elems"] / extent.get("sum_elems", extent["tile_elems"])), len(extent["sections"])
+    chunks = math.ceil(extent["tile_elems"] / extent.get("sum_elems", extent["tile_elems"]))
+    return chunks, len(sections_of(extent))
 
 
 def tile_entry(extent: dict[str, Any]) -> np.dtype[Any]:
@@ -255,7 +259,7 @@ class Contents:
         entries = iter(self.tiles["slot"].tolist())
         here = self.superblock.device, self.superblock.devices
         for extent, n in zip(self.manifest["extents"], all_tiles(self.manifest), strict=True):
-            size = 4 * extent["tile_elems"] * len(extent["sections"])
+            size = size_of(sections_of(extent))
             for j, number in enumerate(tiles_on(extent, n, *here)):
                 yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
 
@@ -274,7 +278,7 @@ class Contents:
             place = self.manifest["params"][row]["residual"]
             ends.append(place["base"] + 2 * place["room"])
         for e in self.manifest["extents"]:
-            ends.append(e["file_offset"] + e["slots"] * e["tiles"] * 4 * e["tile_elems"] * len(e["sections"]))
+            ends.append(e["file_offset"] + e["slots"] * e["tiles"] * size_of(sections_of(e)))
         return max(ends)
 
 
@@ -301,6 +305,8 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
     for e, extent in enumerate(manifest["extents"]):
         begin, end = check_extent(extent, block.devices, rule)
         areas.append((begin, end, f"extent {e}"))
+    has_codes = any("codec" in e for e in manifest["extents"])
+    require(has_codes == (CODEC in features), "extents have codes where the features say codec, and only there")
     require(type(manifest["tiles"]) is int, "tiles is no number")
     require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
     last, end = 0, 0  # the extent, and what is taken of it
@@ -314,6 +320,10 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
         end = end if p["extent"] == last else 0
         require(p["start"] >= end, f"parameter {p['name']} lies where another one does")
         last, end = p["extent"], p["start"] + p["numel"]
+        if codes_of := manifest["extents"][last].get("param_dtype"):
+            dtype = "float32" if p["dtype"] == "complex64" else p["dtype"]
+            right = p["start"] % GROUP == 0 and (dtype == codes_of or p["group"] < 0)
+            require(right, f"parameter {p['name']} is {dtype} and lies from {p['start']} on in codes of {codes_of}")
     for e, n in enumerate(all_tiles(manifest)):
         extent = manifest["extents"][e]
         require("shares" not in extent or n * block.devices <= MOST_TILES, f"extent {e} has {n} tiles")
@@ -360,7 +370,7 @@ def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: byte
             entries = np.frombuffer(table, tile_entry(extent), extent["tiles"], offset=at)
             require((entries["state"]["slot"] < extent["slots"]).all(), "a tile is in a slot that there is not")
             states.append(entries["state"])
-            sums.append(np.ascontiguousarray(entries["sums"][..., : len(extent["sections"])], np.uint32))
+            sums.append(np.ascontiguousarray(entries["sums"][..., : sums_shape(extent)[1]], np.uint32))
             at += entries.nbytes
         steps = np.frombuffer(table, "<f8", len(about["params"]), offset=at)
         require(bool(((steps >= 0) & (steps < 2**53)).all()), "a parameter has made steps that cannot be")

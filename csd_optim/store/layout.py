@@ -1,9 +1,9 @@
 """Parameters → flat space → tiles → devices.
 
 Parameters that join at the same time lie one after another in an *extent* of the flat space, each from a multiple of
-`ALIGN` elements on. The extent is cut into equal tiles, tile `i` on device `i mod n`: every device owns the same number
-of tiles (one more or less), and any region of the model keeps all of them busy. Devices of unequal speed have unequal
-shares of the tiles, mixed as evenly (format.devices_of).
+`ALIGN` elements on (of codes, from a whole group on: each is of one parameter). The extent is cut into equal tiles,
+tile `i` on device `i mod n`: every device owns the same number of tiles (one more or less), and any region of the model
+keeps all of them busy. Devices of unequal speed have unequal shares of the tiles, mixed as evenly (format.devices_of).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..bindings import PIECE
-from ..errors import CSDStoreError
-from .check import SECTIONS
+from ..errors import CSDStoreError, CSDValueError
 from .format import Contents, devices_of
+from .sections import FP32, GROUP, PARAM_DTYPES, SECTIONS, Section, size_of, slot_of, takes
 
 STORE_BYTES = 24  # of a store per parameter: three fp32 states in two slots
 MEMORY_STATE_BYTES = 12  # of `ram:` per parameter: one slot
@@ -28,6 +29,7 @@ MEMORY_STATE_BYTES = 12  # of `ram:` per parameter: one slot
 ALIGN = 16
 # Tiles are a multiple of this many elements, so that each section of each slot can be mapped by itself.
 GRAIN = max(4096, mmap.PAGESIZE) // 4
+CODES_GRAIN = max(4096, GRAIN)  # of codes, which have a byte for an element
 # A checksum covers so many elements of each section: what is verified, updated and summed while a cache of the second
 # level has it. Three sections are 768 KiB, four a MiB; 32 Ki to 128 Ki were measured to be the same with 2 MiB of it.
 SUM_ELEMS = 1 << 16
@@ -62,6 +64,8 @@ class Extent:
     tile_elems: int
     n_tiles: int
     sections: tuple[str, ...]  # names of the states, the first is the master
+    codec: str  # how a slot has them, and of codes the dtype of all parameters: see sections.py
+    param_dtype: torch.dtype | None
     slots: int  # of each tile: 2, or 1 where steps write in place
     starts: tuple[int, ...]  # element of the extent at which each parameter starts
     numels: tuple[int, ...]
@@ -76,14 +80,24 @@ class Extent:
         """How many of the tiles lie on a device."""
         return int((self.devices == device).sum())
 
+    def pieces_in(self, tile: int) -> np.ndarray[Any, Any]:
+        """The parts of parameters in one of the tiles, dtype PIECE."""
+        first, last = self.first_piece[tile : tile + 2]
+        return self.pieces[first:last]
+
     @property
     def chunks(self) -> int:
         """Of each tile: how many checksums a section has."""
         return math.ceil(self.tile_elems / (self.sum_elems or self.tile_elems))
 
     @property
+    def slot(self) -> tuple[Section, ...]:
+        """What is in a slot of a tile."""
+        return slot_of(self.tile_elems, self.sections, self.codec, self.param_dtype)
+
+    @property
     def slot_bytes(self) -> int:
-        return 4 * self.tile_elems * len(self.sections)
+        return size_of(self.slot)
 
     def device_bytes(self, device: int) -> int:
         return self.slots * self.slot_bytes * self.tiles_of(device)
@@ -100,6 +114,8 @@ def plan_extent(
     first_param: int = 0,
     first_tile: int = 0,
     sections: Sequence[str] = SECTIONS[:3],
+    codec: str = FP32,
+    param_dtype: torch.dtype | None = None,
     slots: int = 2,
     tile_elems: int | None = None,
     shares: Sequence[float] | None = None,
@@ -113,24 +129,27 @@ def plan_extent(
     `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`. `sum_elems`, `devices`, `numbered`: see
     Extent; devices None: by the shares; numbered None: if the sections have several checksums. `mapped`: the
     mappings that other extents of the process take (bindings.mappings()). Tiles are larger where few are left, down to
-    one for each device.
+    one for each device; but codes are not mapped. Raises CSDValueError: no such codec, or not for these states.
     """
+    if not takes(codec, sections, param_dtype):
+        raise CSDValueError(f"Invalid codec: {codec!r} for {', '.join(sections)} of {param_dtype} parameters")
+    align, grain, windows = (ALIGN, GRAIN, len(sections)) if codec == FP32 else (GROUP, CODES_GRAIN, 0)
     starts, end = [], 0
     for n in numels:
         starts.append(end)
-        end += round_up(n, ALIGN)
+        end += round_up(n, align)
     if tile_elems is None:
         # The same number of tiles for every device, so that none has to wait for another.
-        one_each, left = n_devices * len(sections), max_mappings() - mapped
+        one_each, left = n_devices * windows, max_mappings() - mapped
         most = max(one_each, min(MAX_MAPPINGS, int(LARGE_PART * left)))
-        largest = max(TILE_ELEMS, math.ceil(end * len(sections) / most))
+        largest = max(TILE_ELEMS, math.ceil(end * windows / most))
         finer = min(FINEST, sum(shares) / n_devices / min(shares)) if shares else 1
         rounds = math.ceil(TILES_PER_DEVICE * finer)
-        if mapped:
+        if mapped and windows:
             rounds = max(1, min(rounds, int(SMALL_PART * left) // one_each))
         rounds = max(rounds, math.ceil(end / (n_devices * largest)))
         tile_elems = math.ceil(end / (n_devices * rounds))
-    tile_elems = max(GRAIN, round_up(tile_elems, GRAIN))
+    tile_elems = max(grain, round_up(tile_elems, grain))
     n_tiles = math.ceil(end / tile_elems)
     rows = [
         (first_param + i, tile, max(tile * tile_elems, start) - start, max(start - tile * tile_elems, 0), elems)
@@ -145,6 +164,8 @@ def plan_extent(
         tile_elems=tile_elems,
         n_tiles=n_tiles,
         sections=tuple(sections),
+        codec=codec,
+        param_dtype=param_dtype,
         slots=slots,
         starts=tuple(starts),
         numels=tuple(numels),
@@ -182,6 +203,8 @@ def extents_of(recovered: Sequence[Contents]) -> list[Extent]:
             first_param=sum(len(before.numels) for before in extents),
             first_tile=sum(before.n_tiles for before in extents),
             sections=described["sections"],
+            codec=described.get("codec", FP32),
+            param_dtype=PARAM_DTYPES.get(described.get("param_dtype", "")),
             slots=described["slots"],
             tile_elems=described["tile_elems"],
             shares=described.get("shares"),

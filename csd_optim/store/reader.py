@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from ..bindings import IO_DEPTH, crc32c
+from ..bindings import IO_DEPTH, crc32c, decode, isa_used
 from ..errors import CSDOSError, CSDStoreError
 from .format import PAGE, RESIDUAL_BYTES, Contents
 from .layout import round_up
+from .sections import GROUP, PARAM_DTYPES, SECTIONS, Section, sections_of, size_of
 from .transfer import open_direct, opened, read_into
 
 CHUNK = 4 << 20  # bytes of a residual that are read or written at a time, at least
@@ -32,21 +34,42 @@ class Tile(NamedTuple):
     extent: int
     number: int  # of its extent, over all devices
     offset: int  # in the store: where its current slot begins
-    sections: list[str]
-    section_bytes: int
+    sections: tuple[Section, ...]
+    elems: int
     summed: bool
-    sum_bytes: int  # of a section, that a checksum covers; the last one covers the rest
+    sum_elems: int  # of a section, that a checksum covers; the last one covers the rest
     sums: np.ndarray[Any, Any]  # uint32: (chunks, sections)
 
     @property
     def size(self) -> int:
-        return self.section_bytes * len(self.sections)
+        return size_of(self.sections)
 
-    def part(self, section: int, chunk: int) -> tuple[int, int]:
-        """Where a chunk of a section lies: from which byte of the slot to which."""
-        first = chunk * self.sum_bytes
-        last = min(first + self.sum_bytes, self.section_bytes)
-        return section * self.section_bytes + first, section * self.section_bytes + last
+    @property
+    def states(self) -> list[str]:
+        """The names of its states."""
+        names: list[str] = self.contents.manifest["extents"][self.extent]["sections"]
+        return names
+
+    @property
+    def codes_of(self) -> torch.dtype | None:
+        """The dtype of its parameters, if it has codes; None: each state is a section."""
+        return PARAM_DTYPES.get(self.contents.manifest["extents"][self.extent].get("param_dtype", ""))
+
+    def chunk(self, number: int) -> tuple[int, int]:
+        """The elements of each section that checksum `number` covers: from, to."""
+        return number * self.sum_elems, min((number + 1) * self.sum_elems, self.elems)
+
+    def decode(self, data: memoryview, first: int, states: Sequence[torch.Tensor]) -> None:
+        """Fills fp32 tensors of one length, on the CPU, with what its states are from element `first` on.
+
+        `data`: its slot, of codes. `first`: where a parameter begins, or the tile.
+        """
+        dtype = self.codes_of
+        assert dtype
+        end = first + round_up(states[0].numel(), GROUP)
+        parts = [(section.at(first), section.at(end)) for section in self.sections]
+        codes = [torch.frombuffer(data, dtype=torch.uint8, offset=at, count=to - at) for at, to in parts]
+        decode(isa_used(), codes, dtype, [*states, *[None] * (len(SECTIONS) - len(states))])
 
 
 class Residual(NamedTuple):
@@ -98,8 +121,8 @@ def tiles_of(recovered: Iterable[Contents]) -> list[Tile]:
         for (extent, number, offset), checked, crc in zip(contents.slots(), summed, sums, strict=True):
             place = (contents, extent_number[id(extent)], number, offset)
             elems = extent["tile_elems"]
-            sizes = (4 * elems, checked == 1, 4 * min(extent.get("sum_elems", elems), elems))
-            found.append(Tile(*place, extent["sections"], *sizes, crc))
+            sum_elems = min(extent.get("sum_elems", elems), elems)
+            found.append(Tile(*place, sections_of(extent), elems, checked == 1, sum_elems, crc))
     return sorted(found, key=lambda t: (t.extent, t.number))
 
 
@@ -116,10 +139,14 @@ def total_bytes(recovered: Iterable[Contents]) -> int:
     return sum(t.size for t in tiles_of(recovered)) + sum(r.size for r in residuals_of(recovered))
 
 
-def stored_bytes(contents: Contents) -> int:
-    """What it takes on the disk when only current slots and spaces are copied, and holes are not."""
+def stored_bytes(contents: Contents, *, decoded: bool = False) -> int:
+    """What it takes on the disk when only current slots and spaces are copied, and holes are not.
+
+    `decoded`: all states as fp32.
+    """
     with opened(Path(contents.path)) as fd:
-        tiles = sum(t.size for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size))
+        there = [t for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size)]
+    tiles = sum(4 * t.elems * len(t.states) if decoded else t.size for t in there)
     return tiles + sum(r.size for r in residuals_of([contents]))
 
 
@@ -204,10 +231,12 @@ def find_damage(
     recovered: Sequence[Contents],
     use_residual: Callable[[Residual, int, memoryview], None] = lambda *_: None,
     tick: Tick = lambda _: None,
+    *,
+    use: Callable[[Tile, memoryview | None], None] = lambda *_: None,
 ) -> list[Damage]:
-    """Everything in these stores that is not what was written there. `use_residual`: as of each_tile()."""
+    """Everything in these stores that is not what was written there. `use`, `use_residual`: as of each_tile()."""
     found: list[Damage] = []
-    each_tile(recovered, lambda _, __: None, use_residual, damaged=found.extend, tick=tick)
+    each_tile(recovered, use, use_residual, damaged=found.extend, tick=tick)
     return sorted(found, key=lambda d: (d.path, d.number))
 
 
@@ -219,7 +248,7 @@ def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
         n = _read_part(fd, view, tile.offset, tile.contents.path)
 
     def whole(section: int, chunk: int) -> bool:
-        first, last = tile.part(section, chunk)
+        first, last = map(tile.sections[section].at, tile.chunk(chunk))
         if n < last or not tile.summed:
             return n >= last
         crc = _sum_of_zeros(last - first) if hole else crc32c(view[first:last])
@@ -228,9 +257,9 @@ def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
     damage = []
     for k, section in enumerate(tile.sections):
         if bad := [chunk for chunk in range(len(tile.sums)) if not whole(k, chunk)]:
-            first, last = tile.part(0, bad[0])[0] // 4, tile.part(0, bad[-1])[1] // 4
+            first, last = tile.chunk(bad[0])[0], tile.chunk(bad[-1])[1]
             params = lying_in(tile.contents.manifest, tile.extent, tile.number, first, last)
-            what = f"{section} of tile {tile.number}"
+            what = f"{section.name} of tile {tile.number}"
             damage.append(Damage(tile.contents.path, tile.number, what, params))
     return hole, damage
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .check import PAGE
+from .sections import PAGE
 
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 

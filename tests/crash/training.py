@@ -20,6 +20,8 @@ JOIN = 6  # before this step a parameter group joins
 WRITE = 7  # before this step parameters are set from outside
 JOINED = 8  # the first gradient of that group
 TOPK = {2: 0.1, 7: None, 9: 0.02}  # before a step the first group begins to send this share of its gradients
+# How states are kept, of the first parameters and of those that join: one of these, by the seed.
+STATE_DTYPES = [("fp32", "fp32"), ("8bit", "8bit"), ("8bit", "fp32"), ("fp32", "8bit")]
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
 
@@ -36,6 +38,7 @@ class Training:
 
     def __init__(self, seed, devices):
         self.seed = seed
+        self.state_dtypes = STATE_DTYPES[seed % len(STATE_DTYPES)]
         self.generator = torch.Generator().manual_seed(seed)
         self.params = {
             "embed": self._param(SAMPLES, 24),
@@ -69,10 +72,11 @@ class Training:
 
     def _groups(self):
         first = [p for name, p in self.params.items() if name != "joined"]
-        return [{"params": first, "lr": 0.02, "weight_decay": 0.1}]
+        return [{"params": first, "lr": 0.02, "weight_decay": 0.1, "state_dtype": self.state_dtypes[0]}]
 
     def _joining(self):
-        return {"params": [self.params["joined"]], "lr": 0.01, "initial_lr": 0.01, "amsgrad": True, "topk": 0.1}
+        options = {"lr": 0.01, "initial_lr": 0.01, "amsgrad": True, "topk": 0.1, "state_dtype": self.state_dtypes[1]}
+        return {"params": [self.params["joined"]], **options}
 
     def _open(self, devices):
         if not self.resumes:

@@ -159,14 +159,15 @@ def test_ddp_with_a_static_graph_and_with_no_sync(options, accumulation, tmp_pat
 # ---- Replicas of any kind, without DDP -----------------------------------------------------
 
 
-def odd_parameters():
+def odd_parameters(transposed=True):
     """fp32, bf16, fp16, complex; fewer rows than ranks, none, 0-dim; orders of memory in which rows are not dense."""
     torch.manual_seed(5)
     shapes = [(), (1,), (2,), (0, 3), (700,), (5, 1), (37, 41), (1, 3000)]
     made = [torch.randn(s) for s in shapes]
     made += [torch.randn(400).to(torch.bfloat16), torch.randn(33, 7).half(), torch.randn(5, 3, dtype=torch.complex64)]
-    made += [torch.randn(7, 5).t(), torch.randn(9, 4, 3, 3).to(memory_format=torch.channels_last)]
-    made += [torch.randn(6, 8).to(torch.bfloat16).t(), torch.randn(4, 6)[:, ::2]]
+    made += [torch.randn(9, 4, 3, 3).to(memory_format=torch.channels_last), torch.randn(4, 6)[:, ::2]]
+    if transposed:
+        made += [torch.randn(7, 5).t(), torch.randn(6, 8).to(torch.bfloat16).t()]
     return [nn.Parameter(t) for t in made]
 
 
@@ -193,7 +194,8 @@ def assert_same(params, others, optimizer, other):
 
 
 def shares_or_not(rank, size, options, bucket):
-    params, others = odd_parameters(), odd_parameters()
+    # The chance of 8-bit states goes with an element's place in memory: a share of rows has to be one piece of that.
+    params, others = (odd_parameters(transposed="state_dtype" not in options) for _ in range(2))
     with (
         mock.patch("csd_optim.step.all_gather.BUCKET_BYTES", bucket),
         CSDAdam(params, **ARGS, tile_size=TILE, **options) as optimizer,
@@ -218,7 +220,14 @@ def shares_or_not(rank, size, options, bucket):
 @pytest.mark.parametrize("bucket", [1 << 13, 1 << 24], ids=["many buckets", "one bucket"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"grad_dtype": torch.bfloat16}, {"amsgrad": True}, {"max_grad_norm": 0.5}, {"maximize": True}],
+    [
+        {},
+        {"grad_dtype": torch.bfloat16},
+        {"amsgrad": True},
+        {"max_grad_norm": 0.5},
+        {"maximize": True},
+        {"state_dtype": "8bit"},
+    ],
     ids=lambda options: "".join(options) or "plain",
 )
 @pytest.mark.parametrize("size", [2, 4])

@@ -12,6 +12,7 @@ from support.backends import on_cards
 from csd_optim import CSDAdam
 from csd_optim.bindings import crc32c
 from csd_optim.store.format import FILE_NAME, read_contents
+from csd_optim.store.sections import sections_of, size_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 
@@ -40,9 +41,14 @@ class Twins:
         options = {"amsgrad": choose.random() < 0.3, "grad_dtype": choose.choice([None, torch.bfloat16])}
         options |= {"tile_size": choose.choice([1024, 2048, 5120, 1 << 16]), "lr": 0.01}
         options |= {"topk": choose.choice([None, 0.02]), "error_feedback": choose.random() < 0.8}
+        options |= {"state_dtype": self.state_dtype()}
         mine, others = zip(*self.pairs, strict=True)
         self.file = CSDAdam(mine, devices=choose.choice(files), **options)
         self.ram = CSDAdam(others, devices="ram:", **options)
+
+    def state_dtype(self):
+        """On cards a checksum of codes covers more than these tests let it."""
+        return "fp32" if on_cards() else self.choose.choice(["fp32", "8bit"])
 
     def new_pairs(self):
         choose = self.choose
@@ -68,6 +74,7 @@ class Twins:
     def join(self):
         new = self.new_pairs()
         options = {"amsgrad": self.choose.random() < 0.5, **self.choose.choice([{}, {"topk": None}, {"topk": 0.1}])}
+        options |= {"state_dtype": self.state_dtype()}
         for optimizer, params in zip((self.file, self.ram), zip(*new, strict=True), strict=True):
             optimizer.add_param_group({"params": params, **options})
         self.pairs += new
@@ -130,13 +137,12 @@ def check_sums(store: Path):
     contents, data = read_contents(store), store.read_bytes()
     rows = zip(contents.tiles, chain.from_iterable(contents.sums), strict=True)
     for extent in contents.manifest["extents"]:
-        n_bytes, sections = 4 * extent["tile_elems"], len(extent["sections"])
+        sections, elems, each = sections_of(extent), extent["tile_elems"], extent["sum_elems"]
         for j in range(extent["tiles"]):
             row, held = next(rows)
-            at = extent["file_offset"] + (2 * j + int(row["slot"])) * n_bytes * sections
-            size = 4 * min(extent["sum_elems"], extent["tile_elems"])
+            at = extent["file_offset"] + (2 * j + int(row["slot"])) * size_of(sections)
             sums = [
-                [crc32c(data[at + s * n_bytes :][:n_bytes][first : first + size]) for s in range(sections)]
-                for first in range(0, n_bytes, size)
+                [crc32c(data[at + s.at(first) : at + s.at(min(first + each, elems))]) for s in sections]
+                for first in range(0, elems, each)
             ]
             assert not row["summed"] or sums == held.tolist()

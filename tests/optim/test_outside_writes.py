@@ -392,7 +392,7 @@ def test_places_that_could_not_be_filled_are_filled_again(devices, dtype, monkey
             for done in calls[:2]:
                 done.own_master.fill_(7)
             raise MemoryError
-        fill(bound, *args, **kwargs)
+        return fill(bound, *args, **kwargs)
 
     monkeypatch.setattr(Engine, "fills_by_step", lambda *_: False)  # as where parameters have states already
     monkeypatch.setattr(ParamState, "fill", failing)

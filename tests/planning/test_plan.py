@@ -10,7 +10,7 @@ import torch
 
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError
 from csd_optim.bindings import Pace
-from csd_optim.cli import facts, measure
+from csd_optim.cli import benchmark, facts, measure
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.planning import advice as plan
 from csd_optim.planning import model
@@ -266,6 +266,27 @@ def test_bytes_of_plain_drives_fp32_and_half_of_the_gradients():
     assert traffic("csdadam_topk", 1, topk=0.5)["link"] == (2, 2)  # goes dense
 
 
+@pytest.mark.parametrize(("dtype", "item"), [("bf16", 2), ("fp32", 4)])
+def test_bytes_of_8bit_states(dtype, item):
+    """As the optimizer counts them on a plain drive; a CSD, or what serves a GPU, reads the parameter, too."""
+    p = torch.nn.Parameter(torch.randn(1 << 20).to(benchmark.DTYPES[dtype]))
+    p.grad = torch.randn_like(p)
+    with CSDAdam([p], devices=["file:?cache=off"], state_dtype="8bit") as opt:
+        opt.step()
+        opt.step()
+        stats = opt.stats()
+    of = {"item_bytes": item, "state_dtype": "8bit"}
+    drive = traffic("csdadam", p.numel(), on_host=True, **of)
+    written, read = stats["flash_write_bytes"], stats["flash_read_bytes"]
+    assert drive["flash"] == drive["link"] == pytest.approx((written, read), rel=0.02)  # sections are whole pages
+    csd = traffic("csdadam", 64, **of)
+    assert csd["flash"] == traffic("csdadam", 64, on_host=True, reads_params=True, **of)["flash"]
+    assert csd["flash"] == (321 + 64 * (item == 4),) * 2
+    assert drive["flash"][1] == drive["flash"][0] - item * p.numel()
+    assert csd["link"] == (64 * item, 64 * item)
+    assert traffic("base", 1, state_dtype="8bit") == traffic("base", 1)
+
+
 def test_bytes_are_those_that_the_optimizer_counts():
     p = torch.nn.Parameter(torch.randn(1 << 20).half().view(1024, 1024))
     p.grad = torch.randn(1024, 1024).half()
@@ -307,6 +328,38 @@ def test_plan_by_hand():
     assert found["wear"]["bytes_per_step_and_device"] == 42e9
     assert found["wear"]["steps"] == pytest.approx(1e15 / 42e9)
     assert found["wear"]["days"] == pytest.approx(1e15 / 42e9 * own(found)["seconds"] / 86400)
+
+
+def test_plan_with_8bit_states_by_hand():
+    """The same two drives: 3.016 B / (6 GB/s) and 5.016 B / (3 GB/s) each."""
+    drive = Device.in_turn(6e9, 3e9, on_host=True)
+    request = Request(params=7 * 10**9, devices=2, host=server(), drive=drive, tbw=1e15, state_dtype="8bit")
+    found = plan.plan(request)
+    assert own(found)["bound"] == "drive"
+    assert own(found)["step"] == pytest.approx(7e9 * (3.016 / 6e9 + 5.016 / 3e9) / 2, rel=0.01)
+    assert found["capacity_bytes_per_device"] == pytest.approx(7e9 * 10.03 / 2, rel=1e-3)
+    assert found["memory_bytes"]["buffers"] <= 2 * 8 * 5.1 * 2**20
+    assert found["wear"]["steps"] == pytest.approx(1e15 / (7e9 * 5.016 / 2), rel=1e-3)
+    assert any("on a GPU from flash: 8.8 s" in text for text in found["advice"])
+    assert {(row["variant"], row["state_dtype"]) for row in found["predictions"]} == {
+        ("base", "fp32"),
+        ("su_o", "fp32"),
+        ("csdadam", "8bit"),
+    }
+    on_csds = plan.plan(plan.replace(request, on="csd", csd=model.SMARTSSD_8BIT))
+    assert own(on_csds)["step"] == pytest.approx(7e9 * 10.03 / 2 / model.SMARTSSD.mixed, rel=0.01)
+    assert not any("on a GPU from flash" in text for text in on_csds["advice"])
+
+
+def test_break_even_with_8bit_states():
+    """Plain drives stop at the link's 5.016 B / 8 GB/s, as 16 CSDs do at 10.03 B / 1 GB/s each. Reading less, they fill
+    the pipeline sooner.
+    """
+    slow, fast = Device.in_turn(1.0e9, 1.0e9, 1e12), Device.in_turn(5.0e9, 5.0e9, on_host=True)
+    request = Request(params=10**10, devices=1, csd=slow, drive=fast, host=server(link=8e9, update=1e12))
+    even = plan.plan(plan.replace(request, state_dtype="8bit"))["break_even"]
+    assert even["csdadam"] == 17
+    assert even["base"] < plan.plan(request)["break_even"]["base"]
 
 
 def test_what_bounds_changes_with_the_machine():
@@ -368,6 +421,7 @@ def test_accumulating_as_advised_does_what_it_says():
         ({"params": 0}, "params: 0"),
         ({"devices": 0}, "devices: 0"),
         ({"dtype": "fp8"}, "dtype: 'fp8'"),
+        ({"state_dtype": "4bit"}, "state_dtype: '4bit'"),
         ({"topk": 0.0}, "topk: 0.0"),
         ({"topk": 1.5}, "topk: 1.5"),
         ({"forward": -1.0}, "forward: -1.0"),
@@ -497,9 +551,9 @@ def test_what_is_no_config_is_refused(tmp_path, text, said):
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     """The types for which this machine's CPU was to be measured. Wherever this runs, that gives a server's rate."""
-    dtypes = []
-    monkeypatch.setattr(measure, "engine_rate", lambda dtype: dtypes.append(dtype) or server().update)
-    return dtypes
+    asked = []
+    monkeypatch.setattr(measure, "engine_rate", lambda *dtypes: asked.append(dtypes) or server().update)
+    return asked
 
 
 def run_json(run, *arguments):
@@ -537,6 +591,24 @@ def test_command_for_csds_with_topk(run):
     assert without["memory_bytes"]["residuals"] == 0
 
 
+def test_command_with_8bit_states(run, measured):
+    found = run_json(run, "--params=33B", "--devices=10", "--csd=smartssd", "--state-dtype=8bit")
+    assert own(found)["state_dtype"] == found["request"]["state_dtype"] == "8bit"
+    assert found["request"]["csd"]["update"] == model.SMARTSSD_8BIT.update
+    assert found["bytes"]["flash"]["towards_flash"] == pytest.approx(33e9 * 5.016, rel=1e-3)
+    assert found["bytes"]["flash"]["back"] == found["bytes"]["flash"]["towards_flash"]
+    assert measured == [(torch.bfloat16, "8bit")]
+    code, out, _ = run("plan", "--params", "7B", "--devices", "2", "--state-dtype", "8bit", "--sweep", "devices=1..2")
+    assert code == 0
+    for words in (
+        "7.00 B bf16 parameters with 8-bit states",
+        "CSDAdam, 8-bit states, on plain drives",
+        "35.1 GB on each",
+    ):
+        assert words in out
+    assert run("plan", "--params=7B", "--state-dtype=4bit")[2].startswith("error: Invalid state_dtype: '4bit'")
+
+
 def test_command_for_people(run):
     code, out, err = run("plan", "--params", "7B", "--devices", "2", "--forward", "0.4", "--backward", "0.8")
     assert (code, err) == (0, "")
@@ -548,7 +620,7 @@ def test_command_for_people(run):
 
 def test_command_measures_this_cpu_unless_a_rate_is_given(run, measured):
     found = run_json(run, "--params=7B", "--dtype=fp16")
-    assert measured == [torch.float16]
+    assert measured == [(torch.float16, "fp32")]
     assert (found["request"]["host"]["update"], found["request"]["cpu_measured"]) == (1.4e9, True)
     assert "1.40 G parameters/s, measured here" in run("plan", "--params=7B")[1]
     measured.clear()
@@ -563,30 +635,33 @@ def test_cpu_is_measured_once_with_the_engine(monkeypatch):
     made = []
 
     class Small(measure.AtOnce):
-        def __init__(self, elems, dtype):
-            made.append((elems, dtype))
-            super().__init__(elems, dtype)
+        def __init__(self, elems, dtype, state_dtype):
+            made.append((elems, dtype, state_dtype))
+            super().__init__(elems, dtype, state_dtype=state_dtype)
 
     monkeypatch.setattr(measure, "ENGINE_ELEMS", 1 << 16)
     monkeypatch.setattr(measure, "AtOnce", Small)
     measure._engine_rate.cache_clear()
-    assert 0 < ENGINE_RATE(torch.bfloat16) == ENGINE_RATE(torch.bfloat16)
-    assert made == [(1 << 16, torch.bfloat16)]
+    for state_dtype in ("fp32", "8bit"):
+        assert 0 < ENGINE_RATE(torch.bfloat16, state_dtype) == ENGINE_RATE(torch.bfloat16, state_dtype)
+    assert made == [(1 << 16, torch.bfloat16, "fp32"), (1 << 16, torch.bfloat16, "8bit")]
     measure._engine_rate.cache_clear()
 
 
-def test_engine_without_drives_updates_and_verifies():
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_engine_without_drives_updates_and_verifies(state_dtype):
     """The same bits as on a drive; and what is not what was written is noticed, as there."""
     p = torch.nn.Parameter(torch.zeros(300_000).bfloat16())
-    with CSDAdam([p], devices=["file:"]) as opt, measure.AtOnce(p.numel(), p.dtype) as engine:
+    engine = measure.AtOnce(p.numel(), p.dtype, state_dtype=state_dtype)
+    with CSDAdam([p], devices=["file:"], state_dtype=state_dtype) as opt, engine:
         for t in range(1, 4):
             p.grad = torch.randn(p.numel()).bfloat16()
             engine.grad.copy_(p.grad)
             engine.hyper[0] = ADAMW.constants(opt.param_groups[0], t, 1.0)
             opt.step()
-            engine.step()
+            engine.step(seed=t)
             assert torch.equal(engine.param, p)
-    with measure.AtOnce(4096, torch.bfloat16, kept=False) as engine:
+    with measure.AtOnce(4096, torch.bfloat16, kept=False, state_dtype=state_dtype) as engine:
         engine.step()
         with pytest.raises(CSDStoreError, match="of tile 0 is not what was written there"):
             engine.step()  # reads zeros

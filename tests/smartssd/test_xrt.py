@@ -89,6 +89,29 @@ def test_fifty_steps_give_the_bits_of_a_file(cards):
     )
 
 
+@needs_xrt
+@pytest.mark.parametrize("options", ["", "amsgrad=True", "topk=0.05"])
+def test_8_bit_states_have_the_bits_of_a_file(options):
+    """Also where somebody sets a parameter, or edits a state: the card gets new codes then."""
+    script(
+        f"""
+        runs = []
+        for devices in ["file:", "file:"], ["xrt:0", "xrt:1"]:
+            net = model()
+            with CSDAdam(net.parameters(), lr=1e-2, devices=devices, state_dtype="8bit", {options}) as opt:
+                train(net, opt, range(3))
+                opt.state[net[0].weight]["exp_avg"].mul_(0.5)
+                with torch.no_grad():
+                    net[2].weight[3:5].fill_(0.25)
+                    net[0].weight[7].fill_(0.25)
+                train(net, opt, range(3, 6))
+                runs.append(bits(net, opt))
+        same(*runs)
+        """,
+        cards=2,
+    )
+
+
 # ---- durable -----------------------------------------------------------------------------
 
 

@@ -8,9 +8,11 @@ import struct
 import numpy as np
 import pytest
 import torch
-from support.store_page import crc32c, region, superblock
+from support.codes import SHAPES, TILE, made
+from support.store_page import crc32c, decoded, masters, ratios, region, roots, sections, superblock
 
 from csd_optim import CSDAdam
+from csd_optim.bindings import decode
 
 
 @pytest.mark.parametrize("kept", [(), ("columns", "late", "half", "weight")])  # those that have residuals
@@ -141,3 +143,89 @@ def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, k
             assert torch.equal(values, opt.state[p][section]), (entry["name"], section)
             if section == "master":
                 assert torch.equal(values.to(p.dtype), p)
+
+
+def read_tiles(data):
+    """Each tile of a store: its extent, its number there, the content of its sections by name. Sums are compared."""
+    block = superblock(data, 0)
+    manifest, table = (json.loads(region(data, block["manifest"], 0)), region(data, block["table"], 0))
+    at = 0
+    for e, extent in enumerate(manifest["extents"]):
+        slot_of = sections(extent)
+        size = sum(n for _, _, n in slot_of)
+        chunks = math.ceil(extent["tile_elems"] / extent["sum_elems"])
+        for j, number in enumerate(extent["tile_numbers"]):
+            slot, summed, *sums = struct.unpack_from(f"<{2 + chunks * len(slot_of)}I", table, at)
+            at += 8 + 4 * chunks * len(slot_of)
+            assert summed == 1
+            first, content = extent["file_offset"] + (extent["slots"] * j + slot) * size, {}
+            for k, (name, for_64, n) in enumerate(slot_of):
+                content[name] = data[first : first + n]
+                used = content[name][: extent["tile_elems"] // 64 * for_64]
+                assert not any(content[name][len(used) :])
+                each = extent["sum_elems"] // 64 * for_64
+                for chunk in range(chunks):
+                    assert crc32c(used[chunk * each : (chunk + 1) * each]) == sums[chunk * len(slot_of) + k]
+                first += n
+            yield e, number, content
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_codes_are_what_the_page_says(amsgrad, tmp_path):
+    """States that one array has, of all dtypes, on two devices."""
+    places = [tmp_path / f"csd{d}" for d in range(2)]
+    coded = made(places, amsgrad=amsgrad, steps=3)
+    flat = {}
+    for place in places:
+        data = (place / "csd_optim.store").read_bytes()
+        block = superblock(data, 0)
+        manifest = json.loads(region(data, block["manifest"], 0))
+        assert block["version"] == 4
+        assert manifest["features"] == ["chunk_sums", "codec", "tile_numbers"]
+        assert [extent["param_dtype"] for extent in manifest["extents"]] == [str(d)[6:] for d in SHAPES]
+        for e, number, content in read_tiles(data):
+            flat[e, number] = decoded(manifest["extents"][e], content)
+    expected = coded.decoded()
+    for e, extent in enumerate(manifest["extents"]):
+        gaps = np.ones(TILE * sum(key[0] == e for key in flat), bool)
+        for p in (p for p in manifest["params"] if p["extent"] == e):
+            gaps[p["start"] :][: p["numel"]] = False
+        for state in extent["sections"]:
+            assert not np.concatenate([flat[key][state] for key in sorted(flat) if key[0] == e])[gaps].any()
+    for p in manifest["params"]:
+        assert p["start"] % 64 == 0
+        extent = manifest["extents"][p["extent"]]
+        assert extent["tile_elems"] == TILE
+        assert extent["param_dtype"] == ("float32" if p["dtype"] == "complex64" else p["dtype"])
+        for state in extent["sections"]:
+            values = np.concatenate([flat[key][state] for key in sorted(flat) if key[0] == p["extent"]])
+            here = torch.from_numpy(values[p["start"] :][: p["numel"]])
+            assert torch.equal(here, expected[p["name"], state]), (p["name"], state)
+
+
+@pytest.mark.parametrize("exponent", [90, 91, 127, 150, 191, 192])
+def test_every_code_is_what_the_page_says(exponent):
+    """Roots with ratios: all 256 of each."""
+    root, ratio = (a.reshape(-1).astype(np.uint8) for a in np.meshgrid(range(256), range(256), indexing="ij"))
+    codes = [np.zeros(1 << 16, np.float32), ratio, root, np.full(1 << 10, exponent, np.uint8)]
+    states = [torch.empty(1 << 16) for _ in range(3)]
+    decode("scalar", [torch.from_numpy(a) for a in codes], torch.float32, [*states, None])
+    u = roots(root, codes[3].repeat(64))
+    with np.errstate(invalid="ignore", over="ignore"):
+        exp_avg, exp_avg_sq = np.where(root == 255, np.float32(0), ratios(ratio) * u), u * u
+    for found, right in zip(states[1:], (exp_avg, exp_avg_sq), strict=True):
+        assert right.dtype == np.float32
+        assert np.array_equal(found.numpy(), right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_master_is_what_the_page_says(dtype):
+    """Of all parameters with all corrections that there are."""
+    p = np.arange(1 << 16, dtype=np.uint16)
+    unused, found = [torch.zeros(1 << 16, dtype=torch.uint8)] * 3, torch.empty(1 << 16)
+    for correction in range(-127, 128):
+        away = np.where(p & 0x7FFF, correction, abs(correction)).astype(np.int8)
+        decode("scalar", [torch.from_numpy(p), torch.from_numpy(away), *unused], dtype, [found, None, None, None])
+        right = masters(p.astype(np.uint32), away, str(dtype)[6:])
+        same = found.numpy().view(np.uint32) == right.view(np.uint32)
+        assert (same | (np.isnan(found.numpy()) & np.isnan(right))).all(), correction

@@ -1,0 +1,659 @@
+"""state_dtype="8bit": what users see of it. Single codes: tests/compression/test_codec.py; stores: store/test_codes.py.
+
+The suites that compare CSDAdam with CSDAdam run on 8-bit states as they are: pytest --state-dtype 8bit.
+"""
+
+import copy
+import gc
+import pickle
+import shutil
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from support.backends import BACKENDS, device_strings
+from torch.optim import AdamW
+
+from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning
+from csd_optim.engine.engine import Engine
+from csd_optim.store.format import FILE_NAME
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KEYS = ["step", "exp_avg", "exp_avg_sq", "master"]
+TILE = 4096
+
+
+def parameters(*dtypes, seed=0):
+    """Over several tiles, with whole groups of 64 and others."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(90, 70), (64,), (3,), (), (0, 4), (5000,)]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for dtype in dtypes for shape in shapes
+    ]
+
+
+def give_gradients(params, step):
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def train(opt, steps, first=0):
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for step in range(first, first + steps):
+        give_gradients(params, step)
+        opt.step()
+    return opt
+
+
+def adam(params, devices="ram:", **options):
+    return CSDAdam(params, **{"lr": 1e-2, "devices": devices, "tile_size": TILE, "state_dtype": "8bit", **options})
+
+
+def held(opt):
+    """Parameters, and all that `state` has of them."""
+    params = [p for group in opt.param_groups for p in group["params"]]
+    return [p.detach().clone() for p in params] + [
+        value.clone() for p in params for _, value in sorted(opt.state[p].items())
+    ]
+
+
+def assert_same(one, other):
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ---- the same bits --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"amsgrad": True},
+        {"maximize": True, "weight_decay": 0.3, "betas": (0.0, 0.95)},
+        {"topk": 0.05},
+        {"max_grad_norm": 0.5},
+        {"grad_dtype": torch.bfloat16},
+    ],
+    ids=lambda o: ",".join(o) or "plain",
+)
+def test_every_back_end_gives_the_same_bits(options, tmp_path):
+    found = []
+    for backend in BACKENDS:
+        (tmp_path / backend).mkdir()
+        with adam(parameters(*DTYPES, torch.complex64), device_strings(backend, tmp_path / backend), **options) as opt:
+            found.append(held(train(opt, 5)))
+    for other in found[1:]:
+        assert_same(found[0], other)
+
+
+@pytest.mark.parametrize("tile_size", [8192, 1 << 16, None])
+def test_bits_do_not_depend_on_the_tiles(tile_size):
+    """Nor on which parameters lie beside each other, nor on when one is made."""
+    whole = adam(parameters(torch.bfloat16))
+    cut = adam(parameters(torch.bfloat16)[::-1], ["file:", "file:"], tile_size=tile_size)
+    train(whole, 1)
+    give_gradients(whole.param_groups[0]["params"], 0)
+    for p, q in zip(whole.param_groups[0]["params"], cut.param_groups[0]["params"][::-1], strict=True):
+        q.grad = p.grad
+    cut.step()
+    for p, q in zip(whole.param_groups[0]["params"], cut.param_groups[0]["params"][::-1], strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(whole.state[p][key], cut.state[q][key]) for key in KEYS)
+
+
+def test_a_parameter_without_gradient_keeps_every_bit():
+    params = parameters(torch.bfloat16)
+    opt = train(adam(params, "file:"), 3)
+    before = [params[0].detach().clone(), *(opt.state[params[0]][key].clone() for key in KEYS)]
+    for step in range(3):
+        give_gradients(params, step)
+        params[0].grad = None
+        opt.step()
+    assert_same(before, [params[0].detach(), *(opt.state[params[0]][key] for key in KEYS)])
+
+
+def test_groups_mix():
+    """8-bit states and others in one optimizer: each as it would be alone."""
+    ours, alone = parameters(torch.bfloat16, torch.float32), parameters(torch.bfloat16, torch.float32)
+    half = len(ours) // 2
+    mixed = adam([{"params": ours[:half]}, {"params": ours[half:], "state_dtype": "fp32"}], "file:", state_dtype="8bit")
+    apart = [adam(alone[:half]), adam(alone[half:], state_dtype="fp32")]
+    for step in range(3):
+        give_gradients(ours, step)
+        for p, q in zip(ours, alone, strict=True):
+            q.grad = p.grad
+        for opt in (mixed, *apart):
+            opt.step()
+    assert_same(held(mixed)[: len(ours)], [p.detach() for p in alone])
+    assert not torch.equal(mixed.state[ours[0]]["exp_avg_sq"], mixed.state[ours[0]]["exp_avg_sq"] * 0)
+
+
+# ---- fewer bytes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "amsgrad", "read", "written"),
+    [
+        (torch.bfloat16, False, 3.016, 5.016),
+        (torch.float16, True, 4.031, 6.031),
+        (torch.float32, False, 2.016, 6.016),
+    ],
+)
+def test_bytes_of_a_step(dtype, amsgrad, read, written):
+    """The parameter is not read: the host has it."""
+    n, tile = 1 << 20, 1 << 18
+    p = torch.nn.Parameter(torch.zeros(n, dtype=dtype))
+    with adam([p], "file:?cache=off", tile_size=tile, amsgrad=amsgrad) as opt:
+        for _ in range(2):
+            p.grad = torch.ones_like(p)
+            opt.step()
+        stats = opt.stats()
+        assert stats["flash_read_bytes"] / n == pytest.approx(read, abs=0.001)
+        assert stats["flash_write_bytes"] / n == pytest.approx(written, abs=0.001)
+
+
+def test_null_moves_parameters_only():
+    params = parameters(torch.bfloat16)
+    before = [p.detach().clone() for p in params]
+    with train(adam(params, "null:"), 2):
+        assert_same(before, [p.detach() for p in params])
+
+
+# ---- what `state` shows --------------------------------------------------------------------------
+
+
+def test_state_is_decoded_when_somebody_looks():
+    params = parameters(torch.bfloat16)
+    opt = train(adam(params, "file:"), 2)
+    entry = opt.state[params[0]]
+    assert isinstance(entry, dict)
+    assert [*entry] == KEYS
+    assert len(entry) == 4
+    assert "exp_avg" in entry
+    assert "residual" not in entry
+    assert opt._live_engine.decoded._states == {}  # nobody has looked yet
+    master = entry["master"]
+    assert master.dtype is torch.float32
+    assert master.shape == params[0].shape
+    assert torch.equal(master.bfloat16(), params[0])
+    assert {**entry}["master"] is master
+    assert entry.get("exp_avg") is opt.state[params[0]]["exp_avg"]
+    assert [name for name, _ in entry.items()] == KEYS
+    for made in (copy.copy(entry), copy.deepcopy(entry), pickle.loads(pickle.dumps(entry)), entry.copy(), entry | {}):
+        assert not isinstance(made, type(entry))
+        assert torch.equal(made["exp_avg"], entry["exp_avg"])
+    assert [*opt._live_engine.decoded._states] == [0]
+
+
+def test_what_was_decoded_is_let_go_of():
+    """By the next step. A tensor that somebody keeps is that of the step before."""
+    params = parameters(torch.bfloat16)
+    opt = train(adam(params, "file:"), 2)
+    kept, gone = opt.state[params[0]]["exp_avg"], weakref.ref(opt.state[params[0]]["exp_avg_sq"])
+    before = kept.clone()
+    train(opt, 1, 2)
+    gc.collect()
+    assert gone() is None
+    assert torch.equal(kept, before)
+    assert not torch.equal(opt.state[params[0]]["exp_avg"], before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_who_only_looks_changes_nothing(backend, dtype, tmp_path):
+    twins = [parameters(dtype), parameters(dtype)]
+    (tmp_path / "a").mkdir()
+    looked_at, other = adam(twins[0], device_strings(backend, tmp_path / "a")), adam(twins[1])
+    for step in range(4):
+        train(looked_at, 1, step)
+        train(other, 1, step)
+        for p in twins[0]:
+            opt_state = looked_at.state[p]
+            opt_state["exp_avg"].add_(0)  # torch counts that, and the step begins with it
+    assert_same(held(looked_at), held(other))
+    looked_at.close()
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
+def test_edits_count(backend, key, tmp_path):
+    """Within what 8 bits hold: powers of two, which are exact."""
+    params = parameters(torch.bfloat16, torch.float32)
+    opt = train(adam(params, device_strings(backend, tmp_path)), 2)
+    p = params[0]
+    edited = {"exp_avg": 0.25, "exp_avg_sq": 4.0, "master": 0.5}[key]
+    opt.state[p][key].fill_(edited)
+    give_gradients(params, 7)
+    for q in params:
+        q.grad.zero_()
+    opt.step()
+    decay = {"exp_avg": 0.9, "exp_avg_sq": 0.999, "master": 1 - 1e-4}[key]
+    found = opt.state[p][key]
+    tolerance = {"exp_avg": 0.07, "exp_avg_sq": 0.13, "master": 0.2}[key]  # the step has moved the master
+    torch.testing.assert_close(found.mean(), torch.tensor(edited * decay), rtol=tolerance, atol=0)
+    opt.close()
+
+
+def test_replaced_tensors_count():
+    params = parameters(torch.bfloat16)
+    opt = train(adam(params, "file:"), 2)
+    opt.state[params[0]]["exp_avg"] = torch.full(params[0].shape, 0.015)
+    give_gradients(params, 3)
+    for p in params:
+        p.grad.zero_()
+    opt.step()
+    torch.testing.assert_close(opt.state[params[0]]["exp_avg"].mean(), torch.tensor(0.0135), rtol=0.05, atol=0)
+    assert [*opt.state[params[0]]] == KEYS
+
+
+# ---- parameters that somebody sets ----------------------------------------------------------------
+
+
+def by_data(p):
+    p.data[3] = 0.125
+
+
+def by_numpy(p):
+    np.from_dlpack(p.detach().view(torch.int16))[3] = torch.tensor(0.125, dtype=p.dtype).view(torch.int16).item()
+
+
+def counted(p):
+    with torch.no_grad():
+        p[3] = 0.125
+
+
+@pytest.mark.parametrize("cache", ["off", "1MiB"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("how", [by_data, by_numpy, counted])
+def test_a_parameter_that_is_set_is_the_master(how, dtype, cache):
+    """However it is done: a step compares what it begins with. Elsewhere masters keep their bits."""
+    twins = [torch.nn.Parameter(torch.linspace(-1, 1, 9000).to(dtype)) for _ in range(2)]
+    opt, other = (train(adam([p], f"file:?cache={cache}"), 2) for p in twins)
+    how(twins[0])
+    for o, p in zip((opt, other), twins, strict=True):
+        p.grad = torch.zeros_like(p)
+        o.param_groups[0].update(lr=0.0)
+        o.step()
+    ours, theirs = opt.state[twins[0]]["master"], other.state[twins[1]]["master"]
+    assert ours[3] == 0.125
+    assert torch.equal(ours[4:], theirs[4:])
+    assert (ours[4:] != twins[0][4:].float()).any()
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_state_dict_comes_back_exactly(dtype):
+    params = parameters(dtype)
+    opt = train(adam(params, "file:"), 3)
+    saved = opt.state_dict()
+    assert all(type(entry) is dict for entry in saved["state"].values())
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = adam(twins)
+    other.load_state_dict(saved)
+    assert_same(held(opt), held(other))
+    assert_same(held(train(opt, 2, 3)), held(train(other, 2, 3)))
+
+
+def test_adamw_takes_our_checkpoints_and_we_its():
+    params = parameters(torch.float32)
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    ours = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    oracle, opt = AdamW(theirs, lr=1e-2), adam(ours)
+    train(oracle, 20)
+    for p, q in zip(ours, theirs, strict=True):
+        p.data.copy_(q.data)
+    opt.load_state_dict(oracle.state_dict())
+    for p, q in zip(ours, theirs, strict=True):
+        root = oracle.state[q]["exp_avg_sq"].sqrt()
+        torch.testing.assert_close(opt.state[p]["exp_avg_sq"].sqrt(), root, rtol=0.035, atol=1e-6)
+        error = (opt.state[p]["exp_avg"] - oracle.state[q]["exp_avg"]).abs()
+        assert (error <= 0.04 * oracle.state[q]["exp_avg"].abs() + root / 200).all()
+        assert torch.equal(opt.state[p]["master"], q)
+    oracle.load_state_dict(opt.state_dict())
+    train(oracle, 1)
+
+
+def test_what_8_bits_cannot_hold_is_said_once():
+    p = torch.nn.Parameter(torch.ones(100))
+    opt = adam([p])
+    entry = {"step": torch.tensor(3.0), "exp_avg": torch.full((100,), 20.0), "exp_avg_sq": torch.ones(100)}
+    entry["exp_avg"][50:] = 1.0
+    groups = opt.state_dict()["param_groups"]
+    with pytest.warns(CSDWarning, match="of 15.5 times the root of exp_avg_sq at most: 50 larger ones") as said:
+        opt.load_state_dict({"state": {0: entry}, "param_groups": groups})
+    assert len(said) == 1
+    assert opt.state[p]["exp_avg"].tolist() == [15.5] * 50 + [1.0] * 50
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_goes_on_from_a_store(dtype, tmp_path):
+    with adam(parameters(dtype), [str(tmp_path)]) as opt:
+        train(opt, 3)
+        before = held(opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed = adam(parameters(dtype, seed=1), [str(tmp_path)], resume=True)
+    assert_same(held(resumed), before)
+    with adam(parameters(dtype)) as other:
+        assert_same(held(train(resumed, 2, 3)), held(train(other, 5)))
+    resumed.close()
+
+
+# ---- refused ---------------------------------------------------------------------------------------
+
+
+def test_state_dtypes_that_there_are_not():
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(CSDValueError, match=r"Invalid state_dtype: 'int8'; it is 'fp32' or '8bit'"):
+        CSDAdam([p], devices="ram:", state_dtype="int8")
+    with pytest.raises(CSDValueError, match="Invalid state_dtype of group 0: 8"):
+        CSDAdam([{"params": [p], "state_dtype": 8}], devices="ram:")
+
+
+@pytest.mark.parametrize(("made", "asked"), [("8bit", "fp32"), ("fp32", "8bit")])
+def test_a_store_keeps_its_state_dtype(made, asked, tmp_path):
+    with adam(parameters(torch.bfloat16), [str(tmp_path)], state_dtype=made) as opt:
+        train(opt, 1)
+    before = (tmp_path / FILE_NAME).read_bytes()
+    with pytest.raises(CSDStoreError, match=f"parameter 0.0 are {made} there, and state_dtype says {asked} here"):
+        adam(parameters(torch.bfloat16), [str(tmp_path)], state_dtype=asked, resume=True)
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+
+
+def test_a_model_that_is_converted_is_refused():
+    """16 bits of the parameter are part of its state."""
+    params = [torch.nn.Parameter(torch.ones(100))]
+    opt = train(adam(params), 1)
+    params[0].data = params[0].data.bfloat16()
+    params[0].grad = None
+    params[0].grad = torch.ones(100, dtype=torch.bfloat16)
+    with pytest.raises(CSDTypeError, match=r"0\.0 is torch\.bfloat16 now; its 8-bit .* torch\.float32"):
+        opt.step()
+
+
+# ---- steps that are no steps -------------------------------------------------------------------------
+
+
+def test_an_overflow_is_skipped():
+    params = parameters(torch.float16)
+    opt = train(adam(params, "file:"), 2)
+    before = held(opt)
+    opt.found_inf, opt.grad_scale = torch.tensor(1.0), torch.tensor(1024.0)
+    give_gradients(params, 2)
+    opt.step()
+    assert_same(held(opt), before)
+
+
+def test_a_step_that_fails_changes_nothing(monkeypatch):
+    params = parameters(torch.bfloat16, torch.float32)
+    opt, twin = train(adam(params, ["file:", "file:"]), 2), parameters(torch.bfloat16, torch.float32)
+    other = train(adam(twin), 2)
+    for o, ps in ((opt, params), (other, twin)):
+        o.state[ps[0]]["exp_avg"].fill_(0.5)
+    before = [p.detach().clone() for p in params]
+    finish = opt._live_engine.finish
+    with monkeypatch.context() as patched:
+
+        def fails(keep=True):
+            finish(keep=False)
+            if keep:
+                raise CSDOSError(5, "Input/output error")
+
+        patched.setattr(opt._live_engine, "finish", fails)
+        give_gradients(params, 2)
+        with pytest.raises(CSDOSError):
+            opt.step()
+    assert_same(before, [p.detach() for p in params])
+    assert_same(held(train(opt, 2, 2)), held(train(other, 2, 2)))
+
+
+# ---- as AdamW trains ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)])
+def test_it_goes_where_adamw_goes(betas):
+    """A regression by least squares, of which AdamW comes to the end: the same loss, and weights beside its own."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(512, 64, generator=generator)
+    truth = torch.randn(64, 32, generator=generator)
+    y = x @ truth
+    losses, weights = [], []
+    for make in (AdamW, adam):
+        weight = torch.nn.Parameter(torch.zeros(64, 32))
+        opt = make([weight], lr=2e-2, betas=betas, weight_decay=0.0)
+        for step in range(600):
+            opt.param_groups[0]["lr"] = 2e-2 * (1 - step / 600)
+            rows = torch.randint(0, 512, (64,), generator=torch.Generator().manual_seed(step))
+            opt.zero_grad()
+            (x[rows] @ weight - y[rows]).square().mean().backward()
+            opt.step()
+        losses.append((x @ weight - y).square().mean().item())
+        weights.append(weight.detach())
+    start = y.square().mean().item()
+    assert losses[0] < 1e-3 * start
+    assert losses[1] < 1e-3 * start
+    drift = (weights[1] - weights[0]).norm() / weights[0].norm()
+    assert drift < 0.02
+
+
+# ---- states that move, steps that fail -----------------------------------------------------------------
+
+
+def test_amsgrad_that_is_turned_on_in_state_keeps_the_other_states():
+    p = parameters(torch.bfloat16)[0]
+    opt = train(adam([p], "file:"), 2)
+    before = {key: opt.state[p][key].clone() for key in KEYS}
+    opt.param_groups[0]["amsgrad"] = True
+    opt.state[p]["max_exp_avg_sq"] = opt.state[p]["exp_avg_sq"].clone()
+    p.grad = None
+    opt.step()
+    assert all(torch.equal(opt.state[p][key], before[key]) for key in KEYS)
+    assert torch.equal(opt.state[p]["max_exp_avg_sq"], before["exp_avg_sq"])
+
+
+def test_an_entry_of_another_parameter_can_be_assigned():
+    p, q = parameters(torch.bfloat16)[0], parameters(torch.bfloat16, seed=1)[0]
+    opt = train(adam([p, q], "file:"), 2)
+    want = opt.state[p]["exp_avg"].clone()
+    opt.state[q] = opt.state[p]
+    p.grad = q.grad = None
+    opt.step()
+    assert torch.equal(opt.state[q]["exp_avg"], want)
+
+
+def test_who_joined_in_a_step_that_failed_keeps_its_values(tmp_path, monkeypatch):
+    """And has no gradient in the next: its master is the parameter, not the zeros of a new store."""
+    for devices in (f"file:{tmp_path}", "ram:"):
+        params = parameters(torch.bfloat16)
+        opt = adam(params, devices)
+        with monkeypatch.context() as patched:
+
+            def fails(*_):
+                raise CSDOSError(5, "Input/output error")
+
+            patched.setattr(Engine, "begin", fails)
+            give_gradients(params, 0)
+            with pytest.raises(CSDOSError):
+                opt.step()
+        params[0].grad = None
+        opt.step()
+        assert torch.equal(opt.state[params[0]]["master"], params[0].float())
+        opt.close()
+    again = parameters(torch.bfloat16, seed=1)
+    with adam(again, f"file:{tmp_path}", resume=True):
+        assert torch.equal(again[0], params[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("devices", ["file:", ["file:", "file:"]])
+def test_a_step_that_fails_leaves_parameters_as_they_were_set(dtype, devices, monkeypatch):
+    params = parameters(dtype)
+    opt = train(adam(params, devices), 2)
+    with torch.no_grad():
+        for p in params[::2]:
+            p.fill_(3)
+    before = [p.detach().clone() for p in params]
+    finish = opt._live_engine.finish
+    with monkeypatch.context() as patched:
+
+        def fails(keep=True):
+            finish(keep=False)
+            if keep:
+                raise CSDOSError(5, "Input/output error")
+
+        patched.setattr(opt._live_engine, "finish", fails)
+        give_gradients(params, 2)
+        with pytest.raises(CSDOSError):
+            opt.step()
+    assert_same(before, [p.detach() for p in params])
+    opt.param_groups[0]["lr"] = 0.0
+    train(opt, 1, 3)
+    assert_same(before, [p.detach() for p in params])
+    assert all((opt.state[p]["master"].to(dtype) == 3).all() for p in params[::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masters_of_another_checkpoint_survive_the_first_step(dtype):
+    """Also those beside a tie: rounded to 24 bits first, they would belong to another parameter."""
+    p = torch.nn.Parameter(torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(dtype))
+    theirs = train(adam([p], state_dtype="fp32"), 2)
+    master = theirs.state[p]["master"].clone()
+    q = torch.nn.Parameter(p.detach().clone())
+    ours = adam([q], weight_decay=0.0)
+    ours.load_state_dict(theirs.state_dict())
+    ours.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    train(ours, 1)
+    assert torch.equal(q, p)
+    torch.testing.assert_close(ours.state[q]["master"], master, rtol=2**-14.5, atol=2**-30)
+
+
+def test_a_parameter_set_to_infinity_is_infinite():
+    p = torch.nn.Parameter(torch.full((64,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16))
+    opt = train(adam([p], lr=0.0), 1)
+    opt.state[p]["master"] = torch.full((64,), torch.finfo(torch.bfloat16).max * (1 + 2**-9 - 2**-16))
+    with torch.no_grad():
+        p.fill_(torch.inf)
+    train(opt, 1)
+    assert (opt.state[p]["master"] == torch.inf).all()
+
+
+def test_resume_does_not_keep_what_it_decodes(tmp_path):
+    with train(adam(parameters(torch.bfloat16), f"file:{tmp_path}"), 1):
+        pass
+    with adam(parameters(torch.bfloat16), f"file:{tmp_path}", resume=True) as opt:
+        assert not opt._live_engine.decoded.kept
+
+
+@pytest.mark.parametrize("how", ["load", "assign"])
+def test_a_crash_finds_what_is_committed_beside_fp32_states(how, tmp_path, monkeypatch):
+    """Whatever is on the way to the store, of both kinds: it is there as a whole, or not at all."""
+
+    def groups(params):
+        half = len(params) // 2
+        return [{"params": params[:half]}, {"params": params[half:], "state_dtype": "fp32"}]
+
+    params, crashes = parameters(torch.bfloat16, torch.bfloat16), []
+    opt = train(adam(groups(params), f"file:{tmp_path / 'store'}"), 2)
+    opt.synchronize()
+    before = held(opt)
+    loaded = copy.deepcopy(opt.state_dict())
+    for entry in loaded["state"].values():
+        entry["exp_avg"] = entry["exp_avg"] * 2
+    opt.state[params[0]]["exp_avg"].mul_(0.5)  # on its way, too
+    committer = opt._live_engine.committer
+    commit = committer.commit
+
+    def crashes_before(*args, **options):
+        crashes.append(tmp_path / f"crash{len(crashes)}")
+        shutil.copytree(tmp_path / "store", crashes[-1])
+        commit(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(committer, "commit", crashes_before)
+        if how == "load":
+            opt.load_state_dict(loaded)
+        else:
+            for p, entry in zip(params, loaded["state"].values(), strict=True):
+                opt.state[p] = entry
+                p.grad = None
+            opt.step()
+    opt.close()
+    assert crashes
+    for crash in crashes:
+        with adam(groups(parameters(torch.bfloat16, torch.bfloat16, seed=1)), f"file:{crash}", resume=True) as again:
+            assert_same(held(again), before)
+            train(again, 1)  # which reads every tile
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_parameters_were_set_to_belongs_to_the_step(dtype, tmp_path, monkeypatch):
+    """One that fails: no commit has it. Here of parameters whose masters the step does not compare by itself."""
+    p = torch.nn.Parameter(torch.randn(90, 70).t().to(dtype))
+    opt = train(adam([p], f"file:{tmp_path}"), 2)
+    committed = p.detach().clone()
+    with torch.no_grad():
+        p.fill_(3)
+    with monkeypatch.context() as patched:
+
+        def fails(*_):
+            raise CSDOSError(5, "Input/output error")
+
+        patched.setattr(Engine, "begin", fails)
+        give_gradients([p], 2)
+        with pytest.raises(CSDOSError):
+            opt.step()
+    opt.close()
+    q = torch.nn.Parameter(torch.zeros(90, 70).t().to(dtype))
+    with adam([q], f"file:{tmp_path}", resume=True):
+        assert torch.equal(q, committed)
+
+
+def test_a_parameter_that_was_set_travels_with_its_image():
+    """It may share a tile with one whose gradient is on a GPU."""
+    p = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
+    opt = train(adam([p]), 1)
+    param_state = opt._state_map.param_states[id(p)]
+    assert not param_state.source(p.grad, None).is_read
+    with torch.no_grad():
+        p.fill_(3)
+    assert param_state.source(p.grad, None).is_read
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("then", ["step", "flush"])
+def test_an_edited_master_waits_for_a_gradient(then, dtype, tmp_path):
+    """Until then the parameter stays as it is, which does not count as set."""
+    p, q = parameters(dtype)[0], parameters(dtype, seed=1)[0]
+    opt = train(adam([p, q], f"file:{tmp_path / 'store'}", lr=0.0), 2)
+    before = p.detach().clone()
+    opt.state[p]["master"].fill_(2)
+    if then == "flush":
+        opt.save(tmp_path / "saved")
+    else:
+        p.grad = None
+        opt.step()
+    assert torch.equal(p, before)
+    assert (opt.state[p]["master"] == 2).all()
+    train(opt, 1, 2)
+    assert (p == 2).all()
+    with torch.no_grad():
+        p.fill_(5)
+    train(opt, 2, 3)
+    assert (p == 5).all()
+
+
+def test_a_parameter_set_without_a_gradient_can_be_set_again():
+    """Also past torch, which does not count that: the step compares them."""
+    p, q = parameters(torch.bfloat16)[0], parameters(torch.bfloat16, seed=1)[0]
+    opt = train(adam([p, q], "file:", lr=0.0), 2)
+    with torch.no_grad():
+        p.fill_(3)
+    p.grad = None
+    opt.step()
+    p.data.fill_(5)
+    train(opt, 1, 2)
+    assert (p == 5).all()
