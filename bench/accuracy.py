@@ -1,4 +1,4 @@
-"""What Top-K gradients cost in accuracy, after fine-tunings that converge. From the project's root:
+"""What Top-K gradients and 8-bit states cost in accuracy, after fine-tunings that converge. From the project's root:
 
     python -m bench.accuracy --json result.json --plot result.png      the whole table: one to two hours on two cores
     python -m bench.accuracy --tasks cloze digits --seeds 1
@@ -6,9 +6,10 @@
 
 A small byte-level transformer is pre-trained once as a masked language model and kept below build/. From it each task
 is fine-tuned with torch.optim.AdamW on fp32 parameters, and with CSDAdam on bf16 parameters (2 B each way per
-parameter): dense, and with Top-K, with and without error feedback. All else is the same: weights and batches that a
-seed gives, schedule, learning rate. Nothing is downloaded: text is the Python standard library's own source, and what
-is held out comes from other files.
+parameter): dense, and with Top-K, with and without error feedback; with 8-bit states, dense and with Top-K. Where
+torchao is installed, its plain 8-bit AdamW on fp32 parameters is another row. All else is the same: weights and batches
+that a seed gives, schedule, learning rate. Nothing is downloaded: text is the Python standard library's own source, and
+what is held out comes from other files.
 
     cloze   which keyword was masked, of six
     kind    what is marked: a comment, a string, a docstring, a name defined, called, or otherwise used
@@ -19,13 +20,20 @@ CSDAdam is used as it comes: matrices of at least 4096 elements are sparse, embe
 layer are dense. Only the tile is as large as the model, so that Top-K chooses among all elements of a parameter: a
 large model's tiles have a million elements, a model as small as this one would be cut finer.
 
-First, dense CSDAdam is compared with AdamW step by step, and the bytes that Top-K pushes with what it promises.
+Beside the loss stands the drift, |w - w_ref| / |w_ref - w_0|: how far the weights (of CSDAdam, the masters) are in the
+end from those that AdamW has with the same seed, in units of how far it went. Loss hides weights that went astray. Some
+of it is chaos: what bf16 parameters alone make of it is in the row of dense CSDAdam.
+
+First, dense CSDAdam is compared with AdamW step by step, 8-bit states are, too, if not to the last digit, and the bytes
+that Top-K pushes with what it promises.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
+import importlib.util
 import io
 import json
 import keyword
@@ -70,6 +78,7 @@ TILE = 1 << 18  # elements: the whole model in one tile
 SPARSE_FROM = 4096  # elements: smaller parameters, and those of one dimension, are dense
 BLOCK = 1 << 16  # elements of a tile whose entries are counted together
 TOLERANCE = 1e-6  # relative, as everywhere in this project
+CODED_DRIFT = 0.1  # of ten steps with 8-bit states and AdamW's gradients
 
 Bytes = NDArray[np.uint8]
 Tokens = NDArray[np.int64]
@@ -122,6 +131,8 @@ class Variant:
     topk: float | None = None
     error_feedback: bool = False
     length: float = 1.0
+    state_dtype: str = "fp32"
+    torchao: bool = False  # its 8-bit AdamW
 
 
 ADAMW = Variant("AdamW fp32", csd=False)
@@ -132,8 +143,13 @@ TOP_K = [
     for r in (0.1, 0.05, 0.02, 0.01)
     for e in (True, False)
 ]
-VARIANTS = [HALF, ADAMW, DENSE, *TOP_K]
-QUICK_VARIANTS = [ADAMW, DENSE, TOP_K[-2]]
+EIGHT_BIT = [
+    Variant("8-bit", state_dtype="8bit"),
+    Variant("8-bit, Top-K 1%", topk=0.01, error_feedback=True, state_dtype="8bit"),
+]
+TORCHAO = Variant("torchao AdamW8bit", csd=False, torchao=True)
+VARIANTS = [HALF, ADAMW, DENSE, *TOP_K, *EIGHT_BIT, TORCHAO]
+QUICK_VARIANTS = [ADAMW, DENSE, TOP_K[-2], *EIGHT_BIT]
 
 
 # ---- text -----------------------------------------------------------------------
@@ -404,19 +420,53 @@ def csdadam(model: nn.Module, variant: Variant, lr: float) -> CSDAdam:
         tile_size=TILE,
         topk=variant.topk,
         error_feedback=variant.error_feedback,
+        state_dtype=variant.state_dtype,
     )
 
 
+def torchao_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Its states are 8-bit codes where a parameter has at least 4096 elements."""
+    from torchao.optim import AdamW8bit
+
+    torch.compiler.set_stance("force_eager")  # or every shape is compiled first, in every worker: minutes
+    return AdamW8bit(model.parameters(), lr=lr)
+
+
+def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+    """All of them in fp32; those of CSDAdam are its masters."""
+    csd = isinstance(optimizer, CSDAdam)
+    return torch.cat(
+        [(optimizer.state[p]["master"] if csd else p.detach().float()).flatten() for p in model.parameters()]
+    )
+
+
+def run_file(job: Job) -> Path:
+    return job[-1].with_name(f"run-{zlib.crc32(repr(job).encode()):08x}.json")
+
+
 def run(job: Job, again: bool) -> Row:
-    """A fine-tuning, kept in a file. Without `again`, one that is there already is taken from it."""
-    path = job[-1].with_name(f"run-{zlib.crc32(repr(job).encode()):08x}.json")
+    """A fine-tuning, kept in files. Without `again`, one that is there already is taken from them."""
+    path = run_file(job)
     if again or not path.exists():
-        path.write_text(json.dumps(fine_tune(*job)))
+        done, weights = fine_tune(*job)
+        torch.save(weights, path.with_suffix(".pt"))
+        path.write_text(json.dumps(done))
     return json.loads(path.read_text())
 
 
-def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path) -> Row:
-    """One run: accuracy on what is held out, and bytes per parameter and step on the link."""
+def drift(job: Job, adamw: Variant) -> float:
+    """Of a finished run, from that of AdamW with the same seed."""
+    task, seed, _, size, encoder = job
+    ended, reference = (torch.load(run_file(j).with_suffix(".pt")) for j in (job, (task, seed, adamw, size, encoder)))
+    return drifted(ended, reference, weights_of(start(task, seed, encoder)))
+
+
+def drifted(weights: Tensor, reference: Tensor, begun: Tensor) -> float:
+    return float((weights - reference).norm() / (reference - begun).norm())
+
+
+def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path) -> tuple[Row, Tensor]:
+    """One run: accuracy on what is held out, bytes per parameter and step on the link; and the weights."""
     began = time.perf_counter()
     training, held_out = examples_of(task, seed, size)
     steps, batch, lr = size.training(task)
@@ -425,6 +475,8 @@ def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path)
     optimizer: torch.optim.Optimizer
     if variant.csd:
         optimizer = csdadam(model.bfloat16(), variant, lr)
+    elif variant.torchao:
+        optimizer = torchao_adamw(model, lr)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     scheduler = schedule(optimizer, steps)
@@ -437,10 +489,11 @@ def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path)
         if isinstance(optimizer, CSDAdam):
             stats = optimizer.stats()
             moved.update({k: stats[f"{k}_bytes"] for k in ("push", "pull")})
+    weights = weights_of(model, optimizer)
     if isinstance(optimizer, CSDAdam):
         optimizer.close()
     params = sum(p.numel() for p in model.parameters())
-    return {
+    done = {
         "task": task,
         "seed": seed,
         "variant": variant.name,
@@ -450,6 +503,7 @@ def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path)
         "link_bytes_per_param": {k: v / steps / params for k, v in moved.items()},
         "seconds": time.perf_counter() - began,
     }
+    return done, weights
 
 
 # ---- verified first -------------------------------------------------------------
@@ -475,6 +529,27 @@ def verify_dense(task: str, size: Size, encoder: Path) -> float:
     if not worst <= TOLERANCE:
         raise SystemExit(f"dense CSDAdam differs from AdamW by {worst:.1e} of the largest weight: nothing is reported")
     return worst
+
+
+def verify_codes(task: str, size: Size, encoder: Path) -> float:
+    """Ten steps with 8-bit states, compared with AdamW on fp32 copies with the same gradients: the drift."""
+    _, batch, lr = size.training(task)
+    model = start(task, 0, encoder).bfloat16()
+    params, begun = list(model.parameters()), weights_of(model)
+    copies = [p.detach().float().clone() for p in params]
+    oracle = torch.optim.AdamW(copies, lr=lr)
+    with csdadam(model, EIGHT_BIT[0], lr) as optimizer:
+        for inputs, labels in batches(examples_of(task, 0, size)[0], 10, batch, 0):
+            backward(model, inputs, labels)
+            for p, copy in zip(params, copies, strict=True):
+                assert p.grad is not None
+                copy.grad = p.grad.float()
+            optimizer.step()
+            oracle.step()
+        drifts = drifted(weights_of(model, optimizer), torch.cat([c.flatten() for c in copies]), begun)
+    if not drifts <= CODED_DRIFT:
+        raise SystemExit(f"8-bit states drift {drifts:.2f} from AdamW within ten steps: nothing is reported")
+    return drifts
 
 
 def verify_bytes(task: str, variant: Variant, size: Size, encoder: Path) -> Row:
@@ -522,6 +597,7 @@ def summary(runs: list[Row], held_out: dict[str, int]) -> list[Row]:
                 "difference": [r["accuracy"] - found[task, ADAMW.name, r["seed"]]["accuracy"] for r in own],
                 "held_out_noise": 100 * math.sqrt(share * (1 - share) / held_out[task]),
                 "training_loss": statistics.fmean(r["training_loss"] for r in own),
+                "drift": [r["drift"] for r in own],
                 "link_bytes_per_param": {
                     k: statistics.fmean(r["link_bytes_per_param"][k] for r in own)
                     for k in own[0]["link_bytes_per_param"]
@@ -539,13 +615,14 @@ def accuracy_tables(rows: list[Row]) -> Iterator[Table]:
     for task in dict.fromkeys(r["task"] for r in rows):
         noise = max(r["held_out_noise"] for r in rows if r["task"] == task)
         title = f"{task} (by its held-out examples alone, one accuracy has a standard error of {noise:.2f})"
-        made = table(title, "", "B pushed", "B pulled", "training loss", "accuracy, %", "minus AdamW, points")
+        made = table(title, "", "B pushed", "B pulled", "training loss", "drift", "accuracy, %", "minus AdamW, points")
         for row in rows:
             if row["task"] == task:
                 moved = [f"{b:.3f}" for b in row["link_bytes_per_param"].values()] or ["", ""]
                 difference = "" if row["variant"] == ADAMW.name else mean_and_spread(row["difference"], "+")
                 loss, percent = f"{row['training_loss']:.3f}", mean_and_spread(row["accuracy"])
-                made.add_row(row["variant"], *moved, loss, percent, difference)
+                astray = "" if row["variant"] == ADAMW.name else mean_and_spread(row["drift"])
+                made.add_row(row["variant"], *moved, loss, astray, percent, difference)
         yield made
 
 
@@ -562,6 +639,7 @@ def plot(rows: list[Row], path: Path) -> None:
     lines = {
         "dense": ("tab:blue", "s", [DENSE]),
         "Top-K with error feedback": ("tab:green", "o", [v for v in TOP_K if v.error_feedback]),
+        "8-bit states": ("tab:purple", "D", EIGHT_BIT),
         "Top-K, what is not sent is dropped": ("tab:red", "v", [v for v in TOP_K if not v.error_feedback]),
     }
     for axis, task in zip(grid.flat, tasks, strict=False):
@@ -608,18 +686,22 @@ def main() -> None:
         "numpy": np.__version__,
         "scikit-learn": sklearn.__version__,
         "back end": "ram:",
+        **({"torchao": importlib.metadata.version("torchao")} if any(v.torchao for v in variants) else {}),
     }
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
     arguments.directory.mkdir(parents=True, exist_ok=True)
     encoder, masked_loss = pretrained(size, arguments.directory)
     say(f"pre-trained to {masked_loss:.3f} nats per masked byte")
 
-    verified: Row = {"dense": {}, "bytes": []}
+    verified: Row = {"dense": {}, "8bit": {}, "bytes": []}
     for task in arguments.tasks:
         verified["dense"][task] = verify_dense(task, size, encoder)
+        if any(v.state_dtype != "fp32" for v in variants):
+            verified["8bit"][task] = verify_codes(task, size, encoder)
         verified["bytes"] += [verify_bytes(task, v, size, encoder) for v in variants if v.topk]
     say(
         f"verified: dense is AdamW to {max(verified['dense'].values()):.1e} after 10 steps; "
+        f"8-bit states drift {max(verified['8bit'].values(), default=math.nan):.3f} in them; "
         f"{len(verified['bytes'])} Top-K steps pushed what they promise"
     )
 
@@ -637,6 +719,9 @@ def main() -> None:
             say("{at}: {task}, seed {seed}, {variant}: {accuracy:.2f} %".format(at=at, **runs[-1]))
     order = {(t, s, v.name): i for i, (t, s, v, *_) in enumerate(jobs)}
     runs.sort(key=lambda r: order[r["task"], r["seed"], r["variant"]])
+    adamw = next(v for v in variants if v.name == ADAMW.name)
+    for job, done_run in zip(jobs, runs, strict=True):
+        done_run["drift"] = drift(job, adamw)
 
     rows = summary(runs, {task: len(examples_of(task, 0, size)[1][1]) for task in arguments.tasks})
     console = Console(file=sys.stdout if arguments.json != "-" else sys.stderr, highlight=False, width=110)
@@ -677,12 +762,16 @@ def parse() -> argparse.Namespace:
         "--directory", type=Path, default=Path("build/accuracy"), help="for what is pre-trained and for finished runs"
     )
     parser.add_argument("--resume", action="store_true", help="take the finished runs of a call that was interrupted")
-    parser.add_argument("--quick", action="store_true", help="cloze and digits, one seed, three variants, few steps")
+    parser.add_argument("--quick", action="store_true", help="cloze and digits, one seed, five variants, few steps")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write everything there, or on stdout")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG")
     arguments = parser.parse_args()
     arguments.tasks = arguments.tasks or (["cloze", "digits"] if arguments.quick else TASKS)
-    arguments.variants = arguments.variants or [v.name for v in (QUICK_VARIANTS if arguments.quick else VARIANTS)]
+    installed = importlib.util.find_spec("torchao") is not None
+    if TORCHAO.name in (arguments.variants or ()) and not installed:
+        parser.error(f"{TORCHAO.name}: pip install torchao")
+    usual = QUICK_VARIANTS if arguments.quick else [v for v in VARIANTS if installed or not v.torchao]
+    arguments.variants = arguments.variants or [v.name for v in usual]
     arguments.variants.append(ADAMW.name)  # what all are compared with
     arguments.seeds = arguments.seeds or (1 if arguments.quick else 3)
     return arguments

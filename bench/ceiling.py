@@ -12,6 +12,8 @@ First the engine is compared with torch.optim.AdamW. Then, by turns, for each nu
     wake-ups  tiles and requests as of drives, each of them tiny: threads, locks, system calls, Python
     memory    as much of it read and written back in place
     chunk     updated, and summed, by one thread whose second-level cache has it
+    codec     one thread, states in memory: the update of 8-bit states, decoded and encoded, beside that of fp32 states,
+              with each instruction set of the CPU; before that, all of them give the same bits
 
 and with all threads on a disk: a step of CSDAdam, and the same requests without the update, whose system time is that
 of the I/O calls, and whose user time that of verifying. CPU time is that of all threads of the process, user and
@@ -46,9 +48,11 @@ from csd_optim.devices import machine
 from csd_optim.devices.spec import parse_devices
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.store.layout import GRAIN, SUM_ELEMS, TILE_ELEMS
+from csd_optim.store.sections import EIGHT_BIT, SECTIONS, slot_of
 
 TILES = 1024  # tiny ones, for the wake-ups
 TINY = 4 * GRAIN  # elements of one, bytes of a request: so it has twelve of them each way, as a tile of 12 MiB has
+CODED_ELEMS, FEW_CODED_ELEMS = 1 << 24, 1 << 18  # of which caches hold a fraction; to see that it works
 CALLS = 200  # to time something that takes microseconds
 DRIVES, DRIVE_RATE, CORES = (4, 8, 16), 13e9, 16  # bytes per second, read plus written
 # Bytes of memory traffic per parameter if caches keep nothing but a chunk: states in from the drive, into the CPU,
@@ -65,9 +69,11 @@ def main() -> None:
     on_disk = parse_devices([f"file:{arguments.directory}?scratch=1"])
     verify(on_disk, arguments.dtype)
     same_bits(DTYPES[arguments.dtype])
+    same_codes(DTYPES[arguments.dtype])
 
-    chunk, rows, disk = in_cache(arguments), engine_rows(arguments), disk_row(arguments, on_disk)
-    found = {"chunk": chunk, "rows": rows, "disk": disk, "per_gb": per_gb(chunk, rows, disk)}
+    chunk, codec = in_cache(arguments), codec_rows(arguments)
+    rows, disk = engine_rows(arguments), disk_row(arguments, on_disk)
+    found = {"chunk": chunk, "codec": codec, "rows": rows, "disk": disk, "per_gb": per_gb(chunk, rows, disk)}
     found["reckoned"] = reckoned(found["per_gb"], rows[-1])
     say(describe(found))
     if arguments.json:
@@ -91,6 +97,25 @@ def same_bits(dtype: torch.dtype) -> None:
         if not torch.equal(engine.param, p):
             raise SystemExit("without a drive the engine gives other parameters: nothing is timed; please report this")
     say("verified without a drive: the same bits as CSDAdam's")
+
+
+def codes(elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """New 8-bit states of parameters of a dtype, section by section."""
+    return [torch.zeros(s.size, dtype=torch.uint8) for s in slot_of(elems, SECTIONS[:3], EIGHT_BIT, dtype)]
+
+
+def same_codes(dtype: torch.dtype) -> None:
+    """Every instruction set gives the codes and parameters of the others."""
+    elems, grads = 100_003, [torch.randn(100_003).to(dtype) for _ in range(5)]
+    found = []
+    for isa in bindings.isas():
+        states, param = codes(elems, dtype), torch.zeros(elems, dtype=dtype)
+        for key, grad in enumerate(grads):
+            bindings.update_codes(measure.HYPERS, isa, grad, states, param, key)
+        found.append([*states, param])
+    if not all(all(map(torch.equal, tensors, found[0])) for tensors in found):
+        raise SystemExit("instruction sets differ: nothing is timed; please report this")
+    say(f"verified {', '.join(bindings.isas())}: the same bits of 8-bit states")
 
 
 # ------------------------------------------------------------------------------------------------ measured
@@ -155,6 +180,37 @@ def in_cache(arguments: argparse.Namespace) -> dict[str, list[float]]:
                 call()
             rates[name].append(CALLS * amount / (time.thread_time() - start))
     return {f"{name}_per_cpu_s": values[1:] for name, values in rates.items()}
+
+
+def codec_rows(arguments: argparse.Namespace) -> list[Row]:
+    """One for each instruction set: parameters per CPU second of this thread, with 8-bit states and with fp32 ones."""
+    elems, dtype = arguments.coded, DTYPES[arguments.dtype]
+    grad, param = torch.randn(elems).to(dtype), torch.zeros(elems, dtype=dtype)
+    plain, coded, hyper = [torch.zeros(elems) for _ in range(3)], codes(elems, dtype), measure.HYPERS
+
+    def rate(call: Callable[[], None]) -> Row:
+        start = time.thread_time()
+        call()
+        return {"per_cpu_s": elems / (time.thread_time() - start)}
+
+    calls: dict[str, Callable[[], Row]] = {}
+    for isa in bindings.isas():
+        calls[f"8bit {isa}"] = lambda i=isa: rate(  # type: ignore[misc]
+            lambda: bindings.update_codes(hyper, i, grad, coded, param, 0)
+        )
+        calls[f"fp32 {isa}"] = lambda i=isa: rate(  # type: ignore[misc]
+            lambda: bindings.update(hyper, i, grad, plain, param)
+        )
+    rates = {name: part["per_cpu_s"] for name, part in by_turns(calls, arguments.runs).items()}
+    return [
+        {
+            "isa": isa,
+            "8bit_per_cpu_s": rates[f"8bit {isa}"],
+            "fp32_per_cpu_s": rates[f"fp32 {isa}"],
+            "ratio": [a / b for a, b in zip(rates[f"8bit {isa}"], rates[f"fp32 {isa}"], strict=True)],
+        }
+        for isa in bindings.isas()
+    ]
 
 
 def disk_row(arguments: argparse.Namespace, specs: list[Any]) -> Row:
@@ -234,6 +290,12 @@ def describe(found: Row) -> str:
         f"\nin the second-level cache, one thread, per CPU second: CRC-32C {span(chunk['sum_per_cpu_s'], 1)} GB, "
         f"update {span(chunk['update_per_cpu_s'], 2)} G parameters"
     ]
+    for row in found["codec"]:
+        coded, plain = ([r / 1e6 for r in row[f"{states}_per_cpu_s"]] for states in ("8bit", "fp32"))
+        lines.append(
+            f"in memory, one thread, {row['isa']}, per CPU second: 8-bit states {span(coded, 0)} M parameters, "
+            f"fp32 states {span(plain, 0)} M; {span(row['ratio'], 2)} of that"
+        )
     for row in found["rows"]:
         rate = span([row["params"] / s / 1e6 for s in row["engine"]["seconds"]], 0)
         memory = span([r / 1e9 for r in row["memory"]["bytes_per_s"]], 1)
@@ -296,6 +358,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="write a PNG")
     arguments = parser.parse_args()
     arguments.memory = LITTLE_MEMORY if arguments.quick else MEMORY
+    arguments.coded = FEW_CODED_ELEMS if arguments.quick else CODED_ELEMS
     if arguments.quick:
         arguments.params, arguments.threads = 3e6, [cores]
     arguments.params, arguments.runs = int(arguments.params), max(5, arguments.runs)

@@ -9,6 +9,8 @@ run: by their ratio, not by absolute times, two machines or two minutes can be c
 
     file   until the last state is on the disk; after each step the same requests once more without the update
            (replay); before and after, fio's best mixed read and write over a file as large as the store
+    8bit   bf16 parameters with 8-bit states and with fp32 states, by turns on the same disk, each step followed by its
+           replay; first, ten steps on the disk are compared with the same in memory: equal to the last bit
     commit several steps one after another in named directories, where each is committed, and on scratch space, where
            none is; what was committed is resumed and compared
     cache  with what is kept in memory from step to step: the buffers that are there anyway, and memory for half of the
@@ -39,7 +41,7 @@ import torch
 from bench import peers
 from bench.fio import fio_mixed
 from csd_optim import CSDAdam, bindings
-from csd_optim.bindings import HYPER, PARAM
+from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM
 from csd_optim.cli import benchmark, measure
 from csd_optim.cli.benchmark import DTYPES, MEMORY_BYTES, WARM_UP
 from csd_optim.devices import machine
@@ -49,7 +51,7 @@ Row = dict[str, Any]
 BURST = 4  # steps without a pause between them
 MEMORY = 1 << 30  # bytes, several times a last-level cache
 LITTLE_MEMORY = 64 << 20  # to see that it works
-BACKENDS = ("file", "commit", "cache", "ram", "null")
+BACKENDS = ("file", "8bit", "commit", "cache", "ram", "null")
 ON_DISK = ("deepspeed-nvme", "tensornvme")
 
 
@@ -69,6 +71,9 @@ def main() -> None:
         verify(on_disk, arguments.dtype)
         rows.append(file_row(arguments, on_disk))
         rows += [peer_row(name, arguments, on_disk, "bf16") for name in ON_DISK if name in arguments.peers]
+    if "8bit" in arguments.backends:
+        verify_codes(on_disk)
+        rows += coded_rows(arguments, on_disk)
     if "commit" in arguments.backends:
         rows.append(commit_row(arguments))
     if "cache" in arguments.backends:
@@ -97,6 +102,28 @@ def main() -> None:
 def verify(specs: list[DeviceSpec], dtype: str) -> None:
     difference = benchmark.verify(specs, DTYPES[dtype])
     say(f"verified {dtype} on {specs[0]} against torch.optim.AdamW: largest relative difference {difference:.1e}")
+
+
+def verify_codes(specs: list[DeviceSpec]) -> None:
+    """Parameters and states of ten steps on these devices and in memory. Raises SystemExit if a bit differs."""
+    torch.manual_seed(1)
+    start = [torch.randn(n).bfloat16() for n in (1, 4095, 300_001)]
+    here, in_memory = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    devices = [benchmark.scratch(s) for s in specs]
+    with (
+        CSDAdam(here, devices=devices, state_dtype="8bit") as a,
+        CSDAdam(in_memory, devices="ram:", state_dtype="8bit") as b,
+    ):
+        for _ in range(10):
+            for p, q in zip(here, in_memory, strict=True):
+                p.grad = q.grad = torch.randn(p.shape).bfloat16()
+            a.step()
+            b.step()
+        for p, q in zip(here, in_memory, strict=True):
+            same = [torch.equal(a.state[p][key], b.state[q][key]) for key in ("master", "exp_avg", "exp_avg_sq")]
+            if not (all(same) and torch.equal(p, q)):
+                raise SystemExit("8-bit states on the disk are not those in memory: nothing is timed; please report")
+    say(f"verified 8-bit states on {specs[0]} against those in memory: the same bits")
 
 
 # --------------------------------------------------------------------------------------------------- back ends
@@ -142,11 +169,56 @@ def file_row(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> Row:
     }
 
 
+def coded_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[Row]:
+    """8-bit states, and fp32 states beside them."""
+    opts = {
+        kind: benchmark.make_optimizer(specs, arguments.params, torch.bfloat16, state_dtype=kind)
+        for kind in ("8bit", "fp32")
+    }
+    rows: dict[str, Row] = {
+        kind: {
+            "what": f"CSDAdam, bf16, {'8-bit' if kind == '8bit' else kind} states, {len(specs)} file(s)",
+            "params": arguments.params,
+            "seconds": [],
+            "replay_seconds": [],
+        }
+        for kind in opts
+    }
+    with opts["8bit"], opts["fp32"]:
+        for i in range(WARM_UP + arguments.runs):
+            for kind in ("8bit", "fp32") if i % 2 else ("fp32", "8bit"):  # whoever comes second may have it better
+                opt, row = opts[kind], rows[kind]
+                seconds, stats = timed(lambda o=opt: (o.step(), o.stats())), opt.stats()  # type: ignore[misc]
+                replay, again = timed(lambda o=opt: replay_step(o)), opt.stats()  # type: ignore[misc]
+                if i < WARM_UP:
+                    continue
+                flash = {k: stats[f"flash_{k}_bytes"] for k in ("read", "write")}
+                if flash != {k: again[f"flash_{k}_bytes"] for k in flash}:
+                    raise SystemExit(f"a replay moves other bytes than {row['what']}: nothing is reported")
+                row["seconds"].append(seconds)
+                row["replay_seconds"].append(replay)
+                row["bytes"] = sum(flash.values())
+                row["bytes_per_param"] = {
+                    k: stats[f"{k}_bytes"] / arguments.params for k in ("push", "pull", "flash_read", "flash_write")
+                }
+                row["buffer_bytes"] = stats["buffer_bytes"]
+    for row in rows.values():
+        limits = zip(row["replay_seconds"], row["seconds"], strict=True)
+        row["ratio_to"] = {"the same requests without the update": [a / b for a, b in limits]}
+    times = {kind: row["seconds"] for kind, row in rows.items()}
+    ratios = [plain / coded for coded, plain in zip(times["8bit"], times["fp32"], strict=True)]
+    rows["8bit"]["ratio_to"]["the same with fp32 states"] = ratios
+    return [*rows.values()]
+
+
 def replay_step(opt: CSDAdam) -> None:
     """The requests of a step, in its order and through its buffers, without the update."""
     engine = opt._engine
     assert engine is not None
     table, hypers = np.zeros(engine.n_params, PARAM), np.zeros(1, HYPER)
+    for b in opt._state_map.by_index:
+        if b.compares:  # of codes, a step does not read the parameters that the host has
+            table[b.index]["param"], table[b.index]["param_dtype"] = b.local.data_ptr(), DTYPE_CODES[b.local.dtype]
     tiles = engine.flowing(np.arange(engine.n_tiles, dtype=np.uint32))
     engine.begin(table, hypers, tiles)
     for tile in tiles.tolist():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.forked import module
 
 from bench import accuracy
@@ -27,10 +28,11 @@ def test_quick(tmp_path, monkeypatch):
     assert "Top-K 1%, feedback" in done.stderr
 
     rows = {(r["task"], r["variant"]): r for r in report["rows"]}
-    assert len(rows) == len(report["runs"]) == 2 * 3
+    assert len(rows) == len(report["runs"]) == 2 * 5
+    assert all(0 < report["verified"]["8bit"][task] < accuracy.CODED_DRIFT for task in ("cloze", "digits"))
     assert all(0 < r["held_out_noise"] < 2 for r in rows.values())
     for task, learnt in (("cloze", 30), ("digits", 90)):  # by chance: 17 and 10
-        adamw, dense, sparse = (rows[task, v.name] for v in accuracy.QUICK_VARIANTS)
+        adamw, dense, sparse, coded, coded_sparse = (rows[task, v.name] for v in accuracy.QUICK_VARIANTS)
         assert adamw["accuracy"][0] > learnt
         assert adamw["difference"] == [0]
         assert abs(dense["difference"][0]) < 3  # held-out examples: about 1000
@@ -38,6 +40,12 @@ def test_quick(tmp_path, monkeypatch):
         assert dense["link_bytes_per_param"] == {"push": 2, "pull": 2}
         assert sparse["link_bytes_per_param"]["pull"] == 2
         assert sparse["accuracy"][0] > 20
+        assert abs(coded["difference"][0]) < 3
+        assert coded["link_bytes_per_param"] == dense["link_bytes_per_param"]
+        assert coded_sparse["link_bytes_per_param"] == pytest.approx(sparse["link_bytes_per_param"], rel=0.05)
+        assert adamw["drift"] == [0]
+        assert 0 < dense["drift"][0] < 1
+        assert 0 < coded["drift"][0] < 1
     # 1 % of two matrices at 4 B; biases and the last layer, 2 B each; at most a padded word of 64 B more for each block
     # of the tile and each dense parameter.
     entries, dense_elements, params = round(0.01 * 64 * 128) + round(0.01 * 128 * 128), 1280 + 128 + 128 + 10, 26122
@@ -52,6 +60,27 @@ def test_resume_takes_what_is_finished(tmp_path):
     repeated = accuracy.run(job, again=True)
     assert repeated["seconds"] != first["seconds"]
     assert repeated | {"seconds": 0} == first | {"seconds": 0}  # the same bits
+
+
+def test_drift(tmp_path):
+    """Of what one and the same run made, none; as far as that went, of weights that stayed where they were."""
+    job = ("digits", 0, accuracy.ADAMW, accuracy.QUICK, tmp_path / "encoder.pt")
+    accuracy.run(job, again=True)
+    assert accuracy.drift(job, accuracy.ADAMW) == 0
+    begun, ended = torch.zeros(4), torch.full((4,), 2.0)
+    assert accuracy.drifted(begun, ended, begun) == 1
+    assert accuracy.drifted(torch.full((4,), 2.5), ended, begun) == 0.25
+
+
+def test_torchao_is_no_variant_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(accuracy.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["accuracy"])
+    assert accuracy.TORCHAO.name not in accuracy.parse().variants
+    monkeypatch.setattr("sys.argv", ["accuracy", "--variants", accuracy.TORCHAO.name])
+    with pytest.raises(SystemExit):
+        accuracy.parse()
+    monkeypatch.setattr(accuracy.importlib.util, "find_spec", lambda name: name)
+    assert accuracy.TORCHAO.name in accuracy.parse().variants
 
 
 def test_examples(monkeypatch):
@@ -87,3 +116,6 @@ def test_verification_notices_what_is_wrong(monkeypatch):
     monkeypatch.setattr(accuracy, "csdadam", lambda model, variant, lr: made(model, variant, 1.01 * lr))
     with pytest.raises(SystemExit, match="differs from AdamW"):
         accuracy.verify_dense("digits", accuracy.QUICK, nowhere)
+    monkeypatch.setattr(accuracy, "csdadam", lambda model, variant, lr: made(model, variant, 1.5 * lr))
+    with pytest.raises(SystemExit, match="drift"):
+        accuracy.verify_codes("digits", accuracy.QUICK, nowhere)
