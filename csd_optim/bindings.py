@@ -33,7 +33,7 @@ IO_DEPTH: int = lib.CSD_IO_DEPTH
 GRAD_SCALE: int = lib.CSD_GRAD_SCALE
 RULES = {name.removeprefix("CSD_").lower(): number for number, name in ffi.typeof("enum csd_rule").elements.items()}
 IN_SECTION, FROM_PARAM, IN_PARAM = lib.CSD_IN_SECTION, lib.CSD_FROM_PARAM, lib.CSD_IN_PARAM
-UNLESS_SET, NEW = lib.CSD_UNLESS_SET, lib.CSD_NEW
+UNLESS_SET, NEW, UNCOMPARED = lib.CSD_UNLESS_SET, lib.CSD_NEW, lib.CSD_UNCOMPARED
 P2P = {"auto": lib.CSD_P2P_AUTO, "1": lib.CSD_P2P_ON, "0": lib.CSD_P2P_OFF}
 ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CSD_ISA_AVX512}
 

@@ -28,10 +28,11 @@ class Decoded:
         self._states: dict[int, dict[str, torch.Tensor]] = {}  # by parameter: 1-D, in the order of its memory
         self._shown: dict[int, dict[str, torch.Tensor]] = {}  # the same as shown()
         self._seen: dict[int, list[tuple[str, torch.Tensor, int]]] = {}  # tensors that show them, and their versions
-        self._rounded: set[int] = set()  # parameters of which it is known that they are the rounded masters
-        # Masters that somebody wrote, of other parameters, which have not been updated since and would count as set.
-        self._owed: dict[int, torch.Tensor] = {}
-        self._updated = np.zeros(0, bool)  # parameters, by the step that was told last
+        # Parameters whose masters somebody wrote, and that no step has updated since: that they are not the rounded
+        # masters does not mean that somebody set them.
+        self.apart: set[int] = set()
+        self._rounded: set[int] = set()  # of which it is known that they are what was written
+        self._updated: set[int] = set()  # parameters, by the step that was told last
 
     @property
     def durable(self) -> bool:
@@ -69,8 +70,6 @@ class Decoded:
         others = [seen for seen in self._seen.get(param, ()) if seen[0] not in states]
         self._states[param] = {name: states[name] if name in states else had[name] for name in names}
         self._shown.pop(param, None)
-        if next(iter(names)) in states:
-            self._owed.pop(param, None)
         self._seen[param] = others + [(name, state, -1) for name, state in states.items()]
 
     def is_rounded(self, param: int) -> None:
@@ -101,20 +100,13 @@ class Decoded:
         for param, names in self.written().items():
             for k, (name, state) in enumerate(self._states[param].items()):
                 table["edited"][param, k] = state.data_ptr() if name in names else 0
-        self._updated = table["grad"] != 0
-        for param, master in self._owed.items():
-            if self._updated[param] and not table["edited"][param, 0]:
-                table["edited"][param, 0] = master.data_ptr()
+        self._updated = {*np.flatnonzero(table["grad"]).tolist()} if self._states or self.apart else set()
 
     def forget(self, tiles: np.ndarray[Any, Any] | None = None) -> None:
         """A step has changed the codes, or what was written has got there: in `tiles` (ascending), or everywhere."""
         gone = [p for p in self._states if tiles is None or np.isin(self._engine.tiles_of_params([p]), tiles).all()]
-        for param in set(gone) - self._rounded:
-            master = next(iter(self._states[param]))
-            if any(name == master and then not in (-1, tensor._version) for name, tensor, then in self._seen[param]):
-                self._owed[param] = self._states[param][master].clone()
-        for param in [p for p in self._owed if self._updated[p]]:
-            del self._owed[param]
+        masters = {param for param, names in self.written().items() if "master" in names}
+        self.apart = (self.apart | masters & {*gone}) - self._rounded - self._updated
         self._drop(gone)
 
     def forget_unwritten(self, params: Iterable[int] | None = None) -> None:

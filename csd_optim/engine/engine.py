@@ -187,7 +187,7 @@ class Engine:
     @property
     def coded(self) -> np.ndarray[Any, Any]:
         """Which tiles keep codes of their states: bool, one per tile."""
-        return np.repeat([e.codec != "fp32" for e in self.extents], [e.n_tiles for e in self.extents])
+        return np.repeat([e.codec != FP32 for e in self.extents], [e.n_tiles for e in self.extents])
 
     def extent_with(self, param: int) -> Extent:
         return next(e for e in reversed(self.extents) if e.first_param <= param)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..bindings import CODECS
 from ..errors import CSDTypeError, CSDValueError
 
 Groups = Sequence[dict[str, Any]]
@@ -28,8 +29,8 @@ def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
 
 def check_state_dtype(value: Any, where: str = "") -> None:
     """Raises CSDValueError."""
-    if value not in ("fp32", "8bit"):
-        raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is 'fp32' or '8bit'")
+    if value not in CODECS:
+        raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is {' or '.join(map(repr, CODECS))}")
 
 
 def _item(value: Any) -> Any:

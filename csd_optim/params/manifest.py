@@ -12,6 +12,7 @@ from ..distributed.sharding import Partition
 from ..store.check import UNNAMED_RULE
 from ..store.format import Contents, Record
 from ..store.layout import Extent
+from ..store.sections import FP32
 from .groups import Groups, members, name_of
 from .param_state import ParamState
 from .update_rule import UpdateRule
@@ -66,7 +67,7 @@ def other_codec(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) -> st
         if (entry["group"], entry["position"]) not in here:
             continue
         name, wanted, _ = here[entry["group"], entry["position"]]
-        held = stored["extents"][entry["extent"]].get("codec", "fp32")
+        held = stored["extents"][entry["extent"]].get("codec", FP32)
         if held != wanted:
             return (
                 f"the states of parameter {name} are {held} there, and state_dtype says {wanted} here. Resume with "

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNLESS_SET
+from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNCOMPARED, UNLESS_SET
 from ..distributed.sharding import Partition
 from ..engine.decoded import Decoded
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
@@ -125,6 +125,8 @@ class ParamState:
         """Where a step finds the master, once it has its place: see csd_master."""
         if self.in_place:
             return int(IN_PARAM)
+        if self.decoded and self.reachable and self.index in self.decoded.apart and not self.is_written:
+            return int(UNCOMPARED)
         # Of codes, what is in reach is compared in any case; but a master that was loaded may not fit it.
         unless_set = self.compares and self.is_written if self.decoded else self.unless_set
         return int(FROM_PARAM if self.is_master else UNLESS_SET if unless_set else IN_SECTION)

@@ -16,6 +16,7 @@ from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
+from ..store.sections import EIGHT_BIT, FP32
 from .decoded_entry import DecodedEntry
 from .groups import Groups, members, name_of
 from .manifest import manifest
@@ -32,7 +33,7 @@ class StateMap:
     """
 
     def __init__(
-        self, rule: UpdateRule, ranks: Ranks | None = None, *, sharded: bool = True, state_dtype: str = "fp32"
+        self, rule: UpdateRule, ranks: Ranks | None = None, *, sharded: bool = True, state_dtype: str = FP32
     ) -> None:
         self.rule = rule
         self.state_dtype = state_dtype
@@ -85,9 +86,9 @@ class StateMap:
 
     def codec_of(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, torch.dtype | None]:
         """How the states of a parameter of this group are kept, and its dtype if that matters; see Engine.extend()."""
-        if group.get("state_dtype", self.state_dtype) == "fp32":
-            return "fp32", None
-        return "8bit", torch.float32 if p.is_complex() else p.dtype
+        if group.get("state_dtype", self.state_dtype) == FP32:
+            return FP32, None
+        return EIGHT_BIT, torch.float32 if p.is_complex() else p.dtype
 
     def describe(self, engine: Engine, groups: Groups) -> None:
         """Tells the stores what the parameters are, when that is no longer what they were told."""
@@ -113,7 +114,7 @@ class StateMap:
         i = len(self.by_index) - place.first_param
         dtype = torch.complex64 if p.is_complex() else torch.float32
         windows = {"step": torch.from_numpy(engine.steps[extent])[i]}
-        coded = place.codec != "fp32"
+        coded = place.codec != FP32
         for s in (*range(1, len(place.sections)), 0):  # the master last, as `state` shows it
             if not coded:
                 windows[place.sections[s]] = engine.windows.window(place, i, s, dtype).as_strided(shape, stride)

@@ -77,7 +77,7 @@ class BoundStep:
     participants: Participants
     new: list[ParamState]  # whose places are empty: the step fills them
     written: list[ParamState]  # from outside, since the last step
-    state_map: StateMap
+    coded: list[ParamState]  # all whose states are kept as codes
 
 
 @dataclass
@@ -164,7 +164,7 @@ def bind(
         state_map.remember()
         state_map.changes += 1
         plan = _plan_for(engine, state_map, groups, taking_part.params, grad_dtype, plan)
-    return BoundStep(plan, taking_part, new, written, state_map)
+    return BoundStep(plan, taking_part, new, written, state_map.coded)
 
 
 def _written(state_map: StateMap, plan: StepPlan, grad_dtype: torch.dtype | None) -> list[ParamState]:
@@ -199,6 +199,8 @@ def _plan_for(
         state_map.join(engine, groups, joining, grad_dtype)
     param_states = [state_map.param_states[id(p)] for p in params]
     table = np.zeros(engine.n_params, PARAM)
+    for b in state_map.coded:
+        table["first"][b.index] = b.part.first_element() * (2 if b.param.is_complex() else 1) % (1 << 32)
     for b in param_states:
         if b.direct:
             row = table[b.index]
@@ -235,7 +237,7 @@ def prepare(
     table = plan.table.copy()
     hypers, table["hyper"][plan.rows] = _hypers(rule, plan, groups, groups_of, steps[plan.rows], grad_scale)
     table["master"][[b.index for b in bound.new]] = NEW
-    _tell_codes(bound.state_map.coded, steps, table)
+    _tell_codes(bound.coded, steps, table)
     sources = _reach(plan, grads, table, options.grad_dtype)
     may_owe = options.error_feedback and bool(engine.residuals)
     owing = np.array([may_owe and b.residual is not None for b in plan.param_states])
@@ -295,8 +297,7 @@ def _tell_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.
     """Says in the table what codes need to know: the chance of this step, and where all parameters of a tile are."""
     for b in coded:
         row = table[b.index]
-        first = b.part.first_element() * (2 if b.param.is_complex() else 1)
-        row["seed"], row["first"] = int(steps[b.index]) % (1 << 32), first % (1 << 32)
+        row["seed"] = int(steps[b.index]) % (1 << 32)
         row["master"] = NEW if b.is_new else b.master_in
         if b.compares and not row["param"] and not b.is_written:
             row["param"], row["param_dtype"] = b.local.data_ptr(), DTYPE_CODES[b.local.dtype]

@@ -217,7 +217,8 @@ enum csd_master {
   /* In `param`, of any dtype: the tile has no state yet. Nothing is read; the master is written to the current slot, for
    * a step that is undone, and the other sections begin as zero, as they read there. All parameters of a tile are new,
    * and have gradients, or none is (file only) */
-  CSD_NEW = 4
+  CSD_NEW = 4,
+  CSD_UNCOMPARED = 5 /* in the tile, of codes, whatever the parameter is: somebody wrote the master, not the parameter */
 };
 
 /* One parameter of this step. `grad` NULL: it has none, and keeps every bit. */

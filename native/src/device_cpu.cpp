@@ -97,7 +97,7 @@ void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   const uint64_t in_piece = first - piece.tile_first, in_param = piece.param_first + in_piece;
   const Codes codes = codes_at(tile.layout, sections, first);
   const void *const param = param_before(piece, work, in_piece);
-  const bool adopts = param && p.grad && tile.param_dtype != CSD_F32;
+  const bool adopts = param && p.grad && tile.param_dtype != CSD_F32 && p.master != CSD_UNCOMPARED;
   const bool unless_set = p.master == CSD_UNLESS_SET, is_f16 = tile.param_dtype == CSD_F16;
   if (p.master == CSD_FROM_PARAM && p.grad && param) memcpy(codes.param, param, 4 * n);
   if (adopts && !unless_set) adopt_param(param, n, codes, is_f16, false);

@@ -232,9 +232,9 @@ const char *Engine::codes_of(Tile &t) {
   const auto *const slot = reinterpret_cast<const char *>(decoded_.slot.floats());
   const char *sections[kMostSections] = {};
   for (uint32_t s = 0; s < t.layout.n(); s++) sections[s] = slot + t.layout.first(s);
-  std::vector<uint32_t> sums(t.n_sums());
-  sum_tile(t, sections, sums.data());
-  for (uint64_t chunk = 0; t.slots[t.slot].summed && chunk < t.n_chunks(); chunk++)
+  std::vector<uint32_t> sums(t.slots[t.slot].summed ? t.n_sums() : 0);
+  if (!sums.empty()) sum_tile(t, sections, sums.data());
+  for (uint64_t chunk = 0; !sums.empty() && chunk < t.n_chunks(); chunk++)
     if (const uint32_t section = differing_section(t, chunk, &sums[chunk * t.layout.n()]); section < t.layout.n())
       throw damaged(t, section);
   decoded_.tile = &t;
