@@ -509,14 +509,16 @@ def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path)
 # ---- verified first -------------------------------------------------------------
 
 
-def verify_dense(task: str, size: Size, encoder: Path) -> float:
-    """Ten steps, compared with AdamW on fp32 copies with the same gradients: the largest relative difference."""
+def ten_steps(
+    task: str, size: Size, encoder: Path, variant: Variant
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Masters after ten steps, those of AdamW on fp32 copies with the same gradients, and where both began."""
     _, batch, lr = size.training(task)
     model = start(task, 0, encoder).bfloat16()
     params = list(model.parameters())
-    copies = [p.detach().float().clone() for p in params]
+    begun, copies = ([p.detach().float().clone() for p in params] for _ in range(2))
     oracle = torch.optim.AdamW(copies, lr=lr)
-    with csdadam(model, DENSE, lr) as optimizer:
+    with csdadam(model, variant, lr) as optimizer:
         for inputs, labels in batches(examples_of(task, 0, size)[0], 10, batch, 0):
             backward(model, inputs, labels)
             for p, copy in zip(params, copies, strict=True):
@@ -524,32 +526,25 @@ def verify_dense(task: str, size: Size, encoder: Path) -> float:
                 copy.grad = p.grad.float()
             optimizer.step()
             oracle.step()
-        masters = [optimizer.state[p]["master"] for p in params]
-        worst = max(float((m - c).abs().max() / c.abs().max()) for m, c in zip(masters, copies, strict=True))
+        masters = [optimizer.state[p]["master"].clone() for p in params]
+    return masters, copies, begun
+
+
+def verify_dense(task: str, size: Size, encoder: Path) -> float:
+    """The largest relative difference after ten steps from AdamW."""
+    masters, copies, _ = ten_steps(task, size, encoder, DENSE)
+    worst = max(float((m - c).abs().max() / c.abs().max()) for m, c in zip(masters, copies, strict=True))
     if not worst <= TOLERANCE:
         raise SystemExit(f"dense CSDAdam differs from AdamW by {worst:.1e} of the largest weight: nothing is reported")
     return worst
 
 
 def verify_codes(task: str, size: Size, encoder: Path) -> float:
-    """Ten steps with 8-bit states, compared with AdamW on fp32 copies with the same gradients: the drift."""
-    _, batch, lr = size.training(task)
-    model = start(task, 0, encoder).bfloat16()
-    params, begun = list(model.parameters()), weights_of(model)
-    copies = [p.detach().float().clone() for p in params]
-    oracle = torch.optim.AdamW(copies, lr=lr)
-    with csdadam(model, EIGHT_BIT[0], lr) as optimizer:
-        for inputs, labels in batches(examples_of(task, 0, size)[0], 10, batch, 0):
-            backward(model, inputs, labels)
-            for p, copy in zip(params, copies, strict=True):
-                assert p.grad is not None
-                copy.grad = p.grad.float()
-            optimizer.step()
-            oracle.step()
-        drifts = drifted(weights_of(model, optimizer), torch.cat([c.flatten() for c in copies]), begun)
-    if not drifts <= CODED_DRIFT:
-        raise SystemExit(f"8-bit states drift {drifts:.2f} from AdamW within ten steps: nothing is reported")
-    return drifts
+    """The drift from AdamW after ten steps with 8-bit states."""
+    drift = drifted(*(torch.cat([t.flatten() for t in of]) for of in ten_steps(task, size, encoder, EIGHT_BIT[0])))
+    if not drift <= CODED_DRIFT:
+        raise SystemExit(f"8-bit states drift {drift:.2f} from AdamW within ten steps: nothing is reported")
+    return drift
 
 
 def verify_bytes(task: str, variant: Variant, size: Size, encoder: Path) -> Row:

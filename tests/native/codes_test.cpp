@@ -11,16 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "csd.h"
-
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      exit(1);                                                                  \
-    }                                                                           \
-  } while (0)
-#define OK(call) CHECK((call) == CSD_OK)
 
 namespace {
 

@@ -15,17 +15,9 @@
 #include <thread>
 #include <vector>
 
+#include "check.h"
 #include "csd.h"
 #include "rules.h"
-
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      exit(1);                                                                  \
-    }                                                                           \
-  } while (0)
-#define OK(call) CHECK((call) == CSD_OK)
 
 // Allocations fail on command, in all threads.
 namespace {

@@ -9,17 +9,10 @@
 #include <vector>
 
 #include "adamw.h"
+#include "check.h"
 #include "codec.h"
 #include "float16.h"
 #include "kernel.h"
-
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      exit(1);                                                                  \
-    }                                                                           \
-  } while (0)
 
 namespace {
 

@@ -388,6 +388,22 @@ def test_an_overflow_is_skipped():
     assert_same(held(opt), before)
 
 
+def fail_a_step(opt, params, number, monkeypatch):
+    """Its parameters are given out, and it is undone."""
+    finish = opt._live_engine.finish
+
+    def fails(keep=True):
+        finish(keep=False)
+        if keep:
+            raise CSDOSError(5, "Input/output error")
+
+    give_gradients(params, number)
+    with monkeypatch.context() as patched:
+        patched.setattr(opt._live_engine, "finish", fails)
+        with pytest.raises(CSDOSError):
+            opt.step()
+
+
 def test_a_step_that_fails_changes_nothing(monkeypatch):
     params = parameters(torch.bfloat16, torch.float32)
     opt, twin = train(adam(params, ["file:", "file:"]), 2), parameters(torch.bfloat16, torch.float32)
@@ -395,18 +411,7 @@ def test_a_step_that_fails_changes_nothing(monkeypatch):
     for o, ps in ((opt, params), (other, twin)):
         o.state[ps[0]]["exp_avg"].fill_(0.5)
     before = [p.detach().clone() for p in params]
-    finish = opt._live_engine.finish
-    with monkeypatch.context() as patched:
-
-        def fails(keep=True):
-            finish(keep=False)
-            if keep:
-                raise CSDOSError(5, "Input/output error")
-
-        patched.setattr(opt._live_engine, "finish", fails)
-        give_gradients(params, 2)
-        with pytest.raises(CSDOSError):
-            opt.step()
+    fail_a_step(opt, params, 2, monkeypatch)
     assert_same(before, [p.detach() for p in params])
     assert_same(held(train(opt, 2, 2)), held(train(other, 2, 2)))
 
@@ -497,18 +502,7 @@ def test_a_step_that_fails_leaves_parameters_as_they_were_set(dtype, devices, mo
         for p in params[::2]:
             p.fill_(3)
     before = [p.detach().clone() for p in params]
-    finish = opt._live_engine.finish
-    with monkeypatch.context() as patched:
-
-        def fails(keep=True):
-            finish(keep=False)
-            if keep:
-                raise CSDOSError(5, "Input/output error")
-
-        patched.setattr(opt._live_engine, "finish", fails)
-        give_gradients(params, 2)
-        with pytest.raises(CSDOSError):
-            opt.step()
+    fail_a_step(opt, params, 2, monkeypatch)
     assert_same(before, [p.detach() for p in params])
     opt.param_groups[0]["lr"] = 0.0
     train(opt, 1, 3)

@@ -14,13 +14,14 @@ from test_kernels import (
     DTYPES,
     HALVES,
     LANES,
-    REPORT,
     SEGMENT,
     Memory,
     Part,
+    assert_params,
     encode,
     hyper,
     random_hyper,
+    reported_sums,
     run_natively,
     sparse_gradients,
     special,
@@ -168,21 +169,10 @@ def simulate(tile, parts, *, entries=(), bad_entries=0, in_place=False, isa=None
         kept = ~touched[:: LANES * n_words // len(got)]
         assert torch.equal(*(section.view(torch.uint8).view(len(kept), -1)[kept] for section in (got, before)))
 
-    at = 0
-    for p, wanted in zip(parts, params, strict=True):
-        n = len(to_words(wanted))
-        got = torch.from_numpy(param.words[at : at + n].copy()).view(p.param_dtype)
-        assert torch.equal(bits_of_params(got[: p.elems]), bits_of_params(wanted))
-        assert not got[p.elems :].view(torch.uint8).any()
-        at += n
-
-    r, sums = report.words[:LANES].view(REPORT)[0], report.words[LANES:].view(CODED_SUMS)
-    assert (r["version"], r["n_words"], r["bad_entries"]) == (3, n_words, bad_entries)
-    assert r["nonfinite"] == sum((~p.grad.isfinite()).sum().item() for p in parts)
-    assert r["crc_param"] == bindings.crc32c(param.words.tobytes())
+    assert_params(param.words, parts, params, bits_of_params)
+    sums = reported_sums(report, parts, param, n_words, bad_entries, CODED_SUMS)
     assert np.array_equal(sums["in"], tile.sums(sum_words))
     assert np.array_equal(sums["out"], after.sums(sum_words))
-    assert not r["reserved"].any()
     return after
 
 

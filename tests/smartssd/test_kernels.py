@@ -208,23 +208,33 @@ def simulate(
     raw = (lambda t: t.view(torch.int32)) if exact_nan else bits
     assert torch.equal(raw(state_after), raw(expected_state))
 
+    assert_params(param.words, parts, expected_params, bits)
+    sums = reported_sums(report, parts, param, n_words, bad_entries, SUMS)
+    assert np.array_equal(sums["in"], sums_of(tile, sum_words))
+    assert np.array_equal(sums["out"], sums_of(after, sum_words))
+    assert not sums["reserved"].any()
+    return state_after
+
+
+def assert_params(words, parts, expected, bits):
+    """What the kernel wrote of the parameters, each from a word on, and zeros after it; the same `bits`."""
     at = 0
-    for p, expected in zip(parts, expected_params, strict=True):
-        n = len(to_words(expected))
-        got = torch.from_numpy(param.words[at : at + n].copy()).view(p.param_dtype)
-        assert torch.equal(bits(got[: p.elems]), bits(expected))
+    for p, wanted in zip(parts, expected, strict=True):
+        n = len(to_words(wanted))
+        got = torch.from_numpy(words[at : at + n].copy()).view(p.param_dtype)
+        assert torch.equal(bits(got[: p.elems]), bits(wanted))
         assert not got[p.elems :].view(torch.uint8).any()
         at += n
 
-    r, sums = report.words[:LANES].view(REPORT)[0], report.words[LANES:].view(SUMS)
+
+def reported_sums(report, parts, param, n_words, bad_entries, dtype):
+    """The sums of a report, one of this dtype for each chunk, when its header is right."""
+    r = report.words[:LANES].view(REPORT)[0]
     assert (r["version"], r["n_words"], r["bad_entries"]) == (3, n_words, bad_entries)
     assert r["nonfinite"] == sum((~p.grad.isfinite()).sum().item() for p in parts)
     assert r["crc_param"] == bindings.crc32c(param.words.tobytes())
-    assert np.array_equal(sums["in"], sums_of(tile, sum_words))
-    assert np.array_equal(sums["out"], sums_of(after, sum_words))
     assert not r["reserved"].any()
-    assert not sums["reserved"].any()
-    return state_after
+    return report.words[LANES:].view(dtype)
 
 
 def random_state(n_words, sections=3):

@@ -1,0 +1,13 @@
+// What these programs hold to be true; they end where it is not.
+#pragma once
+#include <stdio.h>
+#include <stdlib.h>
+
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      exit(1);                                                                  \
+    }                                                                           \
+  } while (0)
+#define OK(call) CHECK((call) == CSD_OK)
