@@ -218,7 +218,8 @@ enum csd_master {
    * a step that is undone, and the other sections begin as zero, as they read there. All parameters of a tile are new,
    * and have gradients, or none is (file only) */
   CSD_NEW = 4,
-  CSD_UNCOMPARED = 5 /* in the tile, of codes, whatever the parameter is: somebody wrote the master, not the parameter */
+  /* In the tile, of codes, whatever the parameter is: somebody wrote to the master, and not to the parameter */
+  CSD_UNCOMPARED = 5
 };
 
 /* One parameter of this step. `grad` NULL: it has none, and keeps every bit. */

@@ -46,6 +46,21 @@ int guarded(csd_error *error, Call call) noexcept {
   }
 }
 
+void require_isa(int32_t isa) {
+  if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
+}
+
+csd::Codes codes_of(int32_t isa, int32_t param_dtype, uint32_t sections, void *const *codes) {
+  const uint32_t least = param_dtype == CSD_F32 ? 4 : 5;
+  require_isa(isa);
+  if (param_dtype < CSD_F32 || param_dtype > CSD_BF16 || (sections != least && sections != least + 2))
+    throw csd::Failure{CSD_EINVAL, "no such codes: " + std::to_string(sections) + " sections"};
+  const csd::Layout layout(CSD_8BIT, sections == least ? 3 : 4, static_cast<uint32_t>(param_dtype), 0);
+  char *at[csd::kMostSections] = {};
+  std::copy_n(reinterpret_cast<char *const *>(codes), sections, at);
+  return csd::codes_at(layout, at, 0);
+}
+
 static_assert(noexcept(std::declval<const csd::Card &>().has_p2p()) && noexcept(csd::best_isa()) &&
                   noexcept(csd::topk_count(0, 0)) && noexcept(csd::crc32c(0, nullptr, 0)) &&
                   noexcept(std::declval<const csd::Engine &>().undone(nullptr, nullptr, 0)) &&
@@ -153,7 +168,7 @@ int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_er
 int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
                float *const *state, uint32_t sections, void *param, int32_t param_dtype, csd_error *error) {
   return guarded(error, [&] {
-    if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
+    require_isa(isa);
     if (!csd::sections_of(hyper->rule).take(sections))
       throw csd::Failure{CSD_EINVAL, "no update rule " + std::to_string(hyper->rule) + " for " +
                                          std::to_string(sections) + " sections"};
@@ -164,27 +179,12 @@ int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad
   });
 }
 
-namespace {
-
-csd::Codes codes_of(int32_t isa, int32_t param_dtype, uint32_t sections, void *const *codes) {
-  const uint32_t least = param_dtype == CSD_F32 ? 4 : 5;
-  if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
-  if (param_dtype < CSD_F32 || param_dtype > CSD_BF16 || (sections != least && sections != least + 2))
-    throw csd::Failure{CSD_EINVAL, "no such codes: " + std::to_string(sections) + " sections"};
-  const csd::Layout layout(CSD_8BIT, sections == least ? 3 : 4, static_cast<uint32_t>(param_dtype), 0);
-  char *at[csd::kMostSections] = {};
-  std::copy_n(reinterpret_cast<char *const *>(codes), sections, at);
-  return csd::codes_at(layout, at, 0);
-}
-
-}  // namespace
-
 int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
                      void *const *codes, uint32_t sections, void *param, int32_t param_dtype, uint32_t key,
                      csd_error *error) {
   return guarded(error, [&] {
     const csd::Codes at = codes_of(isa, param_dtype, sections, codes);
-    if (hyper->rule != (at.peak ? CSD_AMSGRAD : CSD_ADAMW) && !(at.peak && hyper->rule == CSD_ADAMW))
+    if (hyper->rule > CSD_AMSGRAD || (hyper->rule == CSD_AMSGRAD && !at.peak))
       throw csd::Failure{CSD_EINVAL, "no codes for update rule " + std::to_string(hyper->rule)};
     const csd::CodedSpan span{hyper, n,     grad, static_cast<uint32_t>(grad_dtype), static_cast<uint32_t>(param_dtype),
                               at,    param, key};
@@ -215,7 +215,7 @@ int32_t csd_isa_best(void) { return csd::best_isa(); }
 
 int csd_isa_use(int32_t isa, csd_error *error) {
   return guarded(error, [&] {
-    if (isa < 0 || isa > csd::best_isa()) throw csd::Failure{CSD_EINVAL, "this CPU does not have that instruction set"};
+    require_isa(isa);
     csd::used_isa = isa;
   });
 }

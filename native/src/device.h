@@ -165,6 +165,17 @@ Failure damaged(const Tile &tile, uint32_t section);
 // The section of a chunk that is not what was stored in the tile's slot, by its sums; `tile.layout.n()` if there is none.
 uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums);
 
+// Loads a tile and waits for that. Returns 0 or an errno.
+int load_now(Device &, const Tile &, char *buffer);
+
+// Throws damaged() where a slot, at `slot`, is not what was stored there. Nothing is known of one that is not summed.
+void check_slot(const Tile &, const char *slot);
+
+// Of the chance of element `i` of a parameter that has codes, in this step.
+inline uint32_t key_of(const csd_param &p, uint64_t i) {
+  return p.seed * 0x9e3779b9u + p.first + static_cast<uint32_t>(i);
+}
+
 // The sums of what lies in `sections`, all of it.
 void sum_tile(const Tile &, const char *const *sections, uint32_t *sums);
 

@@ -1,6 +1,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <future>
 
 #include "crc32c.h"
 #include "device.h"
@@ -107,7 +108,7 @@ void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   alignas(64) uint16_t dense[kBlock];
   auto span = span_of<CodedSpan>(piece, first, n, work, entries, dense);
   span.codes = codes;
-  span.key = p.seed * 0x9e3779b9u + p.first + static_cast<uint32_t>(in_param);
+  span.key = key_of(p, in_param);
   work.nonfinite += update(span, used_isa.load(std::memory_order_relaxed));
 }
 
@@ -287,6 +288,24 @@ void sum_tile(const Tile &tile, const char *const *sections, uint32_t *sums) {
     const uint64_t first = chunk * tile.sum_elems, last = std::min(first + tile.sum_elems, tile.elems);
     crc32c_sections(sums + chunk * tile.layout.n(), sections, tile.layout, first, last - first);
   }
+}
+
+void check_slot(const Tile &tile, const char *slot) {
+  if (!tile.slots[tile.slot].summed) return;
+  const char *sections[kMostSections] = {};
+  for (uint32_t s = 0; s < tile.layout.n(); s++) sections[s] = slot + tile.layout.first(s);
+  std::vector<uint32_t> sums(tile.n_sums());
+  sum_tile(tile, sections, sums.data());
+  for (uint64_t chunk = 0; chunk < tile.n_chunks(); chunk++)
+    if (const uint32_t s = differing_section(tile, chunk, &sums[chunk * tile.layout.n()]); s < tile.layout.n())
+      throw damaged(tile, s);
+}
+
+int load_now(Device &device, const Tile &tile, char *buffer) {
+  // Shared: who sets it may still be at it when we go on.
+  const auto loaded = std::make_shared<std::promise<int>>();
+  device.load(tile, reinterpret_cast<float *>(buffer), 0, [loaded](int error) { loaded->set_value(error); });
+  return loaded->get_future().get();
 }
 
 Failure damaged(const Tile &tile, uint32_t section) {

@@ -233,19 +233,13 @@ class XrtDevice : public FileDevice {
   // Brings the tile to the host, past the card, and puts in it the states that somebody wrote.
   void edit(const Tile &tile, Work &work, char *slot) {
     if (p2p_) {
-      const auto loaded = std::make_shared<std::promise<int>>();
-      load(tile, reinterpret_cast<float *>(slot), 0, [loaded](int error) { loaded->set_value(error); });
-      if (const int error = loaded->get_future().get())
+      if (const int error = load_now(*this, tile, slot))
         throw Failure{CSD_EIO, "reading tile " + std::to_string(tile.index), error};
       work.read_late = tile.layout.bytes();
     }
     char *sections[kMostSections];
     for (uint32_t s = 0; s < tile.layout.n(); s++) sections[s] = slot + tile.layout.first(s);
-    std::vector<uint32_t> sums(tile.n_sums());
-    if (work.verify) sum_tile(tile, sections, sums.data());
-    for (uint64_t chunk = 0; work.verify && chunk < tile.n_chunks(); chunk++)
-      if (const uint32_t s = differing_section(tile, chunk, &sums[chunk * tile.layout.n()]); s < tile.layout.n())
-        throw damaged(tile, s);
+    if (work.verify) check_slot(tile, slot);
     for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++)
       if (const csd_param &param = work.params[p->param]; is_edited(param))
         encode_edited(param, p->param_first, p->elems, tile.param_dtype,
@@ -265,14 +259,13 @@ class XrtDevice : public FileDevice {
         throw Failure{CSD_EINVAL,
                       "parameter " + std::to_string(p->param) + " does not begin with a word of the kernel's"};
       const bool sparse = is_sparse(param);
-      segments[load.segments++] = {
-          static_cast<uint32_t>(p->tile_first / kLanes),
-          static_cast<uint32_t>(p->elems),
-          sparse ? param.topk_dtype : param.grad_dtype,
-          param.param_dtype,
-          work.hypers[param.hyper],
-          sparse,
-          coded ? param.seed * 0x9e3779b9u + param.first + static_cast<uint32_t>(p->param_first) : 0};
+      segments[load.segments++] = {static_cast<uint32_t>(p->tile_first / kLanes),
+                                   static_cast<uint32_t>(p->elems),
+                                   sparse ? param.topk_dtype : param.grad_dtype,
+                                   param.param_dtype,
+                                   work.hypers[param.hyper],
+                                   sparse,
+                                   coded ? key_of(param, p->param_first) : 0};
       if (!sparse) {
         memcpy(frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words, grad_at(*p, work, 0),
                p->elems * dtype_bytes(param.grad_dtype));

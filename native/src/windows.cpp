@@ -2,7 +2,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <future>
 #include <utility>
 
 #include "engine.h"
@@ -224,19 +223,10 @@ const char *Engine::codes_of(Tile &t) {
   auto *const at = reinterpret_cast<char *>(decoded_.slot.floats());
   if (decoded_.tile == &t) return at;
   decoded_ = {nullptr, HugeMemory(t.layout.bytes())};
-  // Shared: who sets it may still be at it when we go on.
-  const auto loaded = std::make_shared<std::promise<int>>();
-  lanes_[t.device].device->load(t, decoded_.slot.floats(), 0, [loaded](int error) { loaded->set_value(error); });
-  if (const int error = loaded->get_future().get())
+  auto *const slot = reinterpret_cast<char *>(decoded_.slot.floats());
+  if (const int error = load_now(*lanes_[t.device].device, t, slot))
     throw Failure{CSD_EIO, "reading tile " + std::to_string(t.index), error, static_cast<int32_t>(t.device)};
-  const auto *const slot = reinterpret_cast<const char *>(decoded_.slot.floats());
-  const char *sections[kMostSections] = {};
-  for (uint32_t s = 0; s < t.layout.n(); s++) sections[s] = slot + t.layout.first(s);
-  std::vector<uint32_t> sums(t.slots[t.slot].summed ? t.n_sums() : 0);
-  if (!sums.empty()) sum_tile(t, sections, sums.data());
-  for (uint64_t chunk = 0; !sums.empty() && chunk < t.n_chunks(); chunk++)
-    if (const uint32_t section = differing_section(t, chunk, &sums[chunk * t.layout.n()]); section < t.layout.n())
-      throw damaged(t, section);
+  check_slot(t, slot);
   decoded_.tile = &t;
   return slot;
 }
