@@ -1,6 +1,6 @@
 """Runs commands with emulated cards, and the tests of every back end on them.
 
-Those tests, a pytest for each file, wait as much as they compute. So they run in the background, one after another,
+Those tests, a pytest for each file, wait as much as they compute. So they run in the background, two at a time,
 from when it is known that they are asked for, and whoever asks for one waits for it.
 """
 
@@ -108,7 +108,7 @@ class Suites:
         self.runs = worker is None and not config.option.collectonly
         self.soak = config.option.soak
         self.directory = Path(worker["suites"] if worker else tempfile.mkdtemp(prefix="csd_optim_suites_"))
-        self.process = None
+        self.processes = []
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
@@ -123,9 +123,10 @@ class Suites:
 
     def _start(self, ids):
         asked = [suite for suite in SUITES if any(id.endswith(f"test_the_suite_on_cards[{suite}]") for id in ids)]
-        if self.runs and self.process is None and asked and why_no_cards() is None:
-            command = [sys.executable, "-m", "support.cards", self.directory, str(int(self.soak)), *asked]
-            self.process = subprocess.Popen(command, cwd=TESTS)
+        if self.runs and not self.processes and asked and why_no_cards() is None:
+            command = [sys.executable, "-m", "support.cards", self.directory, str(int(self.soak))]
+            turns = [turn for turn in (asked[::2], asked[1::2]) if turn]
+            self.processes = [subprocess.Popen([*command, *turn], cwd=TESTS) for turn in turns]
 
     def result(self, suite):
         """What the suite's pytest printed, and its exit status."""
@@ -137,9 +138,10 @@ class Suites:
         return (self.directory / f"{suite}.out").read_text(), int(done.read_text())
 
     def pytest_unconfigure(self):
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait()
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.wait()
         if self.runs:
             shutil.rmtree(self.directory)
 
