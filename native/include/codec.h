@@ -25,10 +25,10 @@ constexpr uint32_t kLeastExponent = 90;  // of a group: below, sqrt(exp_avg_sq) 
 struct Chance {
   uint32_t root, ratio;  // 19 bits
   uint32_t correction;   // 8 bits
-  uint32_t side;         // 1 bit
+  uint32_t side;         // 0 or 2
 };
 
-inline Chance chance_of(uint32_t hash) { return {hash >> 13, hash & 0x7ffffu, hash >> 5 & 0xffu, hash >> 4 & 1u}; }
+inline Chance chance_of(uint32_t hash) { return {hash >> 13, hash & 0x7ffffu, hash >> 5 & 0xffu, hash >> 3 & 2u}; }
 
 // For states that are loaded or edited, and for peaks: to nearest.
 inline Chance nearest() { return {1u << 18, 1u << 18, 0x80, 0}; }
@@ -40,10 +40,10 @@ inline uint32_t all_if(bool condition) { return 0u - (uint32_t)condition; }
 
 // The magnitude with bits `b` of an fp32 as one whose least normal exponent is `least`, in fp32's bias.
 inline uint32_t minifloat(uint32_t b, uint32_t least, uint32_t chance) {
-  const uint32_t exponent = b >> 23, below = least - exponent;
+  const uint32_t below = least - (b >> 23);
   const uint32_t normal = b - ((least - 1) << 23);
   const uint32_t subnormal = ((b & 0x7fffffu) | 0x800000u) >> (below < 31 ? below : 31);
-  return ((exponent >= least ? normal : subnormal) + chance) >> 19;
+  return (((int32_t)below > 0 ? subnormal : normal) + chance) >> 19;
 }
 
 // ---- exp_avg_sq ----------------------------------------------------------------------------
@@ -54,18 +54,25 @@ inline uint32_t exponent_of(uint32_t largest) {
   return exponent > kLeastExponent ? exponent : kLeastExponent;
 }
 
-inline float decode_root(uint32_t code, uint32_t exponent) {
-  const uint32_t least = (exponent - 14) << 23, normal = (code << 19) + ((exponent - 15) << 23);
-  const float subnormal = bits_float(least | (code & 15u) << 19) - bits_float(least);  // exact
-  const uint32_t bits = code < 16 ? float_bits(subnormal) : normal;
-  return bits_float(code == kRootInfinite ? 0x7f800000u : bits);
+// Of a code that is not kRootInfinite.
+inline float finite_root(uint32_t code, uint32_t exponent) {
+  const uint32_t least = (exponent - 14) << 23, above = least + (code << 19);
+  const float subnormal = bits_float(above) - bits_float(least);  // exact
+  const uint32_t bits = code < 16 ? float_bits(subnormal) : above - (1u << 23);
+  return bits_float(bits);
 }
 
-// A root that is not zero does not become zero: exp_avg would be divided by eps.
+inline float decode_root(uint32_t code, uint32_t exponent) {
+  return code == kRootInfinite ? bits_float(0x7f800000u) : finite_root(code, exponent);
+}
+
+// A root that is not zero does not become zero: exp_avg would be divided by eps. Of inf, nan and what is below zero there
+// are more than 8 bits; of what is finite at most 254, see exponent_of. No choice between constants: where such a one
+// decides another, compilers make paths of it, and vectorise those badly.
 inline uint32_t encode_root(float root, uint32_t exponent, uint32_t chance) {
-  const uint32_t b = float_bits(root), code = minifloat(b, exponent - 14, chance);
-  const uint32_t some = code + ((code == 0) & (b != 0));
-  return b >= 0x7f800000u ? kRootInfinite : some;
+  const uint32_t b = float_bits(root), code = minifloat(b, exponent - 14, chance), least = b < 1 ? b : 1;
+  const uint32_t some = code > least ? code : least;
+  return some < kRootInfinite ? some : kRootInfinite;
 }
 
 // ---- exp_avg -------------------------------------------------------------------------------
@@ -73,13 +80,13 @@ inline uint32_t encode_root(float root, uint32_t exponent, uint32_t chance) {
 constexpr uint32_t kLeastRatio = 124;  // least normal exponent: below 1/4 the steps are 1/128
 
 inline float decode_ratio(uint32_t code) {
-  const uint32_t k = code & 127u;
-  const float subnormal = bits_float(kLeastRatio << 23 | (k & 15u) << 19) - bits_float(kLeastRatio << 23);
-  const uint32_t bits = k < 16 ? float_bits(subnormal) : (k << 19) + ((kLeastRatio - 1) << 23);
+  const uint32_t k = code & 127u, above = (kLeastRatio << 23) + (k << 19);
+  const float subnormal = bits_float(above) - bits_float(kLeastRatio << 23);
+  const uint32_t bits = k < 16 ? float_bits(subnormal) : above - (1u << 23);
   return bits_float(bits | (code & 128u) << 24);
 }
 
-// `root` is the decoded one.
+// `root` is the decoded one, and any number where the code is kRootInfinite.
 inline uint32_t encode_ratio(float exp_avg, float root, uint32_t root_code, uint32_t chance) {
   const uint32_t ratio = float_bits(exp_avg / root) & 0x7fffffffu;
   const uint32_t code = minifloat(ratio, kLeastRatio, chance), most = code < 127 ? code : 127;
@@ -123,7 +130,7 @@ inline uint32_t magnitude_of(float master, uint32_t chance, bool is_f16) {
 // A tie is never stored: the parameter is the nearest to the master, to even, as torch rounds, whatever side the master
 // came from.
 inline SplitMaster split(uint32_t magnitude, uint32_t side) {
-  const uint32_t off = (magnitude & 0xffu) == 0x80 ? magnitude + 2 * side - 1 : magnitude;
+  const uint32_t off = (magnitude & 0xffu) == 0x80 ? magnitude + side - 1 : magnitude;
   return {(off + 0x80u) >> 8, off & 0xffu};
 }
 
@@ -131,9 +138,9 @@ inline SplitMaster split(uint32_t magnitude, uint32_t side) {
 inline SplitMaster encode_master(float master, Chance chance, bool is_f16) {
   const uint32_t b = float_bits(master), magnitude = b & 0x7fffffffu, sign = b >> 16 & 0x8000u;
   const SplitMaster finite = split(magnitude_of(master, chance.correction, is_f16), chance.side);
-  const bool is_finite = magnitude < (is_f16 ? 0x477ff000u : 0x7f800000u);
-  const uint32_t other = is_f16 ? f32_to_f16(master) : f32_to_bf16(master);
-  return {is_finite ? finite.param | sign : other, is_finite ? finite.correction : 0};
+  const bool lost = is_f16 ? magnitude >= 0x477ff000u : magnitude > 0x7f800000u;
+  const uint32_t f16 = sign | (magnitude > 0x7f800000u ? 0x7e00u | (b >> 13 & 0x3ffu) : 0x7c00u);
+  return {lost ? is_f16 ? f16 : 0x7fc0u : finite.param | sign, lost ? 0 : finite.correction};
 }
 
 // To nearest, a master that comes with its parameter: one that belongs to it keeps it, also where rounding the master by

@@ -6,6 +6,27 @@ struct Group {  // states of kGroup elements
   alignas(64) float master[kGroup], exp_avg[kGroup], exp_avg_sq[kGroup], max_exp_avg_sq[kGroup];
 };
 
+// A group on its way through a step. Codes have 32 bits here, as the numbers that they become and come from: a loop over
+// bytes would hold four vectors of everything at a time, more than there are registers.
+struct Work {
+  alignas(64) float grad[kGroup], master[kGroup], exp_avg[kGroup];
+  alignas(64) float root[kGroup], peak[kGroup];  // square roots of exp_avg_sq and max_exp_avg_sq
+  alignas(64) uint32_t hash[kGroup];
+  struct {
+    alignas(64) uint32_t param[kGroup], correction[kGroup], ratio[kGroup], root[kGroup], peak[kGroup];
+  } codes;
+};
+
+template <typename T>
+static inline void widen(const T *__restrict from, uint32_t *__restrict to) {
+  for (uint32_t i = 0; i < kGroup; i++) to[i] = from[i];
+}
+
+template <typename T>
+static inline void narrow(const uint32_t *__restrict from, T *__restrict to) {
+  for (uint32_t i = 0; i < kGroup; i++) to[i] = (T)from[i];
+}
+
 // ---- One group -----------------------------------------------------------------------------
 
 static inline void decode_moments(const uint8_t *__restrict ratio, const uint8_t *__restrict root, uint32_t exponent,
@@ -35,54 +56,46 @@ static inline void draw(uint32_t key, uint32_t *__restrict hash) {
   for (uint32_t i = 0; i < kGroup; i++) hash[i] = mix_bits(key + i);
 }
 
-// The roots of a group, and the exponent that it needs for them.
-static inline uint32_t take_roots(const float *__restrict squares, float *__restrict roots) {
+static inline void take_roots(const float *__restrict squares, float *__restrict roots) {
+  for (uint32_t i = 0; i < kGroup; i++) roots[i] = sqrtf(squares[i]);
+}
+
+// The exponent that a group needs for its roots.
+static inline uint32_t exponent_for(const float *__restrict roots) {
   int32_t largest = 0;
   for (uint32_t i = 0; i < kGroup; i++) {
-    roots[i] = sqrtf(squares[i]);
     const int32_t b = (int32_t)float_bits(roots[i]), finite = b < 0x7f800000 ? b : 0;  // -nan is below zero
     largest = largest > finite ? largest : finite;
   }
   return exponent_of((uint32_t)largest);
 }
 
-// Returns the group's exponent. `hash`: see draw(); without `by_chance`, to nearest.
+// `hash`: see draw(); without `by_chance`, to nearest.
 template <bool by_chance>
-static inline uint32_t encode_moments(const float *__restrict exp_avg, const float *__restrict exp_avg_sq,
-                                      const uint32_t *__restrict hash, uint8_t *__restrict ratio,
-                                      uint8_t *__restrict root) {
-  alignas(64) float roots[kGroup];
-  alignas(64) uint32_t codes[kGroup];
-  const uint32_t exponent = take_roots(exp_avg_sq, roots);
+static inline void encode_moments(const float *__restrict exp_avg, const float *__restrict roots, uint32_t exponent,
+                                  const uint32_t *__restrict hash, uint32_t *__restrict ratio,
+                                  uint32_t *__restrict root) {
   for (uint32_t i = 0; i < kGroup; i++) {
     const Chance chance = by_chance ? chance_of(hash[i]) : nearest();
-    const uint32_t code = encode_root(roots[i], exponent, chance.root);
-    codes[i] = (float_bits(exp_avg[i]) & 0x7f800000u) != 0x7f800000u ? code : kRootInfinite;
-    roots[i] = decode_root(codes[i], exponent);
+    const bool is_finite = (float_bits(exp_avg[i]) & 0x7f800000u) != 0x7f800000u;
+    const uint32_t code = encode_root(roots[i], exponent, chance.root) | (kRootInfinite & all_if(!is_finite));
+    root[i] = code;
+    ratio[i] = encode_ratio(exp_avg[i], finite_root(code, exponent), code, chance.ratio);
   }
-  for (uint32_t i = 0; i < kGroup; i++) {
-    const Chance chance = by_chance ? chance_of(hash[i]) : nearest();
-    root[i] = (uint8_t)codes[i];
-    ratio[i] = (uint8_t)encode_ratio(exp_avg[i], roots[i], codes[i], chance.ratio);
-  }
-  return exponent;
 }
 
 // To nearest: a maximum that has not grown keeps its code.
-static inline uint32_t encode_peak(const float *__restrict max_exp_avg_sq, uint8_t *__restrict peak) {
-  alignas(64) float roots[kGroup];
-  const uint32_t exponent = take_roots(max_exp_avg_sq, roots);
-  for (uint32_t i = 0; i < kGroup; i++) peak[i] = (uint8_t)encode_root(roots[i], exponent, nearest().root);
-  return exponent;
+static inline void encode_peaks(const float *__restrict roots, uint32_t exponent, uint32_t *__restrict peak) {
+  for (uint32_t i = 0; i < kGroup; i++) peak[i] = encode_root(roots[i], exponent, nearest().root);
 }
 
 template <bool is_f16>
 static inline void encode_masters(const float *__restrict master, const uint32_t *__restrict hash,
-                                  uint16_t *__restrict param, uint8_t *__restrict correction) {
+                                  uint32_t *__restrict param, uint32_t *__restrict correction) {
   for (uint32_t i = 0; i < kGroup; i++) {
     const SplitMaster split = encode_master(master[i], chance_of(hash[i]), is_f16);
-    param[i] = (uint16_t)split.param;
-    correction[i] = (uint8_t)split.correction;
+    param[i] = split.param;
+    correction[i] = split.correction;
   }
 }
 
@@ -122,34 +135,79 @@ static inline void clear_from(Group &group, uint64_t n) {
     group.master[i] = group.exp_avg[i] = group.exp_avg_sq[i] = group.max_exp_avg_sq[i] = 0;
 }
 
-template <typename Rule, uint32_t number, uint32_t sections>
+// Decodes and updates. The root that a code is made of is often the one that the rule has just taken: in the same loop
+// the compiler takes it once.
+template <typename Rule, uint32_t sections, uint32_t dtype>
+static inline void update_group(const Rule &rule, const Codes &at, Work &work) {
+  const auto &codes = work.codes;
+  const uint32_t exponent = *at.exponent, peak_exponent = sections > 3 ? *at.peak_exponent : 0;
+  for (uint32_t i = 0; i < kGroup; i++) {
+    const float u = decode_root(codes.root[i], exponent);
+    float state[4] = {dtype == CSD_F32 ? bits_float(codes.param[i])
+                                       : decode_master(codes.param[i], codes.correction[i], dtype == CSD_F16),
+                      decode_exp_avg(codes.ratio[i], u, codes.root[i]), u * u};
+    if (sections > 3) {
+      const float peak = decode_root(codes.peak[i], peak_exponent);
+      state[3] = peak * peak;
+    }
+    rule.update(state, work.grad[i]);
+    work.master[i] = state[0];
+    work.exp_avg[i] = state[1];
+    work.root[i] = sqrtf(state[2]);
+    if (sections > 3) work.peak[i] = sqrtf(state[3]);
+  }
+}
+
+template <typename Rule, uint32_t number, uint32_t sections, uint32_t dtype>
 static uint64_t update_by(const CodedSpan &s) {
   csd_hyper hyper = *s.hyper;
   hyper.rule = number;
   const Rule rule(hyper);
-  const uint64_t param_bytes = s.param_dtype == CSD_F32 ? 4 : 2;
-  alignas(64) float wide[kGroup];
-  alignas(64) uint32_t hash[kGroup];
-  Group group;
+  constexpr uint64_t param_bytes = dtype == CSD_F32 ? 4 : 2;
+  Work work;
+  auto &codes = work.codes;
   uint64_t bad = 0;
   for (uint64_t i = 0; i < s.n; i += kGroup) {
     const uint64_t n = s.n - i < kGroup ? s.n - i : kGroup;
-    if (n < kGroup) memset(wide, 0, sizeof wide);
-    if (s.grad_dtype == CSD_F16) widen_f16((const uint16_t *)s.grad + i, wide, n);
-    else if (s.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)s.grad + i, wide, n);
-    else memcpy(wide, (const float *)s.grad + i, 4 * n);
-    bad += nonfinite(wide, n);
+    if (n < kGroup) memset(work.grad, 0, sizeof work.grad);
+    if (s.grad_dtype == CSD_F16) widen_f16((const uint16_t *)s.grad + i, work.grad, n);
+    else if (s.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)s.grad + i, work.grad, n);
+    else memcpy(work.grad, (const float *)s.grad + i, 4 * n);
+    bad += nonfinite(work.grad, n);
 
-    const Codes at = codes_from(s.codes, s.param_dtype, i);
-    decode_group(at, s.param_dtype, n, group);
-    apply<Rule, sections>(rule, kGroup, wide, group.master, group.exp_avg, group.exp_avg_sq, group.max_exp_avg_sq);
-    if (n < kGroup) clear_from(group, n);
-    draw(s.key + (uint32_t)i, hash);
-    *at.exponent = (uint8_t)encode_moments<true>(group.exp_avg, group.exp_avg_sq, hash, at.ratio, at.root);
-    if (sections > 3) *at.peak_exponent = (uint8_t)encode_peak(group.max_exp_avg_sq, at.peak);
-    if (s.param_dtype == CSD_F32) memcpy(at.param, group.master, 4 * n);
-    else if (s.param_dtype == CSD_F16) encode_masters<true>(group.master, hash, (uint16_t *)at.param, at.correction);
-    else encode_masters<false>(group.master, hash, (uint16_t *)at.param, at.correction);
+    const Codes at = codes_from(s.codes, dtype, i);
+    if (dtype == CSD_F32) {
+      if (n < kGroup) memset(codes.param, 0, sizeof codes.param);
+      memcpy(codes.param, at.param, 4 * n);
+    } else {
+      widen((const uint16_t *)at.param, codes.param);
+      widen(at.correction, codes.correction);
+    }
+    widen(at.ratio, codes.ratio);
+    widen(at.root, codes.root);
+    if (sections > 3) widen(at.peak, codes.peak);
+    update_group<Rule, sections, dtype>(rule, at, work);
+    for (uint64_t k = n; k < kGroup; k++) work.master[k] = work.exp_avg[k] = work.root[k] = work.peak[k] = 0;
+
+    draw(s.key + (uint32_t)i, work.hash);
+    const uint32_t exponent = exponent_for(work.root);
+    encode_moments<true>(work.exp_avg, work.root, exponent, work.hash, codes.ratio, codes.root);
+    *at.exponent = (uint8_t)exponent;
+    narrow(codes.ratio, at.ratio);
+    narrow(codes.root, at.root);
+    if (sections > 3) {
+      const uint32_t peak_exponent = exponent_for(work.peak);
+      encode_peaks(work.peak, peak_exponent, codes.peak);
+      *at.peak_exponent = (uint8_t)peak_exponent;
+      narrow(codes.peak, at.peak);
+    }
+    if (dtype == CSD_F32) {
+      memcpy(at.param, work.master, 4 * n);
+    } else {
+      encode_masters<dtype == CSD_F16>(work.master, work.hash, codes.param, codes.correction);
+      narrow(codes.param, (uint16_t *)at.param);
+      narrow(codes.correction, at.correction);
+    }
     if (s.param) stream(at.param, (char *)s.param + param_bytes * i, param_bytes * n);
   }
 #if CSD_SIMD
@@ -158,8 +216,15 @@ static uint64_t update_by(const CodedSpan &s) {
   return bad;
 }
 
+template <uint32_t dtype>
+static uint64_t update_params(const CodedSpan &s) {
+  return s.hyper->rule == CSD_AMSGRAD ? update_by<AdamW, CSD_AMSGRAD, 4, dtype>(s)
+                                      : update_by<AdamW, CSD_ADAMW, 3, dtype>(s);
+}
+
 static uint64_t update(const CodedSpan &s) {
-  return s.hyper->rule == CSD_AMSGRAD ? update_by<AdamW, CSD_AMSGRAD, 4>(s) : update_by<AdamW, CSD_ADAMW, 3>(s);
+  if (s.param_dtype == CSD_F32) return update_params<CSD_F32>(s);
+  return s.param_dtype == CSD_F16 ? update_params<CSD_F16>(s) : update_params<CSD_BF16>(s);
 }
 
 static void decode(const Codes &codes, uint64_t n, uint32_t dtype, float *const *states) {
@@ -175,6 +240,7 @@ static void decode(const Codes &codes, uint64_t n, uint32_t dtype, float *const 
 
 static void encode(const float *const *states, uint64_t n, uint32_t dtype, const Codes &codes) {
   Group group;
+  Work work;
   for (uint64_t i = 0; i < n; i += kGroup) {
     const uint64_t some = n - i < kGroup ? n - i : kGroup;
     const Codes at = codes_from(codes, dtype, i);
@@ -183,8 +249,19 @@ static void encode(const float *const *states, uint64_t n, uint32_t dtype, const
     for (uint32_t s = 0; s < 4; s++)
       if (states[s]) memcpy(decoded[s], states[s] + i, 4 * some);
     if (some < kGroup) clear_from(group, some);
-    *at.exponent = (uint8_t)encode_moments<false>(group.exp_avg, group.exp_avg_sq, nullptr, at.ratio, at.root);
-    if (at.peak) *at.peak_exponent = (uint8_t)encode_peak(group.max_exp_avg_sq, at.peak);
+    take_roots(group.exp_avg_sq, work.root);
+    const uint32_t exponent = exponent_for(work.root);
+    encode_moments<false>(group.exp_avg, work.root, exponent, nullptr, work.codes.ratio, work.codes.root);
+    *at.exponent = (uint8_t)exponent;
+    narrow(work.codes.ratio, at.ratio);
+    narrow(work.codes.root, at.root);
+    if (at.peak) {
+      take_roots(group.max_exp_avg_sq, work.peak);
+      const uint32_t peak_exponent = exponent_for(work.peak);
+      encode_peaks(work.peak, peak_exponent, work.codes.peak);
+      *at.peak_exponent = (uint8_t)peak_exponent;
+      narrow(work.codes.peak, at.peak);
+    }
     if (dtype == CSD_F32) memcpy(at.param, group.master, 4 * some);
     else join_masters(group.master, dtype == CSD_F16, (uint16_t *)at.param, at.correction);
   }
