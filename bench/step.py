@@ -9,15 +9,17 @@ run: by their ratio, not by absolute times, two machines or two minutes can be c
 
     file   until the last state is on the disk; after each step the same requests once more without the update
            (replay); before and after, fio's best mixed read and write over a file as large as the store
-    8bit   bf16 parameters with 8-bit states and with fp32 states, by turns on the same disk, each step followed by its
-           replay; first, ten steps on the disk are compared with the same in memory: equal to the last bit
+    8bit   bf16 parameters with 8-bit states and with fp32 states, by turns: on the same disk, each step followed by its
+           replay, and in memory; first, ten steps on the disk are compared with the same in memory: equal to the last
+           bit
     commit several steps one after another in named directories, where each is committed, and on scratch space, where
            none is; what was committed is resumed and compared
     cache  with what is kept in memory from step to step: the buffers that are there anyway, and memory for half of the
            states; and without, by turns
     ram    after each step, as much memory read and written back in place
     null   Python and the engine alone: 1000 small parameters
-    peer   others do the same work in an interpreter of their own, by turns with CSDAdam
+    peer   others do the same work in an interpreter of their own, by turns with CSDAdam; those that use a disk, with
+           CSDAdam's 8-bit states, too
 
 --json prints schema csd_optim.bench.step/1; --plot writes a PNG.
 """
@@ -27,11 +29,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ MEMORY = 1 << 30  # bytes, several times a last-level cache
 LITTLE_MEMORY = 64 << 20  # to see that it works
 BACKENDS = ("file", "8bit", "commit", "cache", "ram", "null")
 ON_DISK = ("deepspeed-nvme", "tensornvme")
+OURS = {"fp32": "our", "8bit": "our_8bit"}  # what a peer's row calls CSDAdam with these states
 
 
 def main() -> None:
@@ -70,10 +74,10 @@ def main() -> None:
     if "file" in arguments.backends:
         verify(on_disk, arguments.dtype)
         rows.append(file_row(arguments, on_disk))
-        rows += [peer_row(name, arguments, on_disk, "bf16") for name in ON_DISK if name in arguments.peers]
+        rows += [peer_row(name, arguments, on_disk, "bf16", OURS) for name in ON_DISK if name in arguments.peers]
     if "8bit" in arguments.backends:
         verify_codes(on_disk)
-        rows += coded_rows(arguments, on_disk)
+        rows += coded_rows(arguments, on_disk) + coded_ram_rows(arguments, parse_devices("ram:"))
     if "commit" in arguments.backends:
         rows.append(commit_row(arguments))
     if "cache" in arguments.backends:
@@ -170,23 +174,12 @@ def file_row(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> Row:
 
 
 def coded_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[Row]:
-    """8-bit states, and fp32 states beside them."""
-    opts = {
-        kind: benchmark.make_optimizer(specs, arguments.params, torch.bfloat16, state_dtype=kind)
-        for kind in ("8bit", "fp32")
-    }
-    rows: dict[str, Row] = {
-        kind: {
-            "what": f"CSDAdam, bf16, {'8-bit' if kind == '8bit' else kind} states, {len(specs)} file(s)",
-            "params": arguments.params,
-            "seconds": [],
-            "replay_seconds": [],
-        }
-        for kind in opts
-    }
+    """8-bit states on files, and fp32 states beside them, each step followed by its replay."""
+    opts, rows = by_states(arguments, specs, f"{len(specs)} file(s)")
+    replayed: dict[str, list[float]] = {kind: [] for kind in opts}
     with opts["8bit"], opts["fp32"]:
         for i in range(WARM_UP + arguments.runs):
-            for kind in ("8bit", "fp32") if i % 2 else ("fp32", "8bit"):  # whoever comes second may have it better
+            for kind in in_turn(opts, i):
                 opt, row = opts[kind], rows[kind]
                 seconds, stats = timed(lambda o=opt: (o.step(), o.stats())), opt.stats()  # type: ignore[misc]
                 replay, again = timed(lambda o=opt: replay_step(o)), opt.stats()  # type: ignore[misc]
@@ -196,19 +189,67 @@ def coded_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[R
                 if flash != {k: again[f"flash_{k}_bytes"] for k in flash}:
                     raise SystemExit(f"a replay moves other bytes than {row['what']}: nothing is reported")
                 row["seconds"].append(seconds)
-                row["replay_seconds"].append(replay)
+                replayed[kind].append(replay)
                 row["bytes"] = sum(flash.values())
                 row["bytes_per_param"] = {
                     k: stats[f"{k}_bytes"] / arguments.params for k in ("push", "pull", "flash_read", "flash_write")
                 }
                 row["buffer_bytes"] = stats["buffer_bytes"]
-    for row in rows.values():
-        limits = zip(row["replay_seconds"], row["seconds"], strict=True)
-        row["ratio_to"] = {"the same requests without the update": [a / b for a, b in limits]}
+    for kind, row in rows.items():
+        limits = zip(replayed[kind], row["seconds"], strict=True)
+        row["ratio_to"]["the same requests without the update"] = [a / b for a, b in limits]
+    return beside_fp32(rows)
+
+
+def coded_ram_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[Row]:
+    """8-bit states in memory, and fp32 states beside them."""
+    opts, rows = by_states(arguments, specs, "in memory")
+    with opts["8bit"], opts["fp32"]:
+        for kind, opt in opts.items():
+            before = resident_bytes()
+            opt.step()  # makes the states
+            rows[kind]["state_bytes_per_param"] = (resident_bytes() - before) / arguments.params
+        for i in range(WARM_UP + arguments.runs):
+            for kind in in_turn(opts, i):
+                seconds = timed(opts[kind].step)
+                if i >= WARM_UP:
+                    rows[kind]["seconds"].append(seconds)
+    return beside_fp32(rows)
+
+
+def by_states(
+    arguments: argparse.Namespace, specs: list[DeviceSpec], place: str
+) -> tuple[dict[str, CSDAdam], dict[str, Row]]:
+    """An optimizer with 8-bit states and one with fp32 states, over bf16 parameters, and the row of each."""
+    kinds = {"8bit": "8-bit", "fp32": "fp32"}
+    opts = {k: benchmark.make_optimizer(specs, arguments.params, torch.bfloat16, state_dtype=k) for k in kinds}
+    rows: dict[str, Row] = {
+        kind: {
+            "what": f"CSDAdam, bf16, {name} states, {place}",
+            "params": arguments.params,
+            "seconds": [],
+            "ratio_to": {},
+        }
+        for kind, name in kinds.items()
+    }
+    return opts, rows
+
+
+def in_turn(opts: dict[str, CSDAdam], i: int) -> list[str]:
+    """Their names, each first every other time: whoever comes second may have it better."""
+    return [*opts] if i % 2 else [*reversed(opts)]
+
+
+def beside_fp32(rows: dict[str, Row]) -> list[Row]:
     times = {kind: row["seconds"] for kind, row in rows.items()}
     ratios = [plain / coded for coded, plain in zip(times["8bit"], times["fp32"], strict=True)]
     rows["8bit"]["ratio_to"]["the same with fp32 states"] = ratios
     return [*rows.values()]
+
+
+def resident_bytes() -> int:
+    """Memory of this process, as the kernel counts it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def replay_step(opt: CSDAdam) -> None:
@@ -329,29 +370,40 @@ def overhead_row(runs: int) -> Row:
     return {"what": "CSDAdam, null, 1000 small parameters", "params": 10**6, "seconds": seconds}
 
 
-def peer_row(name: str, arguments: argparse.Namespace, specs: list[DeviceSpec], dtype: str) -> Row:
+def peer_row(
+    name: str,
+    arguments: argparse.Namespace,
+    specs: list[DeviceSpec],
+    dtype: str,
+    state_dtypes: Iterable[str] = ("fp32",),
+) -> Row:
     """A peer and CSDAdam by turns, because the machine's speed drifts; ours until the last state is in its place."""
-    theirs, ours, ratios = [], [], []
+    theirs: list[float] = []
+    ours: dict[str, list[float]] = {kind: [] for kind in state_dtypes}
+    ratios: dict[str, list[float]] = {kind: [] for kind in ours}
     for _ in range(arguments.rounds):
         say(f"running {name} ...")
         peer = peers.run(name, arguments.params, arguments.runs, arguments.directory, threads=bindings.threads_used())
         if "skipped" in peer:
             return {"what": name, "skipped": peer["skipped"]}
-        with benchmark.make_optimizer(specs, arguments.params, DTYPES[dtype]) as opt:
-            times = [timed(lambda: (opt.step(), opt.stats())) for _ in range(WARM_UP + arguments.runs)][WARM_UP:]
         theirs += peer["seconds"]
-        ours += times
         # A peer may round the number of parameters to what it can divide.
-        ratios.append(statistics.median(peer["seconds"]) / peer["params"] / statistics.median(times) * arguments.params)
-    return {
+        theirs_each = statistics.median(peer["seconds"]) / peer["params"]
+        for kind in ours:
+            with benchmark.make_optimizer(specs, arguments.params, DTYPES[dtype], state_dtype=kind) as opt:
+                times = [timed(lambda o=opt: (o.step(), o.stats())) for _ in range(WARM_UP + arguments.runs)]  # type: ignore[misc]
+            ours[kind] += times[WARM_UP:]
+            ratios[kind].append(theirs_each / statistics.median(times[WARM_UP:]) * arguments.params)
+    row: Row = {
         "what": name,
         "params": peer["params"],
         "versions": peer["versions"],
         "seconds": theirs,
         **{k: peer[k] for k in ("bytes_read", "bytes_written", "backward_bytes_written") if k in peer},
-        "our_seconds": ours,
-        "our_speed_over_it": ratios,
     }
+    for kind in ours:
+        row |= {f"{OURS[kind]}_seconds": ours[kind], f"{OURS[kind]}_speed_over_it": ratios[kind]}
+    return row
 
 
 # ---------------------------------------------------------------------------------------------------- helpers
@@ -387,8 +439,11 @@ def describe(row: Row) -> str:
     if "buffer_bytes" in row:
         lines.append(f"tile buffers: {row['buffer_bytes'] / 1e6:.0f} MB")
     lines += [f"{span(ratio, 3)} of {name}" for name, ratio in row.get("ratio_to", {}).items()]
-    if "our_speed_over_it" in row:
-        lines.append(f"CSDAdam beside it is {span(row['our_speed_over_it'], 2)} times as fast")
+    if "state_bytes_per_param" in row:
+        lines.append(f"states: {row['state_bytes_per_param']:.2f} B of memory per parameter")
+    for kind, our in OURS.items():
+        if ratio := row.get(f"{our}_speed_over_it"):
+            lines.append(f"CSDAdam beside it, with {kind} states, is {span(ratio, 2)} times as fast")
     return "\n    ".join(lines)
 
 
@@ -411,7 +466,8 @@ def plot(rows: list[Row], facts: Row, path: Path) -> None:
         middle = [statistics.median(rate) for rate in rates]
         spread = [[m - r[0], r[-1] - m] for m, r in zip(middle, rates, strict=True)]
         names = [r["what"] for r in found]
-        colours = ["tab:blue" if name.startswith("CSDAdam") else "tab:gray" for name in names]
+        ours = {name: "tab:green" if "8-bit" in name else "tab:blue" for name in names if name.startswith("CSDAdam")}
+        colours = [ours.get(name, "tab:gray") for name in names]
         bars = axis.barh(names, middle, color=colours, xerr=np.transpose(spread), capsize=3)
         axis.bar_label(bars, labels=[f"{m:.0f}" for m in middle], label_type="center", color="white")
         axis.invert_yaxis()

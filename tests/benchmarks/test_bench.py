@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.cards import emulated_python, needs_xrt
-from support.forked import module, running
+from support.forked import module, python, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ def test_step(tmp_path):
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.step/1"
     assert {"cpu", "cores", "isa", "storage", "date"} <= set(result["machine"])
-    file, coded, plain, commit, buffers, half, fp16, fp32, null = result["rows"]
+    file, coded, plain, coded_ram, plain_ram, commit, buffers, half, fp16, fp32, null = result["rows"]
     assert len(file["seconds"]) == len(commit["seconds"]) == len(fp16["seconds"]) == len(fp32["seconds"]) == 5
     assert len(null["seconds"]) == 50
     assert file["bytes_per_param"]["push"] == file["bytes_per_param"]["pull"] == 2
@@ -38,7 +38,10 @@ def test_step(tmp_path):
         assert len(row["seconds"]) == len(row["ratio_to"]["the same requests without the update"]) == 5
         assert row["bytes_per_param"]["flash_read"] == pytest.approx(read, rel=0.05)
         assert row["bytes_per_param"]["flash_write"] == pytest.approx(written, rel=0.05)
-    assert len(coded["ratio_to"]["the same with fp32 states"]) == 5
+    for row in (coded, coded_ram):
+        assert len(row["ratio_to"]["the same with fp32 states"]) == 5
+    assert plain_ram["state_bytes_per_param"] == pytest.approx(12, abs=0.5)  # the kernel counts more than states
+    assert coded_ram["state_bytes_per_param"] < 5.5
     for cached in (buffers, half):
         assert len(cached["ratio_to"]["the same with cache=off"]) == 5
         assert cached["share_of_bytes"] == 0.5  # so small a model is all in the buffers
@@ -48,6 +51,31 @@ def test_step(tmp_path):
     assert "against those in memory: the same bits" in done.stderr
     assert "Mparam/s" in done.stderr
     assert list(tmp_path.iterdir()) == [png]
+
+
+def test_step_beside_a_peer(tmp_path):
+    """What is said of one that takes two seconds for twice as many parameters."""
+    program = """
+import argparse, json, pathlib, sys
+from bench import step
+from csd_optim.devices.spec import parse_devices
+
+def peer(name, params, *_, **__):
+    return {"name": name, "params": 2 * params, "seconds": [1.0, 4.0, 2.0, 2.0, 2.0], "versions": {}}
+
+step.peers.run = peer
+arguments = argparse.Namespace(params=10_000, runs=5, rounds=2, directory=pathlib.Path(sys.argv[1]))
+row = step.peer_row("tensornvme", arguments, parse_devices("ram:"), "bf16", step.OURS)
+print(json.dumps([row, step.describe(row)]))
+"""
+    done = python(program, tmp_path, seconds=300)
+    assert done.returncode == 0, done.stderr
+    row, text = json.loads(done.stdout)
+    for our, kind in (("our", "fp32"), ("our_8bit", "8bit")):
+        assert len(row[f"{our}_seconds"]) == 10
+        expected = [1 / statistics.median(row[f"{our}_seconds"][i : i + 5]) for i in (0, 5)]
+        assert row[f"{our}_speed_over_it"] == pytest.approx(expected)
+        assert f"CSDAdam beside it, with {kind} states, is" in text
 
 
 def test_ceiling(tmp_path):
