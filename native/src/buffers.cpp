@@ -61,7 +61,7 @@ bool Engine::take_buffer(Lane &l, Job &job, bool ahead) {
   // Who holds an open window may write there.
   job.work.verify = !job.work.from_windows && !job.work.is_new && t.slots[t.slot].summed && (t.kept || !t.open);
   // Nothing that could be checked is read twice; and a card has no other way to the parameters.
-  job.work.param_at_host = job.read && job.work.verify && t.layout.coded() && l.device->reaches_params() &&
+  job.work.param_at_host = job.read && job.work.verify && t.layout.coded() && l.device->leaves_params() &&
                            std::all_of(t.pieces, t.pieces + t.n_pieces,
                                        [&job](const csd_piece &p) { return job.work.params[p.param].param; });
   job.buffer = l.free.extract(found);

@@ -102,6 +102,9 @@ class Device {
   // Can it reach a parameter that is its own master (csd_master), or does every master lie in the tile?
   virtual bool reaches_params() const { return true; }
 
+  // Does it leave out of a read the parameters among a tile's codes, where they are in host memory?
+  virtual bool leaves_params() const { return reaches_params(); }
+
   // Does it have that rule, which is one of rules.h? A card has those that its kernel was made for.
   virtual bool has_rule(uint32_t) const { return true; }
 

@@ -140,6 +140,7 @@ class PacedDevice : public Device {
   PacedDevice(std::unique_ptr<Device> device, const csd_pace &pace, std::shared_ptr<Pacer> pacer)
       : device_(std::move(device)),
         pacer_(std::move(pacer)),
+        host_(pace.host != 0),
         latency_(seconds(pace.latency)),
         read_{pace.read},
         write_{pace.write},
@@ -157,6 +158,8 @@ class PacedDevice : public Device {
 
   bool resident() const override { return device_->resident(); }
   bool reaches_params() const override { return device_->reaches_params(); }
+  // A CSD has its drive's copy alone.
+  bool leaves_params() const override { return host_ && device_->leaves_params(); }
   bool keeps_buffers() const override { return device_->keeps_buffers(); }
   bool has_rule(uint32_t rule) const override { return device_->has_rule(rule); }
   std::vector<float *> allocate(uint32_t n, uint64_t tile, uint64_t section) override {
@@ -170,6 +173,9 @@ class PacedDevice : public Device {
   void load(const Tile &tile, float *buffer, uint64_t from, Done done) override {
     device_->load(tile, buffer, from, after(load_, tile.layout.bytes() - from, std::move(done)));
   }
+
+  // Without a pace: it is rare, and nobody waits for `done`.
+  int read_params(const Tile &tile, void *to) override { return device_->read_params(tile, to); }
 
   void store(const Tile &tile, const float *buffer, Done done) override {
     device_->store(tile, buffer, after(store_, tile.layout.bytes(), std::move(done)));
@@ -205,6 +211,7 @@ class PacedDevice : public Device {
 
   const std::unique_ptr<Device> device_;
   const std::shared_ptr<Pacer> pacer_;
+  const bool host_;
   const Clock::duration latency_;
   Channel read_, write_, mixed_, update_;
   Path load_, store_, push_, apply_, pull_;

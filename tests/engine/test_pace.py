@@ -158,6 +158,20 @@ def test_rate_is_kept(device, seconds):
     assert stats["push_bytes"] == stats["pull_bytes"] == GRADS
 
 
+@pytest.mark.parametrize(("options", "reads"), [("", 5), ("&host=1", 3)])
+def test_a_csd_reads_the_parameters_among_8bit_states(options, reads):
+    """It has no way to those in host memory, which the host leaves out. One that was set counts, whoever reads it."""
+    sections = reads * NUMEL + NUMEL // TILE * 4096  # and a page of exponents in each tile
+    with optimizer([f"file:?read=40MB/s&cache=off{options}"], state_dtype="8bit", lr=0.0) as opt:
+        step_seconds(opt)
+        assert sections / 40e6 <= min(step_seconds(opt) for _ in range(2)) < SLACK * sections / 40e6
+        assert opt.stats()["flash_read_bytes"] == sections
+        (p,) = opt.param_groups[0]["params"]
+        p.data[-1] = 3.0
+        opt.step()
+        assert opt.state[p]["master"][-1] == 3
+
+
 @pytest.mark.parametrize("device", ["file:", "ram:"])
 def test_devices_share_the_link(device):
     """It takes two devices as long as one to send the same. A device that names no link is beside it."""
