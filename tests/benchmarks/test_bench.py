@@ -145,7 +145,6 @@ def test_scaling(tmp_path):
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.scaling/1"
     rows = {(r["variant"], r["devices"]): r for r in result["rows"]}
-    assert set(rows) == {(v, n) for v in ("base", "su_o", "su_o_c", "csdadam", "csdadam_topk") for n in (1, 2)}
     # What the testbed's rates allow, in ns per parameter and device, and what is the same for all. Nothing is faster.
     least = {
         "base": (16 / 3.0 + 12 / 2.4, 4.77 + 4 / 1.4),
@@ -153,7 +152,10 @@ def test_scaling(tmp_path):
         "su_o_c": (12 / 2.98 + 12 / 1.75 + 1 / 0.260 + 4 / 8, 4.77),
         "csdadam": (12 / 1.75, 4.77),
         "csdadam_topk": (12 / 1.75, 4.77),
+        "csdadam_8bit": (5.016 / 1.75, 4.77),
+        "csdadam_8bit_topk": (5.016 / 1.75, 4.77),
     }
+    assert set(rows) == {(variant, n) for variant in least for n in (1, 2)}
     for (variant, devices), row in rows.items():
         each, once = least[variant]
         assert row["seconds"] >= each * 4.0 / devices + once
@@ -163,7 +165,8 @@ def test_scaling(tmp_path):
     assert (rows["su_o", 2]["published"], rows["su_o_c", 1]["published"]) == (1.48, 0.89)
     assert bool(result["claims"]) != bool(result["why_not"])
     assert ("nothing is claimed" in done.stderr) == bool(result["why_not"])
-    assert "gives the same bits" in done.stderr
+    assert done.stderr.count("gives the same bits") == len(rows)
+    assert "verified 8-bit states" in done.stderr
     assert png.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [png]
 
