@@ -126,7 +126,8 @@ def _predict(r: Request, variant: str, on: str, devices: int, reads_params: bool
     """`on`: "drive" or "csd"."""
     device, host = (r.drive if on == "drive" else r.csd), r.host
     if variant == "base":
-        host = replace(host, update=min(ZERO_UPDATE, host.update))
+        # How fast this CPU updates fp32 states is not known where it was asked for codes.
+        host = replace(host, update=min(ZERO_UPDATE, host.update) if r.state_dtype == FP32 else ZERO_UPDATE)
     elif variant in PUBLISHED_UPDATE:
         device = replace(device, update=PUBLISHED_UPDATE[variant])
     gpu = {"forward": r.forward * r.accumulate, "backward": r.backward * r.accumulate}

@@ -172,10 +172,17 @@ def test_measured_iterations(result):
         device = Device.in_turn(rates["read"], rates["write"], rates["update"])
         if variant.startswith("csdadam"):
             device = Device(rates["read"], rates["write"], facts["mixed"], rates["update"])
-        topk = 0.01 if variant in ("su_o_c", "csdadam_topk") else None
-        host = Host(link=rates["link"], update=rates["update"])
+        topk = 0.01 if variant == "su_o_c" or variant.endswith("_topk") else None
         predicted = predict(
-            variant, facts["model_params"], row["devices"], device, host, topk=topk, forward=0.67, backward=4.1
+            variant.replace("_8bit", ""),
+            facts["model_params"],
+            row["devices"],
+            device,
+            Host(link=rates["link"], update=rates["update"]),
+            topk=topk,
+            state_dtype="8bit" if "_8bit" in variant else "fp32",
+            forward=0.67,
+            backward=4.1,
         )
         off[variant, row["devices"]] = predicted.seconds / row["seconds"] - 1
     ours = [abs(e) for (variant, _), e in off.items() if variant.startswith("csdadam")]
@@ -360,6 +367,32 @@ def test_break_even_with_8bit_states():
     even = plan.plan(plan.replace(request, state_dtype="8bit"))["break_even"]
     assert even["csdadam"] == 17
     assert even["base"] < plan.plan(request)["break_even"]["base"]
+
+
+def test_figures_of_the_pages_with_8bit_states():
+    """docs/plan.md and docs/performance.md quote them: with the CPU's rate, from how many SmartSSDs on they pay."""
+
+    def plan_of(params, cpu, csd=model.SMARTSSD_8BIT, **rates):
+        host = Host(update=cpu, gpu_link=25e9, **rates)
+        return plan.plan(Request(params=params, devices=10, on="csd", host=host, csd=csd, state_dtype="8bit"))
+
+    alone = [plan_of(7 * 10**9, cpu)["break_even"] for cpu in (0.7e9, 1.4e9, 2.8e9)]
+    assert alone == [{"base": 1, "csdadam": n} for n in (4, 7, 14)]
+    behind = [plan_of(33 * 10**9, cpu, link=8e9)["break_even"] for cpu in (0.7e9, 1.4e9, 2.8e9)]
+    assert behind == [{"base": 1, "csdadam": n} for n in (4, 7, 8)]
+    assert own(plan_of(33 * 10**9, 1.4e9, link=8e9))["step"] == pytest.approx(16.1, abs=0.05)
+    at_once = plan_of(33 * 10**9, 1.4e9, csd=plan.replace(model.SMARTSSD_8BIT, mixed=4.5e9), link=8e9)
+    assert at_once["break_even"]["csdadam"] == 5
+    assert own(at_once)["step"] == pytest.approx(10.4, abs=0.05)
+
+
+def test_a_cpu_that_is_slow_with_codes_does_not_slow_zero_infinity_down():
+    """Its states are fp32: another rate, which nobody has measured then."""
+    request = Request(params=10**9, devices=4, host=server(update=1e8))
+    for state_dtype, rate in (("fp32", 1e8), ("8bit", model.ZERO_UPDATE)):
+        rows = plan.plan(plan.replace(request, state_dtype=state_dtype))["predictions"]
+        assert rows[0]["variant"] == "base"
+        assert rows[0]["stages"]["update"] == pytest.approx(1e9 / rate)
 
 
 def test_what_bounds_changes_with_the_machine():
