@@ -21,6 +21,7 @@ from csd_optim import CSDAdam
 
 SIDE = 2048  # 4 Mi elements, so that what fills up tiles and blocks does not count
 BEGIN, END = "<!-- begin: make tables -->\n", "<!-- end: make tables -->\n"
+CODES: dict[str, Any] = {"state_dtype": "8bit"}
 ROWS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp16 or bf16": (torch.bfloat16, {}),
     "fp32": (torch.float32, {}),
@@ -28,6 +29,10 @@ ROWS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "16-bit, `amsgrad=True`": (torch.bfloat16, {"amsgrad": True}),
     "16-bit, `topk=0.01`": (torch.bfloat16, {"topk": 0.01}),
     "16-bit, `topk=0.01, error_feedback=False`": (torch.bfloat16, {"topk": 0.01, "error_feedback": False}),
+    "fp16 or bf16, 8-bit states": (torch.bfloat16, CODES),
+    "fp32, 8-bit states": (torch.float32, CODES),
+    "16-bit, 8-bit states, `amsgrad=True`": (torch.bfloat16, CODES | {"amsgrad": True}),
+    "16-bit, 8-bit states, `topk=0.01`": (torch.bfloat16, CODES | {"topk": 0.01}),
 }
 COLUMNS = ("push", "pull", "flash_read", "flash_write")
 
