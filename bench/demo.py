@@ -1,17 +1,20 @@
-"""Trains a small GPT twice, step by step side by side: with CSDAdam on emulated CSDs, and with torch.optim.AdamW.
+"""Trains a small GPT three times, step by step side by side: with CSDAdam on emulated CSDs, with fp32 states and with
+8-bit states, and with torch.optim.AdamW.
 
     python bench/demo.py                  about two minutes on two cores, into build/demo/
     python bench/demo.py --devices 2 --steps 100 --out DIR --json
     python bench/demo.py --cards --devices 2        on SmartSSDs; `csd-optim emu --devices 2 --` before it emulates them
 
-Both start from the same weights and see the same batches: bytes of the Python standard library's own source, which
+All start from the same weights and see the same batches: bytes of the Python standard library's own source, which
 every machine has. Weights are bf16. AdamW keeps fp32 masters and moments in memory; CSDAdam keeps them in files, one
-directory per emulated CSD. The demo shows both loss curves, the bytes that moved, and what each needs of host memory.
+directory per emulated CSD, or 8-bit codes of them in others. The demo shows the loss curves, the bytes that moved, and
+what each needs of host memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -52,6 +55,9 @@ LARGE = 7e9  # parameters of the model that the memory table looks ahead to
 RATED = 600e12  # bytes: what makers say of a usual 1 TB drive
 FULL_TILE_BYTES = 12 << 20  # a tile of 1 Mi elements: what a large model's buffers hold
 BUFFERS = 8  # per device
+CODES_SHARE = 5 / 12  # of a tile: what its 8-bit states take of the bytes of fp32 ones
+NAMES = {"csdadam": "CSDAdam", "csdadam_8bit": "CSDAdam, 8-bit", "adamw": "AdamW"}
+CSDADAM = ("csdadam", "csdadam_8bit")
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Size:
     lr: float
 
 
-FULL = Size(256, 4, 4, 64, 16, 300, 12, 8, 12_000_000, 1e-3)
+FULL = Size(256, 4, 4, 64, 16, 200, 10, 8, 12_000_000, 1e-3)
 QUICK = Size(64, 2, 2, 32, 8, 20, 2, 2, 1_000_000, 2e-3)
 
 
@@ -205,59 +211,58 @@ class AdamWOnMasters:
 
 @dataclass
 class Row:
-    """One step: losses in nats per byte, seconds of each optimizer's step."""
+    """One step of each optimizer, by name: losses in nats per byte, and seconds."""
 
     step: int
-    csdadam: float
-    adamw: float
-    csdadam_seconds: float  # until the last state has reached its device
-    adamw_seconds: float
+    loss: dict[str, float]
+    seconds: dict[str, float]  # CSDAdam's: until the last state has reached its device
 
 
 @dataclass
 class Validation:
     step: int  # steps done
-    csdadam: float
-    adamw: float
+    loss: dict[str, float]
 
 
 def train(
     size: Size,
-    models: tuple[GPT, GPT],
-    csd: CSDAdam,
-    adamw: AdamWOnMasters,
+    models: dict[str, GPT],
+    optimizers: dict[str, CSDAdam | AdamWOnMasters],
     texts: tuple[Tensor, Tensor],
     compute: torch.dtype,
 ) -> Iterator[tuple[Row, Validation | None, dict[str, Any]]]:
-    """Trains both models one step at a time; yields the losses, now and then validation, and CSDAdam's statistics."""
+    """Trains all models one step at a time; yields losses, now and then validation, and the statistics of CSDAdam."""
 
     def schedule(step: int) -> float:
         warm_up = max(1, size.steps // 10)
         return min(1.0, (step + 1) / warm_up) * (0.55 + 0.45 * math.cos(math.pi * step / size.steps))
 
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, schedule) for o in (csd, adamw.adamw)]
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(o.adamw if isinstance(o, AdamWOnMasters) else o, schedule)
+        for o in optimizers.values()
+    ]
     random = torch.Generator().manual_seed(SEED)
     held_out = [batch(texts[1], size, random) for _ in range(size.validation_batches)]
     every = max(1, size.steps // size.validations)
     for step in range(1, size.steps + 1):
         inputs, targets = batch(texts[0], size, random)
-        losses, seconds = [], []
-        for model, optimizer in zip(models, (csd, adamw), strict=True):
-            loss = loss_of(model, inputs, targets, compute)
-            model.zero_grad()
+        row, stats = Row(step, {}, {}), {}
+        for name, optimizer in optimizers.items():
+            loss = loss_of(models[name], inputs, targets, compute)
+            models[name].zero_grad()
             loss.backward()
             start = time.perf_counter()
             optimizer.step()
-            if optimizer is csd:
-                stats = csd.stats()  # waits for the last write
-            seconds.append(time.perf_counter() - start)
-            losses.append(loss.item())
+            if isinstance(optimizer, CSDAdam):
+                stats[name] = optimizer.stats()  # waits for the last write
+            row.seconds[name] = time.perf_counter() - start
+            row.loss[name] = loss.item()
         for scheduler in schedulers:
             scheduler.step()
         validation = None
         if step % every == 0 or step == size.steps:
-            validation = Validation(step, *(validation_loss(m, held_out, compute) for m in models))
-        yield Row(step, *losses, *seconds), validation, stats
+            validation = Validation(step, {name: validation_loss(m, held_out, compute) for name, m in models.items()})
+        yield row, validation, stats
 
 
 # ---- what is shown ------------------------------------------------------------------
@@ -273,31 +278,42 @@ def smooth(values: list[float], span: int) -> list[float]:
 
 
 def plot(rows: list[Row], validations: list[Validation], title: str, path: Path) -> None:
-    """Both loss curves above, their difference below."""
-    blue, orange, grey = "#1f5fa8", "#e8871e", "#666666"
+    """The loss curves above, what they differ by below."""
+    blue, green, orange, grey = "#1f5fa8", "#2a8f3c", "#e8871e", "#666666"
     steps = [r.step for r in rows]
     span = max(2, len(rows) // 30)
     figure, (upper, lower) = plt.subplots(
         2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 1.2), layout="constrained"
     )
-    # The broad line below and the dashed line on top stay visible where they coincide, which is everywhere.
-    upper.plot(steps, smooth([r.adamw for r in rows], span), color=orange, lw=5, alpha=0.55, label="AdamW, in memory")
-    upper.plot(
-        steps, smooth([r.csdadam for r in rows], span), color=blue, lw=1.6, ls=(0, (4, 2)), label="CSDAdam, on CSDs"
-    )
+    # The broad line below and the broken ones on top stay visible where they coincide, which is everywhere.
+    lines = {
+        "adamw": ("AdamW, in memory", {"color": orange, "lw": 6, "alpha": 0.5}),
+        "csdadam_8bit": ("CSDAdam, 8-bit states, on CSDs", {"color": green, "lw": 3, "ls": (0, (1, 1))}),
+        "csdadam": ("CSDAdam, on CSDs", {"color": blue, "lw": 1.4, "ls": (0, (4, 3))}),
+    }
+    marks = {
+        "adamw": {"marker": "o", "ms": 10, "mfc": "none", "mec": orange, "mew": 2},
+        "csdadam_8bit": {"marker": "+", "ms": 9, "mec": green, "mew": 2},
+        "csdadam": {"marker": "x", "ms": 6, "mec": blue, "mew": 2},
+    }
     at = [v.step for v in validations]
-    upper.plot(at, [v.adamw for v in validations], "o", ms=10, mfc="none", mec=orange, mew=2, label="AdamW, validation")
-    upper.plot(at, [v.csdadam for v in validations], "x", ms=6, mec=blue, mew=2, label="CSDAdam, validation")
+    for name, (label, line) in lines.items():
+        upper.plot(steps, smooth([r.loss[name] for r in rows], span), label=label, **line)
+    for name, mark in marks.items():
+        validated = [v.loss[name] for v in validations]
+        upper.plot(at, validated, ls="none", label=f"{NAMES[name]}, validation", **mark)
     upper.set_ylabel("loss (nats per byte; training smoothed)")
     upper.set_title(title, fontsize=11)
     upper.legend(frameon=False)
     lower.axhline(0, color=grey, lw=0.8)
-    lower.plot(steps, [r.csdadam - r.adamw for r in rows], color=grey, lw=0.9, label="each training batch")
-    lower.plot(at, [v.csdadam - v.adamw for v in validations], "x", ms=6, mec=blue, mew=2, label="validation")
-    largest = max(abs(r.csdadam - r.adamw) for r in rows)
+    for name, colour in (("csdadam_8bit", green), ("csdadam", blue)):
+        away = [r.loss[name] - r.loss["adamw"] for r in rows]
+        lower.plot(steps, away, color=colour, lw=0.9, alpha=0.8, label=f"{NAMES[name]}, each training batch")
+        lower.plot(at, [v.loss[name] - v.loss["adamw"] for v in validations], ls="none", **marks[name])
+    largest = max(abs(r.loss[name] - r.loss["adamw"]) for r in rows for name in CSDADAM)
     reach = max(0.02, 1.3 * largest)
     lower.set_ylim(-reach, reach)
-    lower.set_ylabel("CSDAdam minus AdamW")
+    lower.set_ylabel("minus AdamW")
     lower.set_xlabel("step")
     lower.legend(frameon=False, ncols=2, fontsize=9)
     for axes in (upper, lower):
@@ -321,19 +337,21 @@ def table(title: str, *heads: str) -> Table:
 
 
 def loss_table(report: dict[str, Any]) -> Table:
-    made = table("Result", "", "AdamW", "CSDAdam", "difference")
-    for name, label in (("train", "training loss, end"), ("validation", "validation loss, end")):
-        a, c = report["final"][name]["adamw"], report["final"][name]["csdadam"]
-        made.add_row(label, f"{a:.4f}", f"{c:.4f}", f"{c - a:+.4f}")
-    a, c = (f"{1e3 * report['optimizer_seconds'][k]:.1f} ms" for k in ("adamw", "csdadam"))
-    made.add_row("optimizer step, median", a, c, "")
+    made = table("Result", "", "training loss", "validation loss", "minus AdamW's", "step, median")
+    final = report["final"]
+    for name in ("adamw", *CSDADAM):
+        validation = final["validation"][name]
+        difference = f"{validation - final['validation']['adamw']:+.4f}" if name in CSDADAM else ""
+        milliseconds = f"{1e3 * report['optimizer_seconds'][name]:.1f} ms"
+        made.add_row(NAMES[name], f"{final['train'][name]:.4f}", f"{validation:.4f}", difference, milliseconds)
     return made
 
 
 def traffic_table(report: dict[str, Any]) -> Table:
     made = table("Bytes per parameter and step", "", "link push", "link pull", "flash read", "flash write")
-    measured = report["bytes_per_parameter"]
-    made.add_row("CSDAdam, measured", *(f"{measured[k]:.2f}" for k in ("push", "pull", "flash_read", "flash_write")))
+    for name, label in (("csdadam", "CSDAdam, measured"), ("csdadam_8bit", "with 8-bit states, measured")):
+        measured = report["optimizers"][name]["bytes_per_parameter"]
+        made.add_row(label, *(f"{measured[k]:.2f}" for k in ("push", "pull", "flash_read", "flash_write")))
     into, out = (f"{ZERO_INFINITY[k]:.2f}" for k in ("written", "read"))
     made.add_row("ZeRO-Infinity, published", into, out, out, into)
     return made
@@ -341,49 +359,56 @@ def traffic_table(report: dict[str, Any]) -> Table:
 
 def device_table(report: dict[str, Any]) -> Table:
     made = table("CSDs, median", "device", "parameters", "Mparam/s", "read GB/s", "write GB/s", "direct I/O")
-    for d in [*report["devices"], report["together"]]:
-        rates = (d["params_per_second"] / 1e6, d["read_bytes_per_second"] / 1e9, d["write_bytes_per_second"] / 1e9)
-        figures = (f"{rates[0]:.1f}", f"{rates[1]:.2f}", f"{rates[2]:.2f}")
-        if d is report["together"]:
-            made.add_section()
-        name = Path(d["device"]).name.partition("?")[0]
-        made.add_row(name, f"{d['params']:,}", *figures, "yes" if d["direct_io"] else "no")
+    for name in CSDADAM:
+        measured = report["optimizers"][name]
+        together = {**measured["together"], "device": "together" if name == "csdadam" else "8-bit states"}
+        for d in [*(measured["devices"] if name == "csdadam" else ()), together]:
+            if d["device"] == "together":
+                made.add_section()
+            rates = (d["params_per_second"] / 1e6, d["read_bytes_per_second"] / 1e9, d["write_bytes_per_second"] / 1e9)
+            figures = (f"{rates[0]:.1f}", f"{rates[1]:.2f}", f"{rates[2]:.2f}")
+            where = Path(d["device"]).name.partition("?")[0]
+            made.add_row(where, f"{d['params']:,}", *figures, "yes" if d["direct_io"] else "no")
     return made
 
 
 def memory_table(report: dict[str, Any]) -> Table:
-    m = report["host_memory_bytes"]
-    made = table("Host memory of the optimizer", "", "AdamW", "CSDAdam")
-    made.add_row("this model, measured", megabytes(m["adamw"]), megabytes(m["csdadam"]))
-    made.add_row(
-        f"{LARGE / 1e9:.0f} B parameters, computed", megabytes(m["adamw_large"]), megabytes(m["csdadam_large"])
-    )
+    memory = report["host_memory_bytes"]
+    made = table("Host memory of the optimizer", "", "AdamW", "CSDAdam", "8-bit states")
+    for kind, label in (("here", "this model, measured"), ("large", f"{LARGE / 1e9:.0f} B parameters, computed")):
+        made.add_row(label, *(megabytes(memory[kind][name]) for name in ("adamw", *CSDADAM)))
     return made
 
 
 def measure(rows: list[Row], validations: list[Validation], stats: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of the tables. Medians leave out the first two steps, which make the files."""
     steady = slice(2, None) if len(stats) > 4 else slice(None)
-    steady_stats, steady_rows = stats[steady], rows[steady]
-    step_seconds = [r.csdadam_seconds for r in steady_rows]
+    tail = max(1, len(rows) // 20)
+    seconds = {name: statistics.median(r.seconds[name] for r in rows[steady]) for name in NAMES}
+    return {
+        "parameters": stats[-1]["csdadam"]["params"],
+        "optimizers": {name: measure_devices([s[name] for s in stats[steady]], seconds[name]) for name in CSDADAM},
+        "optimizer_seconds": seconds,
+        "final": {
+            "train": {name: statistics.fmean(r.loss[name] for r in rows[-tail:]) for name in NAMES}
+            | {"over_steps": tail},
+            "validation": validations[-1].loss,
+        },
+    }
+
+
+def measure_devices(stats: list[dict[str, Any]], step: float) -> dict[str, Any]:
+    """What one CSDAdam's devices did, in steps of so many seconds."""
 
     def median_rate(device: int, kind: str) -> float:
-        devices = [s["devices"][device] for s in steady_stats]
+        devices = [s["devices"][device] for s in stats]
         return statistics.median(d[f"flash_{kind}_bytes"] / max(d["seconds"][kind], 1e-9) for d in devices)
 
     last = stats[-1]
-    n, step = last["params"], statistics.median(step_seconds)
-    tail = max(1, len(rows) // 20)
+    n = last["params"]
     return {
-        "parameters": n,
-        "bytes_per_parameter": {
-            "push": last["push_bytes"] / n,
-            "pull": last["pull_bytes"] / n,
-            "flash_read": last["flash_read_bytes"] / n,
-            "flash_write": last["flash_write_bytes"] / n,
-        },
+        "bytes_per_parameter": {k: last[f"{k}_bytes"] / n for k in ("push", "pull", "flash_read", "flash_write")},
         "together": {
-            "device": "together",
             "direct_io": all(d["direct_io"] for d in last["devices"]),
             "params": n,
             "params_per_second": n / step,
@@ -401,18 +426,6 @@ def measure(rows: list[Row], validations: list[Validation], stats: list[dict[str
             }
             for i, d in enumerate(last["devices"])
         ],
-        "optimizer_seconds": {
-            "csdadam": step,
-            "adamw": statistics.median(r.adamw_seconds for r in steady_rows),
-        },
-        "final": {
-            "train": {
-                "csdadam": statistics.fmean(r.csdadam for r in rows[-tail:]),
-                "adamw": statistics.fmean(r.adamw for r in rows[-tail:]),
-                "over_steps": tail,
-            },
-            "validation": {"csdadam": validations[-1].csdadam, "adamw": validations[-1].adamw},
-        },
     }
 
 
@@ -443,39 +456,45 @@ def main() -> None:
     except OSError as e:
         parser.error(f"--out {options.out}: {e.strerror}")
     again = options.out == OUT or (options.out / "loss.png").exists()
-    if not again and any(options.out.glob("csd*/*.store")):
+    if not again and any(options.out.glob("*csd*/*.store")):
         parser.error(f"--out {options.out} holds stores that are not of a demo; choose another directory")
     shown = options.out.relative_to(Path.cwd()) if options.out.is_relative_to(Path.cwd()) else options.out
     train_text, validation_text, files = standard_library(size.text_bytes)
     torch.manual_seed(SEED)
-    models = GPT(size).bfloat16(), GPT(size).bfloat16()
-    models[1].load_state_dict(models[0].state_dict())
+    first = GPT(size).bfloat16()
+    models = {name: copy.deepcopy(first) for name in NAMES}
     if options.compute:
         compute, why = getattr(torch, options.compute), "as asked for"
     else:
-        compute, faster = fastest_dtype(models[0], batch(train_text, size, torch.Generator().manual_seed(SEED)))
+        compute, faster = fastest_dtype(first, batch(train_text, size, torch.Generator().manual_seed(SEED)))
         why = f"here {faster:.1f} times as fast as the other"
-    params = sum(p.numel() for p in models[0].parameters())
+    params = sum(p.numel() for p in first.parameters())
     here = machine()
     compute_name = str(compute).removeprefix("torch.")
-    say(f"[bold]csd_optim demo[/]: one GPT, two optimizers, {size.steps} steps side by side")
+    say(f"[bold]csd_optim demo[/]: one GPT, three optimizers, {size.steps} steps side by side")
     say(f"  machine  {here['cpu']}, {here['cores']} cores; torch {here['torch']}")
     say(f"  model    {params / 1e6:.2f} M bfloat16 parameters, computed in {compute_name}, {why}")
     say(f"  text     {files} files of Python's standard library, {len(train_text) / 1e6:.1f} MB to train on,")
     say(f"           {len(validation_text) / 1e6:.1f} MB of other files to validate on")
     emulated = bool(os.environ.get("XCL_EMULATION_MODE"))
     if options.cards:
-        devices = [f"xrt:{i}?scratch=1" for i in range(options.devices)]
+        devices = {name: [f"xrt:{i}?scratch=1" for i in range(options.devices)] for name in CSDADAM}
         what = f"{options.devices} SmartSSDs{', emulated by the Xilinx runtime' * emulated}"
         say(f"  CSDAdam  {what}: xrt:0 to xrt:{options.devices - 1}, in scratch files")
+        say("           and once more, with 8-bit states")
     else:
         # The buffers would have all of so small a model: then no state would ever be read.
-        devices = [f"file:{options.out}/csd{i}?cache=off" for i in range(options.devices)]
+        folders = {"csdadam": "csd", "csdadam_8bit": "8bit-csd"}
+        devices = {
+            name: [f"file:{options.out}/{folder}{i}?cache=off" for i in range(options.devices)]
+            for name, folder in folders.items()
+        }
         what = f"{options.devices} emulated CSDs"
         say(f"  CSDAdam  {what}: directories {shown}/csd*")
+        say(f"           with 8-bit states: directories {shown}/8bit-csd*")
     say("  AdamW    torch.optim.AdamW on fp32 masters, in memory")
 
-    adamw = AdamWOnMasters(list(models[1].parameters()), size.lr)
+    adamw = AdamWOnMasters(list(models["adamw"].parameters()), size.lr)
     rows: list[Row] = []
     validations: list[Validation] = []
     stats: list[dict[str, Any]] = []
@@ -483,22 +502,29 @@ def main() -> None:
         TextColumn("training"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("loss: CSDAdam {task.fields[csd]:.3f}  AdamW {task.fields[adamw]:.3f}"),
+        TextColumn("loss: {task.fields[losses]}"),
         TimeRemainingColumn(),
     )
-    named = models[0].named_parameters()
+
+    def csdadam(name: str, **chosen: Any) -> CSDAdam:
+        named = models[name].named_parameters()
+        return CSDAdam(named, lr=size.lr, weight_decay=0.1, devices=devices[name], overwrite=again, **chosen)
+
     with (
-        CSDAdam(named, lr=size.lr, weight_decay=0.1, devices=devices, overwrite=again) as csd,
+        csdadam("csdadam") as csd,
+        csdadam("csdadam_8bit", state_dtype="8bit") as coded,
         Progress(*columns, console=Console(stderr=True)) as progress,
     ):
+        optimizers = {"csdadam": csd, "csdadam_8bit": coded, "adamw": adamw}
         began = time.perf_counter()
-        bar = progress.add_task("", total=size.steps, csd=math.nan, adamw=math.nan)
-        for row, validation, stat in train(size, models, csd, adamw, (train_text, validation_text), compute):
+        bar = progress.add_task("", total=size.steps, losses="")
+        for row, validation, stat in train(size, models, optimizers, (train_text, validation_text), compute):
             rows.append(row)
             stats.append(stat)
             if validation:
                 validations.append(validation)
-            progress.update(bar, advance=1, csd=row.csdadam, adamw=row.adamw)
+            losses = "  ".join(f"{label.split()[-1]} {row.loss[name]:.3f}" for name, label in NAMES.items())
+            progress.update(bar, advance=1, losses=losses)
         trained = time.perf_counter() - began
 
     report: dict[str, Any] = {
@@ -507,35 +533,44 @@ def main() -> None:
         "settings": {**asdict(size), "devices": options.devices, "compute": compute_name, "seed": SEED},
         **measure(rows, validations, stats),
         "wear": {
-            "bytes_per_step": stats[-1]["flash_write_bytes"],
-            "written_bytes": stats[-1]["written_bytes"],
-            "rated_bytes": RATED,
-            "days": days_left(int(RATED), stats[-1]["written_bytes"], trained),
+            name: {
+                "bytes_per_step": stats[-1][name]["flash_write_bytes"],
+                "written_bytes": stats[-1][name]["written_bytes"],
+                "rated_bytes": RATED,
+                "days": days_left(int(RATED), stats[-1][name]["written_bytes"], trained),
+            }
+            for name in CSDADAM
         },
         "published_bytes_per_parameter": {"zero_infinity": ZERO_INFINITY},
         "host_memory_bytes": {
-            "csdadam": stats[-1]["buffer_bytes"],
-            "adamw": adamw.state_bytes(),
-            "csdadam_large": options.devices * BUFFERS * FULL_TILE_BYTES,
-            "adamw_large": LARGE * STATE_BYTES,
+            "here": {name: stats[-1][name]["buffer_bytes"] for name in CSDADAM} | {"adamw": adamw.state_bytes()},
+            "large": {
+                "csdadam": options.devices * BUFFERS * FULL_TILE_BYTES,
+                "csdadam_8bit": options.devices * BUFFERS * FULL_TILE_BYTES * CODES_SHARE,
+                "adamw": LARGE * STATE_BYTES,
+            },
         },
         "rows": [asdict(r) for r in rows],
         "validations": [asdict(v) for v in validations],
         "png": str(options.out / "loss.png"),
     }
-    title = f"GPT, {params / 1e6:.1f} M bf16 parameters, on Python source: same weights, same batches, two optimizers"
+    title = f"GPT, {params / 1e6:.1f} M bf16 parameters, on Python source: same weights and batches, three optimizers"
     plot(rows, validations, title, options.out / "loss.png")
     report["seconds"] = time.perf_counter() - started
 
+    wear = report["wear"]["csdadam"]
     notes = {
-        loss_table: "Losses in nats per byte, training over the last steps. A step ends when its last state is stored.",
-        traffic_table: "push: into the device, pull: out of it. flash: 12 B of state, and the rest of the last tile.",
+        loss_table: "Losses at the end, in nats per byte, training over the last steps. A step of the optimizer ends "
+        "when its last state is stored.",
+        traffic_table: "push: into the device, pull: out of it. flash: 12 B of state, or 3 B read and 5 B written of "
+        "8-bit ones, and the rest of the last tile.",
         device_table: "They share one disk, which serves them in turns: GB/s of a device while it has requests "
-        f"waiting, of all together over the whole step. Wear: {megabytes(report['wear']['written_bytes'])} written, "
-        f"{megabytes(report['wear']['bytes_per_step'])} a step; going on like this, a drive rated for "
-        f"{RATED / 1e12:.0f} TB would last {report['wear']['days']:,.0f} days.",
+        f"waiting, of all together over the whole step. Wear: {megabytes(wear['written_bytes'])} written, "
+        f"{megabytes(wear['bytes_per_step'])} a step; going on like this, a drive rated for "
+        f"{RATED / 1e12:.0f} TB would last {wear['days']:,.0f} days. With 8-bit states "
+        f"{megabytes(report['wear']['csdadam_8bit']['bytes_per_step'])} a step.",
         memory_table: f"AdamW: {STATE_BYTES} B per parameter. CSDAdam: {BUFFERS} tile buffers a device, at most 12 MiB "
-        "each.",
+        "each, or 5 MiB.",
     }
     for make, note in notes.items():
         say()
@@ -556,12 +591,19 @@ def main() -> None:
         command = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
         say(f"  inside a store  {command} inspect {shown}/csd0", soft_wrap=True)
     say()
-    difference = abs(report["final"]["validation"]["csdadam"] - report["final"]["validation"]["adamw"])
-    t = report["bytes_per_parameter"]
+    final = report["final"]["validation"]
+    away = {name: abs(final[name] - final["adamw"]) for name in CSDADAM}
+    flash = {}
+    for name in CSDADAM:
+        t = report["optimizers"][name]["bytes_per_parameter"]
+        flash[name] = t["flash_read"] + t["flash_write"]
+    t = report["optimizers"]["csdadam"]["bytes_per_parameter"]
     say(
         f"[bold]Shown in {report['seconds']:.0f} s:[/] with its state in files on {what}, "
-        f"CSDAdam trained this model to within {difference:.4f} nats per byte of AdamW's validation loss, moving "
-        f"{t['push']:.0f} B to and {t['pull']:.0f} B from the devices per parameter and step."
+        f"CSDAdam trained this model to within {away['csdadam']:.4f} nats per byte of AdamW's validation loss, moving "
+        f"{t['push']:.0f} B to and {t['pull']:.0f} B from the devices per parameter and step, and "
+        f"{flash['csdadam']:.0f} B to and from flash. With 8-bit states it came within {away['csdadam_8bit']:.4f}, and "
+        f"{flash['csdadam_8bit']:.0f} B."
     )
     if options.json:
         json.dump(report, sys.stdout)
