@@ -1,4 +1,4 @@
-# make demo       trains a small GPT with CSDAdam on four emulated CSDs, beside torch.optim.AdamW
+# make demo       trains a small GPT with CSDAdam on four emulated CSDs, with fp32 and 8-bit states, beside AdamW
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make test       everything CI runs: tests, sanitizers, lint, types
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew

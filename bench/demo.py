@@ -562,8 +562,8 @@ def main() -> None:
     notes = {
         loss_table: "Losses at the end, in nats per byte, training over the last steps. A step of the optimizer ends "
         "when its last state is stored.",
-        traffic_table: "push: into the device, pull: out of it. flash: 12 B of state, or 3 B read and 5 B written of "
-        "8-bit ones, and the rest of the last tile.",
+        traffic_table: "push: into the device, pull: out of it. flash: 12 B of state, or of 8-bit ones "
+        f"{5 if options.cards else 3} B read and 5 B written, and the rest of the last tile.",
         device_table: "They share one disk, which serves them in turns: GB/s of a device while it has requests "
         f"waiting, of all together over the whole step. Wear: {megabytes(wear['written_bytes'])} written, "
         f"{megabytes(wear['bytes_per_step'])} a step; going on like this, a drive rated for "
