@@ -342,7 +342,8 @@ struct csd_pace {
   double link;        /* bytes per second each way: gradients come, parameters go, at the same time. All devices of an
                        * engine that name it share it, and name the same rate */
   uint32_t host;      /* 1: the host updates its tiles, as with a plain drive. Their state goes over the link, read one
-                       * way and written the other; gradients and parameters do not */
+                       * way and written the other; gradients and parameters do not. 0: a CSD, which reads the
+                       * parameters among codes with them, as a card does */
   uint32_t flash_grads; /* 1: gradients were put on its drive before the step. They come from there like the state, and
                        * not over the link as others do. In time alone: in truth they are read where the params say */
 };
