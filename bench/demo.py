@@ -337,7 +337,7 @@ def table(title: str, *heads: str) -> Table:
 
 
 def loss_table(report: dict[str, Any]) -> Table:
-    made = table("Result", "", "training loss", "validation loss", "minus AdamW's", "step, median")
+    made = table("Loss", "", "training", "validation", "minus AdamW's", "step, median")
     final = report["final"]
     for name in ("adamw", *CSDADAM):
         validation = final["validation"][name]
@@ -349,7 +349,7 @@ def loss_table(report: dict[str, Any]) -> Table:
 
 def traffic_table(report: dict[str, Any]) -> Table:
     made = table("Bytes per parameter and step", "", "link push", "link pull", "flash read", "flash write")
-    for name, label in (("csdadam", "CSDAdam, measured"), ("csdadam_8bit", "with 8-bit states, measured")):
+    for name, label in (("csdadam", "CSDAdam, measured"), ("csdadam_8bit", "with 8-bit states")):
         measured = report["optimizers"][name]["bytes_per_parameter"]
         made.add_row(label, *(f"{measured[k]:.2f}" for k in ("push", "pull", "flash_read", "flash_write")))
     into, out = (f"{ZERO_INFINITY[k]:.2f}" for k in ("written", "read"))
@@ -560,7 +560,7 @@ def main() -> None:
 
     wear = report["wear"]["csdadam"]
     notes = {
-        loss_table: "Losses at the end, in nats per byte, training over the last steps. A step of the optimizer ends "
+        loss_table: "At the end, in nats per byte, training over the last steps. A step of the optimizer ends "
         "when its last state is stored.",
         traffic_table: "push: into the device, pull: out of it. flash: 12 B of state, or of 8-bit ones "
         f"{5 if options.cards else 3} B read and 5 B written, and the rest of the last tile.",
