@@ -14,7 +14,7 @@ SAMPLES = Path(__file__).parent / "samples"
 sys.path.insert(0, str(SAMPLES))
 import make  # noqa: E402
 
-VERSIONS = {"format-1": 1, "format-2": 2, "format-3": 3, "format-3-residuals": 3, "format-4": 4}
+VERSIONS = {"format-1": 1, "format-2": 2, "format-3": 3, "format-3-residuals": 3, "format-4": 4, "format-4-codes": 4}
 
 
 @pytest.mark.parametrize("name", make.FEATURES)

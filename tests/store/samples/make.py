@@ -17,13 +17,14 @@ import torch
 from csd_optim import CSDAdam
 
 HERE = Path(__file__).parent
-# Which features a sample shows: shares of its two devices, and Top-K.
+# Which features a sample shows: shares of its two devices, Top-K, and how states are kept.
 FEATURES = {
-    "format-1": ([1, 1], None),
-    "format-2": ([1, 1], 0.1),
-    "format-3": ([1, 2], None),
-    "format-3-residuals": ([1, 2], 0.1),
-    "format-4": ([1, 2], 0.1),
+    "format-1": ([1, 1], None, "fp32"),
+    "format-2": ([1, 1], 0.1, "fp32"),
+    "format-3": ([1, 2], None, "fp32"),
+    "format-3-residuals": ([1, 2], 0.1, "fp32"),
+    "format-4": ([1, 2], 0.1, "fp32"),
+    "format-4-codes": ([1, 2], 0.1, "8bit"),
 }
 STEPS = 3
 
@@ -56,9 +57,9 @@ def image(params, opt):
 
 
 def optimizer(params, directory, name, **options):
-    shares, topk = FEATURES[name]
+    shares, options["topk"], options["state_dtype"] = FEATURES[name]
     devices = [f"file:{directory}/csd{d}?share={share}" for d, share in enumerate(shares)]
-    return CSDAdam([*params.items()], lr=0.125, devices=devices, tile_size=1024, topk=topk, **options)
+    return CSDAdam([*params.items()], lr=0.125, devices=devices, tile_size=1024, **options)
 
 
 def main():
