@@ -168,7 +168,8 @@ class ParamState:
             self.version = -1  # it counts as written until a step has come to its end
         self.pointer, self.local = self.pointer_now, p
         on_host, in_order = p.device.type == "cpu", same_order(p.stride(), self.stride, p.shape)
-        self.is_master = self.reachable and on_host and in_order and p.dtype is torch.float32
+        # Of codes, source() puts it in order for a step to take.
+        self.is_master = self.reachable and on_host and (in_order or bool(self.decoded)) and p.dtype is torch.float32
         half = p.dtype in (torch.float16, torch.bfloat16)
         self.unless_set = self.part.writes_uncounted and self.reachable and on_host and in_order and half
         reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES

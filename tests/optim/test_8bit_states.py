@@ -5,6 +5,7 @@ The suites that compare CSDAdam with CSDAdam run on 8-bit states as they are: py
 
 import copy
 import gc
+import os
 import pickle
 import shutil
 import warnings
@@ -116,11 +117,12 @@ def test_a_parameter_without_gradient_keeps_every_bit():
     assert_same(before, [params[0].detach(), *(opt.state[params[0]][key] for key in KEYS)])
 
 
-def test_groups_mix():
+@pytest.mark.parametrize("devices", ["file:", ["ram:", "file:", "file:"]], ids=str)
+def test_groups_mix(devices):
     """8-bit states and others in one optimizer: each as it would be alone."""
     ours, alone = parameters(torch.bfloat16, torch.float32), parameters(torch.bfloat16, torch.float32)
     half = len(ours) // 2
-    mixed = adam([{"params": ours[:half]}, {"params": ours[half:], "state_dtype": "fp32"}], "file:", state_dtype="8bit")
+    mixed = adam([{"params": ours[:half]}, {"params": ours[half:], "state_dtype": "fp32"}], devices)
     apart = [adam(alone[:half]), adam(alone[half:], state_dtype="fp32")]
     for step in range(3):
         give_gradients(ours, step)
@@ -130,6 +132,131 @@ def test_groups_mix():
             opt.step()
     assert_same(held(mixed)[: len(ours)], [p.detach() for p in alone])
     assert not torch.equal(mixed.state[ours[0]]["exp_avg_sq"], mixed.state[ours[0]]["exp_avg_sq"] * 0)
+
+
+def in_other_orders(dtype):
+    """Parameters that are not contiguous, and contiguous ones with the same elements in the same order of memory."""
+    by_rows, image, wide = (p.detach() for p in parameters(dtype)[:1] + parameters(dtype, seed=1)[:2])
+    image = image.reshape(9, 10, 10, 7)
+    wide = torch.stack([wide, wide], 1).repeat(30, 1)
+    pairs = [
+        (by_rows.clone().t(), by_rows),
+        (image.clone().permute(0, 3, 1, 2), image),
+        (wide[:, 0], wide[:, 0].clone()),
+    ]
+    return [torch.nn.Parameter(p) for p, _ in pairs], [torch.nn.Parameter(p) for _, p in pairs]
+
+
+def as_contiguous(t):
+    """What `in_other_orders` has of a parameter, or of its state, in the order of the contiguous one."""
+    return t.permute(0, 2, 3, 1) if t.dim() == 4 else t.t()
+
+
+def train_in_other_orders(opt, other, steps, first=0):
+    ours, theirs = (o.param_groups[0]["params"] for o in (opt, other))
+    for step in range(first, first + steps):
+        give_gradients(theirs, step)
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = q.grad.permute(0, 3, 1, 2).contiguous() if q.dim() == 4 else q.grad.t().contiguous()
+        opt.step()
+        other.step()
+
+
+def assert_same_in_other_orders(opt, other):
+    for p, q in zip(*(o.param_groups[0]["params"] for o in (opt, other)), strict=True):
+        assert torch.equal(as_contiguous(p), q)
+        assert {*opt.state[p]} == {*other.state[q]}
+        for key, value in other.state[q].items():
+            assert torch.equal(as_contiguous(opt.state[p][key]) if value.dim() else opt.state[p][key], value), key
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_dtype": torch.bfloat16}, {"topk": 0.1}], ids=lambda o: "".join(o))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_that_are_not_contiguous(dtype, options, tmp_path, monkeypatch):
+    """Transposed, channels last, with gaps: the bits of contiguous ones, whatever happens to them."""
+    ours, theirs = in_other_orders(dtype)
+    opt, other = adam(ours, [str(tmp_path)], **options), adam(theirs, **options)
+    train_in_other_orders(opt, other, 2)
+    assert_same_in_other_orders(opt, other)
+    for p, q in zip(ours, theirs, strict=True):
+        for o, t in ((opt, p), (other, q)):
+            o.state[t]["exp_avg"].mul_(0.5)
+            o.state[t]["exp_avg_sq"] = o.state[t]["exp_avg_sq"] * 2
+    if "topk" not in options:  # what is owed is kept, and the next selection would be another
+        fail_a_step(opt, ours, 5, monkeypatch)
+    for step in (2, 3):
+        train_in_other_orders(opt, other, 1, step)
+        for p in (*ours, *theirs):
+            p.data.mul_(0.5)  # which torch does not count
+    train_in_other_orders(opt, other, 1, 4)
+    assert_same_in_other_orders(opt, other)
+    opt.close()
+    opt = adam(in_other_orders(dtype)[0], [str(tmp_path)], resume=True, **options)
+    assert_same_in_other_orders(opt, other)
+    train_in_other_orders(opt, other, 1, 5)
+    assert_same_in_other_orders(opt, other)
+    opt.close()
+
+
+def by_a_closure(opt, step):
+    params = [p for group in opt.param_groups for p in group["params"]]
+    assert opt.step(lambda: give_gradients(params, step) or 7) == 7
+
+
+def with_a_scaler(opt, step):
+    """An overflow first, which is skipped; then a loss that is scaled by a power of two."""
+    params = [p for group in opt.param_groups for p in group["params"]]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**3)
+    for overflow in (True, False):
+        scaler.scale(torch.ones(()))
+        give_gradients(params, step)
+        for p in params:
+            p.grad = (p.grad * scaler.get_scale()).to(p.dtype)
+        params[0].grad.view(-1)[5] *= float("inf") if overflow else 1
+        scaler.step(opt)
+        scaler.update()
+        assert opt.stats()["skipped"] == overflow
+
+
+def downwards(opt, step):
+    params = [p for group in opt.param_groups for p in group["params"]]
+    give_gradients(params, step)
+    for p in params:
+        p.grad.neg_()
+    opt.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [(by_a_closure, {}), (with_a_scaler, {}), (downwards, {"maximize": True})],
+    ids=["closure", "scaler", "maximize"],
+)
+def test_a_step_by_another_way_has_the_same_bits(how, options):
+    opt, other = adam(parameters(*DTYPES), "file:", **options), adam(parameters(*DTYPES))
+    for step in range(3):
+        how(opt, step)
+    assert_same(held(opt), held(train(other, 3)))
+
+
+def test_a_group_that_joins_late():
+    """While states of the others were edited, and are still to be written: as an optimizer of its own."""
+    ours, alone = parameters(torch.bfloat16, torch.float32), parameters(torch.bfloat16, torch.float32)
+    half = len(ours) // 2
+    opt, apart = adam(ours[:half], ["file:", "ram:"]), [adam(alone[:half]), adam(alone[half:], amsgrad=True)]
+    train(opt, 2)
+    train(apart[0], 2)
+    opt.state[ours[0]]["exp_avg"].mul_(0.5)
+    apart[0].state[alone[0]]["exp_avg"].mul_(0.5)
+    opt.add_param_group({"params": ours[half:], "amsgrad": True})
+    for step in range(2):
+        give_gradients(ours, step)
+        for p, q in zip(ours, alone, strict=True):
+            q.grad = p.grad
+        for o in (opt, *apart):
+            o.step()
+    assert_same(held(opt)[: len(ours)], [p.detach() for p in alone])
+    for p, q, o in zip(ours, alone, [apart[0]] * half + [apart[1]] * half, strict=True):
+        assert all(torch.equal(opt.state[p][key], o.state[q][key]) for key in o.state[q])
 
 
 # ---- fewer bytes --------------------------------------------------------------------------------
@@ -246,6 +373,53 @@ def test_replaced_tensors_count():
     opt.step()
     torch.testing.assert_close(opt.state[params[0]]["exp_avg"].mean(), torch.tensor(0.0135), rtol=0.05, atol=0)
     assert [*opt.state[params[0]]] == KEYS
+
+
+@pytest.mark.parametrize("then", ["step", "close"])
+@pytest.mark.parametrize("keys", [["exp_avg"], ["exp_avg_sq"], ["exp_avg", "exp_avg_sq"]], ids="+".join)
+def test_an_edit_is_as_good_as_a_checkpoint(keys, then, tmp_path):
+    """The same bits whether states are written in place, replaced, or loaded; what is not written keeps its own."""
+    made = [train(adam(parameters(*DTYPES, torch.complex64), where), 2) for where in ("ram:", "file:", str(tmp_path))]
+    loaded = adam([torch.nn.Parameter(p.detach().clone()) for p in made[0].param_groups[0]["params"]])
+    state = made[0].state_dict()
+    for entry in state["state"].values():
+        for key in keys:
+            entry[key] = entry[key] * 0.3
+    loaded.load_state_dict(state)
+    for opt in made:
+        for entry in opt.state.values():
+            for key in keys:
+                if opt is made[0]:
+                    entry[key] = entry[key] * 0.3
+                else:
+                    entry[key].mul_(0.3)
+    if then == "close":
+        made[2].close()
+        made[2:] = [adam(parameters(*DTYPES, torch.complex64, seed=1), str(tmp_path), resume=True)]
+        assert_same(held(made[2]), held(loaded))
+    wanted = held(train(loaded, 2, 2))
+    for opt in made:
+        assert_same(held(train(opt, 2, 2)), wanted)
+    made[2].close()
+
+
+def test_a_forked_child_has_no_states():
+    """It says so, and does not wait for threads that it has not; nor does it take them from its parent."""
+    params = parameters(torch.bfloat16)
+    opt = train(adam(params, "file:"), 2)
+    opt.state[params[0]]["exp_avg"].mul_(0.5)
+    entry, child = opt.state[params[1]], os.fork()
+    if child == 0:
+        said = ""
+        try:
+            entry["exp_avg"]
+        except RuntimeError as e:
+            said = str(e)
+        os._exit(0 if "belongs to process" in said else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    other = train(adam(parameters(torch.bfloat16)), 2)
+    other.state[other.param_groups[0]["params"][0]]["exp_avg"].mul_(0.5)
+    assert_same(held(train(opt, 1, 2)), held(train(other, 1, 2)))
 
 
 # ---- parameters that somebody sets ----------------------------------------------------------------
