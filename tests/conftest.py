@@ -7,8 +7,8 @@ import pytest
 import torch
 from support import cards
 from support.backends import BACKENDS, XRT_BACKENDS, device_strings, on_cards
+from support.states import assume, assumed
 
-from csd_optim import CSDAdam
 from csd_optim.cli import commands as cli
 
 # The oracle is torch's AdamW on tensors of a few thousand elements: there, intra-op threads only spin for each other.
@@ -23,8 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_configure(config):
     if config.getoption("--xrt"):
         os.environ["CSD_OPTIM_TEST_XRT"] = config.getoption("--xrt")
-    # For whole suites that compare CSDAdam with CSDAdam: what they say is to be true of 8-bit states, too.
-    CSDAdam.__init__.__kwdefaults__["state_dtype"] = config.getoption("--state-dtype")
+    assume(config.getoption("--state-dtype"))
     # Tests send these. A shell ignores them for what it starts in the background, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -61,6 +60,9 @@ def pytest_collection_modifyitems(config, items):
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    for item in items:
+        if assumed() != "fp32" and (marker := item.get_closest_marker("fp32_states")):
+            item.add_marker(pytest.mark.skip(reason=marker.args[0]))
 
 
 # ---- fixtures -----------------------------------------------------------------------

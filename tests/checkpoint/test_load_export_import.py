@@ -90,6 +90,7 @@ def test_load_fits_torchs_adamw_and_ours(tmp_path, named):
     opt.close()
 
 
+@pytest.mark.fp32_states("only fp32 states are mapped")
 def test_loaded_tensors_are_the_file_and_keep_it_from_being_written(tmp_path):
     params, opt = make(tmp_path / "a", 1)
     opt.close()
@@ -214,6 +215,7 @@ def test_inspect_tells_what_a_step_writes(tmp_path, run):
     opt.close()
 
 
+@pytest.mark.fp32_states("only fp32 states are mapped")
 def test_safetensors_are_read_by_the_library(tmp_path, run):
     safe = pytest.importorskip("safetensors.torch")
     params, opt = make(tmp_path / "a", 2)
@@ -263,6 +265,7 @@ def test_parameters_that_got_another_place_are_left_behind(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["torch", "safetensors"])
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_export_of_a_damaged_store_leaves_nothing(tmp_path, run, form):
     _, opt = make(tmp_path / "a", 1)
     opt.close()

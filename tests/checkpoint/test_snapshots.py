@@ -81,6 +81,7 @@ def test_snapshot_goes_its_own_way(tmp_path):
         resumed([tmp_path / "a" / "csd0", tmp_path / "snap" / "device-1"])
 
 
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_snapshot_has_what_was_written_since_the_step(tmp_path):
     params, opt = make(tmp_path / "a")
     opt.state[params["weight"]]["exp_avg"][3] = 17.0
@@ -97,6 +98,7 @@ def test_snapshot_has_what_was_written_since_the_step(tmp_path):
     assert all(not v.damage for v in verify(places(tmp_path / "a", 2)))
 
 
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_snapshot_after_load_state_dict_and_before_any_step(tmp_path):
     source = model()
     plain = torch.optim.AdamW([source["weight"], source["half"]])
@@ -111,6 +113,7 @@ def test_snapshot_after_load_state_dict_and_before_any_step(tmp_path):
     assert torch.equal(held[1]["master"], target["half"].float())
 
 
+@pytest.mark.fp32_states("only fp32 states are mapped")
 def test_store_is_in_use_as_before_when_it_was_saved(tmp_path):
     """save() leaves no mark that the store was closed in order, and close() does."""
     params, opt = make(tmp_path / "a", 1)
@@ -147,6 +150,7 @@ def slow(monkeypatch):
 
 
 @pytest.mark.parametrize("shadow", [True, False])
+@pytest.mark.fp32_states("only fp32 states are mapped")
 def test_training_goes_on_while_a_snapshot_is_copied(tmp_path, slow, shadow):
     params, opt = make(tmp_path / "a", 2, shadow=shadow)
     before = state_of(opt, params)
@@ -337,6 +341,7 @@ def test_without_reflinks_it_copies(tmp_path, monkeypatch, error):
     assert not verify(tmp_path / "snap")[0].damage
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_copy_takes_half_the_room(tmp_path):
     """The other slot of each tile stays a hole."""
     p = torch.nn.Parameter(torch.randn(1 << 20))
@@ -441,6 +446,7 @@ def test_save_within_a_step_is_refused(tmp_path):
     opt.close()
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_damaged_tile_is_not_copied(tmp_path):
     _, opt = make(tmp_path / "a", 1)
     opt._engine.wait()

@@ -55,6 +55,7 @@ def test_verify_says_what_is_whole(tmp_path, run, store):
 
 
 @pytest.mark.parametrize("section", ["master", "exp_avg", "exp_avg_sq"])
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_verify_names_section_tile_and_parameters(run, store, section):
     flip(store, section, tile=4)
     named = f"{section} of tile 4 is damaged: elements 8192 to 8999 of weight, elements 0 to 207 of columns"
@@ -97,6 +98,7 @@ def test_verify_when_both_copies_are_lost(run, store, what):
         resumed([store])
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_verify_of_a_store_that_is_cut_off(run, store):
     file = store / FILE_NAME
     os.truncate(file, where(store, "exp_avg", tile=5) + 100)

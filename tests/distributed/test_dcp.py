@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.memory import memory_limit
 from support.ranks import on_living_ranks
+from support.states import assumed
 from test_distributed import (
     ARGS,
     STEPS,
@@ -134,6 +135,8 @@ def loads(rank, size, model, kind, how):
 )
 def test_saved_on_some_ranks_loaded_on_others(saved, loaded, how, tmp_path):
     (size, *what), (size_then, *what_then) = saved, loaded
+    if assumed() != "fp32" and "AdamW" in (*what, *what_then):
+        pytest.skip("compares with AdamW to its last bits")
     before, after = on_living_ranks(size, saves, size, *what, how, directory=tmp_path)[0]
     for found, again in on_living_ranks(size_then, loads, size_then, *what_then, how, directory=tmp_path):
         exact = "AdamW" not in (*what, *what_then)
@@ -200,6 +203,7 @@ def in_little_memory(rank):
         assert all((held["exp_avg"].to_local() == torch.tensor(0.1)).all() for held in optimizer.state.values())
 
 
+@pytest.mark.fp32_states("only fp32 states are mapped")
 def test_saving_and_loading_take_little_memory(tmp_path):
     on_living_ranks(2, in_little_memory, directory=tmp_path)
     assert sum(f.stat().st_size for f in (tmp_path / "checkpoint").iterdir()) > 12 * N

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from support.ranks import KILLED, on_living_ranks, on_ranks
+from support.states import assumed
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -121,6 +122,7 @@ def ddp_trains(rank, size, devices):
 
 @pytest.mark.parametrize("devices", ["file:", "ram:", ["ram:", "file:"], "named"])
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_ddp(size, devices, tmp_path):
     devices = ["csd{rank}-0", "csd{rank}-1"] if devices == "named" else devices
     ranks = on_living_ranks(size, ddp_trains, size, devices, directory=tmp_path)
@@ -151,6 +153,7 @@ def ddp_accumulates(rank, size, options, accumulation):
 @pytest.mark.parametrize(
     ("options", "accumulation"), [({"static_graph": True}, 1), ({"gradient_as_bucket_view": True}, 3)]
 )
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_ddp_with_a_static_graph_and_with_no_sync(options, accumulation, tmp_path):
     ranks = on_living_ranks(2, ddp_accumulates, 2, options, accumulation, directory=tmp_path)
     assert all(torch.equal(p, q) for p, q in zip(*ranks, strict=True))
@@ -159,14 +162,15 @@ def test_ddp_with_a_static_graph_and_with_no_sync(options, accumulation, tmp_pat
 # ---- Replicas of any kind, without DDP -----------------------------------------------------
 
 
-def odd_parameters(transposed=True):
+def odd_parameters(state_dtype=None):
     """fp32, bf16, fp16, complex; fewer rows than ranks, none, 0-dim; orders of memory in which rows are not dense."""
     torch.manual_seed(5)
     shapes = [(), (1,), (2,), (0, 3), (700,), (5, 1), (37, 41), (1, 3000)]
     made = [torch.randn(s) for s in shapes]
     made += [torch.randn(400).to(torch.bfloat16), torch.randn(33, 7).half(), torch.randn(5, 3, dtype=torch.complex64)]
     made += [torch.randn(9, 4, 3, 3).to(memory_format=torch.channels_last), torch.randn(4, 6)[:, ::2]]
-    if transposed:
+    # The chance of 8-bit states goes with an element's place in memory: a share of rows has to be one piece of that.
+    if (state_dtype or assumed()) == "fp32":
         made += [torch.randn(7, 5).t(), torch.randn(6, 8).to(torch.bfloat16).t()]
     return [nn.Parameter(t) for t in made]
 
@@ -184,8 +188,8 @@ def take(optimizer, params, steps, skip=lambda step: ()):
 
 
 def assert_same(params, others, optimizer, other):
-    """Of the optimizers, the first is sharded, and the other is not. The same bits."""
-    for p, q in zip(params, others, strict=True):
+    """Of the optimizers, the first is sharded; the other is not, or alike. The same bits."""
+    for p, q in zip(*(whole(ps) for ps in (params, others)), strict=True):
         assert torch.equal(p, q), p.shape
     for state, of_q in zip(states(optimizer, params), states(other, others), strict=True):
         assert {*state} == {*of_q}
@@ -194,8 +198,7 @@ def assert_same(params, others, optimizer, other):
 
 
 def shares_or_not(rank, size, options, bucket):
-    # The chance of 8-bit states goes with an element's place in memory: a share of rows has to be one piece of that.
-    params, others = (odd_parameters(transposed="state_dtype" not in options) for _ in range(2))
+    params, others = (odd_parameters(options.get("state_dtype")) for _ in range(2))
     with (
         mock.patch("csd_optim.step.all_gather.BUCKET_BYTES", bucket),
         CSDAdam(params, **ARGS, tile_size=TILE, **options) as optimizer,
@@ -324,6 +327,7 @@ def on_a_mesh_of_gpus(rank):
         assert torch.allclose(p.to_local(), torch.full((3, 4), expected))
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_states_of_parameters_on_gpus(tmp_path):
     on_living_ranks(2, on_a_mesh_of_gpus, directory=tmp_path)
 
@@ -370,6 +374,7 @@ def sharded_trains(rank, size, kind, clip, options):
 
 @pytest.mark.parametrize("clip", [None, "clip_grad_norm_", "max_grad_norm"])
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_sharded_models(kind, clip, tmp_path):
     size = 4 if kind == "hybrid" else 3
     options = {"max_grad_norm": 0.1} if clip == "max_grad_norm" else {}
@@ -491,6 +496,56 @@ def test_parameters_set_through_foreach_are_noticed(devices, dtype, options, tmp
     on_living_ranks(2, set_half_way, devices, dtype, options, directory=tmp_path)
 
 
+def bf16_shards(dims):
+    """FSDP2, or HSDP with two dimensions of the mesh, of parameters in bf16. Each cut is between groups of 64."""
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False)).bfloat16()
+    whole = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    fully_shard(model, mesh=init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard")[-len(dims) :]))
+    return list(model.parameters()), whole
+
+
+def take_shards(optimizer, params, steps):
+    for step in steps:
+        for k, p in enumerate(params):
+            torch.manual_seed(1000 * step + k)
+            grad = torch.randn(p.shape).to(p.dtype)
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        optimizer.step()
+
+
+def shards_in_8_bits(rank, dims, options):
+    """The bits of one process that has all of it, before a resume and after; with Top-K, those of the same ranks."""
+    options = {**ARGS, "tile_size": TILE, "state_dtype": "8bit", **options}
+    params, others = bf16_shards(dims)
+    if "topk" in options:  # what is selected, and owed, goes by tiles
+        others, _ = bf16_shards(dims)
+    other = CSDAdam(others, **options, devices="ram:", sharded="topk" in options)
+    take_shards(other, others, range(2))
+    with CSDAdam(params, **options, devices="csd{rank}") as optimizer:
+        take_shards(optimizer, params, range(2))
+        assert_same(params, others, optimizer, other)
+    resumed, _ = bf16_shards(dims)
+    with torch.no_grad():
+        for p in resumed:
+            p.zero_()
+    with CSDAdam(resumed, **options, devices="csd{rank}", resume=True) as optimizer:
+        for p, q in zip(resumed, others, strict=True):
+            assert torch.equal(*whole([p, q]))
+        for o, of in ((optimizer, resumed), (other, others)):
+            take_shards(o, of, [2])
+            for p in of:
+                o.state[p]["exp_avg"].mul_(0.5)
+            take_shards(o, of, [3])
+        assert_same(resumed, others, optimizer, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"topk": 0.1}], ids=lambda o: "".join(o) or "plain")
+@pytest.mark.parametrize("dims", [(2,), (2, 2)], ids=["FSDP2", "HSDP"])
+def test_8_bit_states_of_shards(dims, options, tmp_path):
+    on_living_ranks(2 ** len(dims), shards_in_8_bits, dims, options, directory=tmp_path)
+
+
 def within_zero(rank, size):
     """ZeroRedundancyOptimizer divides the parameters among the ranks by itself."""
     models = [ddp() for _ in range(2)]
@@ -517,6 +572,7 @@ def within_zero(rank, size):
     return str(raised_by(shared.step))
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_within_zero_redundancy_optimizer(tmp_path):
     for said in on_living_ranks(2, within_zero, 2, directory=tmp_path):
         assert "ZeroRedundancyOptimizer(params, optimizer_class=CSDAdam, sharded=False, ...)" in said
@@ -537,6 +593,7 @@ def fsdp2_offloads(rank, size):
             torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_fsdp2_offloaded_to_the_cpu(tmp_path):
     on_living_ranks(2, fsdp2_offloads, 2, directory=tmp_path)
 
@@ -714,6 +771,7 @@ def raises_before_the_step(rank):
         assert isinstance(raised_by(optimizer.step), CSDTypeError)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_a_rank_raises_before_the_step(tmp_path):
     on_living_ranks(2, raises_before_the_step, directory=tmp_path)
 
@@ -734,15 +792,22 @@ def overflows(rank):
         return p.detach()
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path):
     assert torch.equal(*on_living_ranks(2, overflows, directory=tmp_path))
 
 
-def joins(rank, size):
+def joins(rank, size, state_dtype):
     """Rank r has r + 1 batches. AdamW is not sharded: the last rank to join has its result."""
     models = [DDP(net(used=True)) for _ in range(2)]
-    oracle = AdamW(models[1].parameters(), **ARGS)
-    with CSDAdam(models[0].parameters(), **ARGS, tile_size=TILE, devices="file:") as optimizer:
+    if state_dtype == "fp32":
+        oracle = AdamW(models[1].parameters(), **ARGS)
+    else:
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        options = {"devices": "ram:", "process_group": alone, "state_dtype": state_dtype}
+        oracle = CSDAdam(models[1].parameters(), **ARGS, **options)
+    options = {"tile_size": TILE, "devices": "file:", "state_dtype": state_dtype}
+    with CSDAdam(models[0].parameters(), **ARGS, **options) as optimizer:
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), torch.optim.lr_scheduler.StepLR(oracle, 1, 0.5)
         for model, o, s in zip(models, (optimizer, oracle), schedule, strict=True):
             with Join([model, o] if o is optimizer else [model]):
@@ -757,8 +822,9 @@ def joins(rank, size):
         return [p.detach() for p in models[0].parameters()], optimizer.state[models[0].module.scale]["step"].item()
 
 
-def test_uneven_inputs_with_join(tmp_path):
-    ranks = on_living_ranks(3, joins, 3, directory=tmp_path)
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_uneven_inputs_with_join(state_dtype, tmp_path):
+    ranks = on_living_ranks(3, joins, 3, state_dtype, directory=tmp_path)
     for params, step in ranks:
         assert step == 3
         assert all(torch.equal(p, q) for p, q in zip(params, ranks[0][0], strict=True))

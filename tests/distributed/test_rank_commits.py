@@ -298,6 +298,7 @@ def train_on_a_full_disk(rank, copy):
     return training.image() == uninterrupted(rank, 6), said
 
 
+@pytest.mark.fp32_states("only fp32 states are mapped")
 def test_no_rank_goes_on_when_one_cannot_commit(tmp_path):
     (right_0, said_0), (right_1, said_1) = on_living_ranks(2, train_on_a_full_disk, 0, directory=tmp_path)
     assert right_0
@@ -423,6 +424,7 @@ def look(rank):
 
 
 @pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_state_is_edited_after_the_last_step(synchronized, tmp_path):
     said = on_living_ranks(2, edit_and_end, synchronized, directory=tmp_path)
     assert said[1] == []
@@ -576,6 +578,7 @@ def look_at_loaded(rank, step):
 
 @pytest.mark.parametrize("point", ["copy 0", "copy 1"])
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_killed_while_loading(victim, point, tmp_path):
     on_ranks(2, load_and_die, 3, victim, point, directory=tmp_path, may_die=(0, 1))
     assert on_living_ranks(2, look_at_loaded, 3, directory=tmp_path) == [point == "copy 1"] * 2

@@ -33,6 +33,7 @@ def test_a_closed_optimizer_says_so(devices):
     assert "closed" in repr(optimizer)
 
 
+@pytest.mark.fp32_states("only fp32 states are mapped")
 def test_a_tensor_of_the_state_outlives_the_optimizer(devices):
     p = leaf(TILE + 1)
     optimizer = CSDAdam([p], devices=devices)

@@ -194,6 +194,7 @@ def test_a_gradient_of_another_shape_is_refused_before_anything_is_touched(devic
 
 
 @pytest.mark.parametrize("how", ["list", "tensor", "generator", "amsgrad"])
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_add_param_group_while_training(devices, how):
     first, later = [leaf(5), leaf(2 * TILE)], [leaf(17), leaf(3, 3)]
     if how == "tensor":
@@ -247,6 +248,7 @@ def test_frozen_parameters_take_no_part(devices):
     assert set(ours.state) == set(model.parameters()) - {model[0].weight}
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_thawed_parameters_join(devices):
     _, ours, _, reference = pair_of_models(devices)
     for optimizer in (ours, reference):

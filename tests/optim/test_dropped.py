@@ -106,6 +106,7 @@ def failing(monkeypatch, where, call=0):
 
 @pytest.mark.parametrize("what", ["state", "parameter"])
 @pytest.mark.parametrize("then", ["close", "steps without its gradient"])
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_edits_survive_a_step_that_was_undone(tmp_path, monkeypatch, what, then):
     [device] = named_devices(tmp_path, 1)
     a, b = parameters((3000,), (3000,), dtype=bf16)

@@ -193,6 +193,7 @@ def test_edits_count_from_the_next_step_on(tmp_path, monkeypatch, edit, name, sh
 @pytest.mark.parametrize("shadow", [True, False])
 @pytest.mark.parametrize("edit", ["exp_avg", "step"])
 @pytest.mark.parametrize("then", ["close", "step"])
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_edits_without_a_gradient_are_kept(tmp_path, edit, shadow, then):
     device = named_devices(tmp_path, 1)
     training = Training(device, shadow=shadow).steps(3)
@@ -239,6 +240,7 @@ def test_an_edit_through_a_tensor_from_before_the_last_step(tmp_path, then, shad
 
 
 @pytest.mark.parametrize("edit", ["exp_avg", "step"])
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_edits_between_resume_and_close_are_kept(tmp_path, edit):
     [device] = named_devices(tmp_path, 1)
     Training(device).steps(2).close()
@@ -249,6 +251,7 @@ def test_edits_between_resume_and_close_are_kept(tmp_path, edit):
 
 
 @pytest.mark.parametrize("how", ["converted", "removed"])
+@pytest.mark.fp32_states("a model with 8-bit states is not converted")
 def test_a_model_that_changed_while_training_is_the_one_that_resumes(tmp_path, how):
     [device] = named_devices(tmp_path, 1)
     ps = parameters((300,), (20,))

@@ -73,6 +73,7 @@ def test_a_write_to_a_parameter_counts(devices, dtype, write):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.fp32_states("a model with 8-bit states is not converted")
 def test_a_model_converted_in_place(devices, dtype):
     model = small_model()
     optimizer = CSDAdam(model.parameters(), devices=devices)
@@ -95,6 +96,7 @@ def test_a_model_converted_in_place(devices, dtype):
 
 
 @pytest.mark.parametrize("first", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_a_model_of_another_memory_format(devices, first):
     """model.to(memory_format=...) between steps: the state stays in the order it has."""
     formats = {torch.contiguous_format: torch.channels_last, torch.channels_last: torch.contiguous_format}
@@ -132,6 +134,7 @@ def test_a_parameter_of_another_shape_is_refused(devices):
 
 
 @pytest.mark.parametrize("how", ["clamp", "replace", "numpy"])
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_fp32_parameters_written_behind_torchs_back(devices, how):
     """An fp32 parameter in host memory is its own master: idioms such as p.data.clamp_() work as with AdamW."""
     if how != "replace" and devices[0].startswith("xrt:"):
@@ -170,6 +173,7 @@ def test_fp32_parameters_written_behind_torchs_back_on_other_ways(devices, how):
     assert torch.equal(optimizer.state[p]["master"], p)
 
 
+@pytest.mark.fp32_states("a model with 8-bit states is not converted")
 def test_master_follows_a_parameter_that_was_converted_twice(devices):
     model = nn.Linear(4, 4)
     optimizer = CSDAdam(model.parameters(), devices=devices, lr=0.1)
@@ -295,6 +299,7 @@ def test_a_gradient_with_the_negative_bit(devices):
     torch.testing.assert_close([a, b], twins)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_the_default_device_does_not_matter(devices):
     p = leaf(3000)
     optimizer = CSDAdam([p], devices=devices, grad_dtype=torch.bfloat16, tile_size=1024)
@@ -379,6 +384,7 @@ def test_stats_of_a_step_that_did_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_places_that_could_not_be_filled_are_filled_again(devices, dtype, monkeypatch):
     """Memory runs out, or a disk's cache cannot be written back and loses what was in it."""
     model = small_model(dtype)

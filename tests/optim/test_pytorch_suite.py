@@ -72,6 +72,7 @@ def descend(make_optimizer, kwargs, steps, scheduler_inputs=()):
 
 
 @pytest.mark.parametrize("kwargs", RUN + SKIPPED)
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_trains_as_adamw_does(kwargs):
     losses, params, _ = descend(CSDAdam, kwargs, 20)
     expected_losses, expected, _ = descend(AdamW, kwargs, 20)
@@ -83,6 +84,7 @@ def test_trains_as_adamw_does(kwargs):
 
 @pytest.mark.parametrize("scheduler_inputs", INFO.scheduler_inputs, ids=lambda s: f"{len(s)} schedulers")
 @pytest.mark.parametrize("kwargs", RUN)
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_trains_with_the_kits_schedulers(kwargs, scheduler_inputs):
     losses, _, ours = descend(partial(CSDAdam, devices="ram:"), kwargs, 20, scheduler_inputs)
     expected, _, reference = descend(AdamW, kwargs, 20, scheduler_inputs)

@@ -96,6 +96,7 @@ def test_a_process_that_is_killed(tmp_path, topk):
     goes_on_after(device, topk, clean=False)
 
 
+@pytest.mark.fp32_states("another process, which takes fp32")
 def test_an_interpreter_that_ends_without_close(tmp_path):
     """Of its optimizers some are in cycles."""
     devices = named_devices(tmp_path, 3)
@@ -322,6 +323,7 @@ def test_committed_step(tmp_path, monkeypatch):
         assert opt.committed_step == 91
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_written_bytes_accumulate(tmp_path, run):
     [device] = named_devices(tmp_path, 1)
     written = []

@@ -160,6 +160,7 @@ def test_a_share_given_otherwise(tmp_path):
 
 
 @pytest.mark.parametrize("section", range(4))
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_damaged_state_is_named(tmp_path, section):
     [device] = named_devices(tmp_path, 1)
     ps = dict(zip("abc", parameters((100,), (2000,), (3,)), strict=True))
@@ -193,6 +194,7 @@ def test_damaged_state_is_named(tmp_path, section):
 
 
 @pytest.mark.parametrize("section", range(3))
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_damage_while_training(tmp_path, section):
     devices = reading_all(named_devices(tmp_path, 3))
     training = Training(devices).steps(JOIN)

@@ -30,6 +30,7 @@ OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.fp32_states("only fp32 states are mapped")
 def test_state_is_plain(devices, amsgrad):
     """Trainers and checkpointers want a defaultdict of dicts of CPU tensors, and no class of ours."""
     params = [leaf(5), leaf(2, TILE, dtype=torch.bfloat16), leaf(3, dtype=torch.complex64), leaf()]
@@ -102,6 +103,7 @@ def test_weights_may_be_loaded_after_the_state(devices, tmp_path):
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh optimizer", "used optimizer"])
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_a_checkpoint_of_adamw_loads(devices, used):
     model, ours, twin, reference = pair_of_models(devices)
     train_beside(AdamW(model.parameters()), reference, 3)  # the same first steps for both models
@@ -119,6 +121,7 @@ def test_a_checkpoint_of_adamw_loads(devices, used):
     assert_same_weights(ours, reference)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_adamw_loads_a_checkpoint_of_ours(devices):
     _, ours, _, reference = pair_of_models(devices)
     train_beside(ours, reference, 3)
@@ -129,6 +132,7 @@ def test_adamw_loads_a_checkpoint_of_ours(devices):
     assert_same_weights(ours, reference)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_fp32_states_are_not_cast_under_16_bit_parameters(devices):
     model, twin = small_model(torch.bfloat16), small_model()
     reference = AdamW(twin.parameters())
@@ -143,6 +147,7 @@ def test_fp32_states_are_not_cast_under_16_bit_parameters(devices):
         assert torch.equal(state["master"], p.detach().float())  # AdamW has none
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_16_bit_states_widen(devices):
     """A checkpoint of AdamW on bf16 parameters."""
     model, twin = small_model(torch.bfloat16), small_model(torch.bfloat16)
@@ -170,6 +175,7 @@ def test_load_state_dict_leaves_its_argument_alone(devices):
         assert_same_bits(list(entry.values()), list(before["state"][k].values()))
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_step_may_be_a_number_in_a_checkpoint(devices):
     _, ours, _, reference = pair_of_models(devices)
     train_beside(AdamW([p.detach().clone() for p in params_of(ours)]), reference, 4)
@@ -201,6 +207,7 @@ def test_loading_its_own_state_dict_changes_nothing(devices):
         optimizer.close()
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_a_checkpoint_of_part_of_the_parameters_loads(devices):
     """Some never had a gradient: they have no entry, and start from nothing."""
     _, ours, _, reference = pair_of_models(devices)
@@ -235,6 +242,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_before_anything_is_touched(devi
 
 
 @pytest.mark.parametrize("amsgrad", [True, False])
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_a_checkpoint_turns_amsgrad_on_or_off(devices, amsgrad):
     model = small_model()
     twin = copy.deepcopy(model)
@@ -248,6 +256,7 @@ def test_a_checkpoint_turns_amsgrad_on_or_off(devices, amsgrad):
     assert_same_weights(ours, reference)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_an_edit_of_the_state_in_place_counts(devices):
     _, ours, _, reference = pair_of_models(devices)
     train_beside(ours, reference, 2)
@@ -261,6 +270,7 @@ def test_an_edit_of_the_state_in_place_counts(devices):
     assert ours.state[params_of(ours)[0]]["step"] == 9
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_replaced_entries_are_adopted(devices):
     _, ours, _, reference = pair_of_models(devices)
     train_beside(ours, reference, 2)
@@ -276,6 +286,7 @@ def test_replaced_entries_are_adopted(devices):
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh optimizer", "used optimizer"])
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_state_can_be_assigned(devices, used):
     _, ours, _, reference = pair_of_models(devices)
     if used:
@@ -293,6 +304,7 @@ def test_state_can_be_assigned(devices, used):
     assert ours.state[params_of(ours)[0]]["step"] == 7
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_cleared_state_starts_anew(devices):
     _, ours, _, reference = pair_of_models(devices)
     train_beside(ours, reference, 2)
@@ -306,6 +318,7 @@ def test_cleared_state_starts_anew(devices):
 @pytest.mark.skipif(
     not hasattr(torch.optim, "swap_in_optimizer_params_and_state"), reason="this torch cannot swap parameters in"
 )
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_parameters_and_state_swapped_in_for_a_while(devices):
     _, ours, _, reference = pair_of_models(devices)
     train_beside(ours, reference, 2)

@@ -29,6 +29,7 @@ OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size
 # ---- Training loops ----------------------------------------------------------------
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_closure(devices):
     model, ours, twin, reference = pair_of_models(devices)
     x, y = torch.randn(16, 6), torch.randn(16, 2)
@@ -78,6 +79,7 @@ def test_zero_grad(devices):
     ],
     ids=["StepLR", "OneCycleLR", "CosineAnnealingLR", "LambdaLR of a tensor", "StepLR of a tensor"],
 )
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_schedulers(devices, lr, make_scheduler):
     model, twin = small_model(), small_model()
     twin.load_state_dict(model.state_dict())
@@ -97,6 +99,7 @@ def test_schedulers(devices, lr, make_scheduler):
         assert_close(p, q)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_clip_grad_norm(devices):
     _, ours, _, reference = pair_of_models(devices)
     for optimizer in (ours, reference):
@@ -107,6 +110,7 @@ def test_clip_grad_norm(devices):
     assert_same_weights(ours, reference)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_gradient_accumulation(devices):
     model, ours, twin, reference = pair_of_models(devices)
     for m, optimizer in ((model, ours), (twin, reference)):
@@ -129,6 +133,7 @@ def test_gradients_are_left_as_they_are(devices):
     assert_same_bits([p.grad for p in params], before)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_tied_weights_are_one_parameter(devices):
     class Tied(nn.Module):
         def __init__(self):
@@ -168,6 +173,7 @@ def test_a_step_counts_as_an_in_place_change(devices):
         loss.backward()
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_compiled_model(devices):
     model, ours, twin, reference = pair_of_models(devices)
     compiled = torch.compile(model, backend="eager")
@@ -182,6 +188,7 @@ def test_compiled_model(devices):
     torch._dynamo.reset()
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_compiled_step(devices):
     _, ours, _, reference = pair_of_models(devices)
     step = torch.compile(ours.step, backend="eager")
@@ -194,6 +201,7 @@ def test_compiled_step(devices):
     torch._dynamo.reset()
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_several_optimizers_in_one_process(tmp_path):
     pairs = []
     for devices in (["file:"], ["ram:"], [str(tmp_path / "a"), str(tmp_path / "b")], ["file:"]):
@@ -233,6 +241,7 @@ def test_profiler_sees_the_step():
     assert "Optimizer.step#CSDAdam.step" in [event.name for event in profile.function_events]
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_one_optimizer_per_parameter_in_backward(devices):
     if any(not d.endswith(":") for d in devices):
         pytest.skip("one named store cannot serve several optimizers")
@@ -263,6 +272,7 @@ def test_one_optimizer_per_parameter_in_backward(devices):
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["step unscales", "unscaled before"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_grad_scaler(devices, dtype, unscale):
     if unscale and dtype is torch.float16:
         pytest.skip("torch refuses to unscale fp16 gradients in place")
@@ -308,6 +318,7 @@ def test_a_step_that_overflows_changes_nothing(devices, dtype):
     assert optimizer.state[p]["step"] == 1
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_found_inf_and_grad_scale(devices):
     """The attributes that GradScaler sets around step()."""
     _, ours, _, reference = pair_of_models(devices)
@@ -325,6 +336,7 @@ def test_found_inf_and_grad_scale(devices):
     assert_same_weights(ours, reference)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_max_grad_norm_is_of_unscaled_gradients(devices):
     p = leaf(50, dtype=torch.float16)
     q = p.detach().to(torch.float32, copy=True).requires_grad_()
@@ -387,6 +399,7 @@ def test_state_dict_hooks(devices):
     assert calls == ["first pre", "pre", ["param_groups", "state"]]
 
 
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_load_state_dict_hooks(devices):
     p, q = leaf(3), leaf(3)
     source = AdamW([q])

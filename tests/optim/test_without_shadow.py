@@ -125,6 +125,7 @@ def test_without_shadow_a_torn_step_is_final(tmp_path, monkeypatch, end):
         resumed(devices)
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_without_shadow_an_error_before_the_first_write_undoes_the_step(tmp_path):
     devices = reading_all(named_devices(tmp_path, 2))
     training = Training(devices, shadow=False).steps(3)
@@ -144,6 +145,7 @@ def test_without_shadow_an_error_before_the_first_write_undoes_the_step(tmp_path
 
 @pytest.mark.cards
 @pytest.mark.parametrize("section", range(3))
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_damage_in_the_middle_of_a_tile_changes_no_parameter(tmp_path, section):
     """A tile is verified chunk by chunk: the parameters of those before the damage have been given out by then."""
     devices = reading_all(named_devices(tmp_path, 1))

@@ -84,6 +84,7 @@ def undone_in(opt, params, step, monkeypatch, after):
     ids=lambda options: next(iter(options), "plain"),
 )
 @pytest.mark.parametrize("kind", ["one", "several", "scratch"])
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_it_reads_nothing_and_changes_no_bit(kind, options, tmp_path, monkeypatch):
     def devices(name):
         return {"one": [tmp_path / name], "several": [tmp_path / name, "ram:"], "scratch": ["file:"]}[kind]
@@ -112,6 +113,7 @@ def test_it_reads_nothing_and_changes_no_bit(kind, options, tmp_path, monkeypatc
 @pytest.mark.parametrize("kind", ["store", "scratch"])
 @pytest.mark.parametrize("options", [{}, {"topk": 0.05}, {"grad_dtype": torch.bfloat16}], ids=["plain", "topk", "cast"])
 @pytest.mark.parametrize("after", [0, 5, 20])
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_undone_it_leaves_nothing_and_comes_again(kind, options, after, tmp_path, monkeypatch):
     wanted = train("ram:", 3, **options)
     params = model()
@@ -129,6 +131,7 @@ def test_undone_it_leaves_nothing_and_comes_again(kind, options, after, tmp_path
 
 @pytest.mark.parametrize("kind", ["store", "scratch", "in place"])
 @pytest.mark.parametrize("then", ["without a gradient", "set", "moved", "loading", "saved"])
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_what_happens_between_an_undone_one_and_the_next(kind, then, tmp_path, monkeypatch):
     """Places are then filled before the step, those of tiles that are partly written, too."""
     devices = "file:" if kind == "scratch" else tmp_path / "store"
@@ -164,6 +167,7 @@ def test_what_happens_between_an_undone_one_and_the_next(kind, then, tmp_path, m
         assert_same(image(opt, all_params), image(reference, others))
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_closed_after_an_undone_one_there_is_no_store(tmp_path, monkeypatch):
     params = model()
     with CSDAdam(params, devices=tmp_path, tile_size=1024) as opt:

@@ -90,6 +90,7 @@ def travelled(monkeypatch):
 @pytest.mark.parametrize("grad_dtype", HALVES)
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
 @pytest.mark.parametrize("topk", [0.001, 0.01, 0.3])
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_the_same_bits(runs, travelled, topk, feedback, grad_dtype):
     runs = runs(topk=topk, error_feedback=feedback, grad_dtype=grad_dtype)
     for scale in (1.0, 1024.0, 2.0**16, 0.37, 1.0):
@@ -103,6 +104,7 @@ def test_the_same_bits(runs, travelled, topk, feedback, grad_dtype):
     assert ("residual" in runs[1].opt.state[runs[1].sparse[0]]) == feedback
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_tiles_of_several_blocks(runs, travelled):
     """Large enough for the filter, with borders of blocks in the middle of a parameter."""
     runs = runs(sizes=(5, 100_000, 70_000, 65_536, 40_000), tile_size=1 << 18)
@@ -113,6 +115,7 @@ def test_tiles_of_several_blocks(runs, travelled):
     assert_same(runs)
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_more_tiles_than_slots(runs, travelled):
     """Parts of parameters, tiles without a dense one, and every slot used again."""
     runs = runs(sizes=(40 * TILE, 7, 9 * TILE + 5, TILE - 1), topk=0.05)
@@ -123,6 +126,7 @@ def test_more_tiles_than_slots(runs, travelled):
     assert_same(runs)
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_what_is_owed_is_sent_when_it_goes_dense_again(runs, travelled):
     runs = runs()
     for run in runs:
@@ -142,6 +146,7 @@ def test_what_is_owed_is_sent_when_it_goes_dense_again(runs, travelled):
 
 @pytest.mark.parametrize("topk", [0.01, 0.3])
 @pytest.mark.parametrize("when", ["in the middle", "at the end"])
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_an_undone_step_leaves_what_is_owed(runs, backend, monkeypatch, when, topk):
     if backend == "ram":
         pytest.skip("states in memory alone are updated in place")

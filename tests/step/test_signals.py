@@ -37,6 +37,7 @@ def assert_same(ours, reference):
 
 
 @pytest.mark.parametrize("where", ["begin", "push", "finish"])
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_ctrl_c_comes_after_the_step(devices, where, monkeypatch):
     ours, reference = make_pair(devices)
     step(ours, reference)
@@ -78,6 +79,7 @@ def test_handlers_are_put_back_and_get_their_signal(monkeypatch):
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_step_in_another_thread():
     """Only the main thread may set handlers, and only there they run."""
     ours, reference = make_pair(["ram:"])

@@ -24,6 +24,7 @@ def counted():
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("topk", [None, 0.01])
 @pytest.mark.parametrize("devices", ["file:", "file:csd0 file:csd1"], ids=["scratch", "durable"])
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_flash_bytes_are_those_of_the_kernel(devices, topk, amsgrad, cache):
     p = torch.nn.Parameter(torch.randn(1500, 1000))
     devices = [f"{device}?cache={cache}" for device in devices.split()]

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+from support.states import assume, assumed
+
 # Forked from a server, so that no threads are inherited, nor anything that a test has done.
 processes = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "csd_optim"]
@@ -42,6 +44,7 @@ def process(function, *arguments, daemon=False):
 
 def _begin(function, *arguments):
     gc.freeze()  # what the server has made lives on anyway, and looking at it would copy its pages
+    assume(assumed())
     function(*arguments)
 
 
