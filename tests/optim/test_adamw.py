@@ -25,6 +25,8 @@ TESTS = Path(__file__).parent
 STATES = ["exp_avg", "exp_avg_sq"]
 TOLERANCE = 1e-6
 
+pytestmark = pytest.mark.fp32_states("compares with AdamW to its last bits")
+
 
 def make_pair(params, devices, *, tile_size=TILE, grad_dtype=None, max_grad_norm=None, **kwargs):
     """CSDAdam over `params` (tensors, or groups of them), and AdamW over fp32 copies."""
