@@ -367,16 +367,17 @@ def engine_remap(engine: Any, name: Namer, *, open: bool) -> None:
 
 
 def engine_decode(
-    engine: Any, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], name: Namer
+    engine: Any, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], name: Namer, param: int = 0
 ) -> None:
     """States of elements [first, first + n) of a tile of codes: into contiguous fp32 CPU tensors, up to four.
 
-    None: nobody wants it. `first` is a multiple of 64. Waits for writes; not while a step is under way.
+    None: nobody wants it. `first` is a multiple of 64. `param`: address of these elements of a parameter that is its
+    own section; 0: the tile has it. Waits for writes; not while a step is under way.
     """
     assert all(s is None or (s.dtype, s.numel()) == (torch.float32, n) for s in states)
     error = ffi.new("csd_error *")
     to = _addresses("float *", [*states, *[None] * (4 - len(states))])
-    check(lib.csd_engine_decode(engine, tile, first, n, to, error), error, name)
+    check(lib.csd_engine_decode(engine, tile, first, n, ffi.cast("void *", param), to, error), error, name)
 
 
 def engine_tiles(

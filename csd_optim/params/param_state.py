@@ -123,13 +123,18 @@ class ParamState:
     @property
     def master_in(self) -> int:
         """Where a step finds the master, once it has its place: see csd_master."""
-        if self.in_place:
+        if self.in_place or self.is_section:
             return int(IN_PARAM)
         if self.decoded and self.reachable and self.index in self.decoded.apart and not self.is_written:
             return int(UNCOMPARED)
         # Of codes, what is in reach is compared in any case; but a master that was loaded may not fit it.
         unless_set = self.compares and self.is_written if self.decoded else self.unless_set
         return int(FROM_PARAM if self.is_master else UNLESS_SET if unless_set else IN_SECTION)
+
+    @property
+    def is_section(self) -> bool:
+        """Of codes: is the parameter itself the section with its values, which is in no tile then?"""
+        return self.decoded is not None and self.decoded.is_own(self.index)
 
     @property
     def compares(self) -> bool:
@@ -164,6 +169,7 @@ class ParamState:
             )
         if p.shape != shape or numel(p) != self.numel:
             raise CSDValueError(f"parameter {self.name} is {tuple(p.shape)} {p.dtype} now, its state {tuple(shape)}")
+        fresh = self.pointer == -1
         if self.pointer != self.pointer_now:
             self.version = -1  # it counts as written until a step has come to its end
         self.pointer, self.local = self.pointer_now, p
@@ -174,6 +180,8 @@ class ParamState:
         self.unless_set = self.part.writes_uncounted and self.reachable and on_host and in_order and half
         reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES
         self.direct = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
+        if self.decoded and self.decoded.resident:
+            self.decoded.lies_at(self.index, flat(p) if self.direct else None, fresh=fresh)
         if self.in_place:
             self.in_place = reachable and p.dtype is torch.float32
             if self.in_place:
@@ -222,7 +230,7 @@ class ParamState:
             if value is not None:
                 value = self.part.of_state(value).detach()
             elif key == "master" and seed:
-                if self._is_left(entry, fresh=fresh):
+                if self._is_left(entry, fresh=fresh) or (fresh and self.is_section):
                     continue
                 value = self.local
             elif key != "master" and not fresh:
@@ -243,7 +251,11 @@ class ParamState:
         Elsewhere the master keeps the bits that the parameter's precision cannot show. `always`: write it in any case.
         `takes_part`: in the step that follows.
         """
-        if self.in_place or self.numel == 0 or (self.compares and takes_part):
+        if self.in_place or self.numel == 0:
+            return
+        # Who compares leaves it to the step; but a section that is the parameter has nothing to compare it with.
+        loaded = self.decoded is not None and self.is_section and self.decoded.wrote_master(self.index)
+        if not loaded and (self.is_section or (self.compares and takes_part)):
             return
         master = flat(self.master)
         p = flat(ordered(self.local, self.stride))
@@ -261,7 +273,7 @@ class ParamState:
         `set_to`: somebody set the parameter to this, and it still counts as written.
         """
         p = self.local
-        if self.in_place:  # the only master
+        if self.in_place or self.is_section:  # the only master
             return
         if set_to is not None:
             flat(p)[first : first + n].copy_(flat(set_to)[first : first + n])
@@ -291,7 +303,7 @@ class ParamState:
             if self.is_new or self.decoded:
                 target.copy_(p)
             back = (p, target)
-        read = self.is_new or self.master_in != IN_SECTION
+        read = self.is_new or (not self.is_section and self.master_in != IN_SECTION)
         return GradSource(grad, flat(target), grad_dtype or grad.dtype, read, back)
 
 

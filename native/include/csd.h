@@ -212,7 +212,9 @@ void csd_window_release(float *window, uint64_t elems);
 enum csd_master {
   CSD_IN_SECTION = 0, /* in the tile, as usual */
   CSD_FROM_PARAM = 1, /* in `param`, from where it is copied into the tile first */
-  CSD_IN_PARAM = 2,   /* in `param`, and stays there: the section of the tile is not used (ram only) */
+  /* In `param`, and stays there: the section of the tile is not used (ram only). Of codes too, also without a gradient;
+   * where 16 bits of it were set, that is the master, and the 64 elements around lose what is beyond 16 bits */
+  CSD_IN_PARAM = 2,
   CSD_UNLESS_SET = 3, /* in the tile; but where `param`, of 16 bits, is not the rounded master, it is the master */
   /* In `param`, of any dtype: the tile has no state yet. Nothing is read; the master is written to the current slot, for
    * a step that is undone, and the other sections begin as zero, as they read there. All parameters of a tile are new,
@@ -298,9 +300,10 @@ int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error);
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
 /* The states of elements [first, first + n) of a tile of codes as they are now, as fp32: master, exp_avg, exp_avg_sq,
- * max_exp_avg_sq. Those that are NULL nobody wants. `first` is a multiple of 64. Waits for writes. Not within a step. */
-int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, float *const *states,
-                      csd_error *error);
+ * max_exp_avg_sq. Those that are NULL nobody wants. `first` is a multiple of 64. `param`: of CSD_IN_PARAM, these
+ * elements of the parameter; else NULL. Waits for writes. Not within a step. */
+int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, const void *param,
+                      float *const *states, csd_error *error);
 
 /* ---- What is known of it ------------------------------------------------ */
 

@@ -3,7 +3,7 @@
 #include <stdint.h>
 
 // Wellons' "lowbias32".
-inline uint32_t mix_bits(uint32_t hash) {
+constexpr uint32_t mix_bits(uint32_t hash) {
   hash = (hash ^ hash >> 16) * 0x7feb352du;
   hash = (hash ^ hash >> 15) * 0x846ca68bu;
   return hash ^ hash >> 16;

@@ -151,9 +151,9 @@ int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd
   return guarded(error, [&] { engine->engine.edited(tiles, n); });
 }
 
-int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, float *const *states,
-                      csd_error *error) {
-  return guarded(error, [&] { engine->engine.decode(tile, first, n, states); });
+int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, const void *param,
+                      float *const *states, csd_error *error) {
+  return guarded(error, [&] { engine->engine.decode(tile, first, n, param, states); });
 }
 
 int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums,

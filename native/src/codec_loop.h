@@ -266,3 +266,34 @@ static void encode(const float *const *states, uint64_t n, uint32_t dtype, const
     else join_masters(group.master, dtype == CSD_F16, (uint16_t *)at.param, at.correction);
   }
 }
+
+// ---- Who set a parameter? --------------------------------------------------------------------
+
+struct CheckWeights {
+  uint32_t of[kGroup];
+  constexpr CheckWeights() : of() {
+    for (uint32_t i = 0; i < kGroup; i++) of[i] = mix_bits(i + 1) | 1;
+  }
+};
+
+// A sum with odd weights: it differs wherever one parameter does, and where several do but for one time in 2^32.
+static inline uint32_t check_of(const uint16_t *params, uint64_t n) {
+  static constexpr CheckWeights weights;
+  uint32_t sum = 0;
+  if (n == kGroup)
+    for (uint32_t i = 0; i < kGroup; i++) sum += params[i] * weights.of[i];
+  else
+    for (uint64_t i = 0; i < n; i++) sum += params[i] * weights.of[i];
+  return sum;
+}
+
+static void take_checks(const uint16_t *params, uint64_t n, uint32_t *checks) {
+  for (uint64_t i = 0; i < n; i += kGroup) checks[i / kGroup] = check_of(params + i, n - i < kGroup ? n - i : kGroup);
+}
+
+static void forget_set(const uint16_t *params, uint64_t n, const uint32_t *checks, uint8_t *corrections) {
+  for (uint64_t i = 0; i < n; i += kGroup) {
+    const uint64_t some = n - i < kGroup ? n - i : kGroup;
+    if (check_of(params + i, some) != checks[i / kGroup]) memset(corrections + i, 0, some);
+  }
+}

@@ -34,7 +34,11 @@ struct Tile {
   const csd_piece *pieces = nullptr;
   uint64_t n_pieces = 0;
   float *window[4] = {};  // the tile's part of each window; codes have none
-  char *codes = nullptr;  // on a resident device: a slot, as it would be in a file
+  // On a resident device, of codes: a slot as it would be in a file, the first section apart from the others. Its pages
+  // are touched only where a parameter is not its own section (CSD_IN_PARAM).
+  char *first_section = nullptr, *codes = nullptr;
+  uint32_t *checks = nullptr;  // of 16-bit parameters there: of each group, see check_of() in codec_loop.h
+  bool first_is_used = false;  // steps write to the first section
   uint32_t n_slots = 2;
   uint32_t slot = 0;                    // the one that holds the state
   uint32_t shown = 0;                   // the one that the windows show as it is, or kNowhere
@@ -46,6 +50,13 @@ struct Tile {
 
   uint64_t n_chunks() const { return (elems + sum_elems - 1) / sum_elems; }
   uint64_t n_sums() const { return n_chunks() * layout.n(); }
+  // Of a slot at `buffer`; of codes that have none, where they lie.
+  void find_sections(char *buffer, char **sections) const {
+    for (uint32_t s = 0; s < layout.n(); s++)
+      sections[s] = buffer  ? buffer + layout.first(s)
+                    : codes ? (s == 0 ? first_section : codes + (layout.first(s) - layout.bytes(0)))
+                            : reinterpret_cast<char *>(window[s]);
+  }
   uint64_t slot_offset(uint32_t s) const { return file_offset + s * layout.bytes(); }
   uint32_t next_slot() const { return slot ^ (n_slots - 1); }  // where a step writes
 };

@@ -90,26 +90,72 @@ void adopt_param(const void *param, uint64_t n, const Codes &codes, bool is_f16,
   }
 }
 
+// The span's update, where its parameters lie themselves: at `own`, with nothing behind the last of them.
+uint64_t update_in_place(CodedSpan span, void *own, const Tile &tile, char *const *sections, uint64_t first) {
+  const uint64_t bytes = dtype_bytes(tile.param_dtype), n = span.n;
+  const uint64_t whole = tile.param_dtype == CSD_F32 ? n : n / 64 * 64;
+  const int32_t isa = used_isa.load(std::memory_order_relaxed);
+  span.n = whole;
+  span.codes.param = own;
+  uint64_t nonfinite = whole ? update(span, isa) : 0;
+  if (whole == n) return nonfinite;
+  alignas(64) uint16_t last[64] = {};
+  char *const rest = static_cast<char *>(own) + bytes * whole;
+  memcpy(last, rest, bytes * (n - whole));
+  span.n = n - whole;
+  span.codes = codes_at(tile.layout, sections, first + whole);
+  span.codes.param = last;
+  span.grad = static_cast<const char *>(span.grad) + dtype_bytes(span.grad_dtype) * whole;
+  if (span.param) span.param = static_cast<char *>(span.param) + bytes * whole;
+  span.key += static_cast<uint32_t>(whole);
+  nonfinite += update(span, isa);
+  memcpy(rest, last, bytes * (n - whole));
+  return nonfinite;
+}
+
+// The states that somebody wrote, of a parameter that is its own section. It is written only if it is updated.
+void encode_in_place(const csd_param &p, uint64_t first, uint64_t n, const Tile &tile, Codes codes, void *own) {
+  alignas(64) char joined[4 * kBlock];
+  const uint64_t bytes = dtype_bytes(tile.param_dtype) * n;
+  memset(joined, 0, sizeof joined);
+  memcpy(joined, own, bytes);
+  codes.param = joined;
+  encode_edited(p, first, n, tile.param_dtype, codes);
+  if (p.grad) memcpy(own, joined, bytes);
+}
+
 void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
                   Work &work, Entries &entries) {
   const csd_param &p = work.params[piece.param];
-  const bool edited = is_edited(p);
+  const bool edited = is_edited(p), in_place = p.master == CSD_IN_PARAM;
   if (!p.grad && !edited) return;
   const uint64_t in_piece = first - piece.tile_first, in_param = piece.param_first + in_piece;
   const Codes codes = codes_at(tile.layout, sections, first);
   const void *const param = param_before(piece, work, in_piece);
   const bool adopts = param && p.grad && tile.param_dtype != CSD_F32 && p.master != CSD_UNCOMPARED;
   const bool unless_set = p.master == CSD_UNLESS_SET, is_f16 = tile.param_dtype == CSD_F16;
-  if (p.master == CSD_FROM_PARAM && p.grad && param) memcpy(codes.param, param, 4 * n);
-  if (adopts && !unless_set) adopt_param(param, n, codes, is_f16, false);
-  if (edited) encode_edited(p, in_param, n, tile.param_dtype, codes);
+  uint32_t *const checks = tile.checks ? tile.checks + first / 64 : nullptr;
+  if (checks && in_place) forget_set(static_cast<const uint16_t *>(param), n, checks, codes.correction);
+  // Without a gradient it was its own section until now, and the master that somebody wrote is not for it yet.
+  if (p.master == CSD_FROM_PARAM && param && (p.grad || (tile.codes && p.edited[0])))
+    memcpy(codes.param, param, dtype_bytes(tile.param_dtype) * n);
+  if (adopts && !unless_set && !in_place) adopt_param(param, n, codes, is_f16, false);
+  void *const own = in_place ? const_cast<void *>(param) : nullptr;
+  if (edited && own) encode_in_place(p, in_param, n, tile, codes, own);
+  else if (edited) encode_edited(p, in_param, n, tile.param_dtype, codes);
   if (adopts && unless_set) adopt_param(param, n, codes, is_f16, true);
-  if (!p.grad) return;
+  if (!p.grad) {
+    if (own && checks) take_checks(static_cast<const uint16_t *>(own), n, checks);
+    return;
+  }
   alignas(64) uint16_t dense[kBlock];
   auto span = span_of<CodedSpan>(piece, first, n, work, entries, dense);
   span.codes = codes;
   span.key = key_of(p, in_param);
-  work.nonfinite += update(span, used_isa.load(std::memory_order_relaxed));
+  if (own && !work.grad_image) span.param = nullptr;  // it is there already
+  work.nonfinite +=
+      own ? update_in_place(span, own, tile, sections, first) : update(span, used_isa.load(std::memory_order_relaxed));
+  if (checks) take_checks(static_cast<const uint16_t *>(own ? own : codes.param), n, checks);
 }
 
 // Calls `with` with each piece that has some of elements [first, last), and which of them.
@@ -142,9 +188,7 @@ class Updater {
  public:
   Updater(Device &device, const Tile &tile, char *buffer, Work &work)
       : device_(device), tile_(tile), buffer_(buffer), work_(work), entries_(work.entries, work.n_entries) {
-    char *const codes = buffer ? buffer : tile.codes;
-    for (uint32_t s = 0; s < tile.layout.n(); s++)
-      sections_[s] = codes ? codes + tile.layout.first(s) : reinterpret_cast<char *>(tile.window[s]);
+    tile.find_sections(buffer, sections_);
   }
 
   Failure update() {

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "memory.h"
 #include "pool.h"
 #include "topk.h"
 #include "updater.h"
@@ -75,14 +76,14 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     for (uint64_t p = 0; p < t.n_pieces; p++)
       if (const uint32_t param = t.pieces[p].param; param >= n_params)
         throw Failure{CSD_EINVAL, "no parameter " + std::to_string(param)};
+      else if (t.layout.coded() && params[param].master == CSD_IN_PARAM && (!t.codes || !params[param].param))
+        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " of codes cannot be its own master here"};
       else if (!params[param].grad) continue;
       else if (const uint32_t rule = hypers[params[param].hyper].rule; !sections_of(rule).take(t.states))
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has " + std::to_string(t.states) +
                                       " sections, which update rule " + std::to_string(rule) + " does not take"};
-      else if (t.layout.coded() && (rule > CSD_AMSGRAD || params[param].param_dtype != t.param_dtype ||
-                                    params[param].master == CSD_IN_PARAM))
-        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) +
-                                      " has codes of another rule or dtype, or would be its own master"};
+      else if (t.layout.coded() && (rule > CSD_AMSGRAD || params[param].param_dtype != t.param_dtype))
+        throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has codes of another rule or dtype"};
       else if (!lanes_[t.device].device->has_rule(rule))
         throw Failure{CSD_EINVAL, "this device has no update rule " + std::to_string(rule), 0,
                       static_cast<int32_t>(t.device)};
@@ -126,6 +127,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     job.work.hypers = hypers_.data();
     job.work.from_windows = job.tile->edited;
     job.work.is_new = is_new(*job.tile, params);
+    if (job.tile->codes) use_first_section(*job.tile, params);
     job.shown = job.tile->shown;
     job.place = lane(job).jobs.size();
     job_of_tile_[tiles[i]] = &job;
@@ -139,6 +141,13 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     more = false;
     for (Lane &l : lanes_) more |= pump(l);
   }
+}
+
+// The memory of a section that the parameters are again, all of them, is given back.
+void Engine::use_first_section(Tile &t, const csd_param *params) {
+  const bool used = std::any_of(t.pieces, t.pieces + t.n_pieces,
+                                [params](const csd_piece &p) { return params[p.param].master != CSD_IN_PARAM; });
+  if (std::exchange(t.first_is_used, used) && !used) give_back(t.first_section, t.layout.bytes(0));
 }
 
 bool Engine::is_new(const Tile &t, const csd_param *params) const {

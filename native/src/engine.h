@@ -62,7 +62,7 @@ class Engine {
   void wait_writes();
   void remap(bool open);
   void edited(const uint32_t *tiles, uint32_t n);
-  void decode(uint32_t tile, uint64_t first, uint64_t n, float *const *states);
+  void decode(uint32_t tile, uint64_t first, uint64_t n, const void *param, float *const *states);
   void close();
   uint32_t undone(uint32_t *tiles, uint64_t *elems, uint32_t n) const noexcept;
   void tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums);
@@ -135,13 +135,19 @@ class Engine {
   void add_tiles(const csd_extent &, const Layout &, const std::vector<uint32_t> &device, float *const *window);
   void show(Tile &, bool open);
   const char *codes_of(Tile &);
+  void decode_in_param(const Tile &, char *const *sections, uint64_t first, uint64_t n, const char *param,
+                       float *const *states);
   void grow_buffers(uint64_t tile, uint64_t section, const std::vector<uint64_t> &tiles);
 
   mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates
   std::condition_variable settled_, pulled_;
   std::deque<Tile> tiles_;  // a deque: tiles never move
   std::deque<std::vector<csd_piece>> pieces_;
-  std::deque<HugeMemory> resident_codes_;  // of tiles on resident devices
+  static void use_first_section(Tile &, const csd_param *params);
+  struct ResidentCodes {
+    HugeMemory codes, first_sections, checks;
+  };
+  std::deque<ResidentCodes> resident_codes_;  // of tiles on resident devices, one for each extent
   struct {
     const Tile *tile = nullptr;
     HugeMemory slot;

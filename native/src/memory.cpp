@@ -72,6 +72,8 @@ void allow(float *at, uint64_t bytes) {
     throw Failure{CSD_ENOMEM, "cannot have " + std::to_string(bytes) + " bytes of memory", errno};
 }
 
+void give_back(void *at, uint64_t bytes) { madvise(at, bytes, MADV_DONTNEED); }
+
 float *HugeMemory::release() { return static_cast<float *>(std::exchange(address_, nullptr)); }
 
 }  // namespace csd

@@ -25,4 +25,6 @@ class HugeMemory {
 
 void allow(float *at, uint64_t bytes);  // to be read and written, whole pages. Throws Failure
 
+void give_back(void *at, uint64_t bytes);  // whole pages, which read as zeros then
+
 }  // namespace csd

@@ -118,6 +118,14 @@ void decode(const Codes &codes, uint64_t n, uint32_t param_dtype, float *const *
   CSD_IN(isa, decode(codes, n, param_dtype, states));
 }
 
+void take_checks(const uint16_t *params, uint64_t n, uint32_t *checks) {
+  CSD_IN(used_isa.load(), take_checks(params, n, checks));
+}
+
+void forget_set(const uint16_t *params, uint64_t n, const uint32_t *checks, uint8_t *corrections) {
+  CSD_IN(used_isa.load(), forget_set(params, n, checks, corrections));
+}
+
 void round_part(const Part &part, uint64_t n, uint16_t *values) {
   CSD_IN(used_isa.load(), round_part(part, n, values));
 }

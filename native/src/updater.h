@@ -67,6 +67,11 @@ uint64_t update(const CodedSpan &span, int32_t isa);
 void encode(const float *const *states, uint64_t n, uint32_t param_dtype, const Codes &codes, int32_t isa);
 void decode(const Codes &codes, uint64_t n, uint32_t param_dtype, float *const *states, int32_t isa);
 
+// Of 16-bit parameters that are kept nowhere else, a check of each group of 64: takes them; and where one differs,
+// because somebody set parameters of the group, makes its corrections zero.
+void take_checks(const uint16_t *params, uint64_t n, uint32_t *checks);
+void forget_set(const uint16_t *params, uint64_t n, const uint32_t *checks, uint8_t *corrections);
+
 int32_t best_isa() noexcept;
 extern std::atomic<int32_t> used_isa;
 

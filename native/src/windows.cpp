@@ -1,4 +1,5 @@
 // Extents, and the windows onto their states: what lies where, and what a program sees and writes between steps.
+#include <string.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -79,11 +80,13 @@ void Engine::extend(const csd_extent &e, float **windows) {
     memory[s] = HugeMemory(4 * e.tile_elems * e.n_tiles + page, !resident);
     window[s] = memory[s].floats() + (resident ? s * kStagger : 0);
   }
-  HugeMemory codes;
+  ResidentCodes codes;
   if (layout.coded()) {
     const auto on_resident = [this](uint32_t d) { return lanes_[d].device->resident(); };
-    codes =
-        HugeMemory(layout.bytes() * static_cast<uint64_t>(std::count_if(device.begin(), device.end(), on_resident)));
+    const auto n = static_cast<uint64_t>(std::count_if(device.begin(), device.end(), on_resident));
+    codes.codes = HugeMemory((layout.bytes() - layout.bytes(0)) * n);
+    codes.first_sections = HugeMemory(layout.bytes(0) * n);
+    if (layout.has_correction()) codes.checks = HugeMemory(4 * (e.tile_elems / 64) * n);
   }
   const uint64_t largest = std::max(largest_tile_, layout.bytes());
   const uint64_t largest_section = std::max(largest_section_, 4 * e.tile_elems);
@@ -115,7 +118,10 @@ void Engine::extend(const csd_extent &e, float **windows) {
 
 void Engine::add_tiles(const csd_extent &e, const Layout &layout, const std::vector<uint32_t> &device,
                        float *const *window) {
-  auto *codes = reinterpret_cast<char *>(resident_codes_.back().floats());
+  const ResidentCodes &memory = resident_codes_.back();
+  auto *codes = reinterpret_cast<char *>(memory.codes.floats());
+  auto *first_section = reinterpret_cast<char *>(memory.first_sections.floats());
+  auto *checks = reinterpret_cast<uint32_t *>(memory.checks.floats());
   const auto first_tile = static_cast<uint32_t>(tiles_.size());
   std::vector<uint64_t> end_of_file(e.file_offset, e.file_offset + lanes_.size());
   const csd_piece *piece = pieces_.back().data(), *const end = piece + e.n_pieces;
@@ -126,7 +132,11 @@ void Engine::add_tiles(const csd_extent &e, const Layout &layout, const std::vec
     t.states = e.sections;
     t.layout = layout;
     t.param_dtype = e.param_dtype;
-    if (layout.coded() && lanes_[device[i]].device->resident()) t.codes = std::exchange(codes, codes + layout.bytes());
+    if (layout.coded() && lanes_[device[i]].device->resident()) {
+      t.codes = std::exchange(codes, codes + (layout.bytes() - layout.bytes(0)));
+      t.first_section = std::exchange(first_section, first_section + layout.bytes(0));
+      if (checks) t.checks = std::exchange(checks, checks + e.tile_elems / 64);
+    }
     t.elems = e.tile_elems;
     t.sum_elems = std::min(e.sum_elems, e.tile_elems);
     t.n_slots = e.slots;
@@ -216,9 +226,9 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
 
 // ---- Codes, which have no windows -----------------------------------------------------------
 
-// The tile's current slot: where it lies, in the buffer that has it, or read.
+// The tile's current slot: in the buffer that has it, or read; null where its sections lie by themselves.
 const char *Engine::codes_of(Tile &t) {
-  if (t.codes) return t.codes;
+  if (t.codes) return nullptr;
   if (t.kept) return reinterpret_cast<const char *>(t.kept->at);
   auto *const at = reinterpret_cast<char *>(decoded_.slot.floats());
   if (decoded_.tile == &t) return at;
@@ -231,19 +241,45 @@ const char *Engine::codes_of(Tile &t) {
   return slot;
 }
 
-void Engine::decode(uint32_t tile, uint64_t first, uint64_t n, float *const *states) {
+void Engine::decode(uint32_t tile, uint64_t first, uint64_t n, const void *param, float *const *states) {
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
   if (tile >= tiles_.size() || !tiles_[tile].layout.coded() || first % 64 || first > tiles_[tile].elems ||
-      n > tiles_[tile].elems - first)
+      n > tiles_[tile].elems - first || (param && !tiles_[tile].codes))
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has no such codes"};
   wait_writes(lock);
   Tile &t = tiles_[tile];
   auto *const slot = const_cast<char *>(codes_of(t));  // which decode() only reads
   char *sections[kMostSections] = {};
-  for (uint32_t s = 0; s < t.layout.n(); s++) sections[s] = slot + t.layout.first(s);
+  t.find_sections(slot, sections);
   const FloatMode mode(Subnormals::zero);
+  if (param) return decode_in_param(t, sections, first, n, static_cast<const char *>(param), states);
   csd::decode(codes_at(t.layout, sections, first), n, t.param_dtype, states, used_isa.load());
+}
+
+// Of a parameter that is its own section: as the next step finds it, and without touching what is behind it.
+void Engine::decode_in_param(const Tile &t, char *const *sections, uint64_t first, uint64_t n, const char *param,
+                             float *const *states) {
+  constexpr uint64_t kBlock = 4096;
+  alignas(64) char params[4 * kBlock];
+  alignas(64) uint8_t corrections[kBlock];
+  const uint64_t bytes = t.param_dtype == CSD_F32 ? 4 : 2;
+  for (uint64_t i = 0; i < n; i += kBlock) {
+    const uint64_t some = std::min(kBlock, n - i), group = (first + i) / 64;
+    Codes codes = codes_at(t.layout, sections, first + i);
+    memset(params, 0, sizeof params);
+    memcpy(params, param + bytes * i, bytes * some);
+    codes.param = params;
+    if (codes.correction) {
+      memset(corrections, 0, sizeof corrections);
+      memcpy(corrections, codes.correction, some);
+      forget_set(reinterpret_cast<const uint16_t *>(params), some, t.checks + group, corrections);
+      codes.correction = corrections;
+    }
+    float *wanted[4] = {};
+    for (uint32_t s = 0; s < 4; s++) wanted[s] = states[s] ? states[s] + i : nullptr;
+    csd::decode(codes, some, t.param_dtype, wanted, used_isa.load());
+  }
 }
 
 void Engine::tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums) {

@@ -187,7 +187,9 @@ struct Model {
       if (piece.param == param) {
         float *wanted[4] = {};
         wanted[state] = found.data() + piece.param_first;
-        OK(csd_engine_decode(engine, piece.tile, piece.tile_first, piece.elems, wanted, &error));
+        const bool in_param = table[param].master == CSD_IN_PARAM;
+        const void *own = in_param ? params[param].data() + bytes() * piece.param_first : nullptr;
+        OK(csd_engine_decode(engine, piece.tile, piece.tile_first, piece.elems, own, wanted, &error));
       }
     return found;
   }
@@ -289,6 +291,42 @@ void like_one_array() {
     }
 }
 
+// Parameters that are their own sections: behind the last element of one is somebody else's memory.
+void in_parameters() {
+  for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
+    for (const uint32_t states : {3u, 4u}) {
+      Pair pair({{"ram", -1, 0, 0}}, dtype, states);
+      Model &m = pair.model;
+      for (uint32_t p = 0; p < kN; p++) {
+        pair.references[p].begin(m.params[p]);
+        m.table[p].master = CSD_IN_PARAM;
+      }
+      for (int i = 0; i < 3; i++) {
+        pair.step(i == 2);
+        pair.check();
+      }
+      m.table[1].grad = nullptr;
+      pair.step();
+      pair.check();
+      // States that somebody wrote begin the next step, and do not touch the parameter without a gradient.
+      const auto before = m.params[1];
+      const std::vector<float> edited(kParams[1], 0.25f);
+      m.table[1].edited[1] = edited.data();
+      OK(m.step());
+      m.table[1].edited[1] = nullptr;
+      CHECK(m.params[1] == before);
+      CHECK(same(m.decoded(1, 0), pair.references[1].states(0)));
+      CHECK(!same(m.decoded(1, 1), pair.references[1].states(1)));
+      m.table[0].param = nullptr;
+      CHECK(m.step() == CSD_EINVAL);
+    }
+  const File a;
+  Pair files({file(a)}, CSD_BF16, 3);
+  files.first_step(false);
+  files.model.table[0].master = CSD_IN_PARAM;
+  CHECK(files.model.step() == CSD_EINVAL);
+}
+
 void set_by_somebody() {
   for (const uint32_t dtype : {CSD_F16, CSD_BF16})
     for (const int64_t cache : {int64_t{-1}, int64_t{1} << 20}) {
@@ -370,7 +408,7 @@ void damaged() {
     float *wanted[4] = {};
     std::vector<float> found(64);
     wanted[1] = found.data();
-    CHECK(csd_engine_decode(pair.model.engine, 1, 0, 64, wanted, &pair.model.error) == CSD_EDAMAGED);
+    CHECK(csd_engine_decode(pair.model.engine, 1, 0, 64, nullptr, wanted, &pair.model.error) == CSD_EDAMAGED);
   }
 }
 
@@ -419,9 +457,9 @@ void refused() {
   const uint32_t tile = 0;
   CHECK(csd_engine_edited(engine, &tile, 1, &error) == CSD_EINVAL);
   float *none[4] = {};
-  CHECK(csd_engine_decode(engine, 1, 0, 64, none, &error) == CSD_EINVAL);
-  CHECK(csd_engine_decode(engine, 0, 32, 64, none, &error) == CSD_EINVAL);
-  CHECK(csd_engine_decode(engine, 0, 0, kTile + 64, none, &error) == CSD_EINVAL);
+  CHECK(csd_engine_decode(engine, 1, 0, 64, nullptr, none, &error) == CSD_EINVAL);
+  CHECK(csd_engine_decode(engine, 0, 32, 64, nullptr, none, &error) == CSD_EINVAL);
+  CHECK(csd_engine_decode(engine, 0, 0, kTile + 64, nullptr, none, &error) == CSD_EINVAL);
   OK(csd_engine_close(engine, &error));
 }
 
@@ -429,6 +467,7 @@ void refused() {
 
 int main() {
   like_one_array();
+  in_parameters();
   set_by_somebody();
   undone();
   edited();

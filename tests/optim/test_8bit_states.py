@@ -8,6 +8,8 @@ import gc
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import warnings
 import weakref
 
@@ -283,6 +285,35 @@ def test_bytes_of_a_step(dtype, amsgrad, read, written):
         assert stats["flash_write_bytes"] / n == pytest.approx(written, abs=0.001)
 
 
+RESIDENT = """
+import sys
+import torch
+from csd_optim import CSDAdam
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+dtype, n = getattr(torch, sys.argv[1]), 16 << 20
+p = torch.nn.Parameter(torch.ones(n, dtype=dtype))
+p.grad = torch.ones_like(p)
+with CSDAdam([torch.nn.Parameter(torch.ones(64, dtype=dtype))], devices="ram:", state_dtype="8bit") as opt:
+    opt.param_groups[0]["params"][0].grad = torch.ones(64, dtype=dtype)
+    opt.step()
+    opt.add_param_group({"params": [p]})
+    before = anonymous()
+    opt.step()
+    print((anonymous() - before) / n)
+"""
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("bfloat16", 3.078), ("float16", 3.078), ("float32", 2.016)])
+def test_memory_of_states_in_memory(dtype, each):
+    """The parameter is not kept a second time."""
+    done = subprocess.run([sys.executable, "-c", RESIDENT, dtype], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == pytest.approx(each, abs=0.2)
+
+
 def test_null_moves_parameters_only():
     params = parameters(torch.bfloat16)
     before = [p.detach().clone() for p in params]
@@ -454,6 +485,107 @@ def test_a_parameter_that_is_set_is_the_master(how, dtype, cache):
     assert ours[3] == 0.125
     assert torch.equal(ours[4:], theirs[4:])
     assert (ours[4:] != twins[0][4:].float()).any()
+
+
+def of_the_same_groups(elems, numel):
+    """Which elements lie in the groups of 64 that have some of these."""
+    groups = torch.zeros(-(-numel // 64), dtype=torch.bool)
+    groups[torch.tensor(elems) // 64] = True
+    return groups.repeat_interleave(64)[:numel]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", [by_data, by_numpy, counted])
+def test_in_memory_the_group_around_is_its_16_bits(how, dtype):
+    """`ram:` does not keep what a parameter was, only a check of each group. Elsewhere masters keep their bits."""
+    if how is by_numpy and dtype is torch.float32:
+        pytest.skip("writes 16 bits")
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 9030).to(dtype))
+    opt = train(adam([p]), 2)
+    before = opt.state[p]["master"].clone()
+    how(p)
+    with torch.no_grad():
+        p[9029] = 0.0  # the last group has 6 elements
+    expected = torch.where(of_the_same_groups([3, 9029], 9030), p.detach().float(), before)
+    train(opt, 0)
+    p.grad = torch.zeros_like(p)
+    opt.param_groups[0].update(lr=0.0)
+    opt.step()
+    assert torch.equal(opt.state[p]["master"], expected)
+    assert torch.equal(p, expected.to(dtype))
+    if dtype is not torch.float32:
+        assert (expected != p.float()).sum() > 8000
+
+
+def test_what_was_set_is_shown_at_once_in_memory():
+    """Also zeros and infinities, which have no correction."""
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 200).bfloat16())
+    opt = train(adam([p]), 2)
+    p.data[:100:2] = 0.0
+    p.data[1:100:2] = torch.inf
+    assert torch.equal(opt.state[p]["master"][:128], p.detach()[:128].float())
+    assert not torch.equal(opt.state[p]["master"][128:], p.detach()[128:].float())
+
+
+def is_section(opt, p):
+    return opt._state_map.param_states[id(p)].is_section
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("then", ["gradient", "none", "set"])
+def test_masters_that_the_parameters_are_not(dtype, then):
+    """In memory, too, a parameter is not written without a gradient: until then its master has a place of its own."""
+    found = []
+    for devices in ("ram:", "file:"):
+        params = parameters(dtype)
+        opt = train(adam(params, devices), 2)
+        state = copy.deepcopy(opt.state_dict())
+        state["state"][0]["master"] += 1
+        before = params[0].detach().clone()
+        opt.load_state_dict(state)
+        assert torch.equal(params[0], before)
+        if devices == "ram:":
+            assert not is_section(opt, params[0])
+            assert is_section(opt, params[1])
+        torch.testing.assert_close(opt.state[params[0]]["master"], state["state"][0]["master"], rtol=2**-15, atol=1e-6)
+        if then == "set":
+            with torch.no_grad():
+                params[0].copy_(state["state"][0]["master"])
+        give_gradients(params, 2)
+        if then == "none":
+            params[0].grad = None
+        opt.step()
+        if devices == "ram:":
+            assert is_section(opt, params[0]) == (then != "none")
+        found.append(held(train(opt, 2, 3)))
+        assert devices != "ram:" or is_section(opt, params[0])
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_parameter_that_gets_another_order_in_memory(dtype):
+    """It cannot be its own section then. Nothing is lost by that, nor when it comes back."""
+    found = []
+    for devices in ("ram:", "file:"):
+        params = parameters(dtype)
+        opt = train(adam(params, devices), 2)
+        for in_order in (False, True):
+            p = params[0]
+            p.data = p.data.contiguous() if in_order else p.data.t().contiguous().t()
+            train(opt, 2, 3)
+        assert devices != "ram:" or is_section(opt, params[0])
+        found.append(held(opt))
+    assert_same(*found)
+
+
+def test_another_memory_of_the_same_parameter():
+    """`p.data = ...`, of the same values: nothing was set."""
+    params, twins = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    opt, other = train(adam(params), 2), train(adam(twins), 2)
+    for p in params:
+        p.data = p.data.clone()
+    assert_same(held(train(opt, 2, 2)), held(train(other, 2, 2)))
+    assert all(is_section(opt, p) for p in params)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------
@@ -783,7 +915,7 @@ def test_what_parameters_were_set_to_belongs_to_the_step(dtype, tmp_path, monkey
 def test_a_parameter_that_was_set_travels_with_its_image():
     """It may share a tile with one whose gradient is on a GPU."""
     p = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
-    opt = train(adam([p]), 1)
+    opt = train(adam([p], "file:"), 1)
     param_state = opt._state_map.param_states[id(p)]
     assert not param_state.source(p.grad, None).is_read
     with torch.no_grad():
