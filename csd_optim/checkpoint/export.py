@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..bindings import HYPER, PARAM
+from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
 from ..devices.spec import parse_devices
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
@@ -250,6 +250,8 @@ class Export:
     groups: list[dict[str, Any]]
     user_state: bytes
     state: Callable[[int, str], np.ndarray[Any, Any] | None]  # of parameter and section; None: it has none
+    # What a parameter itself is: 1-D, in the order of its memory. None: what its codes to nearest say
+    param: Callable[[int], torch.Tensor] | None = None
 
     def sections(self, extent: int, row: int) -> Sequence[str]:
         """Names of the states of a parameter, and of all in its extent."""
@@ -368,12 +370,15 @@ def _check_format(about: dict[str, Any], path: Path) -> None:
         )
 
 
-def _fill_codes(engine: Engine, states: dict[int, list[np.ndarray[Any, Any]]]) -> None:
-    """States of parameters, fp32 in the order of their memory, become codes, to nearest.
+def _fill_codes(engine: Engine, states: dict[int, list[np.ndarray[Any, Any]]], params: dict[int, torch.Tensor]) -> None:
+    """States of parameters, fp32 in the order of their memory, become codes, to nearest; `params`: see Export.
 
     Codes have no windows: a step without gradients begins with what is given.
     """
     table = np.zeros(engine.n_params, PARAM)
+    for row, param in params.items():
+        table["param"][row], table["param_dtype"][row] = param.data_ptr(), DTYPE_CODES[param.dtype]
+        table["master"][row] = NEW
     for row, values in states.items():
         table["edited"][row, : len(values)] = [value.ctypes.data for value in values]
     for tile in engine.begin(table, np.zeros(0, HYPER), engine.tiles_of_params([*states])).tolist():
@@ -388,7 +393,18 @@ def import_store(
     progress: Progress = no_bar,
 ) -> dict[str, Any]:
     """Makes a store from an export; the number of devices is free. Returns what it holds, for a message."""
-    export = read_export(source)
+    return make_store(read_export(source), source, devices, tile_elems, progress, "importing")
+
+
+def make_store(
+    export: Export,
+    source: Path,
+    devices: Sequence[str | os.PathLike[str]],
+    tile_elems: int | None,
+    progress: Progress,
+    doing: str,
+) -> dict[str, Any]:
+    """The same of what was read already; `source`, `doing`: for messages."""
     specs = parse_devices(devices)
     if temporary := [str(spec) for spec in specs if not spec.durable]:
         raise CSDValueError(f"{temporary[0]} keeps nothing; name a directory for the store")
@@ -398,7 +414,8 @@ def import_store(
     try:
         params = []
         to_encode: dict[int, list[np.ndarray[Any, Any]]] = {}  # by parameter
-        with progress("importing", 12 * sum(numels)) as tick:
+        given: dict[int, torch.Tensor] = {}
+        with progress(doing, 12 * sum(numels)) as tick:
             for e, number in enumerate(sorted({p["extent"] for p in about["params"]})):
                 # What joined together lies together again.
                 rows = [i for i, p in enumerate(about["params"]) if p["extent"] == number]
@@ -417,19 +434,23 @@ def import_store(
                         else:
                             to_encode.setdefault(extent.first_param + at, []).append(_flat(value, p))
                         tick(4 * numels[i])
+                    if export.param and codec != FP32:
+                        given[extent.first_param + at] = export.param(i)
                     if (value := export.state(i, "residual")) is not None:
                         if (value.dtype, value.shape) != (np.int16, tuple(p["shape"])):
                             raise CSDStoreError(f"{source} is damaged: residual of {p['name']} is another")
                         engine.keep_residual(extent.first_param + at, _residual(value, p))
                     engine.steps[e][at] = export.steps[i]
                     params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
+            rule = {"rule": about["rule"]} if "rule" in about else {}
+            engine.describe({**rule, "params": params, "waiting": about["waiting"]})  # without it nothing is committed
             if to_encode:
-                _fill_codes(engine, to_encode)
+                _fill_codes(engine, to_encode, given)
             engine.windows.sync()
         engine.step = about["step"]
         engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
-        rule = {"rule": about["rule"]} if "rule" in about else {}
-        engine.describe({**rule, "params": params, "waiting": about["waiting"]})  # without this, close() leaves nothing
-    finally:
-        engine.close()
+    except BaseException:
+        engine.abandon()  # close() would commit what is there
+        raise
+    engine.close()
     return {"devices": [str(spec) for spec in specs], "step": about["step"], "params": sum(numels)}

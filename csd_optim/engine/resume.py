@@ -10,7 +10,7 @@ import torch
 from ..distributed.ranks import all_ranks_or_none
 from ..errors import CSDStoreError
 from ..store.format import RESIDUAL_BYTES
-from ..store.reader import Residual, Tile, find_damage, residuals_of
+from ..store.reader import Residual, Tick, Tile, find_damage, residuals_of
 from ..store.recovery import RanksStore, common_commits, last_round, other_world_size
 from .durable import DurableCommitter
 from .engine import Engine
@@ -38,10 +38,13 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
             engine.adopt_commit(found, order)
 
 
-def check_recovered(engine: Engine, use: Callable[[Tile, memoryview | None], None] = lambda *_: None) -> None:
+def check_recovered(
+    engine: Engine, use: Callable[[Tile, memoryview | None], None] = lambda *_: None, tick: Tick = lambda _: None
+) -> None:
     """Reads all states that were taken up; residuals into memory, unless the store is only looked at.
 
-    `use`: as of each_tile(), of tiles that are whole. Raises CSDStoreError, naming tile and parameters, if one is not.
+    `use`, `tick`: as of each_tile(); `use` of tiles that are whole. Raises CSDStoreError, naming tile and parameters,
+    if one is not.
     """
     residuals = {
         r.row: torch.empty(r.size // RESIDUAL_BYTES, dtype=torch.bfloat16, device="cpu")
@@ -53,7 +56,7 @@ def check_recovered(engine: Engine, use: Callable[[Tile, memoryview | None], Non
             into = residuals[residual.row].view(torch.uint8).numpy()
             into[first : first + len(data)] = np.frombuffer(data, np.uint8)
 
-    damage = find_damage(engine.recovered, take, use=use)
+    damage = find_damage(engine.recovered, take, use=use, tick=tick)
     if damage:
         more = f" (and {len(damage) - 1} more: `csd-optim verify` lists them)" if len(damage) > 1 else ""
         raise CSDStoreError(f"{damage[0]}{more}. Go back to a snapshot or a checkpoint")

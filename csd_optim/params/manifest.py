@@ -71,7 +71,7 @@ def other_codec(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) -> st
         if held != wanted:
             return (
                 f"the states of parameter {name} are {held} there, and state_dtype says {wanted} here. Resume with "
-                f"state_dtype={held!r}; to change them, load the store with CSDAdam.load() into a new one"
+                f"state_dtype={held!r}; to change them, make a new store of it with `csd-optim convert`"
             )
     return None
 

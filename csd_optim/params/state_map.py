@@ -25,6 +25,8 @@ from .param_state import MOST_RATIO, ParamState, check_entry, check_param
 from .strides import flat, numel
 from .update_rule import UpdateRule
 
+CODES_WAITING = 64 << 20  # bytes of fp32 states that are loaded at a time, to become codes
+
 
 class StateMap:
     """`groups` is the optimizer's `param_groups`, `grad_dtype` its option, wherever they are asked for.
@@ -174,11 +176,16 @@ class StateMap:
             if "residual" in (self.state.get(param_state.param) or {}):
                 self.add_residual(engine, param_state)
         with engine.writing([b.index for b in self.unfilled]):
-            lost = 0
+            lost = waiting = 0
             for param_state, fresh in self.unfilled.items():
                 self.unfilled[param_state] = param_state.is_new = False
                 entry = self.state.get(param_state.param) or {}
                 lost += param_state.fill(entry, seed=engine.devices.keeps_state, fresh=fresh)
+                # Where nothing is committed, codes need not wait for those of all others: only till there are many.
+                waiting += 4 * len(param_state.sections) * param_state.numel if param_state.decoded else 0
+                if waiting > CODES_WAITING and not engine.durable:
+                    engine.windows.write_decoded()
+                    waiting = 0
             if lost:
                 said = f"8-bit states hold an exp_avg of {MOST_RATIO} times the root of exp_avg_sq at most"
                 warnings.warn(f"{said}: {lost} larger ones become that", CSDWarning, users_stacklevel())

@@ -271,24 +271,6 @@ def a_store(reading):
         CSDAdam(model.parameters(), devices=snapshot, resume=True).close()
 
 
-@starts("docs/8-bit-states.md", "load_state_dict(")
-def another_state_dtype(reading):
-    """Takes over what a store of fp32 states has."""
-    model, devices = reading.names["model"], reading.directory / "nvme0"
-    with CSDAdam(model.parameters(), devices=devices) as before:
-        train(model, before, 2)
-    yield
-    opt, held = reading.names["opt"], reading.names["state"]["state"]
-    for i, p in enumerate(model.parameters()):
-        ours, theirs = opt.state[p], held[i]
-        assert torch.equal(ours["master"], theirs["master"])
-        torch.testing.assert_close(ours["exp_avg_sq"], theirs["exp_avg_sq"], rtol=0.065, atol=1e-12)
-        assert (ours["exp_avg_sq"] != theirs["exp_avg_sq"]).any()
-    train(model, opt, 1)
-    opt.close()
-    assert opt.committed_step == 3
-
-
 @starts("docs/distributed.md", 'torch.load("state.pt"')
 def an_export(reading):
     """The one that the command before it makes, of another run; the states are those of that run then."""

@@ -21,6 +21,7 @@ from torch.optim import AdamW
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning
 from csd_optim.engine.engine import Engine
+from csd_optim.params import state_map
 from csd_optim.store.format import FILE_NAME
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -621,6 +622,32 @@ def test_adamw_takes_our_checkpoints_and_we_its():
         assert torch.equal(opt.state[p]["master"], q)
     oracle.load_state_dict(opt.state_dict())
     train(oracle, 1)
+
+
+@pytest.mark.parametrize("devices", ["ram:", "file:"])
+def test_loading_takes_the_memory_of_a_few_parameters(devices, monkeypatch):
+    """Where nothing is committed: 64 MB at a time, here less."""
+    monkeypatch.setattr(state_map, "CODES_WAITING", 100_000)
+    params = parameters(*DTYPES)
+    saved = train(adam(params), 2).state_dict()
+    other = adam([torch.nn.Parameter(p.detach().clone()) for p in params], devices)
+    decoded, most = other._live_engine.decoded, []
+    replace = decoded.replace
+
+    def counts(param, states):
+        replace(param, states)
+        most.append(sum(state.nbytes for states in decoded._states.values() for state in states.values()))
+
+    monkeypatch.setattr(decoded, "replace", counts)
+    other.load_state_dict(saved)
+    largest = 12 * max(p.numel() for p in params)
+    assert largest <= max(most) <= 100_000 + largest < 12 * sum(p.numel() for p in params)
+    want = [p.detach() for p in params]
+    assert_same(
+        [other.state[p]["exp_avg"] for p in other.param_groups[0]["params"]],
+        [entry["exp_avg"] for entry in saved["state"].values()],
+    )
+    assert_same([p.detach() for p in other.param_groups[0]["params"]], want)
 
 
 def test_what_8_bits_cannot_hold_is_said_once():

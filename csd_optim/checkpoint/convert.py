@@ -1,0 +1,198 @@
+"""A store of states of another kind than those of a store: fp32 ones, or codes of 8 bits."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..devices.spec import parse_devices
+from ..engine.engine import Engine
+from ..engine.open_engine import open_engine
+from ..engine.resume import check_recovered
+from ..errors import CSDOSError, CSDStoreError, CSDValueError
+from ..params.param_state import MOST_RATIO
+from ..store.format import RESIDUAL_BYTES, Contents
+from ..store.layout import extents_of, round_up
+from ..store.reader import Tile, residuals_of, total_bytes
+from ..store.sections import EIGHT_BIT, FP32, PARAM_DTYPES
+from .export import Export, make_store
+from .files import Progress, no_bar
+from .snapshot import Paths, directories
+from .state_dict import about_of, dtype_of, numbered
+
+CHUNK = 1 << 20  # elements that are looked at at a time
+EXTENT_BYTES = 64 << 20  # that a file without a name grows by, at least
+
+
+def convert_store(
+    paths: Paths,
+    devices: Sequence[str | os.PathLike[str]],
+    state_dtype: str,
+    tile_elems: int | None = None,
+    progress: Progress = no_bar,
+) -> dict[str, Any]:
+    """Makes a store on `devices`, directories without one, of what the store in `paths` holds of its last step.
+
+    All states become those of `state_dtype`, fp32 exactly, 8-bit ones to nearest; all else stays: masters as far as the
+    states hold them, steps, hyperparameters, `user_state`, residuals. The old store is only read, and checked first.
+    Returns what the new one holds, for a message; `clipped`: how many elements of exp_avg 8 bits could not hold.
+
+    Raises CSDValueError if there is nothing to convert, CSDStoreError if the store is damaged or one of several ranks,
+    CSDStoreExistsError, CSDBusyError, CSDOSError: nothing that could be resumed is there then.
+    """
+    specs = parse_devices(devices)
+    for spec in specs:
+        if spec.directory is None or not spec.durable:
+            raise CSDValueError(f"{spec} keeps nothing; name a directory for the store")
+    open_engine(specs).close()  # raises what speaks against them, before everything is read
+    engine = open_engine(parse_devices(directories(paths)), mode="read")
+    try:
+        if not engine.recovered:
+            raise CSDStoreError(f"{engine.devices.specs[0]} holds no step yet")
+        first = engine.recovered[0]
+        if first.world_size > 1:
+            raise CSDStoreError(f"{first.path} is one of {first.world_size} ranks: load_state_dict() converts these")
+        if all(extent.codec == state_dtype for extent in engine.extents):
+            raise CSDValueError(f"the states of {first.path} are {state_dtype} already")
+        assert specs[0].directory is not None
+        with _Source(engine, specs[0].directory) as source:
+            with progress("checking", total_bytes(engine.recovered)) as tick:
+                check_recovered(engine, source.take, tick)
+            export = source.export(state_dtype)
+            made = make_store(export, Path(first.path), devices, tile_elems, progress, "converting")
+            return {**made, "state_dtype": state_dtype, "clipped": source.clipped}
+    finally:
+        engine.close()
+
+
+class _Scratch:
+    """Tensors that are on a drive and not in memory, as long as somebody has them: in one file, which has no name."""
+
+    def __init__(self, directory: Path) -> None:
+        there = next(place for place in (directory, *directory.parents) if place.is_dir())
+        self._file = tempfile.TemporaryFile(dir=there)  # noqa: SIM115
+        self._end = self._begin = 0
+        self._mapped = np.zeros(0, np.uint8)
+
+    def take(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+        """`n` zeros. Raises CSDOSError."""
+        size = n * dtype.itemsize
+        if size > self._end - self._begin:  # a mapping each would be a file descriptor each
+            begin, self._end = self._end, self._end + round_up(max(size, EXTENT_BYTES), 4096)
+            try:
+                os.posix_fallocate(self._file.fileno(), begin, self._end - begin)  # a full disk is an error here
+            except OSError as e:
+                raise CSDOSError(e.errno, f"no room for what is decoded: {e.strerror}") from e
+            self._mapped = np.memmap(self._file, np.uint8, "r+", begin, (self._end - begin,))
+            self._begin = begin
+        first = len(self._mapped) - (self._end - self._begin)
+        self._begin += round_up(size, 8)
+        return torch.from_numpy(self._mapped[first : first + size]).view(dtype)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Source:
+    """What a store holds, as an export would: mapped from its files, or, of codes, from one that has no name."""
+
+    def __init__(self, engine: Engine, directory: Path) -> None:
+        self._engine = engine
+        self._scratch = _Scratch(directory)
+        self.clipped = 0
+        self._contents: Contents = engine.recovered[0]
+        self._rows = [row for _, row, _ in numbered(self._contents.manifest)]
+        self._params = self._contents.manifest["params"]
+        self._extents = extents_of(engine.recovered)
+        self._decoded = {
+            extent.first_param + i: [self._scratch.take(n, torch.float32) for _ in extent.sections]
+            for extent in self._extents
+            if extent.codec != FP32
+            for i, n in enumerate(extent.numels)
+        }
+        self._residuals = {r.row: r for r in residuals_of(engine.recovered)}
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._scratch.close()
+
+    def take(self, tile: Tile, data: memoryview | None) -> None:
+        """One that is whole; see each_tile()."""
+        if data is None or tile.codes_of is None:
+            return
+        for row, _, first, tile_first, elems in self._extents[tile.extent].pieces_in(tile.number).tolist():
+            tile.decode(data, tile_first, [state[first : first + elems] for state in self._decoded[row]])
+
+    def _flat(self, row: int, k: int) -> torch.Tensor:
+        """A state, 1-D fp32, in the order of its memory."""
+        if row in self._decoded:
+            return self._decoded[row][k]
+        extent = self._engine.extents[self._params[row]["extent"]]
+        return self._engine.windows.window(extent, row - extent.first_param, k, torch.float32)
+
+    def _state(self, i: int, name: str) -> np.ndarray[Any, Any] | None:
+        row = self._rows[i]
+        p = self._params[row]
+        sections = self._engine.extents[p["extent"]].sections
+        if name == "residual":
+            return self._residual(row, p)
+        if name not in sections:
+            return None
+        state = self._flat(row, sections.index(name)).view(dtype_of(p, name))
+        return state.as_strided(p["shape"], p["stride"]).numpy()
+
+    def _residual(self, row: int, p: dict[str, Any]) -> np.ndarray[Any, Any] | None:
+        if (residual := self._residuals.get(row)) is None:
+            return None
+        values = np.zeros(0, np.int16)
+        if residual.size:
+            shape = (residual.size // RESIDUAL_BYTES,)
+            values = np.memmap(residual.contents.path, np.int16, "r", residual.offset, shape)
+        return torch.from_numpy(values.copy()).as_strided(p["shape"], p["stride"]).numpy()
+
+    def _param(self, i: int) -> torch.Tensor:
+        """What a parameter that resumes the store would be, for its codes; and counts what these cannot hold."""
+        row = self._rows[i]
+        master, exp_avg, exp_avg_sq = (self._flat(row, k) for k in range(3))
+        n, name = len(master), self._params[row]["dtype"]
+        narrow = name in PARAM_DTYPES and name != "float32"
+        param = self._scratch.take(n, PARAM_DTYPES[name]) if narrow else master
+        for first in range(0, n, CHUNK):
+            part = slice(first, first + CHUNK)
+            if narrow:
+                param[part] = master[part]
+            self.clipped += int((exp_avg[part].abs() > MOST_RATIO * exp_avg_sq[part].sqrt()).sum())
+        return param
+
+    def export(self, state_dtype: str) -> Export:
+        """Parameters of codes lie beside such of the same dtype only."""
+        about = about_of(self._contents)
+        coded = state_dtype == EIGHT_BIT
+        kinds = [(p["extent"], _codes_of(p) if coded else "") for p in about["params"]]
+        numbers = {kind: number for number, kind in enumerate(sorted({*kinds}))}
+        codes = [{"codec": EIGHT_BIT, "param_dtype": dtype} if coded else {} for _, dtype in numbers]
+        if "sections" in about:
+            about["sections"] = [about["sections"][extent] for extent, _ in numbers]
+        params = [{**p, "extent": numbers[kind]} for p, kind in zip(about["params"], kinds, strict=True)]
+        record = self._contents.record
+        return Export(
+            {**about, "params": params, "codes": codes},
+            [float(self._contents.steps[row]) for row in self._rows],
+            record.groups,
+            record.user_state,
+            self._state,
+            self._param if coded else None,
+        )
+
+
+def _codes_of(p: dict[str, Any]) -> str:
+    """The dtype of a parameter's codes, which a complex one has as pairs."""
+    return "float32" if p["dtype"] == "complex64" else str(p["dtype"])

@@ -1,0 +1,241 @@
+"""csd-optim convert: a store of fp32 states from one of 8-bit states, and the other way round."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from support.stores import flip
+
+from csd_optim import CSDAdam, CSDOSError, CSDStoreExistsError, CSDValueError
+from csd_optim.checkpoint import convert
+from csd_optim.checkpoint.verify import verify
+from csd_optim.store.format import FILE_NAME
+
+TILE = 4096
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.complex64]
+
+
+def parameters(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(90, 70), (64,), (3,), (), (0, 4), (5000,)]
+    params = [torch.randn(shape, generator=generator).to(dtype) for dtype in DTYPES for shape in shapes]
+    params.append(torch.randn(2, 3, 20, 20, generator=generator).to(memory_format=torch.channels_last))
+    return [torch.nn.Parameter(p) for p in params]
+
+
+def adam(params, devices, state_dtype, **options):
+    groups = [{"params": params[::2], "lr": 0.02}, {"params": params[1::2]}]
+    return CSDAdam(groups, devices=devices, lr=1e-2, tile_size=TILE, state_dtype=state_dtype, **options)
+
+
+def train(opt, steps, first=0):
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(1000 + step)
+        for group in opt.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        opt.step()
+    return opt
+
+
+def held(opt):
+    params = [p for group in opt.param_groups for p in group["params"]]
+    return [p.detach().clone() for p in params] + [
+        value.clone() for p in params for _, value in sorted(opt.state[p].items())
+    ]
+
+
+def assert_same(one, other):
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def resumed(place, state_dtype, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return adam(parameters(seed=1), place, state_dtype, resume=True, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"topk": 0.05}], ids=lambda o: ",".join(o) or "plain")
+@pytest.mark.parametrize(("made", "wanted"), [("8bit", "fp32"), ("fp32", "8bit")])
+def test_goes_on_as_if_it_had_been_loaded(made, wanted, options, tmp_path, run):
+    old, new = [str(tmp_path / "a"), str(tmp_path / "b")], [str(tmp_path / name) for name in "cde"]
+    params = parameters()
+    with train(adam(params, old, made, **options), 3) as opt:
+        opt.user_state = {"epoch": 4}
+        train(opt, 1, 3)
+        twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        other = adam(twins, "ram:", wanted, **options)
+        other.load_state_dict(opt.state_dict())
+    before = [(tmp_path / name / FILE_NAME).read_bytes() for name in "ab"]
+    code, out, err = run("convert", ",".join(old), *new, "--state-dtype", wanted, "--tile-size", "4096")
+    assert (code, err) == (0, "")
+    assert f"on 3 devices, in {wanted}; continue with resume=True" in out
+    assert [(tmp_path / name / FILE_NAME).read_bytes() for name in "ab"] == before
+    assert not any(v.damage or v.unchecked for v in verify(new))
+    with resumed(new, wanted, **options) as again:
+        assert again.user_state == {"epoch": 4}
+        assert [group["lr"] for group in again.param_groups] == [0.02, 0.01]
+        for a, b in zip(held(again), held(other), strict=True):  # a master beside a tie waits for the next step
+            assert torch.equal(a, b) or (a - b).abs().max() <= 2**-14 * b.abs().max()
+        if "topk" not in options:  # it selects within the tiles, which are others
+            assert_same(held(train(again, 2, 4)), held(train(other, 2, 4)))
+    assert {*os.listdir(tmp_path)} == {*"abcde"}
+    assert all(os.listdir(place) == [FILE_NAME] for place in new)
+
+
+def test_states_that_are_mixed(tmp_path):
+    """All become what is asked for; those that are it already keep their bits."""
+    params = parameters()
+    groups = [{"params": params[::2], "state_dtype": "fp32"}, {"params": params[1::2]}]
+    with train(CSDAdam(groups, devices=tmp_path / "a", tile_size=TILE, state_dtype="8bit"), 2) as opt:
+        want = [opt.state[p]["exp_avg"].clone() for p in params]
+        masters = [opt.state[p]["master"].clone() for p in params]
+    convert.convert_store(tmp_path / "a", [tmp_path / "fp32"], "fp32", TILE)
+    convert.convert_store(tmp_path / "a", [tmp_path / "8bit"], "8bit", TILE)
+    for state_dtype in ("fp32", "8bit"):
+        again = parameters(seed=1)
+        opt = CSDAdam(
+            [{"params": again[::2]}, {"params": again[1::2]}],
+            devices=tmp_path / state_dtype,
+            state_dtype=state_dtype,
+            resume=True,
+        )
+        which = slice(None) if state_dtype == "fp32" else slice(1, None, 2)
+        assert_same([opt.state[p]["exp_avg"] for p in again[which]], want[which])
+        assert_same([opt.state[p]["master"] for p in again[which]], masters[which])
+        assert_same([p.detach() for p in again], [p.detach() for p in params])
+        opt.close()
+
+
+def test_what_8_bits_cannot_hold_is_counted(tmp_path, run):
+    p = torch.nn.Parameter(torch.ones(100))
+    with CSDAdam([p], devices=tmp_path / "a") as opt:
+        p.grad = torch.ones(100)
+        opt.step()
+        opt.state[p]["exp_avg"][:50] = 20.0
+        opt.state[p]["exp_avg_sq"].fill_(1.0)
+        p.grad = None
+    code, out, err = run("convert", tmp_path / "a", tmp_path / "b", "--state-dtype", "8bit", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["clipped"] == 50
+    assert CSDAdam.load(tmp_path / "b")["state"][0]["exp_avg"].tolist()[:50] == [15.5] * 50
+
+
+# ---- refused -------------------------------------------------------------------------------
+
+
+def test_a_damaged_store_is_refused(tmp_path, run):
+    with train(adam(parameters(), [str(tmp_path / "a")], "fp32"), 2):
+        pass
+    flip(tmp_path / "a", "exp_avg", tile=1)
+    code, _, err = run("convert", tmp_path / "a", tmp_path / "b", "--state-dtype", "8bit")
+    assert code == 1
+    assert "exp_avg of tile 1 is damaged" in err
+    assert not (tmp_path / "b" / FILE_NAME).exists()
+
+
+def test_nothing_is_overwritten(tmp_path):
+    for name in "ab":
+        with train(adam(parameters(), [str(tmp_path / name)], "fp32"), 1):
+            pass
+    before = (tmp_path / "b" / FILE_NAME).read_bytes()
+    for place in ("b", "a"):
+        with pytest.raises(CSDStoreExistsError, match="holds a store of step 1"):
+            convert.convert_store(tmp_path / "a", [tmp_path / "c", tmp_path / place], "8bit")
+    assert (tmp_path / "b" / FILE_NAME).read_bytes() == before
+    assert not (tmp_path / "c" / FILE_NAME).exists()
+
+
+def test_what_cannot_be_converted(tmp_path, run):
+    with train(adam(parameters(), [str(tmp_path / "a")], "8bit"), 1):
+        pass
+    with pytest.raises(CSDValueError, match="are 8bit already"):
+        convert.convert_store(tmp_path / "a", [tmp_path / "b"], "8bit")
+    with pytest.raises(CSDValueError, match="ram: keeps nothing"):
+        convert.convert_store(tmp_path / "a", ["ram:"], "fp32")
+    with pytest.raises(CSDOSError, match="there is no store"):
+        convert.convert_store(tmp_path / "none", [tmp_path / "b"], "fp32")
+    code, _, err = run("convert", tmp_path / "a", tmp_path / "b", "--state-dtype", "int8")
+    assert code == 2
+    assert "'int8' is not one of fp32, 8bit" in err
+    assert not (tmp_path / "b" / FILE_NAME).exists()
+
+
+KILLED = """
+import os, signal, sys
+from csd_optim.checkpoint import convert
+from csd_optim.engine.engine import Engine
+name, skipped = sys.argv[3], int(sys.argv[4])
+was = getattr(Engine, name)
+
+def dies(self, *args, **options):
+    global skipped
+    if self.mode == "new":
+        skipped -= 1
+        if skipped < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return was(self, *args, **options)
+
+setattr(Engine, name, dies)
+convert.convert_store(sys.argv[1], [sys.argv[2]], sys.argv[5], 4096)
+"""
+
+
+@pytest.mark.parametrize(("made", "wanted"), [("8bit", "fp32"), ("fp32", "8bit")])
+@pytest.mark.parametrize(("method", "skipped"), [("extend", 0), ("extend", 1), ("describe", 0), ("close", 0)])
+def test_killed_in_the_middle_it_leaves_nothing_that_resumes(made, wanted, method, skipped, tmp_path):
+    with train(adam(parameters(), [str(tmp_path / "a")], made), 1):
+        pass
+    arguments = [str(tmp_path / "a"), str(tmp_path / "b"), method, str(skipped), wanted]
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
+    assert done.returncode == (-signal.SIGKILL if done.returncode else 0)
+    if done.returncode == 0:
+        pytest.skip("never came there")
+    with pytest.warns(UserWarning, match="there is no store"), adam(parameters(), tmp_path / "b", wanted, resume=True):
+        pass
+    (tmp_path / "b" / FILE_NAME).unlink(missing_ok=True)  # nothing is overwritten, nor what is worth nothing
+    convert.convert_store(tmp_path / "a", [tmp_path / "b"], wanted, TILE)
+    with resumed(tmp_path / "b", wanted) as opt:
+        train(opt, 1, 1)
+
+
+WATCHED = """
+import sys, threading
+from csd_optim.checkpoint import convert
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+done, most, before = threading.Event(), [0], anonymous()
+def watch():
+    while not done.wait(0.002):
+        most.append(anonymous())
+watcher = threading.Thread(target=watch)
+watcher.start()
+convert.convert_store(sys.argv[1], [sys.argv[2]], sys.argv[3])
+done.set()
+watcher.join()
+print(max(most) - before)
+"""
+
+
+def test_it_takes_little_memory(tmp_path):
+    """Of 64 M parameters, 0.77 GB in fp32: what is mapped from files is the system's to drop."""
+    p = torch.nn.Parameter(torch.zeros(64 << 20, dtype=torch.bfloat16))
+    with CSDAdam([p], devices=tmp_path / "a", state_dtype="8bit") as opt:
+        p.grad = torch.ones_like(p)
+        opt.step()
+        expected = opt.state[p]["exp_avg"].clone()
+    for source, place, wanted in (("a", "b", "fp32"), ("b", "c", "8bit")):
+        command = [sys.executable, "-c", WATCHED, str(tmp_path / source), str(tmp_path / place), wanted]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert 0 < int(done.stdout) < 384 << 20
+    with CSDAdam([p], devices=tmp_path / "c", state_dtype="8bit", resume=True) as opt:
+        assert torch.equal(opt.state[p]["exp_avg"], expected)
