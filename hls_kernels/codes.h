@@ -424,7 +424,6 @@ inline void encode(Words &masters, Words &exp_avgs, Words &roots, Words &peaks, 
                    Words &peak_exponents_out, Words &params, uint32_t n_words, uint32_t sections) {
 #pragma HLS INLINE off
 #pragma HLS ALLOCATION operation instances = mul limit = 16
-#pragma HLS ALLOCATION operation instances = fadd limit = 8
 #pragma HLS ALLOCATION operation instances = fsub limit = 8
 #pragma HLS ALLOCATION operation instances = fdiv limit = 8
   const bool narrow = sections % 2 != 0, has_peak = sections > 5;

@@ -14,6 +14,8 @@ from csd_optim import CSDAdam, CSDStoreError, CSDWarning
 csd_optim.engine.engine.SUM_ELEMS = 1024  # so that a tile has several checksums
 
 STEPS = 12
+# Not "ram:": of 8-bit states around a parameter that was set it keeps less.
+WITHOUT_A_STORE = "file:"
 LATE = 3  # the step in which a parameter gets its first gradient
 LOAD = 4  # after this step a state dict is loaded
 JOIN = 6  # before this step a parameter group joins
@@ -51,7 +53,7 @@ class Training:
         self.targets = torch.randn(SAMPLES, 33, generator=self.generator)
         torch.manual_seed(seed)
         self.position, self.order = SAMPLES, torch.arange(SAMPLES)
-        self.resumes = devices != "ram:"
+        self.resumes = devices != WITHOUT_A_STORE
         self.opt = self._open(devices)
         self.event = self.opt.user_state["event"] if self.opt.user_state else 0
         # What was found, before anything is done with it.
@@ -201,8 +203,8 @@ def named(event):
 
 
 def reference(seed):
-    """What the run looks like that is never stopped, event by event. In memory: without a store."""
-    training, images = Training(seed, "ram:"), {}
+    """What the run looks like that is never stopped, event by event."""
+    training, images = Training(seed, WITHOUT_A_STORE), {}
     while training.event < LAST:
         image = training.next_image()
         images[training.event] = image
