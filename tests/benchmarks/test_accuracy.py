@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.forked import module
 
-from bench import accuracy
+from bench import accuracy, accuracy_tasks, accuracy_training
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def test_quick(tmp_path, monkeypatch):
 
     rows = {(r["task"], r["variant"]): r for r in report["rows"]}
     assert len(rows) == len(report["runs"]) == 2 * 5
-    assert all(0 < report["verified"]["8bit"][task] < accuracy.CODED_DRIFT for task in ("cloze", "digits"))
+    assert all(0 < report["verified"]["8bit"][task] < accuracy_training.CODED_DRIFT for task in ("cloze", "digits"))
     assert all(0 < r["held_out_noise"] < 2 for r in rows.values())
     for task, learnt in (("cloze", 30), ("digits", 90)):  # by chance: 17 and 10
         adamw, dense, sparse, coded, coded_sparse = (rows[task, v.name] for v in accuracy.QUICK_VARIANTS)
@@ -68,8 +68,8 @@ def test_drift(tmp_path):
     accuracy.run(job, again=True)
     assert accuracy.drift(job, accuracy.ADAMW) == 0
     begun, ended = torch.zeros(4), torch.full((4,), 2.0)
-    assert accuracy.drifted(begun, ended, begun) == 1
-    assert accuracy.drifted(torch.full((4,), 2.5), ended, begun) == 0.25
+    assert accuracy_training.drifted(begun, ended, begun) == 1
+    assert accuracy_training.drifted(torch.full((4,), 2.5), ended, begun) == 0.25
 
 
 def test_torchao_is_no_variant_where_it_is_not_installed(monkeypatch):
@@ -85,37 +85,40 @@ def test_torchao_is_no_variant_where_it_is_not_installed(monkeypatch):
 
 def test_examples(monkeypatch):
     size = replace(accuracy.QUICK, examples=512, held_out=512)
-    training, held_out = accuracy.sources()
+    training, held_out = accuracy_tasks.sources()
     assert not {t.tobytes() for t in training} & {t.tobytes() for t in held_out}
     some = training[::12], held_out[::3]  # all of them take seconds
-    monkeypatch.setattr(accuracy, "sources", lambda: some)
-    for task, (_, classes) in accuracy.TEXT_TASKS.items():
-        for tokens, labels in accuracy.text_examples(task, size):
-            assert tokens.shape == (512, accuracy.LENGTH)
+    monkeypatch.setattr(accuracy_tasks, "sources", lambda: some)
+    for task, (_, classes) in accuracy_tasks.TEXT_TASKS.items():
+        for tokens, labels in accuracy_tasks.text_examples(task, size):
+            assert tokens.shape == (512, accuracy_tasks.LENGTH)
             assert labels.bincount(minlength=classes).min() > 512 / classes / 2
             assert tokens.unique(dim=0).shape[0] > 450
 
-    tokens, labels = (t.numpy() for t in accuracy.text_examples("para", size)[0])
-    half = accuracy.LENGTH // 2 - 1
+    tokens, labels = (t.numpy() for t in accuracy_tasks.text_examples("para", size)[0])
+    half = accuracy_tasks.LENGTH // 2 - 1
     first, second = (
         np.sort(np.char.lower(t.astype("u1").view("S1")), 1) for t in (tokens[:, 1 : 1 + half], tokens[:, -half:])
     )
     np.testing.assert_array_equal((first == second).all(1), labels == 1)
 
     text = b"import os  # why\ndef f(x):\n    return g('s')\n"
-    found = {text[at : at + 1]: accuracy.KINDS[kind] for kind, at in accuracy.kinds(text)}
+    found = {text[at : at + 1]: accuracy_tasks.KINDS[kind] for kind, at in accuracy_tasks.kinds(text)}
     assert found == {b"s": "string", b"w": "comment", b"f": "defined", b"x": "other name", b"g": "called"}
 
 
 def test_verification_notices_what_is_wrong(monkeypatch):
-    top_k, nowhere = accuracy.QUICK_VARIANTS[2], Path()
-    made = accuracy.csdadam
-    monkeypatch.setattr(accuracy, "csdadam", lambda model, variant, lr: made(model, replace(variant, topk=None), lr))
+    top_k, nowhere, made = accuracy.QUICK_VARIANTS[2], Path(), accuracy_training.csdadam
+
+    def instead(change):
+        monkeypatch.setattr(accuracy_training, "csdadam", lambda model, variant, lr: made(*change(model, variant, lr)))
+
+    instead(lambda model, variant, lr: (model, replace(variant, topk=None), lr))
     with pytest.raises(SystemExit, match="bytes pushed"):
         accuracy.verify_bytes("digits", top_k, accuracy.QUICK, nowhere)
-    monkeypatch.setattr(accuracy, "csdadam", lambda model, variant, lr: made(model, variant, 1.01 * lr))
+    instead(lambda model, variant, lr: (model, variant, 1.01 * lr))
     with pytest.raises(SystemExit, match="differs from AdamW"):
         accuracy.verify_dense("digits", accuracy.QUICK, nowhere)
-    monkeypatch.setattr(accuracy, "csdadam", lambda model, variant, lr: made(model, variant, 1.5 * lr))
+    instead(lambda model, variant, lr: (model, variant, 1.5 * lr))
     with pytest.raises(SystemExit, match="drift"):
         accuracy.verify_codes("digits", accuracy.QUICK, nowhere)

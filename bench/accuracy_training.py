@@ -1,0 +1,219 @@
+"""What bench/accuracy.py compares: the variants, one training of each, and what is verified before any.
+
+The drift is |w - w_ref| / |w_ref - w_0|: how far the weights (of CSDAdam, the masters) are from those that AdamW has
+with the same seed, in units of how far it went.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.accuracy_tasks import Size, accuracy, backward, batches, examples_of, schedule, start
+from csd_optim import CSDAdam
+
+TILE = 1 << 18  # elements: the whole model in one tile
+SPARSE_FROM = 4096  # elements: smaller parameters, and those of one dimension, are dense
+BLOCK = 1 << 16  # elements of a tile whose entries are counted together
+TOLERANCE = 1e-6  # relative, as everywhere in this project
+CODED_DRIFT = 0.1  # of ten steps with 8-bit states and AdamW's gradients
+
+Row = dict[str, Any]
+Job = tuple[str, int, "Variant", "Size", Path]  # task, seed, ..., encoder
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What trains. `topk` None is dense; `length` is in units of the usual number of steps."""
+
+    name: str
+    csd: bool = True
+    topk: float | None = None
+    error_feedback: bool = False
+    length: float = 1.0
+    state_dtype: str = "fp32"
+    torchao: bool = False  # its 8-bit AdamW
+
+
+ADAMW = Variant("AdamW fp32", csd=False)
+HALF = Variant("AdamW fp32, half the steps", csd=False, length=0.5)
+DENSE = Variant("CSDAdam dense")
+TOP_K = [
+    Variant(f"Top-K {r:.0%}{', feedback' * e}", topk=r, error_feedback=e)
+    for r in (0.1, 0.05, 0.02, 0.01)
+    for e in (True, False)
+]
+EIGHT_BIT = [
+    Variant("8-bit", state_dtype="8bit"),
+    Variant("8-bit, Top-K 1%", topk=0.01, error_feedback=True, state_dtype="8bit"),
+]
+TORCHAO = Variant("torchao AdamW8bit", csd=False, torchao=True)
+VARIANTS = [HALF, ADAMW, DENSE, *TOP_K, *EIGHT_BIT, TORCHAO]
+QUICK_VARIANTS = [ADAMW, DENSE, TOP_K[-2], *EIGHT_BIT]
+
+
+def csdadam(model: nn.Module, variant: Variant, lr: float) -> CSDAdam:
+    return CSDAdam(
+        model.parameters(),
+        lr=lr,
+        devices="ram:",
+        tile_size=TILE,
+        topk=variant.topk,
+        error_feedback=variant.error_feedback,
+        state_dtype=variant.state_dtype,
+    )
+
+
+def torchao_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Its states are 8-bit codes where a parameter has at least 4096 elements."""
+    from torchao.optim import AdamW8bit
+
+    torch.compiler.set_stance("force_eager")  # or every shape is compiled first, in every worker: minutes
+    return AdamW8bit(model.parameters(), lr=lr)
+
+
+def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+    """All of them in fp32; those of CSDAdam are its masters."""
+    csd = isinstance(optimizer, CSDAdam)
+    return torch.cat(
+        [(optimizer.state[p]["master"] if csd else p.detach().float()).flatten() for p in model.parameters()]
+    )
+
+
+def run_file(job: Job) -> Path:
+    return job[-1].with_name(f"run-{zlib.crc32(repr(job).encode()):08x}.json")
+
+
+def run(job: Job, again: bool) -> Row:
+    """A fine-tuning, kept in files. Without `again`, one that is there already is taken from them."""
+    path = run_file(job)
+    if again or not path.exists():
+        done, weights = fine_tune(*job)
+        torch.save(weights, path.with_suffix(".pt"))
+        path.write_text(json.dumps(done))
+    return json.loads(path.read_text())
+
+
+def drift(job: Job, adamw: Variant) -> float:
+    """Of a finished run, from that of AdamW with the same seed."""
+    task, seed, _, size, encoder = job
+    ended, reference = (torch.load(run_file(j).with_suffix(".pt")) for j in (job, (task, seed, adamw, size, encoder)))
+    return drifted(ended, reference, weights_of(start(task, seed, encoder)))
+
+
+def drifted(weights: Tensor, reference: Tensor, begun: Tensor) -> float:
+    return float((weights - reference).norm() / (reference - begun).norm())
+
+
+def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path) -> tuple[Row, Tensor]:
+    """One run: accuracy on what is held out, bytes per parameter and step on the link; and the weights."""
+    began = time.perf_counter()
+    training, held_out = examples_of(task, seed, size)
+    steps, batch, lr = size.training(task)
+    steps = round(steps * variant.length)
+    model = start(task, seed, encoder)
+    optimizer: torch.optim.Optimizer
+    if variant.csd:
+        optimizer = csdadam(model.bfloat16(), variant, lr)
+    elif variant.torchao:
+        optimizer = torchao_adamw(model, lr)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    scheduler = schedule(optimizer, steps)
+    losses: list[float] = []
+    moved: Counter[str] = Counter()
+    for inputs, labels in batches(training, steps, batch, seed):
+        losses.append(backward(model, inputs, labels))
+        optimizer.step()
+        scheduler.step()
+        if isinstance(optimizer, CSDAdam):
+            stats = optimizer.stats()
+            moved.update({k: stats[f"{k}_bytes"] for k in ("push", "pull")})
+    weights = weights_of(model, optimizer)
+    if isinstance(optimizer, CSDAdam):
+        optimizer.close()
+    params = sum(p.numel() for p in model.parameters())
+    done = {
+        "task": task,
+        "seed": seed,
+        "variant": variant.name,
+        "params": params,
+        "accuracy": accuracy(model, held_out),
+        "training_loss": statistics.fmean(losses[-len(losses) // 10 :]),
+        "link_bytes_per_param": {k: v / steps / params for k, v in moved.items()},
+        "seconds": time.perf_counter() - began,
+    }
+    return done, weights
+
+
+# ---- verified first -------------------------------------------------------------
+
+
+def ten_steps(
+    task: str, size: Size, encoder: Path, variant: Variant
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Masters after ten steps, those of AdamW on fp32 copies with the same gradients, and where both began."""
+    _, batch, lr = size.training(task)
+    model = start(task, 0, encoder).bfloat16()
+    params = list(model.parameters())
+    begun, copies = ([p.detach().float().clone() for p in params] for _ in range(2))
+    oracle = torch.optim.AdamW(copies, lr=lr)
+    with csdadam(model, variant, lr) as optimizer:
+        for inputs, labels in batches(examples_of(task, 0, size)[0], 10, batch, 0):
+            backward(model, inputs, labels)
+            for p, copy in zip(params, copies, strict=True):
+                assert p.grad is not None
+                copy.grad = p.grad.float()
+            optimizer.step()
+            oracle.step()
+        masters = [optimizer.state[p]["master"].clone() for p in params]
+    return masters, copies, begun
+
+
+def verify_dense(task: str, size: Size, encoder: Path) -> float:
+    """The largest relative difference after ten steps from AdamW."""
+    masters, copies, _ = ten_steps(task, size, encoder, DENSE)
+    worst = max(float((m - c).abs().max() / c.abs().max()) for m, c in zip(masters, copies, strict=True))
+    if not worst <= TOLERANCE:
+        raise SystemExit(f"dense CSDAdam differs from AdamW by {worst:.1e} of the largest weight: nothing is reported")
+    return worst
+
+
+def verify_codes(task: str, size: Size, encoder: Path) -> float:
+    """The drift from AdamW after ten steps with 8-bit states."""
+    drift = drifted(*(torch.cat([t.flatten() for t in of]) for of in ten_steps(task, size, encoder, EIGHT_BIT[0])))
+    if not drift <= CODED_DRIFT:
+        raise SystemExit(f"8-bit states drift {drift:.2f} from AdamW within ten steps: nothing is reported")
+    return drift
+
+
+def verify_bytes(task: str, variant: Variant, size: Size, encoder: Path) -> Row:
+    """The first step of Top-K: what it pushes, and the least and the most that it may."""
+    _, batch, lr = size.training(task)
+    model = start(task, 0, encoder).bfloat16()
+    backward(model, *next(batches(examples_of(task, 0, size)[0], 1, batch, 0)))
+    least = most = 4 * TILE // BLOCK  # a count for each block
+    most += 60 * TILE // BLOCK  # which ends on a whole 64 bytes
+    for p in model.parameters():
+        assert p.grad is not None
+        if variant.topk and p.dim() > 1 and p.numel() >= SPARSE_FROM:
+            entries = min(max(1, round(variant.topk * p.numel())), int(p.grad.count_nonzero()))
+            least, most = least + 4 * entries, most + 4 * entries
+        else:
+            least, most = least + 2 * p.numel(), most + 64 * math.ceil(2 * p.numel() / 64)
+    with csdadam(model, variant, lr) as optimizer:
+        optimizer.step()
+        pushed = optimizer.stats()["push_bytes"]
+    if not least <= pushed <= most:
+        raise SystemExit(f"{task}, {variant.name}: {pushed} bytes pushed, not {least} to {most}; nothing is reported")
+    return {"task": task, "variant": variant.name, "pushed": pushed, "least": least, "most": most}
