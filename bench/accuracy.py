@@ -1,20 +1,24 @@
 """What Top-K gradients and 8-bit states cost in accuracy, after fine-tunings that converge. From the project's root:
 
-    python -m bench.accuracy --json result.json --plot result.png      the whole table: one to two hours on two cores
+    python -m bench.accuracy --json result.json --plot result.png      the whole table: two hours on two cores
     python -m bench.accuracy --tasks cloze digits --seeds 1
+    python -m bench.accuracy --tasks long falling --variants 8-bit     a long run, and gradients that fall tenfold
     python -m bench.accuracy --quick                                   half a minute, to see that it works
 
 A small byte-level transformer is pre-trained once as a masked language model and kept below build/. From it each task
 is fine-tuned with torch.optim.AdamW on fp32 parameters, and with CSDAdam on bf16 parameters (2 B each way per
 parameter): dense, and with Top-K, with and without error feedback; with 8-bit states, dense and with Top-K. Where
 torchao is installed, its plain 8-bit AdamW on fp32 parameters is another row. All else is the same: weights and batches
-that a seed gives, schedule, learning rate. Nothing is downloaded: text is the Python standard library's own source, and
-what is held out comes from other files.
+that a seed gives, schedule, learning rate, betas of 0.9 and 0.999. Nothing is downloaded: text is the Python standard
+library's own source, and what is held out comes from other files.
 
-    cloze   which keyword was masked, of six
-    kind    what is marked: a comment, a string, a docstring, a name defined, called, or otherwise used
-    para    is the second piece the first one, rotated and with upper and lower case exchanged, or from elsewhere
-    digits  scikit-learn's handwritten digits; a perceptron, trained from scratch, split anew by each seed
+    cloze    which keyword was masked, of six
+    kind     what is marked: a comment, a string, a docstring, a name defined, called, or otherwise used
+    para     is the second piece the first one, rotated and with upper and lower case exchanged, or from elsewhere
+    digits   scikit-learn's handwritten digits; a perceptron, trained from scratch, split anew by each seed
+    long     digits for 10000 steps: it has learnt everything long before, and gradients vanish
+    falling  digits for 6000 steps; from the middle on the loss is multiplied by 0.1. Each batch has a tenth of its
+             labels drawn anew, so that gradients do not vanish by themselves
 
 CSDAdam is used as it comes: matrices of at least 4096 elements are sparse, embeddings too; biases, norms and the last
 layer are dense. Only the tile is as large as the model, so that Top-K chooses among all elements of a parameter: a
@@ -22,7 +26,8 @@ large model's tiles have a million elements, a model as small as this one would 
 
 Beside the loss stands the drift, |w - w_ref| / |w_ref - w_0|: how far the weights (of CSDAdam, the masters) are in the
 end from those that AdamW has with the same seed, in units of how far it went. Loss hides weights that went astray. Some
-of it is chaos: what bf16 parameters alone make of it is in the row of dense CSDAdam.
+of it is chaos: "AdamW fp32, nudged" begins with weights that differ by a millionth, and dense CSDAdam has bf16
+parameters for a reason. The last two tasks have the drift over time, and the mean of sqrt(exp_avg_sq).
 
 First, dense CSDAdam is compared with AdamW step by step, 8-bit states are, too, if not to the last digit, and the bytes
 that Top-K pushes with what it promises.
@@ -64,7 +69,7 @@ from bench.accuracy_training import (
     VARIANTS,
     Job,
     Row,
-    drift,
+    drifts,
     run,
     verify_bytes,
     verify_codes,
@@ -72,6 +77,8 @@ from bench.accuracy_training import (
 )
 from bench.demo import table
 from bench.step import machine_facts, say
+
+OVER_TIME = ("marks", "drift_over_time", "mean_root")  # of runs with several marks: a figure for each
 
 
 def summary(runs: list[Row], held_out: dict[str, int]) -> list[Row]:
@@ -84,6 +91,7 @@ def summary(runs: list[Row], held_out: dict[str, int]) -> list[Row]:
     for task, variant in dict.fromkeys((r["task"], r["variant"]) for r in runs):
         seeds = sorted(seed for t, v, seed in found if (t, v) == (task, variant))
         own = [found[task, variant, seed] for seed in seeds]
+        references = [found[task, ADAMW.name, seed] for seed in seeds]
         share = statistics.fmean(r["accuracy"] for r in own) / 100
         rows.append(
             {
@@ -91,10 +99,14 @@ def summary(runs: list[Row], held_out: dict[str, int]) -> list[Row]:
                 "variant": variant,
                 "seeds": seeds,
                 "accuracy": [r["accuracy"] for r in own],
-                "difference": [r["accuracy"] - found[task, ADAMW.name, r["seed"]]["accuracy"] for r in own],
+                "difference": [r["accuracy"] - a["accuracy"] for r, a in zip(own, references, strict=True)],
                 "held_out_noise": 100 * math.sqrt(share * (1 - share) / held_out[task]),
                 "training_loss": statistics.fmean(r["training_loss"] for r in own),
+                "loss_difference": [
+                    r["training_loss"] - a["training_loss"] for r, a in zip(own, references, strict=True)
+                ],
                 "drift": [r["drift"] for r in own],
+                **{k: [r[k] for r in own] for k in OVER_TIME if k in own[0]},
                 "link_bytes_per_param": {
                     k: statistics.fmean(r["link_bytes_per_param"][k] for r in own)
                     for k in own[0]["link_bytes_per_param"]
@@ -104,22 +116,27 @@ def summary(runs: list[Row], held_out: dict[str, int]) -> list[Row]:
     return rows
 
 
-def mean_and_spread(values: list[float], sign: str = "") -> str:
-    return f"{statistics.fmean(values):{sign}.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+def mean_and_spread(values: list[float], sign: str = "", digits: int = 2) -> str:
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.{digits}f}" + spread
 
 
 def accuracy_tables(rows: list[Row]) -> Iterator[Table]:
     for task in dict.fromkeys(r["task"] for r in rows):
         noise = max(r["held_out_noise"] for r in rows if r["task"] == task)
         title = f"{task} (by its held-out examples alone, one accuracy has a standard error of {noise:.2f})"
-        made = table(title, "", "B pushed", "B pulled", "training loss", "drift", "accuracy, %", "minus AdamW, points")
-        for row in rows:
-            if row["task"] == task:
-                moved = [f"{b:.3f}" for b in row["link_bytes_per_param"].values()] or ["", ""]
-                difference = "" if row["variant"] == ADAMW.name else mean_and_spread(row["difference"], "+")
-                loss, percent = f"{row['training_loss']:.3f}", mean_and_spread(row["accuracy"])
-                astray = "" if row["variant"] == ADAMW.name else mean_and_spread(row["drift"])
-                made.add_row(row["variant"], *moved, loss, astray, percent, difference)
+        moved = "B pushed", "B pulled"
+        made = table(title, "", *moved, "loss", "minus AdamW", "drift", "accuracy, %", "minus AdamW, points")
+        for row in (r for r in rows if r["task"] == task):
+            cells = [f"{b:.3f}" for b in row["link_bytes_per_param"].values()] or ["", ""]
+            cells.append(f"{row['training_loss']:.4f}")
+            cells.append(mean_and_spread(row["loss_difference"], "+", 4))
+            cells.append(mean_and_spread(row["drift"]))
+            cells.append(mean_and_spread(row["accuracy"]))
+            cells.append(mean_and_spread(row["difference"], "+"))
+            if row["variant"] == ADAMW.name:  # what the others are compared with
+                cells[3] = cells[4] = cells[6] = ""
+            made.add_row(row["variant"], *cells)
         yield made
 
 
@@ -174,10 +191,13 @@ def main() -> None:
     runs.sort(key=lambda r: order[r["task"], r["seed"], r["variant"]])
     adamw = next(v for v in variants if v.name == ADAMW.name)
     for job, done_run in zip(jobs, runs, strict=True):
-        done_run["drift"] = drift(job, adamw)
+        over_time = drifts(job, adamw)
+        done_run["drift"] = over_time[-1]
+        if len(over_time) > 1:
+            done_run["drift_over_time"] = over_time
 
     rows = summary(runs, {task: len(examples_of(task, 0, size)[1][1]) for task in arguments.tasks})
-    console = Console(file=sys.stdout if arguments.json != "-" else sys.stderr, highlight=False, width=110)
+    console = Console(file=sys.stdout if arguments.json != "-" else sys.stderr, highlight=False, width=130)
     for made in accuracy_tables(rows):
         console.print(made)
     report = {

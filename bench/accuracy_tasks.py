@@ -47,6 +47,9 @@ class Training(NamedTuple):
     steps: int
     batch: int
     lr: float  # the highest of the schedule
+    fall: float = 1.0  # what the loss is multiplied by from the middle on
+    wrong: float = 0.0  # share of the labels that each batch has drawn anew
+    marks: int = 1  # when weights are looked at: so many times, evenly, at last in the end
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Size:
     kind: Training
     para: Training
     digits: Training
+    long: Training
+    falling: Training
     examples: int  # of a text task to train on
     held_out: int  # and to judge by
 
@@ -71,11 +76,23 @@ FULL = Size(
     kind=Training(2000, 16, 1e-3),
     para=Training(3000, 16, 1e-3),
     digits=Training(1500, 32, 3e-3),
+    long=Training(10000, 32, 3e-3, marks=20),
+    falling=Training(6000, 32, 3e-3, fall=0.1, wrong=0.1, marks=20),
     examples=32768,
     held_out=4096,
 )
 SHORT = Training(80, 16, 1e-3)
-QUICK = Size(Training(50, 32, 2e-3), SHORT, SHORT, SHORT, Training(300, 32, 3e-3), 1024, 1024)
+QUICK = Size(
+    pretraining=Training(50, 32, 2e-3),
+    cloze=SHORT,
+    kind=SHORT,
+    para=SHORT,
+    digits=Training(300, 32, 3e-3),
+    long=Training(200, 32, 3e-3, marks=2),
+    falling=Training(200, 32, 3e-3, fall=0.1, wrong=0.1, marks=4),
+    examples=1024,
+    held_out=1024,
+)
 
 
 # ---- text -----------------------------------------------------------------------
@@ -179,7 +196,7 @@ def para(files: Files, n: int, rng: np.random.Generator) -> tuple[Tokens, Tokens
 
 
 TEXT_TASKS = {"cloze": (cloze, len(KEYWORDS)), "kind": (kind, len(KINDS)), "para": (para, 2)}
-TASKS = [*TEXT_TASKS, "digits"]
+TASKS = [*TEXT_TASKS, "digits", "long", "falling"]
 
 
 def with_whole(tokens: NDArray[Any]) -> Tensor:
@@ -189,7 +206,7 @@ def with_whole(tokens: NDArray[Any]) -> Tensor:
 
 def examples_of(task: str, seed: int, size: Size) -> list[tuple[Tensor, Tensor]]:
     """To train on, and held out: inputs [n, LENGTH] or images [n, 64], labels [n]."""
-    return digits_examples(seed) if task == "digits" else text_examples(task, size)
+    return text_examples(task, size) if task in TEXT_TASKS else digits_examples(seed)
 
 
 @functools.cache
@@ -253,10 +270,10 @@ def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sch
 def pretrained(size: Size, directory: Path) -> tuple[Path, float]:
     """A file with an Encoder's weights, made if it is not there, and its loss in nats per masked byte at the end."""
     text = sum(len(text) for text in sources()[0])
-    key = (*size.pretraining, LENGTH, WIDTH, LAYERS, HEADS, text, torch.__version__)
+    key = (*size.pretraining[:3], LENGTH, WIDTH, LAYERS, HEADS, text, torch.__version__)
     path = directory / f"encoder-{zlib.crc32(repr(key).encode()):08x}.pt"
     if not path.exists():
-        encoder, loss = pretrain(*size.pretraining)
+        encoder, loss = pretrain(*size.pretraining[:3])
         torch.save({"encoder": encoder.state_dict(), "loss": loss}, path)
     return path, torch.load(path)["loss"]
 
@@ -295,7 +312,7 @@ def pretrain(steps: int, batch: int, lr: float) -> tuple[Encoder, float]:
 def start(task: str, seed: int, encoder: Path) -> nn.Module:
     """The model that every variant of a task and seed begins with."""
     torch.manual_seed(seed)
-    if task == "digits":
+    if task not in TEXT_TASKS:
         return perceptron()
     model = Classifier(Encoder(), TEXT_TASKS[task][1])
     model.encoder.load_state_dict(torch.load(encoder)["encoder"])
@@ -307,21 +324,27 @@ def logits(model: nn.Module, inputs: Tensor) -> Tensor:
     return torch.func.functional_call(model, {n: p.float() for n, p in model.named_parameters()}, (inputs,))
 
 
-def batches(examples: tuple[Tensor, Tensor], steps: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every example once in random order, then again in another."""
+def batches(
+    examples: tuple[Tensor, Tensor], steps: int, batch: int, seed: int, wrong: float = 0.0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every example once in random order, then again in another. A share of the labels is drawn anew each time."""
     inputs, labels = examples
     random = torch.Generator().manual_seed(seed)
     epochs = math.ceil(steps * batch / len(labels))
     order = torch.cat([torch.randperm(len(labels), generator=random) for _ in range(epochs)])
     for chosen in order[: steps * batch].split(batch):
-        yield inputs[chosen], labels[chosen]
+        these = labels[chosen]
+        if wrong:
+            drawn = labels[torch.randint(len(labels), these.shape, generator=random)]
+            these = torch.where(torch.rand(these.shape, generator=random) < wrong, drawn, these)
+        yield inputs[chosen], these
 
 
-def backward(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """Gradients of one batch, and its loss in nats."""
+def backward(model: nn.Module, inputs: Tensor, labels: Tensor, factor: float = 1.0) -> float:
+    """Gradients of one batch's loss times `factor`, and the loss itself in nats."""
     model.zero_grad()
     loss = F.cross_entropy(logits(model, inputs), labels)
-    loss.backward()
+    (factor * loss).backward()
     return loss.item()
 
 

@@ -1,7 +1,7 @@
 """What bench/accuracy.py compares: the variants, one training of each, and what is verified before any.
 
 The drift is |w - w_ref| / |w_ref - w_0|: how far the weights (of CSDAdam, the masters) are from those that AdamW has
-with the same seed, in units of how far it went.
+with the same seed, in units of how far it went; in the end, and where a task has several marks, at each.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class Variant:
     length: float = 1.0
     state_dtype: str = "fp32"
     torchao: bool = False  # its 8-bit AdamW
+    nudge: float = 0.0  # how far, relatively, each weight is moved before the first step
 
 
 ADAMW = Variant("AdamW fp32", csd=False)
 HALF = Variant("AdamW fp32, half the steps", csd=False, length=0.5)
+NUDGED = Variant("AdamW fp32, nudged", csd=False, nudge=1e-6)  # what chaos makes of next to nothing
 DENSE = Variant("CSDAdam dense")
 TOP_K = [
     Variant(f"Top-K {r:.0%}{', feedback' * e}", topk=r, error_feedback=e)
@@ -58,7 +60,7 @@ EIGHT_BIT = [
     Variant("8-bit, Top-K 1%", topk=0.01, error_feedback=True, state_dtype="8bit"),
 ]
 TORCHAO = Variant("torchao AdamW8bit", csd=False, torchao=True)
-VARIANTS = [HALF, ADAMW, DENSE, *TOP_K, *EIGHT_BIT, TORCHAO]
+VARIANTS = [HALF, ADAMW, NUDGED, DENSE, *TOP_K, *EIGHT_BIT, TORCHAO]
 QUICK_VARIANTS = [ADAMW, DENSE, TOP_K[-2], *EIGHT_BIT]
 
 
@@ -90,6 +92,19 @@ def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     )
 
 
+def mean_root(optimizer: torch.optim.Optimizer) -> float:
+    """Of sqrt(exp_avg_sq), over all elements: how large gradients were of late."""
+    roots = [optimizer.state[p]["exp_avg_sq"].dequantize().sqrt() for p in optimizer.param_groups[0]["params"]]
+    return float(torch.cat([r.flatten() for r in roots]).mean())
+
+
+@torch.no_grad()
+def nudged(model: nn.Module, nudge: float) -> nn.Module:
+    for p in model.parameters() if nudge else ():
+        p.mul_(1 + nudge * torch.randn_like(p))
+    return model
+
+
 def run_file(job: Job) -> Path:
     return job[-1].with_name(f"run-{zlib.crc32(repr(job).encode()):08x}.json")
 
@@ -104,11 +119,12 @@ def run(job: Job, again: bool) -> Row:
     return json.loads(path.read_text())
 
 
-def drift(job: Job, adamw: Variant) -> float:
-    """Of a finished run, from that of AdamW with the same seed."""
+def drifts(job: Job, adamw: Variant) -> list[float]:
+    """Of a finished run, at each mark, from that of AdamW with the same seed."""
     task, seed, _, size, encoder = job
     ended, reference = (torch.load(run_file(j).with_suffix(".pt")) for j in (job, (task, seed, adamw, size, encoder)))
-    return drifted(ended, reference, weights_of(start(task, seed, encoder)))
+    begun = weights_of(start(task, seed, encoder))
+    return [drifted(e, r, begun) for e, r in zip(ended, reference, strict=True)]
 
 
 def drifted(weights: Tensor, reference: Tensor, begun: Tensor) -> float:
@@ -116,12 +132,12 @@ def drifted(weights: Tensor, reference: Tensor, begun: Tensor) -> float:
 
 
 def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path) -> tuple[Row, Tensor]:
-    """One run: accuracy on what is held out, bytes per parameter and step on the link; and the weights."""
+    """One run: accuracy on what is held out, bytes per parameter and step on the link; and the weights [marks, n]."""
     began = time.perf_counter()
     training, held_out = examples_of(task, seed, size)
-    steps, batch, lr = size.training(task)
+    steps, batch, lr, fall, wrong, marks = size.training(task)
     steps = round(steps * variant.length)
-    model = start(task, seed, encoder)
+    model = nudged(start(task, seed, encoder), variant.nudge)
     optimizer: torch.optim.Optimizer
     if variant.csd:
         optimizer = csdadam(model.bfloat16(), variant, lr)
@@ -132,14 +148,18 @@ def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path)
     scheduler = schedule(optimizer, steps)
     losses: list[float] = []
     moved: Counter[str] = Counter()
-    for inputs, labels in batches(training, steps, batch, seed):
-        losses.append(backward(model, inputs, labels))
+    marked = [round(steps * (i + 1) / marks) for i in range(marks)]
+    weights, roots = [], []
+    for step, (inputs, labels) in enumerate(batches(training, steps, batch, seed, wrong), 1):
+        losses.append(backward(model, inputs, labels, 1.0 if 2 * step <= steps else fall))
         optimizer.step()
         scheduler.step()
         if isinstance(optimizer, CSDAdam):
             stats = optimizer.stats()
             moved.update({k: stats[f"{k}_bytes"] for k in ("push", "pull")})
-    weights = weights_of(model, optimizer)
+        if step in marked:
+            weights.append(weights_of(model, optimizer))
+            roots.append(mean_root(optimizer))
     if isinstance(optimizer, CSDAdam):
         optimizer.close()
     params = sum(p.numel() for p in model.parameters())
@@ -151,9 +171,10 @@ def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path)
         "accuracy": accuracy(model, held_out),
         "training_loss": statistics.fmean(losses[-len(losses) // 10 :]),
         "link_bytes_per_param": {k: v / steps / params for k, v in moved.items()},
+        **({"marks": marked, "mean_root": roots} if marks > 1 else {}),
         "seconds": time.perf_counter() - began,
     }
-    return done, weights
+    return done, torch.stack(weights)
 
 
 # ---- verified first -------------------------------------------------------------
@@ -163,7 +184,7 @@ def ten_steps(
     task: str, size: Size, encoder: Path, variant: Variant
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Masters after ten steps, those of AdamW on fp32 copies with the same gradients, and where both began."""
-    _, batch, lr = size.training(task)
+    _, batch, lr, *_ = size.training(task)
     model = start(task, 0, encoder).bfloat16()
     params = list(model.parameters())
     begun, copies = ([p.detach().float().clone() for p in params] for _ in range(2))
@@ -199,7 +220,7 @@ def verify_codes(task: str, size: Size, encoder: Path) -> float:
 
 def verify_bytes(task: str, variant: Variant, size: Size, encoder: Path) -> Row:
     """The first step of Top-K: what it pushes, and the least and the most that it may."""
-    _, batch, lr = size.training(task)
+    _, batch, lr, *_ = size.training(task)
     model = start(task, 0, encoder).bfloat16()
     backward(model, *next(batches(examples_of(task, 0, size)[0], 1, batch, 0)))
     least = most = 4 * TILE // BLOCK  # a count for each block

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib import pyplot
 from support.forked import module
 
-from bench import accuracy, accuracy_tasks, accuracy_training
+from bench import accuracy, accuracy_plot, accuracy_tasks, accuracy_training
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +44,7 @@ def test_quick(tmp_path, monkeypatch):
         assert abs(coded["difference"][0]) < 3
         assert coded["link_bytes_per_param"] == dense["link_bytes_per_param"]
         assert coded_sparse["link_bytes_per_param"] == pytest.approx(sparse["link_bytes_per_param"], rel=0.05)
-        assert adamw["drift"] == [0]
+        assert adamw["drift"] == adamw["loss_difference"] == [0]
         assert 0 < dense["drift"][0] < 1
         assert 0 < coded["drift"][0] < 1
     # 1 % of two matrices at 4 B; biases and the last layer, 2 B each; at most a padded word of 64 B more for each block
@@ -54,7 +55,8 @@ def test_quick(tmp_path, monkeypatch):
 
 
 def test_resume_takes_what_is_finished(tmp_path):
-    job = ("digits", 0, accuracy.ADAMW, accuracy.QUICK, tmp_path / "encoder.pt")
+    size = replace(accuracy.QUICK, digits=accuracy_tasks.SHORT)
+    job = ("digits", 0, accuracy.ADAMW, size, tmp_path / "encoder.pt")
     first = accuracy.run(job, again=True)
     assert accuracy.run(job, again=False) == first
     repeated = accuracy.run(job, again=True)
@@ -62,14 +64,68 @@ def test_resume_takes_what_is_finished(tmp_path):
     assert repeated | {"seconds": 0} == first | {"seconds": 0}  # the same bits
 
 
-def test_drift(tmp_path):
-    """Of what one and the same run made, none; as far as that went, of weights that stayed where they were."""
-    job = ("digits", 0, accuracy.ADAMW, accuracy.QUICK, tmp_path / "encoder.pt")
-    accuracy.run(job, again=True)
-    assert accuracy.drift(job, accuracy.ADAMW) == 0
+def test_drift():
+    """As far as AdamW went, of weights that stayed where they were."""
     begun, ended = torch.zeros(4), torch.full((4,), 2.0)
+    assert accuracy_training.drifted(ended, ended, begun) == 0
     assert accuracy_training.drifted(begun, ended, begun) == 1
     assert accuracy_training.drifted(torch.full((4,), 2.5), ended, begun) == 0.25
+
+
+def test_over_time(tmp_path):
+    """Marks lie evenly, also where gradients fall; there exp_avg_sq falls, and the loss that is reported does not."""
+    falling = accuracy_tasks.Training(60, 32, 3e-3, fall=0.1, wrong=0.1, marks=3)
+    runs = {}
+    for fall in (0.1, 1.0):
+        size = replace(accuracy.QUICK, falling=falling._replace(fall=fall))
+        for variant in (accuracy.ADAMW, accuracy_training.EIGHT_BIT[0]):
+            job = ("falling", 0, variant, size, tmp_path / "encoder.pt")
+            done = accuracy.run(job, again=True)
+            drifts = accuracy.drifts(job, accuracy.ADAMW)
+            runs[fall, variant.name] = done | {"drift": drifts[-1], "drift_over_time": drifts}
+    for name in (accuracy.ADAMW.name, "8-bit"):
+        fell, stayed = runs[0.1, name], runs[1.0, name]
+        assert fell["marks"] == stayed["marks"] == [20, 40, 60]
+        assert fell["mean_root"][0] == stayed["mean_root"][0]  # before the middle
+        assert fell["mean_root"][2] < 0.9 * stayed["mean_root"][2]
+        assert fell["training_loss"] > 0.5 * stayed["training_loss"]
+    assert runs[0.1, accuracy.ADAMW.name]["drift_over_time"] == [0, 0, 0]
+    assert 0 < min(runs[0.1, "8-bit"]["drift_over_time"]) < max(runs[0.1, "8-bit"]["drift_over_time"]) < 1
+    assert runs[0.1, "8-bit"]["mean_root"] == pytest.approx(runs[0.1, accuracy.ADAMW.name]["mean_root"], rel=0.05)
+
+    rows = accuracy.summary([run for (fall, _), run in runs.items() if fall == 0.1], {"falling": 898})
+    figure, axis = pyplot.subplots()
+    accuracy_plot.drift_over_time("falling", {r["variant"]: r for r in rows}, axis)
+    (line,) = axis.get_lines()  # AdamW is what it is compared with
+    assert line.get_xydata().T.tolist() == [[20, 40, 60], runs[0.1, "8-bit"]["drift_over_time"]]
+    pyplot.close(figure)
+    accuracy_plot.plot(rows, tmp_path / "time.png")
+    assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_factor_is_of_the_gradients_alone():
+    model, (images, labels) = accuracy_tasks.perceptron(), accuracy_tasks.digits_examples(0)[0]
+    losses, gradients = [], []
+    for factor in (1.0, 0.1):
+        losses.append(accuracy_tasks.backward(model, images, labels, factor))
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert losses[0] == losses[1]
+    torch.testing.assert_close(gradients[1], 0.1 * gradients[0])
+
+
+def test_wrong_labels():
+    examples = accuracy_tasks.digits_examples(0)[0]
+    for (inputs, labels), (same, some_wrong) in zip(
+        *(accuracy_tasks.batches(examples, 2, 800, 0, wrong) for wrong in (0.0, 0.2)), strict=True
+    ):
+        assert torch.equal(inputs, same)
+        assert 0.1 < (labels != some_wrong).float().mean() < 0.25  # of 20 %, a tenth is right by chance
+
+
+def test_nudged():
+    begun, moved = (accuracy_training.nudged(accuracy_tasks.start("digits", 0, Path()), n) for n in (0.0, 1e-6))
+    assert torch.equal(begun[0].weight, accuracy_tasks.start("digits", 0, Path())[0].weight)
+    assert 1e-7 < ((moved[0].weight - begun[0].weight) / begun[0].weight).abs().max() < 1e-5
 
 
 def test_torchao_is_no_variant_where_it_is_not_installed(monkeypatch):
