@@ -116,9 +116,9 @@ def summary(runs: list[Row], held_out: dict[str, int]) -> list[Row]:
     return rows
 
 
-def mean_and_spread(values: list[float], sign: str = "", digits: int = 2) -> str:
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}.{digits}f}" + spread
+def mean_and_spread(values: list[float], sign: str = "", digits: str = ".2f") -> str:
+    spread = f" ± {statistics.stdev(values):{digits}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}{digits}}" + spread
 
 
 def accuracy_tables(rows: list[Row]) -> Iterator[Table]:
@@ -129,8 +129,8 @@ def accuracy_tables(rows: list[Row]) -> Iterator[Table]:
         made = table(title, "", *moved, "loss", "minus AdamW", "drift", "accuracy, %", "minus AdamW, points")
         for row in (r for r in rows if r["task"] == task):
             cells = [f"{b:.3f}" for b in row["link_bytes_per_param"].values()] or ["", ""]
-            cells.append(f"{row['training_loss']:.4f}")
-            cells.append(mean_and_spread(row["loss_difference"], "+", 4))
+            cells.append(f"{row['training_loss']:.3g}")
+            cells.append(mean_and_spread(row["loss_difference"], "+", ".1g"))
             cells.append(mean_and_spread(row["drift"]))
             cells.append(mean_and_spread(row["accuracy"]))
             cells.append(mean_and_spread(row["difference"], "+"))
@@ -197,7 +197,7 @@ def main() -> None:
             done_run["drift_over_time"] = over_time
 
     rows = summary(runs, {task: len(examples_of(task, 0, size)[1][1]) for task in arguments.tasks})
-    console = Console(file=sys.stdout if arguments.json != "-" else sys.stderr, highlight=False, width=130)
+    console = Console(file=sys.stdout if arguments.json != "-" else sys.stderr, highlight=False, width=140)
     for made in accuracy_tables(rows):
         console.print(made)
     report = {

@@ -77,10 +77,9 @@ def csdadam(model: nn.Module, variant: Variant, lr: float) -> CSDAdam:
 
 
 def torchao_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Its states are 8-bit codes where a parameter has at least 4096 elements."""
+    """Its states are 8-bit codes where a parameter has at least 4096 elements. The first step compiles for seconds."""
     from torchao.optim import AdamW8bit
 
-    torch.compiler.set_stance("force_eager")  # or every shape is compiled first, in every worker: minutes
     return AdamW8bit(model.parameters(), lr=lr)
 
 
