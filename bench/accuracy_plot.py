@@ -84,17 +84,20 @@ def against_bytes(task: str, found: Found, axis: Axes) -> None:
 
 
 def differences(task: str, found: Found, axis: Axes) -> None:
-    """A dot for each seed."""
+    """A dot for each seed, and a line at their mean."""
     adamw = found[ADAMW.name]["accuracy"]
     spread = statistics.stdev(adamw) if len(adamw) > 1 else 0.0
     axis.axvspan(-spread, spread, color="tab:gray", alpha=0.25, lw=0, label="AdamW from seed to seed: ± 1 deviation")
     axis.axvline(0, color="tab:gray", lw=1)
+    for side in (-1, 1):
+        by_chance = "standard error of one accuracy, by its held-out examples" if side > 0 else None
+        axis.axvline(side * found[ADAMW.name]["held_out_noise"], color="tab:gray", lw=1, ls=":", label=by_chance)
     others = [name for name in found if name != ADAMW.name]
     for at, name in enumerate(others):
         colour, difference = COLOURS.get(name, "tab:green"), found[name]["difference"]
         axis.plot(difference, [at] * len(difference), "o", color=colour, ms=5, alpha=0.6, mew=0)
         axis.plot(statistics.fmean(difference), at, "|", color=colour, ms=14, mew=2)
-    axis.set(title=task, xlabel="accuracy minus AdamW's with the same seed, points")
+    axis.set(title=task, xlabel="accuracy minus AdamW's, points")
     axis.xaxis.set_major_locator(MaxNLocator(6))
     axis.set_yticks(range(len(others)), others)
     axis.set_ylim(len(others) - 0.5, -0.5)
