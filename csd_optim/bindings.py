@@ -296,6 +296,8 @@ def engine_begin(
     hypers: np.ndarray[Any, Any],
     tiles: np.ndarray[Any, Any],
     name: Namer,
+    *,
+    same_order: bool = False,
 ) -> None:
     assert (params.dtype, hypers.dtype, tiles.dtype) == (PARAM, HYPER, np.uint32)
     error = ffi.new("csd_error *")
@@ -307,6 +309,7 @@ def engine_begin(
         len(hypers),
         _array(tiles, "uint32_t *"),
         len(tiles),
+        same_order,
         error,
     )
     check(status, error, name)
@@ -339,6 +342,38 @@ def engine_params_ready(engine: Any, tiles: np.ndarray[Any, Any], wait: bool, na
 def engine_finish(engine: Any, keep: bool, name: Namer) -> None:
     error = ffi.new("csd_error *")
     check(lib.csd_engine_finish(engine, keep, error), error, name, _UNDONE)
+
+
+def engine_hold_bytes(engine: Any, tile: int) -> int:
+    return int(lib.csd_engine_hold_bytes(engine, tile))
+
+
+def engine_push_early(engine: Any, tile: int, grads: Sequence[int], hold: int, name: Namer) -> None:
+    """`grads`: of each piece of the tile, where its parameter's gradient begins; 0: it has none."""
+    error = ffi.new("csd_error *")
+    addresses = ffi.new("void *[]", [ffi.cast("void *", grad) for grad in grads])
+    status = lib.csd_engine_push_early(engine, tile, addresses, ffi.cast("void *", hold), error)
+    check(status, error, name, _UNDONE)
+
+
+def engine_unchanged(
+    engine: Any, params: np.ndarray[Any, Any], suspect: np.ndarray[Any, Any] | None, name: Namer
+) -> bool:
+    """`suspect`: uint8, one per row: 1, its gradient may differ, 2, its parameter, 3, both; None: all may."""
+    assert params.dtype == PARAM
+    assert suspect is None or (suspect.dtype, suspect.shape) == (np.uint8, params.shape)
+    unchanged, error = ffi.new("int32_t *"), ffi.new("csd_error *")
+    flags = ffi.NULL if suspect is None else _array(suspect, "uint8_t *")
+    status = lib.csd_engine_unchanged(engine, _array(params, "csd_param *"), len(params), flags, unchanged, error)
+    check(status, error, name, _UNDONE)
+    return bool(unchanged[0])
+
+
+def engine_release(engine: Any, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any], name: Namer) -> None:
+    assert (params.dtype, order.dtype) == (PARAM, np.uint32)
+    error = ffi.new("csd_error *")
+    rows, tiles = _array(params, "csd_param *"), _array(order, "uint32_t *")
+    check(lib.csd_engine_release(engine, rows, len(params), tiles, len(order), error), error, name, _UNDONE)
 
 
 def engine_undone(engine: Any) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ SOURCES = [
     "api",
     "engine",
     "buffers",
+    "guess",
     "windows",
     "pool",
     "transfer",

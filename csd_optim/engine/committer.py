@@ -73,6 +73,12 @@ class Committer:
             return tiles
         return self._engine.flowing(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
 
+    def reserve(self, record: Record | None) -> None:
+        """Takes the room for the commit of the step under way, while a full disk is only the caller's business.
+
+        `record`: as it will be, if it is not that of before_step(). Raises CSDOSError.
+        """
+
     def after_step(self) -> None:
         """The step is whole."""
 

@@ -131,7 +131,7 @@ class DurableCommitter(Committer):
             self.commit()
         self._background.wait()  # this step writes where the one before the last committed one lies
         self.make_way()
-        self._reserve(record or engine.record)
+        self.reserve(record)
         tiles = super().before_step(tiles, record)
         if engine.slots == 1 and not engine.windows.loose[tiles].all():
             self.announce_step()
@@ -142,8 +142,8 @@ class DurableCommitter(Committer):
     def after_step(self) -> None:
         self.uncommitted = True
 
-    def _reserve(self, record: Record) -> None:
-        """Takes the room that the next commit needs, while a full disk is only the caller's business."""
+    def reserve(self, record: Record | None) -> None:
+        record = record or self._engine.record
         spare = 64  # `written_bytes` may have some digits more
         rest = 8 * self._engine.n_params + len(record.head()) + len(record.user_state) + spare
         rest += RESIDUAL_ENTRY.itemsize * len(self._engine.residuals)

@@ -25,7 +25,7 @@ from ..store.sections import FP32, elem_bytes
 from .committer import Committer
 from .decoded import Decoded
 from .open_devices import OpenDevices
-from .trace import Trace
+from .trace import Span, Trace
 from .windows import Windows
 
 
@@ -56,6 +56,9 @@ class Engine:
         self.step = 0  # whole steps of this engine
         self.record = Record()  # of the last step
         self.stepping = False
+        self.guessed = False  # the step under way is a guess: see overlap/guess.py
+        self.landing: threading.Event | None = None  # set when a thread has made the step whole that is under way
+        self.rank: np.ndarray[Any, Any] | None = None  # of each tile (int64): in this order they flow; None: to and fro
         self._torn = False  # a step in place was cut short
         self.recovered: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
         self.windows = Windows(self)
@@ -63,7 +66,9 @@ class Engine:
         self.committer = Committer(self)
         self.handle: Any = None  # of the native engine, from the first extent on
         self._trace: Trace | None = None
+        self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward, to be traced
         self._began = self._ended = 0.0  # the step to be traced: when
+        self._undone = False  # the same
 
     # ---- layout ------------------------------------------------------------
 
@@ -232,8 +237,12 @@ class Engine:
         """Ascending tiles in the order in which the next step takes them.
 
         Steps go to and fro: one begins with what the one before wrote last, which is still in memory. That follows from
-        the step's number alone, so that all processes do the same, and whoever resumes.
+        the step's number alone, so that all processes do the same, and whoever resumes. With a `rank` they take the
+        lowest first; tiles that have none, as they are new, come last.
         """
+        if self.rank is not None:
+            new = np.full(self.n_tiles - len(self.rank), np.iinfo(np.int64).max)
+            return tiles[np.argsort(np.append(self.rank, new)[tiles], kind="stable")]
         return tiles[::-1].copy() if self.descending else tiles
 
     # ---- a step ------------------------------------------------------------
@@ -244,28 +253,40 @@ class Engine:
         hypers: np.ndarray[Any, Any],
         tiles: np.ndarray[Any, Any],
         record: Record | None = None,
+        *,
+        same_order: bool = False,
     ) -> np.ndarray[Any, Any]:
-        """Begins a step over `tiles`, or more; returns all of them, to be pushed. `record`: for its commit."""
+        """Begins a step over `tiles`, or more; returns all of them, to be pushed. `record`: for its commit.
+
+        `same_order`: the next step will flow in the order of this one, and not the other way round.
+        """
         self.check_open()
         self.check_whole()
         tiles = self.committer.before_step(tiles, record)
         self.windows.before_step(tiles)
-        self._begin(params, hypers, tiles)
+        self._begin(params, hypers, tiles, same_order)
         self.stepping = True
         return tiles
 
-    def _begin(self, params: np.ndarray[Any, Any], hypers: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any]) -> None:
+    def _begin(
+        self,
+        params: np.ndarray[Any, Any],
+        hypers: np.ndarray[Any, Any],
+        tiles: np.ndarray[Any, Any],
+        same_order: bool = False,
+    ) -> None:
         self._trace_step()
-        self._began, self._ended = time.perf_counter(), 0.0
+        self._began, self._ended, self._undone = time.perf_counter(), 0.0, False
         self.decoded.tell(params)
-        bindings.engine_begin(self.handle, params, hypers, tiles, self.name_device)
+        bindings.engine_begin(self.handle, params, hypers, tiles, self.name_device, same_order=same_order)
 
     def _trace_step(self) -> None:
         """What the last step did is known when its last states are where they belong."""
         if self._trace and self._began:
             bindings.engine_wait_writes(self.handle, self.name_device)
             events = bindings.engine_events(self.handle)
-            self._trace.step(self.step, self._began, self._ended or time.perf_counter(), events)
+            name = "undone" if self._undone else f"step {self.step}"
+            self._trace.step(name, self._began, self._ended or time.perf_counter(), events, self.model_spans or [])
             self._began = 0.0
 
     def push(self, tile: int, grad: int = 0, param: int = 0, entries: int = 0, n_entries: int = 0) -> None:
@@ -278,6 +299,35 @@ class Engine:
         """Do these tiles (uint32), all of them pushed, have their new parameters? `wait`: until they have."""
         return bindings.engine_params_ready(self.handle, tiles, wait, self.name_device)
 
+    def hold_bytes(self, tile: int) -> int:
+        """Of the memory for push_early(), in the step that is under way; 0: the tile is not part of it."""
+        return bindings.engine_hold_bytes(self.handle, tile)
+
+    def push_early(self, tile: int, grads: Sequence[int], hold: int) -> None:
+        """Pushes a tile while the step is a guess: nothing changes before release(); finish(keep=False) undoes it.
+
+        `grads`: of each of `pieces_of(tile)`, where its parameter's dense gradient begins; 0: it has none. Read until
+        unchanged() returns, or the step is over. `hold`: memory of hold_bytes(), until the tile has its parameters.
+        Raises CSDValueError for tiles in memory or with one slot, new ones, and those with Top-K.
+        """
+        bindings.engine_push_early(self.handle, tile, grads, hold, self.name_device)
+
+    def unchanged(self, params: np.ndarray[Any, Any], suspect: np.ndarray[Any, Any] | None = None) -> bool:
+        """Did the tiles that were pushed early read what is there now? `params`: all rows, with their addresses now.
+
+        `suspect`: uint8, one per row: bit 0, its gradient may differ, bit 1, its parameter; None: all may.
+        """
+        return bindings.engine_unchanged(self.handle, params, suspect, self.name_device)
+
+    def release(self, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> None:
+        """The guess was right: what was pushed early goes to its parameters, and the other tiles may be pushed.
+
+        `params`: rows as to begin(), but for the addresses of gradients and parameters. `order`: tiles (uint32) in the
+        order in which they are wanted; others follow.
+        """
+        bindings.engine_release(self.handle, params, order, self.name_device)
+        self.guessed = False
+
     def finish(self, keep: bool = True) -> None:
         """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""
         try:
@@ -286,7 +336,8 @@ class Engine:
             self._torn = True
             raise
         finally:
-            self.stepping, self._ended = False, time.perf_counter()
+            self.stepping, self.guessed, self._ended = False, False, time.perf_counter()
+            self._undone = not keep
         if keep:
             self.step += 1
             self.windows.after_step()
@@ -422,7 +473,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing goes on in the background that close() would wait for."""
-        return self.committer.idle
+        return self.committer.idle and (self.landing is None or self.landing.is_set())
 
     @property
     def closed(self) -> bool:
@@ -439,9 +490,13 @@ class Engine:
         if self.pid != os.getpid():
             return
         self.committer.end_copies()  # which may take long, and be interrupted: nothing has been given up yet
+        if self.landing:
+            self.landing.wait()
         with defer_signals(), self.lock:  # interrupted, it would go on to let go of what a commit still uses
             if self.closed:
                 return
+            if self.guessed:
+                self.finish(keep=False)
             if self.stepping:  # the same thread, say in a signal handler
                 raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:

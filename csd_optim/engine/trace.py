@@ -1,8 +1,8 @@
 """A timeline of what devices do: CSD_OPTIM_TRACE=step.json, to be looked at in https://ui.perfetto.dev or chrome://tracing.
 
-The file is a JSON array of events (the "Trace Event Format"): an optimizer is a process, its tracks are its steps, and
-what each device reads, updates and writes at the same time. It is written step by step; both viewers also take what a
-killed process has left of it.
+The file is a JSON array of events (the "Trace Event Format"): an optimizer is a process, its tracks are its steps,
+forward and backward with overlap(), and what each device reads, updates and writes at the same time. It is written step
+by step; both viewers also take what a killed process has left of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from ..errors import CSDOSError
 
 log = logging.getLogger("csd_optim")
 
-Place = tuple[int, int]  # device, kind: -1, 0 for the steps themselves
+Span = tuple[str, float, float]  # what, from when, until when
+Place = tuple[int, int]  # device, kind; or one of these
+STEPS, MODEL = (-1, 1), (-1, 2)
 _numbers = itertools.count(1)
 
 
@@ -45,9 +47,14 @@ class Trace:
         log.info("timeline of each step: %s", self.path)
         self._file.write("[\n")
 
-    def step(self, number: int, begin: float, end: float, events: np.ndarray[Any, Any]) -> None:
-        """One step, from begin to end (seconds of CLOCK_MONOTONIC), and its events (dtype EVENT)."""
-        self._write((-1, 0), f"step {number}", begin, end)
+    def step(self, name: str, begin: float, end: float, events: np.ndarray[Any, Any], model: list[Span]) -> None:
+        """One step, from begin to end (seconds of CLOCK_MONOTONIC), and its events (dtype EVENT).
+
+        `model`: what the model has done meanwhile, which is taken out of there.
+        """
+        self._write(STEPS, name, begin, end)
+        while model:
+            self._write(MODEL, *model.pop(0))
         for device, tile, kind, _, *times in np.sort(events, order="begin").tolist():
             self._write((device, kind), f"tile {tile}", *times)
         self._file.flush()
@@ -60,9 +67,8 @@ class Trace:
         if (place, lane) not in self._tracks:
             self._tracks[place, lane] = len(self._tracks)
             device, kind = place
-            track = (
-                "step" if device < 0 else f"device {device} ({self._devices[device]}): {EVENT_KINDS[kind]} {lane + 1}"
-            )
+            track = {STEPS: "step", MODEL: "model"}.get(place)
+            track = track or f"device {device} ({self._devices[device]}): {EVENT_KINDS[kind]} {lane + 1}"
             self._event(ph="M", name="thread_name", tid=self._tracks[place, lane], args={"name": track})
             order = 1000 * (1 + len(EVENT_KINDS) * device + kind) + lane
             self._event(ph="M", name="thread_sort_index", tid=self._tracks[place, lane], args={"sort_index": order})

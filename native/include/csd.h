@@ -34,7 +34,7 @@
  *       csd_error error;
  *       if (csd_engine_create(&device, 1, &engine, &error) ||
  *           csd_engine_extend(engine, &extent, state, &error) ||
- *           csd_engine_begin(engine, &params, 1, &first, 1, &tile, 1, &error) ||
+ *           csd_engine_begin(engine, &params, 1, &first, 1, &tile, 1, 0, &error) ||
  *           csd_engine_push(engine, tile, NULL, NULL, NULL, 0, &error) ||
  *           csd_engine_finish(engine, 1, &error) ||
  *           csd_engine_remap(engine, 1, &error)) {
@@ -250,11 +250,12 @@ typedef struct csd_param {
 
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
  * waiting for the writes of the last one. States are read ahead as far as the buffers reach. The arrays are copied.
- * Buffers keep what a step writes last: let the next one begin with that, and flow the other way round.
+ * Buffers keep what the next step takes first. That is what this one writes last, if the next one flows the other way
+ * round; or, with `same_order`, what this one begins with.
  * A tile without any gradient is read and written all the same, unchanged: the bare I/O of a step.
  * CSD_EINVAL, before anything is touched: a rule that there is not, or not for tiles of so many sections. */
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_hyper *hypers,
-                     uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error);
+                     uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, int32_t same_order, csd_error *error);
 
 /* Gives the device the gradients of one tile. With `grad` and `param` NULL they are read and written
  * where the params say. Otherwise both are images of the tile with 4 bytes per element: the piece
@@ -270,7 +271,8 @@ int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *p
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
 
 /* Do these tiles of the step have their new parameters (those pushed with an image: in the image)? With `wait`, returns
- * when they have. Reports the failure of the step, if there was one. */
+ * when they have. Reports the failure of the step, if there was one. May be called by other threads than the one that
+ * finishes the step: who still waits then is told that they have, or CSD_ESTATE where the step was undone. */
 int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
                             csd_error *error);
 
@@ -285,6 +287,46 @@ int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
 /* Tiles of the last undone step whose parameters were given out, and of each how many of its elements, from the first
  * on: all of them, unless the tile turned out to be damaged behind these. Returns how many; fills up to `n`. */
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems, uint32_t n);
+
+/* ---- A step as a guess --------------------------------------------------- */
+
+/* A step may begin before it is known whether it will be: its gradients may change, its constants, or nobody asks for it.
+ *
+ *     csd_engine_begin(...)             with the rows as they will be; a `grad` that is not known yet is any address
+ *       csd_engine_push_early(tile)     instead of push, for the tiles whose gradients are there
+ *     csd_engine_unchanged(rows)        was all of it right? Then
+ *     csd_engine_release(rows)          makes it a step like any other: push the other tiles, finish.
+ *     csd_engine_finish(keep = 0)       otherwise: nothing that the caller can see has changed
+ *
+ * Until it is released, it writes nothing but the tiles' other slots, and memory that the caller lends. What is read of
+ * the host is copied before, and compared by csd_engine_unchanged; but for what was written to states (`edited`,
+ * csd_engine_edited), of which the caller knows. */
+
+/* Memory for csd_engine_push_early, in this step; 0: the tile is not part of it. */
+uint64_t csd_engine_hold_bytes(csd_engine *engine, uint32_t tile);
+
+/* Gives the device the gradients of one tile, by a copy. `grads`: of each piece of the tile, in their order, what
+ * csd_param.grad would be, and NULL where that is; read until csd_engine_unchanged returns or the step is over. `hold`:
+ * of csd_engine_hold_bytes, aligned for any type, untouched until the tile has been given (csd_engine_params_ready) or
+ * the step is over. The new parameters stay there before the release: nobody is told of them, and nothing is pulled.
+ * CSD_EINVAL: a tile that could not be undone (one slot, "ram", "null"), a new one (CSD_NEW), one with Top-K. */
+int csd_engine_push_early(csd_engine *engine, uint32_t tile, const void *const *grads, void *hold, csd_error *error);
+
+/* Are the gradients of the tiles that were pushed early, byte by byte, those that `params` has now, and the parameters
+ * that their update reads (by their CRC-32C) what they were? `params`: all rows, as to begin. `suspect`: one byte for
+ * each row, of which bit 0 says that its gradient may differ, bit 1 its parameter, and others need no look; NULL: all
+ * may. Only tells; reports the failure of the step, if there was one. */
+int csd_engine_unchanged(csd_engine *engine, const csd_param *params, uint64_t n_params, const uint8_t *suspect,
+                         int32_t *unchanged, csd_error *error);
+
+/* The guess is right. `params`: all rows, as to begin but for the addresses `grad` and `param`, which are NULL where they
+ * were; they are copied. The parameters of tiles that were pushed early go there: of those that are updated by now in the
+ * order of `order`, of others as soon as they are. Tiles that have not begun flow in that order from now on, and behind
+ * them those that it does not name. */
+int csd_engine_release(csd_engine *engine, const csd_param *params, uint64_t n_params, const uint32_t *order,
+                       uint32_t n_order, csd_error *error);
+
+/* ---- Between steps -------------------------------------------------------- */
 
 /* Waits for all writes. One that fails keeps its data in its buffer and is tried again by the next call, so nothing
  * is lost when the cause goes away. May be called by another thread. */

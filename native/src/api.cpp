@@ -64,7 +64,8 @@ csd::Codes codes_of(int32_t isa, int32_t param_dtype, uint32_t sections, void *c
 static_assert(noexcept(std::declval<const csd::Card &>().has_p2p()) && noexcept(csd::best_isa()) &&
                   noexcept(csd::topk_count(0, 0)) && noexcept(csd::crc32c(0, nullptr, 0)) &&
                   noexcept(std::declval<const csd::Engine &>().undone(nullptr, nullptr, 0)) &&
-                  noexcept(std::declval<csd::Engine &>().events(nullptr, 0)),
+                  noexcept(std::declval<csd::Engine &>().events(nullptr, 0)) &&
+                  noexcept(std::declval<csd::Engine &>().hold_bytes(0)),
               "nobody catches what these throw");
 
 }  // namespace
@@ -109,8 +110,9 @@ void csd_window_release(float *window, uint64_t elems) {
 }
 
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_hyper *hypers,
-                     uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, csd_error *error) {
-  return guarded(error, [&] { engine->engine.begin(params, n_params, hypers, n_hypers, tiles, n_tiles); });
+                     uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, int32_t same_order, csd_error *error) {
+  return guarded(error,
+                 [&] { engine->engine.begin(params, n_params, hypers, n_hypers, tiles, n_tiles, same_order != 0); });
 }
 
 int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, const uint32_t *entries,
@@ -137,6 +139,22 @@ uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems,
 
 uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n) {
   return engine->engine.events(events, n);
+}
+
+uint64_t csd_engine_hold_bytes(csd_engine *engine, uint32_t tile) { return engine->engine.hold_bytes(tile); }
+
+int csd_engine_push_early(csd_engine *engine, uint32_t tile, const void *const *grads, void *hold, csd_error *error) {
+  return guarded(error, [&] { engine->engine.push_early(tile, grads, hold); });
+}
+
+int csd_engine_unchanged(csd_engine *engine, const csd_param *params, uint64_t n_params, const uint8_t *suspect,
+                         int32_t *unchanged, csd_error *error) {
+  return guarded(error, [&] { *unchanged = engine->engine.unchanged(params, n_params, suspect); });
+}
+
+int csd_engine_release(csd_engine *engine, const csd_param *params, uint64_t n_params, const uint32_t *order,
+                       uint32_t n_order, csd_error *error) {
+  return guarded(error, [&] { engine->engine.release(params, n_params, order, n_order); });
 }
 
 int csd_engine_wait_writes(csd_engine *engine, csd_error *error) {

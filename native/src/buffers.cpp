@@ -83,15 +83,17 @@ Engine::Job *Engine::job_of(const Tile &t) const {
   return t.index < job_of_tile_.size() ? job_of_tile_[t.index] : nullptr;
 }
 
-// How many tiles of its device flow before the one that a buffer has, if the next step flows the other way round.
+// How many tiles of its device flow before the one that a buffer has.
 uint64_t Engine::needed_in(const Lane &l, const Tile *tile) const {
   if (!tile) return UINT64_MAX;
   const Job *job = job_of(*tile);
   if (!job) return UINT64_MAX - 1;  // nobody knows
-  return job->begun ? 2 * l.jobs.size() - job->place : job->place;
+  if (!job->begun) return job->place;
+  return same_order_ ? l.jobs.size() + job->place : 2 * l.jobs.size() - job->place;
 }
 
-// As this step needs them. What a free buffer has does not begin before it is taken: so this holds until the next step.
+// As this step needs them. What a free buffer has does not begin before it is taken: so this holds until the next step,
+// or another order.
 void Engine::reorder_buffers() {
   for (Lane &l : lanes_) {
     FreeBuffers before = std::exchange(l.free, {});

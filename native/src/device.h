@@ -67,6 +67,8 @@ struct Work {
   const csd_hyper *hypers = nullptr;
   const void *grad_image = nullptr;  // null: read and write where the params say
   void *param_image = nullptr;
+  uint64_t grad_bytes = 4, param_bytes = 4;  // of an element of these images
+  bool holds_params = false;  // the parameters that the update reads are in the image, and not where the params say
   const uint32_t *entries =
       nullptr;                     // of the sparse gradients (csd_kernel.h): came with an image, or provide_entries()
   uint64_t n_entries = 0;          // words of 32 bits
@@ -88,14 +90,14 @@ inline uint64_t dtype_bytes(uint32_t dtype) { return dtype == CSD_F32 ? 4 : 2; }
 inline const void *grad_at(const csd_piece &p, const Work &work, uint64_t i) {
   const csd_param &param = work.params[p.param];
   const uint64_t bytes = dtype_bytes(param.grad_dtype);
-  return work.grad_image ? static_cast<const char *>(work.grad_image) + 4 * p.tile_first + bytes * i
+  return work.grad_image ? static_cast<const char *>(work.grad_image) + work.grad_bytes * p.tile_first + bytes * i
                          : static_cast<const char *>(param.grad) + bytes * (p.param_first + i);
 }
 
 inline void *param_at(const csd_piece &p, const Work &work, uint64_t i) {
   const csd_param &param = work.params[p.param];
   const uint64_t bytes = dtype_bytes(param.param_dtype);
-  return work.grad_image ? static_cast<char *>(work.param_image) + 4 * p.tile_first + bytes * i
+  return work.grad_image ? static_cast<char *>(work.param_image) + work.param_bytes * p.tile_first + bytes * i
                          : static_cast<char *>(param.param) + bytes * (p.param_first + i);
 }
 

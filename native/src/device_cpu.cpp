@@ -62,9 +62,10 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
 
 // ---- Codes ----------------------------------------------------------------------------
 
-// Where the parameter itself lies in host memory, from element `i` of a piece on; null if it does not.
+// Where the parameter itself lies in host memory, or a copy of it, from element `i` of a piece on; null if it does not.
 const char *host_param(const csd_piece &piece, const Work &work, uint64_t i) {
   const csd_param &p = work.params[piece.param];
+  if (p.param && work.holds_params) return static_cast<const char *>(param_at(piece, work, i));
   return p.param ? static_cast<const char *>(p.param) + dtype_bytes(p.param_dtype) * (piece.param_first + i) : nullptr;
 }
 

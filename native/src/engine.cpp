@@ -49,7 +49,7 @@ Engine::~Engine() {
 // ---- A step -----------------------------------------------------------------
 
 void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *hypers, uint32_t n_hypers,
-                   const uint32_t *tiles, uint32_t n_tiles) {
+                   const uint32_t *tiles, uint32_t n_tiles, bool same_order) {
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
   wait_writes(lock);
@@ -92,6 +92,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     is_new(t, params);  // throws what is wrong with that
   }
   grow_buffers(largest_tile_, largest_section_, tiles_on_device());
+  outcome_ = std::make_shared<Outcome>(Outcome::open);
 
   // What the step notes down while it runs has its room from the beginning. Each tile is read, updated and written.
   undone_.clear();
@@ -106,7 +107,8 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   hypers_.assign(hypers, hypers + n_hypers);
   jobs_.clear();
   job_of_tile_.assign(tiles_.size(), nullptr);
-  failed_ = false;
+  failed_ = guess_ = released_ = false;
+  same_order_ = same_order;
   images_out_ = 0;
   not_given_ = n_tiles;
   for (Lane &l : lanes_) {
@@ -260,13 +262,19 @@ void Engine::on_seeded(Job &job, int os_errno) noexcept {
   if (going_on_ == 0) settled_.notify_all();
 }
 
-void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries) {
-  Lock lock(mutex_);
+Engine::Job &Engine::to_push(uint32_t tile) {
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
   Job *job = tile < job_of_tile_.size() ? job_of_tile_[tile] : nullptr;
-  if (!job || job->pushed || !grad != !param)
-    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) +
-                                  " is not part of this step, was pushed before, or has half an image"};
+  if (!job || job->pushed)
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is not part of this step, or was pushed before"};
+  return *job;
+}
+
+void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries) {
+  Lock lock(mutex_);
+  Job *const job = &to_push(tile);
+  if (guess_ && !released_) throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
+  if (!grad != !param) throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has half an image"};
   const bool sparse = std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
                                   [this](const csd_piece &p) { return is_sparse(params_[p.param]); });
   if (!entries == (grad && sparse))
@@ -283,7 +291,7 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
 }
 
 void Engine::update_if_ready(Job &job) noexcept {
-  if (failed_ || !job.begun || !job.pushed) return;
+  if (failed_ || !job.begun || !job.pushed || job.copying) return;
   if (job.work.is_new && !job.seeding) {  // now that the parameters are there, also those that come as an image
     job.seeding = true;
     job.tile->slots[job.tile->slot].summed = false;  // a step that was undone may have been summed
@@ -310,12 +318,17 @@ void Engine::on_updated(Job &job, Failure failure) noexcept {
     l.counts.updated += job.work.updated;
     l.counts.nonfinite += job.work.nonfinite;
     l.counts.read_bytes += job.work.read_late;
-    job.given = true;
-    not_given_--;
+    job.updated = true;
+    if (!job.early) {
+      job.given = true;
+      not_given_--;
+    } else if (released_) {
+      give(job);
+    }
     const bool owed = std::any_of(job.tile->pieces, job.tile->pieces + job.tile->n_pieces,
                                   [this](const csd_piece &p) { return feeds_back(params_[p.param]); });
     if (!owed) job.work.selected = std::vector<uint32_t>();  // {} would keep its memory
-    if (job.work.grad_image) {
+    if (job.work.grad_image && !job.early) {
       images_out_--;
       to_pull_.push_back(job.tile->index);
     }
@@ -376,11 +389,18 @@ uint32_t Engine::pull() {
 bool Engine::given(const uint32_t *tiles, uint32_t n, bool wait) {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
+  const std::shared_ptr<const Outcome> outcome = outcome_;
   for (uint32_t i = 0; i < n; i++) {
     const Job *job = tiles[i] < job_of_tile_.size() ? job_of_tile_[tiles[i]] : nullptr;
     if (!job || !job->pushed)
       throw Failure{CSD_EINVAL, "tile " + std::to_string(tiles[i]) + " is not part of this step, or was not pushed"};
-    if (wait) pulled_.wait(lock, [this, job] { return job->given || failed_; });
+    if (wait && job->early && !released_)
+      throw Failure{CSD_ESTATE,
+                    "tile " + std::to_string(tiles[i]) + " is part of a guess: nobody knows when it is released"};
+    // Who wakes late may find another step, and no such job.
+    if (wait) pulled_.wait(lock, [&] { return *outcome != Outcome::open || job->given || failed_; });
+    if (*outcome == Outcome::kept) return true;
+    if (*outcome == Outcome::undone) throw Failure{CSD_ESTATE, "the step was undone"};
     if (failed_) throw failure_;
     if (!job->given) return false;
   }
@@ -396,6 +416,7 @@ void Engine::finish(bool keep) {
     try {
       if (missing != jobs_.end() && !failed_)
         throw Failure{CSD_ESTATE, "tile " + std::to_string(missing->tile->index) + " was never pushed"};
+      if (guess_ && !released_ && !failed_) throw Failure{CSD_ESTATE, "the step is a guess that was never released"};
       pulled_.wait(lock, [this] { return not_given_ == 0 || failed_; });
       if (!failed_) owed = feed_back_tasks();
     } catch (...) {
@@ -405,19 +426,24 @@ void Engine::finish(bool keep) {
   }
   if (keep && !failed_) {
     phase_ = Phase::idle;
+    *outcome_ = Outcome::kept;
     for (Job &job : jobs_)
       if (job.work.from_windows) job.tile->edited = false;
     feeding_back_ = owed.size();
     Pool::updates().submit(std::move(owed));
+    pulled_.notify_all();
     pulled_.wait(lock, [this] { return feeding_back_ == 0; });
     return;
   }
   const bool broken = failed_;
-  failed_ = true;  // nothing more starts
+  if (!broken) failure_ = {CSD_ESTATE, "it is undone"};  // for who waits
+  failed_ = true;                                        // nothing more starts
   settle(lock);
   const bool undone = undo();
   phase_ = Phase::idle;
+  *outcome_ = Outcome::undone;
   failed_ = false;
+  pulled_.notify_all();
   // Moved, not copied: whatever memory there is, this is what it is.
   if (!undone && broken) throw Failure{CSD_ETORN, std::move(failure_.text), failure_.os_errno, failure_.device};
   if (!undone) throw Failure{CSD_ETORN, "the step"};

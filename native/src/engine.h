@@ -54,11 +54,16 @@ class Engine {
   Engine(const csd_device *devices, uint32_t n);
   ~Engine();
   void extend(const csd_extent &, float **windows);
-  void begin(const csd_param *, uint64_t, const csd_hyper *, uint32_t, const uint32_t *tiles, uint32_t n_tiles);
+  void begin(const csd_param *, uint64_t, const csd_hyper *, uint32_t, const uint32_t *tiles, uint32_t n_tiles,
+             bool same_order);
   void push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries);
   uint32_t pull();
   bool given(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);
+  uint64_t hold_bytes(uint32_t tile) noexcept;
+  void push_early(uint32_t tile, const void *const *grads, void *hold);
+  bool unchanged(const csd_param *, uint64_t, const uint8_t *suspect);
+  void release(const csd_param *, uint64_t, const uint32_t *order, uint32_t n_order);
   void wait_writes();
   void remap(bool open);
   void edited(const uint32_t *tiles, uint32_t n);
@@ -83,6 +88,10 @@ class Engine {
     bool must_read() const { return !tile->kept && !work.from_windows && !work.is_new; }
     bool begun = false, read = false, pushed = false, seeding = false, loaded = false, given = false;
     bool storing = false, stored = false;
+    // Pushed early: as a copy, which is still being made; and updated.
+    bool early = false, copying = false, updated = false;
+    uint32_t params_crc = 0;     // of the parameters that were copied
+    std::list<Pool::Task> give;  // hands out its parameters, once
   };
   struct Lane {  // a device and what is queued on it
     std::unique_ptr<Device> device;
@@ -129,6 +138,11 @@ class Engine {
     settled_.wait(lock, [this] { return going_on_ == 0; });
   }
   bool undo();
+  Job &to_push(uint32_t tile);
+  bool reads_param(const Tile &, const csd_param &) const;
+  void copy(Job &, const std::vector<const void *> &grads) noexcept;
+  bool is_as_copied(const Job &, const csd_param *, const uint8_t *suspect) const noexcept;
+  void give(Job &) noexcept;
   std::list<Pool::Task> feed_back_tasks();
   std::list<Pool::Task> sum_tasks();
   void wait_writes(Lock &);
@@ -167,7 +181,13 @@ class Engine {
   uint64_t going_on_ = 0;  // loads, updates, stores and sums of windows under way
   bool failed_ = false;
   Failure failure_{};
-  std::vector<Job *> unwritten_;                       // whose write failed after the step was whole
+  enum class Outcome { open, kept, undone };
+  std::shared_ptr<Outcome> outcome_;       // of this step, also for who waits until after the next one has begun
+  bool same_order_ = false;                // will the next step flow in the order of this one, or the other way round?
+  bool guess_ = false, released_ = false;  // tiles were pushed early; and all that remains is as always
+  std::vector<csd_param> guessed_;         // the rows of tiles that were pushed before the release
+  uint64_t copying_ = 0;                   // tiles that are pushed early
+  std::vector<Job *> unwritten_;           // whose write failed after the step was whole
   std::vector<std::pair<uint32_t, uint64_t>> undone_;  // tile, elements
   bool traced_ = false;
   std::vector<csd_event> events_;

@@ -8,14 +8,11 @@ import errno
 import functools
 import gc
 import itertools
-import multiprocessing
 import os
 import tempfile
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import faults
 import pytest
 import torch
 from faults import (
@@ -23,7 +20,6 @@ from faults import (
     DIRECT_IO,
     DIRECT_OPEN,
     EOF,
-    ERROR,
     FOREVER,
     META_READ,
     META_WRITE,
@@ -32,56 +28,13 @@ from faults import (
     TILE_READ,
     TILE_WRITE,
 )
+from support.faulty import child, fault, in_child  # noqa: F401
 
 from csd_optim import CSDAdam, CSDOSError, CSDWarning
 from csd_optim.store.format import CLEAN, read_contents
 
 DEVICES = ["file", "files", "mixed", "scratch", "paced"]  # of which csd1 is the one that fails, if there are several
 PACE = "read=20MB/s&write=10MB/s&latency=1ms&update=2M/s&link=10MB/s"  # a step of Training takes some 20 ms
-
-_child: ProcessPoolExecutor | None = None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def child(tmp_path_factory):
-    """The process in which the bodies run."""
-    global _child
-    directory = tmp_path_factory.mktemp("faults")
-    environment = faults.preloaded(directory, "faults")
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        pool.submit(os.getpid).result()  # started: the environment may go back
-        _child = pool
-        yield
-        _child = None
-
-
-def in_child(body):
-    """Makes a test's body run in the child, below its tmp_path."""
-
-    @functools.wraps(body)
-    def test(**arguments):
-        assert _child is not None
-        _child.submit(_call, body.__name__, os.getcwd(), arguments).result()
-
-    return test
-
-
-def _call(name, directory, arguments):
-    os.chdir(directory)
-    globals()[name].__wrapped__(**arguments)
-
-
-@contextlib.contextmanager
-def fault(calls, path, error=0, *, effect=ERROR, skip=0, times=FOREVER, hold=False, must_strike=True):
-    """Lets `calls` on files whose path contains `path` fail: `times` of them, after `skip` that do not.
-
-    With `hold` they wait, and fail when the function that this yields is called.
-    """
-    with faults.rule(calls, path, effect, error, skip=skip, times=times, hold=hold) as rule:
-        yield lambda: rule.__setitem__("hold", 0)
-    assert not must_strike or rule["struck"] > 0, "the fault never struck"
 
 
 def device_strings(kind, directory, options=""):

@@ -1,10 +1,12 @@
 """CSD_OPTIM_TRACE: a timeline that viewers of the Trace Event Format take."""
 
+import copy
 import itertools
 import json
 
 import pytest
 import torch
+from support.twins import Training
 
 from csd_optim import CSDAdam, CSDOSError
 
@@ -71,3 +73,39 @@ def test_a_file_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "nowhere" / "step.json"))
     with pytest.raises(CSDOSError, match="CSD_OPTIM_TRACE: cannot make"):
         train("ram:")
+
+
+def test_forward_and_backward_beside_the_devices(traced, tmp_path):
+    """With overlap(): two backward passes for each step, one of which is not as guessed."""
+    training = Training(tmp_path, {"backward": True}, latency="500us", patient=True)
+    for step in range(STEPS + 3):
+        training.backward()
+        copy.deepcopy(training.model)
+        training.backward()
+        with torch.no_grad():
+            training.model(torch.ones(2, training.width))  # not a forward of the training
+        if step == STEPS:
+            for p in training.model.parameters():
+                p.grad.mul_(0.5)
+        training.opt.step()
+        training.opt.zero_grad()
+    redone = training.opt.stats()["overlap"]["redone"]
+    training.opt.overlap(None)
+    training.step()
+    training.opt.close()
+
+    events = json.loads(traced.read_text())
+    track = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    steps, model = (
+        [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and track[e["tid"]] == name]
+        for name in ("step", "model")
+    )
+    assert redone == {"gradients": 1}
+    done = [name for name, *_ in steps if name != "undone"]
+    assert done == [f"step {i + 1}" for i in range(STEPS + 4)]
+    assert len(steps) == len(done) + 1
+    assert [name for name, *_ in model] == ["forward", "backward"] * 2 * (STEPS + 3)
+    assert all(a[2] <= b[1] + 0.01 for a, b in itertools.pairwise(model))
+    backward = [span for span in model if span[0] == "backward"][2 * STEPS - 1]  # the last one of a step
+    _, begin, _ = next(step for step in steps if step[0] == f"step {STEPS}")
+    assert backward[1] <= begin <= backward[2]

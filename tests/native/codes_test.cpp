@@ -155,7 +155,7 @@ struct Model {
   // With images of the gradients, into which parameters go: the host has these all the same.
   int step_by_images() {
     std::vector<std::vector<uint8_t>> images(2 * kTiles, std::vector<uint8_t>(4 * kTile, 0xa5));
-    OK(csd_engine_begin(engine, table.data(), table.size(), &hyper, 1, tiles.data(), kTiles, &error));
+    OK(csd_engine_begin(engine, table.data(), table.size(), &hyper, 1, tiles.data(), kTiles, 0, &error));
     for (const csd_piece &p : pieces)
       memcpy(&images[2 * p.tile][4 * p.tile_first], &grads[p.param][bytes() * p.param_first], bytes() * p.elems);
     for (const uint32_t t : tiles)
@@ -169,7 +169,7 @@ struct Model {
 
   int step(bool keep = true) {
     if (const int status = csd_engine_begin(engine, table.data(), table.size(), &hyper, 1, tiles.data(),
-                                            static_cast<uint32_t>(tiles.size()), &error))
+                                            static_cast<uint32_t>(tiles.size()), 0, &error))
       return status;
     for (const uint32_t tile : tiles)
       if (const int status = csd_engine_push(engine, tile, nullptr, nullptr, nullptr, 0, &error)) {
@@ -179,6 +179,47 @@ struct Model {
     int32_t given = 0;
     if (!keep) OK(csd_engine_params_ready(engine, tiles.data(), kTiles, 1, &given, &error));
     return csd_engine_finish(engine, keep, &error);
+  }
+
+  // Tiles that `early` has a bit of are pushed as a guess: first with wrong gradients, which is undone.
+  int step_as_guess(uint32_t early) {
+    const auto before = params;
+    for (const bool right : {false, true}) {
+      std::vector<csd_param> rows = table;
+      for (csd_param &row : rows) row.grad = row.grad ? this : nullptr;
+      OK(csd_engine_begin(engine, rows.data(), rows.size(), &hyper, 1, tiles.data(), kTiles, 1, &error));
+      std::vector<std::vector<uint8_t>> holds;
+      for (const uint32_t tile : tiles) {
+        holds.emplace_back(csd_engine_hold_bytes(engine, tile), 0xa5);
+        CHECK(!holds.back().empty() && holds.back().size() <= 2 * bytes() * kTile);
+        std::vector<const void *> from;
+        for (const csd_piece &p : pieces)
+          if (p.tile == tile)
+            from.push_back(table[p.param].grad && !right ? params[p.param].data() : table[p.param].grad);
+        if (early >> tile & 1) OK(csd_engine_push_early(engine, tile, from.data(), holds.back().data(), &error));
+      }
+      int32_t told = 0;
+      OK(csd_engine_unchanged(engine, table.data(), kN, nullptr, &told, &error));
+      CHECK(told == (right || !early));
+      if (right && early & 1) {
+        params[0][5] ^= 1;
+        OK(csd_engine_unchanged(engine, table.data(), kN, nullptr, &told, &error));
+        CHECK(!told);
+        params[0][5] ^= 1;
+      }
+      CHECK(params == before);
+      if (!right) {
+        OK(csd_engine_finish(engine, 0, &error));
+        CHECK(csd_engine_undone(engine, nullptr, nullptr, 0) == 0);
+        continue;
+      }
+      const uint32_t last = kTiles - 1;
+      OK(csd_engine_release(engine, table.data(), kN, &last, 1, &error));
+      for (const uint32_t tile : tiles)
+        if (!(early >> tile & 1)) OK(csd_engine_push(engine, tile, nullptr, nullptr, nullptr, 0, &error));
+      OK(csd_engine_finish(engine, 1, &error));
+    }
+    return CSD_OK;
   }
 
   std::vector<float> decoded(uint32_t param, uint32_t state) {
@@ -224,14 +265,14 @@ struct Pair {  // an engine, and what its states have to be
     for (uint32_t p = 0; p < kN; p++) references.emplace_back(dtype, states, kParams[p]);
   }
 
-  void step(bool by_images = false) {
+  void step(bool by_images = false, uint32_t early = 0) {
     model.new_grads();
     for (uint32_t p = 0; p < kN; p++) {
       Reference &r = references[p];
       if (!model.table[p].grad) continue;
       r.step(model.hyper, model.grads[p].data(), model.table[p].seed * 0x9e3779b9u + model.table[p].first);
     }
-    OK(by_images ? model.step_by_images() : model.step());
+    OK(by_images ? model.step_by_images() : early ? model.step_as_guess(early) : model.step());
   }
 
   void first_step(bool resident) {
@@ -276,11 +317,15 @@ void like_one_array() {
         // A parameter without gradient keeps every bit, and so does one that is set meanwhile.
         Model &m = pair->model;
         m.table[1].grad = nullptr;
-        pair->step();
-        pair->check();
+        for (const uint32_t early : {0u, 15u, 5u}) {
+          pair->step(false, early);
+          pair->check();
+        }
         m.table[1].grad = m.grads[1].data();
-        pair->step();
-        pair->check();
+        for (const uint32_t early : {1u, 6u, 7u, 0u}) {
+          pair->step(false, early);
+          pair->check();
+        }
       }
       // The host has the parameters: their section is not read.
       const csd_stats stats = slow.model.stats();
@@ -341,6 +386,12 @@ void set_by_somebody() {
         // One of two tiles was read as a whole.
         const uint64_t most = slot_bytes(dtype, 3), least = most - 2 * kTile;
         if (cache < 0) CHECK(pair.model.stats().read_bytes == 3 * least + most);
+      }
+      for (const uint64_t at : {uint64_t{7}, uint64_t{2600}, uint64_t{4098}}) {
+        pair.model.number(pair.model.params[0], at, 78);
+        pair.references[0].set(at, pair.model.params[0].data() + 2 * at);
+        pair.step(false, 7);
+        pair.check();
       }
     }
 }

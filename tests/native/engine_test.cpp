@@ -83,11 +83,13 @@ struct Model {
   const uint32_t *sums;
   csd_engine *engine = nullptr;
   csd_error error{};
+  int32_t same_order = 0;
   std::vector<float *> windows;
   std::vector<csd_piece> pieces;
   std::vector<uint64_t> offsets;
   float *got[4] = {};
   std::vector<std::vector<char>> params, grads;
+  std::vector<std::vector<char>> holds;
   std::vector<csd_param> table;
   std::vector<uint32_t> tiles;
   csd_hyper hyper{CSD_ADAMW, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f}};
@@ -160,13 +162,45 @@ struct Model {
 
   int begin() {
     return csd_engine_begin(engine, table.data(), table.size(), &hyper, 1, tiles.data(),
-                            static_cast<uint32_t>(tiles.size()), &error);
+                            static_cast<uint32_t>(tiles.size()), same_order, &error);
   }
 
   int push(size_t from, size_t to) {
     for (size_t i = from; i < to; i++)
       if (const int status = csd_engine_push(engine, tiles[i], nullptr, nullptr, nullptr, 0, &error)) return status;
     return CSD_OK;
+  }
+
+  // A step as a guess: nobody knows the gradients' addresses.
+  int begin_guess() {
+    std::vector<csd_param> rows = table;
+    for (csd_param &row : rows) row.grad = row.grad ? &rows : nullptr;
+    return csd_engine_begin(engine, rows.data(), rows.size(), &hyper, 1, tiles.data(),
+                            static_cast<uint32_t>(tiles.size()), same_order, &error);
+  }
+
+  // Tile by tile, each of which has one piece.
+  int push_early(size_t from, size_t to, size_t every = 1) {
+    holds.resize(tiles.size());
+    for (size_t i = from; i < to; i += every) {
+      const uint32_t tile = tiles[i];
+      holds[tile].assign(csd_engine_hold_bytes(engine, tile), 0x5a);
+      CHECK(!holds[tile].empty());
+      const void *const grad = table[tile / 2].grad;
+      if (const int status = csd_engine_push_early(engine, tile, &grad, holds[tile].data(), &error)) return status;
+    }
+    return CSD_OK;
+  }
+
+  int unchanged(const uint8_t *suspect = nullptr) {
+    int32_t told = 0;
+    OK(csd_engine_unchanged(engine, table.data(), table.size(), suspect, &told, &error));
+    return told;
+  }
+
+  int release(const std::vector<uint32_t> &order) {
+    return csd_engine_release(engine, table.data(), table.size(), order.data(), static_cast<uint32_t>(order.size()),
+                              &error);
   }
 
   int step() {
@@ -379,6 +413,253 @@ void undo() {
   CHECK(m.state() != before);
 }
 
+// Steps that are begun as guesses give the same bits, and until they are released nothing to see.
+void guesses() {
+  for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
+    for (const uint32_t sections : {3u, 4u}) {
+      const File a, b, c;
+      const csd_device slow = paced(file(c, 3));
+      Model m({file(a, 3), file(b, 4, 12 * kTile), slow}, sections, dtype), same({ram()}, sections, dtype);
+      for (Model *model : {&m, &same}) OK(model->step());
+      for (uint32_t i = 0; i < 16; i++) {
+        m.same_order = i % 5 != 0;
+        for (Model *model : {&m, &same})
+          for (uint32_t p = 0; p < model->table.size(); p++) {
+            model->fill(model->grads[p], i + p);
+            csd_param &row = model->table[p];
+            row.grad = (i + p) % 5 ? model->grads[p].data() : nullptr;
+            row.master = i % 3 ? CSD_IN_SECTION : dtype == CSD_F32 ? CSD_FROM_PARAM : CSD_UNLESS_SET;
+            if (i % 3 == 0) model->params[p][8 * i + 1] ^= 1;  // somebody sets one
+          }
+        const std::vector<std::vector<char>> before = m.params;
+        const std::vector<float> state = m.state();
+        OK(m.begin_guess());
+        OK(m.push_early(i % 3, m.tiles.size(), 1 + i % 4));
+        if (i % 2) usleep(1000);
+        CHECK(m.unchanged());
+        const bool reads = i % 3 == 0;
+        // Tile 7 was pushed, or no tile of its parameter.
+        const bool pushed = !m.holds[6].empty() || !m.holds[7].empty();
+        if (pushed && m.table[3].grad) {
+          std::vector<uint8_t> suspect(m.table.size());
+          char &grad = m.grads[3][m.holds[6].empty() ? m.grads[3].size() / 4 * (dtype == CSD_F32 ? 4 : 2) - 401 : 0];
+          char &param = m.params[3][m.holds[6].empty() ? m.params[3].size() / 4 * (dtype == CSD_F32 ? 4 : 2) - 401 : 0];
+          grad ^= 1;
+          CHECK(!m.unchanged() && m.unchanged(suspect.data()));
+          suspect[3] = 2;
+          CHECK(m.unchanged(suspect.data()));
+          suspect[3] = 1;
+          CHECK(!m.unchanged(suspect.data()));
+          grad ^= 1;
+          param ^= 1;
+          CHECK(m.unchanged() == !reads && m.unchanged(suspect.data()));
+          suspect[3] = 2;
+          CHECK(m.unchanged(suspect.data()) == !reads);
+          param ^= 1;
+          CHECK(m.unchanged());
+        }
+        CHECK(m.params == before);
+        if (i % 4 == 2) {  // the guess was wrong
+          OK(csd_engine_finish(m.engine, 0, &m.error));
+          CHECK(csd_engine_undone(m.engine, nullptr, nullptr, 0) == 0 && m.params == before && m.state() == state);
+          for (auto &hold : m.holds) hold.clear();
+          OK(m.step());
+        } else {
+          std::vector<uint32_t> order(m.tiles.rbegin(), m.tiles.rend());
+          if (i % 2) order.resize(order.size() / 2);
+          OK(m.release(order));
+          int32_t given;
+          for (const uint32_t tile : m.tiles)
+            if (!m.holds[tile].empty()) OK(csd_engine_params_ready(m.engine, &tile, 1, 1, &given, &m.error));
+            else OK(csd_engine_push(m.engine, tile, nullptr, nullptr, nullptr, 0, &m.error));
+          OK(csd_engine_finish(m.engine, 1, &m.error));
+          for (auto &hold : m.holds) hold.clear();
+          if (i % 4 == 3) std::reverse(m.tiles.begin(), m.tiles.end());
+        }
+        OK(same.step());
+        CHECK(m.params == same.params);
+        if (i % 3 == 0) CHECK(m.state() == same.state());
+      }
+      CHECK(m.state() == same.state());
+    }
+}
+
+// Tiles flow in the order of the release, from wherever the step had got to; and the next step finds those in memory
+// that it begins with.
+void order_of_a_release() {
+  const File a;
+  Model m({file(a, 1, -1)}), kept({file(a, 2, 8 * 12 * kTile)});
+  csd_event events[3 * kTiles];
+  csd_engine_events(m.engine, events, 0);
+  const std::vector<uint32_t> order = {7, 3, 11}, flow = {0, 7, 3, 11, 1, 2, 4, 5, 6, 8, 9, 10};
+  for (const bool early : {false, true}) {
+    OK(m.begin_guess());
+    if (early) OK(m.push_early(3, 9));
+    OK(m.release(order));
+    for (size_t i = 0; i < m.tiles.size(); i++)
+      if (!early || i < 3 || i >= 9) OK(m.push(i, i + 1));
+    OK(csd_engine_finish(m.engine, 1, &m.error));
+    OK(csd_engine_wait_writes(m.engine, &m.error));
+    const uint32_t n = csd_engine_events(m.engine, events, 3 * kTiles);
+    CHECK(n == 3 * kTiles);
+    for (const uint32_t kind : {CSD_READ, CSD_UPDATE, CSD_WRITE}) {
+      std::vector<uint32_t> found;
+      for (const csd_event &event : events)
+        if (event.kind == kind) found.push_back(event.tile);
+      CHECK(found == flow);
+    }
+  }
+  OK(m.close_engine());
+
+  // Buffers for ten of the twelve tiles keep more of what the next step takes first, when they are told what that is.
+  uint64_t read[2] = {};
+  for (const int32_t same_order : {0, 1})
+    for (int i = 0; i < 12; i++) {
+      kept.same_order = same_order;
+      OK(kept.begin_guess());
+      OK(kept.release(kept.tiles));
+      OK(kept.push(0, kTiles));
+      OK(csd_engine_finish(kept.engine, 1, &kept.error));
+      OK(csd_engine_wait_writes(kept.engine, &kept.error));
+      csd_stats stats;
+      OK(csd_engine_stats(kept.engine, 0, &stats, &kept.error));
+      if (i > 1) read[same_order] += stats.read_bytes;
+    }
+  CHECK(0 < read[1] && read[1] < read[0]);
+}
+
+// Makes a file read-only for as long as this lives, under the descriptor that the engine knows.
+struct ReadOnly {
+  const int fd, writable;
+  explicit ReadOnly(int of) : fd(of), writable(dup(of)) {
+    const int readable = open(("/proc/self/fd/" + std::to_string(writable)).c_str(), O_RDONLY);
+    CHECK(readable >= 0 && dup2(readable, fd) == fd);
+    close(readable);
+  }
+  ~ReadOnly() {
+    CHECK(dup2(writable, fd) == fd);
+    close(writable);
+  }
+};
+
+// What is out of order, or cannot be a guess; what fails in one.
+void guesses_gone_wrong() {
+  const File a, b, c;
+  Model m({file(a), file(b)}), in_memory({ram()}), torn({file(c)}, 3, CSD_F32, 1);
+  for (Model *model : {&in_memory, &torn}) {
+    OK(model->begin());
+    CHECK(model->push_early(0, 1) == CSD_EINVAL && strstr(model->error.text, "could not be undone"));
+    OK(csd_engine_finish(model->engine, 0, &model->error));
+  }
+  OK(m.step());
+  const std::vector<float> state = m.state();
+  const std::vector<std::vector<char>> before = m.params;
+  const auto nothing_changed = [&] {
+    CHECK(m.params == before && m.state() == state);
+    CHECK(csd_engine_undone(m.engine, nullptr, nullptr, 0) == 0);
+  };
+  int32_t told;
+  const void *grad = m.table[0].grad;
+  std::vector<char> hold(8 * kTile);
+  const auto early = [&](uint32_t tile, const void *from, void *at) {
+    return csd_engine_push_early(m.engine, tile, &from, at, &m.error);
+  };
+  CHECK(csd_engine_hold_bytes(m.engine, 0) == 0 && early(0, grad, hold.data()) == CSD_ESTATE);
+  CHECK(csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), nullptr, &told, &m.error) == CSD_ESTATE);
+  CHECK(m.release(m.tiles) == CSD_ESTATE);
+
+  OK(m.begin_guess());
+  CHECK(csd_engine_hold_bytes(m.engine, 0) == hold.size() && csd_engine_hold_bytes(m.engine, 999) == 0);
+  CHECK(early(0, nullptr, hold.data()) == CSD_EINVAL && early(0, grad, nullptr) == CSD_EINVAL);
+  OK(m.push_early(0, 3));
+  CHECK(early(0, grad, hold.data()) == CSD_EINVAL && m.push(0, 1) == CSD_EINVAL && m.push(5, 6) == CSD_ESTATE);
+  OK(csd_engine_params_ready(m.engine, m.tiles.data(), 1, 0, &told, &m.error));
+  CHECK(!told && csd_engine_params_ready(m.engine, m.tiles.data(), 1, 1, &told, &m.error) == CSD_ESTATE);
+  uint32_t tile;
+  CHECK(csd_engine_pull(m.engine, &tile, &m.error) == CSD_ESTATE);
+  CHECK(csd_engine_finish(m.engine, 1, &m.error) == CSD_ESTATE);
+  nothing_changed();
+
+  OK(m.begin_guess());
+  OK(m.push_early(0, m.tiles.size()));
+  CHECK(csd_engine_finish(m.engine, 1, &m.error) == CSD_ESTATE && strstr(m.error.text, "never released"));
+  nothing_changed();
+
+  OK(m.begin_guess());
+  OK(m.push_early(0, 2));
+  CHECK(csd_engine_release(m.engine, m.table.data(), 1, nullptr, 0, &m.error) == CSD_EINVAL);
+  CHECK(m.release({0, 1, 0}) == CSD_EINVAL && m.release({999}) == CSD_EINVAL);
+  for (auto change : {+[](csd_param &row) { row.seed++; }, +[](csd_param &row) { row.grad = nullptr; },
+                      +[](csd_param &row) { row.param = nullptr; }}) {
+    const csd_param row = m.table[1];
+    change(m.table[1]);
+    CHECK(m.release(m.tiles) == CSD_EINVAL);
+    m.table[1] = row;
+  }
+  CHECK(m.params == before);
+  OK(m.release(m.tiles));
+  CHECK(m.release(m.tiles) == CSD_ESTATE && m.push_early(2, 3) == CSD_ESTATE);
+  CHECK(csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), nullptr, &told, &m.error) == CSD_ESTATE);
+  OK(csd_engine_params_ready(m.engine, m.tiles.data(), 2, 1, &told, &m.error));
+  CHECK(told && m.params != before);
+  OK(csd_engine_finish(m.engine, 0, &m.error));  // released, and given up: what was given is listed
+  CHECK(csd_engine_undone(m.engine, nullptr, nullptr, 0) == 2);
+  m.params = before;
+  for (size_t p = 0; p < before.size(); p++) m.table[p].param = m.params[p].data();
+  CHECK(m.state() == state);
+
+  for (int i = 0; i < 10; i++) {  // a drive that cannot be written to
+    OK(m.begin_guess());
+    int status;
+    {
+      const ReadOnly now(b.fd);
+      OK(m.push_early(0, m.tiles.size()));
+      do {  // at first it may not be known
+        status = csd_engine_unchanged(m.engine, m.table.data(), m.table.size(), nullptr, &told, &m.error);
+        CHECK(status == CSD_OK ? told : status == CSD_EIO && m.error.device == 1);
+      } while (i % 2 && status == CSD_OK);
+      if (i % 2) CHECK(m.release(m.tiles) == CSD_EIO && m.error.os_errno == EBADF);
+      status = csd_engine_finish(m.engine, 0, &m.error);
+    }
+    CHECK(status == CSD_EIO || (i % 2 == 0 && status == CSD_OK));
+    nothing_changed();
+  }
+  OK(m.begin_guess());
+  OK(m.push_early(0, m.tiles.size()));
+  OK(m.close_engine());
+  CHECK(m.params == before);
+}
+
+// Who waits for parameters when the step ends, and the next begins, is told how it ended.
+void who_waits() {
+  const File a;
+  Model m({paced(file(a))});
+  for (int i = 0; i < 12; i++) {
+    OK(m.begin());
+    OK(m.push(0, m.tiles.size()));
+    std::vector<std::thread> waiting;
+    std::atomic<int> there{0};
+    for (int t = 0; t < 3; t++)
+      waiting.emplace_back([&m, &there] {
+        const std::vector<uint32_t> tiles = m.tiles;
+        csd_error error;
+        int32_t given = 0;
+        there++;
+        const int status =
+            csd_engine_params_ready(m.engine, tiles.data(), static_cast<uint32_t>(tiles.size()), 1, &given, &error);
+        // Invalid: it came so late that it waits for tiles of the next step, which are not pushed.
+        CHECK(status == CSD_OK ? given : status == CSD_ESTATE || status == CSD_EINVAL);
+      });
+    while (there < 3) usleep(100);
+    usleep(2000);
+    const bool keep = i % 2;
+    OK(csd_engine_finish(m.engine, keep, &m.error));
+    OK(m.begin());
+    OK(csd_engine_finish(m.engine, 0, &m.error));
+    for (std::thread &thread : waiting) thread.join();
+  }
+}
+
 // Windows that are not open: what is written there comes to the device with the next step, and not before.
 void edits() {
   const File a;
@@ -571,7 +852,7 @@ void wrong_calls() {
   csd_engine *empty = nullptr;
   const csd_device cached = file(a, 3, 1 << 20);
   OK(csd_engine_create(&cached, 1, &empty, &error));
-  OK(csd_engine_begin(empty, nullptr, 0, nullptr, 0, nullptr, 0, &error));
+  OK(csd_engine_begin(empty, nullptr, 0, nullptr, 0, nullptr, 0, 0, &error));
   OK(csd_engine_finish(empty, 1, &error));
   OK(csd_engine_close(empty, &error));
 
@@ -650,20 +931,6 @@ void failing_io() {
   close(kept);
   close(nothing);
 }
-
-// Makes a file read-only for as long as this lives, under the descriptor that the engine knows.
-struct ReadOnly {
-  const int fd, writable;
-  explicit ReadOnly(int of) : fd(of), writable(dup(of)) {
-    const int readable = open(("/proc/self/fd/" + std::to_string(writable)).c_str(), O_RDONLY);
-    CHECK(readable >= 0 && dup2(readable, fd) == fd);
-    close(readable);
-  }
-  ~ReadOnly() {
-    CHECK(dup2(writable, fd) == fd);
-    close(writable);
-  }
-};
 
 // Writes that fail: within the step, or after it, where the data waits in its buffer for one that succeeds.
 void failing_writes() {
@@ -798,17 +1065,18 @@ void paced_devices() {
   }
 }
 
+#ifdef __SANITIZE_THREAD__  // slow, and looks for races alone: one in sixteen
+constexpr int64_t kNext = 16;
+#else
+constexpr int64_t kNext = 1;
+#endif
+// Every tile allocates alike, and so does every drive: a few of them, more than there are buffers or than are kept.
+constexpr uint32_t kFew = 6;
+
 // Memory runs out at every allocation that there is, once or for good, in whichever thread: the call or the step fails,
 // nothing else does, and the next one goes its way.
 void out_of_memory() {
   constexpr int kSteps = 3;
-#ifdef __SANITIZE_THREAD__  // slow, and looks for races alone: one in sixteen
-  constexpr int64_t kNext = 16;
-#else
-  constexpr int64_t kNext = 1;
-#endif
-  // Every tile allocates alike, and so does every drive: a few of them, more than there are buffers or than are kept.
-  constexpr uint32_t kFew = 6;
   const auto device = [](const File &f, uint32_t buffers) { return file(f, buffers, 12 * kTile); };
   const auto model = [](std::vector<csd_device> d) { return Model(d, 3, CSD_F32, 2, nullptr, nullptr, kFew); };
   for (const bool for_good : {false, true}) {
@@ -899,6 +1167,49 @@ void out_of_memory() {
   }
 }
 
+// The same in a guess that is right.
+void out_of_memory_in_guesses() {
+  for (const bool for_good : {false, true}) {
+    int64_t n = 1;
+    for (bool failed = true; failed; n += kNext) {
+      const File a;
+      Model m({file(a)}, 3, CSD_F32, 2, nullptr, nullptr, kFew), same({ram()}, 3, CSD_F32, 2, nullptr, nullptr, kFew);
+      for (Model *model : {&m, &same}) OK(model->step());
+      const std::vector<std::vector<char>> before = m.params;
+      m.holds.assign(m.tiles.size(), std::vector<char>(8 * kTile));
+      const std::vector<csd_param> rows = m.table;
+      const std::vector<uint32_t> order(m.tiles.rbegin(), m.tiles.rend());
+      int32_t told = 1, given = 0;
+      const auto all = static_cast<uint32_t>(order.size());
+      fail_at(n, for_good);
+      int status = m.begin();
+      for (uint32_t tile = 0; status == CSD_OK && tile < all; tile += 2)
+        status = csd_engine_push_early(m.engine, tile, &rows[tile / 2].grad, m.holds[tile].data(), &m.error);
+      if (status == CSD_OK) status = csd_engine_unchanged(m.engine, rows.data(), rows.size(), nullptr, &told, &m.error);
+      if (status == CSD_OK) status = m.release(order);
+      for (uint32_t tile = 1; status == CSD_OK && tile < all; tile += 2) status = m.push(tile, tile + 1);
+      if (status == CSD_OK) status = csd_engine_params_ready(m.engine, order.data(), all, 1, &given, &m.error);
+      const int end = csd_engine_finish(m.engine, status == CSD_OK, &m.error);
+      if (status == CSD_OK) status = end;
+      const int late = csd_engine_wait_writes(m.engine, &m.error);
+      CHECK(late == CSD_OK || late == CSD_ENOMEM);
+      failed = fail_at(0, false);
+      CHECK(told && (status == CSD_OK ? given : failed && (status == CSD_ENOMEM || status == CSD_ESTATE)));
+      if (status == CSD_OK) {
+        OK(same.step());
+        CHECK(m.params == same.params);
+      } else {
+        if (csd_engine_undone(m.engine, nullptr, nullptr, 0) == 0) CHECK(m.params == before);
+        std::vector<std::vector<char>> written = before;
+        m.params.swap(written);
+        for (size_t p = 0; p < before.size(); p++) m.table[p].param = m.params[p].data();
+      }
+      CHECK(m.state() == same.state());
+    }
+    CHECK(n > 30);
+  }
+}
+
 void many_engines_and_threads() {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; t++)
@@ -930,6 +1241,10 @@ int main(int argc, char **argv) {
                {"rules of few sections", rules_of_few_sections},
                {"to and fro", to_and_fro},
                {"undo", undo},
+               {"guesses", guesses},
+               {"guesses gone wrong", guesses_gone_wrong},
+               {"who waits", who_waits},
+               {"order of a release", order_of_a_release},
                {"edits", edits},
                {"in place", in_place},
                {"sparse steps", sparse_steps},
@@ -940,6 +1255,7 @@ int main(int argc, char **argv) {
                {"close in flight", close_in_flight},
                {"paced devices", paced_devices},
                {"out of memory", out_of_memory},
+               {"no memory for guesses", out_of_memory_in_guesses},
                {"many engines and threads", many_engines_and_threads}};
   for (const auto &test : tests) {
     if (argc > 1 && !strstr(test.name, argv[1])) continue;

@@ -1,0 +1,224 @@
+// A step that begins before it is known whether it will be: see csd.h. Nothing that the caller can see changes before
+// the release. A tile that is pushed early reads copies, and its new parameters stay beside them.
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <iterator>
+#include <utility>
+
+#include "crc32c.h"
+#include "engine.h"
+#include "topk.h"
+
+namespace csd {
+namespace {
+
+const char *bytes_at(const void *from, uint32_t dtype, uint64_t element) {
+  return static_cast<const char *>(from) + dtype_bytes(dtype) * element;
+}
+
+// Do they say the same, wherever their gradients and parameters lie?
+bool same_row(const csd_param &a, csd_param b) {
+  static_assert(sizeof b == 96, "no bytes that belong to no field");
+  if (!a.grad != !b.grad || !a.param != !b.param) return false;
+  b.grad = a.grad, b.param = a.param;
+  return memcmp(&a, &b, sizeof b) == 0;
+}
+
+// The image of the gradients, and behind it that of the parameters, from a cache line on. Each is as wide as the widest
+// of its elements.
+struct Hold {
+  uint64_t grad_bytes = 2, param_bytes = 2, params_at, bytes;
+
+  Hold(const Tile &t, const csd_param *params) {
+    for (const csd_piece *p = t.pieces; p != t.pieces + t.n_pieces; p++) {
+      const csd_param &row = params[p->param];
+      if (row.grad) grad_bytes = std::max(grad_bytes, dtype_bytes(row.grad_dtype));
+      param_bytes = std::max(param_bytes, dtype_bytes(row.param_dtype));
+    }
+    params_at = (t.elems * grad_bytes + 63) / 64 * 64;
+    bytes = params_at + t.elems * param_bytes;
+  }
+};
+
+}  // namespace
+
+uint64_t Engine::hold_bytes(uint32_t tile) noexcept {
+  Lock lock(mutex_);
+  if (phase_ != Phase::stepping || tile >= job_of_tile_.size() || !job_of_tile_[tile]) return 0;
+  return Hold(tiles_[tile], params_.data()).bytes;
+}
+
+// Of codes, all are: the first section may not have been loaded because the parameter has it.
+bool Engine::reads_param(const Tile &t, const csd_param &p) const {
+  if (!p.param || !lanes_[t.device].device->reaches_params()) return false;
+  return t.layout.coded() || (p.grad && (p.master == CSD_FROM_PARAM || p.master == CSD_UNLESS_SET));
+}
+
+void Engine::push_early(uint32_t tile, const void *const *grads, void *hold) {
+  Lock lock(mutex_);
+  Job &job = to_push(tile);
+  const Tile &t = *job.tile;
+  if (released_) throw Failure{CSD_ESTATE, "the step is released: push " + std::to_string(tile) + " as always"};
+  if (t.n_slots == 1 || lane(job).device->resident() || job.work.is_new)
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is new, or could not be undone"};
+  if (!hold) throw Failure{CSD_EINVAL, "no memory to hold tile " + std::to_string(tile)};
+  for (uint64_t i = 0; i < t.n_pieces; i++)
+    if (const csd_param &row = params_[t.pieces[i].param];
+        is_sparse(row) || !grads[i] != !row.grad || (row.grad && !row.param))
+      throw Failure{CSD_EINVAL, "parameter " + std::to_string(t.pieces[i].param) +
+                                    " has Top-K, a gradient here and none in the step, or nowhere to be"};
+  // All that may fail comes first.
+  std::list<Pool::Task> copies, give;
+  copies.push_back([this, &job, from = std::vector<const void *>(grads, grads + t.n_pieces)] { copy(job, from); });
+  give.push_back([this, &job] {
+    for (const csd_piece *p = job.tile->pieces; p != job.tile->pieces + job.tile->n_pieces; p++) {
+      const csd_param &to = params_[p->param];
+      const uint64_t bytes = dtype_bytes(to.param_dtype);
+      if (to.grad)
+        memcpy(static_cast<char *>(to.param) + bytes * p->param_first, param_at(*p, job.work, 0), bytes * p->elems);
+    }
+    Lock lock(mutex_);
+    job.given = true;
+    not_given_--;
+    pulled_.notify_all();
+    if (--going_on_ == 0) settled_.notify_all();
+  });
+  job.give = std::move(give);
+  const Hold layout(t, params_.data());
+  job.work.grad_image = hold;
+  job.work.param_image = static_cast<char *>(hold) + layout.params_at;
+  job.work.grad_bytes = layout.grad_bytes;
+  job.work.param_bytes = layout.param_bytes;
+  job.work.holds_params = true;
+  job.pushed = job.early = job.copying = guess_ = true;
+  copying_++;
+  going_on_++;
+  Pool::updates().submit(std::move(copies));
+}
+
+// Somebody may be writing there: then it is not what csd_engine_unchanged finds, whatever was copied.
+void Engine::copy(Job &job, const std::vector<const void *> &grads) noexcept {
+  const Tile &t = *job.tile;
+  auto *const image = static_cast<char *>(const_cast<void *>(job.work.grad_image));
+  uint32_t crc = 0;
+  for (uint64_t i = 0; i < t.n_pieces; i++) {
+    const csd_piece &p = t.pieces[i];
+    const csd_param &row = job.work.params[p.param];
+    if (row.grad)
+      memcpy(image + job.work.grad_bytes * p.tile_first, bytes_at(grads[i], row.grad_dtype, p.param_first),
+             dtype_bytes(row.grad_dtype) * p.elems);
+    if (!reads_param(t, row)) continue;
+    const uint64_t bytes = dtype_bytes(row.param_dtype) * p.elems;
+    void *const param = param_at(p, job.work, 0);
+    memcpy(param, bytes_at(row.param, row.param_dtype, p.param_first), bytes);
+    crc = crc32c(crc, param, bytes);  // what was copied, and not what is there by now
+  }
+  Lock lock(mutex_);
+  job.params_crc = crc;
+  job.copying = false;
+  update_if_ready(job);
+  if (--copying_ == 0) pulled_.notify_all();
+  if (--going_on_ == 0) settled_.notify_all();
+}
+
+bool Engine::unchanged(const csd_param *params, uint64_t n_params, const uint8_t *suspect) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::stepping || released_) throw Failure{CSD_ESTATE, "no guess is under way"};
+  if (n_params != params_.size()) throw Failure{CSD_EINVAL, "the step began with more rows, or with fewer"};
+  pulled_.wait(lock, [this] { return copying_ == 0; });
+  if (failed_) throw failure_;
+  std::atomic<bool> same{true};
+  uint64_t comparing = 0;
+  std::list<Pool::Task> tasks;
+  for (const Job &job : jobs_) {
+    if (!job.early) continue;
+    tasks.push_back([this, &job, &same, &comparing, params, suspect] {
+      if (same && !is_as_copied(job, params, suspect)) same = false;
+      Lock lock(mutex_);
+      comparing--;
+      pulled_.notify_all();
+      if (--going_on_ == 0) settled_.notify_all();
+    });
+  }
+  comparing = tasks.size();
+  going_on_ += comparing;
+  Pool::updates().submit(std::move(tasks));
+  pulled_.wait(lock, [&comparing] { return comparing == 0; });
+  return same;
+}
+
+bool Engine::is_as_copied(const Job &job, const csd_param *params, const uint8_t *suspect) const noexcept {
+  const Tile &t = *job.tile;
+  const auto may_differ = [suspect](const csd_piece &p, unsigned bit) { return !suspect || (suspect[p.param] & bit); };
+  bool any = false;
+  for (const csd_piece *p = t.pieces; p != t.pieces + t.n_pieces; p++) {
+    const csd_param &was = job.work.params[p->param], &is = params[p->param];
+    if (!same_row(was, is)) return false;
+    any |= reads_param(t, was) && may_differ(*p, 2);
+    if (was.grad && may_differ(*p, 1) &&
+        memcmp(grad_at(*p, job.work, 0), bytes_at(is.grad, is.grad_dtype, p->param_first),
+               dtype_bytes(is.grad_dtype) * p->elems) != 0)
+      return false;
+  }
+  if (!any) return true;
+  uint32_t crc = 0;
+  for (const csd_piece *p = t.pieces; p != t.pieces + t.n_pieces; p++)
+    if (const csd_param &is = params[p->param]; reads_param(t, is))
+      crc = crc32c(crc, bytes_at(is.param, is.param_dtype, p->param_first), dtype_bytes(is.param_dtype) * p->elems);
+  return crc == job.params_crc;
+}
+
+void Engine::release(const csd_param *params, uint64_t n_params, const uint32_t *order, uint32_t n_order) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::stepping || released_) throw Failure{CSD_ESTATE, "no guess is under way"};
+  if (failed_) throw failure_;
+  if (n_params != params_.size() || !std::equal(params, params + n_params, params_.begin(), same_row))
+    throw Failure{CSD_EINVAL, "these are not the rows that the step began with"};
+  std::vector<Job *> jobs;
+  jobs.reserve(jobs_.size());
+  std::vector<bool> named(tiles_.size());
+  for (uint32_t i = 0; i < n_order; i++) {
+    if (order[i] >= job_of_tile_.size() || !job_of_tile_[order[i]] || named[order[i]])
+      throw Failure{CSD_EINVAL, "tile " + std::to_string(order[i]) + " is not part of this step, or named twice"};
+    named[order[i]] = true;
+    jobs.push_back(job_of_tile_[order[i]]);
+  }
+  for (Job &job : jobs_)
+    if (!named[job.tile->index]) jobs.push_back(&job);
+  // Those that have begun stay where they are; it is their order in which the next step needs them.
+  std::vector<std::vector<Job *>> flow(lanes_.size());
+  for (Lane &l : lanes_)
+    std::copy_if(l.jobs.begin(), l.jobs.end(), std::back_inserter(flow[static_cast<size_t>(&l - lanes_.data())]),
+                 [](const Job *job) { return job->begun; });
+  for (Job *job : jobs)
+    if (!job->begun) flow[job->tile->device].push_back(job);
+  std::vector<csd_param> rows(params, params + n_params);
+
+  // From here on nothing fails. Tiles that were pushed go on with the rows that they know.
+  released_ = true;
+  guessed_ = std::move(params_);
+  params_ = std::move(rows);
+  for (Lane &l : lanes_) {
+    l.jobs = std::move(flow[static_cast<size_t>(&l - lanes_.data())]);
+    l.next = 0;
+    for (size_t place = 0; place < l.jobs.size(); place++) {
+      Job &job = *l.jobs[place];
+      job.place = place;
+      l.to_read[place] = !job.begun && job.must_read();
+    }
+  }
+  reorder_buffers();
+  for (Job *job : jobs) {
+    if (!job->pushed) job->work.params = params_.data();
+    if (job->early && job->updated) give(*job);
+  }
+}
+
+void Engine::give(Job &job) noexcept {
+  going_on_++;
+  Pool::updates().submit(std::move(job.give));
+}
+
+}  // namespace csd

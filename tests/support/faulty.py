@@ -1,0 +1,56 @@
+"""Tests whose bodies run in one child process that has faults/faults.c preloaded, and what makes its calls fail."""
+
+import contextlib
+import functools
+import importlib
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import faults
+import pytest
+from faults import ERROR, FOREVER
+
+_child: ProcessPoolExecutor | None = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def child(tmp_path_factory):
+    """The process in which the bodies run."""
+    global _child
+    directory = tmp_path_factory.mktemp("faults")
+    environment = faults.preloaded(directory, "faults")
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        pool.submit(os.getpid).result()  # started: the environment may go back
+        _child = pool
+        yield
+        _child = None
+
+
+def in_child(body):
+    """Makes a test's body run in the child, below its tmp_path."""
+
+    @functools.wraps(body)
+    def test(**arguments):
+        assert _child is not None
+        _child.submit(_call, body.__module__, body.__name__, os.getcwd(), arguments).result()
+
+    return test
+
+
+def _call(module, name, directory, arguments):
+    os.chdir(directory)
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+
+
+@contextlib.contextmanager
+def fault(calls, path, error=0, *, effect=ERROR, skip=0, times=FOREVER, hold=False, must_strike=True):
+    """Lets `calls` on files whose path contains `path` fail: `times` of them, after `skip` that do not.
+
+    With `hold` they wait, and fail when the function that this yields is called.
+    """
+    with faults.rule(calls, path, effect, error, skip=skip, times=times, hold=hold) as rule:
+        yield lambda: rule.__setitem__("hold", 0)
+    assert not must_strike or rule["struck"] > 0, "the fault never struck"
