@@ -49,6 +49,14 @@ def trace() -> str | None:
     return os.environ.get("CSD_OPTIM_TRACE") or None
 
 
+def checks_overlap() -> bool:
+    """CSD_OPTIM_OVERLAP: `check` if using a parameter under way is an error. Raises CSDValueError."""
+    text = os.environ.get("CSD_OPTIM_OVERLAP") or ""
+    if text not in ("", "check"):
+        raise CSDValueError(f"Invalid CSD_OPTIM_OVERLAP: {text!r}; `check` looks at every use of a parameter")
+    return text == "check"
+
+
 def emulated_drives() -> list[str]:
     """CSD_OPTIM_EMULATED_DRIVES: a directory for each emulated card, with `:` in between."""
     return [d for d in os.environ.get(EMULATED_DRIVES, "").split(os.pathsep) if d]

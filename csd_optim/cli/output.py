@@ -298,6 +298,8 @@ def show_plan(found: dict[str, Any]) -> None:
     out.print(predictions_table(found["predictions"]))
     rows = [("waits for", f"{advice.BOUNDS[own['bound']]}: {own['stages'][own['bound']]:.2f} of {own['step']:.2f} s")]
     rows += [("" if i else "to change", text) for i, text in enumerate(found["advice"])]
+    if found["overlap"]:
+        rows.append(("overlap", advice.describe_overlap(r, own["seconds"], found["overlap"])))
     base, ours = (
         f"from {n} on" if n else f"never (up to {advice.MOST_DEVICES})"
         for n in (found["break_even"][other] for other in ("base", "csdadam"))

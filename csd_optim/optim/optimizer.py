@@ -24,14 +24,16 @@ from ..checkpoint import snapshot as checkpoint
 from ..checkpoint import state_dict as stored
 from ..compression.policy import check_topk
 from ..devices.spec import parse_devices
+from ..devices.units import parse_bytes
 from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
 from ..distributed.sharding import whole_of
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..errors import CSDRuntimeError, CSDValueError
 from ..finalize import close_quietly
+from ..overlap.overlap import Overlap
 from ..params.decoded_entry import DecodedEntry
-from ..params.groups import check_state_dtype, members, name_of, plain, put_back
+from ..params.groups import Groups, check_state_dtype, members, name_of, plain, put_back
 from ..params.memory_warnings import COPIED, DECODED, warn_if_large
 from ..params.param_state import check_param
 from ..params.state_map import StateMap
@@ -48,6 +50,7 @@ from ..step.prepare import (
     apply_outside_writes,
     bind,
     clip_scale,
+    foresee,
     participants,
     prepare,
 )
@@ -150,7 +153,9 @@ class CSDOptimizer(Optimizer, Joinable):
         self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
         Joinable.__init__(self)
         self._plan: StepPlan | None = None
+        self._overlap: Overlap | None = None
         # Of the last step
+        self._grad_scale = 1.0
         self._seconds = 0.0
         self._skipped = False
         self._grad_norm: float | None = None
@@ -173,10 +178,27 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @property
     def _live_engine(self) -> Engine:
-        """Raises CSDRuntimeError if it is closed, or another process's."""
+        """With no step under way. Raises CSDRuntimeError if it is closed, or another process's; the step's failure."""
         assert self._engine is not None
         self._engine.check_open()
+        self._settle()
         return self._engine
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[Engine]:
+        """The same with its lock, so that no other thread launches a step."""
+        while True:
+            engine = self._live_engine
+            with engine.lock:
+                if not engine.guessed and (engine.landing is None or engine.landing.is_set()):
+                    yield engine
+                    return
+
+    def _settle(self) -> None:
+        """Returns when no step is under way. Raises CSDOSError if it failed."""
+        if self._overlap:
+            self._overlap.undo_early("other calls")
+            self._overlap.land()
 
     # ---- torch's contract ------------------------------------------------------
 
@@ -185,8 +207,7 @@ class CSDOptimizer(Optimizer, Joinable):
         """A plain dict of plain tensors. Reading it first waits for states still on their way to a device."""
         engine = self._engine
         if self._runner.in_flight and engine is not None and not engine.closed:
-            engine.check_open()
-            with engine.lock:
+            with self._settled():
                 engine.remap()
                 self._runner.in_flight = False
         return self._state_map.state
@@ -235,11 +256,15 @@ class CSDOptimizer(Optimizer, Joinable):
         self._trained += 0.0 if self._started is None else start - self._started
         self._started = start
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        engine = self._live_engine
-        with defer_signals(), engine.lock:
+        assert self._engine is not None
+        engine = self._engine
+        engine.check_open()
+        self._skipped = found_inf is not None and bool(found_inf.item())
+        if self._overlap:
+            self._overlap.before_step(skips=self._skipped)
+        with defer_signals(), self._arriving(), engine.lock:
             engine.confirm()
             self._runner.moved, self._grad_norm = False, None
-            self._skipped = found_inf is not None and bool(found_inf.item())
             scale = None if grad_scale is None else float(grad_scale)
             if self._ranks:
                 agreed = agree_on_step(
@@ -390,23 +415,121 @@ class CSDOptimizer(Optimizer, Joinable):
         devices = ", ".join(map(str, engine.devices.specs)) if engine and not engine.closed else "closed"
         return f"{super().__repr__()} on [{devices}]"
 
+    # ---- overlap -----------------------------------------------------------------
+
+    def overlap(self, model: torch.nn.Module | None, *, backward: bool = False, hold: str | int = "1GB") -> None:
+        """From now on step() returns when all is handed over, and parameters arrive in the order of their next use.
+
+        Whoever reads a parameter of `model` that has not arrived waits for it: its modules do, and so does whoever asks
+        them, or this optimizer, for parameters. Every value that is read is the one that it would be without; see
+        docs/overlap.md for what cannot be waited for, such as a list of parameters that was made before: call wait()
+        then. Parameters that `model` does not have arrive before step() returns.
+
+        To be called when `model` is as it will be used: wrapped, compiled. None: as without, from the next step on.
+
+        If a device fails, the first who waits raises CSDOSError, once; parameters and state are those before the step.
+
+        With `backward` a step begins in backward, as soon as gradients are final: a guess that no more of them come,
+        and that learning rates, clipping and loss scale stay as they were. step() compares, and keeps it or begins
+        anew; nothing changes before. `hold`: host memory for what is ready before step(), such as "1GB", or in bytes.
+
+        Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`, `shadow=False`), which
+        `backward` needs; CSDRuntimeError where ranks train together.
+        """
+        hold_bytes = parse_bytes(str(hold))
+        engine = self._live_engine
+        if model is not None and self._ranks:
+            raise CSDRuntimeError("overlap() works in a single process only")
+        if model is not None and backward and (engine.slots == 1 or engine.devices.resident):
+            raise CSDValueError(
+                "overlap(backward=True) undoes steps, which takes a second copy of the states: ram:, null: and "
+                "shadow=False have none"
+            )
+        if self._overlap:
+            self._overlap.end()
+            self._overlap, engine.rank = None, None
+        if model is not None:
+            foresee = self._foresee if backward else None
+            owner = weakref.ref(self)
+
+            def groups() -> Groups:
+                return opt.param_groups if (opt := owner()) else []
+
+            self._overlap = Overlap(
+                engine,
+                self._runner,
+                self._state_map,
+                model,
+                groups,
+                foresee=foresee,
+                hold_bytes=hold_bytes,
+                spans=engine.model_spans,
+            )
+
+    def wait(self) -> None:
+        """Returns when all parameters are those of the last step. Raises CSDOSError if that failed."""
+        if self._overlap:
+            self._overlap.land()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. A step under way goes on, unless gradients are to become zeros: then it has landed first."""
+        if not set_to_none or self._overlap is None:
+            self._settle()
+            super().zero_grad(set_to_none)
+            return
+        self._overlap.forget_gradients()
+        for group in self.param_groups:
+            for p in list.__iter__(group["params"]):
+                p.grad = None
+
+    @contextlib.contextmanager
+    def _arriving(self) -> Iterator[None]:
+        """What is launched within, and nobody waits for, has arrived at the end."""
+        yield
+        if self._overlap:
+            self._overlap.arrive_at_once()
+
     # ---- the step ----------------------------------------------------------------
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
+        self._grad_scale = grad_scale
         with all_ranks_or_none(self._ranks):
             record = self._record(engine) if engine.durable else None
             self._resume.begin_step(engine, self.param_groups)
             taking_part = participants(self.param_groups)
+            if self._overlap:
+                self._overlap.check(taking_part)
             if self.max_grad_norm is None:
                 step = self._prepare(engine, taking_part, grad_scale)
         if self.max_grad_norm is not None:  # a collective: not where a rank may have raised
             scale, self._grad_norm = clip_scale(self.param_groups, self._state_map, grad_scale, self.max_grad_norm)
             with all_ranks_or_none(self._ranks):
                 step = self._prepare(engine, taking_part, grad_scale * scale)
+        if step is not None and self._overlap and self._runner.can_land_later(step):
+            return self._overlap.fly(engine, step, record)
+        if self._overlap:
+            self._overlap.cannot_fly()
         if step is not None:
             self._runner.run(engine, step, record, descending=self._descending)
         elif self._ranks is not None:
             self._runner.run_without_gradients(engine, self.param_groups, record)
+
+    def _foresee(self) -> tuple[Engine, PreparedStep, Record | None] | None:
+        """The step that would follow if nothing changed but gradients: see foresee(). None: there cannot be one now."""
+        engine, plan = self._engine, self._plan
+        if engine is None or engine.closed or not engine.idle or plan is None or self._resume.pending:
+            return None
+        with engine.lock:
+            options = self._grad_options
+            step = foresee(engine, self._rule, self._state_map, plan, self.param_groups, self._grad_scale, options)
+            if step is None:
+                return None
+            self._runner.make_ready(engine, step)
+            return engine, step, self._record(engine) if engine.durable else None
+
+    @property
+    def _grad_options(self) -> GradOptions:
+        return GradOptions(self.grad_dtype, self.topk, self.topk_warmup, self.error_feedback)
 
     def _prepare(self, engine: Engine, taking_part: Participants, grad_scale: float) -> PreparedStep | None:
         """A step that is ready to run; None: there is no gradient."""
@@ -414,8 +537,9 @@ class CSDOptimizer(Optimizer, Joinable):
         if bound is None:
             return None
         self._plan = bound.plan
-        options = GradOptions(self.grad_dtype, self.topk, self.topk_warmup, self.error_feedback)
-        step = prepare(engine, self._rule, bound, self.param_groups, grad_scale, options)
+        step = prepare(engine, self._rule, bound, self.param_groups, grad_scale, self._grad_options)
+        if self._overlap:
+            self._overlap.compare(step)
         add_residuals(engine, self._state_map, step)
         apply_outside_writes(engine, step)
         self._runner.make_ready(engine, step)
@@ -433,8 +557,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
         Of ranks with named directories all call it: then the step is durable on all of them, or it raises on all.
         """
-        engine = self._live_engine
-        with engine.lock:
+        with self._settled() as engine:
             engine.wait()
 
     def _record(self, engine: Engine) -> Record:
@@ -501,9 +624,10 @@ class CSDOptimizer(Optimizer, Joinable):
         so it is where the machine has one only, or the system does not tell which is the drive's, or allows it).
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
+        ``overlap``, with overlap(): ``waited``, seconds that others waited for the step; ``early_params``, elements
+        updated before step(); ``redone``, of all steps, guesses that were wrong, by what was not as guessed.
         """
-        engine = self._live_engine
-        with engine.lock:
+        with self._settled() as engine:
             engine.wait_writes()
             counted = engine.stats()
         gather = self._plan.gather if self._plan else None
@@ -517,6 +641,7 @@ class CSDOptimizer(Optimizer, Joinable):
             gathered_bytes=gather.received_bytes if gather else 0,
             skipped=self._skipped,
             grad_norm=self._grad_norm,
+            overlap=self._overlap.stats() if self._overlap else None,
         )
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
@@ -534,8 +659,7 @@ class CSDOptimizer(Optimizer, Joinable):
         is damaged, CSDOSError, CSDRuntimeError if there is nothing to save: with wait=False some of these through the
         future.
         """
-        engine = self._live_engine
-        with defer_signals(), engine.lock:
+        with defer_signals(), self._settled() as engine:
             engine.confirm()
             with engine.all_ranks_or_none():
                 if self._state_map.unfilled or not self._state_map.intact():
@@ -564,7 +688,12 @@ class CSDOptimizer(Optimizer, Joinable):
         """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""
         if self._engine is not None:
             self._finalizer.detach()
-            self._engine.close()
+            try:
+                self._settle()
+            finally:
+                if self._overlap:
+                    self._overlap.end()
+                self._engine.close()
 
     def __enter__(self) -> Self:
         return self

@@ -21,6 +21,7 @@ def describe(
     gathered_bytes: int,
     skipped: bool,
     grad_norm: float | None,
+    overlap: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """`counted`: what the engine says of each device.
 
@@ -62,5 +63,7 @@ def describe(
     totals["skipped"] = skipped
     if grad_norm is not None:
         totals["grad_norm"] = grad_norm
+    if overlap is not None:
+        totals["overlap"] = overlap
     busiest = {kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in KINDS}
     return {**totals, "seconds": {**busiest, "step": seconds}, "devices": devices}

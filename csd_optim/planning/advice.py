@@ -33,6 +33,7 @@ from .model import (
 )
 
 MOST_DEVICES = 64  # so far break-even is looked for
+WORTH_OVERLAP = 0.98  # of an iteration: if more is left of it with overlap, that gains nothing to speak of
 
 
 # ---- a plan ----------------------------------------------------------------------
@@ -91,6 +92,7 @@ def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
             "buffers": DEFAULT_BUFFERS * slot * tile * r.devices,
         },
         "predictions": rows,
+        "overlap": overlapped(r, own["step"], own["seconds"]),
         "break_even": _break_even(r),
         "wear": {
             "bytes_per_step_and_device": written,
@@ -157,6 +159,29 @@ def _rows(r: Request, devices: int) -> list[dict[str, Any]]:
         chosen = (variant, on) == (r.variant, r.on)
         rows.append({**asdict(p), "seconds": p.seconds, "on": on, "state_dtype": states, "chosen": chosen})
     return rows
+
+
+def overlapped(r: Request, step: float, seconds: float) -> dict[str, float] | None:
+    """Seconds of an iteration with `overlap(model)`, "forward", and with `backward=True`, "backward".
+
+    `step`, `seconds`: of the step and of the iteration without. What the step does beside the first forward after it,
+    and beside the last backward before it, takes no time of its own. None: it is not known what those take.
+    """
+    if not r.forward + r.backward:
+        return None
+    beside = {"forward": r.forward, "backward": r.forward + (0 if r.topk else r.backward)}  # Top-K begins in step()
+    return {how: seconds - min(step, hidden) for how, hidden in beside.items()}
+
+
+def describe_overlap(r: dict[str, Any], seconds: float, overlap: dict[str, float]) -> str:
+    """What `overlapped` found, for people. `r`: the request, `seconds`: of an iteration without."""
+    forward, backward = overlap["forward"], overlap["backward"]
+    if backward > WORTH_OVERLAP * seconds:
+        batches = f" of {r['accumulate']}" if r["accumulate"] > 1 else ""
+        return f"gains nothing to speak of: {_seconds(seconds - backward)}, what fits beside one batch{batches}"
+    said = f"an iteration takes {forward:.2f} s with overlap(model), "
+    said += "with backward=True as well" if forward == backward else f"{backward:.2f} s with backward=True"
+    return f"{said}: {seconds / backward:.2f} times as fast"
 
 
 def label(row: dict[str, Any]) -> str:

@@ -250,6 +250,30 @@ def prepare(
     )
 
 
+def foresee(
+    engine: Engine,
+    rule: UpdateRule,
+    state_map: StateMap,
+    plan: StepPlan,
+    groups: Groups,
+    grad_scale: float,
+    options: GradOptions,
+) -> PreparedStep | None:
+    """The step after that of `plan` if the same parameters take part in it, which stand for their gradients here.
+
+    None: something has changed since, or gradients take more than to be pushed as they are. Raises as prepare().
+    """
+    if plan.changes != state_map.changes or not state_map.intact() or state_map.unfilled:
+        return None
+    if any(b.is_written for b in state_map.param_states.values()) or not all(b.direct for b in plan.param_states):
+        return None
+    group_of = {id(p): k for k, _, p in members(groups)}
+    stand_ins = [b.local for b in plan.param_states]
+    taking_part = Participants(plan.params, stand_ins, [group_of.get(id(p), 0) for p in plan.params])
+    step = prepare(engine, rule, BoundStep(plan, taking_part, [], [], state_map.coded), groups, grad_scale, options)
+    return None if step.prepared or step.table["topk"].any() else step
+
+
 def _hypers(
     rule: UpdateRule,
     plan: StepPlan,

@@ -47,6 +47,13 @@ class StepRunner:
         `descending`: of what the ranks share, the last goes first.
         """
         self._flow(engine, step, record, descending=descending)
+        self._complete(engine, step, record)
+        for source in step.prepared.values():
+            source.give_back()
+        self.is_ours(step)
+
+    def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
+        """The step is whole: what it owes is noted, and it is committed."""
         self._state_map.filled()
         self.taken += 1
         try:
@@ -62,11 +69,37 @@ class StepRunner:
             for extent, own in zip(engine.extents, engine.steps, strict=True):
                 own[:] = step.steps[extent.first_param : extent.first_param + len(own)]
             engine.commit(record)
-        for source in step.prepared.values():
-            source.give_back()
+
+    @staticmethod
+    def is_ours(step: PreparedStep) -> None:
+        """Counts the step's write to its parameters; what is written to them from here on is written by others."""
         torch.autograd.graph.increment_version(step.plan.params)
         for param_state in (*step.written, *step.plan.param_states):
             param_state.is_ours()
+
+    # ---- a step that lands later: see overlap/ -----------------------------------------
+
+    def can_land_later(self, step: PreparedStep) -> bool:
+        """Can the devices do it without this thread? They reach all gradients and parameters, and nobody else waits."""
+        return bool(len(step.tiles)) and not step.images and step.gather is None and self._ranks is None
+
+    def launch(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
+        """Begins the step, and returns its tiles in the order in which they flow. land() is to follow."""
+        try:
+            return self._begin(engine, step, record)
+        except BaseException:
+            if engine.stepping:
+                self.undo(engine, step)
+            raise
+
+    def land(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
+        """Waits until the step is whole, and commits it. On any failure all is put back."""
+        try:
+            engine.finish()
+        except BaseException:
+            self.undo(engine, step)
+            raise
+        self._complete(engine, step, record)
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """A step of the other ranks, for which this one has no gradients: it is counted and committed with theirs."""
@@ -79,26 +112,21 @@ class StepRunner:
 
     def _flow(self, engine: Engine, step: PreparedStep, record: Record | None, *, descending: bool) -> None:
         """The step proper. On any failure, of any rank, parameters and state are put back."""
-        table, prepared = step.table, step.prepared
-        tiles, images, ring, gather = step.tiles, step.images, step.ring, step.gather
+        prepared, images, ring, gather = step.prepared, step.images, step.ring, step.gather
         if gather:
             gather.begin(images, prepared, descending=descending)
         done = False  # by all ranks
         try:
             with all_ranks_or_none(self._ranks):
                 try:
-                    if len(tiles):
-                        tiles = engine.begin(table, step.hypers, tiles, record)
-                        self.in_flight = self.moved = True
-                        direct = tiles[~np.isin(tiles, images)]
-                        for tile in direct.tolist():
-                            engine.push(tile)
+                    if len(step.tiles):
+                        tiles = self._begin(engine, step, record)
                         if ring is not None:
                             ring.run(engine, images, prepared, gather.pulled if gather else None)
                         if gather:
                             gather.advance(wait=True)
                         if self._ranks:
-                            engine.params_ready(direct, wait=True)
+                            engine.params_ready(tiles[~np.isin(tiles, images)], wait=True)
                 finally:
                     if gather:
                         gather.finish()
@@ -109,14 +137,26 @@ class StepRunner:
                 engine.step += 1  # that of the others
         except BaseException:
             if engine.stepping or done:
-                with contextlib.suppress(CSDError):
-                    engine.finish(keep=False)  # a finish() that failed has undone the step already
-                if ring is not None:
-                    ring.forget()
-                self._restore(engine, table["grad"] != 0, step.set_to)
+                self.undo(engine, step)
             if gather and not done:
                 gather.again()
             raise
+
+    def _begin(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
+        """Begins, and pushes all tiles that need no image. Returns all that flow, in their order."""
+        tiles = engine.begin(step.table, step.hypers, step.tiles, record, same_order=engine.rank is not None)
+        self.in_flight = self.moved = True
+        for tile in tiles[~np.isin(tiles, step.images)].tolist():
+            engine.push(tile)
+        return tiles
+
+    def undo(self, engine: Engine, step: PreparedStep) -> None:
+        """Puts everything back; a finish() that failed has done so with the states already."""
+        with contextlib.suppress(CSDError):
+            engine.finish(keep=False)
+        if step.ring is not None:
+            step.ring.forget()
+        self._restore(engine, step.table["grad"] != 0, step.set_to)
 
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
         """Tiles that travel by images: with gradients on a GPU, or to be rounded. Prepares whatever lies in them."""

@@ -31,7 +31,10 @@ SUITES = {
     "torch": ([f"optim/test_{name}.py" for name in TORCH], "xrts"),
     "topk": (["compression/test_topk.py", "optim/test_pytorch_suite.py"], "xrts"),
     "resume": ([f"optim/test_{name}.py" for name in RESUME], "xrts"),
-    "engine": (["engine/test_engine.py", "optim/test_histories.py", "step/test_signals.py"], "xrt,xrts"),
+    "engine": (
+        ["engine/test_engine.py", "optim/test_histories.py", "step/test_signals.py", "overlap/test_devices.py"],
+        "xrt,xrts",
+    ),
 }
 SOAK_SUITES = SUITES | {"resume": (SUITES["resume"][0], "xrt,xrts")}
 

@@ -1,0 +1,136 @@
+"""A step that was launched and has not landed: the devices update while the program goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..engine.engine import Engine
+from ..errors import CSDError, CSDRuntimeError
+from ..step.prepare import PreparedStep
+from ..step.run import StepRunner
+from ..store.format import Record
+from .order import last_places
+
+BATCHES = 16  # of tiles, after each of which the gradients that nobody needs any more are let go of
+
+
+class Flight:
+    """Waits for one step on a thread of its own, and makes it whole there; or puts everything back.
+
+    Until it has landed, only that thread and wait() use the engine. It holds the gradients until they have been used.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        engine: Engine,
+        step: PreparedStep,
+        record: Record | None,
+        launch: Callable[[], np.ndarray[Any, Any]],
+    ) -> None:
+        """Launches the step, by `launch`, which returns its tiles in the order in which they flow.
+
+        Raises what that raises; then nothing is under way.
+        """
+        self._runner, self._engine, self._step, self._record = runner, engine, step, record
+        self._held = {row: (grad, grad._version) for row, grad in step.grads.items()}
+        step.grads = {}
+        self._failure: BaseException | None = None
+        self.landed_at = 0.0
+        self._tiles = launch()
+        self._takes_part = np.zeros(engine.n_tiles, bool)  # each tile
+        self._takes_part[self._tiles] = True
+        engine.landing = self._landed = threading.Event()
+        try:
+            threading.Thread(target=self._land, name="csd_optim lands a step").start()
+        except RuntimeError:  # the interpreter shuts down and has no more threads to give
+            self._land()
+
+    @property
+    def landed(self) -> bool:
+        return self._landed.is_set()
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def wait(self, rows: Iterable[int], tiles: np.ndarray[Any, Any]) -> None:
+        """Returns when parameters have arrived: these rows, which lie in these tiles (uint32). Raises its failure."""
+        self._check_process()
+        try:
+            self._engine.params_ready(tiles[self._takes_part[tiles]], wait=True)  # others are as they were
+        except CSDError:  # it has failed; or it has just landed, and all have arrived
+            self.join()
+            self.raise_failure()
+        for row in rows:
+            self._is_used(row)
+
+    def join(self) -> None:
+        """Returns when the step is whole and its commit has begun, or is undone."""
+        if not self.landed:  # before a fork it may have
+            self._check_process()
+            self._landed.wait()
+
+    def _check_process(self) -> None:
+        """In a forked child nobody lands. Raises CSDRuntimeError."""
+        if self._engine.pid != os.getpid():
+            self._engine.check_open()
+
+    def raise_failure(self) -> None:
+        """If the step has failed: once. Parameters and states are those before the step."""
+        failure, self._failure = self._failure, None
+        if failure:
+            raise failure
+
+    def _land(self) -> None:
+        try:
+            with torch.no_grad():
+                self._wait_for_use()
+                with self._engine.lock:
+                    self._runner.land(self._engine, self._step, self._record)
+        except BaseException as failure:
+            for param_state in self._step.written:  # those that the step was to take over count as written still
+                param_state.version = -1
+            self._failure = failure
+        finally:
+            self._held.clear()
+            self.landed_at = time.perf_counter()
+            self._landed.set()
+
+    def _wait_for_use(self) -> None:
+        """Lets go of gradients as soon as they have been used. Raises CSDRuntimeError if somebody changed one before.
+
+        Then, and on any other failure, the step is undone.
+        """
+        last = last_places(self._engine, self._tiles)
+        try:
+            for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
+                if not len(batch):
+                    continue
+                self._engine.params_ready(self._tiles[batch], wait=True)
+                for row in [row for row in list(self._held) if last[row] <= batch[-1]]:
+                    self._is_used(row)
+            if changed := [row for row, (grad, version) in list(self._held.items()) if grad._version != version]:
+                names = ", ".join(b.name for b in self._step.plan.param_states if b.index in changed)
+                raise CSDRuntimeError(
+                    f"the gradient of {names} was changed after step(), which was still using it: the step is undone. "
+                    "With overlap(), clear gradients by zero_grad(), with set_to_none=True, before the next backward, "
+                    "or call wait() before you change them"
+                )
+        except BaseException:
+            with self._engine.lock:
+                self._runner.undo(self._engine, self._step)
+            raise
+
+    def _is_used(self, row: int) -> None:
+        """The gradient is not needed any more, unless it was changed before this, or the step owes something of it."""
+        held = self._held.get(row)
+        if held and held[0]._version == held[1] and not self._step.table["residual"][row]:
+            self._held.pop(row, None)

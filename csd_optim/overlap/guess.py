@@ -1,0 +1,128 @@
+"""A step that begins in backward: a guess, which step() keeps or undoes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..engine.engine import Engine
+from ..errors import CSDError
+from ..params.state_map import StateMap
+from ..step.prepare import PreparedStep
+from ..store.format import Record
+from .order import pieces
+
+
+class Guess:
+    """One step that began before step(), with constants as they were then, and gradients as they become final.
+
+    Nothing changes that a program can see: new states go to the slots that nobody reads yet; new parameters, and the
+    gradients that they were made from, stay in `hold`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        state_map: StateMap,
+        step: PreparedStep,
+        record: Record | None,
+        early: np.ndarray[Any, Any],
+        late: np.ndarray[Any, Any],
+        hold: torch.Tensor,
+    ) -> None:
+        """Begins `step`, in which the parameters stand for their gradients.
+
+        `early`: tiles that are pushed as soon as their gradients are final, as long as `hold` (uint8, 1-D) has room;
+        `late`: those that step() pushes. Both uint32, in the order in which they are to flow.
+        Raises what Engine.begin() raises.
+        """
+        self.step, self.pushed = step, list[int]()
+        self._engine, self._state_map = engine, state_map
+        self._hold, self._taken = hold, 0  # bytes
+        self._grads: dict[int, torch.Tensor] = {}  # final ones, by row
+        self._tiles_of: dict[int, list[int]] = {}  # that may be pushed, by row
+        self._missing = dict.fromkeys(early.tolist(), 0)  # of each of them: gradients that are not final
+        rows, tiles = pieces(engine)
+        awaited = (step.table["grad"][rows] != 0) & np.isin(tiles, early)
+        for row, tile in {*zip(rows[awaited].tolist(), tiles[awaited].tolist(), strict=True)}:
+            self._tiles_of.setdefault(row, []).append(tile)
+            self._missing[tile] += 1
+        self._writes_before = self._writes()
+        self.tiles = engine.begin(step.table, step.hypers, np.concatenate([early, late]), record, same_order=True)
+        engine.guessed = True
+
+    # ---- in backward -----------------------------------------------------------
+
+    def is_final(self, row: int, grad: torch.Tensor) -> None:
+        """This is a parameter's gradient. Raises CSDError if the step has failed."""
+        param_state = self._state_map.by_index[row]
+        if row not in self._tiles_of or row in self._grads:
+            return
+        if grad.dtype is not param_state.direct or not grad.is_contiguous() or grad.is_neg():
+            return  # step() finds a way for it
+        self._grads[row] = grad
+        for tile in self._tiles_of[row]:
+            self._missing[tile] -= 1
+            if not self._missing[tile]:
+                self._push(tile)
+
+    def _push(self, tile: int) -> None:
+        size = self._engine.hold_bytes(tile)
+        if self._taken + size > len(self._hold):
+            return
+        grads = [self._grads[row].data_ptr() if row in self._grads else 0 for row in self._rows(tile)]
+        self._engine.push_early(tile, grads, self._hold.data_ptr() + self._taken)
+        self._taken += size
+        self.pushed.append(tile)
+
+    def _rows(self, tile: int) -> list[int]:
+        rows: list[int] = self._engine.pieces_of(tile)["param"].tolist()
+        return rows
+
+    # ---- in step() -------------------------------------------------------------
+
+    def _writes(self) -> list[Any]:
+        """Counts what somebody writes to states."""
+        windows = [w._version for b in self._state_map.by_index for w in b.windows.values()]
+        return [windows, self._engine.decoded.versions()]
+
+    def wrong_before(self, params: list[torch.Tensor]) -> str:
+        """What makes it wrong, before anybody looks at the gradients of these parameters, who take part; or nothing."""
+        plan, places = self.step.plan, self._state_map
+        if len(params) != len(plan.params) or any(p is not q for p, q in zip(params, plan.params, strict=True)):
+            return "parameters that take part"
+        if plan.changes != places.changes or any(b.is_written for b in places.param_states.values()):
+            return "parameters"
+        return "" if places.intact() and self._writes() == self._writes_before else "states"
+
+    def wrong(self, step: PreparedStep) -> str:
+        """What makes it wrong: `step` is what it should have been; or nothing. Raises CSDError if it has failed."""
+        if step.plan is not self.step.plan or step.prepared:
+            return "parameters that take part"
+        if not np.array_equal(step.hypers, self.step.hypers):
+            return "constants"
+        but_grad = [name for name in step.table.dtype.names or () if name != "grad"]
+        if not all(np.array_equal(step.table[name], self.step.table[name]) for name in but_grad):
+            return "constants"
+        # All bytes: torch does not count what is written through `grad.data` or NumPy.
+        return "" if self._engine.unchanged(step.table) else "gradients"
+
+    def keep(self, step: PreparedStep, record: Record | None, order: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """It was right: parameters get what is held, and the rest follows in `order`. Returns all tiles.
+
+        `record`: for its commit. Raises CSDOSError if that has no room; then undo() is to follow.
+        """
+        self._engine.committer.reserve(record)
+        self._engine.release(step.table, order)
+        for tile in order[~np.isin(order, self.pushed)].tolist():
+            self._engine.push(tile)
+        return self.tiles
+
+    def undo(self) -> None:
+        """It was wrong, or failed: as if it had never begun."""
+        if self._engine.stepping:
+            with contextlib.suppress(CSDError):  # what made it fail, if anything did
+                self._engine.finish(keep=False)

@@ -1,0 +1,256 @@
+"""The step beside the program: what of it is under way, and who waits for what."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterable, Set
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import settings
+from ..engine.engine import Engine
+from ..engine.trace import Span
+from ..errors import CSDError, CSDWarning, users_stacklevel
+from ..params.grad_source import GradSource
+from ..params.groups import Groups, members
+from ..params.state_map import StateMap
+from ..step.prepare import Participants, PreparedStep
+from ..step.run import StepRunner
+from ..store.format import Record
+from .check import UseCheck
+from .early import EarlySteps, Foresee
+from .flight import Flight
+from .order import TilesOf, by_next_use
+from .spans import ModelSpans
+from .waits import Nets, WaitingList
+
+NOTED = 2  # forwards of which the order of use is noted: the first may be an odd one
+
+
+class Overlap:
+    """Of one optimizer and one model. `active`: whoever reads a parameter has to call wait() first.
+
+    Between two calls of step() there may be a step that was launched, or one that began in backward and that nobody has
+    asked for yet (early.py); never both.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        runner: StepRunner,
+        state_map: StateMap,
+        model: torch.nn.Module,
+        groups: Callable[[], Groups],
+        *,
+        foresee: Foresee | None,
+        hold_bytes: int,
+        spans: list[Span] | None,
+    ) -> None:
+        """`groups`: those of the optimizer, which load_state_dict() exchanges.
+
+        `foresee`: with it steps begin in backward; it and `hold_bytes` as of EarlySteps; `spans`: of ModelSpans.
+        """
+        self.active = False
+        self._runner, self._state_map, self._groups = runner, state_map, groups
+        self._flight: Flight | None = None
+        self._uses: dict[int, int] = {}  # row of a parameter: how many are used before it
+        self._noting: dict[int, int] | None = {}  # the same, of the forward under way
+        self._to_note = NOTED
+        self._tiles_of: TilesOf | None = None
+        self._at_once: list[int] = []  # rows that step() waits for
+        self._to_give_back: dict[int, GradSource] = {}  # by row: parameters that are not in the order of their states
+        self._waited, self._early_elems = 0.0, 0  # seconds, elements, of the last step
+        self._told = False  # that somebody took nets off
+        self._under_way: dict[int, str] = {}  # for the check: names of parameters that nobody waited for, by address
+        self._check = UseCheck(lambda: self._under_way) if settings.checks_overlap() else None
+        params = [p for _, _, p in members(groups())]
+        self._nets = Nets(model, params, self)
+        self._spans = None if spans is None else ModelSpans(spans, model, params)  # sees gradients before the next does
+        self._early = EarlySteps(engine, state_map, params, foresee, self._may_begin, hold_bytes) if foresee else None
+        self._spread_nets()
+
+    def _spread_nets(self) -> None:
+        """Whoever goes through the parameters of a group waits, too."""
+        for group in self._groups():
+            if not isinstance(group["params"], WaitingList):
+                group["params"] = WaitingList(group["params"], self)
+
+    def end(self) -> None:
+        """Nobody waits any more. Not while a step is under way."""
+        if self._check:
+            self._check.exit()
+        if self._early:
+            self._early.end()
+        if self._spans:
+            self._spans.end()
+        self._nets.remove()
+        for group in self._groups():
+            group["params"] = list(group["params"])
+
+    def give_way(self) -> bool:
+        """Ends if the optimizer is gone, which cannot be asked to. Returns whether it is."""
+        if self._groups():
+            return False
+        with contextlib.suppress(CSDError):  # nobody is left to be told
+            self.land()
+        self.end()
+        return True
+
+    # ---- step() ----------------------------------------------------------------
+
+    def before_step(self, *, skips: bool) -> None:
+        """What is under way now is this step, or nothing. Raises the failure of the one before."""
+        if self._spans:
+            self._spans.is_over()
+        self.land()
+        if self._early:
+            self._early.before_step()
+            if skips:
+                self._early.undo("overflow")
+
+    def check(self, taking_part: Participants) -> None:
+        """To be called before anything of a step uses the engine."""
+        if self._early:
+            self._early.check(taking_part)
+
+    def compare(self, step: PreparedStep) -> None:
+        """To be called with a step that has changed nothing yet."""
+        if self._early:
+            self._early.compare(step)
+
+    def fly(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
+        """Launches a step; arrive_at_once() is to follow. Raises what a step raises."""
+        reached = self._reached()
+        self._spread_nets()
+        self._note_order()
+        self._set_order(engine)
+        self._waited, self._early_elems = 0.0, 0
+        launch = partial(self._runner.launch, engine, step, record)
+        if self._early and (guess := self._early.kept()):
+            self._early_elems = sum(map(engine.elems_of, guess.pushed))
+            launch = partial(guess.keep, step, record, engine.flowing(np.sort(guess.tiles)))
+        try:
+            self._flight = Flight(self._runner, engine, step, record, launch)
+        except BaseException:
+            if engine.stepping:
+                self._runner.undo(engine, step)
+            raise
+        self._runner.in_flight = self._runner.moved = True
+        self._tiles(engine)
+        self._at_once = [b.index for b in step.plan.param_states if id(b.param) not in reached]
+        self._to_give_back = {row: source for row, source in step.prepared.items() if source.back}
+        self._runner.is_ours(step)
+        self.active = True
+        if self._check:
+            at_once = {*self._at_once, *self._to_give_back}
+            others = [b for b in step.plan.param_states if b.index not in at_once]
+            self._under_way = {b.local.untyped_storage().data_ptr(): b.name for b in others}
+            self._check.enter()
+
+    def arrive_at_once(self) -> None:
+        """Returns when the parameters have arrived that nobody would wait for. Raises what a step raises.
+
+        Not within the engine's lock, which a step that fails takes to be undone.
+        """
+        rows, sources = [*self._at_once, *self._to_give_back], self._to_give_back
+        self._at_once, self._to_give_back = [], {}
+        if rows and self._flight:
+            assert self._tiles_of
+            self._flight.wait(rows, self._tiles_of(rows))
+        for row, source in sources.items():
+            source.give_back()
+            self._state_map.by_index[row].is_ours()
+
+    def cannot_fly(self) -> None:
+        """The step takes a way that returns when all is there."""
+        self.undo_early("what devices cannot reach")
+
+    def undo_early(self, why: str) -> None:
+        """What began in backward has not begun. `why`: for stats()."""
+        if self._early:
+            self._early.undo(why)
+
+    def forget_gradients(self) -> None:
+        """They are cleared, and no step is to have them."""
+        if self._early:
+            self._early.forget_gradients()
+
+    def _reached(self) -> Set[int]:
+        """Ids of the parameters for which somebody waits."""
+        if self._nets.intact():
+            return self._nets.reached
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                "the model has changed since overlap(model), and not all of it waits for its parameters: they arrive "
+                "within step() from now on. Call overlap(model) again",
+                CSDWarning,
+                users_stacklevel(),
+            )
+        return frozenset()
+
+    # ---- order -----------------------------------------------------------------
+
+    def _note_order(self) -> None:
+        """A forward is over: it has used the parameters in the order that was noted."""
+        if self._noting:
+            self._uses, self._to_note = self._noting, max(0, self._to_note - 1)
+        self._noting = {} if self._to_note else None
+
+    def _set_order(self, engine: Engine) -> None:
+        """From now on tiles flow in the order in which their parameters are used."""
+        engine.rank = by_next_use(engine, self._uses) if self._uses else None
+
+    def _may_begin(self, engine: Engine) -> bool:
+        """In backward: is nothing under way, and known in which order tiles flow? That is set then."""
+        if not self._uses or (self._flight and (not self._flight.landed or self._flight.failed)):
+            return False
+        self.land()
+        self._set_order(engine)
+        return True
+
+    def _tiles(self, engine: Engine) -> TilesOf:
+        if self._tiles_of is None or self._tiles_of.n_tiles != engine.n_tiles:
+            self._tiles_of = TilesOf(engine)
+        return self._tiles_of
+
+    # ---- waiting ---------------------------------------------------------------
+
+    def wait(self, params: Iterable[torch.Tensor]) -> None:
+        """Returns when these parameters have arrived. Raises what land() raises."""
+        places = self._state_map.param_states
+        rows = [places[id(p)].index for p in params if id(p) in places]
+        if self._noting is not None:
+            for row in rows:
+                self._noting.setdefault(row, len(self._noting))
+        if (flight := self._flight) is None:
+            return
+        began = time.perf_counter()
+        if flight.landed:
+            self.land()
+        elif rows:
+            assert self._tiles_of
+            flight.wait(rows, self._tiles_of(rows))
+        for row in rows if self._under_way else ():
+            self._under_way.pop(self._state_map.by_index[row].local.untyped_storage().data_ptr(), None)
+        self._waited += time.perf_counter() - began
+
+    def land(self) -> None:
+        """Returns when no step is under way. If one has failed, raises that, once; it is undone then."""
+        if (flight := self._flight) is not None:
+            flight.join()
+            self._under_way = {}
+            self._flight, self.active = None, self._noting is not None
+            flight.raise_failure()
+            if self._early:
+                self._early.landed(flight.landed_at)
+
+    def stats(self) -> dict[str, Any]:
+        """See CSDAdam.stats()."""
+        redone = dict(self._early.redone) if self._early else {}
+        return {"waited": self._waited, "early_params": self._early_elems, "redone": redone}

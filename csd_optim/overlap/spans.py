@@ -1,0 +1,55 @@
+"""When the model computes, for the timeline of CSD_OPTIM_TRACE: beside what the devices do then."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..engine.trace import Span
+
+
+class ModelSpans:
+    """Notes each forward, from the first module entered to the first gradient, and of each backward, from there to
+    the last gradient. It is a forward pre-hook of all modules; a copy of it, with the model or pickled, does nothing.
+    """
+
+    def __init__(self, spans: list[Span], model: torch.nn.Module, params: Iterable[torch.Tensor]) -> None:
+        """`spans`: to which they are added."""
+        self._spans = spans
+        self._entered = self._first = self._last = 0.0  # when: a module, gradients; 0: not yet
+        modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        register = "register_post_accumulate_grad_hook"
+        self._hooks = [m.register_forward_pre_hook(self) for m in modules]
+        self._hooks += [getattr(p, register)(self._on_grad) for p in params if p.requires_grad]
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if torch._C._current_graph_task_id() != -1:  # recomputed in backward
+            return
+        if self._first:
+            self.is_over()  # the one before, whose gradients are accumulated
+        self._entered = self._entered or time.perf_counter()
+
+    def _on_grad(self, p: torch.Tensor) -> None:
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+
+    def is_over(self) -> None:
+        """No gradient is added any more to those of this backward."""
+        if self._entered and self._first:
+            self._spans.append(("forward", self._entered, self._first))
+        if self._first:
+            self._spans.append(("backward", self._first, self._last))
+        self._entered = self._first = 0.0
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything, gives None

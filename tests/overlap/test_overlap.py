@@ -1,0 +1,670 @@
+"""With overlap every value that a program reads is the one that it would be without."""
+
+import gc
+import os
+import signal
+import sys
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from support.comparing import bits
+from support.twins import Training, assert_twins, checksum
+from torch import nn
+
+from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDValueError
+from csd_optim.engine.engine import Engine
+from csd_optim.overlap import flight as flight_module
+from csd_optim.overlap import overlap as overlap_module
+from csd_optim.overlap.guess import Guess
+
+FORWARD, BACKWARD = {}, {"backward": True}
+both = pytest.mark.parametrize("overlap", [FORWARD, BACKWARD], ids=["forward", "backward"])
+
+
+def ten_steps(training):
+    for _ in range(6):
+        training.step()
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_training(tmp_path, overlap, dtype, devices):
+    training = assert_twins(tmp_path, overlap, ten_steps, dtype=dtype, devices=devices)
+    training.opt.close()
+
+
+@both
+@pytest.mark.parametrize(
+    "options",
+    [{"amsgrad": True}, {"groups": True}, {"maximize": True}, {"max_grad_norm": 1.0}, {"state_dtype": "8bit"}],
+    ids=str,
+)
+def test_options(tmp_path, overlap, options):
+    dtype = torch.bfloat16 if "state_dtype" in options else torch.float32
+    assert_twins(tmp_path, overlap, ten_steps, dtype=dtype, **options).opt.close()
+
+
+# ---- what a program may do between two steps: each with its twin ----------------------------
+
+
+def clears_to_zeros(training):
+    for _ in range(4):
+        training.backward()
+        training.opt.step()
+        training.opt.zero_grad(set_to_none=False)
+
+
+def model_clears(training):
+    for k in range(4):
+        training.backward()
+        training.opt.step()
+        training.model.zero_grad(set_to_none=k != 2)
+
+
+def accumulates(training):
+    for _ in range(4):
+        for _ in range(3):
+            training.backward()
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def accumulates_otherwise_each_time(training):
+    for passes in 1, 1, 2, 2, 1, 3:
+        for _ in range(passes):
+            training.backward()
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def clips(training):
+    for most in 1e9, 1e9, 1e-2, 1e-2, 1e9, 1e9:
+        training.backward()
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), most)
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def schedules(training):
+    scheduler = torch.optim.lr_scheduler.StepLR(training.opt, 2, 0.5)
+    for _ in range(6):
+        training.backward()
+        training.opt.step()
+        scheduler.step()
+        training.opt.zero_grad()
+
+
+def changes_constants_after_backward(training):
+    for lr in 1e-2, 1e-2, 3e-2, 3e-2, 1e-3:
+        training.backward()
+        training.opt.param_groups[0]["lr"] = lr
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def skips_steps(training):
+    for k in range(6):
+        training.backward()
+        if k not in (2, 3):
+            training.opt.step()
+        training.opt.zero_grad()
+
+
+def steps_in_closures(training):
+    def closure():
+        training.opt.zero_grad()
+        training.backward()
+        return 1.0
+
+    for _ in range(4):
+        assert training.opt.step(closure) == 1.0
+
+
+def evaluates(training):
+    for _ in range(4):
+        training.step()
+        with torch.no_grad():
+            training.model(torch.ones(2, training.width).to(training.dtype))
+
+
+def looks_at_states(training):
+    for k in range(6):
+        training.backward()
+        if k % 2:  # between backward and step: a guess is given up
+            training.opt.state_dict()
+        training.opt.step()
+        training.opt.zero_grad()
+        if k % 3 == 0:
+            training.log.append([checksum(t) for entry in training.opt.state.values() for t in entry.values()])
+
+
+def edits_states(training):
+    p = next(training.model.parameters())
+    for k in range(6):
+        training.step()
+        kept = training.opt.state[p]["exp_avg"]
+        training.backward()
+        if k % 2:
+            with torch.no_grad():
+                kept.mul_(0.5)  # the tensor of before
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def writes_parameters(training):
+    for k in range(6):
+        training.backward()
+        if k % 2:
+            with torch.no_grad():
+                for p in training.model.parameters():
+                    p.clamp_(-0.1, 0.1)
+        training.opt.step()
+        training.opt.zero_grad()
+        if k % 3 == 1:
+            with torch.no_grad():
+                for p in training.model.parameters():
+                    p.mul_(0.5)
+
+
+def writes_past_torch(training):
+    for k in range(6):
+        training.backward()
+        for p in training.model.parameters():
+            p.data.mul_(0.5 if k % 2 else 1.0)
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def freezes(training):
+    bias = training.model[1].inner.bias
+    for k in range(6):
+        bias.requires_grad_(k % 3 != 1)
+        training.step()
+
+
+def goes_back_over_the_graph(training):
+    for _ in range(3):
+        x = torch.ones(2, training.width).to(training.dtype)
+        loss = training.model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def scales_losses(training):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for k in range(6):
+        training.backward(scaler.scale(torch.tensor(1.0)).item() if k != 3 else float("inf"))
+        scaler.step(training.opt)
+        scaler.update()
+        training.opt.zero_grad()
+
+
+def checkpoints_activations(training):
+    def checkpointed(x, use_reentrant):
+        run = torch.utils.checkpoint.checkpoint
+        return run(
+            training.model[2:], run(training.model[:2], x, use_reentrant=use_reentrant), use_reentrant=use_reentrant
+        )
+
+    for k in range(6):
+        x = torch.ones(2, training.width).to(training.dtype).requires_grad_()
+        checkpointed(x, k >= 3).square().sum().backward()
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def grows(training):
+    training.step()
+    training.step()
+    new = nn.Parameter(torch.ones(3000, dtype=training.dtype))
+    training.model.register_parameter("new", new)
+    training.opt.add_param_group({"params": [new]})
+    for _ in range(4):
+        training.backward()
+        new.square().sum().backward()
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def takes_turns(training):
+    """Overlap that ends and begins again."""
+    how = training.overlap
+    for k in range(8):
+        training.step()
+        if how is not None and k % 2:
+            training.opt.overlap(None if k % 4 == 1 else training.model, **(how if k % 4 == 3 else {}))
+
+
+SCRIPTS = [
+    *(clears_to_zeros, model_clears, accumulates, accumulates_otherwise_each_time, clips, schedules),
+    *(changes_constants_after_backward, skips_steps, steps_in_closures, evaluates, looks_at_states, edits_states),
+    *(writes_parameters, writes_past_torch, freezes, goes_back_over_the_graph, scales_losses),
+    *(checkpoints_activations, takes_turns),
+]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "patient"),
+    [(FORWARD, False), (BACKWARD, False), (BACKWARD, True)],
+    ids=["forward", "backward", "patient"],
+)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_twins(tmp_path, overlap, patient, script):
+    latency = "100us" if patient else "2ms"
+    assert_twins(tmp_path, overlap, script, patient=patient, latency=latency).opt.close()
+
+
+@both
+def test_new_parameters(tmp_path, overlap):
+    """Nobody waits for those that joined since: they arrive within step()."""
+    assert_twins(tmp_path, overlap, grows).opt.close()
+
+
+@both
+def test_a_model_that_was_changed(tmp_path, overlap):
+    """Its nets are gone: everything arrives within step(), and that is said once."""
+
+    def loses_its_nets(training):
+        training.step()
+        first = training.model[0].inner
+        first._parameters = dict(first._parameters)
+        for _ in range(3):
+            training.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_twins(tmp_path, overlap, loses_its_nets).opt.close()
+    assert len([w for w in caught if "overlap(model) again" in str(w.message)]) == 1
+
+
+def clips_past_torch(training):
+    for k in range(6):
+        training.backward()
+        for p in training.model.parameters():
+            p.grad.data.mul_(0.5 if k % 2 else 1.0)  # not counted as a write
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def test_gradients_written_past_torch(tmp_path):
+    assert_twins(tmp_path, BACKWARD, clips_past_torch, latency="100us", patient=True).opt.close()
+
+
+def loads_and_overlaps_again(training):
+    training.step()
+    training.opt.load_state_dict(training.opt.state_dict())
+    if training.overlap is not None:
+        training.opt.overlap(None)
+        assert all(type(group["params"]) is list for group in training.opt.param_groups)
+        training.opt.overlap(training.model, **training.overlap)
+    for _ in range(3):
+        training.step()
+        training.log.append([checksum(p) for p in training.opt.param_groups[0]["params"]])
+
+
+@both
+def test_groups_that_were_loaded(tmp_path, overlap):
+    assert_twins(tmp_path, overlap, loads_and_overlaps_again, latency="10ms").opt.close()
+
+
+def adds_groups(training):
+    for _ in range(3):
+        training.step()
+        params = [] + training.opt.param_groups[0]["params"] + training.opt.param_groups[1]["params"]
+        training.log.append([checksum(p) for p in params])
+
+
+def test_groups_added_to_a_list(tmp_path):
+    assert_twins(tmp_path, FORWARD, adds_groups, latency="10ms", groups=True).opt.close()
+
+
+def test_a_parameter_that_takes_no_part_is_there_at_once(tmp_path):
+    training = Training(tmp_path, FORWARD, latency="50ms", depth=8)
+    for _ in range(2):
+        training.step()
+    training.opt.wait()
+    frozen = training.model[0].inner.requires_grad_(False)
+    training.step()
+    frozen(torch.ones(1, training.width))
+    flight = training.opt._overlap._flight
+    assert flight
+    assert not flight.landed
+    training.opt.close()
+
+
+def test_a_forked_child_has_what_had_landed(tmp_path):
+    training = Training(tmp_path, FORWARD)
+    training.step()
+    training.opt._overlap._flight._landed.wait()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            training.model(torch.ones(1, training.width))
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    training.opt.close()
+
+
+@pytest.mark.parametrize("name", ["begin", "push_early"])
+def test_ctrl_c_in_a_hook_of_backward(tmp_path, monkeypatch, name):
+    training = Training(tmp_path, BACKWARD, latency="100us", patient=True)
+    for _ in range(3):
+        training.step()
+    training.opt.wait()
+    method = getattr(Engine, name)
+
+    def interrupted(*arguments, **named):
+        monkeypatch.undo()
+        found = method(*arguments, **named)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(Engine, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.backward()
+    assert not training.opt._engine.stepping
+    training.opt.zero_grad()
+    training.step()
+    training.opt.close()
+
+
+def goes_backward_on_two_threads(training):
+    for _ in range(30):
+        halves = [training.model[:2], training.model[2:]]
+        losses = [half(torch.full((2, training.width), 0.1)).square().sum() for half in halves]
+        training.opt.wait()
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def test_two_threads_go_backward(tmp_path):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        training = assert_twins(tmp_path, BACKWARD, goes_backward_on_two_threads, latency="50us", depth=8)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not training.opt.stats()["overlap"]["redone"]
+    training.opt.close()
+
+
+def changes_grad_dtype_after_backward(training):
+    for k in range(6):
+        training.backward()
+        training.opt.grad_dtype = torch.bfloat16 if k >= 3 else None
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def test_grad_dtype_changed_after_backward(tmp_path):
+    script = changes_grad_dtype_after_backward
+    assert_twins(tmp_path, BACKWARD, script, latency="100us", patient=True).opt.close()
+
+
+@pytest.mark.parametrize("ask", [lambda opt: opt.state, lambda opt: opt.stats(), lambda opt: opt.synchronize()])
+def test_a_step_that_another_thread_launches_meanwhile(tmp_path, monkeypatch, ask):
+    training = Training(tmp_path, FORWARD, named=True)
+    training.step()
+    settle = CSDAdam._settle
+
+    def settled(opt):
+        settle(opt)
+        monkeypatch.undo()
+        training.step()  # as another thread would, now that nothing is under way
+
+    monkeypatch.setattr(CSDAdam, "_settle", settled)
+    ask(training.opt)
+    assert training.opt._overlap._flight is None or training.opt._overlap._flight.landed
+    training.opt.close()
+
+
+def test_what_cannot_begin_is_tried_once_a_step(tmp_path, monkeypatch):
+    training = Training(tmp_path, BACKWARD, latency="50us", patient=True)
+    training.step()
+    training.step()
+    training.opt.wait()
+    tried = []
+    foresee = CSDAdam._foresee
+    monkeypatch.setattr(CSDAdam, "_foresee", lambda opt: (tried.append(1), foresee(opt))[1])
+    training.opt.overlap(training.model, backward=True)
+    for _ in range(4):
+        with torch.no_grad():
+            training.model[0].inner.bias.add_(1)
+        training.step()
+    assert 1 <= len(tried) <= 4
+    training.opt.close()
+
+
+def test_a_hold_that_there_is_no_memory_for_is_an_error_at_once(tmp_path):
+    training = Training(tmp_path, FORWARD)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        training.opt.overlap(training.model, backward=True, hold="500TB")
+    training.step()
+    training.opt.close()
+
+
+@both
+def test_another_optimizer_after_one_that_was_dropped(tmp_path, overlap):
+    training = Training(tmp_path, overlap, latency="1ms", patient=True)
+    for _ in range(3):
+        training.step()
+    dropped = weakref.ref(training.opt)
+
+    def drop(_):
+        if hasattr(training, "opt"):
+            del training.opt
+            gc.collect()
+
+    training.model[2].inner.weight.register_post_accumulate_grad_hook(drop)
+    loss = training.model(torch.ones(1, training.width)).sum()
+    training.opt.wait()
+    loss.backward()  # drops it in the middle, with a guess under way
+    assert dropped() is None
+    with CSDAdam(training.model.parameters(), devices="file:") as again:
+        again.overlap(training.model, **overlap)
+        again.step()
+
+
+# ---- what does not go well -------------------------------------------------------------------
+
+
+def test_a_gradient_changed_after_step_is_an_error(tmp_path):
+    training = Training(tmp_path, FORWARD, latency="100ms")
+    training.step()
+    before = [checksum(p) for p in training.model.parameters()]
+    training.backward()
+    grad = training.model[0].inner.weight.grad
+    training.opt.step()
+    grad.mul_(2)
+    with pytest.raises(CSDRuntimeError, match=r"gradient of .* was changed after step"):
+        training.opt.wait()
+    assert [checksum(p) for p in training.model.parameters()] == before
+    training.opt.wait()  # said once
+    training.opt.step()
+    training.opt.close()
+
+
+def test_no_overlap_leaves_no_trace(tmp_path):
+    training = Training(tmp_path, None)
+    training.step()
+    assert type(training.opt.param_groups[0]["params"]) is list
+    training.opt.overlap(training.model, backward=True)
+    training.step()
+    training.opt.overlap(None)
+    assert type(training.opt.param_groups[0]["params"]) is list
+    for module in training.model.modules():
+        assert type(module._parameters) is dict
+        assert not module._forward_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in training.model.parameters())
+    training.opt.close()
+
+
+@pytest.mark.parametrize(("devices", "options"), [("ram:", {}), ("file:", {"shadow": False})], ids=str)
+def test_backward_needs_two_copies(devices, options):
+    model = nn.Linear(4, 4)
+    with CSDAdam(model.parameters(), devices=devices, **options) as opt:
+        with pytest.raises(CSDValueError, match="second copy"):
+            opt.overlap(model, backward=True)
+        opt.overlap(model)
+        model(torch.ones(4)).sum().backward()
+        opt.step()
+
+
+def test_an_invalid_hold_changes_nothing(tmp_path):
+    training = Training(tmp_path, FORWARD)
+    with pytest.raises(CSDValueError, match="Invalid size"):
+        training.opt.overlap(training.model, backward=True, hold="a lot")
+    training.step()
+    training.opt.close()
+
+
+@both
+def test_dropped_while_a_step_is_under_way(tmp_path, overlap):
+    training = Training(tmp_path, overlap)
+    training.step()
+    training.step()
+    training.backward()
+    if overlap is FORWARD:
+        training.opt.step()
+    opt = weakref.ref(training.opt)
+    del training.opt
+    gc.collect()
+    assert opt() is None
+    training.model(torch.ones(2, training.width))  # nobody waits for ever
+
+
+def test_closed_while_a_step_is_under_way(tmp_path):
+    store = tmp_path / "store"
+    store.mkdir()
+    model = nn.Linear(64, 64)
+    opt = CSDAdam(model.parameters(), devices=[f"file:{store}?latency=5ms"], tile_size=1024)
+    opt.overlap(model)
+    for _ in range(3):
+        model(torch.ones(64)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    after = [bits(p.detach().clone()) for p in model.parameters()]
+    with CSDAdam(model.parameters(), devices=[store], resume=True) as again:
+        assert again.committed_step == 3
+    assert all(torch.equal(a, bits(p.detach())) for a, p in zip(after, model.parameters(), strict=True))
+
+
+def test_a_forked_child_that_waits_gets_an_error(tmp_path):
+    training = Training(tmp_path, FORWARD)
+    training.step()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            training.model(torch.ones(1, training.width))
+        except CSDRuntimeError as e:
+            code = 0 if "belongs to process" in str(e) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    training.step()
+    training.opt.close()
+
+
+# ---- guesses ---------------------------------------------------------------------------------
+
+
+def guessed(directory, script):
+    """What became of the guesses of a run: steps that kept one, and what made the others wrong."""
+    training = Training(directory, BACKWARD, latency="100us", patient=True)
+    early = []
+    training.opt.register_step_post_hook(lambda *_: early.append(training.opt._overlap.stats()["early_params"] > 0))
+    script(training)
+    redone = training.opt.stats()["overlap"]["redone"]
+    training.opt.close()
+    return early, redone
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (clips, "gradients"),
+        (changes_constants_after_backward, "constants"),
+        (skips_steps, "cleared gradients"),
+        (accumulates_otherwise_each_time, "more backward passes"),
+        (looks_at_states, "other calls"),
+        (edits_states, "states"),
+        (writes_parameters, "parameters"),
+        (writes_past_torch, "gradients"),
+        (scales_losses, "overflow"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_wrong_guess_is_redone(tmp_path, script, why):
+    assert why in guessed(tmp_path, script)[1]
+
+
+@pytest.mark.parametrize("script", [ten_steps, schedules, evaluates, steps_in_closures, accumulates])
+def test_a_right_guess_is_kept(tmp_path, script):
+    early, redone = guessed(tmp_path, script)
+    assert any(early)
+    assert not redone
+
+
+# ---- CSD_OPTIM_OVERLAP=check -----------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("script", [ten_steps, evaluates, writes_parameters, looks_at_states, checkpoints_activations])
+def test_everything_that_waits_passes_the_check(tmp_path, overlap, script, monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
+    assert_twins(tmp_path, overlap, script).opt.close()
+
+
+def test_the_check_finds_who_does_not_wait(tmp_path, monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
+    training = Training(tmp_path, FORWARD, latency="20ms")
+    kept = list(training.model.parameters())
+    training.step()
+    with pytest.raises(CSDRuntimeError, match=r"uses 0\.0, which the last step"):
+        kept[0].sum()
+    training.opt.wait()
+    kept[0].sum()
+    training.opt.close()
+
+
+# ---- every wait is needed --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [(overlap_module.Overlap, "wait"), (flight_module.Flight, "wait")],
+    ids=["Overlap.wait", "Flight.wait"],
+)
+def test_without_the_wait_twins_differ(tmp_path, monkeypatch, where, name):
+    monkeypatch.setattr(where, name, lambda *_: None)
+    with pytest.raises(AssertionError, match="another parameter was used"):
+        assert_twins(tmp_path, FORWARD, ten_steps, latency="10ms")
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("wrong_before", edits_states),
+        ("wrong", clips),
+    ],
+)
+def test_without_the_comparison_twins_differ(tmp_path, monkeypatch, name, script):
+    monkeypatch.setattr(Guess, name, lambda *_: "")
+    with pytest.raises((AssertionError, CSDError)):
+        assert_twins(tmp_path, BACKWARD, script, latency="100us", patient=True)

@@ -1,0 +1,761 @@
+"""Whoever reads a parameter under way waits for it: with each way to read one, and a net taken out, which has to show.
+
+A parameter under way holds nan until something waits for it: a wait that is missing gives nan.
+"""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from csd_optim import CSDRuntimeError
+from csd_optim.overlap import waits
+from csd_optim.overlap.waits import CompiledCall, Net, Nets, WaitingDict, WaitingList
+
+X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+
+
+class Late:
+    """Arrivals: parameters that come when they are waited for, and not before."""
+
+    def __init__(self):
+        self.active = False
+        self.coming = {}  # by id: parameter, value
+        self.waits = []
+
+    def depart(self, params):
+        for p in params:
+            self.coming[id(p)] = p, p.detach().clone()
+            p.detach().fill_(torch.nan)
+        self.active = True
+
+    def give_way(self):
+        return False
+
+    def wait(self, params):
+        assert self.active
+        params = list(params)
+        self.waits.append([id(p) for p in params])
+        for p in params:
+            if id(p) in self.coming:
+                p.detach().copy_(self.coming.pop(id(p))[1])
+        self.active = bool(self.coming)
+
+    def land(self):
+        """What step() does for those that no net reaches, and the landing thread for all in the end."""
+        self.wait([p for p, _ in self.coming.values()])
+
+
+# ---- models, and ways to read their parameters --------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x))) * self.scale
+
+
+class Tied(nn.Module):
+    """A head that shares the first layer's weight, and a block used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.head = nn.Linear(4, 4), Block(), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(self.block(self.block(self.first(x))))
+
+
+class Indexed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.list = nn.ParameterList([torch.ones(4), torch.full((4,), 2.0)])
+        self.dict = nn.ParameterDict({"a": torch.full((4,), 3.0)})
+
+    def forward(self, x):
+        return x * self.list[1] + self.list[0] + self.dict["a"]
+
+
+class Kept(nn.Linear):
+    """It reads its weight past `_parameters`, as nn.LSTM did once."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.kept = [self.weight]
+
+    def forward(self, x):
+        return x @ self.kept[0]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x.requires_grad_(), use_reentrant=self.reentrant)
+        return x
+
+
+def blocks():
+    return nn.Sequential(Block(), Block(), nn.Linear(4, 4))
+
+
+def lstm():
+    return nn.LSTM(4, 4, num_layers=2)
+
+
+def attention():
+    return nn.MultiheadAttention(4, 2)
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).eval()
+
+
+def normed():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+
+
+def old_normed():
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)))
+
+
+def trained(model):
+    """Outputs and gradients."""
+    model.zero_grad()
+    out = model(X.clone())
+    out.sum().backward()
+    return [out, *(p.grad.clone() for p in model.parameters())]
+
+
+def chunked(model):
+    hidden = model[:2](X).reshape(-1, 4)
+    return [F.cross_entropy(F.linear(h, model[2].weight, model[2].bias), torch.tensor([1, 2])) for h in hidden.split(2)]
+
+
+def fast_path(model):
+    with torch.no_grad():
+        return model(X)
+
+
+def averaged(model):
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    return list(average.module.parameters())
+
+
+def saved(model):
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return list(torch.load(file, weights_only=False).parameters())
+
+
+def loaded(model):
+    """In place, and read again."""
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    return list(model.state_dict().values())
+
+
+WAYS = {
+    "forward": (blocks, trained),
+    "tied": (Tied, trained),
+    "indexed": (Indexed, trained),
+    "lstm": (lstm, lambda m: m(X)[0]),
+    "forward by its name": (blocks, lambda m: m[2].forward(X)),
+    "kept": (Kept, lambda m: m(X)),
+    "attention": (attention, lambda m: m(X, X, X)[0]),
+    "attention's fast path": (lambda: attention().eval(), lambda m: m(X, X, X)[0].detach()),
+    "encoder's fast path": (encoder, fast_path),
+    "checkpoint": (lambda: Checkpointed(False), trained),
+    "reentrant checkpoint": (lambda: Checkpointed(True), trained),
+    "weight_norm": (normed, trained),
+    "weight_norm as a hook": (old_normed, trained),
+    "a function of the weight": (blocks, lambda m: F.linear(X, m[2].weight)),
+    "a chunked loss": (blocks, chunked),
+    "functional_call": (blocks, lambda m: torch.func.functional_call(m, {"2.bias": torch.ones(4)}, (X,))),
+    "functional_call of all": (blocks, lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (X,))),
+    "vmap": (blocks, lambda m: torch.vmap(m)(X)),
+    "AveragedModel": (blocks, averaged),
+    "parameters_to_vector": (blocks, lambda m: parameters_to_vector(m.parameters())),
+    "norm": (blocks, lambda m: [p.norm() for p in m.parameters()]),
+    "clamp": (blocks, lambda m: [p.data.clamp_(-0.1, 0.1) for p in m.parameters()]),
+    "state_dict": (blocks, lambda m: list(m.state_dict().values())),
+    "load_state_dict": (blocks, loaded),
+    "deepcopy": (blocks, lambda m: list(copy.deepcopy(m).parameters())),
+    "save": (blocks, saved),
+    "pickle": (blocks, lambda m: list(pickle.loads(pickle.dumps(m)).parameters())),
+    "double": (blocks, lambda m: m.double()(X.double())),
+    "replica": (blocks, lambda m: m[0]._replicate_for_data_parallel().up(X)),
+    "values": (blocks, lambda m: list(m[2]._parameters.values())),
+    "items": (blocks, lambda m: [p for _, p in m[2]._parameters.items()]),
+    "get": (blocks, lambda m: m[2]._parameters.get("weight")),
+    "setdefault": (blocks, lambda m: m[2]._parameters.setdefault("weight")),
+    "pop": (blocks, lambda m: m[2]._parameters.pop("weight")),
+    "popitem": (blocks, lambda m: m[2]._parameters.popitem()[1]),
+    "copy": (blocks, lambda m: list(m[2]._parameters.copy().values())),
+    "copy.copy": (blocks, lambda m: list(copy.copy(m[2]._parameters).values())),
+    "dict": (blocks, lambda m: list(dict(m[2]._parameters).values())),
+    "two stars": (blocks, lambda m: list({**m[2]._parameters}.values())),
+    "or": (blocks, lambda m: list((m[2]._parameters | {}).values())),
+    "or from the right": (blocks, lambda m: list(({} | m[2]._parameters).values())),
+    "repr": (blocks, lambda m: torch.tensor("nan" not in repr(m[2]._parameters))),
+}
+
+
+def leaves(result):
+    return [t.detach().clone() for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+
+
+def twins(make):
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(make())
+    return made
+
+
+def read_late(make, use):
+    """What is read by `use` from a model all parameters of which are under way, and what should be."""
+    model, expected = twins(make)
+    late = Late()
+    nets = Nets(model, model.parameters(), late)
+    assert nets.reached == {id(p) for p in model.parameters()}
+    assert nets.intact()
+    late.depart(list(model.parameters()))
+    return leaves(use(model)), leaves(use(expected))
+
+
+def are_equal(got, expected):
+    return len(got) == len(expected) > 0 and all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_reads_a_parameter_waits_for_it(way):
+    got, expected = read_late(*WAYS[way])
+    assert are_equal(got, expected)
+    assert not any(e.isnan().any() for e in expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "way"),
+    [
+        (Net, "__call__", "kept"),
+        (Net, "wait_for", "a function of the weight"),
+        (WaitingDict, "__getitem__", "attention"),
+        (WaitingDict, "get", "get"),
+        (WaitingDict, "items", "items"),
+        (WaitingDict, "values", "values"),
+        (WaitingDict, "setdefault", "setdefault"),
+        (WaitingDict, "pop", "pop"),
+        (WaitingDict, "popitem", "popitem"),
+        (WaitingDict, "__iter__", "dict"),
+        (WaitingDict, "__repr__", "repr"),
+    ],
+)
+def test_without_a_net_something_is_read_too_early(monkeypatch, kind, method, way):
+    """What the test above notices: nothing there is said twice."""
+    if kind is WaitingDict:
+        monkeypatch.delattr(kind, method)
+    else:
+        monkeypatch.setattr(kind, method, lambda *args: None)
+    assert not are_equal(*read_late(*WAYS[way]))
+
+
+def test_modules_wait_in_the_order_of_use_and_each_for_its_own():
+    model = blocks()
+    late = Late()
+    Nets(model, model.parameters(), late)
+    late.depart(list(model.parameters()))
+    model[0](X)
+    coming, waits = set(late.coming), list(late.waits)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert [[names[i] for i in wait] for wait in waits if len(wait) > 1] == [
+        ["0.up.weight", "0.up.bias"],
+        ["0.down.weight", "0.down.bias"],
+    ]
+    assert waits[0] == [id(model[0].scale)]
+    assert coming == {id(p) for p in model[1:].parameters()}
+
+
+def test_nothing_waits_while_nothing_is_under_way():
+    model = blocks()
+    late = Late()
+    Nets(model, model.parameters(), late)
+    for make, use in WAYS.values():
+        if make is blocks:
+            model = blocks()
+            Nets(model, model.parameters(), late)
+            use(model)
+    assert late.waits == []  # and wait() asserts that it is active
+
+
+def test_others_parameters_are_not_waited_for():
+    model = blocks()
+    late = Late()
+    nets = Nets(model, model[0].parameters(), late)
+    assert nets.reached == {id(p) for p in model[0].parameters()}
+    assert type(model[1]._parameters) is dict
+    assert type(model[2]._parameters) is dict
+    outside = nn.Parameter(torch.ones(1))
+    assert Nets(model[2], [outside], late).reached == set()
+
+
+def test_two_optimizers_share_a_model_but_no_module():
+    model = blocks()
+    one, other = Late(), Late()
+    first = Nets(model, model[0].parameters(), one)
+    Nets(model, model[1].parameters(), other)
+    for nets, part in ((one, model[0]), (other, model[1])):
+        nets.depart(list(part.parameters()))
+    assert not model(X).isnan().any()
+    with pytest.raises(CSDRuntimeError, match="Linear already waits for another optimizer's parameters"):
+        Nets(model, [model[0].up.bias], other)
+    first.remove()
+    assert Nets(model, [model[0].up.bias], other).reached == {id(model[0].up.bias)}
+
+
+# ---- zero_grad ----------------------------------------------------------------------------
+
+
+def with_gradients():
+    model = blocks()
+    model(X).sum().backward()
+    late = Late()
+    Nets(model, model.parameters(), late)
+    late.depart(list(model.parameters()))
+    return model, late
+
+
+def test_zero_grad_of_the_model_waits_for_nothing():
+    model, late = with_gradients()
+    model.zero_grad()
+    assert late.waits == []
+    assert not model(X).isnan().any()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_zero_grad_in_place_waits_for_each_before_it_writes():
+    model, late = with_gradients()
+    seen = []
+    wait = late.wait
+
+    def looking(params):
+        seen.extend(p.grad.abs().sum().item() for p in params if id(p) in late.coming)
+        wait(params)
+
+    late.wait = looking
+    model.zero_grad(set_to_none=False)
+    assert late.coming == {}
+    assert len(seen) == len(list(dict(model.named_parameters())))
+    assert any(seen)  # what was left of them, had it been written before
+    assert not any(p.grad.any() for p in model.parameters())
+
+
+def test_a_zero_grad_of_ones_own_waits():
+    class Own(Block):
+        def zero_grad(self, set_to_none=True):
+            for p in self.parameters():
+                p.grad = None
+
+    model = Own()
+    late = Late()
+    Nets(model, model.parameters(), late)
+    late.depart(list(model.parameters()))
+    model.zero_grad()
+    assert late.coming == {}
+
+
+# ---- torch.compile -------------------------------------------------------------------------
+
+
+def compiled_whole(model, counter):
+    whole = torch.compile(model, backend=counter, fullgraph=True)
+    return whole, whole
+
+
+def compiled_blocks(model, counter):
+    model[0].compile(backend=counter, fullgraph=True)
+    model[1] = torch.compile(model[1], backend=counter, fullgraph=True)
+    return model, model
+
+
+def compiled_class(model, counter):
+    class Compiled(nn.Sequential):
+        forward = torch.compile(nn.Sequential.forward, backend=counter, fullgraph=True)
+
+    model.__class__ = Compiled
+    return model, model
+
+
+def compiled_around(model, counter):
+    return torch.compile(lambda x: model(x) + model[2].weight.sum(), backend=counter, fullgraph=True), model
+
+
+def steps_of(how):
+    """Twenty steps: outputs, those of a twin, frames compiled after the first four and in all, nets."""
+    torch.compiler.reset()
+    model, expected = twins(blocks)
+    counter, late = CompileCounterWithBackend("eager"), Late()
+    call, outer = how(model, counter)
+    call(X)  # compiled before the nets are there
+    nets = Nets(outer, model.parameters(), late)
+    got, wanted, frames = [], [], []
+    for step in range(20):
+        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+            with torch.no_grad():
+                one.add_(0.01)
+                other.add_(0.01)
+        if step % 3:
+            late.depart(list(model.parameters()))
+            late.wait([p for p, _ in list(late.coming.values()) if id(p) not in nets.reached])
+        out = call(X)
+        if late.active:
+            late.land()
+        got.append(out)
+        wanted.append(expected(X) + (expected[2].weight.sum() if how is compiled_around else 0))
+        frames.append(counter.frame_count)
+    assert nets.intact()
+    return leaves(got), leaves(wanted), frames, nets
+
+
+@pytest.mark.parametrize("how", [compiled_whole, compiled_blocks, compiled_class])
+def test_compiled_modules_wait_outside_of_their_graphs(how):
+    got, wanted, frames, nets = steps_of(how)
+    assert are_equal(got, wanted)
+    assert frames[0] == frames[-1] <= 4  # once more than without nets
+    assert len(nets.reached) == 12
+
+
+def test_what_a_compiled_function_reads_is_no_longer_reached():
+    got, wanted, frames, nets = steps_of(compiled_around)
+    assert are_equal(got, wanted)
+    assert frames[0] == frames[-1] == 2  # once more than without nets
+    assert nets.reached == set()
+
+
+def test_without_its_net_a_compiled_module_computes_with_old_weights(monkeypatch):
+    def through(self, *args):
+        self.cover.inside = True
+        return self.compiled(*args)
+
+    monkeypatch.setattr(CompiledCall, "__call__", through)
+    got, wanted, _, _ = steps_of(compiled_whole)
+    assert not are_equal(got, wanted)
+
+
+def test_a_compiled_function_that_gave_nothing_up_would_compute_with_old_weights(monkeypatch):
+    monkeypatch.setattr(waits, "give_up", lambda net: True)
+    got, wanted, _, _ = steps_of(compiled_around)
+    assert not are_equal(got, wanted)
+
+
+def test_what_is_compiled_after_the_nets_is_noticed():
+    model = blocks()
+    nets = Nets(model, model.parameters(), Late())
+    model[1].compile(backend="eager")
+    assert not nets.intact()
+    nets.remove()
+    nets = Nets(model, model.parameters(), Late())
+    assert nets.intact()
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert not nets.intact()
+    nets.remove()
+    assert not isinstance(model[1]._compiled_call_impl, CompiledCall)
+
+
+def test_between_two_graphs_modules_wait_for_themselves():
+    """Python between graphs is no compiled code, and gives nothing up."""
+
+    class Eager(Block):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x) @ self.up.weight.T
+
+    torch.compiler.reset()
+    model, expected = twins(Eager)
+    late = Late()
+    nets = Nets(model, model.parameters(), late)
+    model.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break(), prepend=True)
+    late.depart(list(model.parameters()))
+    assert torch.equal(torch.compile(lambda x: model(x), backend="eager")(X), expected(X))
+    assert late.waits
+    assert nets.reached == {id(p) for p in model.parameters()}
+
+
+# ---- what a model can be besides: copied, saved, changed, taken back -------------------------
+
+
+def test_copies_have_plain_dicts_and_hooks_that_do_nothing():
+    model = blocks()
+    late = Late()
+    Nets(model, model.parameters(), late)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert {type(m._parameters) for m in other.modules()} == {dict}
+        assert [type(h) for m in other.modules() for h in m._forward_pre_hooks.values()].count(Net) == 0
+        late.active = True
+        assert torch.equal(other(X), model(X))
+        assert late.waits
+        late.waits.clear()
+        other(X)
+        assert late.waits == []
+        late.active = False
+    assert list(copy.deepcopy(model).state_dict()) == list(model.state_dict())
+
+
+def test_a_pickled_model_can_be_read_without_csd_optim():
+    model = blocks()
+    Nets(model, model.parameters(), Late())
+    assert b"csd_optim" not in pickle.dumps(nn.Sequential(model[2]))
+
+
+def test_a_compiled_forward_is_copied_as_it_was():
+    model = Block()
+    model.forward = torch.compile(model.forward, backend="eager")
+    forward = model.forward
+    nets = Nets(model, model.parameters(), Late())
+    assert isinstance(model.forward, CompiledCall)
+    assert copy.copy(model.forward) is forward
+    nets.remove()
+    assert model.forward is forward
+
+
+def moved(model):
+    model.tail = nn.Linear(4, 4)
+    model.tail.weight = model.first.weight
+
+
+def assigned(model):
+    model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True)
+
+
+def unhooked(model):
+    model.first._forward_pre_hooks.clear()
+
+
+def new_dict(model):
+    model.first.__dict__["_parameters"] = dict(model.first._parameters)
+
+
+def new_class(model):
+    model.first.__class__ = type("Sharded", (nn.Linear,), {})
+
+
+def deleted(model):
+    del model.first.bias
+
+
+@pytest.mark.parametrize("change", [moved, assigned, unhooked, new_dict, new_class, deleted])
+def test_a_model_that_was_changed_is_noticed(change):
+    model = Tied()
+    nets = Nets(model, model.parameters(), Late())
+    assert nets.intact()
+    change(model)
+    assert not nets.intact()
+    nets.remove()
+    nets = Nets(model, model.parameters(), Late())
+    assert nets.intact()
+
+
+def test_a_module_without_parameters_of_ours_may_come_and_go():
+    model = Tied()
+    nets = Nets(model, list(model.parameters()), Late())
+    model.dropout = nn.Dropout()
+    model.other = nn.Linear(4, 4)
+    assert nets.intact()
+
+
+def test_all_is_as_before_once_the_nets_are_removed():
+    model = Tied()
+    model.first.register_forward_pre_hook(lambda module, args: None)
+    before = {name: (m._parameters, list(m._parameters.items()), set(m.__dict__)) for name, m in model.named_modules()}
+    late = Late()
+    nets = Nets(model, model.parameters(), late)
+    shallow = copy.copy(model.first)
+    assert {type(m._parameters) for m in model.modules() if m._parameters} == {WaitingDict}
+    nets.remove()
+    for name, module in model.named_modules():
+        plain, items, attributes = before[name]
+        assert module._parameters is plain
+        assert type(plain) is dict
+        assert [(n, id(p)) for n, p in plain.items()] == [(n, id(p)) for n, p in items]
+        assert set(module.__dict__) == attributes
+        assert not any(isinstance(hook, Net) for hook in module._forward_pre_hooks.values())
+    assert nets.reached == set()
+    late.active = True
+    model(X)
+    shallow(X)  # which still has the nets
+    assert late.waits == []
+
+
+def test_removed_nets_leave_what_was_assigned_meanwhile():
+    model = nn.Linear(4, 4)
+    nets = Nets(model, model.parameters(), Late())
+    model.extra = nn.Parameter(torch.ones(1))
+    del model.bias
+    nets.remove()
+    assert list(model._parameters) == ["weight", "extra"]
+
+
+def test_a_model_is_freed_at_once():
+    model = blocks()
+    nets = Nets(model, model.parameters(), Late())
+    gone = weakref.ref(model[0])
+    gc.disable()
+    try:
+        del model, nets
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_script_module_is_not_reached():
+    script = torch.jit.script(nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), script)
+    late = Late()
+    nets = Nets(model, model.parameters(), late)
+    assert nets.reached == {id(p) for p in model[0].parameters()}
+    assert nets.intact()
+    late.depart(list(model[0].parameters()))
+    assert not model(X).isnan().any()
+    nets.remove()
+
+
+def test_what_makes_a_step_fail_reaches_who_waits():
+    model = blocks()
+    late = Late()
+    Nets(model, model.parameters(), late)
+    late.depart(list(model.parameters()))
+
+    def wait(params):
+        raise CSDRuntimeError("the drive is gone")
+
+    late.wait = wait
+    for use in (lambda: model(X), lambda: model[2].weight, lambda: list(model.parameters())):
+        with pytest.raises(CSDRuntimeError, match="the drive is gone"):
+            use()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_fsdp_gathers_what_has_arrived(tmp_path):
+    """A unit waits for all that it gathers, and for what it gathers ahead."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
+    try:
+        model, expected = twins(blocks)
+        mesh = init_device_mesh("cpu", (1,))
+        for block in model[:2]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model[0].set_modules_to_forward_prefetch([model[1]])
+        late = Late()
+        nets = Nets(model, model.parameters(), late)
+        assert len(nets.reached) == 12
+        model(X).sum().backward()  # FSDP looks at all parameters once
+        params = list(model.parameters())
+        for _ in range(3):
+            late.depart(params)
+            late.waits.clear()
+            out = model(X)
+            assert torch.equal(out, expected(X))
+            out.sum().backward()
+            assert nets.intact()
+            assert not late.coming
+            units = [len(wait) for wait in late.waits if len(wait) > 2]
+            assert units == [10]  # the first block gathers both; then nothing is under way
+        nets.remove()
+        assert {type(m._parameters) for m in model.modules()} == {dict}
+        assert torch.equal(model(X), expected(X))
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- group["params"] -----------------------------------------------------------------------
+
+
+def late_list():
+    params = [nn.Parameter(torch.full((2,), float(i + 1))) for i in range(3)]
+    late = Late()
+    return WaitingList(params, late), late, params
+
+
+LIST_WAYS = {
+    "__iter__": lambda ps: [p.clone() for p in ps],
+    "list": lambda ps: [p.clone() for p in list(ps)],
+    "star": lambda ps: [p.clone() for p in [*ps]],
+    "tuple": lambda ps: [p.clone() for p in tuple(ps)],
+    "__reversed__": lambda ps: [p.clone() for p in reversed(ps)],
+    "__getitem__": lambda ps: [ps[0].clone()],
+    "slice": lambda ps: [p.clone() for p in ps[1:]],
+    "__add__": lambda ps: [p.clone() for p in ps.__add__([])],
+    "__mul__": lambda ps: [p.clone() for p in ps * 2],
+    "pop": lambda ps: [ps.pop().clone()],
+    "copy": lambda ps: [p.clone() for p in ps.copy()],
+    "__repr__": lambda ps: [torch.tensor(float("nan") if "nan" in repr(ps) else 1.0)],
+    "deepcopy": lambda ps: copy.deepcopy(ps),
+    "__reduce_ex__": lambda ps: pickle.loads(pickle.dumps(ps)),
+    "clip": lambda ps: [torch.nn.utils.get_total_norm(ps)],
+}
+
+
+@pytest.mark.parametrize("way", LIST_WAYS)
+def test_the_list_of_a_group_waits(way):
+    params, late, _ = late_list()
+    late.depart(list.copy(params))
+    got = LIST_WAYS[way](params)
+    assert got
+    assert not any(t.isnan().any() for t in got)
+    assert late.coming == {}
+
+
+@pytest.mark.parametrize("method", [way for way in LIST_WAYS if hasattr(list, way)])
+def test_a_list_that_does_not_wait_shows(monkeypatch, method):
+    if method == "__reduce_ex__":
+        monkeypatch.setattr(WaitingList, method, lambda self, protocol: (list, (list.copy(self),)))
+    else:
+        monkeypatch.delattr(WaitingList, method)
+    params, late, _ = late_list()
+    late.depart(list.copy(params))
+    assert any(t.isnan().any() for t in LIST_WAYS[method](params))
+
+
+def test_the_list_is_a_list():
+    params, late, plain = late_list()
+    late.active = True
+    assert len(params) == 3
+    params.append(extra := nn.Parameter(torch.ones(1)))
+    assert [id(p) for p in list.copy(params)] == [id(p) for p in [*plain, extra]]
+    assert late.waits == []
+    late.active = False
+    for other in (
+        copy.deepcopy(params),
+        copy.copy(params),
+        pickle.loads(pickle.dumps(params)),
+        params.__add__([]),
+        params[:],
+    ):
+        assert type(other) is list
+        assert len(other) == 4
+    assert late.waits == []

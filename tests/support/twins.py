@@ -1,0 +1,109 @@
+"""Two runs of the same training, with overlap and without: what a program can see of them must be the same."""
+
+import zlib
+
+import torch
+from support.comparing import bits
+from torch import nn
+
+from csd_optim import CSDAdam
+
+SLOW = "file:{}?latency={}&cache=off"  # parameters arrive late enough for a missing wait to show
+
+
+class Seen(nn.Module):
+    """Writes down what its parameters are whenever it is used, before it computes with them."""
+
+    def __init__(self, inner, log):
+        super().__init__()
+        self.inner, self.log = inner, log
+
+    def forward(self, x):
+        self.log.append([checksum(p) for p in self.inner.parameters()])
+        return self.inner(x)
+
+
+def checksum(t):
+    return zlib.crc32(bits(t).numpy().tobytes())
+
+
+class Training:
+    """A small network on slow devices. `overlap`: arguments of CSDAdam.overlap(), or None.
+
+    `named`: their states outlive the process. `patient`: each step has landed when the next backward begins, which then
+    can begin the step after it.
+    """
+
+    def __init__(
+        self,
+        directory,
+        overlap,
+        *,
+        dtype=torch.float32,
+        devices=1,
+        width=48,
+        depth=4,
+        groups=False,
+        latency="2ms",
+        patient=False,
+        named=False,
+        **options,
+    ):
+        torch.manual_seed(0)
+        self.log = []
+        layers = [Seen(nn.Linear(width, width, dtype=dtype), self.log) for _ in range(depth)]
+        self.model = nn.Sequential(*layers)
+        names = [directory / f"csd{d}" for d in range(devices)]
+        for name in names:
+            name.mkdir()
+        params = self.model.parameters()
+        if groups:
+            decay = [p for p in self.model.parameters() if p.dim() > 1]
+            rest = [p for p in self.model.parameters() if p.dim() <= 1]
+            params = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        self.opt = CSDAdam(
+            params,
+            lr=1e-2,
+            devices=[SLOW.format(name, latency) + "&scratch=1" * (not named) for name in names],
+            tile_size=1024,
+            **options,
+        )
+        self.width, self.dtype, self.steps, self.overlap = width, dtype, 0, overlap
+        self.losses, self.patient = [], patient
+        if overlap is not None:
+            self.opt.overlap(self.model, **overlap)
+
+    def backward(self, scale=1.0):
+        generator = torch.Generator().manual_seed(self.steps)
+        x = torch.randn(3, self.width, generator=generator).to(self.dtype)
+        loss = self.model(x).square().sum() * scale
+        if self.patient:
+            self.opt.wait()
+        loss.backward()
+        self.losses.append(bits(loss.detach()).tolist())
+        self.steps += 1
+
+    def step(self):
+        self.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def seen(self):
+        """All that can be compared."""
+        state = {k: [checksum(t) for t in entry.values()] for k, entry in self.opt.state_dict()["state"].items()}
+        return self.log, self.losses, [checksum(p) for p in self.model.parameters()], state
+
+
+def assert_twins(directory, overlap, script, **options):
+    """`script(training)` sees the same with overlap as without. Returns the one with overlap."""
+    trainings = []
+    for name, how in ("with", overlap), ("without", None):
+        (directory / name).mkdir()
+        training = Training(directory / name, how, **options)
+        script(training)
+        trainings.append(training)
+    one, other = (t.seen() for t in trainings)
+    assert one[0] == other[0], "another parameter was used in forward"
+    assert one[1:] == other[1:]
+    trainings[1].opt.close()
+    return trainings[0]
