@@ -22,14 +22,36 @@ JOIN = 6  # before this step a parameter group joins
 WRITE = 7  # before this step parameters are set from outside
 JOINED = 8  # the first gradient of that group
 TOPK = {2: 0.1, 7: None, 9: 0.02}  # before a step the first group begins to send this share of its gradients
+HALVE = 10  # in this step gradients are halved after backward, so that what has begun in it is undone
 # How states are kept, of the first parameters and of those that join: one of these, by the seed.
 STATE_DTYPES = [("fp32", "fp32"), ("8bit", "8bit"), ("8bit", "fp32"), ("fp32", "8bit")]
+# The step by itself, beside the next forward, or also beside backward: one of these, by the seed. There, all gradients
+# are sent, as steps with Top-K do not begin in backward.
+FORWARD, BACKWARD = {}, {"backward": True}
+OVERLAP = [None, FORWARD, BACKWARD, BACKWARD]
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
 
 
 class Violation(Exception):
     """A promise was broken."""
+
+
+class Model(torch.nn.Module):
+    """A few layers. `params`: its parameters, by name."""
+
+    def __init__(self, params):
+        super().__init__()
+        for name, param in params.items():
+            self.register_parameter(name, param)
+
+    def forward(self, rows, number):
+        """The targets of these samples, as far as it is trained in step `number`: (batch, 33)."""
+        hidden = dropout(embedding(rows, self.embed), 0.2)
+        hidden = torch.relu(hidden @ self.first.float()) * self.scale.float()
+        hidden = torch.tanh(hidden @ self.second)
+        hidden = hidden @ self.late if number >= LATE else hidden[:, :40]
+        return hidden @ self.joined.float() if number >= JOINED else hidden[:, :33]
 
 
 class Training:
@@ -41,6 +63,8 @@ class Training:
     def __init__(self, seed, devices):
         self.seed = seed
         self.state_dtypes = STATE_DTYPES[seed % len(STATE_DTYPES)]
+        self.overlap = OVERLAP[seed // len(STATE_DTYPES) % len(OVERLAP)]
+        self.topk = {} if self.overlap is BACKWARD else TOPK
         self.generator = torch.Generator().manual_seed(seed)
         self.params = {
             "embed": self._param(SAMPLES, 24),
@@ -50,11 +74,13 @@ class Training:
             "late": self._param(64, 40),
             "joined": self._param(40, 33, dtype=torch.bfloat16),
         }
+        self.model = Model(self.params)
         self.targets = torch.randn(SAMPLES, 33, generator=self.generator)
         torch.manual_seed(seed)
         self.position, self.order = SAMPLES, torch.arange(SAMPLES)
         self.resumes = devices != WITHOUT_A_STORE
         self.opt = self._open(devices)
+        self._begin_overlap()
         self.event = self.opt.user_state["event"] if self.opt.user_state else 0
         # What was found, before anything is done with it.
         self.found = self.image() if self.event else {}
@@ -77,7 +103,8 @@ class Training:
         return [{"params": first, "lr": 0.02, "weight_decay": 0.1, "state_dtype": self.state_dtypes[0]}]
 
     def _joining(self):
-        options = {"lr": 0.01, "initial_lr": 0.01, "amsgrad": True, "topk": 0.1, "state_dtype": self.state_dtypes[1]}
+        options = {"lr": 0.01, "initial_lr": 0.01, "amsgrad": True, "state_dtype": self.state_dtypes[1]}
+        options["topk"] = 0.1 if self.topk else None
         return {"params": [self.params["joined"]], **options}
 
     def _open(self, devices):
@@ -95,6 +122,10 @@ class Training:
         if said == bool(opt.user_state):
             raise Violation(f"user_state is {opt.user_state}, but a warning that a new store is begun: {said}")
         return opt
+
+    def _begin_overlap(self):
+        if self.resumes and self.overlap is not None:  # not in memory: what it is compared with is without
+            self.opt.overlap(self.model, **self.overlap)
 
     def _schedule(self):
         # Its last_epoch counts from 0, and it makes a step when it is made.
@@ -117,8 +148,9 @@ class Training:
         if number == JOIN:
             opt.add_param_group(self._joining())
             self._schedule()
-        if number in TOPK:
-            opt.param_groups[0]["topk"] = TOPK[number]
+            self._begin_overlap()  # of all parameters
+        if number in self.topk:
+            opt.param_groups[0]["topk"] = self.topk[number]
         if number == WRITE:
             with torch.no_grad():
                 params["embed"].mul_(0.9)
@@ -127,14 +159,14 @@ class Training:
             self.position, self.order = 0, torch.randperm(SAMPLES)
         rows = self.order[self.position : self.position + BATCH]
         self.position += BATCH
-        hidden = dropout(embedding(rows, params["embed"]), 0.2)
-        hidden = torch.relu(hidden @ params["first"].float()) * params["scale"].float()
-        hidden = torch.tanh(hidden @ params["second"])
-        hidden = hidden @ params["late"] if number >= LATE else hidden[:, :40]
-        hidden = hidden @ params["joined"].float() if number >= JOINED else hidden[:, :33]
-        loss = (hidden - self.targets[rows]).square().mean()
+        loss = (self.model(rows, number) - self.targets[rows]).square().mean()
         opt.zero_grad()
+        if self.overlap is BACKWARD and number % 3:
+            opt.synchronize()  # only then a step begins in backward
         loss.backward()
+        if number == HALVE:
+            for p in params.values():
+                p.grad.mul_(0.5)
         self.event = 2 * number
         opt.user_state = self._user_state()
         opt.step()
@@ -156,6 +188,7 @@ class Training:
 
     def image(self):
         """What must come back: a checksum of every tensor's bits, and every number."""
+        self.opt.wait()
         image = {}
         for name, p in self.params.items():
             image[name] = _sum(p)

@@ -271,6 +271,29 @@ def a_store(reading):
         CSDAdam(model.parameters(), devices=snapshot, resume=True).close()
 
 
+@contextlib.contextmanager
+def overlapped():
+    """The models that overlap(model, backward=True) was called with, which does what it does."""
+    calls, overlap = [], CSDAdam.overlap
+
+    def noted(optimizer, model, *, backward):
+        assert backward
+        calls.append(model)
+        overlap(optimizer, model, backward=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CSDAdam, "overlap", noted)
+        yield calls
+
+
+@starts("docs/overlap.md", "backward=True")
+def an_optimizer_without_overlap(reading):
+    reading.names["opt"] = CSDAdam(reading.names["model"].parameters())
+    with overlapped() as calls, trains(reading):
+        yield
+    assert calls == [reading.names["model"]]
+
+
 @starts("docs/distributed.md", 'torch.load("state.pt"')
 def an_export(reading):
     """The one that the command before it makes, of another run; the states are those of that run then."""
@@ -342,7 +365,18 @@ def hugging_face_with_a_callback(reading):
     assert len(consolidated) >= 2  # before each checkpoint
 
 
-@starts("docs/trainers.md", "accelerator.prepare(")
+@starts("docs/trainers.md", "class Overlap")
+def hugging_face_with_overlap(reading):
+    names = reading.names
+    names.update(hugging_face_names())
+    yield
+    options = {"train_dataset": names["data"], "optimizer_cls_and_kwargs": (CSDAdam, {})}
+    with overlapped() as calls:
+        check_trainer(names["Trainer"](names["model"], names["arguments"], callbacks=[names["Overlap"]()], **options))
+    assert calls == [names["model"]]
+
+
+@starts("docs/trainers.md", "schedule = accelerator.prepare(")
 def accelerate(reading):
     library("accelerate")
     from accelerate import Accelerator
@@ -359,6 +393,16 @@ def accelerate(reading):
     accelerator.save_state("saved")
     assert all("master" in entry for entry in torch.load("saved/optimizer.bin")["state"].values())
     optimizer.optimizer.close()
+
+
+@starts("docs/trainers.md", "loader = accelerator.prepare(")
+def accelerate_with_overlap(reading):
+    names = reading.names
+    optimizer = CSDAdam(names["model"].parameters())
+    names.update(optimizer=optimizer, schedule=torch.optim.lr_scheduler.ConstantLR(optimizer))
+    with overlapped() as calls:
+        yield from accelerate(reading)
+    assert calls == [names["model"]]
 
 
 @starts("docs/trainers.md", "accelerator.save_state(")
@@ -381,7 +425,7 @@ def lightning_trainer(**options):
     return Trainer(max_epochs=1, **({"accelerator": "cpu"} | quiet | options))
 
 
-def fit(trainer, configure_optimizers):
+def fit(trainer, configure_optimizers, **hooks):
     """The checkpoint that it makes."""
     from lightning.pytorch import LightningModule
 
@@ -394,6 +438,8 @@ def fit(trainer, configure_optimizers):
             return loss(self.net, tokens)
 
     Module.configure_optimizers = configure_optimizers
+    for name, hook in hooks.items():
+        setattr(Module, name, hook)
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.arange(8), batch_size=4))
     trainer.save_checkpoint("out/saved.ckpt")
     (state,) = torch.load("out/saved.ckpt", weights_only=False)["optimizer_states"]
@@ -406,6 +452,16 @@ def lightning(reading):
     yield
     fit(lightning_trainer(), reading.names["configure_optimizers"])
     assert (reading.directory / "nvme0/csd_optim.store").stat().st_size > 0
+
+
+@starts("docs/trainers.md", "def on_fit_start")
+def lightning_with_overlap(reading):
+    library("lightning")
+    yield
+    with overlapped() as calls:
+        on_fit_start = reading.names["on_fit_start"]
+        fit(lightning_trainer(), lambda module: CSDAdam(module.parameters()), on_fit_start=on_fit_start)
+    assert [type(module.net) for module in calls] == [Net]
 
 
 def within(address, line):

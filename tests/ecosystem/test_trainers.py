@@ -13,6 +13,7 @@ from test_scripts import LanguageModel, next_token_loss
 from torch.optim import AdamW
 from trainers import (
     BATCHES,
+    CLIP,
     LR,
     SAVED,
     STEPS,
@@ -29,6 +30,7 @@ from trainers import (
 )
 
 from csd_optim import CSDAdam, CSDWarning
+from csd_optim.overlap.guess import Guess
 from csd_optim.params import memory_warnings as materialized
 from csd_optim.store.format import FILE_NAME, read_contents
 
@@ -118,6 +120,68 @@ def test_lora_takes_space_for_what_is_trained_only(tmp_path):
     assert all("lora" in name for name in run.params)
     held = sum(extent["tile_elems"] for extent, *_ in read_contents(tmp_path / "csd" / FILE_NAME).slots())
     assert trained <= held < trained + 1024
+
+
+# ---- overlap ---------------------------------------------------------------------------------
+
+FORWARD, BACKWARD = {}, {"backward": True}
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """How many tiles were ready before step(), for each guess that it kept. All guesses that may be made are: each
+    backward finds that the step before has landed, however slow the machine is."""
+    found, optimizers = [], []
+    overlap, backward, keep = CSDAdam.overlap, torch.Tensor.backward, Guess.keep
+
+    def noted(optimizer, *arguments, **options):
+        optimizers.append(optimizer)
+        overlap(optimizer, *arguments, **options)
+
+    def patient(loss, *arguments, **options):
+        optimizers[-1].wait()
+        backward(loss, *arguments, **options)
+
+    def kept(guess, *arguments):
+        found.append(len(guess.pushed))
+        return keep(guess, *arguments)
+
+    monkeypatch.setattr(CSDAdam, "overlap", noted)
+    monkeypatch.setattr(Guess, "keep", kept)
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *a, **o: (patient if optimizers else backward)(*a, **o))
+    return found
+
+
+@each_trainer
+@pytest.mark.parametrize("overlap", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_overlap(trainer, overlap, kept, tmp_path):
+    """The checkpoint, too, is the one without. All of these clip: where that changes gradients, guesses are wrong."""
+    whole, resumed = (trainer(CSDAdam, {}, tmp_path, overlap=overlap, resume=resume) for resume in (False, True))
+    for run in (whole, resumed):
+        assert_same_bits(run, uninterrupted(trainer)[0])
+        assert run.overlap["redone"].keys() <= ({"gradients"} if overlap else set())
+        assert sum(run.overlap["redone"].values()) <= 3  # then it makes a pause
+    assert overlap or not kept
+
+
+@pytest.mark.parametrize("clip", [None, 0, 1e9], ids=["clipped", "unclipped", "norm only"])
+def test_guesses_with_hugging_face(clip, kept, tmp_path):
+    """Right in each step from the third on, though gradients are accumulated, and multiplied by 1, and the model is
+    evaluated between steps."""
+    more = {"max_grad_norm": CLIP if clip is None else clip, "eval_strategy": "steps", "eval_steps": 3}
+    plain, run = (
+        hugging_face_class(CSDAdam, {"tile_size": 1024}, tmp_path / name, overlap=overlap, **more)
+        for name, overlap in (("plain", None), ("overlap", BACKWARD))
+    )
+    assert_same_bits(run, plain)
+    assert len(run.losses) > STEPS * BATCHES
+    if clip is None:
+        assert not kept
+        assert 1 <= run.overlap["redone"]["gradients"] <= 3  # of the six: then it makes a pause
+    else:
+        assert run.overlap["redone"] == {}
+        assert len(kept) == STEPS - 2
+        assert all(kept)
 
 
 # ---- torch.compile ---------------------------------------------------------------------------

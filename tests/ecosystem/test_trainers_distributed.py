@@ -70,7 +70,7 @@ def test_a_part_of_the_states_is_not_saved_for_the_whole(tmp_path):
 
 
 def ddp_of_lightning(Optimizer, options, directory, resume=False):
-    return lightning(Optimizer, options, directory, resume, lambda: {"strategy": "ddp"})
+    return lightning(Optimizer, options, directory, resume, trainer_options=lambda: {"strategy": "ddp"})
 
 
 def test_ddp_of_lightning(tmp_path):

@@ -1,10 +1,10 @@
 """Short trainings with the trainers that people use, each a function of the optimizer's class and its options.
 
-    run(Optimizer, options, directory, resume=False) -> Run
+    run(Optimizer, options, directory, resume=False, overlap=None) -> Run
 
 trains STEPS steps of two batches each and saves a checkpoint below `directory` in the middle. With resume=True it is
 the same script started again: it goes on from that checkpoint. The libraries are imported when they are used, which
-takes seconds. Nothing is downloaded.
+takes seconds. Nothing is downloaded. `overlap`: arguments of CSDAdam.overlap(), or None: without it.
 
 Those with a trainer also run on several ranks (a process group is initialized then), each of which sees as many
 batches. With consolidate=True the states of all are brought together before a checkpoint is written.
@@ -31,6 +31,7 @@ class Run:
     losses: list[float]  # of each batch
     params: dict[str, torch.Tensor]  # those that are trained, by name
     state: dict[str, dict[str, torch.Tensor]]  # of the optimizer, by the same names
+    overlap: dict | None = None  # of stats()
 
 
 def finished(losses, model, optimizer):
@@ -38,9 +39,11 @@ def finished(losses, model, optimizer):
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     params = {name: whole(p.detach()) for name, p in named.items()}
     state = {name: {key: whole(t) for key, t in optimizer.state[p].items()} for name, p in named.items()}
-    if hasattr(optimizer, "close"):
-        optimizer.close()
-    return Run(losses, params, state)
+    if not hasattr(optimizer, "close"):
+        return Run(losses, params, state)
+    overlap = optimizer.stats().get("overlap")
+    optimizer.close()
+    return Run(losses, params, state, overlap)
 
 
 def whole(t):
@@ -70,7 +73,7 @@ def schedule_of(optimizer):
 # ---- without a trainer ---------------------------------------------------------------------
 
 
-def loop(model, loss_of, Optimizer, options, directory, resume):
+def loop(model, loss_of, Optimizer, options, directory, resume, overlap):
     """Gradient accumulation, clipping, a schedule, and a checkpoint of everything by torch.save."""
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = Optimizer(params, lr=LR, weight_decay=WEIGHT_DECAY, **options)
@@ -83,6 +86,8 @@ def loop(model, loss_of, Optimizer, options, directory, resume):
         optimizer.load_state_dict(saved["optimizer"])
         schedule.load_state_dict(saved["schedule"])
         first = SAVED
+    if overlap is not None:
+        optimizer.overlap(model, **overlap)
     batches = texts(STEPS * BATCHES).split(4)
     for step in range(first, STEPS):
         for batch in batches[step * BATCHES : (step + 1) * BATCHES]:
@@ -99,12 +104,11 @@ def loop(model, loss_of, Optimizer, options, directory, resume):
     return finished(losses, model, optimizer)
 
 
-def compiled(Optimizer, options, directory, resume=False):
+def compiled(Optimizer, options, directory, resume=False, overlap=None):
     """torch.compile of the model; the step stays outside."""
     torch.manual_seed(0)
-    model = LanguageModel()
-    fast = torch.compile(model, backend="aot_eager")  # the inductor would need a compiler
-    return loop(model, lambda batch: next_token_loss(fast, batch), Optimizer, options, directory, resume)
+    model = torch.compile(LanguageModel(), backend="aot_eager")  # the inductor would need a compiler
+    return loop(model, lambda batch: next_token_loss(model, batch), Optimizer, options, directory, resume, overlap)
 
 
 # ---- Hugging Face --------------------------------------------------------------------------
@@ -118,8 +122,9 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=20, tie_word_embeddings=True, **shape))
 
 
-def hugging_face(trainer_options, model, directory, resume, consolidate=False):
-    """transformers.Trainer. `trainer_options`: a function of the model, which gives those about the optimizer."""
+def hugging_face(trainer_options, model, directory, resume, consolidate=False, overlap=None, **more):
+    """transformers.Trainer. `trainer_options`: a function of the model, which gives those about the optimizer; `more`:
+    of TrainingArguments."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Consolidate(TrainerCallback):
@@ -129,54 +134,57 @@ def hugging_face(trainer_options, model, directory, resume, consolidate=False):
 
         on_epoch_end = on_step_end
 
+    class Overlap(TrainerCallback):
+        def on_train_begin(self, arguments, state, control, model, optimizer, **_):
+            optimizer.optimizer.overlap(model, **overlap)
+
     losses = []
     model.register_forward_hook(lambda module, args, output: losses.append(output.loss.item()))
-    arguments = TrainingArguments(
-        output_dir=directory,
-        max_steps=STEPS,
-        save_steps=SAVED,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=BATCHES,
-        learning_rate=LR,
-        weight_decay=WEIGHT_DECAY,
-        max_grad_norm=CLIP,
-        use_cpu=True,
-        disable_tqdm=True,
-        report_to=[],
-    )
+    options = {
+        "max_steps": STEPS,
+        "save_steps": SAVED,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": BATCHES,
+        "learning_rate": LR,
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": CLIP,
+    }
+    arguments = TrainingArguments(directory, use_cpu=True, disable_tqdm=True, report_to=[], **(options | more))
     data = [{"input_ids": text, "labels": text} for text in texts(STEPS * BATCHES * ranks())]
-    callbacks = [Consolidate()] if consolidate else []
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks, **trainer_options(model))
+    callbacks = [Consolidate()] * consolidate + [Overlap()] * (overlap is not None)
+    trainer = Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks, **trainer_options(model)
+    )
     trainer.train(resume_from_checkpoint=os.path.join(directory, f"checkpoint-{SAVED}") if resume else None)
     return finished(losses, model, trainer.optimizer.optimizer)
 
 
-def hugging_face_optimizers(Optimizer, options, directory, resume=False, dtype=torch.float32):
+def hugging_face_optimizers(Optimizer, options, directory, resume=False, overlap=None, dtype=torch.float32):
     library("transformers")
 
     def trainer_options(model):
         optimizer = Optimizer(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
         return {"optimizers": (optimizer, schedule_of(optimizer))}
 
-    return hugging_face(trainer_options, llama().to(dtype), directory, resume)
+    return hugging_face(trainer_options, llama().to(dtype), directory, resume, overlap=overlap)
 
 
-def hugging_face_class(Optimizer, options, directory, resume=False, consolidate=False):
+def hugging_face_class(Optimizer, options, directory, resume=False, **more):
     """The trainer makes the optimizer: groups with and without weight decay, a linear schedule."""
     library("transformers")
     trainer_options = {"optimizer_cls_and_kwargs": (Optimizer, {"lr": LR, **options})}
-    return hugging_face(lambda model: trainer_options, llama(), directory, resume, consolidate)
+    return hugging_face(lambda model: trainer_options, llama(), directory, resume, **more)
 
 
-def peft_lora(Optimizer, options, directory, resume=False):
+def peft_lora(Optimizer, options, directory, resume=False, overlap=None):
     """LoRA: two small matrices beside each of some frozen ones."""
     library("transformers")
     peft = library("peft")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    return loop(model, lambda batch: model(batch, labels=batch).loss, Optimizer, options, directory, resume)
+    return loop(model, lambda batch: model(batch, labels=batch).loss, Optimizer, options, directory, resume, overlap)
 
 
-def accelerate(Optimizer, options, directory, resume=False, consolidate=False, set_up=lambda: None):
+def accelerate(Optimizer, options, directory, resume=False, overlap=None, consolidate=False, set_up=lambda: None):
     library("accelerate")
     from accelerate import Accelerator
 
@@ -187,6 +195,8 @@ def accelerate(Optimizer, options, directory, resume=False, consolidate=False, s
     optimizer = Optimizer(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
     loader = torch.utils.data.DataLoader(texts(STEPS * BATCHES * ranks()), batch_size=4)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule_of(optimizer))
+    if overlap is not None:
+        optimizer.optimizer.overlap(model, **overlap)
     losses = []
     if resume:
         accelerator.load_state(directory)
@@ -235,7 +245,7 @@ def for_large_state():
     return {"plugins": [MappedCheckpoints()], "strategy": StateStays("cpu")}
 
 
-def lightning(Optimizer, options, directory, resume=False, trainer_options=dict):
+def lightning(Optimizer, options, directory, resume=False, overlap=None, trainer_options=dict):
     library("lightning")
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -256,6 +266,10 @@ def lightning(Optimizer, options, directory, resume=False, trainer_options=dict)
                 "optimizer": optimizer,
                 "lr_scheduler": {"scheduler": schedule_of(optimizer), "interval": "step"},
             }
+
+        def on_fit_start(self):
+            if overlap is not None:
+                self.trainer.optimizers[0].overlap(self, **overlap)
 
     torch.manual_seed(0)
     module = Module()

@@ -337,6 +337,34 @@ def test_plan_by_hand():
     assert found["wear"]["days"] == pytest.approx(1e15 / 42e9 * own(found)["seconds"] / 86400)
 
 
+def test_overlap_by_hand():
+    """17.0 s of a step hide beside a forward of 0.4 s and a backward of 0.8; 38.4 s beside 4 and 27."""
+
+    def overlap(**changes):
+        gen4 = {"params": 7 * 10**9, "devices": 2, "host": server(gpu_link=25e9), "forward": 0.4, "backward": 0.8}
+        found = plan.plan(Request(**(gen4 | changes)))
+        seconds, rounded = own(found)["seconds"], {how: round(s, 1) for how, s in found["overlap"].items()}
+        return round(seconds, 1), rounded, plan.describe_overlap(found["request"], seconds, found["overlap"])
+
+    assert overlap()[:2] == (18.2, {"forward": 17.8, "backward": 17.0})
+    seconds, rounded, said = overlap(accumulate=57)
+    assert (seconds, rounded["backward"]) == (85.4, 84.2)
+    assert said == "gains nothing to speak of: 1.2 s, what fits beside one batch of 57"
+    cards = {"params": 33 * 10**9, "devices": 10, "on": "csd", "forward": 4, "backward": 27}
+    behind = server(link=8e9, gpu_link=25e9)
+    seconds, rounded, said = overlap(**cards, host=behind)
+    assert (seconds, rounded) == (69.4, {"forward": 65.4, "backward": 38.4})
+    assert "1.81 times" in said
+    assert overlap(**(cards | {"on": "drive"}), host=behind)[:2] == (80.6, {"forward": 76.6, "backward": 49.6})
+    # A step that is shorter than forward and backward is hidden whole, and not more than that.
+    assert overlap(forward=10, backward=20)[:2] == (47.0, {"forward": 37.0, "backward": 30.0})
+    # Top-K begins in step().
+    seconds, rounded, said = overlap(**cards, host=behind, topk=0.01)
+    assert rounded == {"forward": 65.4, "backward": 65.4}
+    assert said == "an iteration takes 65.43 s with overlap(model), with backward=True as well: 1.06 times as fast"
+    assert plan.plan(Request(params=10**9, devices=1, host=server()))["overlap"] is None
+
+
 def test_plan_with_8bit_states_by_hand():
     """The same two drives: 3.016 B / (6 GB/s) and 5.016 B / (3 GB/s) each."""
     drive = Device.in_turn(6e9, 3e9, on_host=True)

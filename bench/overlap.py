@@ -1,0 +1,233 @@
+"""How much of a step is hidden behind backward and the next forward. From the project's root:
+
+    python -m bench.overlap                   12.6 M parameters on a slow device, about ten minutes
+    python -m bench.overlap --quick           half a minute, to see that it works
+
+Without an accelerator a model that takes as long as its step leaves no CPU for that. So the model stands in for one:
+each layer sleeps its share of forward (f) and backward (b = 2 f), uses all bytes of its parameter in forward, and makes
+a gradient of them. The device is a file that keeps a pace. So only times are made up: parameters, gradients and states
+are real, and every step is committed.
+
+    none       step() returns when the parameters are there
+    forward    overlap(model): step() returns at once, layers wait for their parameters
+    backward   overlap(model, backward=True): the step begins in backward, too
+
+s is the time of a step by itself: steps without a model, one after another. The three are timed by turns, several
+iterations in a row from the end of one step() to that of another, for several f + b; the ratio is to what could be
+reached: f + b + s, b + max(f, s), max(f + b, s). Further rows: gradients clipped in each step, or in every other one,
+so that what began in backward is begun anew; several backward passes in a step; little memory (hold). First all
+parameters have to be the same to the last bit after the same number of steps, whatever the mode.
+
+--json prints schema csd_optim.bench.overlap/1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.step import machine_facts, say, span
+from csd_optim import CSDAdam
+from csd_optim.devices import machine
+
+Row = dict[str, Any]
+LAYERS = 24
+TILE = 1 << 16  # elements
+WARM_UP = 3  # iterations: the order of use is noted, and the share of a step that fits into backward is found
+IN_A_ROW = 4  # iterations, of which the first is not timed
+MODES: dict[str, Row | None] = {"none": None, "forward": {}, "backward": {"backward": True}}
+TIMES = (1 / 7, 3 / 7, 1.0, 2.0)  # f + b, in units of s
+NEVER, ALWAYS = 1e30, 1e-3  # norms to which gradients are clipped
+
+
+class Sleeps(torch.autograd.Function):
+    """Stands for a layer on an accelerator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        time.sleep(2 * ctx.seconds)
+        return grad, weight * 1e-3 + 1e-2, None
+
+
+class Layer(nn.Module):
+    def __init__(self, elems: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, elems))
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Sleeps.apply(x, self.weight, self.seconds)  # type: ignore[no-untyped-call]
+
+
+class Training:
+    """One model in one mode. `seconds`: of forward and backward."""
+
+    def __init__(self, arguments: argparse.Namespace, mode: str, seconds: float, place: Path, case: Row) -> None:
+        passes = case.get("passes", 1)
+        each = seconds / 3 / LAYERS / passes
+        self.model = nn.Sequential(*(Layer(arguments.params // LAYERS, each) for _ in range(LAYERS)))
+        self.passes, self.norms = passes, case.get("norms", [])
+        pace = f"cache=off&read={arguments.rate}&write={arguments.rate}"
+        self.opt = CSDAdam(self.model.parameters(), lr=1e-3, devices=[f"file:{place}?{pace}"], tile_size=TILE)
+        how = MODES[mode]
+        if how is not None:
+            self.opt.overlap(self.model, **(how | ({"hold": case["hold"]} if "hold" in case and how else {})))
+        self.iterations = 0
+
+    def iteration(self) -> None:
+        for _ in range(self.passes):
+            self.model(torch.zeros(())).backward()
+        if self.norms:
+            norm = self.norms[self.iterations % len(self.norms)]
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+        self.opt.step()
+        self.opt.zero_grad()
+        self.iterations += 1
+
+    def turn(self) -> float:
+        """Seconds of an iteration."""
+        self.iteration()
+        began = time.perf_counter()
+        for _ in range(IN_A_ROW - 1):
+            self.iteration()
+        elapsed = (time.perf_counter() - began) / (IN_A_ROW - 1)
+        self.opt.synchronize()
+        return elapsed
+
+
+def main() -> None:
+    arguments = parse()
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    facts = {**machine_facts(), "storage": machine.storage(arguments.directory)}
+    say(f"{arguments.params / 1e6:.1f} M fp32 parameters, {arguments.rate} each way, {arguments.runs} runs")
+    say("  ".join(f"{k}: {v}" for k, v in facts.items()))
+    step = bare(arguments)
+    say(f"s, a step by itself: {span(step, 3)} s")
+    s = statistics.median(step)
+    rows = [row for case in cases(arguments) for row in by_turns(arguments, case, s)]
+    if arguments.json:
+        result = {"schema": "csd_optim.bench.overlap/1", "machine": facts, "step_seconds": step, "rows": rows}
+        json.dump(result, sys.stdout, indent=1)
+        print()
+
+
+def cases(arguments: argparse.Namespace) -> Iterable[Row]:
+    for share in arguments.times:
+        yield {"what": f"f + b = {share:.2f} s", "share": share, "modes": list(MODES)}
+    others = ["none", "backward"]
+    yield {"what": "clipped in each step", "share": 1.0, "modes": others, "norms": [ALWAYS]}
+    yield {"what": "clipped in every other step", "share": 1.0, "modes": others, "norms": [ALWAYS, NEVER]}
+    yield {"what": "clip_grad_norm_ that does not clip", "share": 1.0, "modes": others, "norms": [NEVER]}
+    yield {"what": "4 backward passes", "share": 1.0, "modes": others, "passes": 4}
+    yield {"what": "hold of a tenth", "share": 1.0, "modes": others, "hold": arguments.params * 8 // 10}
+
+
+def bare(arguments: argparse.Namespace) -> list[float]:
+    """Seconds of a step by itself, one after another."""
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as place:
+        training = Training(arguments, "none", 0.0, Path(place), {})
+        training.model(torch.zeros(())).backward()
+        seconds = []
+        for _ in range(WARM_UP + arguments.runs):
+            began = time.perf_counter()
+            training.opt.step()
+            seconds.append(time.perf_counter() - began)
+        training.opt.close()
+        return seconds[WARM_UP:]
+
+
+def by_turns(arguments: argparse.Namespace, case: Row, s: float) -> list[Row]:
+    """A row for each mode of a case."""
+    model = case["share"] * s
+    f, b = model / 3, model * 2 / 3
+    f, b = (f / case.get("passes", 1), b / case.get("passes", 1))  # only the last pass hides anything
+    before = model - f - b
+    ideal = {"none": f + b + s, "forward": b + max(f, s), "backward": max(f + b, s)}
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        trainings = {}
+        for mode in case["modes"]:
+            place = Path(directory, mode)
+            place.mkdir()
+            trainings[mode] = Training(arguments, mode, model, place, case)
+        for training in trainings.values():
+            for _ in range(WARM_UP):
+                training.iteration()
+            training.opt.synchronize()
+        seconds = {mode: [] for mode in trainings}
+        for _ in range(arguments.runs):
+            for mode, training in trainings.items():
+                seconds[mode].append(training.turn())
+        verify(trainings)
+        rows = []
+        for mode, training in trainings.items():
+            row = {
+                "what": case["what"],
+                "mode": mode,
+                "model_seconds": model,
+                "reachable_seconds": before + ideal[mode],
+                "seconds": seconds[mode],
+                "ratio_to": {"what could be reached": [t / (before + ideal[mode]) for t in seconds[mode]]},
+                "overlap": training.opt.stats().get("overlap"),
+            }
+            if mode != "none":
+                row["ratio_to"]["none"] = [t / u for t, u in zip(seconds[mode], seconds["none"], strict=True)]
+            rows.append(row)
+            say(describe(row))
+            training.opt.close()
+    return rows
+
+
+def verify(trainings: dict[str, Training]) -> None:
+    """All have the same parameters, or nothing is claimed."""
+    one, *others = trainings.values()
+    for other in others:
+        pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+        if one.iterations != other.iterations or not all(torch.equal(p, q) for p, q in pairs):
+            raise SystemExit("the parameters are not those of a run without overlap: nothing is reported")
+
+
+def describe(row: Row) -> str:
+    ratios = ", ".join(f"{span(values, 2)} of {name}" for name, values in row["ratio_to"].items())
+    redone = row["overlap"] and row["overlap"]["redone"]
+    return f"{row['what']}, {row['mode']}: {span(row['seconds'], 3)} s an iteration; {ratios}" + (
+        f"; begun anew: {redone}" if redone else ""
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=lambda text: int(float(text)), default=LAYERS << 19)
+    parser.add_argument("--rate", default="144MB/s", help="of the device, read and written")
+    parser.add_argument("--times", type=float, nargs="+", default=TIMES, help="f + b, in units of s")
+    parser.add_argument("--runs", type=int, default=5, help="turns, at least 5")
+    parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where the states go")
+    parser.add_argument("--quick", action="store_true", help="fewer parameters and times")
+    parser.add_argument("--json", action="store_true", help="print everything on stdout")
+    arguments = parser.parse_args()
+    if arguments.runs < 5:
+        parser.error("--runs: at least 5")
+    if arguments.quick:
+        arguments.params, arguments.times = LAYERS << 15, [1.0]
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
