@@ -56,6 +56,7 @@ class Engine:
         self.step = 0  # whole steps of this engine
         self.record = Record()  # of the last step
         self.stepping = False
+        self.lent: torch.Tensor | None = None  # memory that a guess uses, and the step that it becomes
         self.guessed = False  # the step under way is a guess: see overlap/guess.py
         self.landing: threading.Event | None = None  # set when a thread has made the step whole that is under way
         self.rank: np.ndarray[Any, Any] | None = None  # of each tile (int64): in this order they flow; None: to and fro

@@ -72,6 +72,10 @@ class Flight:
         for row in rows:
             self._is_used(row)
 
+    def owes(self, row: int) -> bool:
+        """Is the parameter's gradient needed until the step is whole, as Top-K owes what it did not send?"""
+        return bool(self._step.table["residual"][row])
+
     def join(self) -> None:
         """Returns when the step is whole and its commit has begun, or is undone."""
         if not self.landed:  # before a fork it may have
@@ -132,5 +136,5 @@ class Flight:
     def _is_used(self, row: int) -> None:
         """The gradient is not needed any more, unless it was changed before this, or the step owes something of it."""
         held = self._held.get(row)
-        if held and held[0]._version == held[1] and not self._step.table["residual"][row]:
+        if held and held[0]._version == held[1] and not self.owes(row):
             self._held.pop(row, None)

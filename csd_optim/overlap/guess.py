@@ -52,7 +52,7 @@ class Guess:
             self._missing[tile] += 1
         self._writes_before = self._writes()
         self.tiles = engine.begin(step.table, step.hypers, np.concatenate([early, late]), record, same_order=True)
-        engine.guessed = True
+        engine.guessed, engine.lent = True, hold
 
     # ---- in backward -----------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any
@@ -71,6 +72,10 @@ class Overlap:
         params = [p for _, _, p in members(groups())]
         self._nets = Nets(model, params, self)
         self._spans = None if spans is None else ModelSpans(spans, model, params)  # sees gradients before the next does
+        register = "register_hook"
+        self._hooks = [
+            getattr(p, register)(partial(self._before_grad, weakref.ref(p))) for p in params if p.requires_grad
+        ]
         self._early = EarlySteps(engine, state_map, params, foresee, self._may_begin, hold_bytes) if foresee else None
         self._spread_nets()
 
@@ -89,6 +94,8 @@ class Overlap:
         if self._spans:
             self._spans.end()
         self._nets.remove()
+        for hook in self._hooks:
+            hook.remove()
         for group in self._groups():
             group["params"] = list(group["params"])
 
@@ -239,6 +246,17 @@ class Overlap:
         for row in rows if self._under_way else ():
             self._under_way.pop(self._state_map.by_index[row].local.untyped_storage().data_ptr(), None)
         self._waited += time.perf_counter() - began
+
+    def _before_grad(self, to: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
+        """A gradient is to be added to what a parameter has: not while the step still reads that."""
+        p = to()
+        if not (self.active and self._flight) or p is None or p.grad is None:
+            return
+        place = self._state_map.param_states.get(id(p))
+        if place and self._flight.owes(place.index):
+            self.land()
+        else:
+            self.wait([p])
 
     def land(self) -> None:
         """Returns when no step is under way. If one has failed, raises that, once; it is undone then."""

@@ -58,6 +58,12 @@ def clears_to_zeros(training):
         training.opt.zero_grad(set_to_none=False)
 
 
+def never_clears(training):
+    for _ in range(4):
+        training.backward()
+        training.opt.step()
+
+
 def model_clears(training):
     for k in range(4):
         training.backward()
@@ -242,7 +248,7 @@ def takes_turns(training):
 
 
 SCRIPTS = [
-    *(clears_to_zeros, model_clears, accumulates, accumulates_otherwise_each_time, clips, schedules),
+    *(clears_to_zeros, never_clears, model_clears, accumulates, accumulates_otherwise_each_time, clips, schedules),
     *(changes_constants_after_backward, skips_steps, steps_in_closures, evaluates, looks_at_states, edits_states),
     *(writes_parameters, writes_past_torch, freezes, goes_back_over_the_graph, scales_losses),
     *(checkpoints_activations, takes_turns),
@@ -258,6 +264,10 @@ SCRIPTS = [
 def test_twins(tmp_path, overlap, patient, script):
     latency = "100us" if patient else "2ms"
     assert_twins(tmp_path, overlap, script, patient=patient, latency=latency).opt.close()
+
+
+def test_topk_with_gradients_that_are_never_cleared(tmp_path):
+    assert_twins(tmp_path, FORWARD, never_clears, topk=0.05, width=80, latency="10ms").opt.close()
 
 
 @both
