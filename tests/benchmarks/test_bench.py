@@ -120,6 +120,19 @@ def test_zeros():
     assert "largest relative difference" in done.stderr
 
 
+def test_overlap(tmp_path):
+    """Whose modes have to end with the same parameters, or nothing is reported."""
+    done = run("bench.overlap", "--quick", "--params=2e5", "--runs=5", f"--directory={tmp_path}", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.overlap/1"
+    rows = {(row["what"], row["mode"]): row for row in result["rows"]}
+    assert all(len(row["seconds"]) == 5 for row in rows.values())
+    assert rows["clipped in each step", "backward"]["overlap"]["redone"]["gradients"] > 0
+    assert rows["f + b = 1.00 s", "none"]["overlap"] is None
+    assert "what could be reached" not in rows["a small GPT", "backward"]["ratio_to"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_topk(tmp_path):
     png = tmp_path / "topk.png"
     done = run("bench.topk", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}")
