@@ -373,7 +373,8 @@ def plot(rows: list[Row], facts: Row, path: Path) -> None:
     axis.plot([], [], "x", color="black", markersize=9, label="published")
     axis.set(xlabel="devices", ylabel="speed-up over BASE with one drive", xticks=list(DEVICES), ylim=(0, None))
     axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", ncols=2, loc="upper left")
+    axis.set_ylim(0, 1.35 * axis.get_ylim()[1])  # above the lines
     axis.set_title(
         f"GPT-2 4.0 B on emulated SmartSSDs, paced like the published testbed, {facts['date'][:10]}", fontsize="medium"
     )
