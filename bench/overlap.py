@@ -12,12 +12,12 @@ are real, and every step is committed.
     forward    overlap(model): step() returns at once, layers wait for their parameters
     backward   overlap(model, backward=True): the step begins in backward, too
 
-s is the time of a step by itself: steps without a model, one after another. The three are timed by turns, several
-iterations in a row from the end of one step() to that of another, for several f + b; the ratio is to what could be
-reached: f + b + s, b + max(f, s), max(f + b, s). Further rows: gradients clipped in each step, or in every other one,
-so that what began in backward is begun anew; several backward passes in a step; little memory (hold). One row is a
-small GPT that computes, on the disk as it is: model and device share the cores there, so it shows that the bits are the
-same, and claims nothing. Nothing is reported unless all parameters are the same to the last bit, whatever the mode.
+s is the time of a step by itself: steps without a model, one after another; f + b are measured, too. The three are timed
+by turns, several iterations in a row from the end of one step() to that of another, for several f + b; the ratio is to
+what could be reached: f + b + s, b + max(f, s), max(f + b, s). Further rows: gradients clipped in each step, or in every
+other one, so that what began in backward is begun anew; several backward passes in a step; little memory (hold). One
+row is a small GPT that computes, on the disk as it is: model and device share the cores there, so it shows that the bits
+are the same, and claims nothing. Nothing is reported unless all parameters are the same, whatever the mode.
 
 --json prints schema csd_optim.bench.overlap/1.
 """
@@ -117,6 +117,16 @@ class Training:
         self.opt.zero_grad()
         self.iterations += 1
 
+    def passes_alone(self) -> float:
+        """Seconds of forward and backward, with nothing beside them."""
+        self.opt.synchronize()
+        began = time.perf_counter()
+        for _ in range(self.passes):
+            self.loss().backward()
+        elapsed = time.perf_counter() - began
+        self.opt.zero_grad()
+        return elapsed
+
     def turn(self) -> float:
         """Seconds of an iteration."""
         self.iteration()
@@ -173,26 +183,27 @@ def bare(arguments: argparse.Namespace) -> list[float]:
 
 def by_turns(arguments: argparse.Namespace, case: Row, s: float) -> list[Row]:
     """A row for each mode of a case."""
-    model = case["share"] * s
-    f, b = model / 3, model * 2 / 3
-    f, b = (f / case.get("passes", 1), b / case.get("passes", 1))  # only the last pass hides anything
-    before = model - f - b
-    ideal = {"none": f + b + s, "forward": b + max(f, s), "backward": max(f + b, s)}
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         trainings: dict[str, Training] = {}
         for mode in case["modes"]:
             place = Path(directory, mode)
             place.mkdir()
-            trainings[mode] = Training(arguments, mode, model, place, case)
+            trainings[mode] = Training(arguments, mode, case["share"] * s, place, case)
         for training in trainings.values():
             for _ in range(WARM_UP):
                 training.iteration()
             training.opt.synchronize()
-        seconds = {mode: [] for mode in trainings}
+        model: list[float] = []
+        seconds: dict[str, list[float]] = {mode: [] for mode in trainings}
         for _ in range(arguments.runs):
+            model.append(trainings["none"].passes_alone())
             for mode, training in trainings.items():
                 seconds[mode].append(training.turn())
         verify(trainings)
+        # Only the last pass hides anything.
+        each = statistics.median(model) / case.get("passes", 1)
+        f, b, before = each / 3, each * 2 / 3, statistics.median(model) - each
+        ideal = {"none": f + b + s, "forward": b + max(f, s), "backward": max(f + b, s)}
         rows = []
         for mode, training in trainings.items():
             row = {

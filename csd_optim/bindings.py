@@ -356,15 +356,10 @@ def engine_push_early(engine: Any, tile: int, grads: Sequence[int], hold: int, n
     check(status, error, name, _UNDONE)
 
 
-def engine_unchanged(
-    engine: Any, params: np.ndarray[Any, Any], suspect: np.ndarray[Any, Any] | None, name: Namer
-) -> bool:
-    """`suspect`: uint8, one per row: 1, its gradient may differ, 2, its parameter, 3, both; None: all may."""
+def engine_unchanged(engine: Any, params: np.ndarray[Any, Any], name: Namer) -> bool:
     assert params.dtype == PARAM
-    assert suspect is None or (suspect.dtype, suspect.shape) == (np.uint8, params.shape)
     unchanged, error = ffi.new("int32_t *"), ffi.new("csd_error *")
-    flags = ffi.NULL if suspect is None else _array(suspect, "uint8_t *")
-    status = lib.csd_engine_unchanged(engine, _array(params, "csd_param *"), len(params), flags, unchanged, error)
+    status = lib.csd_engine_unchanged(engine, _array(params, "csd_param *"), len(params), unchanged, error)
     check(status, error, name, _UNDONE)
     return bool(unchanged[0])
 

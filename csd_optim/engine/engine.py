@@ -313,12 +313,9 @@ class Engine:
         """
         bindings.engine_push_early(self.handle, tile, grads, hold, self.name_device)
 
-    def unchanged(self, params: np.ndarray[Any, Any], suspect: np.ndarray[Any, Any] | None = None) -> bool:
-        """Did the tiles that were pushed early read what is there now? `params`: all rows, with their addresses now.
-
-        `suspect`: uint8, one per row: bit 0, its gradient may differ, bit 1, its parameter; None: all may.
-        """
-        return bindings.engine_unchanged(self.handle, params, suspect, self.name_device)
+    def unchanged(self, params: np.ndarray[Any, Any]) -> bool:
+        """Did the tiles that were pushed early read what is there now? `params`: all rows, with their addresses now."""
+        return bindings.engine_unchanged(self.handle, params, self.name_device)
 
     def release(self, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> None:
         """The guess was right: what was pushed early goes to its parameters, and the other tiles may be pushed.

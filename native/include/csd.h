@@ -313,11 +313,10 @@ uint64_t csd_engine_hold_bytes(csd_engine *engine, uint32_t tile);
 int csd_engine_push_early(csd_engine *engine, uint32_t tile, const void *const *grads, void *hold, csd_error *error);
 
 /* Are the gradients of the tiles that were pushed early, byte by byte, those that `params` has now, and the parameters
- * that their update reads (by their CRC-32C) what they were? `params`: all rows, as to begin. `suspect`: one byte for
- * each row, of which bit 0 says that its gradient may differ, bit 1 its parameter, and others need no look; NULL: all
- * may. Only tells; reports the failure of the step, if there was one. */
-int csd_engine_unchanged(csd_engine *engine, const csd_param *params, uint64_t n_params, const uint8_t *suspect,
-                         int32_t *unchanged, csd_error *error);
+ * that their update reads (by their CRC-32C) what they were? `params`: all rows, as to begin. Only tells; reports the
+ * failure of the step, if there was one. */
+int csd_engine_unchanged(csd_engine *engine, const csd_param *params, uint64_t n_params, int32_t *unchanged,
+                         csd_error *error);
 
 /* The guess is right. `params`: all rows, as to begin but for the addresses `grad` and `param`, which are NULL where they
  * were; they are copied. The parameters of tiles that were pushed early go there: of those that are updated by now in the

@@ -147,9 +147,9 @@ int csd_engine_push_early(csd_engine *engine, uint32_t tile, const void *const *
   return guarded(error, [&] { engine->engine.push_early(tile, grads, hold); });
 }
 
-int csd_engine_unchanged(csd_engine *engine, const csd_param *params, uint64_t n_params, const uint8_t *suspect,
-                         int32_t *unchanged, csd_error *error) {
-  return guarded(error, [&] { *unchanged = engine->engine.unchanged(params, n_params, suspect); });
+int csd_engine_unchanged(csd_engine *engine, const csd_param *params, uint64_t n_params, int32_t *unchanged,
+                         csd_error *error) {
+  return guarded(error, [&] { *unchanged = engine->engine.unchanged(params, n_params); });
 }
 
 int csd_engine_release(csd_engine *engine, const csd_param *params, uint64_t n_params, const uint32_t *order,

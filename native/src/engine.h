@@ -62,7 +62,7 @@ class Engine {
   void finish(bool keep);
   uint64_t hold_bytes(uint32_t tile) noexcept;
   void push_early(uint32_t tile, const void *const *grads, void *hold);
-  bool unchanged(const csd_param *, uint64_t, const uint8_t *suspect);
+  bool unchanged(const csd_param *, uint64_t);
   void release(const csd_param *, uint64_t, const uint32_t *order, uint32_t n_order);
   void wait_writes();
   void remap(bool open);
@@ -141,7 +141,7 @@ class Engine {
   Job &to_push(uint32_t tile);
   bool reads_param(const Tile &, const csd_param &) const;
   void copy(Job &, const std::vector<const void *> &grads) noexcept;
-  bool is_as_copied(const Job &, const csd_param *, const uint8_t *suspect) const noexcept;
+  bool is_as_copied(const Job &, const csd_param *) const noexcept;
   void give(Job &) noexcept;
   std::list<Pool::Task> feed_back_tasks();
   std::list<Pool::Task> sum_tasks();

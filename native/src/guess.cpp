@@ -123,7 +123,7 @@ void Engine::copy(Job &job, const std::vector<const void *> &grads) noexcept {
   if (--going_on_ == 0) settled_.notify_all();
 }
 
-bool Engine::unchanged(const csd_param *params, uint64_t n_params, const uint8_t *suspect) {
+bool Engine::unchanged(const csd_param *params, uint64_t n_params) {
   Lock lock(mutex_);
   if (phase_ != Phase::stepping || released_) throw Failure{CSD_ESTATE, "no guess is under way"};
   if (n_params != params_.size()) throw Failure{CSD_EINVAL, "the step began with more rows, or with fewer"};
@@ -134,8 +134,8 @@ bool Engine::unchanged(const csd_param *params, uint64_t n_params, const uint8_t
   std::list<Pool::Task> tasks;
   for (const Job &job : jobs_) {
     if (!job.early) continue;
-    tasks.push_back([this, &job, &same, &comparing, params, suspect] {
-      if (same && !is_as_copied(job, params, suspect)) same = false;
+    tasks.push_back([this, &job, &same, &comparing, params] {
+      if (same && !is_as_copied(job, params)) same = false;
       Lock lock(mutex_);
       comparing--;
       pulled_.notify_all();
@@ -149,17 +149,15 @@ bool Engine::unchanged(const csd_param *params, uint64_t n_params, const uint8_t
   return same;
 }
 
-bool Engine::is_as_copied(const Job &job, const csd_param *params, const uint8_t *suspect) const noexcept {
+bool Engine::is_as_copied(const Job &job, const csd_param *params) const noexcept {
   const Tile &t = *job.tile;
-  const auto may_differ = [suspect](const csd_piece &p, unsigned bit) { return !suspect || (suspect[p.param] & bit); };
   bool any = false;
   for (const csd_piece *p = t.pieces; p != t.pieces + t.n_pieces; p++) {
     const csd_param &was = job.work.params[p->param], &is = params[p->param];
     if (!same_row(was, is)) return false;
-    any |= reads_param(t, was) && may_differ(*p, 2);
-    if (was.grad && may_differ(*p, 1) &&
-        memcmp(grad_at(*p, job.work, 0), bytes_at(is.grad, is.grad_dtype, p->param_first),
-               dtype_bytes(is.grad_dtype) * p->elems) != 0)
+    any |= reads_param(t, was);
+    if (was.grad && memcmp(grad_at(*p, job.work, 0), bytes_at(is.grad, is.grad_dtype, p->param_first),
+                           dtype_bytes(is.grad_dtype) * p->elems) != 0)
       return false;
   }
   if (!any) return true;

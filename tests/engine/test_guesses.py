@@ -143,24 +143,18 @@ def test_same_bits_whatever_was_pushed_early(dtype, stores, tmp_path):
 
 
 def test_what_changed_is_told(tmp_path):
-    """To the bit, by gradient and by parameter, and only of what was pushed early and may have changed."""
+    """To the bit, by gradient and by parameter, and only of what was pushed early."""
     with Guessing([str(tmp_path / "csd")]) as it:
         grads = random_grads(1, torch.float32)
         it.master = FROM_PARAM
         it.guess(grads, [0, 1])  # the beginning of parameter 0
         rows = it.rows(grads)
         assert it.engine.unchanged(rows)
-        for tensor, bit in ((grads[0], 1), (it.params[0], 2)):
+        for tensor in (grads[0], it.params[0]):
             for at, tells in ((0, True), (2047, True), (2048, False)):
                 had = tensor[at].clone()
                 tensor[at] = -had
-                suspect = np.zeros(len(NUMELS), np.uint8)
-                assert it.engine.unchanged(rows, suspect)
                 assert it.engine.unchanged(rows) is not tells
-                suspect[0] = 3 - bit
-                assert it.engine.unchanged(rows, suspect)
-                suspect[0] = bit
-                assert it.engine.unchanged(rows, suspect) is not tells
                 tensor[at] = had
                 assert it.engine.unchanged(rows)
         moved = [g if g is None else g.clone() for g in grads]  # equal ones elsewhere

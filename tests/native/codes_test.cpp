@@ -199,11 +199,11 @@ struct Model {
         if (early >> tile & 1) OK(csd_engine_push_early(engine, tile, from.data(), holds.back().data(), &error));
       }
       int32_t told = 0;
-      OK(csd_engine_unchanged(engine, table.data(), kN, nullptr, &told, &error));
+      OK(csd_engine_unchanged(engine, table.data(), kN, &told, &error));
       CHECK(told == (right || !early));
       if (right && early & 1) {
         params[0][5] ^= 1;
-        OK(csd_engine_unchanged(engine, table.data(), kN, nullptr, &told, &error));
+        OK(csd_engine_unchanged(engine, table.data(), kN, &told, &error));
         CHECK(!told);
         params[0][5] ^= 1;
       }
