@@ -12,12 +12,13 @@ are real, and every step is committed.
     forward    overlap(model): step() returns at once, layers wait for their parameters
     backward   overlap(model, backward=True): the step begins in backward, too
 
-s is the time of a step by itself: steps without a model, one after another; f + b are measured, too. The three are timed
-by turns, several iterations in a row from the end of one step() to that of another, for several f + b; the ratio is to
-what could be reached: f + b + s, b + max(f, s), max(f + b, s). Further rows: gradients clipped in each step, or in every
-other one, so that what began in backward is begun anew; several backward passes in a step; little memory (hold). One
-row is a small GPT that computes, on the disk as it is: model and device share the cores there, so it shows that the bits
-are the same, and claims nothing. Nothing is reported unless all parameters are the same, whatever the mode.
+s is the time of a step by itself: steps without a model, one after another; f + b are measured, too. The three are
+timed by turns, several iterations in a row from the end of one step() to that of another, for several f + b; the ratio
+is to what could be reached: f + b + s, b + max(f, s), max(f + b, s). Further rows: gradients clipped in each step, or
+in every other one, so that what began in backward is begun anew; several backward passes in a step; little memory
+(hold). One row is a small GPT that computes, on the disk as it is: model and device share the cores there, so it shows
+that the bits are the same, and claims nothing. Nothing is reported unless all parameters are the same, whatever the
+mode.
 
 --json prints schema csd_optim.bench.overlap/1.
 """
