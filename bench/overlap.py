@@ -157,7 +157,7 @@ def main() -> None:
 
 def cases(arguments: argparse.Namespace) -> Iterable[Row]:
     for share in arguments.times:
-        yield {"what": f"f + b = {share:.2f} s", "share": share, "modes": list(MODES)}
+        yield {"what": f"f + b = {share:.2f} of s", "share": share, "modes": list(MODES)}
     others = ["none", "backward"]
     yield {"what": "clipped in each step", "share": 1.0, "modes": others, "norms": [ALWAYS]}
     yield {"what": "a small GPT", "share": 1.0, "modes": list(MODES), "gpt": QUICK if arguments.quick else FULL}

@@ -128,7 +128,7 @@ def test_overlap(tmp_path):
     rows = {(row["what"], row["mode"]): row for row in result["rows"]}
     assert all(len(row["seconds"]) == 5 for row in rows.values())
     assert rows["clipped in each step", "backward"]["overlap"]["redone"]["gradients"] > 0
-    assert rows["f + b = 1.00 s", "none"]["overlap"] is None
+    assert rows["f + b = 1.00 of s", "none"]["overlap"] is None
     assert "what could be reached" not in rows["a small GPT", "backward"]["ratio_to"]
     assert list(tmp_path.iterdir()) == []
 
