@@ -295,7 +295,7 @@ for arguments in (["--version"], ["--help"], *([name, "--help"] for name in name
 def test_help_does_not_wait_for_torch():
     command = [sys.executable, "-c", WITHOUT_TORCH]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    commands = ["devices", "inspect", "verify", "export", "import", "bench", "plan", "emu"]
+    commands = ["devices", "inspect", "verify", "export", "import", "convert", "bench", "plan", "emu"]
     assert done.stderr.splitlines() == [f"{name} 0" for name in ("--version", "--help", *commands)]
     assert done.stdout.count("Usage:") == 1 + len(commands)
 

@@ -810,7 +810,7 @@ def test_who_joined_in_a_step_that_failed_keeps_its_values(tmp_path, monkeypatch
         opt = adam(params, devices)
         with monkeypatch.context() as patched:
 
-            def fails(*_):
+            def fails(*_, **__):
                 raise CSDOSError(5, "Input/output error")
 
             patched.setattr(Engine, "begin", fails)
@@ -926,7 +926,7 @@ def test_what_parameters_were_set_to_belongs_to_the_step(dtype, tmp_path, monkey
         p.fill_(3)
     with monkeypatch.context() as patched:
 
-        def fails(*_):
+        def fails(*_, **__):
             raise CSDOSError(5, "Input/output error")
 
         patched.setattr(Engine, "begin", fails)

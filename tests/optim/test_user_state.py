@@ -176,7 +176,7 @@ def test_record_of_a_step_that_never_was(tmp_path, monkeypatch, how):
         with torch.no_grad():
             p.mul_(2)
 
-    def begin(*_):
+    def begin(*_, **__):
         raise Stop
 
     with monkeypatch.context() as patched:
