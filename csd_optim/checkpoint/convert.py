@@ -16,6 +16,7 @@ from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
 from ..engine.resume import check_recovered
 from ..errors import CSDOSError, CSDStoreError, CSDValueError
+from ..params.groups import check_state_dtype
 from ..params.param_state import MOST_RATIO
 from ..store.format import RESIDUAL_BYTES, Contents
 from ..store.layout import extents_of, round_up
@@ -46,6 +47,7 @@ def convert_store(
     Raises CSDValueError if there is nothing to convert, CSDStoreError if the store is damaged or one of several ranks,
     CSDStoreExistsError, CSDBusyError, CSDOSError: nothing that could be resumed is there then.
     """
+    check_state_dtype(state_dtype)
     specs = parse_devices(devices)
     for spec in specs:
         if spec.directory is None or not spec.durable:

@@ -232,8 +232,6 @@ def convert(
     The old one is only read. Takes the memory of a few tiles; 8-bit states take 12 B per parameter on the new drive
     while they are decoded.
     """
-    if state_dtype not in ("fp32", "8bit"):
-        raise typer.BadParameter(f"{state_dtype!r} is not one of fp32, 8bit", param_hint="--state-dtype")
     with reported():
         from ..checkpoint.convert import convert_store
         from ..checkpoint.files import bar

@@ -436,7 +436,7 @@ class CSDOptimizer(Optimizer, Joinable):
         Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`, `shadow=False`), which
         `backward` needs; CSDRuntimeError where ranks train together.
         """
-        hold_bytes = parse_bytes(str(hold))
+        lent = torch.empty(parse_bytes(str(hold)) if backward else 0, dtype=torch.uint8, device="cpu")
         engine = self._live_engine
         if model is not None and self._ranks:
             raise CSDRuntimeError("overlap() works in a single process only")
@@ -462,7 +462,7 @@ class CSDOptimizer(Optimizer, Joinable):
                 model,
                 groups,
                 foresee=foresee,
-                hold_bytes=hold_bytes,
+                hold=lent,
                 spans=engine.model_spans,
             )
 
@@ -506,7 +506,7 @@ class CSDOptimizer(Optimizer, Joinable):
             with all_ranks_or_none(self._ranks):
                 step = self._prepare(engine, taking_part, grad_scale * scale)
         if step is not None and self._overlap and self._runner.can_land_later(step):
-            return self._overlap.fly(engine, step, record)
+            return self._overlap.fly(step, record)
         if self._overlap:
             self._overlap.cannot_fly()
         if step is not None:
@@ -514,7 +514,7 @@ class CSDOptimizer(Optimizer, Joinable):
         elif self._ranks is not None:
             self._runner.run_without_gradients(engine, self.param_groups, record)
 
-    def _foresee(self) -> tuple[Engine, PreparedStep, Record | None] | None:
+    def _foresee(self) -> tuple[PreparedStep, Record | None] | None:
         """The step that would follow if nothing changed but gradients: see foresee(). None: there cannot be one now."""
         engine, plan = self._engine, self._plan
         if engine is None or engine.closed or not engine.idle or plan is None or self._resume.pending:
@@ -525,7 +525,7 @@ class CSDOptimizer(Optimizer, Joinable):
             if step is None:
                 return None
             self._runner.make_ready(engine, step)
-            return engine, step, self._record(engine) if engine.durable else None
+            return step, self._record(engine) if engine.durable else None
 
     @property
     def _grad_options(self) -> GradOptions:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..engine.engine import Engine
+from ..engine.pieces import Pieces
 from ..errors import CSDError
 from ..params.state_map import StateMap
 from ..signals import defer_signals
@@ -23,7 +24,7 @@ MOST_PAUSE = 15  # steps without a guess, after several wrong ones in a row: eac
 FIRST_SHARE = 0.5  # of the tiles, that flow in backward, before it is known how long that and the step take
 
 # Prepares the step that would follow if gradients were there, with the parameters in their place; None: it cannot.
-Foresee = Callable[[], tuple[Engine, PreparedStep, "Record | None"] | None]
+Foresee = Callable[[], tuple[PreparedStep, "Record | None"] | None]
 
 
 class EarlySteps:
@@ -35,19 +36,17 @@ class EarlySteps:
         state_map: StateMap,
         params: Iterable[torch.Tensor],
         foresee: Foresee,
-        order: Callable[[Engine], bool],
-        hold_bytes: int,
+        may_begin: Callable[[], Pieces | None],
+        hold: torch.Tensor,
     ) -> None:
         """`foresee`: a bound method of something that may go away.
 
-        `order`: sets the order in which the engine's tiles flow; False: no step may begin now. `hold_bytes`: of host
-        memory, for what is ready before step().
+        `may_begin`: None: no step may begin now. `hold`: host memory (uint8, 1-D) for what is ready before step().
         """
         self._engine = engine
         self.redone: Counter[str] = Counter()  # wrong guesses, by what was wrong
-        self._state_map, self._order = state_map, order
+        self._state_map, self._may_begin, self._hold = state_map, may_begin, hold
         self._foresee = weakref.WeakMethod(foresee)  # type: ignore[arg-type]
-        self._hold = torch.empty(hold_bytes, dtype=torch.uint8, device="cpu")
         self._guess: Guess | None = None
         self._fired: Counter[int] = Counter()  # by id of the parameter: gradients accumulated since the last step
         self._expected: Counter[int] = Counter()  # the same, in the last step: then a gradient is final
@@ -57,14 +56,18 @@ class EarlySteps:
         self._wrong_in_a_row = 0
         self._pause = 0  # steps for which there is no guess
         self._in_vain = False  # it was tried already since the last step, and cannot be
-        register = "register_post_accumulate_grad_hook"
-        self._hooks = [getattr(p, register)(self._on_grad) for p in params if p.requires_grad]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
+            for p in params
+            if p.requires_grad
+        ]
 
     def end(self) -> None:
         """No further step begins early."""
         self.undo("other calls")
         for hook in self._hooks:
             hook.remove()
+        self._engine.lent, self._hold = None, self._hold.new_empty(0)  # not when the collector comes by
 
     # ---- in backward -----------------------------------------------------------
 
@@ -95,13 +98,14 @@ class EarlySteps:
         if foreseen is None:
             self._in_vain = True  # not for each gradient: it looks at all parameters
             return False
-        engine, step, record = foreseen
-        if not self._order(engine):
+        pieces = self._may_begin()
+        if pieces is None:
             return False
+        (step, record), engine = foreseen, self._engine
         with defer_signals():  # that it has begun is noted
             early, late = spread(engine.flowing(np.sort(step.tiles)), self._share)
             self._began = time.perf_counter()
-            self._guess = Guess(engine, self._state_map, step, record, early, late, self._hold)
+            self._guess = Guess(engine, self._state_map, step, record, early, late, pieces, self._hold)
         for param_state in step.plan.param_states:  # those that were final before it could begin
             self._tell(param_state.param)
         return True

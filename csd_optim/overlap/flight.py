@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..engine.engine import Engine
+from ..engine.pieces import Pieces
 from ..errors import CSDError, CSDRuntimeError
 from ..step.prepare import PreparedStep
 from ..step.run import StepRunner
@@ -34,12 +35,14 @@ class Flight:
         step: PreparedStep,
         record: Record | None,
         launch: Callable[[], np.ndarray[Any, Any]],
+        pieces: Pieces,
     ) -> None:
         """Launches the step, by `launch`, which returns its tiles in the order in which they flow.
 
         Raises what that raises; then nothing is under way.
         """
         self._runner, self._engine, self._step, self._record = runner, engine, step, record
+        self._pieces = pieces
         self._held = {row: (grad, grad._version) for row, grad in step.grads.items()}
         step.grads = {}
         self._failure: BaseException | None = None
@@ -61,9 +64,10 @@ class Flight:
     def failed(self) -> bool:
         return self._failure is not None
 
-    def wait(self, rows: Iterable[int], tiles: np.ndarray[Any, Any]) -> None:
-        """Returns when parameters have arrived: these rows, which lie in these tiles (uint32). Raises its failure."""
+    def wait(self, rows: Sequence[int]) -> None:
+        """Returns when these parameters have arrived, which are rows of the step's table. Raises its failure."""
         self._check_process()
+        tiles = self._pieces.tiles_of(rows)
         try:
             self._engine.params_ready(tiles[self._takes_part[tiles]], wait=True)  # others are as they were
         except CSDError:  # it has failed; or it has just landed, and all have arrived
@@ -113,7 +117,7 @@ class Flight:
 
         Then, and on any other failure, the step is undone.
         """
-        last = last_places(self._engine, self._tiles)
+        last = last_places(self._pieces, self._engine.n_params, self._tiles)
         try:
             for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
                 if not len(batch):

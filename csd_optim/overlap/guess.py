@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from ..engine.engine import Engine
+from ..engine.pieces import Pieces
 from ..errors import CSDError
 from ..params.state_map import StateMap
 from ..step.prepare import PreparedStep
 from ..store.format import Record
-from .order import pieces
 
 
 class Guess:
@@ -31,6 +31,7 @@ class Guess:
         record: Record | None,
         early: np.ndarray[Any, Any],
         late: np.ndarray[Any, Any],
+        pieces: Pieces,
         hold: torch.Tensor,
     ) -> None:
         """Begins `step`, in which the parameters stand for their gradients.
@@ -45,7 +46,7 @@ class Guess:
         self._grads: dict[int, torch.Tensor] = {}  # final ones, by row
         self._tiles_of: dict[int, list[int]] = {}  # that may be pushed, by row
         self._missing = dict.fromkeys(early.tolist(), 0)  # of each of them: gradients that are not final
-        rows, tiles = pieces(engine)
+        rows, tiles = pieces.all["param"], pieces.all["tile"]
         awaited = (step.table["grad"][rows] != 0) & np.isin(tiles, early)
         for row, tile in {*zip(rows[awaited].tolist(), tiles[awaited].tolist(), strict=True)}:
             self._tiles_of.setdefault(row, []).append(tile)
@@ -73,14 +74,11 @@ class Guess:
         size = self._engine.hold_bytes(tile)
         if self._taken + size > len(self._hold):
             return
-        grads = [self._grads[row].data_ptr() if row in self._grads else 0 for row in self._rows(tile)]
+        rows = self._engine.pieces_of(tile)["param"].tolist()
+        grads = [self._grads[row].data_ptr() if row in self._grads else 0 for row in rows]
         self._engine.push_early(tile, grads, self._hold.data_ptr() + self._taken)
         self._taken += size
         self.pushed.append(tile)
-
-    def _rows(self, tile: int) -> list[int]:
-        rows: list[int] = self._engine.pieces_of(tile)["param"].tolist()
-        return rows
 
     # ---- in step() -------------------------------------------------------------
 

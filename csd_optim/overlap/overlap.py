@@ -15,6 +15,7 @@ import torch
 
 from .. import settings
 from ..engine.engine import Engine
+from ..engine.pieces import Pieces
 from ..engine.trace import Span
 from ..errors import CSDError, CSDWarning, users_stacklevel
 from ..params.grad_source import GradSource
@@ -26,7 +27,7 @@ from ..store.format import Record
 from .check import UseCheck
 from .early import EarlySteps, Foresee
 from .flight import Flight
-from .order import TilesOf, by_next_use
+from .order import by_next_use
 from .spans import ModelSpans
 from .waits import Nets, WaitingList
 
@@ -49,20 +50,20 @@ class Overlap:
         groups: Callable[[], Groups],
         *,
         foresee: Foresee | None,
-        hold_bytes: int,
+        hold: torch.Tensor,
         spans: list[Span] | None,
     ) -> None:
         """`groups`: those of the optimizer, which load_state_dict() exchanges.
 
-        `foresee`: with it steps begin in backward; it and `hold_bytes` as of EarlySteps; `spans`: of ModelSpans.
+        `foresee`: with it steps begin in backward; it and `hold` as of EarlySteps; `spans`: of ModelSpans.
         """
         self.active = False
-        self._runner, self._state_map, self._groups = runner, state_map, groups
+        self._engine, self._runner, self._state_map, self._groups = engine, runner, state_map, groups
         self._flight: Flight | None = None
-        self._uses: dict[int, int] = {}  # row of a parameter: how many are used before it
-        self._noting: dict[int, int] | None = {}  # the same, of the forward under way
+        # Row of a parameter: how many were used before it in the forward under way
+        self._noting: dict[int, int] | None = {}
         self._to_note = NOTED
-        self._tiles_of: TilesOf | None = None
+        self._pieces: Pieces | None = None
         self._at_once: list[int] = []  # rows that step() waits for
         self._to_give_back: dict[int, GradSource] = {}  # by row: parameters that are not in the order of their states
         self._waited, self._early_elems = 0.0, 0  # seconds, elements, of the last step
@@ -72,11 +73,12 @@ class Overlap:
         params = [p for _, _, p in members(groups())]
         self._nets = Nets(model, params, self)
         self._spans = None if spans is None else ModelSpans(spans, model, params)  # sees gradients before the next does
-        register = "register_hook"
         self._hooks = [
-            getattr(p, register)(partial(self._before_grad, weakref.ref(p))) for p in params if p.requires_grad
+            p.register_hook(partial(self._before_grad, weakref.ref(p)))  # type: ignore[no-untyped-call]
+            for p in params
+            if p.requires_grad
         ]
-        self._early = EarlySteps(engine, state_map, params, foresee, self._may_begin, hold_bytes) if foresee else None
+        self._early = EarlySteps(engine, state_map, params, foresee, self._may_begin, hold) if foresee else None
         self._spread_nets()
 
     def _spread_nets(self) -> None:
@@ -130,25 +132,23 @@ class Overlap:
         if self._early:
             self._early.compare(step)
 
-    def fly(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
+    def fly(self, step: PreparedStep, record: Record | None) -> None:
         """Launches a step; arrive_at_once() is to follow. Raises what a step raises."""
-        reached = self._reached()
+        engine, reached = self._engine, self._reached()
         self._spread_nets()
         self._note_order()
-        self._set_order(engine)
         self._waited, self._early_elems = 0.0, 0
         launch = partial(self._runner.launch, engine, step, record)
         if self._early and (guess := self._early.kept()):
             self._early_elems = sum(map(engine.elems_of, guess.pushed))
             launch = partial(guess.keep, step, record, engine.flowing(np.sort(guess.tiles)))
         try:
-            self._flight = Flight(self._runner, engine, step, record, launch)
+            self._flight = Flight(self._runner, engine, step, record, launch, self._pieces_now())
         except BaseException:
             if engine.stepping:
                 self._runner.undo(engine, step)
             raise
         self._runner.in_flight = self._runner.moved = True
-        self._tiles(engine)
         self._at_once = [b.index for b in step.plan.param_states if id(b.param) not in reached]
         self._to_give_back = {row: source for row, source in step.prepared.items() if source.back}
         self._runner.is_ours(step)
@@ -167,8 +167,7 @@ class Overlap:
         rows, sources = [*self._at_once, *self._to_give_back], self._to_give_back
         self._at_once, self._to_give_back = [], {}
         if rows and self._flight:
-            assert self._tiles_of
-            self._flight.wait(rows, self._tiles_of(rows))
+            self._flight.wait(rows)
         for row, source in sources.items():
             source.give_back()
             self._state_map.by_index[row].is_ours()
@@ -204,27 +203,23 @@ class Overlap:
     # ---- order -----------------------------------------------------------------
 
     def _note_order(self) -> None:
-        """A forward is over: it has used the parameters in the order that was noted."""
+        """A forward is over: tiles flow from now on in the order in which it has used their parameters."""
         if self._noting:
-            self._uses, self._to_note = self._noting, max(0, self._to_note - 1)
+            self._engine.rank = by_next_use(self._pieces_now(), self._engine.n_params, self._noting)
+            self._to_note -= 1
         self._noting = {} if self._to_note else None
 
-    def _set_order(self, engine: Engine) -> None:
-        """From now on tiles flow in the order in which their parameters are used."""
-        engine.rank = by_next_use(engine, self._uses) if self._uses else None
-
-    def _may_begin(self, engine: Engine) -> bool:
-        """In backward: is nothing under way, and known in which order tiles flow? That is set then."""
-        if not self._uses or (self._flight and (not self._flight.landed or self._flight.failed)):
-            return False
+    def _may_begin(self) -> Pieces | None:
+        """In backward: what there is to flow, if the order is known and no step is under way."""
+        if self._engine.rank is None or (self._flight and (not self._flight.landed or self._flight.failed)):
+            return None
         self.land()
-        self._set_order(engine)
-        return True
+        return self._pieces_now()
 
-    def _tiles(self, engine: Engine) -> TilesOf:
-        if self._tiles_of is None or self._tiles_of.n_tiles != engine.n_tiles:
-            self._tiles_of = TilesOf(engine)
-        return self._tiles_of
+    def _pieces_now(self) -> Pieces:
+        if self._pieces is None or self._pieces.n_tiles != self._engine.n_tiles:
+            self._pieces = Pieces(self._engine)
+        return self._pieces
 
     # ---- waiting ---------------------------------------------------------------
 
@@ -241,8 +236,7 @@ class Overlap:
         if flight.landed:
             self.land()
         elif rows:
-            assert self._tiles_of
-            flight.wait(rows, self._tiles_of(rows))
+            flight.wait(rows)
         for row in rows if self._under_way else ():
             self._under_way.pop(self._state_map.by_index[row].local.untyped_storage().data_ptr(), None)
         self._waited += time.perf_counter() - began

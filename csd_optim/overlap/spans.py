@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from ..engine.trace import Span
+from .waits import NOTHING
 
 
 class ModelSpans:
@@ -22,9 +22,12 @@ class ModelSpans:
         self._spans = spans
         self._entered = self._first = self._last = 0.0  # when: a module, gradients; 0: not yet
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        register = "register_post_accumulate_grad_hook"
         self._hooks = [m.register_forward_pre_hook(self) for m in modules]
-        self._hooks += [getattr(p, register)(self._on_grad) for p in params if p.requires_grad]
+        self._hooks += [
+            p.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
+            for p in params
+            if p.requires_grad
+        ]
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -52,4 +55,4 @@ class ModelSpans:
             hook.remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything, gives None
+        return NOTHING

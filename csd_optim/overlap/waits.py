@@ -45,6 +45,11 @@ class Arrivals(Protocol):
         """Take the nets away if nobody is left who could. Returns whether that is so."""
 
 
+# What a hook of ours is where it was copied, or pickled: a function that takes anything and gives None. It takes no
+# csd_optim to read.
+NOTHING: tuple[Any, ...] = getattr, (contextlib.nullcontext(), "__exit__")
+
+
 class Landed:
     """Arrivals of nothing: for nets that have been removed, and that somebody has a copy of."""
 
@@ -119,7 +124,7 @@ class Net:
             self.arrivals.wait(cast(list[torch.Tensor], ours))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # takes anything, gives None
+        return NOTHING
 
 
 def give_up(net: Net) -> bool:

@@ -8,7 +8,7 @@ same order on all ranks, and all of them travel in every step, whatever happens 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
+from ..engine.pieces import Pieces
 from ..params.grad_source import GradSource
 from ..params.param_state import ParamState
 from ..params.strides import flat, numel, same_order
@@ -64,9 +65,9 @@ class ParamAllGather:
             assert replicas
             alike = [b for b in param_states if b.local.device == device and b.part.replicas is replicas]
             self.buckets += _fill_buckets(alike, replicas)
-        tiles_of = _tiles_of(engine)
+        pieces = Pieces(engine)
         for k, bucket in enumerate(self.buckets):
-            bucket.tiles = np.unique(np.concatenate([tiles_of(p) for p in bucket.pieces])).astype(np.uint32)
+            bucket.tiles = np.unique(np.concatenate([_tiles_of(p, pieces) for p in bucket.pieces]))
             self._bind(bucket, self.buckets[k - IN_FLIGHT] if k >= IN_FLIGHT else None)
         self.received_bytes = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
 
@@ -187,20 +188,11 @@ def _fill_buckets(param_states: Sequence[ParamState], ranks: Ranks) -> list[_Buc
     return buckets
 
 
-def _tiles_of(engine: Engine) -> Callable[[_Piece], np.ndarray[Any, Any]]:
-    """A function that tells the tiles (over all extents) in which elements of a piece of this rank's share lie."""
-    pieces = np.concatenate([e.pieces for e in engine.extents])
-    tiles = np.concatenate([e.pieces["tile"] + np.uint32(e.first_tile) for e in engine.extents])
-    order = np.argsort(pieces["param"], kind="stable")
-    pieces, tiles = pieces[order], tiles[order]
-    begins = np.searchsorted(pieces["param"], np.arange(engine.n_params + 1))
-
-    def tiles_of(piece: _Piece) -> np.ndarray[Any, Any]:
-        here = slice(*begins[piece.param_state.index :][:2])
-        mine: np.ndarray[Any, Any] = tiles[here]
-        if piece.first is not None:
-            first = pieces["param_first"][here]
-            mine = mine[(first < piece.first + piece.n) & (first + pieces["elems"][here] > piece.first)]
-        return mine
-
-    return tiles_of
+def _tiles_of(piece: _Piece, pieces: Pieces) -> np.ndarray[Any, Any]:
+    """The tiles (over all extents) in which the elements of a piece of this rank's share lie."""
+    mine = pieces.of(piece.param_state.index)
+    if piece.first is not None:
+        first = mine["param_first"]
+        mine = mine[(first < piece.first + piece.n) & (first + mine["elems"] > piece.first)]
+    tiles: np.ndarray[Any, Any] = mine["tile"]
+    return tiles

@@ -459,11 +459,27 @@ def test_what_cannot_begin_is_tried_once_a_step(tmp_path, monkeypatch):
     training.opt.close()
 
 
-def test_a_hold_that_there_is_no_memory_for_is_an_error_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("hold", "error", "says"), [("500TB", RuntimeError, "allocate memory"), ("a lot", CSDValueError, "Invalid size")]
+)
+def test_a_hold_that_cannot_be_changes_nothing(tmp_path, hold, error, says):
     training = Training(tmp_path, FORWARD)
-    with pytest.raises(RuntimeError, match="allocate memory"):
-        training.opt.overlap(training.model, backward=True, hold="500TB")
+    with pytest.raises(error, match=says):
+        training.opt.overlap(training.model, backward=True, hold=hold)
     training.step()
+    training.opt.overlap(training.model, backward=True)
+    training.step()
+    training.opt.close()
+
+
+def test_what_is_held_is_let_go_of(tmp_path):
+    training = Training(tmp_path, {"backward": True, "hold": "1MB"}, latency="100us", patient=True)
+    for _ in range(4):
+        training.step()
+    hold = weakref.ref(training.opt._engine.lent)
+    assert hold() is not None
+    training.opt.overlap(None)
+    assert hold() is None
     training.opt.close()
 
 
@@ -532,14 +548,6 @@ def test_backward_needs_two_copies(devices, options):
         opt.overlap(model)
         model(torch.ones(4)).sum().backward()
         opt.step()
-
-
-def test_an_invalid_hold_changes_nothing(tmp_path):
-    training = Training(tmp_path, FORWARD)
-    with pytest.raises(CSDValueError, match="Invalid size"):
-        training.opt.overlap(training.model, backward=True, hold="a lot")
-    training.step()
-    training.opt.close()
 
 
 @both

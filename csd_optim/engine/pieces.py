@@ -1,0 +1,31 @@
+"""Where the parts of each parameter lie, over all extents of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from .engine import Engine
+
+
+class Pieces:
+    """Of an engine with the tiles that it has now. `all`: dtype PIECE, by parameter; tiles count over all extents."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.n_tiles = engine.n_tiles
+        pieces = np.concatenate([extent.pieces for extent in engine.extents])
+        first_tiles = [extent.first_tile for extent in engine.extents]
+        pieces["tile"] += np.repeat(first_tiles, [len(extent.pieces) for extent in engine.extents]).astype(np.uint32)
+        self.all = pieces[np.argsort(pieces["param"], kind="stable")]
+        self._begins = np.searchsorted(self.all["param"], np.arange(engine.n_params + 1))
+
+    def of(self, param: int) -> np.ndarray[Any, Any]:
+        """Those of one parameter, counted over all extents."""
+        return self.all[self._begins[param] : self._begins[param + 1]]
+
+    def tiles_of(self, params: Iterable[int]) -> np.ndarray[Any, Any]:
+        """The tiles of these parameters: uint32, ascending, each once."""
+        tiles = [self.of(param)["tile"] for param in params]
+        return np.unique(np.concatenate(tiles)) if tiles else np.zeros(0, np.uint32)
