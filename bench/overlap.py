@@ -58,24 +58,35 @@ class Sleeps(torch.autograd.Function):
     """Stands for a layer on an accelerator."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: tuple[float, float]) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x + weight.sum()
+        began = time.perf_counter()
+        forward, ctx.seconds = seconds
+        total = weight.sum(dtype=torch.float32)
+        sleep_until(began + forward)
+        return x + total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        began = time.perf_counter()
         (weight,) = ctx.saved_tensors
-        time.sleep(2 * ctx.seconds)
-        return grad, weight * 1e-3 + 1e-2, None
+        made = weight * 1e-3 + 1e-2
+        sleep_until(began + ctx.seconds)
+        return grad, made, None
+
+
+def sleep_until(moment: float) -> None:
+    """Of time.perf_counter()."""
+    time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 class Layer(nn.Module):
-    def __init__(self, elems: int, seconds: float) -> None:
+    """`forward`, `backward`: seconds."""
+
+    def __init__(self, elems: int, forward: float, backward: float, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, elems))
-        self.seconds = seconds
+        self.weight = nn.Parameter(torch.linspace(-1, 1, elems, dtype=dtype))
+        self.seconds = forward, backward
 
     def forward(self, x: torch.Tensor) -> Any:
         return Sleeps.apply(x, self.weight, self.seconds)  # type: ignore[no-untyped-call]
@@ -94,7 +105,7 @@ class Training:
             text = torch.randint(256, (size.batch, size.context + 1), generator=torch.Generator().manual_seed(0))
             self.batch = text[:, :-1], text[:, 1:]
         else:
-            self.model = nn.Sequential(*(Layer(arguments.params // LAYERS, each) for _ in range(LAYERS)))
+            self.model = nn.Sequential(*(Layer(arguments.params // LAYERS, each, 2 * each) for _ in range(LAYERS)))
         self.is_gpt, self.passes, self.norms = bool(size), passes, case.get("norms", [])
         self.opt = CSDAdam(self.model.parameters(), lr=1e-3, devices=[f"file:{place}?{pace}"], tile_size=TILE)
         how = MODES[mode]

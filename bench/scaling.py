@@ -12,6 +12,7 @@ gradients are real bytes in real files, moved by the engine that trains; only th
     su_o, su_o_c   Smart-Infinity, dense and with the largest 1 % of the gradient
     csdadam, csdadam_topk     the same two on our own data path
     csdadam_8bit, csdadam_8bit_topk     and with 8-bit states
+    csdadam_8bit_overlap     and the step begins in backward, and goes on in the next forward
 
 base is one device with the rates of all drives together: that is what an md array is to its host. The published
 systems do one thing after another, so their devices have one buffer. DeepSpeed reads, updates and writes a sub-group
@@ -27,6 +28,10 @@ parameter is part of the state, and is on its drive. (A plain drive leaves it ou
 and writes together is not published: --mixed is what fio reads by itself; with 2.2 GB/s both at once would be no faster
 than one after the other.
 
+With overlap the model is that of bench.overlap: 24 layers that sleep through their share of forward and backward. 4 GB
+of host memory are lent to what is ready before step(). An iteration counts from the end of one step() to that of the
+next, and the last until all states are on the drives.
+
 First every point has to give the bits of a run that is not paced, on an engine that agrees with torch.optim.AdamW and
 has the same 8-bit states on a disk as in memory.
 Then base and Smart-Infinity have to come within 15 % of what was published, and a step without a pace has to take a
@@ -38,6 +43,7 @@ small part of the same step with it. If any of that fails, nothing is claimed of
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -49,7 +55,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from bench.overlap import LAYERS, Layer
 from bench.step import machine_facts, say, span, verify_codes
 from csd_optim import CSDAdam
 from csd_optim.cli import benchmark
@@ -75,6 +83,7 @@ HOST_UPDATE = 1.4e9  # parameters per second: DeepSpeed's CPU Adam
 KERNEL, TOPK_KERNEL = 552e6, 260e6  # Smart-Infinity's, measured there
 OUR_KERNEL = 275e6  # 56 bytes per parameter over the card's 15.4 GB/s of memory; no bitstream of ours was timed
 OUR_CODES_KERNEL = 590e6  # with 8-bit states 26 bytes
+HOLD = 1  # bytes of host memory per parameter that are lent to a step that begins in backward
 
 DEVICES = (1, 2, 4, 6, 8, 10)
 PUBLISHED = {  # speed-up over base with one drive, A5000
@@ -86,7 +95,8 @@ WAVES = 20  # sub-groups of a device, or of the array
 TILES = 60  # of a device of CSDAdam; a real one has hundreds, and fills its pipeline in a smaller share of the time
 GRAIN = 1024  # elements: the smallest tile
 WARM_UP = 1
-COLOURS = ("tab:gray", "tab:orange", "tab:red", "tab:blue", "tab:cyan", "tab:green", "limegreen")
+WARM_UP_OVERLAP = 3  # the order of use is noted, and the share of a step that fits into backward is found
+COLOURS = ("tab:gray", "tab:orange", "tab:red", "tab:blue", "tab:cyan", "tab:green", "limegreen", "black")
 TOLERANCE = 0.15  # of what was published
 MOST_REAL = 0.2  # share of a paced step that the same step takes without a pace
 
@@ -103,6 +113,7 @@ class Variant:
     state_dtype: str = "fp32"
     raid: bool = False  # all drives are one device
     waves: bool = False  # all devices wait for each other
+    overlap: bool = False  # with backward and the next forward
     flash_write: float = 0.0  # gradient bytes that backward writes to flash
 
 
@@ -127,6 +138,9 @@ VARIANTS = {
     "csdadam_8bit": Variant("CSDAdam, 8-bit states", CODED, dtype=torch.float16, state_dtype="8bit"),
     "csdadam_8bit_topk": Variant(
         "CSDAdam, 8-bit states, Top-K 1 %", CODED, dtype=torch.float16, topk=0.01, state_dtype="8bit"
+    ),
+    "csdadam_8bit_overlap": Variant(
+        "CSDAdam, 8-bit states, overlap", CODED, dtype=torch.float16, state_dtype="8bit", overlap=True
     ),
 }
 GOALS = {"csdadam": {1: 1, 10: 3}, "csdadam_8bit": {1: 2.5, 10: 4.5}}  # times as fast as base with as many devices
@@ -201,8 +215,13 @@ def measure(name: str, devices: int, arguments: argparse.Namespace) -> Row:
 def train(
     name: str, devices: int, arguments: argparse.Namespace, speed: float | None
 ) -> tuple[list[float], list[float], list[torch.Tensor]]:
-    """Seconds of each optimizer step and of each iteration, and the bits of the result. `speed` None: not paced."""
+    """Seconds of each optimizer step and of each iteration, and the bits of the result. `speed` None: not paced.
+
+    With overlap a step has no time of its own: both are those of iterations.
+    """
     variant, params = VARIANTS[name], arguments.params
+    if variant.overlap:
+        return train_with_overlap(variant, devices, arguments, speed)
     drives = 1 if variant.raid else devices
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
@@ -258,6 +277,34 @@ def train(
                     iterations.append(end - start)
             result = [t.detach().clone() for p in tensors for t in (p, *opt.state[p].values())]
     return steps, iterations, result
+
+
+def train_with_overlap(
+    variant: Variant, devices: int, arguments: argparse.Namespace, speed: float | None
+) -> tuple[list[float], list[float], list[torch.Tensor]]:
+    forward, backward = (seconds / speed / LAYERS if speed else 0.0 for seconds in (FORWARD, BACKWARD))
+    model = nn.Sequential(*(Layer(arguments.params // LAYERS, forward, backward, variant.dtype) for _ in range(LAYERS)))
+    tile, count = arguments.params // (devices * TILES), WARM_UP_OVERLAP + arguments.runs
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        opt = CSDAdam(
+            model.parameters(),
+            devices=[device(variant, devices, arguments, directory, speed, tile)] * devices,
+            tile_size=tile,
+            state_dtype=variant.state_dtype,
+        )
+        with opt:
+            opt.overlap(model, backward=True, hold=HOLD * arguments.params)
+            ends = [time.perf_counter()]
+            for i in range(count):
+                model(torch.zeros(())).backward()
+                opt.step()
+                opt.zero_grad()
+                if i == count - 1:
+                    opt.stats()  # waits for the last states
+                ends.append(time.perf_counter())
+            result = [t.detach().clone() for p in model.parameters() for t in (p, *opt.state[p].values())]
+    iterations = [end - begin for begin, end in itertools.pairwise(ends)][WARM_UP_OVERLAP:]
+    return iterations, iterations, result
 
 
 def device(
@@ -327,8 +374,8 @@ def claim(rows: list[Row]) -> dict[str, Any]:
         }
         for ours, goals in GOALS.items()
         for n, goal in goals.items()
-        for name in (ours, f"{ours}_topk")
-        if ("base", n) in seconds
+        for name in (ours, f"{ours}_topk", f"{ours}_overlap")
+        if (name, n) in seconds
     ]
     return {"claims": [] if why_not else claims, "why_not": why_not}
 
@@ -366,7 +413,7 @@ def plot(rows: list[Row], facts: Row, path: Path) -> None:
     for name, variant in VARIANTS.items():
         mine = [r for r in rows if r["variant"] == name]
         devices = [r["devices"] for r in mine]
-        style = "--" if name.endswith("_topk") else "-"
+        style = ":" if variant.overlap else "--" if name.endswith("_topk") else "-"
         axis.plot(devices, [r["speedup"] for r in mine], style, marker="o", label=variant.label, color=colours[name])
         if name in PUBLISHED:
             axis.plot(devices, [r["published"] for r in mine], "x", color=colours[name], markersize=9)
