@@ -99,6 +99,53 @@ def devices(
         raise typer.Exit(1)
 
 
+def count(text: str) -> int:
+    """`100e6`, `100M`, `1.3B` → a number of parameters."""
+    units = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+    unit = units.get(text[-1:].upper())
+    try:
+        n = int(float(text[:-1]) * unit) if unit else int(float(text))
+    except (ValueError, OverflowError):
+        n = 0
+    if n < 1:
+        raise typer.BadParameter(f"{text!r} is no number of parameters; write for example 100e6, 100M or 1.3B")
+    return n
+
+
+@app.command()
+def doctor(
+    names: Devices = None,
+    params: Annotated[
+        int | None, typer.Option(parser=count, metavar="N", help="Of a model: is there room?", show_default=False)
+    ] = None,
+    state_dtype: Annotated[str, typer.Option(help="Of its states: fp32 or 8bit.")] = "fp32",
+    probe: Annotated[
+        int, typer.Option(min=0, metavar="S", help="Read and write each drive so many seconds: does it slow down?")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Looks for what would slow training down or stop it, here and on these drives, and says what to do.
+
+    A probe of 60 seconds writes up to 30 s times the drive's rate. Exit code 1: something here cannot be used.
+    """
+    with reported():
+        from ..params.groups import check_state_dtype
+        from . import doctor as doctors
+        from .facts import specs_of
+        from .output import show_findings
+
+        check_state_dtype(state_dtype)
+        specs = specs_of(names)
+        with progress(doctors.TURNS * len(specs) if probe else 1) as tick:
+            found = doctors.examine(specs, params, state_dtype, probe, tick)
+        if as_json:
+            print_json("doctor", findings={where: [asdict(f) for f in all] for where, all in found.items()})
+        else:
+            show_findings(found)
+    if any(f.status == doctors.BAD for all in found.values() for f in all):
+        raise typer.Exit(1)
+
+
 @app.command()
 def inspect(
     store: Annotated[Path, typer.Argument(help="A store's file, or the directory that holds it.", show_default=False)],
@@ -248,19 +295,6 @@ def convert(
             )
             if described["clipped"]:
                 print(f"{described['clipped']} elements of exp_avg were too large, and are 15.5 times the root")
-
-
-def count(text: str) -> int:
-    """`100e6`, `100M`, `1.3B` → a number of parameters."""
-    units = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-    unit = units.get(text[-1:].upper())
-    try:
-        n = int(float(text[:-1]) * unit) if unit else int(float(text))
-    except (ValueError, OverflowError):
-        n = 0
-    if n < 1:
-        raise typer.BadParameter(f"{text!r} is no number of parameters; write for example 100e6, 100M or 1.3B")
-    return n
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 from rich import box
@@ -15,6 +16,7 @@ from ..devices.backends import BACKENDS
 from ..planning import advice
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from . import benchmark
+from .doctor import Finding, Status
 
 LONG = 16  # parameters; more are listed in part
 
@@ -109,6 +111,21 @@ def store_there_text(described: dict[str, Any] | None) -> str:
     state = owner or describe_end(described)
     place = f"device {described['device']} of {described['devices']}"
     return f"step {described['step']}, {place}, {size(described['bytes'])}, {state}"
+
+
+def show_findings(found: dict[str, list[Finding]]) -> None:
+    out = console()
+    colours: dict[Status, str] = {"ok": "green", "slow": "yellow", "no": "red", "unknown": "dim"}
+    for where, findings in found.items():
+        out.print(f"[bold]{escape(where)}[/]")
+        grid = Table.grid(padding=(0, 2))
+        for f in findings:
+            grid.add_row(f"  [{colours[f.status]}]{f.status}[/]", escape(f.what), escape(f.found))
+            if f.remedy:
+                grid.add_row("", "", escape(f"-> {f.remedy}"))
+        out.print(grid)
+    counts = Counter(f.status for findings in found.values() for f in findings)
+    out.print(", ".join(f"{counts[status]} {status}" for status in colours if counts[status]))
 
 
 def show_store(described: dict[str, Any], everything: bool) -> None:

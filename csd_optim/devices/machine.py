@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import bindings
+from .health import disks_below
 from .sysfs import text_of
 
 
@@ -78,13 +79,8 @@ def numa_node(device: int, sysfs: Path = Path("/sys")) -> int | None:
     if text_of(sysfs / "devices/system/node/online") in ("", "0"):
         return None
     nodes = set()
-    below = [(sysfs / f"dev/block/{os.major(device)}:{os.minor(device)}").resolve()]
-    while below:
-        block = below.pop()
-        if slaves := [*block.glob("slaves/*")]:  # of LVM, of a RAID
-            below += [slave.resolve() for slave in slaves]
-            continue
-        # A partition's disk is one directory up; its controller, which knows, further on.
+    for block in disks_below(device, sysfs):
+        # Its controller, which knows, is further up.
         said = next((text for at in (block, *block.parents) if (text := text_of(at / "numa_node"))), "-1")
         nodes.add(int(said))
     return nodes.pop() if len(nodes) == 1 and min(nodes) >= 0 else None

@@ -57,7 +57,7 @@ NOT_RUN = {  # how a command, or the first line of a Python snippet, begins: why
     "csd-optim devices --probe xrt:0": CARD,
     'opt = CSDAdam(model.parameters(), lr=3e-4, devices=["xrt:0"])': CARD + "; test_xrt.py has emulated ones",
 }
-SMALLER = {"csd-optim bench": ["--params", "1e5"]}  # what is added to a command
+SMALLER = {f"csd-optim {name}": ["--params", "1e5"] for name in ("bench", "doctor")}  # what is added to a command
 CUDA_HERE = "cpu"  # in place of a GPU, where a page names one
 
 

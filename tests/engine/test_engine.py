@@ -512,6 +512,7 @@ def test_node_of_a_drive(tmp_path, nodes, expected):
         controller = tmp_path / f"devices/pci{i}"
         partitions.append(controller / f"nvme/nvme{i}/nvme{i}n1/nvme{i}n1p1")
         partitions[-1].mkdir(parents=True)
+        (partitions[-1].parent / "queue").mkdir()
         (controller / "numa_node").write_text(f"{node}\n")
     blocks = tmp_path / "dev/block"
     blocks.mkdir(parents=True)

@@ -1,0 +1,291 @@
+"""What `doctor` looks at: whether this machine and its drives are fit for training, and what to do where they are not.
+
+Each check turns facts into a Finding, and does nothing else: facts come from /proc, /sys, smartctl and a probe.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from .. import settings
+from ..devices import health, machine
+from ..devices import smartssd as cards
+from ..devices.spec import DeviceSpec
+from ..devices.sysfs import text_of
+from ..engine.tuning import Scratch, rate
+from ..planning.model import slot_bytes
+from ..store.layout import max_mappings
+from .facts import describe_device
+
+Status = Literal["ok", "slow", "no", "unknown"]
+OK: Final = "ok"
+SLOW: Final = "slow"  # it works, but should not be left so
+BAD: Final = "no"
+UNKNOWN: Final = "unknown"
+
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "virtiofs", "fuse")
+COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
+USUAL_MAPPINGS = 65530 * 7 // 8  # what Linux allows unless it is told otherwise, less what max_mappings() leaves
+WORN = 80  # percent of what the maker promises
+FELL = 0.75  # of its first rate, below which a drive has slowed down
+PROBE_BLOCK, PROBE_BYTES = 1 << 20, 8 << 30
+TURNS = 20  # that a probe has at least
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`remedy`: what to do, "" if nothing is."""
+
+    what: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+# ---- the machine -------------------------------------------------------------------------------
+
+
+def examine_machine() -> list[Finding]:
+    here = machine.machine()
+    found = [
+        check_updater(machine.updater(), settings.isa(), platform.machine()),
+        check_memory(here["memory_bytes"], os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        check_huge_pages(here["huge_pages"]),
+        check_mappings(max_mappings()),
+        check_accelerator(here["torch"], torch.accelerator.is_available()),
+    ]
+    nodes = text_of("/sys/devices/system/node/online")
+    if nodes not in ("", "0"):
+        found.append(Finding("NUMA", OK, f"nodes {nodes}; each drive's buffers and threads are put on its own"))
+    return [*found, *check_cards(cards.there_are())]
+
+
+def check_updater(updater: dict[str, Any], asked: str | None, cpu: str) -> Finding:
+    text = f"{updater['isa']}, {updater['threads']} threads"
+    if updater["isa"] != "scalar":
+        return Finding("CPU updater", OK, text)
+    if asked == "scalar":
+        return Finding("CPU updater", SLOW, text, "unset CSD_OPTIM_ISA")
+    about = "this CPU has neither AVX-512 nor AVX2" if cpu == "x86_64" else f"vectorized by the compiler only on {cpu}"
+    return Finding("CPU updater", SLOW, f"{text}: {about}", "see with csd-optim bench whether the CPU is the limit")
+
+
+def check_memory(usable: int, there: int) -> Finding:
+    limited = usable < there
+    text = f"{usable / 1e9:.0f} GB" + (f" of {there / 1e9:.0f} GB: this cgroup's limit" if limited else "")
+    return Finding("memory", OK, text)
+
+
+def check_huge_pages(enabled: str) -> Finding:
+    remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: buffers take less CPU time"
+    return Finding("huge pages", SLOW, "never", remedy) if enabled == "never" else Finding("huge pages", OK, enabled)
+
+
+def check_mappings(usable: int) -> Finding:
+    """`usable`: of max_mappings()."""
+    text = f"{usable} mappings for states"
+    if usable >= USUAL_MAPPINGS:
+        return Finding("vm.max_map_count", OK, text)
+    return Finding("vm.max_map_count", SLOW, f"{text}: tiles are cut larger", "sysctl -w vm.max_map_count=262144")
+
+
+def check_accelerator(version: str, there: bool) -> Finding:
+    return Finding("torch", OK, f"{version}, {'with' if there else 'without'} an accelerator")
+
+
+def check_cards(there: Sequence[cards.Card]) -> list[Finding]:
+    if not there:
+        return [Finding("SmartSSDs", OK, "none; drives do not need one")]
+    found = [Finding("SmartSSDs", OK, f"{len(there)}; csd-optim devices --probe xrt:0 measures one")]
+    return found + [Finding(f"SmartSSD {c.name}", SLOW, text, "docs/smartssd.md") for c in there for text in c.warnings]
+
+
+# ---- a directory -------------------------------------------------------------------------------
+
+
+def examine_directory(spec: DeviceSpec, share: int | None) -> list[Finding]:
+    """`share`: bytes that a store is going to take on this file system, None if nobody knows."""
+    entry = describe_device(spec, {})
+    if "problem" in entry:
+        return [Finding("directory", BAD, entry["problem"])]
+    if "storage" not in entry:
+        return [Finding("directory", OK, "memory: nothing to look at")]
+    place, store = entry["storage"], entry["store"]
+    found = [check_file_system(place["filesystem"]), check_direct_io(entry["direct_io"])]
+    found.append(check_room(place["free_bytes"] + (store or {}).get("bytes", 0), share))
+    if store:
+        found.append(check_store(store))
+    blocks = health.disks_below(os.stat(entry["directory"]).st_dev)
+    for block in blocks:
+        disk = health.describe_disk(block)
+        found += check_disk(disk)
+        found += check_smart(disk, health.smart(disk["name"]))
+    if not blocks and place["filesystem"] not in MEMORY_FILE_SYSTEMS:
+        found.append(Finding("drive", UNKNOWN, "the system does not say what is below this file system"))
+    return found
+
+
+def check_file_system(kind: str) -> Finding:
+    if kind in MEMORY_FILE_SYSTEMS:
+        return Finding("file system", BAD, f"{kind}: memory, not a drive", 'devices="ram:" is faster, if that is meant')
+    if kind == "overlay":
+        return Finding("file system", SLOW, "a container's own layer: gone with it", "mount a volume of the host")
+    if kind.partition(".")[0] in NETWORK_FILE_SYSTEMS:
+        return Finding("file system", SLOW, f"{kind}: over a network", "use a local drive")
+    if kind in COPY_ON_WRITE:
+        return Finding("file system", SLOW, f"{kind}: writes a copy, and sums it again", "use ext4 or xfs")
+    return Finding("file system", OK, kind)
+
+
+def check_direct_io(direct: bool) -> Finding:
+    remedy = "use ext4 or xfs on a local drive"
+    return Finding("direct I/O", OK, "yes") if direct else Finding("direct I/O", SLOW, "no: via the page cache", remedy)
+
+
+def check_room(free: int, share: int | None) -> Finding:
+    if share is None:
+        return Finding("room", OK, f"{free / 1e9:.0f} GB; --params 7B says whether a model fits")
+    text = f"{free / 1e9:.0f} GB, and the states take {share / 1e9:.0f} GB"
+    remedy = 'state_dtype="8bit", shadow=False, or one more drive'
+    return Finding("room", OK, text) if share <= free else Finding("room", BAD, text, remedy)
+
+
+def check_store(store: dict[str, Any]) -> Finding:
+    """`store`: as describe_device() has it."""
+    if "problem" in store:
+        return Finding("store", BAD, store["problem"], "csd-optim verify")
+    if store["owner"] is not None:
+        return Finding("store", OK, f"step {store['step']}, in use by process {store['owner']}")
+    if store["torn"]:
+        text = f"step {store['step']}, torn: a step was under way, without a second slot"
+        return Finding("store", BAD, text, "go on from a snapshot or a checkpoint")
+    return Finding("store", OK, f"step {store['step']}; resume=True goes on, overwrite=True begins anew")
+
+
+def check_disk(disk: dict[str, Any]) -> Iterator[Finding]:
+    """`disk`: of health.describe_disk()."""
+    what, model = f"drive {disk['name']}", disk["model"] or "of unknown make"
+    if disk["name"].startswith(("vd", "xvd", "nbd", "rbd", "loop")):
+        yield Finding(what, UNKNOWN, "virtual: what is below it is not shown", "--probe 60 measures it")
+    elif disk["rotational"]:
+        yield Finding(what, SLOW, f"{model}: a hard disk", "use an SSD: a step would take minutes per GB")
+    elif disk["removable"]:
+        yield Finding(what, SLOW, f"{model}: on USB", "use a drive on PCIe")
+    else:
+        yield Finding(what, OK, model)
+    link, best = disk["link"], disk["best_link"]
+    if link and best:
+        text = f"{link[0]:g} GT/s x {link[1]}"
+        slow = math.prod(link) < math.prod(best)
+        remedy = "another slot, or the power management of PCIe"
+        yield (
+            Finding(f"{what}, PCIe", SLOW, f"{text}, could be {best[0]:g} GT/s x {best[1]}", remedy)
+            if slow
+            else Finding(f"{what}, PCIe", OK, text)
+        )
+
+
+def check_smart(disk: dict[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
+    """`said`: of health.smart()."""
+    what = f"drive {disk['name']}, health"
+    if "problem" in said:
+        warm = "" if disk["celsius"] is None else f"; {disk['celsius']:.0f} °C"
+        yield Finding(what, UNKNOWN, said["problem"] + warm, said.get("remedy", ""))
+        return
+    facts = [f"{said['percent_used']} % of its endurance used"] if said["percent_used"] is not None else []
+    if said["written_bytes"] is not None:
+        facts.append(f"{said['written_bytes'] / 1e12:.0f} TB written")
+    if said["celsius"] is not None:
+        facts.append(f"{said['celsius']} °C")
+    text = ", ".join(facts) or "passed"
+    if not said["passed"] or said["critical_warning"]:
+        yield Finding(what, BAD, f"failing: {text}", "replace it before it loses data")
+    elif said["media_errors"]:
+        yield Finding(what, SLOW, f"{said['media_errors']} errors of its medium; {text}", "keep snapshots elsewhere")
+    elif (said["percent_used"] or 0) >= WORN:
+        yield Finding(what, SLOW, text, 'state_dtype="8bit" writes less than half as much')
+    else:
+        yield Finding(what, OK, text)
+    if said["hot_minutes"]:
+        hot = f"was above its critical temperature for {said['hot_minutes']} minutes of its life"
+        yield Finding(f"{what}, heat", SLOW, hot, "a heat sink, or air")
+
+
+# ---- a probe -----------------------------------------------------------------------------------
+
+
+def probe(directory: Path, seconds: float, tick: Callable[[], None]) -> list[float]:
+    """Bytes per second, read and written together as a step does, in TURNS turns of `seconds` altogether.
+
+    On a nameless scratch file. `tick`: called after each turn. Raises CSDOSError.
+    """
+    free = machine.storage(directory)["free_bytes"]
+    with Scratch(directory, min(PROBE_BYTES, free // 4), PROBE_BLOCK) as scratch:
+        scratch.fill(seconds=seconds / 10)
+        return list(_turns(scratch, seconds, tick))
+
+
+def _turns(scratch: Scratch, seconds: float, tick: Callable[[], None]) -> Iterator[float]:
+    for _ in range(TURNS):
+        end = time.perf_counter() + seconds / TURNS
+        rates = []
+        while (left := end - time.perf_counter()) > 0:
+            rates.append(rate([scratch], "mixed", left))
+        yield statistics.mean(rates)
+        tick()
+
+
+def check_rates(rates: Sequence[float], seconds: float) -> Finding:
+    """Whether a drive became slower: the median of the last third of the turns against that of the first."""
+    third = len(rates) // 3
+    first, last = statistics.median(rates[:third]), statistics.median(rates[-third:])
+    if last >= FELL * first:
+        return Finding(f"{seconds:.0f} s of work", OK, f"{last / 1e9:.2f} GB/s, read and written together")
+    text = f"falls from {first / 1e9:.2f} to {last / 1e9:.2f} GB/s: its fast cache is full, or it is too hot"
+    return Finding(f"{seconds:.0f} s of work", SLOW, text, "training gets the second figure; cool it")
+
+
+# ---- all of it ---------------------------------------------------------------------------------
+
+
+def examine(
+    specs: Sequence[DeviceSpec], params: int | None, state_dtype: str, seconds: float, tick: Callable[[str], None]
+) -> dict[str, list[Finding]]:
+    """Findings of the machine, and of each device under its name.
+
+    `params`: of a model that is to be trained, if known; `seconds`: of a probe of each drive, 0: none; `tick` is told
+    what comes next, TURNS times for each probe. Raises CSDOSError.
+    """
+    found = {"this machine": examine_machine()}
+    for spec, share in zip(specs, shares(specs, params, state_dtype), strict=True):
+        found[str(spec)] = of_this = examine_directory(spec, share)
+        if seconds and spec.directory and not any(f.status == BAD for f in of_this):
+            at = spec.directory if spec.directory.is_dir() else spec.directory.parent
+            rates = probe(at, seconds, lambda at=at: tick(f"measuring {at}"))  # type: ignore[misc]
+            of_this.append(check_rates(rates, seconds))
+    return found
+
+
+def shares(specs: Sequence[DeviceSpec], params: int | None, state_dtype: str) -> list[int | None]:
+    """Bytes that a model's states take on the file system of each device, those of other devices there included."""
+    if params is None:
+        return [None] * len(specs)
+    each = 2 * slot_bytes(state_dtype, 2) * params / len(specs)  # of 16-bit parameters, in two slots
+    systems = [_file_system(spec) for spec in specs]
+    return [round(each * systems.count(system)) for system in systems]
+
+
+def _file_system(spec: DeviceSpec) -> int | None:
+    places = (spec.directory, spec.directory.parent) if spec.directory else ()
+    return next((at.stat().st_dev for at in places if at.is_dir()), None)

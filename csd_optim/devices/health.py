@@ -1,0 +1,97 @@
+"""What is known of the drives below a file system: how they are connected, how warm and worn they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .sysfs import number_of, text_of
+
+DATA_UNIT = 512_000  # bytes, in which an NVMe drive counts
+SMART_SECONDS = 20  # a drive that sleeps takes a while
+
+
+def disks_below(device: int, sysfs: Path = Path("/sys")) -> list[Path]:
+    """The disks that a file system (`st_dev` of a file) lies on, as directories of sysfs.
+
+    Below LVM and a RAID there may be several; network file systems, tmpfs and btrfs show none.
+    """
+    found: dict[Path, None] = {}
+    below = [(sysfs / f"dev/block/{os.major(device)}:{os.minor(device)}").resolve()]
+    while below:
+        block = below.pop()
+        if slaves := [*block.glob("slaves/*")]:
+            below += [slave.resolve() for slave in slaves]
+        elif (block / "queue").exists():
+            found[block] = None
+        elif (block.parent / "queue").exists():  # a partition; its disk is one level up
+            found[block.parent] = None
+    return list(found)
+
+
+def describe_disk(block: Path) -> dict[str, Any]:
+    """Of a disk in sysfs: name, model, whether it turns; `link`, `best_link`: PCIe's (GT/s, lanes), None of others;
+    `celsius`: None where no sensor tells."""
+    sensors = [number_of(at) / 1000 for at in sorted((block / "device").glob("**/hwmon*/temp1_input"))]
+    return {
+        "name": block.name,
+        "model": text_of(block / "device/model"),
+        "rotational": text_of(block / "queue/rotational") == "1",
+        "removable": text_of(block / "removable") == "1" or "/usb" in str(block),
+        "link": link_of(block, "current"),
+        "best_link": link_of(block, "max"),
+        "celsius": sensors[0] if sensors else None,
+    }
+
+
+def link_of(block: Path, which: str) -> tuple[float, int] | None:
+    """GT/s of a lane, and lanes, of the PCIe function that an NVMe drive is."""
+    function = block / "device/device"
+    speed, lanes = text_of(function / f"{which}_link_speed"), number_of(function / f"{which}_link_width")
+    try:
+        return float(speed.partition(" ")[0]), lanes
+    except ValueError:
+        return None
+
+
+def smart(name: str) -> dict[str, Any]:
+    """What smartctl says of /dev/`name`; `problem`: why it says nothing.
+
+    `passed`; `percent_used` of the endurance that the maker promises, `written_bytes` since the drive was made,
+    `media_errors`, `critical_warning` (bits), `hot_minutes` above its critical temperature, `celsius`: None where the
+    drive does not tell.
+    """
+    if shutil.which("smartctl") is None:
+        return {"problem": "smartctl is not installed", "remedy": "install smartmontools to see how worn it is"}
+    try:
+        done = subprocess.run(
+            ["smartctl", "--json", "--all", f"/dev/{name}"], capture_output=True, text=True, timeout=SMART_SECONDS
+        )
+        said = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as e:
+        return {"problem": f"smartctl fails: {e}"}
+    return read_smart(said)
+
+
+def read_smart(said: dict[str, Any]) -> dict[str, Any]:
+    """The same from smartctl's JSON."""
+    if "smart_status" not in said:
+        messages = [m["string"] for m in said.get("smartctl", {}).get("messages", [])]
+        denied = any("ermission denied" in m for m in messages)
+        problem = messages[0] if messages else "smartctl says nothing of its health"
+        return {"problem": problem, "remedy": "run as root"} if denied else {"problem": problem}
+    log = said.get("nvme_smart_health_information_log", {})
+    units = log.get("data_units_written")
+    return {
+        "passed": bool(said["smart_status"].get("passed", True)),
+        "percent_used": log.get("percentage_used", said.get("endurance_used", {}).get("current_percent")),
+        "written_bytes": None if units is None else units * DATA_UNIT,
+        "media_errors": log.get("media_errors"),
+        "critical_warning": log.get("critical_warning", 0),
+        "hot_minutes": log.get("critical_comp_time"),
+        "celsius": said.get("temperature", {}).get("current"),
+    }
