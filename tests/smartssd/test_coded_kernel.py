@@ -290,10 +290,12 @@ def test_steps_from_nothing(dtype):
 LEAST = {"kFifoGroups": GROUP_WORDS, "kFifoPages": GROUP}  # the least depths that do
 
 
+@pytest.mark.soak
 def test_the_least_depths_do(tmp_path):
     assert run_natively(tmp_path, 64, "codes.h", **LEAST).stdout == "kernels: done\n"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("stream", "stage", "waits_for"),
     [("kFifoGroups", "update_codes", "masters"), ("kFifoPages", "read_ratios", "corrections_in")],

@@ -582,7 +582,7 @@ def compile_and_run(compiler, directory, headers, *flags):
     assert subprocess.run([program], check=True, capture_output=True, text=True).stdout == "kernels: done\n"
 
 
-@pytest.mark.parametrize("in_flight", [64, 200])
+@pytest.mark.parametrize("in_flight", [pytest.param(64, marks=pytest.mark.soak), 200])
 def test_streams_that_are_too_shallow_are_found(in_flight, tmp_path):
     """For what stages hold themselves, and for what stands in their pipelines: in tests/native/kernels_test.cpp, in a
     region that is wrong on purpose. The kernel gets by with pipelines of as many iterations, and of far more."""
@@ -605,6 +605,7 @@ def run_natively(directory, in_flight, header, **depths):
     return subprocess.run([directory / "program"], capture_output=True, text=True)
 
 
+@pytest.mark.soak
 def test_too_few_sums_on_their_way_are_found(tmp_path):
     """The sums of what is read wait for those of what is written, and these for all that stands in pipelines between:
     were there room for one of them only, the kernel would hang on a card and in C-simulation with pipelines."""
