@@ -50,7 +50,7 @@ PARAM = np.dtype(
             ("master", "u4"),
         ),
         *(("topk", "f8"), ("residual", "u8"), ("topk_dtype", "u4"), ("seed", "u4")),
-        *(("first", "u4"), ("reserved", "u4"), ("edited", "u8", 4)),
+        *(("first", "u4"), ("in_image", "u4"), ("edited", "u8", 4)),
     ]
 )
 HYPER = np.dtype([("rule", "u4"), ("c", "f4", 9)])

@@ -16,10 +16,15 @@ class GradSource:
     grad: torch.Tensor  # 1-D, any device
     param: torch.Tensor  # 1-D, same device, written in place
     grad_dtype: torch.dtype  # on the link
-    is_read: bool = False  # the device needs the parameter as well: its master may be there
+    is_read: bool = False  # an image has the parameter as well: its master may be there
     # A strided parameter, and `param` to copy there, by give_back().
     back: tuple[torch.Tensor, torch.Tensor] | None = None
     topk: TopK | None = None  # None: dense
+
+    @property
+    def is_far(self) -> bool:
+        """The engine cannot reach it: its tiles travel as images."""
+        return self.param.is_cuda
 
     def give_back(self) -> None:
         """Its new values are in `param`."""

@@ -45,7 +45,7 @@ class ParamState:
     reachable: bool  # the devices can take the master from a parameter
     decoded: Decoded | None = None  # its states, if the devices keep them as codes
     kept_dtype: torch.dtype | None = None  # then the parameter's, which is part of them
-    is_master: bool = False  # an fp32 parameter in host memory: its own master at the beginning of a step
+    is_master: bool = False  # an fp32 parameter in host memory, of codes anywhere: the master as a step begins
     unless_set: bool = False  # a 16-bit one there that may be set uncounted: where it is not the rounded master
     is_new: bool = False  # its place is empty: the step under way begins with the parameter
     alive: bool = True  # no: the parameter got another place
@@ -138,8 +138,8 @@ class ParamState:
 
     @property
     def compares(self) -> bool:
-        """Of codes: does each step find by itself where somebody set the parameter?"""
-        return self.decoded is not None and self.reachable and self.direct is not None
+        """Of codes: does each step that it takes part in find by itself where somebody set the parameter?"""
+        return self.decoded is not None and self.reachable
 
     @property
     def version_now(self) -> int:
@@ -174,9 +174,10 @@ class ParamState:
             self.version = -1  # it counts as written until a step has come to its end
         self.pointer, self.local = self.pointer_now, p
         on_host, in_order = p.device.type == "cpu", same_order(p.stride(), self.stride, p.shape)
-        # Of codes, source() puts it in order for a step to take.
-        self.is_master = self.reachable and on_host and (in_order or bool(self.decoded)) and p.dtype is torch.float32
         half = p.dtype in (torch.float16, torch.bfloat16)
+        # Of codes, source() puts it in order for a step to take, and an image has what is not in host memory.
+        fp32_on_host = on_host and in_order and p.dtype is torch.float32
+        self.is_master = self.reachable and (not half if self.decoded else fp32_on_host)
         self.unless_set = self.part.writes_uncounted and self.reachable and on_host and in_order and half
         reachable = on_host and in_order and p.is_contiguous() and p.dtype in DTYPE_CODES
         self.direct = p.dtype if reachable and grad_dtype in (None, p.dtype) else None
@@ -275,14 +276,13 @@ class ParamState:
         p = self.local
         if self.in_place or self.is_section:  # the only master
             return
-        if set_to is not None:
-            flat(p)[first : first + n].copy_(flat(set_to)[first : first + n])
-            return
         in_order = ordered(p, self.stride)
-        flat(in_order)[first : first + n].copy_(flat(self.master)[first : first + n])
+        values = self.master if set_to is None else ordered(set_to, self.stride)
+        flat(in_order)[first : first + n].copy_(flat(values)[first : first + n])
         if in_order is not p:
             p.copy_(in_order)
-        self.is_ours()
+        if set_to is None:
+            self.is_ours()
 
     def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> GradSource:
         """Gradient and parameter as flat arrays in the order of the state: views where memory has it, else copies.
@@ -303,8 +303,11 @@ class ParamState:
             if self.is_new or self.decoded:
                 target.copy_(p)
             back = (p, target)
-        read = self.is_new or (not self.is_section and self.master_in != IN_SECTION)
-        return GradSource(grad, flat(target), grad_dtype or grad.dtype, read, back)
+        source = GradSource(grad, flat(target), grad_dtype or grad.dtype, back=back)
+        # Of codes the engine reads the parameter itself where it can.
+        read = self.reachable and source.is_far if self.decoded else self.master_in != IN_SECTION
+        source.is_read = self.is_new or read
+        return source
 
 
 def check_param(p: torch.Tensor, name: str) -> None:

@@ -124,7 +124,7 @@ def check(r: Request) -> None:
             raise CSDValueError(f"Invalid rate: {name} {rate!r}; it is more than 0")
 
 
-def _predict(r: Request, variant: str, on: str, devices: int, reads_params: bool = False) -> Prediction:
+def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
     """`on`: "drive" or "csd"."""
     device, host = (r.drive if on == "drive" else r.csd), r.host
     if variant == "base":
@@ -142,7 +142,6 @@ def _predict(r: Request, variant: str, on: str, devices: int, reads_params: bool
         item_bytes=ITEM_BYTES[r.dtype],
         topk=r.topk,
         state_dtype=r.state_dtype,
-        reads_params=reads_params,
         **gpu,
     )
 
@@ -229,12 +228,6 @@ def _advice(r: Request, own: dict[str, Any]) -> list[str]:
         said.append(f"the {what} is the limit: more {many} change nothing")
         if r.on == "drive":
             said.append(f"on as many CSDs a step takes {_seconds(other(on='csd').step)}")
-    if r.state_dtype != FP32 and r.on == "drive":
-        there = _predict(r, r.variant, r.on, r.devices, reads_params=True)
-        if there.step > 1.02 * step:
-            said.append(
-                f"parameters are in host memory here; a step reads those on a GPU from flash: {_seconds(there.step)}"
-            )
     if r.topk and other(topk=None).step <= 1.02 * step:
         said.append("Top-K buys no time here: the step does not wait for gradients")
     compute = r.forward + r.backward

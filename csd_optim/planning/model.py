@@ -122,15 +122,14 @@ def traffic(
     topk: float | None = None,
     on_host: bool = False,
     state_dtype: str = FP32,
-    reads_params: bool = False,
 ) -> dict[str, tuple[float, float]]:
     """Bytes that a step moves over each link, all devices together: (towards flash, back).
 
     `gpu`: between GPU and host. `link`: between host and devices. `flash`: (written, read). `item_bytes`: of a gradient
     and of a parameter; only what the published systems send to their devices is always fp32. `on_host`: CSDAdam on
     plain drives. `state_dtype`: of CSDAdam's states. 8-bit ones begin with the parameter, which plain drives need not
-    read, because the host has it, unless `reads_params`: that is when it lives on a GPU. Raises CSDValueError: no such
-    variant, or one with Top-K and no share `topk`.
+    read: a GPU sends it along with the gradient. Raises CSDValueError: no such variant, or one with Top-K and no share
+    `topk`.
     """
     if variant not in VARIANTS:
         raise CSDValueError(f"Invalid variant: {variant!r}; there are {', '.join(VARIANTS)}")
@@ -143,9 +142,9 @@ def traffic(
     per_param: dict[str, tuple[float, float]]
     if variant.startswith("csdadam"):
         gpu, slot = (push, float(item_bytes)), slot_bytes(state_dtype, item_bytes)
-        known = item_bytes if state_dtype != FP32 and on_host and not reads_params else 0
+        known = item_bytes if state_dtype != FP32 and on_host else 0
         flash = (slot, slot - known)
-        per_param = {"gpu": gpu, "link": flash if on_host else gpu, "flash": flash}
+        per_param = {"gpu": (push + known, gpu[1]), "link": flash if on_host else gpu, "flash": flash}
     else:  # gradients go through flash
         flash = (STATE + push, STATE + push)
         link = flash if variant == "base" else (push, PUBLISHED_ITEM)
@@ -163,7 +162,6 @@ def predict(
     item_bytes: int = 2,
     topk: float | None = None,
     state_dtype: str = FP32,
-    reads_params: bool = False,
     forward: float = 0.0,
     backward: float = 0.0,
 ) -> Prediction:
@@ -174,8 +172,8 @@ def predict(
     csdadam[..]  everything at once: the slowest counts, and one tile's way through the others (pipeline fill and drain)
 
     `device`: for "base" the plain drive. Its CPU updates `host.update` parameters per second (published: ZERO_UPDATE).
-    `state_dtype`, `reads_params`: see `traffic`; rates of updates are those with such states. `forward`, `backward`:
-    the GPU's seconds. Raises CSDValueError as `traffic` does.
+    `state_dtype`: see `traffic`; rates of updates are those with such states. `forward`, `backward`: the GPU's seconds.
+    Raises CSDValueError as `traffic` does.
     """
     moved = traffic(
         variant,
@@ -184,7 +182,6 @@ def predict(
         topk=topk,
         on_host=device.on_host,
         state_dtype=state_dtype,
-        reads_params=reads_params,
     )
     (gpu_down, gpu_up), (down, up), (written, read) = moved["gpu"], moved["link"], moved["flash"]
     gradients = 0.0

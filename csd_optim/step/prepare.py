@@ -311,7 +311,7 @@ def _reach(
         source = sources[param_state.index] = param_state.source(g, grad_dtype)
         pointers.append(source.grad.data_ptr())
         row = table[param_state.index]
-        row["param"] = 0 if source.param.is_cuda else source.param.data_ptr()  # of a GPU's it takes an image
+        row["param"], row["in_image"] = (0, source.is_read) if source.is_far else (source.param.data_ptr(), False)
         row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
     table["grad"][plan.rows] = np.array(pointers, np.uint64)
     return sources
@@ -323,7 +323,7 @@ def _tell_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.
         row = table[b.index]
         row["seed"] = int(steps[b.index]) % (1 << 32)
         row["master"] = NEW if b.is_new else b.master_in
-        if b.compares and not row["param"] and not b.is_written:
+        if b.compares and b.direct and not row["param"] and not b.is_written:
             row["param"], row["param_dtype"] = b.local.data_ptr(), DTYPE_CODES[b.local.dtype]
 
 

@@ -163,7 +163,7 @@ class StepRunner:
         table, prepared = step.table, step.prepared
         travels = np.zeros(len(table), bool)
         for row, s in prepared.items():
-            travels[row] = s.grad.is_cuda or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
+            travels[row] = s.is_far or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
         if not travels.any():
             return []
         tiles: list[int] = engine.tiles_with(travels).tolist()

@@ -227,8 +227,8 @@ enum csd_master {
 /* One parameter of this step. `grad` NULL: it has none, and keeps every bit. */
 typedef struct csd_param {
   const void *grad; /* read; alive until csd_engine_finish */
-  void *param;      /* written with the rounded master. Of codes also read, with or without a gradient; NULL where
-                     * an image alone has it: what differs from the tile was set by somebody, and is the master */
+  void *param;      /* written with the rounded master. Of codes also read, with or without a gradient: what differs
+                     * from the tile was set by somebody, and is the master. NULL where an image alone has it */
   uint32_t grad_dtype;
   uint32_t param_dtype;
   uint32_t hyper;  /* index into this step's hypers */
@@ -241,7 +241,8 @@ typedef struct csd_param {
   uint32_t topk_dtype; /* CSD_F16 or CSD_BF16: of what is sent */
   uint32_t seed;       /* for the rounding of the residual, and of codes: another one in each step */
   uint32_t first;      /* of codes: which element of the whole parameter its first one is; what chance it has */
-  uint32_t reserved;   /* 0 */
+  /* 1: its tiles are pushed with images, which have it as it is before the step: of codes, in place of `param`, NULL */
+  uint32_t in_image;
   /* Codes only: the states that somebody wrote, fp32, of all elements; NULL: those in the tile. The step begins with
    * them, rounded to nearest, also where there is no gradient. A master that the parameter is not the rounded of stays
    * all the same, but with CSD_UNLESS_SET */

@@ -62,8 +62,10 @@ bool Engine::take_buffer(Lane &l, Job &job, bool ahead) {
   job.work.verify = !job.work.from_windows && !job.work.is_new && t.slots[t.slot].summed && (t.kept || !t.open);
   // Nothing that could be checked is read twice; and a card has no other way to the parameters.
   job.work.param_at_host = job.read && job.work.verify && t.layout.coded() && l.device->leaves_params() &&
-                           std::all_of(t.pieces, t.pieces + t.n_pieces,
-                                       [&job](const csd_piece &p) { return job.work.params[p.param].param; });
+                           std::all_of(t.pieces, t.pieces + t.n_pieces, [&job](const csd_piece &p) {
+                             const csd_param &param = job.work.params[p.param];
+                             return param.param || param.in_image;
+                           });
   job.buffer = l.free.extract(found);
   if (Tile *had = std::exchange(job.buffer.value().tile, nullptr)) {
     had->kept = nullptr;

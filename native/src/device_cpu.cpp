@@ -62,18 +62,12 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
 
 // ---- Codes ----------------------------------------------------------------------------
 
-// Where the parameter itself lies in host memory, or a copy of it, from element `i` of a piece on; null if it does not.
+// Where the parameter lies in host memory, itself or a copy of it, before the update, from element `i` of a piece on;
+// null if it does not.
 const char *host_param(const csd_piece &piece, const Work &work, uint64_t i) {
   const csd_param &p = work.params[piece.param];
-  if (p.param && work.holds_params) return static_cast<const char *>(param_at(piece, work, i));
+  if (p.in_image || (p.param && work.holds_params)) return static_cast<const char *>(param_at(piece, work, i));
   return p.param ? static_cast<const char *>(p.param) + dtype_bytes(p.param_dtype) * (piece.param_first + i) : nullptr;
-}
-
-// Where it is before the update: an image has it if the master is not in the tile alone.
-const void *param_before(const csd_piece &piece, const Work &work, uint64_t i) {
-  const void *const host = host_param(piece, work, i);
-  const bool has_image = work.grad_image && work.params[piece.param].master != CSD_IN_SECTION;
-  return !host && has_image ? param_at(piece, work, i) : host;
 }
 
 // Where the host's parameter is not what the tile has, somebody set it, and it is the master. `unless_set`: where it is
@@ -132,7 +126,7 @@ void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   if (!p.grad && !edited) return;
   const uint64_t in_piece = first - piece.tile_first, in_param = piece.param_first + in_piece;
   const Codes codes = codes_at(tile.layout, sections, first);
-  const void *const param = param_before(piece, work, in_piece);
+  const void *const param = host_param(piece, work, in_piece);
   const bool adopts = param && p.grad && tile.param_dtype != CSD_F32 && p.master != CSD_UNCOMPARED;
   const bool unless_set = p.master == CSD_UNLESS_SET, is_f16 = tile.param_dtype == CSD_F16;
   uint32_t *const checks = tile.checks ? tile.checks + first / 64 : nullptr;

@@ -281,6 +281,9 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) +
                                   (entries ? " has entries, and no sparse gradients in an image"
                                            : " has sparse gradients in an image, and no entries")};
+  if (!grad && std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
+                           [this](const csd_piece &p) { return params_[p.param].in_image; }))
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has parameters in an image, and no image"};
   job->pushed = true;
   job->work.grad_image = grad;
   job->work.param_image = param;

@@ -66,7 +66,7 @@ void Engine::push_early(uint32_t tile, const void *const *grads, void *hold) {
   if (!hold) throw Failure{CSD_EINVAL, "no memory to hold tile " + std::to_string(tile)};
   for (uint64_t i = 0; i < t.n_pieces; i++)
     if (const csd_param &row = params_[t.pieces[i].param];
-        is_sparse(row) || !grads[i] != !row.grad || (row.grad && !row.param))
+        is_sparse(row) || row.in_image || !grads[i] != !row.grad || (row.grad && !row.param))
       throw Failure{CSD_EINVAL, "parameter " + std::to_string(t.pieces[i].param) +
                                     " has Top-K, a gradient here and none in the step, or nowhere to be"};
   // All that may fail comes first.

@@ -152,18 +152,27 @@ struct Model {
     }
   }
 
-  // With images of the gradients, into which parameters go: the host has these all the same.
-  int step_by_images() {
+  // With images of the gradients, into which parameters go: the host has these all the same, or, if they are `far`, the
+  // images alone.
+  int step_by_images(bool far) {
     std::vector<std::vector<uint8_t>> images(2 * kTiles, std::vector<uint8_t>(4 * kTile, 0xa5));
-    OK(csd_engine_begin(engine, table.data(), table.size(), &hyper, 1, tiles.data(), kTiles, 0, &error));
-    for (const csd_piece &p : pieces)
-      memcpy(&images[2 * p.tile][4 * p.tile_first], &grads[p.param][bytes() * p.param_first], bytes() * p.elems);
+    std::vector<csd_param> rows = table;
+    for (csd_param &row : rows)
+      if (far) row.param = nullptr, row.in_image = 1;
+    OK(csd_engine_begin(engine, rows.data(), rows.size(), &hyper, 1, tiles.data(), kTiles, 0, &error));
+    for (const csd_piece &p : pieces) {
+      const uint64_t from = bytes() * p.param_first, n = bytes() * p.elems;
+      memcpy(&images[2 * p.tile][4 * p.tile_first], &grads[p.param][from], n);
+      if (far) memcpy(&images[2 * p.tile + 1][4 * p.tile_first], &params[p.param][from], n);
+    }
+    if (far) CHECK(csd_engine_push(engine, 0, nullptr, nullptr, nullptr, 0, &error) == CSD_EINVAL);
     for (const uint32_t t : tiles)
       OK(csd_engine_push(engine, t, images[2 * t].data(), images[2 * t + 1].data(), nullptr, 0, &error));
     for (uint32_t n = 0, t = 0; n < kTiles; n++) OK(csd_engine_pull(engine, &t, &error));
     OK(csd_engine_finish(engine, 1, &error));
     for (const csd_piece &p : pieces)
-      memcpy(&params[p.param][bytes() * p.param_first], &images[2 * p.tile + 1][4 * p.tile_first], bytes() * p.elems);
+      if (table[p.param].grad)
+        memcpy(&params[p.param][bytes() * p.param_first], &images[2 * p.tile + 1][4 * p.tile_first], bytes() * p.elems);
     return CSD_OK;
   }
 
@@ -265,14 +274,14 @@ struct Pair {  // an engine, and what its states have to be
     for (uint32_t p = 0; p < kN; p++) references.emplace_back(dtype, states, kParams[p]);
   }
 
-  void step(bool by_images = false, uint32_t early = 0) {
+  void step(bool by_images = false, uint32_t early = 0, bool far = false) {
     model.new_grads();
     for (uint32_t p = 0; p < kN; p++) {
       Reference &r = references[p];
       if (!model.table[p].grad) continue;
       r.step(model.hyper, model.grads[p].data(), model.table[p].seed * 0x9e3779b9u + model.table[p].first);
     }
-    OK(by_images ? model.step_by_images() : early ? model.step_as_guess(early) : model.step());
+    OK(by_images ? model.step_by_images(far) : early ? model.step_as_guess(early) : model.step());
   }
 
   void first_step(bool resident) {
@@ -321,6 +330,8 @@ void like_one_array() {
           pair->step(false, early);
           pair->check();
         }
+        pair->step(true, 0, true);
+        pair->check();
         m.table[1].grad = m.grads[1].data();
         for (const uint32_t early : {1u, 6u, 7u, 0u}) {
           pair->step(false, early);
@@ -377,10 +388,12 @@ void set_by_somebody() {
       const File a;
       Pair pair({file(a, cache)}, dtype, 3);
       pair.first_step(false);
-      for (const uint64_t at : {uint64_t{5}, uint64_t{2500}, uint64_t{4099}}) {
+      bool far = false;
+      for (const uint64_t at : {uint64_t{5}, uint64_t{2500}, uint64_t{4099}, uint64_t{6}}) {
         pair.model.number(pair.model.params[0], at, 77);
         pair.references[0].set(at, pair.model.params[0].data() + 2 * at);
-        pair.step();
+        pair.step(far, 0, far);
+        far = !far;
         pair.check();
         // One of two tiles was read as a whole.
         const uint64_t most = slot_bytes(dtype, 3), least = most - 2 * kTile;

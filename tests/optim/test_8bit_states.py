@@ -3,6 +3,7 @@
 The suites that compare CSDAdam with CSDAdam run on 8-bit states as they are: pytest --state-dtype 8bit.
 """
 
+import contextlib
 import copy
 import gc
 import os
@@ -24,6 +25,7 @@ from torch.optim import AdamW
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning
 from csd_optim.engine.engine import Engine
 from csd_optim.params import state_map
+from csd_optim.params.grad_source import GradSource
 from csd_optim.store.format import FILE_NAME
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -254,6 +256,24 @@ def test_a_group_that_joins_late():
 # ---- fewer bytes --------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def far(monkeypatch):
+    """As on a GPU: within this, the engine cannot reach what travels: with a `grad_dtype` of another dtype, all."""
+
+    @contextlib.contextmanager
+    def here():
+        with monkeypatch.context() as patched:
+            patched.setattr(GradSource, "is_far", True)
+            yield
+
+    return here
+
+
+ANOTHER = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16, torch.float32: torch.bfloat16}
+ANOTHER[torch.complex64] = torch.bfloat16
+
+
+@pytest.mark.parametrize("how", ["in reach", "grad_dtype", "far"])
 @pytest.mark.parametrize(
     ("dtype", "amsgrad", "read", "written"),
     [
@@ -262,11 +282,15 @@ def test_a_group_that_joins_late():
         (torch.float32, False, 2.016, 6.016),
     ],
 )
-def test_bytes_of_a_step(dtype, amsgrad, read, written):
-    """The parameter is not read: the host has it."""
+def test_bytes_of_a_step(dtype, amsgrad, read, written, how, far):
+    """The parameter is not read: the host has it, or the image does."""
     n, tile = 1 << 20, 1 << 18
     p = torch.nn.Parameter(torch.zeros(n, dtype=dtype))
-    with adam([p], "file:?cache=off", tile_size=tile, amsgrad=amsgrad) as opt:
+    grad_dtype = None if how == "in reach" else ANOTHER[dtype]
+    with (
+        far() if how == "far" else contextlib.nullcontext(),
+        adam([p], "file:?cache=off", tile_size=tile, amsgrad=amsgrad, grad_dtype=grad_dtype) as opt,
+    ):
         for _ in range(2):
             p.grad = torch.ones_like(p)
             opt.step()
@@ -907,7 +931,7 @@ def test_a_crash_finds_what_is_committed_beside_fp32_states(how, tmp_path, monke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_parameters_were_set_to_belongs_to_the_step(dtype, tmp_path, monkeypatch):
-    """One that fails: no commit has it. Here of parameters whose masters the step does not compare by itself."""
+    """One that fails: no commit has it. Here of parameters that the engine does not reach where they lie."""
     p = torch.nn.Parameter(torch.randn(90, 70).t().to(dtype))
     opt = train(adam([p], f"file:{tmp_path}"), 2)
     committed = p.detach().clone()
@@ -928,15 +952,34 @@ def test_what_parameters_were_set_to_belongs_to_the_step(dtype, tmp_path, monkey
         assert torch.equal(q, committed)
 
 
-def test_a_parameter_that_was_set_travels_with_its_image():
-    """It may share a tile with one whose gradient is on a GPU."""
-    p = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
-    opt = train(adam([p], "file:"), 1)
-    param_state = opt._state_map.param_states[id(p)]
-    assert not param_state.source(p.grad, None).is_read
-    with torch.no_grad():
-        p.fill_(3)
-    assert param_state.source(p.grad, None).is_read
+@pytest.mark.parametrize("devices", ["ram:", "file:?cache=off", "file:?cache=1GB"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
+def test_parameters_that_images_have(dtype, devices, far, monkeypatch):
+    """As on a GPU: the bits of those in host memory, also where somebody sets one, and torch does not count that."""
+    found = []
+    for there in (far, contextlib.nullcontext):
+        params = parameters(dtype)
+        opt = adam(params, devices, grad_dtype=ANOTHER[dtype])
+        with there():
+            train(opt, 2)
+            for p in params:
+                p.data.view(-1)[:1] = 0.125
+            train(opt, 1, 2)
+            assert all(p.numel() == 0 or (p.flatten()[0] - 0.125).abs() < 0.05 for p in params)
+            with torch.no_grad():
+                params[0][2] = 3
+            opt.state[params[1]]["exp_avg"].mul_(0.5)
+            if devices != "ram:":
+                fail_a_step(opt, params, 3, monkeypatch)
+                assert (params[0][2] == 3).all()
+            train(opt, 1, 4)
+            assert ((params[0][2] - 3).abs() < 0.1).all()
+            give_gradients(params, 5)
+            params[0].grad = None
+            opt.step()
+            params[0].data[3] = 0.5
+            found.append(everything(train(opt, 1, 6)))
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -128,8 +128,11 @@ def test_many_tiles_and_devices(devices, tile_size):
     assert_matches(ours, reference)
 
 
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("devices", SCRATCH, ids=str)
-def test_same_bits_as_on_the_cpu(devices):
+def test_same_bits_as_on_the_cpu(devices, state_dtype):
+    """With 8-bit states also where somebody sets parameters, and torch does not count that."""
+
     def final(device):
         generator = torch.Generator().manual_seed(1)
         params = [
@@ -137,10 +140,12 @@ def test_same_bits_as_on_the_cpu(devices):
             for shape in [(), (1,), (5, 7), (2, TILE), *((n,) for n in SIZES)]
             for dtype in DTYPES
         ]
-        optimizer = CSDAdam(params, devices=devices, tile_size=TILE)
-        for _ in range(4):
+        optimizer = CSDAdam(params, devices=devices, tile_size=TILE, state_dtype=state_dtype)
+        for step in range(4):
             for p in params:
                 p.grad = torch.randn(p.shape, generator=generator).to(device, p.dtype)
+                if step == 2 and state_dtype == "8bit":
+                    p.data.mul_(0.5)
             optimizer.step()
         return [t.detach().cpu().clone() for p in params for t in (p, *optimizer.state[p].values())]
 
