@@ -28,8 +28,12 @@ class DecodedEntry(dict[str, Any]):
         self._names -= values.keys()
         self._decoded -= values.keys()
 
-    def has_own(self, key: str, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
+    def decodes(self, key: str) -> bool:
         """Is it one that this decodes, and not assigned by somebody?"""
+        return key in self._decoded
+
+    def has_own(self, key: str, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
+        """The same, by this way?"""
         return key in self._decoded and self._decode == decode
 
     def shows(self, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
@@ -57,11 +61,17 @@ class DecodedEntry(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:  # without it {**entry} would not ask for each value
         return super().__iter__()
 
+    def pop(self, key: str, *default: Any) -> Any:
+        if key not in self and default:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
     # A dict's own take the values past __getitem__.
     get = MutableMapping.get  # type: ignore[assignment]
     items = MutableMapping.items  # type: ignore[assignment]
     values = MutableMapping.values  # type: ignore[assignment]
-    pop = MutableMapping.pop  # type: ignore[assignment]
     popitem = MutableMapping.popitem  # type: ignore[assignment]
     setdefault = MutableMapping.setdefault  # type: ignore[assignment]
     update = MutableMapping.update  # type: ignore[assignment]

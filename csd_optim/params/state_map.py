@@ -255,8 +255,10 @@ class StateMap:
         """What somebody put into `state`, and is still to be copied to its place."""
         for param_state in self.unfilled:
             entry = self.state.get(param_state.param) or {}
-            for key, shown in param_state.shown.items():
-                if isinstance(value := entry.get(key), torch.Tensor) and value is not shown:
+            for key in {*param_state.sections, *param_state.shown}:
+                if isinstance(entry, DecodedEntry) and entry.decodes(key):
+                    continue
+                if isinstance(value := entry.get(key), torch.Tensor) and value is not param_state.shown.get(key):
                     yield value.to_local() if hasattr(value, "to_local") else value
 
     # ---- `state` ---------------------------------------------------------------------

@@ -347,6 +347,9 @@ def test_state_is_decoded_when_somebody_looks():
     assert len(entry) == 4
     assert "exp_avg" in entry
     assert "residual" not in entry
+    assert entry.pop("residual", 7) == 7
+    with pytest.raises(KeyError, match="residual"):
+        entry.pop("residual")
     assert opt._live_engine.decoded._states == {}  # nobody has looked yet
     master = entry["master"]
     assert master.dtype is torch.float32

@@ -68,16 +68,18 @@ def test_saving_takes_no_memory(tmp_path, device):
 # ---- warnings ------------------------------------------------------------------------------
 
 
-def test_state_from_memory(any_size):
-    opt = trained()
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_state_from_memory(any_size, state_dtype):
+    opt = trained(state_dtype=state_dtype)
     torch.save(opt.state_dict(), "state.pt")
     state = torch.load("state.pt")
     with warned("came from memory"):
         opt.load_state_dict(state)
     with warned("came from memory"):
-        CSDAdam([torch.ones(1000, requires_grad=True)]).load_state_dict(state)
+        CSDAdam([torch.ones(1000, requires_grad=True)], state_dtype=state_dtype).load_state_dict(state)
 
 
+@pytest.mark.fp32_states("only fp32 states are mapped")
 def test_state_that_stays_in_files_or_is_small(any_size, tmp_path, monkeypatch):
     opt = trained(devices=named_devices(tmp_path, 1))
     torch.save(opt.state_dict(), "state.pt")
@@ -126,6 +128,7 @@ def test_copies_and_pickles(any_size):
         torch.save(opt, io.BytesIO())
 
 
+@pytest.mark.fp32_states("only fp32 states are mapped")
 def test_what_is_in_memory(any_size):
     """On a device that is not the host, too (meta stands for CUDA); what shared memory is mapped from is no file."""
     opt = trained()
