@@ -10,10 +10,11 @@ import warnings
 import pytest
 import torch
 from support.beside import everything
+from support.codes import ALL, made
 from support.comparing import assert_same_bits
 from support.stores import flip
 
-from csd_optim import CSDAdam, CSDOSError, CSDStoreExistsError, CSDValueError
+from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDValueError
 from csd_optim.checkpoint import convert
 from csd_optim.checkpoint.verify import verify
 from csd_optim.store.format import FILE_NAME
@@ -106,7 +107,7 @@ def test_states_that_are_mixed(tmp_path):
 
 def test_what_8_bits_cannot_hold_is_counted(tmp_path, run):
     p = torch.nn.Parameter(torch.ones(100))
-    with CSDAdam([p], devices=tmp_path / "a") as opt:
+    with CSDAdam([p], devices=tmp_path / "a", state_dtype="fp32") as opt:
         p.grad = torch.ones(100)
         opt.step()
         opt.state[p]["exp_avg"][:50] = 20.0
@@ -156,6 +157,22 @@ def test_what_cannot_be_converted(tmp_path, run):
     assert code == 1
     assert "Invalid state_dtype: 'int8'; it is 'fp32' or '8bit'" in err
     assert not (tmp_path / "b" / FILE_NAME).exists()
+
+
+def test_stores_of_ranks_are_refused(tmp_path, run, monkeypatch):
+    """One of them, and all together."""
+    monkeypatch.setitem(ALL, torch.bfloat16, {"weight": (90, 110)})
+    ranks = [tmp_path / f"rank{r}" for r in range(2)]
+    for r, place in enumerate(ranks):
+        made([place], [torch.bfloat16], rank=r)
+    before = [(place / FILE_NAME).read_bytes() for place in ranks]
+    code, _, err = run("convert", ranks[0], tmp_path / "new", "--state-dtype", "fp32")
+    assert code == 1
+    assert "is one of 2 ranks: load_state_dict() converts these" in " ".join(err.split())
+    with pytest.raises(CSDStoreError, match="ranks"):
+        convert.convert_store(ranks, [tmp_path / "new"], "fp32")
+    assert not (tmp_path / "new" / FILE_NAME).exists()
+    assert [(place / FILE_NAME).read_bytes() for place in ranks] == before
 
 
 KILLED = """
