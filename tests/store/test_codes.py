@@ -381,7 +381,7 @@ def test_no_reader_fails_otherwise(store, tmp_path):
 def test_fp32_stores_are_what_they_were(tmp_path):
     """Nothing of codes is in them: neither keys nor features."""
     p = torch.nn.Parameter(torch.ones(5000))
-    with CSDAdam([p], devices=[tmp_path / "csd"], tile_size=FP32_TILE) as opt:
+    with CSDAdam([p], devices=[tmp_path / "csd"], tile_size=FP32_TILE, state_dtype="fp32") as opt:
         p.grad = torch.ones(5000)
         opt.step()
     manifest = read_contents(tmp_path / "csd").manifest

@@ -154,6 +154,7 @@ class Forged:
                 out.write(self.block.pack())
 
 
+@pytest.mark.fp32_states("spoils what is said of fp32 states; of codes: test_codes.py")
 def test_what_cannot_be_is_refused(stores):
     refused, whole = 0, []
     for data in stores:

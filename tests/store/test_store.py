@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from support.forked import processes
-from support.store_page import crc32c
+from support.states import assumed, tile_bytes
+from support.store_page import crc32c, decoded
+from support.store_page import sections as sections_of
 
 from csd_optim import CSDAdam, CSDBusyError, CSDOSError, CSDStoreError, CSDStoreExistsError, CSDTypeError, CSDValueError
 from csd_optim.checkpoint.verify import verify
@@ -222,6 +224,7 @@ def test_a_closed_store_is_written_no_more(tmp_path):
     assert float(opt.state[p]["exp_avg"][0]) != 0  # and what was there stays readable
 
 
+@pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_parameters_that_join_one_by_one_cost_no_more(tmp_path):
     ps = [torch.nn.Parameter(torch.ones(1000)) for _ in range(60)]
     with CSDAdam(ps, devices=[str(tmp_path)]) as opt:
@@ -399,44 +402,59 @@ def tiles_of(store):
     contents = read_contents(store)
     rows = iter([*zip(contents.tiles, chain.from_iterable(contents.sums), strict=True)])
     for e, extent in enumerate(contents.manifest["extents"]):
-        n_bytes = 4 * extent["tile_elems"]
+        slot_bytes = sum(size for _, _, size in sections_of(extent))
         for j in range(extent["tiles"]):
             row, sums = next(rows)
-            at = extent["file_offset"] + (2 * j + int(row["slot"])) * n_bytes * len(extent["sections"])
-            sections = {
-                name: np.fromfile(store, np.uint8, n_bytes, offset=at + s * n_bytes).tobytes()
-                for s, name in enumerate(extent["sections"])
-            }
+            at = extent["file_offset"] + (2 * j + int(row["slot"])) * slot_bytes
+            sections = {}
+            for name, _, size in sections_of(extent):
+                sections[name] = np.fromfile(store, np.uint8, size, offset=at).tobytes()
+                at += size
             tile = contents.superblock.device + j * contents.superblock.devices
             yield e, tile, int(row["slot"]), sections, row, sums
 
 
-def sums_of(sections, chunks):
+def values_of(extent, sections):
+    """The states of a tile, by name, fp32."""
+    if "codec" in extent:
+        return decoded(extent, sections)
+    return {name: np.frombuffer(data, "<f4") for name, data in sections.items()}
+
+
+def sums_of(extent, sections):
     """[chunk][section], of chunks of 1024 elements (see conftest.py's small_chunks)."""
-    assert {len(data) for data in sections.values()} == {4096 * chunks}
-    return [[crc32c(data[4096 * i : 4096 * (i + 1)]) for data in sections.values()] for i in range(chunks)]
+    assert extent["sum_elems"] == 1024
+    each = [(sections[name], 16 * group_bytes) for name, group_bytes, _ in sections_of(extent)]
+    chunks = range(-(-extent["tile_elems"] // 1024))
+    return [[crc32c(data[n * i : n * (i + 1)]) for data, n in each] for i in chunks]
 
 
-def check_against(opt, stores, manifest):
-    """Every state of `opt`, and the parameter's master, stands where manifest and table say."""
+def states_of(opt):
+    """By group and position in it."""
+    groups = [group["params"] for group in opt.param_groups]
+    return {(k, i): {**opt.state[p]} for k, params in enumerate(groups) for i, p in enumerate(params)}
+
+
+def check_against(states, stores, manifest):
+    """Every state of each parameter, and its master, stands where manifest and table say."""
     flat = {}  # extent, section -> the flat space, tile by tile
     tiles = sorted((t for store in stores for t in tiles_of(store)), key=lambda t: t[:2])
     for extent, _, _, sections, _, _ in tiles:
-        for name, data in sections.items():
-            flat[extent, name] = flat.get((extent, name), b"") + data
-    params = [p for group in opt.param_groups for p in group["params"]]
-    for p, entry in zip(params, manifest["params"], strict=True):
+        for name, values in values_of(manifest["extents"][extent], sections).items():
+            flat[extent, name] = flat.get((extent, name), b"") + values.tobytes()
+    assert len(states) == len(manifest["params"])
+    for entry in manifest["params"]:
         for name in manifest["extents"][entry["extent"]]["sections"]:
             first = 4 * entry["start"]
             stored = flat[entry["extent"], name][first : first + 4 * entry["numel"]]
-            state = opt.state[p][name]
+            state = states[entry["group"], entry["position"]][name]
             state = torch.view_as_real(state) if state.is_complex() else state
             assert stored == state.contiguous().numpy().tobytes(), (entry["name"], name)
 
 
 @pytest.fixture(params=[1, 3])
 def trained(request, tmp_path):
-    """An optimizer of everything that a manifest can say, closed, its state still readable; and its stores."""
+    """An optimizer of everything that a manifest can say, closed; its states, still readable; and its stores."""
     named = [
         ("weight", parameters((40, 50))[0]),
         ("bias", parameters((7,), dtype=torch.bfloat16)[0]),
@@ -454,12 +472,13 @@ def trained(request, tmp_path):
         for name, p in [*named, half]:
             p.grad = None if name == "bias" and step else torch.randn(p.shape).to(p.dtype)
         opt.step()
+    states = states_of(opt)
     opt.close()
-    return opt, [Path(d) / FILE_NAME for d in devices]
+    return opt, states, [Path(d) / FILE_NAME for d in devices]
 
 
 def test_store_says_what_the_optimizer_is(trained):
-    opt, stores = trained
+    opt, _, stores = trained
     for d, store in enumerate(stores):
         contents = read_contents(store)
         superblock, manifest = contents.superblock, contents.manifest
@@ -478,7 +497,8 @@ def test_store_says_what_the_optimizer_is(trained):
         assert [g["lr"] for g in groups] == [1e-3, 0.5]
         assert [g["amsgrad"] for g in groups] == [False, True]
         assert groups[0]["betas"] == [0.9, 0.999]
-        assert [e["sections"][3:] for e in manifest["extents"]] == [[], ["max_exp_avg_sq"]]
+        of = {e["name"]: manifest["extents"][e["extent"]]["sections"][3:] for e in manifest["params"]}
+        assert of == {name: ["max_exp_avg_sq"] if name == "half" else [] for name in said}
         steps = dict(zip(said, contents.steps.tolist(), strict=True))
         assert steps == {"weight": 3, "bias": 1, "phase": 3, "empty": 3, "half": 3}
         assert {name: float(opt.state[p]["step"]) for name, p in names_of(opt)} == steps
@@ -489,17 +509,18 @@ def names_of(opt):
 
 
 def test_bytes_of_the_current_slots_are_the_state(trained):
-    opt, stores = trained
-    check_against(opt, stores, read_contents(stores[0]).manifest)
+    _, states, stores = trained
+    check_against(states, stores, read_contents(stores[0]).manifest)
 
 
 def test_checksums_are_those_of_the_current_slots(trained):
-    _, stores = trained
+    _, _, stores = trained
     summed = 0
     for store in stores:
-        for _, tile, _, sections, row, sums in tiles_of(store):
+        extents = read_contents(store).manifest["extents"]
+        for e, tile, _, sections, row, sums in tiles_of(store):
             if row["summed"]:
-                assert sums_of(sections, len(sums)) == sums.tolist(), tile
+                assert sums_of(extents[e], sections) == sums.tolist(), tile
                 summed += 1
     assert summed == sum(1 for store in stores for _ in tiles_of(store))  # each was written in some step
 
@@ -517,17 +538,18 @@ def test_no_checksum_is_wrong_after_state_was_set_from_outside(tmp_path, how):
             state = {k: v.clone() for k, v in saved["state"][0].items()}
             state["exp_avg"].fill_(0.5)
             opt.load_state_dict({**saved, "state": {0: state}})
+    [extent] = read_contents(tmp_path).manifest["extents"]
     for _, _, _, sections, row, sums in tiles_of(tmp_path / FILE_NAME):
-        assert np.frombuffer(sections["exp_avg"], "<f4")[0] == 0.5
+        assert values_of(extent, sections)["exp_avg"][0] == pytest.approx(0.5, rel=0 if assumed() == "fp32" else 2**-5)
         if row["summed"]:
-            assert sums_of(sections, len(sums)) == sums.tolist()
+            assert sums_of(extent, sections) == sums.tolist()
 
 
 def test_both_slots_alternate(tmp_path):
     slots = []
     for steps in range(1, 5):
-        p, q = parameters((1024,), (1024,))
-        with CSDAdam([p, q], devices=[str(tmp_path / str(steps))], tile_size=1024) as opt:
+        p, q = parameters((4096,), (4096,))
+        with CSDAdam([p, q], devices=[str(tmp_path / str(steps))], tile_size=4096) as opt:
             train(opt, 1)
             q.grad = None
             for _ in range(1, steps):
@@ -542,7 +564,7 @@ def test_space_is_taken_up_front(tmp_path):
     with CSDAdam(parameters((n,)), devices=[str(tmp_path)], tile_size=1 << 16) as opt:
         train(opt, 1)
         stat = (tmp_path / FILE_NAME).stat()
-        slots = 2 * 12 * -(-n // (1 << 16)) * (1 << 16)
+        slots = 2 * -(-n // (1 << 16)) * tile_bytes(1 << 16)[1]
         assert stat.st_size >= slots
         assert 512 * stat.st_blocks >= slots, "a hole: the disk may fill up before it is written"
         assert 512 * stat.st_blocks <= slots + (1 << 17)
@@ -559,8 +581,8 @@ def test_unclean_while_open(tmp_path):
 
 
 def test_store_grows_when_parameters_join(tmp_path):
-    first, second, third = parameters((2500,), (1500,), (64, 64))
-    with CSDAdam([first], devices=[str(tmp_path / "a"), str(tmp_path / "b")], tile_size=1024) as opt:
+    first, second, third = parameters((9000,), (6000,), (128, 64))
+    with CSDAdam([first], devices=[str(tmp_path / "a"), str(tmp_path / "b")], tile_size=4096) as opt:
         train(opt, 2)
         sizes = [(tmp_path / d / FILE_NAME).stat().st_size for d in "ab"]
         opt.add_param_group({"params": [second]})
@@ -568,10 +590,11 @@ def test_store_grows_when_parameters_join(tmp_path):
         opt.add_param_group({"params": [third], "amsgrad": True})
         train(opt, 1)
         assert all((tmp_path / d / FILE_NAME).stat().st_size > size for d, size in zip("ab", sizes, strict=True))
+        states = states_of(opt)
     contents = read_contents(tmp_path / "b")
     assert contents.steps.tolist() == [4, 2, 1]
     assert [e["extent"] for e in contents.manifest["params"]] == [0, 1, 2]
-    check_against(opt, [tmp_path / d / FILE_NAME for d in "ab"], contents.manifest)
+    check_against(states, [tmp_path / d / FILE_NAME for d in "ab"], contents.manifest)
 
 
 # ---- damage ----------------------------------------------------------------------------
@@ -699,6 +722,7 @@ def test_feature_that_nobody_knows_is_refused_by_its_name(whole, tmp_path):
     assert store.read_bytes() == before
 
 
+@pytest.mark.fp32_states("older formats know no codes")
 def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkeypatch):
     """Its checksums stay one for a section; an extent that joins has its own, and the store then names its features."""
 

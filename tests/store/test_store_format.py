@@ -15,6 +15,7 @@ from csd_optim import CSDAdam
 from csd_optim.bindings import decode
 
 
+@pytest.mark.fp32_states("reads fp32 states; codes are read below")
 @pytest.mark.parametrize("kept", [(), ("columns", "late", "half", "weight")])  # those that have residuals
 @pytest.mark.parametrize("shares", [[1.0], [1.0] * 3, [1.0, 0.3, 2.5]], ids=str)
 # Tiles have 3072 elements, so that their last chunk has fewer. None: formats 1 to 3.

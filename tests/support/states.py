@@ -2,7 +2,10 @@
 
 import os
 
+import torch
+
 from csd_optim import CSDAdam
+from csd_optim.store.sections import FP32, SECTIONS, size_of, slot_of
 
 VARIABLE = "CSD_OPTIM_TEST_STATE_DTYPE"
 
@@ -13,4 +16,12 @@ def assume(state_dtype):
 
 
 def assumed():
-    return os.environ.get(VARIABLE, "fp32")
+    return os.environ.get(VARIABLE, FP32)
+
+
+def tile_bytes(elems, dtype=torch.float32, states=3):
+    """What a step reads and writes of a tile, in bytes. `dtype`: of its parameters, which the host has."""
+    if assumed() == FP32:
+        return 4 * elems * states, 4 * elems * states
+    sections = slot_of(elems, SECTIONS[:states], assumed(), dtype)
+    return size_of(sections) - sections[0].size, size_of(sections)
