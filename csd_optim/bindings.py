@@ -344,6 +344,11 @@ def engine_finish(engine: Any, keep: bool, name: Namer) -> None:
     check(lib.csd_engine_finish(engine, keep, error), error, name, _UNDONE)
 
 
+def engine_take_back(engine: Any, name: Namer) -> None:
+    error = ffi.new("csd_error *")
+    check(lib.csd_engine_take_back(engine, error), error, name)
+
+
 def engine_hold_bytes(engine: Any, tile: int) -> int:
     return int(lib.csd_engine_hold_bytes(engine, tile))
 

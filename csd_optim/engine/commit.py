@@ -171,6 +171,12 @@ class Background:
                 ) from e
         self._work = None
 
+    def forget(self) -> None:
+        """Waits until nothing is going on, whatever becomes of that: nobody tries again."""
+        if self._running:
+            wait([self._running])
+        self._work = self._running = None
+
     def _in_parallel(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
         """All of them, also if one fails; then raises that."""
         futures = [self._pool.submit(call) for call in calls]

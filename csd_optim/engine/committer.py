@@ -82,6 +82,12 @@ class Committer:
     def after_step(self) -> None:
         """The step is whole."""
 
+    def before_taking_back(self) -> None:
+        """The last step will be undone, although it was whole: its commit goes no further."""
+
+    def after_taking_back(self) -> None:
+        """It is."""
+
     def before_keeping(self, param: int, residual: torch.Tensor) -> None:
         """This will be a parameter's residual."""
 

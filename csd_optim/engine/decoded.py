@@ -192,6 +192,10 @@ class Decoded:
         kept = self.written()
         self._drop([p for p in (list(self._states) if params is None else params) if p not in kept])
 
+    def discard(self, tiles: np.ndarray[Any, Any]) -> None:
+        """What was decoded of these tiles is no longer true, nor does it count that somebody wrote to it."""
+        self._drop([p for p in self._states if np.isin(self._engine.tiles_of_params([p]), tiles).any()])
+
     def _drop(self, params: Iterable[int]) -> None:
         for param in params:
             self._rounded.discard(param)

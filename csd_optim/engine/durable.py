@@ -58,6 +58,8 @@ class DurableCommitter(Committer):
         self._round = 0  # the last that this rank has begun to commit
         self._round_step = 0  # and the step that it has
         self._unconfirmed: Commit | None = None  # of a round
+        self._record_before = engine.record  # of the round before that
+        self._went_back = False  # a round is undone that copy 0 may have
         self._within_loading = False
         self._loading = False  # what is loaded makes a round, whatever its step
         self._loaded_record: Record | None = None  # to be committed with what is being loaded
@@ -142,6 +144,19 @@ class DurableCommitter(Committer):
     def after_step(self) -> None:
         self.uncommitted = True
 
+    def before_taking_back(self) -> None:
+        if self._unconfirmed:
+            self._background.forget()
+
+    def after_taking_back(self) -> None:
+        """Copy 0 may have the round that is undone: nobody goes on from that, for not all ranks have it. But they will
+        have another one of its number, and before that confirm() sees to it that there is nothing left of this one.
+        """
+        if self._unconfirmed:
+            self._engine.record = self._record_before
+            self._unconfirmed, self._round, self._round_step = None, self._round - 1, self._engine.step
+        self.uncommitted = self._went_back = True
+
     def reserve(self, record: Record | None) -> None:
         record = record or self._engine.record
         spare = 64  # `written_bytes` may have some digits more
@@ -207,13 +222,14 @@ class DurableCommitter(Committer):
         self._background.wait()
         if self._unconfirmed:
             raise CSDRuntimeError("confirm() goes before whatever follows a round")
+        self._record_before = engine.record
         engine.record = record or self._loaded_record or engine.record
         makes_round = self._makes_round
         commit = Commit(self._job(clean=clean, round=self._round + makes_round))
         if makes_round:
             self._unconfirmed = commit
         self._round, self._round_step, self._loading = self._round + makes_round, engine.step, False
-        self._manifests.written, self.uncommitted = True, False
+        self._manifests.written, self.uncommitted, self._went_back = True, False, False
         self._committed_steps = commit.job.steps
         self._residuals.seen(engine.residuals)
         engine.windows.before_commit()
@@ -256,7 +272,7 @@ class DurableCommitter(Committer):
             return self._engine.check_whole()
         with self.all_ranks_or_none():
             self._engine.check_whole()
-            if self._makes_round:  # its commit did not even begin
+            if self._makes_round or self._went_back:  # its commit did not even begin
                 self.commit()
             self._background.wait()
         if self._unconfirmed:

@@ -343,6 +343,23 @@ class Engine:
         elif self.devices.resident:  # it changed them in place
             self.decoded.forget_unwritten()
 
+    def take_back(self, params: np.ndarray[Any, Any]) -> None:
+        """Undoes the last step, which was finished, and may be committed on this rank: other ranks could not make it.
+
+        `params`: those that took part in it. Nothing may have changed states since but who wrote to windows. Raises
+        CSDValueError if it began with such writes, or a tile has one slot. undone() is as after finish().
+        """
+        self.committer.before_taking_back()
+        self.windows.note_written()
+        bindings.engine_take_back(self.handle, self.name_device)
+        self._undone = True
+        self.step -= 1
+        for extent, steps in zip(self.extents, self.steps, strict=True):
+            here = params[(params >= extent.first_param) & (params < extent.first_param + len(steps))]
+            steps[here - extent.first_param] -= 1
+        self.windows.after_taking_back()
+        self.committer.after_taking_back()
+
     def copy_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
         """Reads tiles, or takes what somebody wrote to their windows, and waits until that is in their next slots."""
         if not len(tiles):

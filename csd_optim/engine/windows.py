@@ -152,6 +152,11 @@ class Windows:
         self._decoded_seen = decoded
         return np.union1d(tiles, np.flatnonzero(self._edited)).astype(np.uint32)
 
+    @property
+    def written(self) -> bool:
+        """Has somebody written to states, and no step has taken account of it? Changes nothing."""
+        return bool(self._edited.any() or self._engine.decoded.versions()) or self._versions() != self._seen
+
     def _versions(self) -> list[int]:
         return [window._version for _, window in self._handed_out]
 
@@ -203,6 +208,11 @@ class Windows:
         self._edited[:] = self._reseeded[:] = False
         self._engine.decoded.forget()
         self.empty[self._in_step] = False
+
+    def after_taking_back(self) -> None:
+        """It is undone although it was whole, and with it what has been written to its tiles since."""
+        self._engine.decoded.discard(self._in_step)
+        self._edited[self._in_step] = False
 
     def before_commit(self) -> None:
         """Every slot is part of the commit that begins."""

@@ -285,6 +285,12 @@ int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t 
  * updated where they lie, and stay as they are: nothing fails there, and nobody should give up such a step. */
 int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
 
+/* Undoes the last step although it was finished, as long as nothing but csd_engine_remap, _edited, _decode and what only
+ * asks has followed: other processes could not make it. What was written to its windows since is dropped with it. The
+ * tiles are those of csd_engine_undone. CSD_EINVAL, and nothing has changed: one of them has one slot, is in memory
+ * ("ram"), was new, or began with what somebody had written to its windows. */
+int csd_engine_take_back(csd_engine *engine, csd_error *error);
+
 /* Tiles of the last undone step whose parameters were given out, and of each how many of its elements, from the first
  * on: all of them, unless the tile turned out to be damaged behind these. Returns how many; fills up to `n`. */
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems, uint32_t n);

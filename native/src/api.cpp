@@ -133,6 +133,10 @@ int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error) {
   return guarded(error, [&] { engine->engine.finish(keep != 0); });
 }
 
+int csd_engine_take_back(csd_engine *engine, csd_error *error) {
+  return guarded(error, [&] { engine->engine.take_back(); });
+}
+
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems, uint32_t n) {
   return engine->engine.undone(tiles, elems, n);
 }

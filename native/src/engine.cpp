@@ -469,6 +469,24 @@ std::list<Pool::Task> Engine::feed_back_tasks() {
   return tasks;
 }
 
+// As if it had been finished with keep = 0; but meanwhile windows may have shown its states.
+void Engine::take_back() {
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle || !outcome_ || *outcome_ != Outcome::kept)
+    throw Failure{CSD_ESTATE, "there is no step to be taken back"};
+  for (const Job &job : jobs_)
+    if (job.tile->n_slots == 1 || lane(job).device->resident() || job.work.is_new || job.work.from_windows)
+      throw Failure{CSD_EINVAL, "tile " + std::to_string(job.tile->index) + " cannot go back to what it was"};
+  settle(lock);
+  undo();
+  decoded_ = {};
+  for (Job &job : jobs_) {
+    job.tile->edited = false;
+    if (job.stored) job.tile->shown = kNowhere;
+  }
+  *outcome_ = Outcome::undone;
+}
+
 // Returns whether all of the step could be undone.
 bool Engine::undo() {
   bool all = true;

@@ -60,6 +60,7 @@ class Engine {
   uint32_t pull();
   bool given(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);
+  void take_back();
   uint64_t hold_bytes(uint32_t tile) noexcept;
   void push_early(uint32_t tile, const void *const *grads, void *hold);
   bool unchanged(const csd_param *, uint64_t);

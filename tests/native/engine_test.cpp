@@ -413,6 +413,43 @@ void undo() {
   CHECK(m.state() != before);
 }
 
+// A step that is whole is undone all the same, whether its states are still being written, were looked at, or edited.
+void taken_back() {
+  const File a, b, c;
+  Model m({file(a), paced(file(b, 4)), file(c, 3, 12 * kTile)}), same({ram()}), in_place({file(a)}, 3, CSD_F32, 1);
+  CHECK(csd_engine_take_back(m.engine, &m.error) == CSD_ESTATE);
+  OK(m.step());
+  OK(same.step());
+  for (int i = 0; i < 12; i++) {
+    const std::vector<float> before = m.state();
+    const std::vector<std::vector<char>> params = m.params;
+    OK(m.step());
+    if (i % 3 == 1) CHECK(m.state() != before);
+    if (i % 3 == 2) {
+      const uint32_t edited[] = {1, 4};
+      OK(csd_engine_remap(m.engine, 0, &m.error));
+      for (const uint32_t tile : edited) m.windows[1][tile * kTile] = 1e9f;
+      OK(csd_engine_edited(m.engine, edited, 2, &m.error));
+    }
+    OK(csd_engine_take_back(m.engine, &m.error));
+    CHECK(csd_engine_take_back(m.engine, &m.error) == CSD_ESTATE);
+    uint32_t undone[kTiles];
+    uint64_t elems[kTiles];
+    CHECK(csd_engine_undone(m.engine, undone, elems, kTiles) == kTiles);
+    CHECK(m.state() == before);
+    m.params = params;
+    for (size_t p = 0; p < params.size(); p++) m.table[p].param = m.params[p].data();
+    if (i % 2) continue;
+    OK(m.step());
+    OK(same.step());
+    CHECK(m.params == same.params && m.state() == same.state());
+  }
+  for (Model *model : {&same, &in_place}) {
+    OK(model->step());
+    CHECK(csd_engine_take_back(model->engine, &model->error) == CSD_EINVAL);
+  }
+}
+
 // Steps that are begun as guesses give the same bits, and until they are released nothing to see.
 void guesses() {
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
@@ -1234,6 +1271,7 @@ int main(int argc, char **argv) {
                {"rules of few sections", rules_of_few_sections},
                {"to and fro", to_and_fro},
                {"undo", undo},
+               {"taken back", taken_back},
                {"guesses", guesses},
                {"guesses gone wrong", guesses_gone_wrong},
                {"who waits", who_waits},
