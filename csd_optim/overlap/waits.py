@@ -3,6 +3,7 @@
     pre-hook        of each module with parameters: they arrive together, before its forward
     WaitingDict     in `module._parameters`: what reads a parameter past its module's forward, such as
                     `F.linear(x, m.weight)`, a chunked loss, `nn.MultiheadAttention`, `state_dict()`
+    GatherNet       where FSDP2 reads the shards that it gathers: see fsdp.py
     CompiledCall    around what `torch.compile` made of a module: all parameters below it arrive first
     WaitingList     in `group["params"]`
 
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 
 from ..errors import CSDRuntimeError
+from .fsdp import GatherNet, groups_of, is_fsdp, is_fsdp1, ours_of, unit
 
 
 class Arrivals(Protocol):
@@ -69,7 +71,6 @@ class Reach:
         self.arrivals = arrivals
         self.ours = {id(p): p for p in params}
         self.ids: set[int] = set()
-        self.units: dict[int, list[torch.Tensor]] = {}  # of FSDP, by the id of its state
 
     def give_up(self, params: Iterable[torch.Tensor]) -> None:
         """These are no longer waited for."""
@@ -77,11 +78,6 @@ class Reach:
         self.ids.difference_update(map(id, params))
         if self.arrivals.active:
             self.arrivals.wait(params)
-
-    def ahead(self, states: list[Any]) -> list[torch.Tensor]:
-        """What FSDP gathers already when it gathers these."""
-        later = [id(s) for state in states for s in state._states_to_forward_prefetch]
-        return [p for state in later for p in self.units.get(state, ())]
 
 
 class Cover:
@@ -96,17 +92,16 @@ class Net:
     A copy, with the model or pickled, does nothing, and takes no csd_optim to read.
     """
 
-    def __init__(self, reach: Reach, params: list[torch.Tensor], covers: tuple[Cover, ...], states: list[Any]) -> None:
+    def __init__(self, reach: Reach, params: list[torch.Tensor], covers: tuple[Cover, ...]) -> None:
         self.arrivals = reach.arrivals
         self.reach = reach
-        self.params = params  # of the module; of the unit, where FSDP gathers one
+        self.params = params  # of the module
         self.covers = covers
-        self.states = states  # FSDP's, of the module
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         # `module` may be a replica of nn.DataParallel: the parameters are those of the one that it was made from.
         if self.is_due():
-            self.arrivals.wait([*self.params, *self.reach.ahead(self.states)])
+            self.arrivals.wait(self.params)
 
     def is_due(self) -> bool:
         """May something have to be waited for here?"""
@@ -129,7 +124,7 @@ class Net:
 
 def give_up(net: Net) -> bool:
     """A net is being traced where no CompiledCall is around it, so it is not going to wait."""
-    net.reach.give_up([*net.params, *net.reach.ahead(net.states)])
+    net.reach.give_up(net.params)
     return True
 
 
@@ -210,15 +205,11 @@ class CompiledCall:
     It stands in place of `module._compiled_call_impl` or `module.forward`, and pickles as what it stands for.
     """
 
-    def __init__(
-        self, compiled: Callable[..., Any], reach: Reach, params: list[torch.Tensor], states: list[Any]
-    ) -> None:
+    def __init__(self, compiled: Callable[..., Any], reach: Reach, params: list[torch.Tensor]) -> None:
         functools.update_wrapper(self, compiled)
         self.compiled = compiled
-        self.reach = reach
         self.arrivals = reach.arrivals
         self.params = params
-        self.states = states  # FSDP's, of the modules below
         self.cover = Cover()
         self.covers: tuple[Cover, ...] = ()  # those around it, and its own
 
@@ -226,7 +217,7 @@ class CompiledCall:
         if torch.compiler.is_dynamo_compiling() or any(cover.inside for cover in self.covers):
             return self.compiled(*args, **kwargs)
         if self.arrivals.active:
-            self.arrivals.wait([*self.params, *self.reach.ahead(self.states)])
+            self.arrivals.wait(self.params)
         self.cover.inside = True
         try:
             return self.compiled(*args, **kwargs)
@@ -309,9 +300,8 @@ class Nets:
                     "on that one first"
                 )
         self.reach.ids.update(id(p) for own in owned.values() for p in own)
-        self.reach.units = {
-            id(fsdp_state(m)): [p for n in unit(m) for p in owned.get(n, ())] for m in modules if is_fsdp(m)
-        }
+        ours = self.reach.ours
+        self.gathers = [GatherNet(g, ours, arrivals) for g in groups_of(modules) if ours_of(g, ours)]
         exchanged = {n for m in modules if is_fsdp(m) for n in unit(m)}
         covers = self._cover(owned)
         for module, own in owned.items():
@@ -332,8 +322,7 @@ class Nets:
             site = self.sites[module] = Site(module)
             for name, compiled in compiled_parts(module).items():
                 below = [m for m in module.modules() if m in owned]
-                states = [fsdp_state(m) for m in below if is_fsdp(m)]
-                call = CompiledCall(compiled, self.reach, [p for m in below for p in owned[m]], states)
+                call = CompiledCall(compiled, self.reach, [p for m in below for p in owned[m]])
                 for m in below:
                     covers.setdefault(m, []).append(call.cover)
                 if name in module.__dict__:
@@ -349,14 +338,11 @@ class Nets:
     def _install(
         self, module: nn.Module, own: list[torch.Tensor], covers: tuple[Cover, ...], is_exchanged: bool
     ) -> None:
-        site = self.sites[module]
-        state = fsdp_state(module) if is_fsdp(module) else None
-        net = Net(self.reach, self.reach.units[id(state)] if state else own, covers, [state] if state else [])
-        if net.params or state:
-            site.net = net
-            site.hook = module.register_forward_pre_hook(net, prepend=True)  # before FSDP's, which gathers
         if not own:
             return
+        site = self.sites[module]
+        site.net = net = Net(self.reach, own, covers)
+        site.hook = module.register_forward_pre_hook(net, prepend=True)
         site.plain = module.__dict__["_parameters"]
         site.params = [] if is_exchanged else [(name, p) for name, p in site.plain.items() if id(p) in self.reach.ours]
         site.waiting = WaitingDict(site.plain)
@@ -371,6 +357,8 @@ class Nets:
     def intact(self) -> bool:
         """Are all nets in place, and around all there is now? If not: `remove`, and make new ones."""
         if not all(site.is_intact() for site in self.sites.values()):
+            return False
+        if not all(gather.is_intact() for gather in self.gathers):
             return False
         stack, seen = [self.model], {self.model}
         while stack:
@@ -401,37 +389,16 @@ class Nets:
                 site.plain.clear()
                 site.plain.update(dict.items(site.waiting))
                 attributes["_parameters"] = site.plain
+        for gather in self.gathers:
+            gather.arrivals = Landed()
+            gather.remove()
+        self.gathers.clear()
         self.sites.clear()
         self.reach.ids.clear()
 
 
 def is_script(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
-
-
-def is_fsdp1(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
-
-
-def is_fsdp(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def fsdp_state(module: nn.Module) -> Any:
-    return module._get_fsdp_state()  # type: ignore[operator]
-
-
-def unit(module: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters FSDP gathers at once: those below `module`, without units of their own."""
-    found, stack = [module], [module]
-    while stack:
-        for child in stack.pop().children():
-            if not is_fsdp(child) and child not in found:
-                found.append(child)
-                stack.append(child)
-    return found
 
 
 def compiled_parts(module: nn.Module) -> dict[str, Callable[..., Any]]:

@@ -656,9 +656,10 @@ def test_what_makes_a_step_fail_reaches_who_waits():
             use()
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_fsdp_gathers_what_has_arrived(tmp_path):
-    """A unit waits for all that it gathers, and for what it gathers ahead."""
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # it returns views
+@pytest.mark.parametrize("grouped", [False, True])
+def test_fsdp_gathers_what_has_arrived(grouped, tmp_path):
+    """Shards arrive before they are gathered, whoever asks for it: a forward, another unit's forward, unshard()."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -666,8 +667,8 @@ def test_fsdp_gathers_what_has_arrived(tmp_path):
     try:
         model, expected = twins(blocks)
         mesh = init_device_mesh("cpu", (1,))
-        for block in model[:2]:
-            fully_shard(block, mesh=mesh)
+        for units in [[*model[:2]]] if grouped else model[:2]:
+            fully_shard(units, mesh=mesh)
         fully_shard(model, mesh=mesh)
         model[0].set_modules_to_forward_prefetch([model[1]])
         late = Late()
@@ -683,10 +684,16 @@ def test_fsdp_gathers_what_has_arrived(tmp_path):
             out.sum().backward()
             assert nets.intact()
             assert not late.coming
-            units = [len(wait) for wait in late.waits if len(wait) > 2]
-            assert units == [10]  # the first block gathers both; then nothing is under way
+            # The first block gathers both; then nothing is under way.
+            assert [len(wait) for wait in late.waits if len(wait) > 2] == ([10] if grouped else [5, 5])
+            late.depart(params)
+            model[1].unshard()
+            assert len(late.coming) == (2 if grouped else 7)
+            model[1].reshard()
+            late.land()
         nets.remove()
         assert {type(m._parameters) for m in model.modules()} == {dict}
+        assert not any("unshard" in vars(m._get_fsdp_state()._fsdp_param_group) for m in model[:2])
         assert torch.equal(model(X), expected(X))
     finally:
         dist.destroy_process_group()
