@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -29,9 +30,11 @@ from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
 from ..distributed.sharding import whole_of
 from ..engine.engine import Engine
 from ..engine.open_engine import open_engine
-from ..errors import CSDRuntimeError, CSDValueError
+from ..errors import CSDRuntimeError, CSDValueError, CSDWarning, users_stacklevel
 from ..finalize import close_quietly
+from ..overlap.fsdp import is_fsdp1
 from ..overlap.overlap import Overlap
+from ..overlap.together import check_ranks
 from ..params.decoded_entry import DecodedEntry
 from ..params.groups import Groups, check_state_dtype, members, name_of, plain, put_back
 from ..params.memory_warnings import COPIED, DECODED, warn_if_large
@@ -178,27 +181,33 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @property
     def _live_engine(self) -> Engine:
-        """With no step under way. Raises CSDRuntimeError if it is closed, or another process's; the step's failure."""
+        """With no step under way: with overlap a collective, for what changes states or keeps those of all ranks.
+
+        Raises CSDRuntimeError if it is closed, or another process's; the step's failure.
+        """
         assert self._engine is not None
         self._engine.check_open()
-        self._settle()
+        self._settle(meets=True)
         return self._engine
 
     @contextlib.contextmanager
-    def _settled(self) -> Iterator[Engine]:
-        """The same with its lock, so that no other thread launches a step."""
+    def _settled(self, *, meets: bool = False) -> Iterator[Engine]:
+        """The same with its lock, so that no other thread launches a step. `meets`: a collective."""
+        assert self._engine is not None
+        engine = self._engine
         while True:
-            engine = self._live_engine
+            engine.check_open()
+            self._settle(meets=meets)
             with engine.lock:
                 if not engine.guessed and (engine.landing is None or engine.landing.is_set()):
                     yield engine
                     return
 
-    def _settle(self) -> None:
-        """Returns when no step is under way. Raises CSDOSError if it failed."""
+    def _settle(self, *, meets: bool = False) -> None:
+        """Returns when no step is under way here; with `meets` on any rank. Raises CSDOSError if it failed."""
         if self._overlap:
             self._overlap.undo_early("other calls")
-            self._overlap.land()
+            self._overlap.meet() if meets else self._overlap.settle()
 
     # ---- torch's contract ------------------------------------------------------
 
@@ -276,6 +285,7 @@ class CSDOptimizer(Optimizer, Joinable):
                     skips=self._skipped,
                     taken=self._runner.taken,
                     joined=self._joined,
+                    overlaps=self._overlap is not None,
                     scale=scale,
                 )
                 self._skipped, self._descending, scale = agreed.skips, agreed.descending, agreed.scale
@@ -297,7 +307,7 @@ class CSDOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter.
 
-        Of ranks with named directories all call it, and it is durable on all of them or on none.
+        Of ranks with named directories, or with overlap(), all call it, and it is durable on all of them or on none.
         """
         engine = self._live_engine
         with engine.all_ranks_or_none():
@@ -347,7 +357,8 @@ class CSDOptimizer(Optimizer, Joinable):
             with optimizer.loading():
                 dcp.load(state, checkpoint_id=...)
 
-        Durable at the end, as a whole or not at all. Of ranks with named directories all call it, and it raises on all.
+        Durable at the end, as a whole or not at all. Of ranks with named directories, or with overlap(), all call it,
+        and it raises on all.
         """
         engine = self._live_engine
         with engine.lock, engine.loading():
@@ -363,6 +374,7 @@ class CSDOptimizer(Optimizer, Joinable):
         """
         self._forget_consolidated()
         whole: dict[int, dict[str, Any]] = {}
+        self._settle(meets=True)
         with all_ranks_or_none(self._ranks):
             own = self.state_dict()["state"]
         for k, entry in own.items():
@@ -433,13 +445,16 @@ class CSDOptimizer(Optimizer, Joinable):
         and that learning rates, clipping and loss scale stay as they were. step() compares, and keeps it or begins
         anew; nothing changes before. `hold`: host memory for what is ready before step(), such as "1GB", or in bytes.
 
+        Where ranks train together all of them call it, for FSDP2, DTensors or sharded=False. If a step fails on one of
+        them, the others use what it made until the next step(), which raises on all, with that step undone on all.
+
         Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`, `shadow=False`), which
-        `backward` needs; CSDRuntimeError where ranks train together.
+        `backward` needs; CSDRuntimeError for `backward` where ranks train together, or if they share updates.
         """
         lent = torch.empty(parse_bytes(str(hold)) if backward else 0, dtype=torch.uint8, device="cpu")
         engine = self._live_engine
         if model is not None and self._ranks:
-            raise CSDRuntimeError("overlap() works in a single process only")
+            check_ranks(self.param_groups, self._state_map, backward=backward)
         if model is not None and backward and (engine.slots == 1 or engine.devices.resident):
             raise CSDValueError(
                 "overlap(backward=True) undoes steps, which takes a second copy of the states: ram:, null: and "
@@ -449,6 +464,12 @@ class CSDOptimizer(Optimizer, Joinable):
             self._overlap.end()
             self._overlap, engine.rank = None, None
         if model is not None:
+            if any(map(is_fsdp1, model.modules())):
+                warnings.warn(
+                    "overlap() hides nothing of FSDP1's parameters, which arrive within step(): use fully_shard",
+                    CSDWarning,
+                    users_stacklevel(),
+                )
             foresee = self._foresee if backward else None
             owner = weakref.ref(self)
 
@@ -461,20 +482,23 @@ class CSDOptimizer(Optimizer, Joinable):
                 self._state_map,
                 model,
                 groups,
+                ranks=self._ranks,
                 foresee=foresee,
                 hold=lent,
                 spans=engine.model_spans,
             )
 
     def wait(self) -> None:
-        """Returns when all parameters are those of the last step. Raises CSDOSError if that failed."""
+        """Returns when all parameters of this process are those of the last step. Raises CSDOSError if that failed."""
         if self._overlap:
-            self._overlap.land()
+            self._overlap.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. A step under way goes on, unless gradients are to become zeros: then it has landed first."""
         if not set_to_none or self._overlap is None:
-            self._settle()
+            if self._overlap:
+                self._overlap.undo_early("other calls")
+                self._overlap.land()
             super().zero_grad(set_to_none)
             return
         self._overlap.forget_gradients()
@@ -505,9 +529,9 @@ class CSDOptimizer(Optimizer, Joinable):
             scale, self._grad_norm = clip_scale(self.param_groups, self._state_map, grad_scale, self.max_grad_norm)
             with all_ranks_or_none(self._ranks):
                 step = self._prepare(engine, taking_part, grad_scale * scale)
-        if step is not None and self._overlap and self._runner.can_land_later(step):
-            return self._overlap.fly(step, record)
         if self._overlap:
+            if self._overlap.can_fly(step) and step is not None:
+                return self._overlap.fly(step, record)
             self._overlap.cannot_fly()
         if step is not None:
             self._runner.run(engine, step, record, descending=self._descending)
@@ -555,9 +579,10 @@ class CSDOptimizer(Optimizer, Joinable):
     def synchronize(self) -> None:
         """Returns when the last step is durable; without named directories at once. Raises CSDOSError.
 
-        Of ranks with named directories all call it: then the step is durable on all of them, or it raises on all.
+        Of ranks with named directories, or with overlap(), all call it: then the step is made, and durable, on all of
+        them, or it raises on all.
         """
-        with self._settled() as engine:
+        with self._settled(meets=True) as engine:
             engine.wait()
 
     def _record(self, engine: Engine) -> Record:
@@ -659,7 +684,7 @@ class CSDOptimizer(Optimizer, Joinable):
         is damaged, CSDOSError, CSDRuntimeError if there is nothing to save: with wait=False some of these through the
         future.
         """
-        with defer_signals(), self._settled() as engine:
+        with defer_signals(), self._settled(meets=True) as engine:
             engine.confirm()
             with engine.all_ranks_or_none():
                 if self._state_map.unfilled or not self._state_map.intact():

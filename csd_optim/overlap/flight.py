@@ -41,11 +41,11 @@ class Flight:
 
         Raises what that raises; then nothing is under way.
         """
-        self._runner, self._engine, self._step, self._record = runner, engine, step, record
+        self._runner, self._engine, self.step, self._record = runner, engine, step, record
         self._pieces = pieces
         self._held = {row: (grad, grad._version) for row, grad in step.grads.items()}
         step.grads = {}
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # parameters and states are those before the step: see give_up()
         self.landed_at = 0.0
         self._tiles = launch()
         self._takes_part = np.zeros(engine.n_tiles, bool)  # each tile
@@ -60,25 +60,23 @@ class Flight:
     def landed(self) -> bool:
         return self._landed.is_set()
 
-    @property
-    def failed(self) -> bool:
-        return self._failure is not None
-
-    def wait(self, rows: Sequence[int]) -> None:
-        """Returns when these parameters have arrived, which are rows of the step's table. Raises its failure."""
+    def wait(self, rows: Sequence[int]) -> bool:
+        """Returns whether these parameters have arrived, which are rows of the step's table; no: it has failed."""
         self._check_process()
         tiles = self._pieces.tiles_of(rows)
         try:
             self._engine.params_ready(tiles[self._takes_part[tiles]], wait=True)  # others are as they were
         except CSDError:  # it has failed; or it has just landed, and all have arrived
             self.join()
-            self.raise_failure()
+            if self.failure:
+                return False
         for row in rows:
             self._is_used(row)
+        return True
 
     def owes(self, row: int) -> bool:
         """Is the parameter's gradient needed until the step is whole, as Top-K owes what it did not send?"""
-        return bool(self._step.table["residual"][row])
+        return bool(self.step.table["residual"][row])
 
     def join(self) -> None:
         """Returns when the step is whole and its commit has begun, or is undone."""
@@ -91,22 +89,16 @@ class Flight:
         if self._engine.pid != os.getpid():
             self._engine.check_open()
 
-    def raise_failure(self) -> None:
-        """If the step has failed: once. Parameters and states are those before the step."""
-        failure, self._failure = self._failure, None
-        if failure:
-            raise failure
-
     def _land(self) -> None:
         try:
             with torch.no_grad():
                 self._wait_for_use()
                 with self._engine.lock:
-                    self._runner.land(self._engine, self._step, self._record)
+                    self._runner.land(self._engine, self.step, self._record)
         except BaseException as failure:
-            for param_state in self._step.written:  # those that the step was to take over count as written still
+            for param_state in self.step.written:  # those that the step was to take over count as written still
                 param_state.version = -1
-            self._failure = failure
+            self.failure = failure
         finally:
             self._held.clear()
             self.landed_at = time.perf_counter()
@@ -126,7 +118,7 @@ class Flight:
                 for row in [row for row in list(self._held) if last[row] <= batch[-1]]:
                     self._is_used(row)
             if changed := [row for row, (grad, version) in list(self._held.items()) if grad._version != version]:
-                names = ", ".join(b.name for b in self._step.plan.param_states if b.index in changed)
+                names = ", ".join(b.name for b in self.step.plan.param_states if b.index in changed)
                 raise CSDRuntimeError(
                     f"the gradient of {names} was changed after step(), which was still using it: the step is undone. "
                     "With overlap(), clear gradients by zero_grad(), with set_to_none=True, before the next backward, "
@@ -134,7 +126,7 @@ class Flight:
                 )
         except BaseException:
             with self._engine.lock:
-                self._runner.undo(self._engine, self._step)
+                self._runner.give_up(self._engine, self.step)
             raise
 
     def _is_used(self, row: int) -> None:

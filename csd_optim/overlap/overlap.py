@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .. import settings
+from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..engine.trace import Span
@@ -29,6 +30,7 @@ from .early import EarlySteps, Foresee
 from .flight import Flight
 from .order import by_next_use
 from .spans import ModelSpans
+from .together import Together
 from .waits import Nets, WaitingList
 
 NOTED = 2  # forwards of which the order of use is noted: the first may be an odd one
@@ -49,17 +51,19 @@ class Overlap:
         model: torch.nn.Module,
         groups: Callable[[], Groups],
         *,
+        ranks: Ranks | None,
         foresee: Foresee | None,
         hold: torch.Tensor,
         spans: list[Span] | None,
     ) -> None:
-        """`groups`: those of the optimizer, which load_state_dict() exchanges.
+        """`groups`: those of the optimizer, which load_state_dict() exchanges. `ranks`: all of them overlap, or none.
 
         `foresee`: with it steps begin in backward; it and `hold` as of EarlySteps; `spans`: of ModelSpans.
         """
         self.active = False
         self._engine, self._runner, self._state_map, self._groups = engine, runner, state_map, groups
         self._flight: Flight | None = None
+        self._together = Together(ranks, engine, runner) if ranks else None
         # Row of a parameter: how many were used before it in the forward under way
         self._noting: dict[int, int] | None = {}
         self._to_note = NOTED
@@ -89,6 +93,8 @@ class Overlap:
 
     def end(self) -> None:
         """Nobody waits any more. Not while a step is under way."""
+        if self._together:
+            self._together.leave()
         if self._check:
             self._check.exit()
         if self._early:
@@ -113,10 +119,10 @@ class Overlap:
     # ---- step() ----------------------------------------------------------------
 
     def before_step(self, *, skips: bool) -> None:
-        """What is under way now is this step, or nothing. Raises the failure of the one before."""
+        """What is under way now is this step, or nothing. Raises the failure of the one before; a collective."""
         if self._spans:
             self._spans.is_over()
-        self.land()
+        self.meet()
         if self._early:
             self._early.before_step()
             if skips:
@@ -132,8 +138,13 @@ class Overlap:
         if self._early:
             self._early.compare(step)
 
+    def can_fly(self, step: PreparedStep | None) -> bool:
+        """Can it be launched, on all ranks? A collective. `step` None: this one has nothing to do."""
+        can = step is not None and self._runner.can_land_later(self._engine, step)
+        return self._together.all_can(can and bool(self._nets.reached)) if self._together else can
+
     def fly(self, step: PreparedStep, record: Record | None) -> None:
-        """Launches a step; arrive_at_once() is to follow. Raises what a step raises."""
+        """Launches a step; arrive_at_once() is to follow. Raises what a step raises; among ranks, meet() does."""
         engine, reached = self._engine, self._reached()
         self._spread_nets()
         self._note_order()
@@ -142,13 +153,13 @@ class Overlap:
         if self._early and (guess := self._early.kept()):
             self._early_elems = sum(map(engine.elems_of, guess.pushed))
             launch = partial(guess.keep, step, record, engine.flowing(np.sort(guess.tiles)))
+        self._runner.in_flight = self._runner.moved = True
         try:
             self._flight = Flight(self._runner, engine, step, record, launch, self._pieces_now())
-        except BaseException:
+        except BaseException as failure:
             if engine.stepping:
-                self._runner.undo(engine, step)
-            raise
-        self._runner.in_flight = self._runner.moved = True
+                self._runner.give_up(engine, step)
+            return self._is_over(step, failure)
         self._at_once = [b.index for b in step.plan.param_states if id(b.param) not in reached]
         self._to_give_back = {row: source for row, source in step.prepared.items() if source.back}
         self._runner.is_ours(step)
@@ -166,8 +177,9 @@ class Overlap:
         """
         rows, sources = [*self._at_once, *self._to_give_back], self._to_give_back
         self._at_once, self._to_give_back = [], {}
-        if rows and self._flight:
-            self._flight.wait(rows)
+        if rows and self._flight and not self._flight.wait(rows):
+            self.land()
+            return
         for row, source in sources.items():
             source.give_back()
             self._state_map.by_index[row].is_ours()
@@ -211,7 +223,7 @@ class Overlap:
 
     def _may_begin(self) -> Pieces | None:
         """In backward: what there is to flow, if the order is known and no step is under way."""
-        if self._engine.rank is None or (self._flight and (not self._flight.landed or self._flight.failed)):
+        if self._engine.rank is None or (self._flight and (not self._flight.landed or self._flight.failure)):
             return None
         self.land()
         return self._pieces_now()
@@ -233,10 +245,8 @@ class Overlap:
         if (flight := self._flight) is None:
             return
         began = time.perf_counter()
-        if flight.landed:
+        if flight.landed or (rows and not flight.wait(rows)):
             self.land()
-        elif rows:
-            flight.wait(rows)
         for row in rows if self._under_way else ():
             self._under_way.pop(self._state_map.by_index[row].local.untyped_storage().data_ptr(), None)
         self._waited += time.perf_counter() - began
@@ -244,7 +254,12 @@ class Overlap:
     def _before_grad(self, to: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
         """A gradient is to be added to what a parameter has: not while the step still reads that."""
         p = to()
-        if not (self.active and self._flight) or p is None or p.grad is None:
+        if not (self.active and self._flight) or p is None:
+            return
+        if self._together:  # DDP writes to the memory of gradients that nobody has any more
+            self.land()
+            return
+        if p.grad is None:
             return
         place = self._state_map.param_states.get(id(p))
         if place and self._flight.owes(place.index):
@@ -253,14 +268,42 @@ class Overlap:
             self.wait([p])
 
     def land(self) -> None:
-        """Returns when no step is under way. If one has failed, raises that, once; it is undone then."""
+        """Returns when no step is under way here. If one has failed, raises that, once; it is undone then.
+
+        Among ranks nobody raises that alone: see together.py.
+        """
         if (flight := self._flight) is not None:
             flight.join()
+            if self._flight is not flight:  # another thread was faster
+                return
             self._under_way = {}
             self._flight, self.active = None, self._noting is not None
-            flight.raise_failure()
-            if self._early:
+            if self._early and not flight.failure:
                 self._early.landed(flight.landed_at)
+            self._is_over(flight.step, flight.failure)
+
+    def _is_over(self, step: PreparedStep, failure: BaseException | None) -> None:
+        """A step is whole here, or has failed. Raises why, if there is nobody else to be told."""
+        if self._together:
+            self._together.is_over(step, failure)
+            self.active |= failure is not None  # who would keep parameters is told
+        elif failure:
+            raise failure
+
+    def settle(self) -> None:
+        """As land(), and what there is is that of the last step. Among ranks raises what made it fail here, too."""
+        self.land()
+        if self._together:
+            self._together.reveal()
+
+    def meet(self) -> None:
+        """As land(), and on all ranks: a collective, which raises on all of them."""
+        self.land()
+        if self._together:
+            try:
+                self._together.meet()
+            finally:
+                self.active = self._noting is not None
 
     def stats(self) -> dict[str, Any]:
         """See CSDAdam.stats()."""

@@ -43,6 +43,9 @@ class Arrivals(Protocol):
         read. Many come again and again; all of `params` are the optimizer's. Any thread may call it.
         """
 
+    def settle(self) -> None:
+        """Return when all have arrived; raise what made the step fail, also where others are to be told of it first."""
+
     def give_way(self) -> bool:
         """Take the nets away if nobody is left who could. Returns whether that is so."""
 
@@ -58,6 +61,9 @@ class Landed:
     active = False
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def give_way(self) -> bool:
@@ -150,8 +156,11 @@ class WaitingDict(dict[str, Any]):
         return value
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        if self.net.is_due() and not only_frees_gradients(sys._getframe(1)):
-            self.net.wait_for(dict.values(self))
+        if self.net.is_due() and not only_frees_gradients(frame := sys._getframe(1)):
+            if frame.f_code is _SAVE:
+                self.net.arrivals.settle()
+            else:
+                self.net.wait_for(dict.values(self))
         return dict.items(self)
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
@@ -181,6 +190,7 @@ class WaitingDict(dict[str, Any]):
         return dict, (), None, None, iter(self.items())
 
 
+_SAVE: CodeType = nn.Module._save_to_state_dict.__code__
 _ZERO_GRAD: CodeType = nn.Module.zero_grad.__code__
 _BETWEEN = 10  # frames from `zero_grad` to `items`, with some to spare; 5 in torch 2.13
 

@@ -32,6 +32,7 @@ class _Vote(NamedTuple):
     names: int  # checksum of the names of parameters with gradients that ranks hold alike
     new: int  # the same of those among them that have not taken part before; 0: there are none
     descending: int  # its tiles would flow from the last to the first
+    overlaps: int  # overlap() was called
 
 
 @dataclass
@@ -53,6 +54,7 @@ def agree_on_step(
     skips: bool,
     taken: int,
     joined: bool,
+    overlaps: bool,
     scale: float | None,
 ) -> StepAgreement:
     """Before anything is touched; a collective. `scale`: a GradScaler's, which ranks that have `joined` lack.
@@ -67,13 +69,15 @@ def agree_on_step(
     def say() -> list[_Vote]:
         names = _checksum([name for name, _ in alike])
         new = _checksum([name for name, p in alike if not is_bound(p)])
-        word = _Vote(skips, taken, joined, names, new, engine.descending)
+        word = _Vote(skips, taken, joined, names, new, engine.descending, overlaps)
         return [_Vote(*said) for said in ranks.gather(*word)]
 
     alike = _with_gradients(groups) if sharded else []
     words = say()
     if len(steps := {word.taken for word in words}) > 1:
         raise CSDRankError(f"ranks have taken different numbers of steps: {sorted(steps)}. Resume from the store")
+    if len({word.overlaps for word in words}) > 1:
+        raise CSDRankError("overlap() was called on some of the ranks: call it on all of them, or on none")
     if any(word.joined for word in words):
         leader = [word.joined for word in words].index(0)
         scale = borrow(ranks, leader, groups, scale, joined=joined)

@@ -54,6 +54,7 @@ class StepRunner:
 
     def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
         """The step is whole: what it owes is noted, and it is committed."""
+        step.whole = True
         self._state_map.filled()
         self.taken += 1
         try:
@@ -79,9 +80,20 @@ class StepRunner:
 
     # ---- a step that lands later: see overlap/ -----------------------------------------
 
-    def can_land_later(self, step: PreparedStep) -> bool:
-        """Can the devices do it without this thread? They reach all gradients and parameters, and nobody else waits."""
-        return bool(len(step.tiles)) and not step.images and step.gather is None and self._ranks is None
+    def can_land_later(self, engine: Engine, step: PreparedStep) -> bool:
+        """Can the devices do it without this thread? They reach all gradients and parameters, and nobody else waits.
+
+        Among ranks it has to be one that take_back() undoes.
+        """
+        can = bool(len(step.tiles)) and not step.images and step.gather is None
+        return can and (self._ranks is None or self._can_take_back(engine, step))
+
+    def _can_take_back(self, engine: Engine, step: PreparedStep) -> bool:
+        if engine.slots == 1 or engine.devices.resident or self._state_map.unfilled:
+            return False
+        owes = step.owed or engine.residuals  # of what is owed there is one copy
+        written = step.written or engine.windows.written or engine.decoded.apart
+        return not (owes or written)
 
     def launch(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
         """Begins the step, and returns its tiles in the order in which they flow. land() is to follow."""
@@ -93,13 +105,32 @@ class StepRunner:
             raise
 
     def land(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
-        """Waits until the step is whole, and commits it. On any failure all is put back."""
+        """Waits until the step is whole, and commits it. On any failure all is put back.
+
+        Among ranks only the states are: take_back() is to follow. A commit that fails is confirm()'s business there.
+        """
         try:
             engine.finish()
         except BaseException:
-            self.undo(engine, step)
+            self.give_up(engine, step)
             raise
-        self._complete(engine, step, record)
+        with contextlib.suppress(CSDError) if self._ranks else contextlib.nullcontext():
+            self._complete(engine, step, record)
+
+    def give_up(self, engine: Engine, step: PreparedStep) -> None:
+        """Puts back a step that was launched; among ranks only its states, for the others go on with their forward."""
+        if self._ranks:
+            self._undo_states(engine, step)
+        else:
+            self.undo(engine, step)
+
+    def take_back(self, engine: Engine, step: PreparedStep) -> None:
+        """Of ranks: undoes a step that not all of them could make, whether it was landed here or given up."""
+        if step.whole:
+            engine.take_back(step.plan.rows)
+            self.taken -= 1
+        if step.begun:
+            self._restore(engine, step)
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """A step of the other ranks, for which this one has no gradients: it is counted and committed with theirs."""
@@ -145,6 +176,7 @@ class StepRunner:
     def _begin(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
         """Begins, and pushes all tiles that need no image. Returns all that flow, in their order."""
         tiles = engine.begin(step.table, step.hypers, step.tiles, record, same_order=engine.rank is not None)
+        step.begun = True
         self.in_flight = self.moved = True
         for tile in tiles[~np.isin(tiles, step.images)].tolist():
             engine.push(tile)
@@ -152,11 +184,15 @@ class StepRunner:
 
     def undo(self, engine: Engine, step: PreparedStep) -> None:
         """Puts everything back; a finish() that failed has done so with the states already."""
+        self._undo_states(engine, step)
+        self._restore(engine, step)
+
+    @staticmethod
+    def _undo_states(engine: Engine, step: PreparedStep) -> None:
         with contextlib.suppress(CSDError):
             engine.finish(keep=False)
         if step.ring is not None:
             step.ring.forget()
-        self._restore(engine, step.table["grad"] != 0, step.set_to)
 
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
         """Tiles that travel by images: with gradients on a GPU, or to be rounded. Prepares whatever lies in them."""
@@ -198,11 +234,12 @@ class StepRunner:
             plan.gather = ParamAllGather(self._ranks, engine, shares)
         return plan.gather
 
-    def _restore(self, engine: Engine, took_part: np.ndarray[Any, Any], set_to: dict[int, torch.Tensor]) -> None:
+    def _restore(self, engine: Engine, step: PreparedStep) -> None:
         """Gives the parameters of an undone step the values they had: those of the masters, back in their place.
 
-        Or those that somebody had set them to, in `set_to`.
+        Or those that somebody had set them to.
         """
+        took_part, set_to = step.table["grad"] != 0, step.set_to
         engine.remap()  # the windows show the masters as they were
         for tile, elems in engine.undone():
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():

@@ -39,7 +39,7 @@ def devices_of(rank, run="run"):
 class Training:
     """Parameters of a rank's own, as shards are; gradients depend on the rank and the number of the step alone."""
 
-    def __init__(self, rank, devices=None, own=None, **options):
+    def __init__(self, rank, devices=None, own=None, overlap=False, **options):
         own = rank if own is None else own  # replicas have the same on all ranks
         generator = torch.Generator().manual_seed(own)
         sizes = (((90, 50), torch.float32), ((60, 30), torch.bfloat16), ((7,), torch.float32))  # the first goes sparse
@@ -51,6 +51,9 @@ class Training:
                 Path(device).parent.mkdir(parents=True, exist_ok=True)
         options = {"lr": 0.1, "tile_size": 1024, "topk": 0.1, "sharded": False, **options}
         self.opt = CSDAdam(self.params, devices=devices, **options)
+        self.model = torch.nn.ParameterList(self.params)
+        if overlap:
+            self.opt.overlap(self.model)
         self.done = self.opt.user_state.get("done", 0)
 
     def step(self):
@@ -75,9 +78,9 @@ class Training:
 
 
 @functools.cache
-def uninterrupted(rank, step):
+def uninterrupted(rank, step, topk=0.1):
     """The image of a training that nobody disturbs, on no named device."""
-    return Training(rank, ["ram:"]).until(step).image()
+    return Training(rank, ["ram:"], topk=topk).until(step).image()
 
 
 def die():
@@ -96,11 +99,12 @@ def train(rank, step, options=None):
 
 def goes_on(directory, size=2, step=6, options=None):
     """All ranks resume, at the same step, and come to the right end. Returns that step."""
+    topk = (options or {}).get("topk", 0.1)
     said = on_living_ranks(size, train, step, options, directory=directory)
     for rank, (committed, done, image, last) in enumerate(said):
         assert committed == done == said[0][0]
-        assert image is None if done == 0 else image == uninterrupted(rank, done)
-        assert last == uninterrupted(rank, step)
+        assert image is None if done == 0 else image == uninterrupted(rank, done, topk)
+        assert last == uninterrupted(rank, step, topk)
     return said[0][0]
 
 

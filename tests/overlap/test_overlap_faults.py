@@ -1,5 +1,6 @@
 """A device that fails while a step is under way, or a guess: said once, nothing lost, the next attempt works."""
 
+import contextlib
 import errno
 import functools
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 from faults import META_WRITE, SYNC, TILE_READ, TILE_WRITE
 from support.faulty import child, fault, in_child  # noqa: F401
+from support.ranks import on_ranks
 from support.twins import checksum
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from csd_optim import CSDAdam, CSDOSError
+from csd_optim.errors import CSDRankError
 
 STEPS = 6
 WIDTH = 48
@@ -19,9 +23,10 @@ WIDTH = 48
 class Training:
     """Redoes a step that has failed: which it was, the states say."""
 
-    def __init__(self, devices, overlap, **options):
+    def __init__(self, devices, overlap, *, wrap=lambda model: model, rank=0, **options):
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(4)))
+        self.model = wrap(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(4))))
+        self.rank = rank
         self.opt = CSDAdam(self.model.parameters(), lr=1e-2, devices=devices, tile_size=1024, **options)
         if overlap is not None:
             self.opt.overlap(self.model, **overlap)
@@ -32,7 +37,7 @@ class Training:
         return max((int(entry["step"]) for entry in state.values()), default=0)
 
     def step(self, number):
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(number + 1000 * self.rank)
         x = torch.randn(2, WIDTH, generator=generator).to(torch.bfloat16)
         self.opt.zero_grad()
         self.model(x).square().sum().backward()
@@ -50,8 +55,9 @@ class Training:
                 number += 1
                 if number == STEPS:
                     self.opt.synchronize()
-            except CSDOSError:
+            except (CSDOSError, CSDRankError):
                 self.failures += 1
+                assert self.failures < 9, "it fails for ever"
                 number = self.done()
 
     def image(self):
@@ -116,3 +122,44 @@ def test_a_step_that_fails_before_it_returns(tmp_path):
         training.step(number)
     assert training.image() == never_failed("fp32")
     training.opt.close()
+
+
+def sharded(model):
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def one_call_fails_on_a_rank(rank):
+    """How often each of the calls made a step fail, by its kind."""
+    images, failures = {}, {}
+    for state_dtype in "fp32", "8bit":
+        never_failed = Training("ram:", None, wrap=sharded, rank=rank, state_dtype=state_dtype)
+        never_failed.train()
+        images[state_dtype] = never_failed.image()
+    for calls, skips in (
+        (TILE_READ, range(0, 9, 2)),
+        (TILE_WRITE, range(8, 17, 2)),
+        (META_WRITE | SYNC, range(12, 18, 2)),
+    ):
+        for skip in skips:
+            name, state_dtype = f"{calls}-{skip}-{rank}", "8bit" if skip % 4 else "fp32"
+            strikes = fault(calls, f"{name}-1", errno.EIO, skip=skip, times=1, must_strike=False)
+            with strikes if rank == 1 else contextlib.nullcontext():
+                devices = [f"file:{name}-{i}?cache=off" for i in range(2)]
+                training = Training(devices, {}, wrap=sharded, rank=rank, state_dtype=state_dtype)
+                training.train()
+            assert training.image() == images[state_dtype], (calls, skip)
+            assert training.failures <= 1, (calls, skip)
+            failures[calls] = failures.get(calls, 0) + training.failures
+            assert training.opt.committed_step == STEPS
+            training.opt.close()
+    return failures
+
+
+@in_child
+def test_one_call_fails_on_a_rank(tmp_path):
+    """The step is undone on both, and both redo it."""
+    one, other = on_ranks(2, one_call_fails_on_a_rank, directory=tmp_path)
+    assert one == other
+    assert one[TILE_READ] >= 3  # others may be mended before anybody is told

@@ -1,11 +1,18 @@
 """Random histories: whatever a program does between steps, it sees what it would see without overlap."""
 
 import random
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from support.ranks import on_living_ranks
 from support.twins import assert_twins, checksum
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from csd_optim.step.run import StepRunner
 
 
 class History:
@@ -95,3 +102,40 @@ def test_random_history(tmp_path, seed):
     if not overlap:
         options["topk"] = choose.choice([None, 0.05])
     assert_twins(tmp_path, overlap, History(seed), dtype=dtype, **options).opt.close()
+
+
+def fsdp2(model, **options):
+    for layer in model[:3]:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    return model
+
+
+WRAPS = {
+    "FSDP2": fsdp2,
+    "FSDP2 bf16": lambda model: fsdp2(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    "DDP": DDP,
+    "DDP with views": lambda model: DDP(model, gradient_as_bucket_view=True, static_graph=True),
+}
+
+
+def histories_on_ranks(rank, kind, seeds):
+    """How many steps landed after step() had returned."""
+    with mock.patch.object(StepRunner, "launch", autospec=True, side_effect=StepRunner.launch) as launched:
+        for seed in seeds:
+            choose = random.Random(-1 - seed)
+            options = {"dtype": choose.choice([torch.float32, torch.bfloat16]), "devices": choose.choice([1, 2])}
+            options |= {"max_grad_norm": choose.choice([None, 0.5]), "named": choose.random() < 0.5}
+            options |= {"state_dtype": choose.choice(["fp32", "8bit"]), "latency": choose.choice(["50us", "1ms"])}
+            directory = Path(f"{seed}-{rank}")
+            directory.mkdir()
+            options |= {"wrap": WRAPS[kind], "rank": rank, "sharded": "FSDP2" in kind}
+            assert_twins(directory, {}, History(seed), **options).opt.close()
+    return launched.call_count
+
+
+@pytest.mark.parametrize("kind", WRAPS)
+def test_random_histories_on_ranks(kind, tmp_path):
+    one, other = on_living_ranks(2, histories_on_ranks, kind, range(3), directory=tmp_path)
+    assert one == other > 5

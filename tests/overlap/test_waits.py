@@ -43,6 +43,9 @@ class Late:
     def give_way(self):
         return False
 
+    def settle(self):
+        self.land()
+
     def wait(self, params):
         assert self.active
         params = list(params)

@@ -24,6 +24,7 @@ class Seen(nn.Module):
 
 
 def checksum(t):
+    t = t.to_local() if hasattr(t, "to_local") else t
     return zlib.crc32(bits(t).numpy().tobytes())
 
 
@@ -31,7 +32,7 @@ class Training:
     """A small network on slow devices. `overlap`: arguments of CSDAdam.overlap(), or None.
 
     `named`: their states outlive the process. `patient`: each step has landed when the next backward begins, which then
-    can begin the step after it.
+    can begin the step after it. `wrap`: makes the model what is trained, on this `rank`.
     """
 
     def __init__(
@@ -47,15 +48,17 @@ class Training:
         latency="2ms",
         patient=False,
         named=False,
+        wrap=lambda model: model,
+        rank=0,
         **options,
     ):
         torch.manual_seed(0)
         self.log = []
         layers = [Seen(nn.Linear(width, width, dtype=dtype), self.log) for _ in range(depth)]
-        self.model = nn.Sequential(*layers)
+        self.model = wrap(nn.Sequential(*layers))
         names = [directory / f"csd{d}" for d in range(devices)]
         for name in names:
-            name.mkdir()
+            name.mkdir(exist_ok=True)
         params = self.model.parameters()
         if groups:
             decay = [p for p in self.model.parameters() if p.dim() > 1]
@@ -68,13 +71,13 @@ class Training:
             tile_size=1024,
             **options,
         )
-        self.width, self.dtype, self.steps, self.overlap = width, dtype, 0, overlap
+        self.width, self.dtype, self.steps, self.overlap, self.rank = width, dtype, 0, overlap, rank
         self.losses, self.patient = [], patient
         if overlap is not None:
             self.opt.overlap(self.model, **overlap)
 
     def backward(self, scale=1.0):
-        generator = torch.Generator().manual_seed(self.steps)
+        generator = torch.Generator().manual_seed(self.steps + 1000 * self.rank)
         x = torch.randn(3, self.width, generator=generator).to(self.dtype)
         loss = self.model(x).square().sum() * scale
         if self.patient:
@@ -91,7 +94,10 @@ class Training:
     def seen(self):
         """All that can be compared."""
         state = {k: [checksum(t) for t in entry.values()] for k, entry in self.opt.state_dict()["state"].items()}
-        return self.log, self.losses, [checksum(p) for p in self.model.parameters()], state
+        return self.log, self.losses, self.parameters(), state
+
+    def parameters(self):
+        return [checksum(p) for p in self.model.parameters()]
 
 
 def assert_twins(directory, overlap, script, **options):

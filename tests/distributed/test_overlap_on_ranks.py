@@ -1,0 +1,355 @@
+"""overlap() where ranks train together: a step that fails on one of them is undone on all, in the next step()."""
+
+import contextlib
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import KILLED, on_living_ranks, on_ranks
+from support.twins import Training, assert_twins
+from test_distributed import MODELS, hybrid, net, raised_by, train
+from test_rank_commits import POINTS, die, dies_at, goes_on, replaced, train_until_death, uninterrupted
+from test_rank_commits import Training as OfParameters
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from csd_optim import CSDAdam, CSDOSError, CSDRuntimeError, CSDWarning
+from csd_optim.engine.engine import Engine
+from csd_optim.errors import CSDRankError
+
+STEPS = 6
+
+
+def sharded(model):
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def unplugged(rank, method):
+    """A device of rank 1 fails in the next call of this method of the engine, and in no other."""
+    left = int(rank == 1)
+
+    def fail(call, *args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise CSDOSError(errno.EIO, "unplugged")
+        return call(*args, **kwargs)
+
+    return replaced(Engine, method, fail)
+
+
+def training_on(rank, name, overlap=None, **options):
+    Path(f"{name}-{rank}").mkdir(exist_ok=True)
+    return Training(Path(f"{name}-{rank}"), overlap, wrap=sharded, rank=rank, latency="50us", **options)
+
+
+def now(training):
+    """Parameters and states."""
+    return training.seen()[2:]
+
+
+# ---- every value is the one that it would be without: see also test_overlap_histories.py ------
+
+
+class Branches(nn.Module):
+    """Takes another layer each time."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers, self.calls = layers, 0
+
+    def forward(self, x):
+        self.calls += 1
+        for k, layer in enumerate(self.layers):
+            if k != self.calls % 3:
+                x = layer(x)
+        return x
+
+
+WRAPS = {
+    "FSDP2": lambda model: fully_shard(Branches(sharded(model))),
+    "DDP": lambda model: DDP(Branches(model), find_unused_parameters=True, gradient_as_bucket_view=True),
+}
+
+
+def trains_branches(rank, kind):
+    def train(training):
+        for _ in range(STEPS):
+            training.step()
+
+    Path(f"{rank}").mkdir()
+    options = {"wrap": WRAPS[kind], "rank": rank, "sharded": kind == "FSDP2", "depth": 5}
+    assert_twins(Path(f"{rank}"), {}, train, **options).opt.close()
+
+
+@pytest.mark.parametrize("kind", WRAPS)
+def test_a_layer_that_is_not_used_each_time(kind, tmp_path):
+    """DDP writes to the memory of its gradient, which the step may still need."""
+    on_living_ranks(2, trains_branches, kind, directory=tmp_path)
+
+
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def trains_net(rank, size, kind):
+    nets = []
+    for overlaps in False, True:
+        model = MODELS[kind]()
+        with CSDAdam(model.parameters(), lr=0.02, tile_size=1024, devices="file:?latency=1ms", sharded=False) as opt:
+            if overlaps:
+                opt.overlap(model)
+            train(model, opt, rank, size, range(STEPS))
+            entries = opt.state_dict()["state"].values()
+            held = [*model.parameters(), *(t for entry in entries for t in entry.values())]
+            nets.append([t.detach().clone() for t in map(local, held)])
+            assert not overlaps or opt.stats()["overlap"]["waited"] > 0
+    assert all(map(torch.equal, *nets))
+
+
+@pytest.mark.parametrize(("kind", "size"), [("tensor parallel", 2), ("hybrid", 4)])
+def test_other_divisions(kind, size, tmp_path):
+    on_living_ranks(size, trains_net, size, kind, directory=tmp_path)
+
+
+# ---- a step fails on one rank ------------------------------------------------------------
+
+
+def fails_later(rank, method, options):
+    never_failed = training_on(rank, "other", **{**options, "named": False})
+    for _ in range(STEPS):
+        never_failed.step()
+    training = training_on(rank, "this", {}, **options)
+    opt, named = training.opt, options["named"]
+    for _ in range(2):
+        training.step()
+    opt.synchronize()
+    before = now(training)
+    for _ in range(2):
+        with unplugged(rank, method):
+            training.step()
+            training.backward()  # with what there is now
+            # Who would keep some of it is told at once, there.
+            for look in (lambda: opt.state, opt.state_dict, opt.stats, opt.wait, training.model.state_dict):
+                if rank == 1:
+                    assert "unplugged" in str(raised_by(look))
+                else:
+                    look()
+            said = raised_by(opt.step)
+        assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+        assert "unplugged" in str(said)
+        assert rank == 1 or "rank 1" in str(said)
+        assert now(training) == before
+        assert opt.committed_step == (2 if named else 0)
+        opt.zero_grad()
+        training.steps = 2
+    while training.steps < STEPS:
+        training.step()
+    opt.synchronize()
+    assert opt.committed_step == (STEPS if named else 0)
+    assert now(training) == now(never_failed)
+    opt.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"named": False}, {"named": True}, {"named": True, "state_dtype": "8bit"}], ids=str
+)
+@pytest.mark.parametrize("method", ["begin", "finish"])
+def test_a_step_fails_on_one_rank(method, options, tmp_path):
+    on_living_ranks(2, fails_later, method, options, directory=tmp_path)
+
+
+def meets(rank, how):
+    """Others that all ranks call raise it as well."""
+    training = training_on(rank, "this", {}, named=True)
+    opt = training.opt
+    for _ in range(2):
+        training.step()
+    opt.synchronize()
+    before = now(training)
+    state = opt.state_dict()
+    state = {**state, "state": {k: {n: v.clone() for n, v in entry.items()} for k, entry in state["state"].items()}}
+    with unplugged(rank, "finish"):
+        training.step()
+        said = raised_by(
+            {
+                "synchronize": opt.synchronize,
+                "save": lambda: opt.save("snapshot"),
+                "load_state_dict": lambda: opt.load_state_dict(state),
+                "consolidate": opt.consolidate_state_dict,
+                "overlap": lambda: opt.overlap(None),
+            }[how]
+        )
+    assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
+    assert now(training) == before
+    training.steps = 2
+    training.step()
+    opt.close()
+
+
+@pytest.mark.parametrize("how", ["synchronize", "save", "load_state_dict", "consolidate", "overlap"])
+def test_what_all_ranks_call_raises_on_all(how, tmp_path):
+    on_living_ranks(2, meets, how, directory=tmp_path)
+
+
+def closes(rank):
+    training = training_on(rank, "this", {}, named=True)
+    for _ in range(2):
+        training.step()
+    training.opt.synchronize()
+    before = now(training)
+    with unplugged(rank, "finish"):
+        training.step()
+        if rank == 1:
+            assert "unplugged" in str(raised_by(training.opt.close))
+            assert training.parameters() == before[0]
+        else:
+            training.opt.close()
+    again = training_on(rank, "this", {}, named=True, resume=True)
+    assert again.opt.committed_step == 2
+    assert now(again) == before
+    again.opt.close()
+
+
+def test_closed_with_a_step_that_failed(tmp_path):
+    on_living_ranks(2, closes, directory=tmp_path)
+
+
+# ---- a rank dies ---------------------------------------------------------------------------
+
+
+OVERLAPPING = {"overlap": True, "topk": None}  # what Top-K owes lands within step()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_rank_is_killed(point, tmp_path):
+    args = (point, 3, (1,), "killed", OVERLAPPING)
+    on_ranks(2, train_until_death, *args, directory=tmp_path, may_die=(0, 1))
+    assert goes_on(tmp_path, options=OVERLAPPING) == POINTS[point]
+
+
+def train_past_a_failure(rank, point, step):
+    training = OfParameters(rank, **OVERLAPPING).until(2)
+    training.opt.wait()
+    with unplugged(rank, "finish"):
+        training.step()  # on rank 0 it is whole, and being committed
+        raised_by(training.step)
+    assert training.image() == uninterrupted(rank, 2, None)
+    training.done = 2
+    with dies_at(point, step) if rank == 0 else contextlib.nullcontext():
+        try:
+            training.until(6)
+        except RuntimeError:
+            training.opt.close()  # what has begun is committed
+            die()
+
+
+@pytest.mark.parametrize(
+    ("point", "step", "left"),
+    [
+        ("copy 0 on one device", 2, 2),
+        ("before copy 1", 2, 2),
+        ("within the step", 3, 2),
+        ("after copy 0", 3, 3),
+    ],
+)
+def test_killed_after_a_step_was_undone(point, step, left, tmp_path):
+    """What was committed of that step on one rank is nothing to go on from."""
+    on_ranks(2, train_past_a_failure, point, step, directory=tmp_path, may_die=(0, 1))
+    assert goes_on(tmp_path, options=OVERLAPPING) == left
+
+
+def without_rank_1(rank):
+    training = training_on(rank, "this", {})
+    training.step()
+    training.backward()
+    training.opt.step()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    training.opt.wait()
+    for _ in range(2):
+        assert "has lost the others" in str(raised_by(training.opt.step))
+    training.opt.close()
+
+
+def test_a_rank_dies(tmp_path):
+    assert on_ranks(2, without_rank_1, directory=tmp_path, may_die=[1]) == [None, KILLED]
+
+
+# ---- what lands within step(), and what is refused -----------------------------------------
+
+
+def one_row(model):
+    """A parameter of which rank 1 has nothing."""
+    return fully_shard(nn.Sequential(nn.Linear(48, 1, bias=False)))
+
+
+def lands_within(rank, options):
+    """Not hidden, and the same bits."""
+    written = options.pop("written", False)
+
+    def train(training):
+        for k in range(3):
+            with torch.no_grad():
+                if written and k:
+                    p = next(training.model.parameters())
+                    (p if k == 1 else training.opt.state[p]["exp_avg"]).mul_(0.5)
+            training.step()
+            assert training.opt._overlap is None or training.opt._overlap._flight is None
+
+    Path(f"{rank}").mkdir()
+    options = {"wrap": sharded, "rank": rank, **options}
+    assert_twins(Path(f"{rank}"), {}, train, **options).opt.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"shadow": False}, {"topk": 0.1, "width": 96}, {"wrap": one_row}, {"written": True, "named": True}],
+    ids=["shadow", "topk", "nothing on a rank", "written"],
+)
+def test_what_cannot_be_taken_back_lands_within_the_step(options, tmp_path):
+    on_living_ranks(2, lands_within, options, directory=tmp_path)
+
+
+def refused(rank, kind):
+    model = {"DDP": lambda: DDP(net(used=True)), "HSDP": hybrid}[kind]()
+    with CSDAdam(model.parameters(), devices="file:") as opt, pytest.raises(CSDRuntimeError, match="sharded=False"):
+        opt.overlap(model)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("DDP", 2), ("HSDP", 4)])
+def test_updates_that_ranks_share_are_refused(kind, size, tmp_path):
+    on_living_ranks(size, refused, kind, directory=tmp_path)
+
+
+def misused(rank):
+    model = MODELS["FSDP2"]()
+    with CSDAdam(model.parameters(), devices="file:") as opt:
+        with pytest.raises(CSDRuntimeError, match=r"call overlap\(model\)"):
+            opt.overlap(model, backward=True)
+        if rank == 1:
+            opt.overlap(model)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        assert "on some of the ranks" in str(raised_by(opt.step))
+    model = nn.Linear(4, 4)
+    model = FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
+    with CSDAdam(model.parameters(), devices="file:") as opt:
+        with pytest.warns(CSDWarning, match="fully_shard"):
+            opt.overlap(model)
+        for _ in range(3):
+            model(torch.ones(4)).sum().backward()
+            opt.step()
+            assert opt._overlap._flight is None
+
+
+def test_misused(tmp_path):
+    on_living_ranks(2, misused, directory=tmp_path)
