@@ -34,6 +34,7 @@ GRAD_SCALE: int = lib.CSD_GRAD_SCALE
 RULES = {name.removeprefix("CSD_").lower(): number for number, name in ffi.typeof("enum csd_rule").elements.items()}
 IN_SECTION, FROM_PARAM, IN_PARAM = lib.CSD_IN_SECTION, lib.CSD_FROM_PARAM, lib.CSD_IN_PARAM
 UNLESS_SET, NEW, UNCOMPARED = lib.CSD_UNLESS_SET, lib.CSD_NEW, lib.CSD_UNCOMPARED
+TO_AND_FRO, SAME_ORDER, AS_PUSHED = lib.CSD_TO_AND_FRO, lib.CSD_SAME_ORDER, lib.CSD_AS_PUSHED
 P2P = {"auto": lib.CSD_P2P_AUTO, "1": lib.CSD_P2P_ON, "0": lib.CSD_P2P_OFF}
 ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CSD_ISA_AVX512}
 
@@ -297,7 +298,7 @@ def engine_begin(
     tiles: np.ndarray[Any, Any],
     name: Namer,
     *,
-    same_order: bool = False,
+    order: int = TO_AND_FRO,
 ) -> None:
     assert (params.dtype, hypers.dtype, tiles.dtype) == (PARAM, HYPER, np.uint32)
     error = ffi.new("csd_error *")
@@ -309,7 +310,7 @@ def engine_begin(
         len(hypers),
         _array(tiles, "uint32_t *"),
         len(tiles),
-        same_order,
+        order,
         error,
     )
     check(status, error, name)
@@ -320,6 +321,13 @@ def engine_push(engine: Any, tile: int, grad: int, param: int, entries: int, n_e
     images = ffi.cast("void *", grad), ffi.cast("void *", param), ffi.cast("uint32_t *", entries)
     status = lib.csd_engine_push(engine, tile, *images, n_entries, error)
     check(status, error, name, _UNDONE)
+
+
+def engine_push_grads(engine: Any, tile: int, grads: Sequence[int], name: Namer) -> None:
+    """`grads`: of each piece of the tile, where its parameter's gradient begins; 0: it has none."""
+    error = ffi.new("csd_error *")
+    addresses = ffi.new("void *[]", [ffi.cast("void *", grad) for grad in grads])
+    check(lib.csd_engine_push_grads(engine, tile, addresses, error), error, name, _UNDONE)
 
 
 def engine_pull(engine: Any, name: Namer) -> int:

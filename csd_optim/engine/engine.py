@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .. import bindings, settings
-from ..bindings import HYPER, PARAM, TILE_STATE, TORN
+from ..bindings import HYPER, PARAM, TILE_STATE, TO_AND_FRO, TORN
 from ..devices.spec import DeviceSpec
 from ..errors import CSDError, CSDRuntimeError, CSDTornError
 from ..signals import defer_signals
@@ -56,8 +56,8 @@ class Engine:
         self.step = 0  # whole steps of this engine
         self.record = Record()  # of the last step
         self.stepping = False
-        self.lent: torch.Tensor | None = None  # memory that a guess uses, and the step that it becomes
-        self.guessed = False  # the step under way is a guess: see overlap/guess.py
+        self.lent: object = None  # memory that a step which begins in backward uses: of host or of gradients
+        self.guessed = False  # nobody has asked yet for the step under way, which began in backward: see overlap/
         self.landing: threading.Event | None = None  # set when a thread has made the step whole that is under way
         self.rank: np.ndarray[Any, Any] | None = None  # of each tile (int64): in this order they flow; None: to and fro
         self._torn = False  # a step in place was cut short
@@ -255,17 +255,17 @@ class Engine:
         tiles: np.ndarray[Any, Any],
         record: Record | None = None,
         *,
-        same_order: bool = False,
+        order: int = TO_AND_FRO,
     ) -> np.ndarray[Any, Any]:
         """Begins a step over `tiles`, or more; returns all of them, to be pushed. `record`: for its commit.
 
-        `same_order`: the next step will flow in the order of this one, and not the other way round.
+        `order`: TO_AND_FRO, SAME_ORDER or AS_PUSHED of bindings.py, see csd_order.
         """
         self.check_open()
         self.check_whole()
         tiles = self.committer.before_step(tiles, record)
         self.windows.before_step(tiles)
-        self._begin(params, hypers, tiles, same_order)
+        self._begin(params, hypers, tiles, order)
         self.stepping = True
         return tiles
 
@@ -274,12 +274,12 @@ class Engine:
         params: np.ndarray[Any, Any],
         hypers: np.ndarray[Any, Any],
         tiles: np.ndarray[Any, Any],
-        same_order: bool = False,
+        order: int = TO_AND_FRO,
     ) -> None:
         self._trace_step()
         self._began, self._ended, self._undone = time.perf_counter(), 0.0, False
         self.decoded.tell(params)
-        bindings.engine_begin(self.handle, params, hypers, tiles, self.name_device, same_order=same_order)
+        bindings.engine_begin(self.handle, params, hypers, tiles, self.name_device, order=order)
 
     def _trace_step(self) -> None:
         """What the last step did is known when its last states are where they belong."""
@@ -292,6 +292,13 @@ class Engine:
 
     def push(self, tile: int, grad: int = 0, param: int = 0, entries: int = 0, n_entries: int = 0) -> None:
         bindings.engine_push(self.handle, tile, grad, param, entries, n_entries, self.name_device)
+
+    def push_grads(self, tile: int, grads: Sequence[int]) -> None:
+        """The same of gradients that begin at `grads`, one for each of `pieces_of(tile)`; 0: it has none after all.
+
+        Read until the tile has its parameters, or the step is over. Raises CSDValueError for tiles with Top-K.
+        """
+        bindings.engine_push_grads(self.handle, tile, grads, self.name_device)
 
     def pull(self) -> int:
         return bindings.engine_pull(self.handle, self.name_device)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..bindings import SAME_ORDER
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..errors import CSDError
@@ -52,7 +53,7 @@ class Guess:
             self._tiles_of.setdefault(row, []).append(tile)
             self._missing[tile] += 1
         self._writes_before = self._writes()
-        self.tiles = engine.begin(step.table, step.hypers, np.concatenate([early, late]), record, same_order=True)
+        self.tiles = engine.begin(step.table, step.hypers, np.concatenate([early, late]), record, order=SAME_ORDER)
         engine.guessed, engine.lent = True, hold
 
     # ---- in backward -----------------------------------------------------------

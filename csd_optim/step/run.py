@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..bindings import GRAD_SCALE
+from ..bindings import GRAD_SCALE, SAME_ORDER, TO_AND_FRO
 from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
@@ -175,7 +176,8 @@ class StepRunner:
 
     def _begin(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
         """Begins, and pushes all tiles that need no image. Returns all that flow, in their order."""
-        tiles = engine.begin(step.table, step.hypers, step.tiles, record, same_order=engine.rank is not None)
+        order = TO_AND_FRO if engine.rank is None else SAME_ORDER
+        tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=order)
         step.begun = True
         self.in_flight = self.moved = True
         for tile in tiles[~np.isin(tiles, step.images)].tolist():
@@ -241,7 +243,13 @@ class StepRunner:
         """
         took_part, set_to = step.table["grad"] != 0, step.set_to
         engine.remap()  # the windows show the masters as they were
+        written = defaultdict[int, list[tuple[int, int]]](list)
         for tile, elems in engine.undone():
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
                 if took_part[row] and in_tile < elems:
-                    self._state_map.by_index[row].restore(first, min(n, elems - in_tile), set_to.get(row))
+                    written[row].append((first, min(n, elems - in_tile)))
+        for row, spans in written.items():
+            param_state = self._state_map.by_index[row]
+            with param_state.decoding():
+                for first, n in spans:
+                    param_state.restore(first, n, set_to.get(row))

@@ -249,14 +249,21 @@ typedef struct csd_param {
   const float *edited[4];
 } csd_param;
 
+/* In which order the tiles of a device flow. */
+enum csd_order {
+  CSD_TO_AND_FRO = 0, /* as they are named, and the next step flows the other way round */
+  CSD_SAME_ORDER = 1, /* as they are named, and so does the next step */
+  CSD_AS_PUSHED = 2   /* as they are pushed, about as they are named, and so does the next step. None is read ahead: one
+                       * that is pushed never waits for one that is not */
+};
+
 /* Begins a step over `tiles` (each once, in the order in which they are to flow) after
  * waiting for the writes of the last one. States are read ahead as far as the buffers reach. The arrays are copied.
- * Buffers keep what the next step takes first. That is what this one writes last, if the next one flows the other way
- * round; or, with `same_order`, what this one begins with.
+ * Buffers keep what the next step takes first, which `order` (csd_order) says.
  * A tile without any gradient is read and written all the same, unchanged: the bare I/O of a step.
  * CSD_EINVAL, before anything is touched: a rule that there is not, or not for tiles of so many sections. */
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_hyper *hypers,
-                     uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, int32_t same_order, csd_error *error);
+                     uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, int32_t order, csd_error *error);
 
 /* Gives the device the gradients of one tile. With `grad` and `param` NULL they are read and written
  * where the params say. Otherwise both are images of the tile with 4 bytes per element: the piece
@@ -267,6 +274,12 @@ int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_par
  * Tiles of a device should be pushed in the order in which they flow. */
 int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, const uint32_t *entries,
                     uint64_t n_entries, csd_error *error);
+
+/* The same without images, of gradients that the params do not know: as they come, in backward. `grads`: of each piece of
+ * the tile, in their order, what csd_param.grad would be; NULL: the parameter has none after all, and keeps every bit.
+ * Read until the tile has its parameters (csd_engine_params_ready). CSD_EINVAL: Top-K, `in_image`, or one whose `grad` is
+ * NULL. */
+int csd_engine_push_grads(csd_engine *engine, uint32_t tile, const void *const *grads, csd_error *error);
 
 /* Waits for the parameters of one more tile pushed with an image, and says which. */
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);

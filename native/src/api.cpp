@@ -110,14 +110,17 @@ void csd_window_release(float *window, uint64_t elems) {
 }
 
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_hyper *hypers,
-                     uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, int32_t same_order, csd_error *error) {
-  return guarded(error,
-                 [&] { engine->engine.begin(params, n_params, hypers, n_hypers, tiles, n_tiles, same_order != 0); });
+                     uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, int32_t order, csd_error *error) {
+  return guarded(error, [&] { engine->engine.begin(params, n_params, hypers, n_hypers, tiles, n_tiles, order); });
 }
 
 int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, const uint32_t *entries,
                     uint64_t n_entries, csd_error *error) {
   return guarded(error, [&] { engine->engine.push(tile, grad, param, entries, n_entries); });
+}
+
+int csd_engine_push_grads(csd_engine *engine, uint32_t tile, const void *const *grads, csd_error *error) {
+  return guarded(error, [&] { engine->engine.push_grads(tile, grads); });
 }
 
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error) {

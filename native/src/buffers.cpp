@@ -91,7 +91,7 @@ uint64_t Engine::needed_in(const Lane &l, const Tile *tile) const {
   const Job *job = job_of(*tile);
   if (!job) return UINT64_MAX - 1;  // nobody knows
   if (!job->begun) return job->place;
-  return same_order_ ? l.jobs.size() + job->place : 2 * l.jobs.size() - job->place;
+  return order_ == CSD_TO_AND_FRO ? 2 * l.jobs.size() - job->place : l.jobs.size() + job->place;
 }
 
 // As this step needs them. What a free buffer has does not begin before it is taken: so this holds until the next step,

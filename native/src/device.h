@@ -65,7 +65,8 @@ struct Tile {
 struct Work {
   const csd_param *params = nullptr;
   const csd_hyper *hypers = nullptr;
-  const void *grad_image = nullptr;  // null: read and write where the params say
+  const void *const *grads = nullptr;  // of each piece, in place of what the params say; null: they do
+  const void *grad_image = nullptr;    // null: read and write where the params say
   void *param_image = nullptr;
   uint64_t grad_bytes = 4, param_bytes = 4;  // of an element of these images
   bool holds_params = false;  // the parameters that the update reads are in the image, and not where the params say
@@ -86,12 +87,16 @@ struct Work {
 
 inline uint64_t dtype_bytes(uint32_t dtype) { return dtype == CSD_F32 ? 4 : 2; }
 
+// Where the gradient of the parameter begins that `piece` of `tile` is of; null: it has none.
+inline const void *grad_of(const csd_piece &piece, const Tile &tile, const Work &work) {
+  return work.grads ? work.grads[&piece - tile.pieces] : work.params[piece.param].grad;
+}
+
 // Where the gradient and the parameter of a piece's element `i` lie.
-inline const void *grad_at(const csd_piece &p, const Work &work, uint64_t i) {
-  const csd_param &param = work.params[p.param];
-  const uint64_t bytes = dtype_bytes(param.grad_dtype);
+inline const void *grad_at(const csd_piece &p, const Tile &tile, const Work &work, uint64_t i) {
+  const uint64_t bytes = dtype_bytes(work.params[p.param].grad_dtype);
   return work.grad_image ? static_cast<const char *>(work.grad_image) + work.grad_bytes * p.tile_first + bytes * i
-                         : static_cast<const char *>(param.grad) + bytes * (p.param_first + i);
+                         : static_cast<const char *>(grad_of(p, tile, work)) + bytes * (p.param_first + i);
 }
 
 inline void *param_at(const csd_piece &p, const Work &work, uint64_t i) {

@@ -21,7 +21,8 @@ float *floats(char *section, uint64_t first) { return reinterpret_cast<float *>(
 
 // What a step does to elements [first, first + n) of a piece, and where their gradients and parameters are.
 template <typename Span>
-Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, Work &work, Entries &entries, uint16_t *dense) {
+Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, Work &work, Entries &entries,
+             uint16_t *dense) {
   const csd_param &p = work.params[piece.param];
   const uint64_t in_piece = first - piece.tile_first;
   Span span{};
@@ -34,7 +35,7 @@ Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, Work &work, Ent
     span.grad = dense;
     span.grad_dtype = p.topk_dtype;
   } else {
-    span.grad = grad_at(piece, work, in_piece);
+    span.grad = grad_at(piece, tile, work, in_piece);
     span.grad_dtype = p.grad_dtype;
     work.pushed += dtype_bytes(p.grad_dtype) * n;
   }
@@ -46,9 +47,9 @@ Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, Work &work, Ent
 void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
                   Work &work, Entries &entries) {
   const csd_param &p = work.params[piece.param];
-  if (!p.grad) return;
+  if (!grad_of(piece, tile, work)) return;
   alignas(64) uint16_t dense[kBlock];
-  auto span = span_of<Span>(piece, first, n, work, entries, dense);
+  auto span = span_of<Span>(piece, first, n, tile, work, entries, dense);
   span.unless_set = p.master == CSD_UNLESS_SET;
   for (uint32_t s = 0; s < tile.layout.n(); s++) span.state[s] = floats(sections[s], first);
   if (p.master == CSD_IN_PARAM) {
@@ -109,42 +110,43 @@ uint64_t update_in_place(CodedSpan span, void *own, const Tile &tile, char *cons
 }
 
 // The states that somebody wrote, of a parameter that is its own section. It is written only if it is updated.
-void encode_in_place(const csd_param &p, uint64_t first, uint64_t n, const Tile &tile, Codes codes, void *own) {
+void encode_in_place(const csd_param &p, uint64_t first, uint64_t n, const Tile &tile, Codes codes, void *own,
+                     bool is_updated) {
   alignas(64) char joined[4 * kBlock];
   const uint64_t bytes = dtype_bytes(tile.param_dtype) * n;
   memset(joined, 0, sizeof joined);
   memcpy(joined, own, bytes);
   codes.param = joined;
   encode_edited(p, first, n, tile.param_dtype, codes);
-  if (p.grad) memcpy(own, joined, bytes);
+  if (is_updated) memcpy(own, joined, bytes);
 }
 
 void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
                   Work &work, Entries &entries) {
   const csd_param &p = work.params[piece.param];
-  const bool edited = is_edited(p), in_place = p.master == CSD_IN_PARAM;
-  if (!p.grad && !edited) return;
+  const bool edited = is_edited(p), in_place = p.master == CSD_IN_PARAM, has_grad = grad_of(piece, tile, work);
+  if (!has_grad && !edited) return;
   const uint64_t in_piece = first - piece.tile_first, in_param = piece.param_first + in_piece;
   const Codes codes = codes_at(tile.layout, sections, first);
   const void *const param = host_param(piece, work, in_piece);
-  const bool adopts = param && p.grad && tile.param_dtype != CSD_F32 && p.master != CSD_UNCOMPARED;
+  const bool adopts = param && has_grad && tile.param_dtype != CSD_F32 && p.master != CSD_UNCOMPARED;
   const bool unless_set = p.master == CSD_UNLESS_SET, is_f16 = tile.param_dtype == CSD_F16;
   uint32_t *const checks = tile.checks ? tile.checks + first / 64 : nullptr;
   if (checks && in_place) forget_set(static_cast<const uint16_t *>(param), n, checks, codes.correction);
   // Without a gradient it was its own section until now, and the master that somebody wrote is not for it yet.
-  if (p.master == CSD_FROM_PARAM && param && (p.grad || (tile.codes && p.edited[0])))
+  if (p.master == CSD_FROM_PARAM && param && (has_grad || (tile.codes && p.edited[0])))
     memcpy(codes.param, param, dtype_bytes(tile.param_dtype) * n);
   if (adopts && !unless_set && !in_place) adopt_param(param, n, codes, is_f16, false);
   void *const own = in_place ? const_cast<void *>(param) : nullptr;
-  if (edited && own) encode_in_place(p, in_param, n, tile, codes, own);
+  if (edited && own) encode_in_place(p, in_param, n, tile, codes, own, has_grad);
   else if (edited) encode_edited(p, in_param, n, tile.param_dtype, codes);
   if (adopts && unless_set) adopt_param(param, n, codes, is_f16, true);
-  if (!p.grad) {
+  if (!has_grad) {
     if (own && checks) take_checks(static_cast<const uint16_t *>(own), n, checks);
     return;
   }
   alignas(64) uint16_t dense[kBlock];
-  auto span = span_of<CodedSpan>(piece, first, n, work, entries, dense);
+  auto span = span_of<CodedSpan>(piece, first, n, tile, work, entries, dense);
   span.codes = codes;
   span.key = key_of(p, in_param);
   if (own && !work.grad_image) span.param = nullptr;  // it is there already
@@ -189,7 +191,7 @@ class Updater {
   Failure update() {
     const Slot &held = tile_.slots[tile_.slot];
     const bool any = std::any_of(tile_.pieces, tile_.pieces + tile_.n_pieces, [this](const csd_piece &p) {
-      return work_.params[p.param].grad || is_edited(work_.params[p.param]);
+      return grad_of(p, tile_, work_) || is_edited(work_.params[p.param]);
     });
     const bool changes = any || work_.from_windows || !held.summed;
     if (!changes) work_.sum = held;  // passed through as it is

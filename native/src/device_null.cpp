@@ -11,7 +11,7 @@ Failure count(const Tile &tile, Work &work) {
   provide_entries(tile, work);
   for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
     const csd_param &param = work.params[p->param];
-    if (!param.grad) continue;
+    if (!grad_of(*p, tile, work)) continue;
     if (!is_sparse(param)) work.pushed += dtype_bytes(param.grad_dtype) * p->elems;
     work.pulled += dtype_bytes(param.param_dtype) * p->elems;
     work.updated += p->elems;

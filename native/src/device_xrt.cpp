@@ -254,7 +254,7 @@ class XrtDevice : public FileDevice {
     auto *segments = reinterpret_cast<csd_segment *>(frame.segments.bytes());
     for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
       const csd_param &param = work.params[p->param];
-      if (!param.grad || !p->elems) continue;
+      if (!grad_of(*p, tile, work) || !p->elems) continue;
       if (p->tile_first % kLanes)
         throw Failure{CSD_EINVAL,
                       "parameter " + std::to_string(p->param) + " does not begin with a word of the kernel's"};
@@ -267,7 +267,7 @@ class XrtDevice : public FileDevice {
                                    sparse,
                                    coded ? key_of(param, p->param_first) : 0};
       if (!sparse) {
-        memcpy(frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words, grad_at(*p, work, 0),
+        memcpy(frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words, grad_at(*p, tile, work, 0),
                p->elems * dtype_bytes(param.grad_dtype));
         load.grad_words += words(p->elems, param.grad_dtype);
       }
@@ -281,7 +281,7 @@ class XrtDevice : public FileDevice {
     const char *from = frame.param.bytes();
     for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
       const csd_param &param = work.params[p->param];
-      if (!param.grad || !p->elems) continue;
+      if (!grad_of(*p, tile, work) || !p->elems) continue;
       memcpy(param_at(*p, work, 0), from, p->elems * dtype_bytes(param.param_dtype));
       from += uint64_t{kWordBytes} * words(p->elems, param.param_dtype);
       if (!is_sparse(param)) work.pushed += p->elems * dtype_bytes(param.grad_dtype);

@@ -49,9 +49,10 @@ Engine::~Engine() {
 // ---- A step -----------------------------------------------------------------
 
 void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *hypers, uint32_t n_hypers,
-                   const uint32_t *tiles, uint32_t n_tiles, bool same_order) {
+                   const uint32_t *tiles, uint32_t n_tiles, int32_t order) {
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is already under way"};
+  if (order < CSD_TO_AND_FRO || order > CSD_AS_PUSHED) throw Failure{CSD_EINVAL, "no order " + std::to_string(order)};
   wait_writes(lock);
   decoded_ = {};
   for (uint32_t i = 0; i < n_hypers; i++)
@@ -108,13 +109,14 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   jobs_.clear();
   job_of_tile_.assign(tiles_.size(), nullptr);
   failed_ = guess_ = released_ = false;
-  same_order_ = same_order;
+  order_ = order;
   images_out_ = 0;
   not_given_ = n_tiles;
   for (Lane &l : lanes_) {
     l.jobs.clear();
     l.next = 0;
     l.to_read.clear();
+    l.pushed.clear();
     const csd_stats last = std::exchange(l.counts, {});
     l.counts.buffer_bytes = last.buffer_bytes;
     l.counts.huge_bytes = last.huge_bytes;
@@ -166,16 +168,18 @@ bool Engine::is_new(const Tile &t, const csd_param *params) const {
 
 // Begins with the next tile, if the device has room for one more on its way.
 bool Engine::pump(Lane &l) {
-  while (l.next < l.jobs.size() && l.jobs[l.next]->begun) l.next++;
-  if (failed_ || l.next == l.jobs.size()) return false;
-  Job *next = l.jobs[l.next];
+  const bool as_pushed = order_ == CSD_AS_PUSHED;
+  while (!as_pushed && l.next < l.jobs.size() && l.jobs[l.next]->begun) l.next++;
+  if (failed_ || (as_pushed ? l.pushed.empty() : l.next == l.jobs.size())) return false;
+  Job *next = as_pushed ? l.pushed.front() : l.jobs[l.next];
   if (!l.device->resident()) {
     if (l.on_way == l.depth) return false;
     // So that the drive always has both to read and to write: beside tiles that need no read goes one that does.
-    Job *const ahead = 2 * l.read < l.on_way ? first_to_read(l) : next;
+    Job *const ahead = !as_pushed && 2 * l.read < l.on_way ? first_to_read(l) : next;
     if (ahead != next && ahead && take_buffer(l, *ahead, true)) next = ahead;
     else if (!take_buffer(l, *next, false)) return false;
   }
+  if (as_pushed) l.pushed.pop_front();
   Job &job = *next;
   l.to_read[job.place] = false;
   job.begun = true;
@@ -284,13 +288,34 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
   if (!grad && std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
                            [this](const csd_piece &p) { return params_[p.param].in_image; }))
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has parameters in an image, and no image"};
-  job->pushed = true;
+  if (order_ == CSD_AS_PUSHED) lane(*job).pushed.push_back(job);
   job->work.grad_image = grad;
   job->work.param_image = param;
   job->work.entries = entries;
   job->work.n_entries = n_entries;
   if (grad) images_out_++;
-  update_if_ready(*job);
+  is_pushed(*job);
+}
+
+void Engine::push_grads(uint32_t tile, const void *const *grads) {
+  Lock lock(mutex_);
+  Job &job = to_push(tile);
+  const Tile &t = *job.tile;
+  if (guess_ && !released_) throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
+  for (uint64_t i = 0; i < t.n_pieces; i++)
+    if (const csd_param &row = params_[t.pieces[i].param]; is_sparse(row) || row.in_image || (grads[i] && !row.grad))
+      throw Failure{CSD_EINVAL, "parameter " + std::to_string(t.pieces[i].param) +
+                                    " has Top-K, lies in an image, or has a gradient here and none in the step"};
+  job.grads.assign(grads, grads + t.n_pieces);
+  if (order_ == CSD_AS_PUSHED) lane(job).pushed.push_back(&job);
+  job.work.grads = job.grads.data();
+  is_pushed(job);
+}
+
+void Engine::is_pushed(Job &job) {
+  job.pushed = true;
+  if (order_ == CSD_AS_PUSHED) pump(lane(job));
+  else update_if_ready(job);
 }
 
 void Engine::update_if_ready(Job &job) noexcept {

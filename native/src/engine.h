@@ -55,8 +55,9 @@ class Engine {
   ~Engine();
   void extend(const csd_extent &, float **windows);
   void begin(const csd_param *, uint64_t, const csd_hyper *, uint32_t, const uint32_t *tiles, uint32_t n_tiles,
-             bool same_order);
+             int32_t order);
   void push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries);
+  void push_grads(uint32_t tile, const void *const *grads);
   uint32_t pull();
   bool given(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);
@@ -91,8 +92,9 @@ class Engine {
     bool storing = false, stored = false;
     // Pushed early: as a copy, which is still being made; and updated.
     bool early = false, copying = false, updated = false;
-    uint32_t params_crc = 0;     // of the parameters that were copied
-    std::list<Pool::Task> give;  // hands out its parameters, once
+    uint32_t params_crc = 0;          // of the parameters that were copied
+    std::list<Pool::Task> give;       // hands out its parameters, once
+    std::vector<const void *> grads;  // pushed with it
   };
   struct Lane {  // a device and what is queued on it
     std::unique_ptr<Device> device;
@@ -106,6 +108,7 @@ class Engine {
     std::vector<Job *> jobs;        // of this step, in the order in which they flow
     size_t next = 0;                // all before it have begun
     std::vector<char> to_read;      // by place: has not begun, and must be read
+    std::deque<Job *> pushed;       // CSD_AS_PUSHED: that have not begun
     uint32_t on_way = 0, read = 0;  // begun and not yet stored; those of them that had to be read
     csd_stats counts{};
     BusyTime busy[3];  // by csd_event_kind
@@ -140,6 +143,7 @@ class Engine {
   }
   bool undo();
   Job &to_push(uint32_t tile);
+  void is_pushed(Job &);
   bool reads_param(const Tile &, const csd_param &) const;
   void copy(Job &, const std::vector<const void *> &grads) noexcept;
   bool is_as_copied(const Job &, const csd_param *) const noexcept;
@@ -184,7 +188,7 @@ class Engine {
   Failure failure_{};
   enum class Outcome { open, kept, undone };
   std::shared_ptr<Outcome> outcome_;       // of this step, also for who waits until after the next one has begun
-  bool same_order_ = false;                // will the next step flow in the order of this one, or the other way round?
+  int32_t order_ = CSD_TO_AND_FRO;         // csd_order
   bool guess_ = false, released_ = false;  // tiles were pushed early; and all that remains is as always
   std::vector<csd_param> guessed_;         // the rows of tiles that were pushed before the release
   uint64_t copying_ = 0;                   // tiles that are pushed early

@@ -156,7 +156,7 @@ bool Engine::is_as_copied(const Job &job, const csd_param *params) const noexcep
     const csd_param &was = job.work.params[p->param], &is = params[p->param];
     if (!same_row(was, is)) return false;
     any |= reads_param(t, was);
-    if (was.grad && memcmp(grad_at(*p, job.work, 0), bytes_at(is.grad, is.grad_dtype, p->param_first),
+    if (was.grad && memcmp(grad_at(*p, t, job.work, 0), bytes_at(is.grad, is.grad_dtype, p->param_first),
                            dtype_bytes(is.grad_dtype) * p->elems) != 0)
       return false;
   }

@@ -23,12 +23,13 @@ T *grown(std::vector<T> &scratch, uint64_t n) {
   return scratch.data();
 }
 
-Part part_of(const csd_piece &piece, const Work &work) {
+Part part_of(const csd_piece &piece, const Tile &tile, const Work &work) {
   const csd_param &p = work.params[piece.param];
   uint16_t *const residual = p.residual ? static_cast<uint16_t *>(p.residual) + piece.param_first : nullptr;
   const uint32_t seed =
       static_cast<uint32_t>(piece.param_first) + p.seed * 0x9e3779b9u;  // 2^32 / golden ratio: steps far apart
-  return {grad_at(piece, work, 0), p.grad_dtype, residual, work.hypers[p.hyper].c[CSD_GRAD_SCALE], p.topk_dtype, seed};
+  return {grad_at(piece, tile, work, 0),          p.grad_dtype, residual,
+          work.hypers[p.hyper].c[CSD_GRAD_SCALE], p.topk_dtype, seed};
 }
 
 uint64_t blocks_of(const Tile &tile) { return (tile.elems + kBlockElems - 1) / kBlockElems; }
@@ -71,7 +72,7 @@ void select_entries(const Tile &tile, Work &work) {
     const csd_param &param = work.params[p->param];
     if (!is_sparse(param)) continue;
     const uint16_t *values;
-    const uint64_t n = select(part_of(*p, work), p->elems, topk_count(param.topk, p->elems), scratch, &values);
+    const uint64_t n = select(part_of(*p, tile, work), p->elems, topk_count(param.topk, p->elems), scratch, &values);
     for (uint64_t i = 0; i < n; i++) packer.add(p->tile_first + scratch.indices[i], values[scratch.indices[i]]);
   }
   packer.end(blocks_of(tile));
@@ -181,7 +182,7 @@ void feed_back(const Tile &tile, const Work &work) {
   Entries entries(work.entries, work.n_entries);
   for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
     if (!feeds_back(work.params[p->param])) continue;
-    const Part part = part_of(*p, work);
+    const Part part = part_of(*p, tile, work);
     if (!part.owes()) continue;
     for (uint64_t first = 0; first < p->elems; first += kChunk) {
       const uint64_t n = std::min(kChunk, p->elems - first);

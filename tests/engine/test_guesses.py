@@ -14,7 +14,7 @@ from support.codes import Coded
 from support.tables import step_table
 
 from csd_optim import CSDRuntimeError, CSDValueError, bindings
-from csd_optim.bindings import FROM_PARAM, HYPER, IN_SECTION, UNLESS_SET
+from csd_optim.bindings import FROM_PARAM, HYPER, IN_SECTION, SAME_ORDER, TO_AND_FRO, UNLESS_SET
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
 from csd_optim.optim.adamw import ADAMW
@@ -125,7 +125,7 @@ def test_same_bits_whatever_was_pushed_early(dtype, stores, tmp_path):
             for right in (False, True):
                 wrong = [g if g is None else g + 1 for g in grads]
                 early = random.sample(it.tiles.tolist(), random.randint(1, len(it.tiles)))
-                it.guess(grads if right else wrong, early, same_order=step % 2 == 1)
+                it.guess(grads if right else wrong, early, order=step % 2)
                 assert it.engine.unchanged(it.rows(grads if right else wrong))
                 if not right:
                     pushed = {p for t in early for p in it.engine.pieces_of(t)["param"]}
@@ -246,16 +246,16 @@ def test_next_step_finds_more_of_what_it_begins_with(tmp_path):
     """Where the engine knows that the next step flows in the same order, and memory is for some of the tiles."""
     with Guessing([f"file:{tmp_path}/csd?buffers=2&cache=96KiB"]) as it:
         read = {}
-        for same_order in (False, True):
+        for order in (TO_AND_FRO, SAME_ORDER):
             counts = []
             for _ in range(12):
                 grads = [torch.randn(n) for n in NUMELS]
-                it.guess(grads, it.tiles.tolist()[::3], same_order=same_order)
+                it.guess(grads, it.tiles.tolist()[::3], order=order)
                 it.complete(grads, it.tiles)
                 it.engine.wait_writes()
                 counts.append(it.engine.stats()[0]["read_bytes"])
-            read[same_order] = sum(counts[2:])
-        assert 0 < read[True] < read[False]
+            read[order] = sum(counts[2:])
+        assert 0 < read[SAME_ORDER] < read[TO_AND_FRO]
 
 
 def test_codes(tmp_path):

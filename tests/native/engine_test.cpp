@@ -558,6 +558,73 @@ void order_of_a_release() {
   CHECK(0 < read[1] && read[1] < read[0]);
 }
 
+// Tiles that flow as they are pushed, with gradients that lie elsewhere: the bits of a step whose params say where they
+// are. Each is waited for before the next one is pushed, with a single buffer, too.
+void as_pushed() {
+  for (const uint32_t dtype : {CSD_F32, CSD_BF16})
+    for (const uint32_t buffers : {1u, 4u}) {
+      const File a, b;
+      Model m({file(a, buffers), file(b, buffers, 3 * 12 * kTile)}, 3, dtype), same({ram()}, 3, dtype);
+      csd_event events[3 * kTiles];
+      csd_engine_events(m.engine, events, 0);
+      for (uint32_t i = 0; i < 8; i++) {
+        for (Model *model : {&m, &same})
+          for (uint32_t p = 0; p < model->table.size(); p++) {
+            model->fill(model->grads[p], i + p);
+            model->table[p].grad = (i + p) % 5 ? model->grads[p].data() : nullptr;
+          }
+        const std::vector<std::vector<char>> before = m.params;
+        const std::vector<float> state = i % 4 == 2 ? m.state() : std::vector<float>();
+        std::vector<csd_param> rows = m.table;
+        for (csd_param &row : rows) row.grad = &rows;  // also those that turn out to have none
+        OK(csd_engine_begin(m.engine, rows.data(), rows.size(), &m.hyper, 1, m.tiles.data(), kTiles, CSD_AS_PUSHED,
+                            &m.error));
+        std::vector<uint32_t> flow;
+        for (uint32_t t = 0; t < kTiles; t++) flow.push_back((7 * t + i) % kTiles);
+        if (i % 4 == 2) flow.resize(5);
+        int32_t given;
+        for (const uint32_t tile : flow) {
+          const void *const grad = m.table[tile / 2].grad;
+          OK(csd_engine_push_grads(m.engine, tile, &grad, &m.error));
+          if (i % 2 == 0) OK(csd_engine_params_ready(m.engine, &tile, 1, 1, &given, &m.error));
+          CHECK(csd_engine_push_grads(m.engine, tile, &grad, &m.error) == CSD_EINVAL);
+        }
+        if (i % 4 == 2) {  // given up
+          OK(csd_engine_finish(m.engine, 0, &m.error));
+          CHECK(csd_engine_undone(m.engine, nullptr, nullptr, 0) == 5 && m.state() == state);
+          m.params = before;
+          for (size_t p = 0; p < before.size(); p++) m.table[p].param = m.params[p].data();
+          OK(m.step());
+        } else {
+          OK(csd_engine_finish(m.engine, 1, &m.error));
+          OK(csd_engine_wait_writes(m.engine, &m.error));
+          const uint32_t n = csd_engine_events(m.engine, events, 3 * kTiles);  // fewer reads, of what buffers kept
+          std::vector<uint32_t> updated;
+          for (uint32_t e = 0; e < n; e++)
+            if (events[e].kind == CSD_UPDATE) updated.push_back(events[e].tile);
+          if (i % 2 == 0) CHECK(updated == flow);
+        }
+        OK(same.step());
+        CHECK(m.params == same.params);
+      }
+      CHECK(m.state() == same.state());
+      // What is wrong with a call.
+      const void *const grad = m.grads[0].data();
+      CHECK(csd_engine_push_grads(m.engine, 0, &grad, &m.error) == CSD_ESTATE);
+      CHECK(csd_engine_begin(m.engine, m.table.data(), m.table.size(), &m.hyper, 1, m.tiles.data(), kTiles, 3,
+                             &m.error) == CSD_EINVAL);
+      m.table[0].grad = nullptr;
+      m.table[1].grad = grad;
+      m.table[1].topk = 0.5;
+      m.table[1].topk_dtype = CSD_BF16;
+      OK(m.begin());
+      CHECK(csd_engine_push_grads(m.engine, 0, &grad, &m.error) == CSD_EINVAL);
+      CHECK(csd_engine_push_grads(m.engine, 2, &grad, &m.error) == CSD_EINVAL);
+      OK(csd_engine_finish(m.engine, 0, &m.error));
+      CHECK(m.params == same.params);
+    }
+}
+
 // Makes a file read-only for as long as this lives, under the descriptor that the engine knows.
 struct ReadOnly {
   const int fd, writable;
@@ -1276,6 +1343,7 @@ int main(int argc, char **argv) {
                {"guesses gone wrong", guesses_gone_wrong},
                {"who waits", who_waits},
                {"order of a release", order_of_a_release},
+               {"as pushed", as_pushed},
                {"edits", edits},
                {"in place", in_place},
                {"sparse steps", sparse_steps},
