@@ -33,6 +33,7 @@ from ..engine.open_engine import open_engine
 from ..errors import CSDRuntimeError, CSDValueError, CSDWarning, users_stacklevel
 from ..finalize import close_quietly
 from ..overlap.fsdp import is_fsdp1
+from ..overlap.in_backward import StepsInBackward, cannot_free
 from ..overlap.overlap import Overlap
 from ..overlap.together import check_ranks
 from ..params.decoded_entry import DecodedEntry
@@ -157,6 +158,7 @@ class CSDOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         self._plan: StepPlan | None = None
         self._overlap: Overlap | None = None
+        self._in_backward: StepsInBackward | None = None
         # Of the last step
         self._grad_scale = 1.0
         self._seconds = 0.0
@@ -204,10 +206,15 @@ class CSDOptimizer(Optimizer, Joinable):
                     return
 
     def _settle(self, *, meets: bool = False) -> None:
-        """Returns when no step is under way here; with `meets` on any rank. Raises CSDOSError if it failed."""
+        """Returns when no step is under way here; with `meets` on any rank. Raises CSDOSError if it failed.
+
+        See also StepsInBackward.settle().
+        """
         if self._overlap:
             self._overlap.undo_early("other calls")
             self._overlap.meet() if meets else self._overlap.settle()
+        if self._in_backward:
+            self._in_backward.settle()
 
     # ---- torch's contract ------------------------------------------------------
 
@@ -271,6 +278,8 @@ class CSDOptimizer(Optimizer, Joinable):
         self._skipped = found_inf is not None and bool(found_inf.item())
         if self._overlap:
             self._overlap.before_step(skips=self._skipped)
+        if self._in_backward:
+            self._in_backward.before_step(scaled=found_inf is not None or grad_scale is not None)
         with defer_signals(), self._arriving(), engine.lock:
             engine.confirm()
             self._runner.moved, self._grad_norm = False, None
@@ -429,7 +438,14 @@ class CSDOptimizer(Optimizer, Joinable):
 
     # ---- overlap -----------------------------------------------------------------
 
-    def overlap(self, model: torch.nn.Module | None, *, backward: bool = False, hold: str | int = "1GB") -> None:
+    def overlap(
+        self,
+        model: torch.nn.Module | None,
+        *,
+        backward: bool = False,
+        free_gradients: bool = False,
+        hold: str | int | None = None,
+    ) -> None:
         """From now on step() returns when all is handed over, and parameters arrive in the order of their next use.
 
         Whoever reads a parameter of `model` that has not arrived waits for it: its modules do, and so does whoever asks
@@ -443,26 +459,36 @@ class CSDOptimizer(Optimizer, Joinable):
 
         With `backward` a step begins in backward, as soon as gradients are final: a guess that no more of them come,
         and that learning rates, clipping and loss scale stay as they were. step() compares, and keeps it or begins
-        anew; nothing changes before. `hold`: host memory for what is ready before step(), such as "1GB", or in bytes.
+        anew; nothing changes before. `hold`: host memory for what is ready before step(), such as "1GB", the default,
+        or in bytes.
+
+        With `free_gradients` the step itself runs in backward: each gradient is used when it is there, and its memory
+        is free again. So gradients take `hold` at most, "512MB" unless given, and the largest one. Parameters change in
+        backward; step() ends that, and zero_grad() undoes it. What takes all gradients at once cannot be had, such as
+        clipping, accumulation and a GradScaler, and raises CSDRuntimeError: see docs/overlap.md.
 
         Where ranks train together all of them call it, for FSDP2, DTensors or sharded=False. If a step fails on one of
         them, the others use what it made until the next step(), which raises on all, with that step undone on all.
 
         Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`, `shadow=False`), which
-        `backward` needs; CSDRuntimeError for `backward` where ranks train together, or if they share updates.
+        `backward` and `free_gradients` need, and for what `free_gradients` cannot do; CSDRuntimeError for these two
+        where ranks train together, or if they share updates.
         """
-        lent = torch.empty(parse_bytes(str(hold)) if backward else 0, dtype=torch.uint8, device="cpu")
+        if backward and free_gradients:
+            raise CSDValueError("free_gradients=True runs the step in backward by itself: leave out backward=True")
+        nbytes = parse_bytes(("512MB" if free_gradients else "1GB") if hold is None else str(hold))
+        lent = torch.empty(nbytes if backward else 0, dtype=torch.uint8, device="cpu")
         engine = self._live_engine
         if model is not None and self._ranks:
-            check_ranks(self.param_groups, self._state_map, backward=backward)
-        if model is not None and backward and (engine.slots == 1 or engine.devices.resident):
+            check_ranks(self.param_groups, self._state_map, backward=backward or free_gradients)
+        if model is not None and (backward or free_gradients) and (engine.slots == 1 or engine.devices.resident):
             raise CSDValueError(
-                "overlap(backward=True) undoes steps, which takes a second copy of the states: ram:, null: and "
-                "shadow=False have none"
+                f"overlap({'backward' if backward else 'free_gradients'}=True) undoes steps, which takes a second copy "
+                "of the states: ram:, null: and shadow=False have none"
             )
-        if self._overlap:
-            self._overlap.end()
-            self._overlap, engine.rank = None, None
+        if model is not None and free_gradients:
+            self._check_freeing()
+        self._end_overlap(engine)
         if model is not None:
             if any(map(is_fsdp1, model.modules())):
                 warnings.warn(
@@ -476,6 +502,10 @@ class CSDOptimizer(Optimizer, Joinable):
             def groups() -> Groups:
                 return opt.param_groups if (opt := owner()) else []
 
+            if free_gradients:
+                prepare, spans = self._prepare_in_backward, engine.model_spans
+                self._in_backward = StepsInBackward(engine, self._runner, model, groups, prepare, nbytes, spans)
+                return
             self._overlap = Overlap(
                 engine,
                 self._runner,
@@ -488,10 +518,27 @@ class CSDOptimizer(Optimizer, Joinable):
                 spans=engine.model_spans,
             )
 
+    def _end_overlap(self, engine: Engine) -> None:
+        if self._overlap:
+            self._overlap.end()
+        if self._in_backward:
+            self._in_backward.end()
+        self._overlap, self._in_backward, engine.rank = None, None, None
+
+    def _check_freeing(self) -> None:
+        """Raises CSDValueError if gradients cannot be freed in backward."""
+        if why := cannot_free(self.param_groups, self._grad_options, self.max_grad_norm):
+            raise CSDValueError(f"overlap(free_gradients=True) is not possible: {why}")
+
     def wait(self) -> None:
-        """Returns when all parameters of this process are those of the last step. Raises CSDOSError if that failed."""
+        """Returns when all parameters of this process are those of the last step. Raises CSDOSError if that failed.
+
+        With overlap(free_gradients=True) CSDRuntimeError between backward and step().
+        """
         if self._overlap:
             self._overlap.settle()
+        if self._in_backward:
+            self._in_backward.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. A step under way goes on, unless gradients are to become zeros: then it has landed first."""
@@ -499,6 +546,8 @@ class CSDOptimizer(Optimizer, Joinable):
             if self._overlap:
                 self._overlap.undo_early("other calls")
                 self._overlap.land()
+            if self._in_backward:
+                self._in_backward.undo() if set_to_none else self._in_backward.settle()
             super().zero_grad(set_to_none)
             return
         self._overlap.forget_gradients()
@@ -517,6 +566,8 @@ class CSDOptimizer(Optimizer, Joinable):
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
         self._grad_scale = grad_scale
+        if self._in_backward and self._in_backward.under_way:
+            return self._in_backward.land(self._record(engine) if engine.durable else None)
         with all_ranks_or_none(self._ranks):
             record = self._record(engine) if engine.durable else None
             self._resume.begin_step(engine, self.param_groups)
@@ -550,6 +601,25 @@ class CSDOptimizer(Optimizer, Joinable):
                 return None
             self._runner.make_ready(engine, step)
             return step, self._record(engine) if engine.durable else None
+
+    def _prepare_in_backward(self) -> tuple[PreparedStep, Record | None]:
+        """A step of all parameters that require gradients, and stand for them here. Raises as step() does."""
+        engine = self._engine
+        assert engine is not None
+        engine.check_open()
+        self._check_freeing()
+        engine.confirm()
+        record = self._record(engine) if engine.durable else None
+        self._resume.begin_step(engine, self.param_groups)
+        taking_part = Participants([], [], [])
+        for k, _, p in members(self.param_groups):
+            if p.requires_grad:
+                taking_part.params.append(p)
+                taking_part.grads.append(p.detach())
+                taking_part.groups_of.append(k)
+        step = self._prepare(engine, taking_part, 1.0)
+        assert step is not None
+        return step, record
 
     @property
     def _grad_options(self) -> GradOptions:
@@ -649,8 +719,9 @@ class CSDOptimizer(Optimizer, Joinable):
         so it is where the machine has one only, or the system does not tell which is the drive's, or allows it).
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
-        ``overlap``, with overlap(): ``waited``, seconds that others waited for the step; ``early_params``, elements
-        updated before step(); ``redone``, of all steps, guesses that were wrong, by what was not as guessed.
+        ``overlap``, with overlap(): ``waited``, seconds that others waited for the step, or that backward did, with
+        free_gradients; ``early_params``, elements updated before step(); ``redone``, of all steps, guesses that were
+        wrong, by what was not as guessed.
         """
         with self._settled() as engine:
             engine.wait_writes()
@@ -666,7 +737,7 @@ class CSDOptimizer(Optimizer, Joinable):
             gathered_bytes=gather.received_bytes if gather else 0,
             skipped=self._skipped,
             grad_norm=self._grad_norm,
-            overlap=self._overlap.stats() if self._overlap else None,
+            overlap=overlap.stats() if (overlap := self._overlap or self._in_backward) else None,
         )
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
@@ -713,11 +784,15 @@ class CSDOptimizer(Optimizer, Joinable):
         """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""
         if self._engine is not None:
             self._finalizer.detach()
+            if self._in_backward:
+                self._in_backward.undo()
             try:
                 self._settle()
             finally:
                 if self._overlap:
                     self._overlap.end()
+                if self._in_backward:
+                    self._in_backward.end()
                 self._engine.close()
 
     def __enter__(self) -> Self:

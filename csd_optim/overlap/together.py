@@ -21,11 +21,14 @@ from ..step.run import StepRunner
 
 
 def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
-    """Raises CSDRuntimeError if overlap() cannot do what it is asked for where ranks train together."""
+    """Raises CSDRuntimeError if overlap() cannot do what it is asked for where ranks train together.
+
+    `backward`: the step is to begin in backward.
+    """
     if backward:
         raise CSDRuntimeError(
-            "overlap(backward=True) works in a single process only: with several ranks call overlap(model), which "
-            "hides the step behind the next forward"
+            "overlap() with backward=True or free_gradients=True works in a single process only: with several ranks "
+            "call overlap(model), which hides the step behind the next forward"
         )
     for k, i, p in members(groups):
         if p.requires_grad and state_map.part(p).replicas:

@@ -25,10 +25,10 @@ TOPK = {2: 0.1, 7: None, 9: 0.02}  # before a step the first group begins to sen
 HALVE = 10  # in this step gradients are halved after backward, so that what has begun in it is undone
 # How states are kept, of the first parameters and of those that join: one of these, by the seed.
 STATE_DTYPES = [("fp32", "fp32"), ("8bit", "8bit"), ("8bit", "fp32"), ("fp32", "8bit")]
-# The step by itself, beside the next forward, or also beside backward: one of these, by the seed. There, all gradients
-# are sent, as steps with Top-K do not begin in backward.
-FORWARD, BACKWARD = {}, {"backward": True}
-OVERLAP = [None, FORWARD, BACKWARD, BACKWARD]
+# The step by itself, beside the next forward, also beside backward, or in it: one of these, by the seed. In the last
+# two all gradients are sent, as steps with Top-K do not begin in backward.
+FORWARD, BACKWARD, FREE = {}, {"backward": True}, {"free_gradients": True}
+OVERLAP = [None, FORWARD, BACKWARD, FREE]
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
 
@@ -64,7 +64,7 @@ class Training:
         self.seed = seed
         self.state_dtypes = STATE_DTYPES[seed % len(STATE_DTYPES)]
         self.overlap = OVERLAP[seed // len(STATE_DTYPES) % len(OVERLAP)]
-        self.topk = {} if self.overlap is BACKWARD else TOPK
+        self.topk = TOPK if self.overlap in (None, FORWARD) else {}
         self.generator = torch.Generator().manual_seed(seed)
         self.params = {
             "embed": self._param(SAMPLES, 24),
@@ -80,8 +80,11 @@ class Training:
         self.position, self.order = SAMPLES, torch.arange(SAMPLES)
         self.resumes = devices != WITHOUT_A_STORE
         self.opt = self._open(devices)
-        self._begin_overlap()
         self.event = self.opt.user_state["event"] if self.opt.user_state else 0
+        if self.overlap is FREE:  # what requires a gradient has states, whether or not it gets one
+            for name, first in (("late", LATE), ("joined", JOINED)):
+                self.params[name].requires_grad_(self.steps + 1 >= first)
+        self._begin_overlap()
         # What was found, before anything is done with it.
         self.found = self.image() if self.event else {}
         if self.event:
@@ -149,6 +152,9 @@ class Training:
             opt.add_param_group(self._joining())
             self._schedule()
             self._begin_overlap()  # of all parameters
+        if self.overlap is FREE and number in (LATE, JOINED):
+            self.params["late" if number == LATE else "joined"].requires_grad_()
+            self._begin_overlap()
         if number in self.topk:
             opt.param_groups[0]["topk"] = self.topk[number]
         if number == WRITE:
@@ -164,7 +170,7 @@ class Training:
         if self.overlap is BACKWARD and number % 3:
             opt.synchronize()  # only then a step begins in backward
         loss.backward()
-        if number == HALVE:
+        if number == HALVE and self.overlap is not FREE:
             for p in params.values():
                 p.grad.mul_(0.5)
         self.event = 2 * number

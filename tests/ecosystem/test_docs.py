@@ -294,6 +294,16 @@ def an_optimizer_without_overlap(reading):
     assert calls == [reading.names["model"]]
 
 
+@starts("docs/overlap.md", "free_gradients=True")
+def an_optimizer_whose_gradients_stay(reading):
+    reading.names["opt"] = CSDAdam(reading.names["model"].parameters())
+    opt = reading.names["opt"]
+    with trains(reading):
+        yield
+        train(reading.names["model"], opt, 1)
+        assert opt.stats()["overlap"]["early_params"] > 0
+
+
 @starts("docs/distributed.md", 'torch.load("state.pt"')
 def an_export(reading):
     """The one that the command before it makes, of another run; the states are those of that run then."""

@@ -7,6 +7,7 @@ from torch import nn
 from csd_optim import CSDAdam, CSDValueError
 
 STEPS = 6
+FREE = {"free_gradients": True}
 TILE = 4096  # elements: what a card takes at least, of 8-bit states
 
 
@@ -24,9 +25,12 @@ class Run:
             for _ in range(STEPS):
                 loss = model(torch.randn(3, 64, dtype=torch.bfloat16)).square().sum()
                 opt.synchronize()  # so that a step can begin in backward
-                loss.backward()
-                if len(self.losses) == STEPS - 2:  # what has begun in it is undone
-                    for p in model.parameters():
+                halve = len(self.losses) == STEPS - 2
+                if overlap is FREE:
+                    (loss * 0.5 if halve else loss).backward()
+                else:
+                    loss.backward()
+                    for p in model.parameters() if halve else ():  # what has begun in it is undone
                         p.grad.mul_(0.5)
                 opt.step()
                 opt.zero_grad()
@@ -43,10 +47,12 @@ def test_training(devices, state_dtype, monkeypatch):
     plain = Run(devices, None, state_dtype)
     runs = [Run(devices, {}, state_dtype)]
     if devices == ["ram:"]:  # has one copy of the states
-        with pytest.raises(CSDValueError, match="second copy"):
-            Run(devices, {"backward": True}, state_dtype)
+        for overlap in {"backward": True}, FREE:
+            with pytest.raises(CSDValueError, match="second copy"):
+                Run(devices, overlap, state_dtype)
     else:
-        runs.append(Run(devices, {"backward": True}, state_dtype))
+        runs += [Run(devices, {"backward": True}, state_dtype), Run(devices, FREE, state_dtype)]
+        assert all(early == runs[2].early[0] > 0 for early in runs[2].early)
         *early, changed, last = [early > 0 for early in runs[1].early]
         assert [*early, last] == [False, False, True, True, True]
         # Those changed before they were copied were right.

@@ -72,9 +72,14 @@ def never_failed(state_dtype):
     return training.image()
 
 
+MODES = pytest.mark.parametrize(
+    "overlap", [{}, {"backward": True}, {"free_gradients": True}], ids=["forward", "backward", "free"]
+)
+
+
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("calls", [TILE_READ, TILE_WRITE, META_WRITE | SYNC], ids=["read", "write", "commit"])
-@pytest.mark.parametrize("overlap", [{}, {"backward": True}], ids=["forward", "backward"])
+@MODES
 @in_child
 def test_one_call_fails(overlap, calls, state_dtype, tmp_path):
     failures = 0
@@ -90,7 +95,7 @@ def test_one_call_fails(overlap, calls, state_dtype, tmp_path):
     assert failures or calls == META_WRITE | SYNC  # whose failure the next attempt may mend before anybody is told
 
 
-@pytest.mark.parametrize("overlap", [{}, {"backward": True}], ids=["forward", "backward"])
+@MODES
 @in_child
 def test_a_device_that_fails_for_ever(overlap, tmp_path):
     training = Training([f"file:{tmp_path}/csd{i}?cache=off" for i in range(2)], overlap)

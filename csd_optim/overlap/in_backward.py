@@ -1,0 +1,401 @@
+"""Steps that run in backward: each gradient goes to the devices when it is there, and its memory is free again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..bindings import AS_PUSHED
+from ..engine.engine import Engine
+from ..engine.pieces import Pieces
+from ..engine.trace import Span
+from ..errors import CSDError, CSDRuntimeError, CSDTypeError
+from ..params.groups import Groups, members, name_of, plain
+from ..params.param_state import ParamState
+from ..params.strides import flat
+from ..signals import defer_signals
+from ..step.prepare import GradOptions, PreparedStep
+from ..step.run import StepRunner
+from ..store.format import Record
+from .order import NEVER
+from .spans import ModelSpans
+from .taken import TakenGradient
+from .waits import Nets, WaitingList
+
+_CHANGED = (
+    "backward has changed parameters already, as it does with overlap(free_gradients=True): nobody can read them, or "
+    "the states, before step(), or zero_grad(), which undoes that"
+)
+_AGAIN = (
+    "a second backward before step(), or a checkpoint with use_reentrant=True, which makes several: with "
+    "overlap(free_gradients=True) a step has the gradients of one, and everything is as it was before. Nothing can be "
+    "accumulated; checkpoints take use_reentrant=False"
+)
+
+# What prepares a step in which all parameters take part that require gradients, and stand for these.
+Prepare = Callable[[], tuple[PreparedStep, "Record | None"]]
+
+
+class Lent(NamedTuple):
+    """Gradients that the engine reads until these tiles have their parameters."""
+
+    tiles: np.ndarray[Any, Any]  # uint32
+    grads: list[torch.Tensor]
+    nbytes: int
+
+
+class Part(NamedTuple):
+    """A gradient, or a part of it; and where the whole would begin."""
+
+    grad: torch.Tensor
+    address: int
+
+
+class Taken(NamedTuple):
+    """A parameter whose gradient a step has."""
+
+    param_state: ParamState
+    version: int  # of the parameter, since then
+
+
+class StepsInBackward:
+    """Of one optimizer and one model. A step is under way from the first gradient of a backward to the end of step().
+
+    Until then its parameters change, and whoever reads one that may have changed gets a CSDRuntimeError. So does who
+    wants what such a step cannot do, and then it is undone: parameters and states are those before that backward.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        runner: StepRunner,
+        model: torch.nn.Module,
+        groups: Callable[[], Groups],
+        prepare: Prepare,
+        most: int,
+        spans: list[Span] | None,
+    ) -> None:
+        """`groups`, `spans`: as of Overlap. `prepare`: a bound method of something that may go away.
+
+        `most`: bytes of gradients that may be under way; backward waits when there are more.
+        """
+        self.active = False  # see Arrivals
+        self._engine, self._runner, self._groups = engine, runner, groups
+        self._prepare = weakref.WeakMethod(prepare)  # type: ignore[arg-type]
+        # Before the finalizer that closes the engine: the last that is made comes first.
+        self._if_dropped = weakref.finalize(prepare.__self__, self.undo)  # type: ignore[attr-defined]
+        self._most = most
+        self._waited, self._early_elems = 0.0, 0  # seconds, elements, of the last step
+        self._given_up = -1  # a backward whose step was undone before its end
+        self._reset()
+        params = list({id(p): p for _, _, p in members(groups())}.values())
+        self._nets = Nets(model, params, self)
+        for group in groups():
+            group["params"] = WaitingList(group["params"], self)
+        # Sees gradients before they are taken.
+        self._spans = None if spans is None else ModelSpans(spans, model, params)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
+            for p in params
+            if p.requires_grad
+        ]
+
+    def _reset(self) -> None:
+        """No step is under way."""
+        self.active = False
+        self._step: PreparedStep | None = None
+        self._task, self._over = -1, False  # torch's number of the backward; has it come to its end?
+        self._constants: list[dict[str, Any]] = []  # of the groups
+        self._awaited: dict[int, ParamState] = {}  # by id of the parameter: all that may take part
+        self._taken: dict[int, Taken] = {}  # those whose gradients are there, likewise
+        self._pieces: Pieces | None = None
+        self._to_push: dict[int, None] = {}  # tiles
+        self._tiles: list[int] = []  # that were pushed, in this order
+        self._missing = np.zeros(0, np.int64)  # of each tile: gradients that are not there
+        self._parts: dict[int, dict[int, Part]] = {}  # by tile that lacks others, by row
+        self._lent: deque[Lent] = deque()
+        self._lent_bytes = 0
+
+    def end(self) -> None:
+        """No further step begins in backward."""
+        self.undo()
+        self._if_dropped.detach()
+        if self._spans:
+            self._spans.end()
+        self._nets.remove()
+        for hook in self._hooks:
+            hook.remove()
+        for group in self._groups():
+            group["params"] = list(group["params"])
+
+    def give_way(self) -> bool:
+        """Ends if the optimizer is gone, which cannot be asked to. Returns whether it is."""
+        if self._groups():
+            return False
+        self.end()
+        return True
+
+    # ---- in backward -----------------------------------------------------------
+
+    def _on_grad(self, p: torch.Tensor) -> None:
+        """A gradient is there. Raises what a step raises, and CSDRuntimeError; the step is undone then."""
+        prepare = self._prepare()
+        if prepare is None or p.grad is None:
+            return
+        try:
+            with self._engine.lock, torch.no_grad():  # several threads may go backward
+                task = torch._C._current_graph_task_id()
+                if task == self._given_up or (self._step and task != self._task):
+                    raise CSDRuntimeError(_AGAIN)
+                if self._step is None:
+                    self._begin(prepare, task)
+                self._take(p, p.grad)
+                self._let_go()
+        except BaseException:  # Ctrl-C, too
+            self.undo()
+            raise
+
+    def _begin(self, prepare: Prepare, task: int) -> None:
+        engine = self._engine
+        with defer_signals():  # that it has begun is noted
+            step, record = prepare()
+            if step.prepared or step.table["topk"].any():
+                raise CSDRuntimeError(
+                    "overlap(free_gradients=True): a parameter moved in memory, or owes what Top-K left"
+                )
+            self._awaited = {id(b.param): b for b in step.plan.param_states}
+            self._constants = [plain(group) for group in self._groups()]
+            self._pieces, self._missing = Pieces(engine), np.zeros(engine.n_tiles, np.int64)
+            has_grad = step.table["grad"][self._pieces.all["param"]] != 0
+            np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
+            self._waited, self._early_elems = 0.0, 0
+            self._step, self._task, self.active = step, task, True
+            self._runner.moved = self._runner.in_flight = True
+            tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
+            engine.guessed, engine.lent = True, self._lent
+            self._to_push = dict.fromkeys(tiles.tolist())
+            autograd = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            autograd.queue_callback(_Pass(self, task))
+
+    def _take(self, p: torch.Tensor, grad: torch.Tensor) -> None:
+        param_state = self._awaited.get(id(p))
+        if param_state is None:
+            raise CSDRuntimeError("a parameter got a gradient that required none when this backward began")
+        if grad.dtype is not param_state.direct or grad.layout is not torch.strided:
+            raise CSDTypeError(
+                f"the gradient of {param_state.name} is {grad.dtype}, {grad.layout}; overlap(free_gradients=True) "
+                f"takes dense ones of the parameter's dtype, {param_state.direct}"
+            )
+        was_ours = not param_state.is_written
+        # From now on it may change: torch refuses to go back through what has saved it.
+        torch.autograd.graph.increment_version([p])
+        if was_ours:
+            param_state.is_ours()
+        self._taken[id(p)] = Taken(param_state, param_state.version_now)
+        p.grad = TakenGradient(p)
+        self._hand_over(param_state.index, grad.detach().resolve_neg().contiguous())
+
+    def _hand_over(self, row: int, grad: torch.Tensor) -> None:
+        """Pushes the tiles that lack no other gradient. Of the others' parts copies are kept, not the whole."""
+        assert self._pieces is not None
+        own, others, tiles = False, list[torch.Tensor](), list[int]()
+        for _, tile, first, _, n in self._pieces.of(row).tolist():
+            self._missing[tile] -= 1
+            parts = self._parts.pop(tile, {})
+            if self._missing[tile]:
+                part = grad if n == grad.numel() else flat(grad)[first : first + n].clone()
+                parts[row] = Part(part, part.data_ptr() - first * grad.element_size())
+                self._parts[tile] = parts
+                continue
+            own = True
+            others += [part.grad for part in parts.values()]
+            self._push(tile, {**parts, row: Part(grad, grad.data_ptr())})
+            tiles.append(tile)
+        if own:
+            lent = [grad, *others]
+            self._lent.append(Lent(np.array(tiles, np.uint32), lent, sum(part.nbytes for part in lent)))
+            self._lent_bytes += self._lent[-1].nbytes
+
+    def _push(self, tile: int, parts: dict[int, Part]) -> None:
+        """With these gradients, by row; others it has none."""
+        rows = self._engine.pieces_of(tile)["param"].tolist()
+        self._engine.push_grads(tile, [parts[row].address if row in parts else 0 for row in rows])
+        self._tiles.append(tile)
+        del self._to_push[tile]
+
+    def _let_go(self) -> None:
+        """Of gradients that have been used; waits as long as there are too many that have not. Raises CSDOSError."""
+        began = time.perf_counter()
+        while self._lent:
+            wait = self._lent_bytes > self._most
+            if not self._engine.params_ready(self._lent[0].tiles, wait=wait):
+                break
+            self._lent_bytes -= self._lent.popleft().nbytes
+        self._waited += time.perf_counter() - began
+
+    def ended(self, task: int, *, whole: bool) -> None:
+        """A backward has come to its end, or failed."""
+        if task == self._task and not self._over:
+            self._over = whole
+            if not whole:
+                self.undo()
+
+    # ---- what is asked of a step under way -----------------------------------------
+
+    def wait(self, params: Iterable[torch.Tensor]) -> None:
+        """Somebody is about to read these: see Arrivals. Raises CSDRuntimeError if one may have changed."""
+        if any(id(p) in self._taken for p in params):
+            self.settle()
+
+    def settle(self) -> None:
+        """Returns when no step is under way: one that nobody can ask for any more is undone. Else CSDRuntimeError."""
+        if self._step is None:
+            return
+        if not self._over or not self._cleared():
+            raise CSDRuntimeError(_CHANGED)
+        self.undo()
+
+    def _cleared(self) -> bool:
+        """Has somebody set the gradients to None, as model.zero_grad() does?"""
+        return all(taken.param_state.param.grad is None for taken in self._taken.values())
+
+    def undo(self) -> None:
+        """What a backward has changed is as it was before; gradients that were taken are gone."""
+        with self._engine.lock, torch.no_grad():
+            step, taken = self._step, self._taken
+            if step is None:
+                return
+            lent, parts = self._lent, self._parts  # read until the step is undone
+            if not self._over:
+                self._given_up = self._task
+            self._reset()
+            try:
+                if self._engine.stepping:
+                    self._runner.undo(self._engine, step)
+            finally:
+                self._clear(taken)
+                self._engine.lent = None
+                lent.clear()
+                parts.clear()
+
+    @staticmethod
+    def _clear(taken: dict[int, Taken]) -> None:
+        for param_state, _ in taken.values():
+            if isinstance(param_state.param.grad, TakenGradient):
+                param_state.param.grad = None
+
+    # ---- in step() -------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        return self._step is not None
+
+    def before_step(self, *, scaled: bool) -> None:
+        """Raises CSDRuntimeError if the step is not the one that is asked for now, and undoes it."""
+        if self._spans:
+            self._spans.is_over()
+        if self._step and self._over and self._cleared():
+            self.undo()
+        if why := self._wrong(scaled=scaled):
+            self.undo()
+            raise CSDRuntimeError(f"overlap(free_gradients=True) cannot take this step, and it is undone: {why}")
+
+    def _wrong(self, *, scaled: bool) -> str:
+        groups = self._groups()
+        has_grad = [
+            (name_of(groups, k, i), p)
+            for k, group in enumerate(groups)
+            for i, p in enumerate(list.__iter__(group["params"]))
+            if p.grad is not None
+        ]
+        if self._step is None:
+            old = [name for name, p in has_grad if isinstance(p.grad, TakenGradient)]
+            return f"{old[0]} has had its gradient used by a step before: call zero_grad() between steps" if old else ""
+        if not self._over:
+            return "backward is still going on"
+        if scaled:
+            return "a GradScaler scales gradients, which are used in backward already"
+        for name, p in has_grad:
+            if id(p) not in self._taken or not isinstance(p.grad, TakenGradient):
+                return (
+                    f"{name} has a gradient that this backward has not made, or that was set since: call zero_grad() "
+                    "between steps, and overlap() again when parameters were added, or require gradients now"
+                )
+        if len(has_grad) < len(self._taken):
+            return "some gradients were set to None after backward"
+        if any(b.version_now != version for b, version in self._taken.values()):
+            return "parameters were written between backward and step()"
+        if self._constants != [plain(group) for group in groups]:
+            return "a learning rate, or another hyperparameter, was changed between backward and step()"
+        return ""
+
+    def land(self, record: Record | None) -> None:
+        """The rest of the step. `record`: for its commit. Raises what a step raises; it is undone then."""
+        step, engine = self._step, self._engine
+        assert step is not None
+        self._early_elems = sum(map(engine.elems_of, self._tiles))
+        fired = {taken.param_state.index for taken in self._taken.values()}
+        without = [b.index for b in step.plan.param_states if b.index not in fired]
+        try:
+            step.steps[without] -= 1
+            step.table["grad"][without] = 0
+            engine.decoded.tell(step.table)
+            engine.committer.reserve(record)
+            for tile in list(self._to_push):
+                self._push(tile, self._parts.get(tile, {}))
+            took_part = [b for b in step.plan.param_states if b.index in fired]
+            step.plan = dataclasses.replace(step.plan, params=[b.param for b in took_part], param_states=took_part)
+            self._runner.land(engine, step, record)
+        except BaseException:
+            self.undo()
+            raise
+        self._runner.is_ours(step)
+        engine.rank = np.full(engine.n_tiles, NEVER)  # the next backward makes gradients in the same order
+        engine.rank[self._tiles] = np.arange(len(self._tiles))
+        engine.lent = None
+        self._reset()
+
+    def stats(self) -> dict[str, Any]:
+        """See CSDAdam.stats()."""
+        return {"waited": self._waited, "early_params": self._early_elems, "redone": {}}
+
+
+class _Pass:
+    """Queued in a backward, to tell when that ends: autograd calls it then, and drops it uncalled on an exception."""
+
+    def __init__(self, steps: StepsInBackward, task: int) -> None:
+        self._steps, self._task = steps, task
+
+    def __call__(self) -> None:
+        self._steps.ended(self._task, whole=True)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(CSDError):  # what keeps parameters from being restored is said by the next step
+            self._steps.ended(self._task, whole=False)
+
+
+def cannot_free(groups: Groups, options: GradOptions, max_grad_norm: float | None) -> str:
+    """Why gradients cannot be freed in backward; or nothing."""
+    if max_grad_norm is not None:
+        return "max_grad_norm is set, and the norm of all gradients is known only when backward is over"
+    if options.topk is not None or any(group.get("topk") is not None for group in groups):
+        return "gradients are compressed (topk)"
+    for k, i, p in members(groups):
+        name = name_of(groups, k, i)
+        if not p.requires_grad:
+            continue
+        if p.device.type != "cpu":
+            return f"{name} is on {p.device}: gradients are read where they lie, in host memory"
+        if not p.is_contiguous() or p.is_complex():
+            return f"{name} is complex, or not contiguous"
+        if options.grad_dtype not in (None, p.dtype):
+            return f"grad_dtype is {options.grad_dtype}, and {name} {p.dtype}: gradients would be copied"
+    return ""

@@ -1,0 +1,48 @@
+"""What stands in `p.grad` for a gradient that a step has taken in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import CSDRuntimeError
+
+
+class TakenGradient(torch.Tensor):
+    """Has shape, dtype and device of its parameter, and no values: every operation on it raises CSDRuntimeError.
+
+    Also those of autograd, which would add another gradient to it.
+    """
+
+    @staticmethod
+    def __new__(cls, p: torch.Tensor) -> TakenGradient:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+            cls, p.shape, dtype=p.dtype, device=p.device
+        )
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # shape, dtype, layout, grad
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        refuse(getattr(func, "__name__", func))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        refuse(func)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<a gradient of shape {tuple(self.shape)}, {self.dtype}, that a step has taken>"
+
+
+def refuse(operation: object) -> NoReturn:
+    raise CSDRuntimeError(
+        f"{operation} on a gradient that a step has taken already: with overlap(free_gradients=True) it is used and "
+        "gone when backward has made it. No clipping, no GradScaler, no accumulation, one backward between zero_grad() "
+        "and step(), and zero_grad() sets to None; see docs/overlap.md"
+    )
