@@ -133,6 +133,17 @@ def test_overlap(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_memory(tmp_path):
+    done = run("bench.memory", "--quick", f"--directory={tmp_path}", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.memory/1"
+    rows = result["rows"]
+    assert [(row["mode"], row["limit_bytes"] > 0) for row in rows] == [("none", False), ("free", True)]
+    assert len({row["checksum"] for row in rows}) == 1
+    assert all(row["peak_bytes"] > row["buffer_bytes"] > 0 for row in rows)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_topk(tmp_path):
     png = tmp_path / "topk.png"
     done = run("bench.topk", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}")
