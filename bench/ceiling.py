@@ -91,7 +91,7 @@ def same_bits(dtype: torch.dtype) -> None:
         for t in range(1, 6):
             p.grad = torch.randn(p.numel()).to(dtype)
             engine.grad.copy_(p.grad)
-            engine.hyper[0] = ADAMW.constants(opt.param_groups[0], t, 1.0)
+            engine.hyper[0] = ADAMW.constants(opt.param_groups[0], ADAMW.sections, t, 1.0)
             opt.step()
             engine.step()
         if not torch.equal(engine.param, p):

@@ -1,6 +1,7 @@
-"""csd_optim: torch.optim.AdamW whose state lives on computational storage devices."""
+"""csd_optim: optimizers of torch.optim whose state lives on computational storage devices."""
 
 import logging
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -21,12 +22,16 @@ from .errors import (
 )
 
 __all__ = [
+    "CSDSGD",
+    "CSDAdagrad",
     "CSDAdam",
     "CSDBusyError",
     "CSDError",
+    "CSDLion",
     "CSDLostError",
     "CSDMemoryError",
     "CSDOSError",
+    "CSDRMSprop",
     "CSDRankError",
     "CSDRuntimeError",
     "CSDStoreError",
@@ -39,15 +44,26 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .optim.adagrad import CSDAdagrad
     from .optim.adamw import CSDAdam
+    from .optim.lion import CSDLion
+    from .optim.rmsprop import CSDRMSprop
+    from .optim.sgd import CSDSGD
 
     __version__: str
 else:
+    _OPTIMIZERS = {
+        "CSDAdagrad": "adagrad",
+        "CSDAdam": "adamw",
+        "CSDLion": "lion",
+        "CSDRMSprop": "rmsprop",
+        "CSDSGD": "sgd",
+    }
 
     def __getattr__(name: str) -> Any:
-        """What takes a while comes when it is first asked for: CSDAdam, and torch with it."""
-        if name == "CSDAdam":
-            from .optim.adamw import CSDAdam as value
+        """What takes a while comes when it is first asked for: the optimizers, and torch with them."""
+        if name in _OPTIMIZERS:
+            value = getattr(import_module(f".optim.{_OPTIMIZERS[name]}", __name__), name)
         elif name == "__version__":
             from importlib.metadata import version
 

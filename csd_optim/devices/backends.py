@@ -108,6 +108,7 @@ class Backend:
     on_card: bool = False  # the FPGA of a card updates, with the kernels of an xclbin; else the CPU does, if anything
     in_memory: bool = False  # its state lies in host memory, where a step can be in place
     keeps_state: bool = True  # no: it only stands for one that does, for timing
+    rules: frozenset[str] | None = None  # that its kernels are made for (UpdateRule.name); None: all
     block_bytes: int = DEFAULT_BLOCK  # of one I/O request, where nobody says otherwise
 
 
@@ -130,6 +131,7 @@ BACKENDS = {
             _STORE_OPTIONS + _XRT_OPTIONS + _ANY_OPTIONS,
             has_file=True,
             on_card=True,
+            rules=frozenset({"adamw"}),
             block_bytes=CARD_BLOCK,
         ),
         Backend(

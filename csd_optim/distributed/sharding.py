@@ -129,7 +129,7 @@ class DTensorShard(_OfTensor):
 
         self.mesh, self.placements = p.device_mesh, p.placements
         if any(placement.is_partial() for placement in self.placements):
-            raise CSDRuntimeError(f"CSDAdam does not support parameters with placements {self.placements}")
+            raise CSDRuntimeError(f"csd_optim does not support parameters with placements {self.placements}")
         self.shape, self.stride = p.shape, p.stride()
         self.sizes, self.first = compute_local_shape_and_global_offset(p.shape, self.mesh, self.placements)
 

@@ -1,25 +1,30 @@
-"""CSDAdam: AdamW's arguments, and its rule; see native/include/adamw.h for the arithmetic."""
+"""CSDAdam: the arguments of torch's AdamW and Adam, and their rules: native/include/adamw.h, adam.h."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim import AdamW
+from torch.optim import Adam, AdamW
+from typing_extensions import Unpack
 
 from ..bindings import RULES
+from ..errors import CSDValueError
 from ..params.update_rule import Group, UpdateRule
-from .optimizer import CSDOptimizer
+from .optimizer import CSDOptimizer, Options, takes_options
 
 
-def constants(group: Group, t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """The rule's number and constants for one group at step `t`."""
+def _constants(group: Group, decoupled: bool, t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
     lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
     beta1, beta2 = (float(b) for b in group["betas"])
-    return RULES["amsgrad" if group["amsgrad"] else "adamw"], (
-        1 - lr * weight_decay,
+    if decoupled:
+        rule = RULES["amsgrad" if group["amsgrad"] else "adamw"]
+    else:
+        rule = RULES["adam_amsgrad" if group["amsgrad"] else "adam"]
+    return rule, (
+        1 - lr * weight_decay if decoupled else weight_decay,
         beta1,
         1 - beta1,
         beta2,
@@ -31,6 +36,16 @@ def constants(group: Group, t: float, grad_scale: float) -> tuple[int, tuple[flo
     )
 
 
+def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
+    """AdamW's number and constants for one group at step `t`."""
+    return _constants(group, True, t, grad_scale)
+
+
+def adams_constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
+    """Adam's; a group may have AdamW's decay, as there."""
+    return _constants(group, bool(group["decoupled_weight_decay"]), t, grad_scale)
+
+
 ADAMW = UpdateRule(
     name="adamw",
     sections=("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
@@ -38,10 +53,28 @@ ADAMW = UpdateRule(
     hyperparameters=("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
     constants=constants,
     switches={"amsgrad": "max_exp_avg_sq"},
+    has_codes=True,
+)
+ADAM = replace(
+    ADAMW,
+    name="adam",
+    hyperparameters=(*ADAMW.hyperparameters, "decoupled_weight_decay"),
+    constants=adams_constants,
 )
 
 
-class CSDAdam(CSDOptimizer, AdamW):
+class _AdamOrAdamW(AdamW):
+    """AdamW that can be told, as Adam can, not to decouple weight decay; what it was told is in `defaults`."""
+
+    def __init__(self, *args: Any, decoupled_weight_decay: bool, **kwargs: Any) -> None:
+        Adam.__init__(self, *args, decoupled_weight_decay=decoupled_weight_decay, **kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        base = AdamW if {**vars(self), **state}["defaults"].get("decoupled_weight_decay", True) else Adam
+        base.__setstate__(self, state)  # type: ignore[no-untyped-call]
+
+
+class CSDAdam(CSDOptimizer, _AdamOrAdamW):
     """AdamW whose fp32 weights and moments live on computational storage devices.
 
     One step, three overlapped phases, tile by tile:
@@ -54,6 +87,8 @@ class CSDAdam(CSDOptimizer, AdamW):
 
     Args:
         params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or a CUDA device.
+        weight_decay: None is 1e-2, as AdamW has it, or 0 with ``decoupled_weight_decay=False``, as Adam has it.
+        decoupled_weight_decay: False makes it :class:`torch.optim.Adam`: weight decay is added to the gradient.
         devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (one in a nameless
             file, gone with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. None reads
             ``CSD_OPTIM_DEVICES``, else ``"file:"``.
@@ -104,18 +139,20 @@ class CSDAdam(CSDOptimizer, AdamW):
     ``torch._foreach_*`` writes to them. With 8-bit states such writes to 16-bit parameters in host
     memory are noticed as well, unless `grad_dtype` is another dtype.
 
-    Rule: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; see native/include/adamw.h.
+    Rules: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2, see native/include/adamw.h;
+    Kingma & Ba, "Adam", 2015, algorithm 1, with weight decay added to the gradient, see native/include/adam.h.
     """
 
     _rule = ADAMW
 
+    @takes_options
     def __init__(
         self,
         params: Any,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        weight_decay: float | None = None,
         amsgrad: bool = False,
         *,
         maximize: bool = False,
@@ -123,20 +160,13 @@ class CSDAdam(CSDOptimizer, AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-        grad_dtype: torch.dtype | None = None,
-        topk: float | None = None,
-        error_feedback: bool = True,
-        topk_warmup: int = 0,
-        max_grad_norm: float | None = None,
-        resume: bool = False,
-        overwrite: bool = False,
-        shadow: bool = True,
-        tile_size: int | None = None,
-        process_group: Any = None,
-        sharded: bool = True,
-        state_dtype: str = "fp32",
+        decoupled_weight_decay: bool = True,
+        **options: Unpack[Options],
     ) -> None:
+        if not decoupled_weight_decay:
+            self._rule = ADAM
+        if weight_decay is None:
+            weight_decay = 1e-2 if decoupled_weight_decay else 0
         super().__init__(
             params,
             lr,
@@ -149,20 +179,21 @@ class CSDAdam(CSDOptimizer, AdamW):
             capturable=capturable,
             differentiable=differentiable,
             fused=fused,
-            devices=devices,
-            grad_dtype=grad_dtype,
-            topk=topk,
-            error_feedback=error_feedback,
-            topk_warmup=topk_warmup,
-            max_grad_norm=max_grad_norm,
-            resume=resume,
-            overwrite=overwrite,
-            shadow=shadow,
-            tile_size=tile_size,
-            process_group=process_group,
-            sharded=sharded,
-            state_dtype=state_dtype,
+            decoupled_weight_decay=decoupled_weight_decay,
+            **options,
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "defaults" in state and not state["defaults"].get("decoupled_weight_decay", True):
+            self._rule = ADAM  # a copy, or a pickle
+        super().__setstate__(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._rule is ADAMW and not param_group.get("decoupled_weight_decay", True):
+            raise CSDValueError(
+                "Invalid decoupled_weight_decay of a group: False; give it to CSDAdam, then groups may have their own"
+            )
+        super().add_param_group(param_group)
 
 
 CSDAdam.__module__ = "csd_optim"  # where users find it: what it prints as, and what pickles name

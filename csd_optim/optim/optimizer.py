@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
@@ -76,11 +77,41 @@ _PUBLIC = (
 )
 
 
+class Options(TypedDict, total=False):
+    """What every optimizer here takes besides the arguments of torch's: see CSDAdam."""
+
+    devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+    grad_dtype: torch.dtype | None
+    topk: float | None
+    error_feedback: bool
+    topk_warmup: int
+    max_grad_norm: float | None
+    resume: bool
+    overwrite: bool
+    shadow: bool
+    tile_size: int | None
+    process_group: Any
+    sharded: bool
+    state_dtype: str
+
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def takes_options(init: _Init) -> _Init:
+    """Of an optimizer's ``__init__(self, ..., **options: Unpack[Options])``: its signature names them."""
+    signature, ours = inspect.signature(init), inspect.signature(CSDOptimizer.__init__).parameters
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [*own, *(ours[name] for name in Options.__annotations__)]
+    setattr(init, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
+    return init
+
+
 class CSDOptimizer(Optimizer, Joinable):
     """An optimizer of torch's whose fp32 masters and states live on computational storage devices, whatever its rule.
 
     To be put before the optimizer whose hyperparameters and contract it has, as in
-    ``class CSDAdam(CSDOptimizer, AdamW)``. See there for what the arguments and methods do.
+    ``class CSDSGD(CSDOptimizer, SGD)``. See CSDAdam for what the arguments and methods do.
     """
 
     _rule: UpdateRule
@@ -89,19 +120,19 @@ class CSDOptimizer(Optimizer, Joinable):
     def __init__(
         self,
         *of_torch: Any,
-        devices: Any,
-        grad_dtype: torch.dtype | None,
-        topk: float | None,
-        error_feedback: bool,
-        topk_warmup: int,
-        max_grad_norm: float | None,
-        resume: bool,
-        overwrite: bool,
-        shadow: bool,
-        tile_size: int | None,
-        process_group: Any,
-        sharded: bool,
-        state_dtype: str,
+        devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        grad_dtype: torch.dtype | None = None,
+        topk: float | None = None,
+        error_feedback: bool = True,
+        topk_warmup: int = 0,
+        max_grad_norm: float | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        shadow: bool = True,
+        tile_size: int | None = None,
+        process_group: Any = None,
+        sharded: bool = True,
+        state_dtype: str = "fp32",
         **named_of_torch: Any,
     ) -> None:
         """`of_torch`, `named_of_torch`: the arguments of torch's optimizer."""
@@ -120,7 +151,7 @@ class CSDOptimizer(Optimizer, Joinable):
             raise CSDValueError(f"Invalid sharded: {sharded!r}; it is True or False")
         if resume and overwrite:
             raise CSDValueError("resume=True and overwrite=True exclude each other")
-        check_state_dtype(state_dtype)
+        check_state_dtype(state_dtype, rule=self._rule)
         self._unbind(ranks_of(process_group), sharded, state_dtype)
         self._options = {"tile_size": tile_size, "shadow": shadow}
         self.devices = devices
@@ -130,6 +161,12 @@ class CSDOptimizer(Optimizer, Joinable):
         self.topk_warmup = topk_warmup
         self.max_grad_norm = max_grad_norm
         specs = parse_devices(devices)
+        for spec in specs:
+            if spec.kind.rules is not None and self._rule.name not in spec.kind.rules:
+                raise CSDValueError(
+                    f"{spec} has no kernel for {self._rule.name}, the rule of this {type(self).__name__}, but for "
+                    f"{', '.join(sorted(spec.kind.rules))}: take devices that the CPU updates, such as a directory"
+                )
         super().__init__(*of_torch, **named_of_torch)
         if self._ranks:
             self._ranks.use_device_of(p for _, _, p in members(self.param_groups))
@@ -243,7 +280,7 @@ class CSDOptimizer(Optimizer, Joinable):
                         f"{type(self).__name__} does not support `{name}`: its state is not on the parameter's device"
                     )
             check_topk(group.get("topk"), f" of group {k}")
-            check_state_dtype(group.get("state_dtype", self.state_dtype), f" of group {k}")
+            check_state_dtype(group.get("state_dtype", self.state_dtype), f" of group {k}", self._rule)
             for i, p in enumerate(group["params"]):
                 # A frozen one is none of our business: it may be quantized, or not even made yet.
                 if p.requires_grad and not is_lazy(p):
@@ -251,7 +288,7 @@ class CSDOptimizer(Optimizer, Joinable):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._initial_groups.append(plain(group, self._rule.hyperparameters))
+        self._initial_groups[k:] = [plain(group, self._rule.hyperparameters)]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
@@ -304,7 +341,7 @@ class CSDOptimizer(Optimizer, Joinable):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's. States that are kept as codes are decoded, which takes as much memory as they do in fp32."""
+        """As torch's. States that are kept as codes are decoded, which takes as much memory as they do in fp32."""
         state_dict = super().state_dict()
         decoded = {k: {**entry} for k, entry in state_dict["state"].items() if isinstance(entry, DecodedEntry)}
         if not decoded:
@@ -314,7 +351,7 @@ class CSDOptimizer(Optimizer, Joinable):
         return {**state_dict, "state": {**state_dict["state"], **decoded}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads AdamW's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter.
+        """Loads torch's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter.
 
         Of ranks with named directories, or with overlap(), all call it, and it is durable on all of them or on none.
         """
@@ -344,7 +381,7 @@ class CSDOptimizer(Optimizer, Joinable):
         try:
             super().load_state_dict(state_dict)
             for before, group in zip(kept[1], self.param_groups, strict=True):
-                if "topk" in before:  # AdamW's checkpoints do not have it
+                if "topk" in before:  # torch's checkpoints do not have it
                     group.setdefault("topk", before["topk"])
                 group.pop("state_dtype", None)  # how states are kept goes with the optimizer, not with the checkpoint
                 if "state_dtype" in before:
@@ -376,7 +413,7 @@ class CSDOptimizer(Optimizer, Joinable):
                 yield
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Until the next step(), state_dict() of rank `to` has the states of all ranks: whole, as AdamW's has them.
+        """Until the next step(), state_dict() of rank `to` has the states of all ranks: whole, as torch's has them.
 
         A collective, for torch.save() on one rank and for trainers that know it from ZeroRedundancyOptimizer. That
         rank needs memory for all of the states, the others for the largest one. Changes nothing of FSDP1's.
@@ -571,7 +608,7 @@ class CSDOptimizer(Optimizer, Joinable):
         with all_ranks_or_none(self._ranks):
             record = self._record(engine) if engine.durable else None
             self._resume.begin_step(engine, self.param_groups)
-            taking_part = participants(self.param_groups)
+            taking_part = participants(self.param_groups, type(self).__name__)
             if self._overlap:
                 self._overlap.check(taking_part)
             if self.max_grad_norm is None:
@@ -769,10 +806,10 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @staticmethod
     def load(path: checkpoint.Paths) -> dict[str, Any]:
-        """A store or snapshot as AdamW's state dict, for load_state_dict() here and there, and for torch.save().
+        """A store or snapshot as torch's state dict, for load_state_dict() here and there, and for torch.save().
 
         `path`: a snapshot, the directory of a store of one device, or the list of the directories of several. Beside
-        AdamW's states there is ``master``, the parameter in fp32, and an entry ``csd_optim`` with names, dtypes, step
+        its states there is ``master``, the parameter in fp32, and an entry ``csd_optim`` with names, dtypes, step
         and ``user_state``. The tensors are mapped from the files: they take memory when written to only, and as long
         as one of them is alive nobody may train on that store. Everything is read and checked once.
 

@@ -10,6 +10,7 @@ import torch
 
 from ..bindings import CODECS
 from ..errors import CSDTypeError, CSDValueError
+from .update_rule import UpdateRule
 
 Groups = Sequence[dict[str, Any]]
 
@@ -27,10 +28,15 @@ def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
             yield k, i, p
 
 
-def check_state_dtype(value: Any, where: str = "") -> None:
-    """Raises CSDValueError."""
+def check_state_dtype(value: Any, where: str = "", rule: UpdateRule | None = None) -> None:
+    """Raises CSDValueError, also if the states of this rule cannot be kept so."""
     if value not in CODECS:
         raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is {' or '.join(map(repr, CODECS))}")
+    if value != "fp32" and rule and not rule.has_codes:
+        raise CSDValueError(
+            f"Invalid state_dtype{where}: {value!r} keeps a first moment as a share of the root of a second moment, "
+            f"which bounds it; the states of {rule.name} have no such bound, and stay 'fp32'"
+        )
 
 
 def _item(value: Any) -> Any:

@@ -55,9 +55,14 @@ def other_rule(stored: Contents, rule: UpdateRule) -> str | None:
         if not rule.takes(extent["sections"]):
             return f"its tiles have the sections {extent['sections']}, which are not those of the rule {name}"
     for group in (*stored.record.groups, *stored.record.given):
-        if missing := [key for key in rule.hyperparameters if key not in group]:
+        if missing := [key for key in rule.hyperparameters if not _is_numeric(group.get(key))]:
             return f"a group of it has no {missing[0]}, which the rule {name} needs"
     return None
+
+
+def _is_numeric(value: object) -> bool:
+    """A number, or several, as plain() keeps a hyperparameter."""
+    return all(isinstance(v, (int, float)) for v in (value if isinstance(value, list) and value else [value]))
 
 
 def other_codec(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) -> str | None:

@@ -49,6 +49,7 @@ class ParamState:
     unless_set: bool = False  # a 16-bit one there that may be set uncounted: where it is not the rounded master
     is_new: bool = False  # its place is empty: the step under way begins with the parameter
     alive: bool = True  # no: the parameter got another place
+    initial: Mapping[str, float] = field(default_factory=dict)  # what states begin as, where that is not zero
     # What was true of `param` after the last step; anything else is looked at closely.
     version: int = -1
     pointer: int = -1
@@ -193,7 +194,7 @@ class ParamState:
     def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> int:
         """Copies into the parameter's place what `entry` (that of `state`) has of it.
 
-        What is missing starts at zero; `fresh`: it reads as zero already. `seed`: the master too.
+        What is missing starts as the rule has it; `fresh`: it reads as zero already. `seed`: the master too.
         Returns how many elements of exp_avg 8-bit states cannot hold.
         """
         lost = self._encode(entry, seed=seed, fresh=fresh) if self.decoded else 0
@@ -208,8 +209,9 @@ class ParamState:
             elif key == "master":
                 if seed:
                     window.copy_(self.local)
-            elif not fresh:
-                window.zero_()
+            elif not fresh or key in self.initial:
+                first = self.initial.get(key, 0.0)
+                window.fill_(complex(first, first) if window.is_complex() else first)
         # A master that came with the state may not round to the parameter: the next step compares them.
         self.version = self.version_now if "master" not in entry and not self._is_left(entry, fresh=fresh) else -1
         return lost
@@ -295,7 +297,7 @@ class ParamState:
                 f"the gradient of {self.name} has shape {tuple(g.shape)}, the parameter {tuple(p.shape)}"
             )
         if g.dtype not in DTYPES:
-            raise CSDTypeError(f"the gradient of {self.name} is {g.dtype}; CSDAdam takes {', '.join(map(str, DTYPES))}")
+            raise CSDTypeError(f"the gradient of {self.name} is {g.dtype}; taken are {', '.join(map(str, DTYPES))}")
         grad = flat(ordered(g.detach().resolve_conj().resolve_neg(), self.stride))
         target, back = p, None
         if not same_order(p.stride(), self.stride, p.shape):
@@ -315,13 +317,13 @@ def check_param(p: torch.Tensor, name: str) -> None:
     if p.dtype not in DTYPES:
         advice = ": states are fp32; convert the model, for example by model.float()" if p.is_floating_point() else ""
         raise CSDTypeError(
-            f"CSDAdam does not support {p.dtype} parameters{advice}. {name} is one, of shape {tuple(p.shape)}; "
+            f"csd_optim does not support {p.dtype} parameters{advice}. {name} is one, of shape {tuple(p.shape)}; "
             f"supported are {', '.join(map(str, DTYPES))}"
         )
     if p.layout is not torch.strided:
-        raise CSDRuntimeError(f"CSDAdam does not support {p.layout} parameters, such as {name}")
+        raise CSDRuntimeError(f"csd_optim does not support {p.layout} parameters, such as {name}")
     if p.device.type not in ("cpu", "cuda", "meta"):
-        raise CSDRuntimeError(f"CSDAdam does not support parameters on {p.device}, such as {name}: only cpu and cuda")
+        raise CSDRuntimeError(f"csd_optim does not support parameters on {p.device}, such as {name}: only cpu and cuda")
     if any(s == 0 and n > 1 for s, n in zip(p.stride(), p.shape, strict=True)):
         raise CSDRuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "

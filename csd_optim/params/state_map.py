@@ -61,6 +61,7 @@ class StateMap:
     def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
         """Gives parameters, named by their id, a place on the devices, to be filled."""
         alike: dict[tuple[Any, ...], list[tuple[str, torch.Tensor, Partition]]] = {}
+        initial: dict[int, dict[str, float]] = {}
         for k, i, p in members(groups):
             if id(p) not in joining:
                 continue
@@ -71,6 +72,7 @@ class StateMap:
             check_entry(entry, p, name, self.rule.sections)
             kind = self.rule.sections_for(groups[k], entry), *self.codec_of(groups[k], p)
             alike.setdefault(kind, []).append((name, p, self.part_of(p)))
+            initial[id(p)] = self.rule.initial_for(groups[k])
         try:
             for (sections, codec, dtype), new in alike.items():
                 numels = [numel(part.of(p)) for _, p, part in new]
@@ -78,7 +80,7 @@ class StateMap:
                 for name, p, part in new:
                     local = torch.empty_like(part.of(p), device="meta")
                     param_state = self._give(
-                        engine, p, part, name, len(engine.extents) - 1, local.shape, local.stride()
+                        engine, p, part, name, len(engine.extents) - 1, local.shape, local.stride(), initial[id(p)]
                     )
                     param_state.look(grad_dtype)
                     self.unfilled[param_state] = True
@@ -110,8 +112,9 @@ class StateMap:
         extent: int,
         shape: Sequence[int],
         stride: tuple[int, ...],
+        initial: dict[str, float],
     ) -> ParamState:
-        """Gives a parameter the next place of an extent. `shape`, `stride`: of its part's states."""
+        """Gives a parameter the next place of an extent. `shape`, `stride`, `initial`: of its part's states."""
         place = engine.extents[extent]
         i = len(self.by_index) - place.first_param
         dtype = torch.complex64 if p.is_complex() else torch.float32
@@ -137,6 +140,7 @@ class StateMap:
             reachable=engine.devices.reaches_params,
             decoded=engine.decoded if coded else None,
             kept_dtype=p.dtype if coded else None,
+            initial=initial,
         )
         self.param_states[id(p)] = param_state
         self.by_index.append(param_state)
@@ -202,7 +206,7 @@ class StateMap:
         new = [
             b
             for b in param_states
-            if self.unfilled.get(b) and not self.state.get(b.param) and b.pointer == b.pointer_now
+            if self.unfilled.get(b) and not self.state.get(b.param) and b.pointer == b.pointer_now and not b.initial
         ]
         if len(new) < len(self.unfilled) or not engine.fills_by_step([b.index for b in new]):
             return []
@@ -234,7 +238,7 @@ class StateMap:
             if (
                 param_state is not None
                 and entry
-                and any(name in entry for name in self.rule.sections[len(param_state.sections) :])
+                and any(name in entry and name not in param_state.sections for name in self.rule.sections)
             ):
                 self.param_states.pop(id(p)).alive = False  # needs more room than it has
                 engine.drop_residual(param_state.index)
@@ -299,10 +303,11 @@ class StateMap:
             p = here.get((entry["group"], entry["position"]))
             if p is None or gone:
                 p, part = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta"), UNSHARDED
+                initial = {}
             else:
-                part = self.part_of(p)
+                part, initial = self.part_of(p), self.rule.initial_for(groups[entry["group"]])
             stride = tuple(entry["stride"])
-            param_state = self._give(engine, p, part, entry["name"], entry["extent"], entry["shape"], stride)
+            param_state = self._give(engine, p, part, entry["name"], entry["extent"], entry["shape"], stride, initial)
             if gone:
                 self.param_states.pop(id(p)).alive = False
                 continue

@@ -62,7 +62,8 @@ class StepPlan:
     params: list[torch.Tensor]
     param_states: list[ParamState]
     rows: np.ndarray[Any, Any]  # their rows in the table
-    sections: np.ndarray[Any, Any]  # how many each has
+    layouts: list[tuple[str, ...]]  # the sections that they have: all kinds of it
+    layout_of: np.ndarray[Any, Any]  # which of these each has
     table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
     grad_dtype: torch.dtype | None  # the optimizer's option when this was made
     changes: int  # of the state map, when this was made
@@ -105,8 +106,8 @@ class PreparedStep:
     gather: ParamAllGather | None = field(init=False)
 
 
-def participants(groups: Groups) -> Participants:
-    """All that have a gradient. Raises CSDRuntimeError if one is sparse."""
+def participants(groups: Groups, optimizer: str) -> Participants:
+    """All that have a gradient. Raises CSDRuntimeError if one is sparse. `optimizer`: what a message calls it."""
     params, grads, groups_of, strided = [], [], [], torch.strided
     for k, group in enumerate(groups):
         for p in group["params"]:
@@ -114,7 +115,9 @@ def participants(groups: Groups) -> Participants:
             if g is None:
                 continue
             if g.layout is not strided:
-                raise CSDRuntimeError("CSDAdam does not support sparse gradients, please consider SparseAdam instead")
+                raise CSDRuntimeError(
+                    f"{optimizer} does not support sparse gradients, please consider SparseAdam instead"
+                )
             params.append(p)
             grads.append(g)
             groups_of.append(k)
@@ -217,8 +220,9 @@ def _plan_for(
         )
     rows = np.array([b.index for b in param_states])
     table["master"][rows] = [b.master_in for b in param_states]
-    sections = np.array([len(b.sections) for b in param_states])
-    return StepPlan(params, param_states, rows, sections, table, grad_dtype, state_map.changes)
+    layouts = sorted({b.sections for b in param_states})
+    layout_of = np.array([layouts.index(b.sections) for b in param_states])
+    return StepPlan(params, param_states, rows, layouts, layout_of, table, grad_dtype, state_map.changes)
 
 
 # ---- what will be done -----------------------------------------------------------------
@@ -284,19 +288,24 @@ def _hypers(
     steps: np.ndarray[Any, Any],
     grad_scale: float,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """This step's constants (dtype HYPER), a set per group and step count, and which of them each parameter has."""
-    pairs, hyper_of = np.unique(np.array(groups_of) * 2.0**32 + steps, return_inverse=True)
+    """This step's constants (dtype HYPER), and which of them each parameter has.
+
+    A set per group, kind of sections and step count.
+    """
+    kinds = np.array(groups_of) * len(plan.layouts) + plan.layout_of
+    pairs, hyper_of = np.unique(kinds * 2.0**32 + steps, return_inverse=True)
     ks, ts = np.divmod(pairs, 2.0**32)
-    of = [groups[int(k)] for k in ks]
-    constants = [rule.constants(group, t, grad_scale) for group, t in zip(of, ts.tolist(), strict=True)]
-    needed = np.array([len(rule.sections_for(group)) for group in of])
-    if (lacking := needed[hyper_of] > plan.sections).any():
-        param_state, group = plan.param_states[int(lacking.argmax())], of[hyper_of[int(lacking.argmax())]]
-        turned_on, state = rule.lacking(group, param_state.sections)
+    of = [(groups[int(k) // len(plan.layouts)], plan.layouts[int(k) % len(plan.layouts)]) for k in ks]
+    lacks = np.array([not {*rule.sections_for(group)} <= {*sections} for group, sections in of])
+    if (lacking := lacks[hyper_of]).any():
+        first = int(lacking.argmax())
+        param_state, (group, sections) = plan.param_states[first], of[hyper_of[first]]
+        turned_on, state = rule.lacking(group, sections)
         raise CSDRuntimeError(
             f"{turned_on} was turned on after the state of parameter {param_state.name} was made; "
             f"load a state dict with {state}, or turn it on before the first step"
         )
+    constants = [rule.constants(*kind, t, grad_scale) for kind, t in zip(of, ts.tolist(), strict=True)]
     return np.array(constants, HYPER), hyper_of
 
 

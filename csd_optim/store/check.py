@@ -60,7 +60,7 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]
     require(right, f"a tile has the sections {sections!r}")
     if {"codec", "param_dtype"} & {*extent}:
         codec, dtype = extent.get("codec"), extent.get("param_dtype")
-        right = type(codec) is str and codec != FP32 and type(dtype) is str and rule is None
+        right = type(codec) is str and codec != FP32 and type(dtype) is str
         require(right and takes(codec, sections, PARAM_DTYPES.get(dtype)), f"codes {codec!r} of parameters {dtype!r}")
         require(elems % 4096 == 0 and "sum_elems" in extent, f"a tile of codes has {elems!r} elements")
     if "sum_elems" in extent:

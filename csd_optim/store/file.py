@@ -32,7 +32,7 @@ from .layout import round_up
 from .transfer import open_direct, opened, read, sync_directory, write
 
 SECTOR = 512  # bytes that a disk writes as a whole
-STATE = "optimizer state (24 bytes per parameter, 32 with amsgrad, half of it with shadow=False)"
+STATE = "optimizer state (AdamW's is 24 bytes per parameter, 32 with amsgrad, half of it with shadow=False)"
 # What is to become of a store that is there already: an error, erased at the first write, taken up, only looked at.
 Mode = Literal["new", "overwrite", "resume", "read"]
 

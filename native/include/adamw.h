@@ -37,9 +37,14 @@ struct AdamW {
 
   // One element of each section.
   void update(float (&state)[4], float grad) const {
-    float &master = state[0], &exp_avg = state[1], &exp_avg_sq = state[2], &max_exp_avg_sq = state[3];
     const float g = grad * grad_scale;
-    master = master * decay;
+    state[0] = state[0] * decay;
+    descend(state, g);
+  }
+
+  // What follows the decay, which is also Adam's (adam.h). `g`: the scaled gradient.
+  void descend(float (&state)[4], float g) const {
+    float &master = state[0], &exp_avg = state[1], &exp_avg_sq = state[2], &max_exp_avg_sq = state[3];
     // Two products rather than a lerp: with beta1 = 0 exp_avg is the gradient to the last bit.
     exp_avg = exp_avg * beta1 + g * one_minus_beta1;
     // (1 - beta2) * g first, so that a gradient of 1e20 does not overflow by being squared.

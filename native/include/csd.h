@@ -90,8 +90,20 @@ enum csd_dtype { CSD_F32 = 0, CSD_F16 = 1, CSD_BF16 = 2 };
 /* The update rules. Each has a header beside this one that says what its constants and sections are; rules.h lists
  * them. The first section of a tile is the fp32 master with all of them. */
 enum csd_rule {
-  CSD_ADAMW = 0,  /* adamw.h */
-  CSD_AMSGRAD = 1 /* the same, divided by the root of exp_avg_sq's running maximum: a fourth section */
+  CSD_ADAMW = 0,   /* adamw.h */
+  CSD_AMSGRAD = 1, /* the same, divided by the root of exp_avg_sq's running maximum: a fourth section */
+  CSD_ADAM = 2,    /* adam.h */
+  CSD_ADAM_AMSGRAD = 3,
+  CSD_SGD = 4, /* sgd.h */
+  CSD_SGD_MOMENTUM = 5,
+  CSD_SGD_NESTEROV = 6,
+  CSD_ADAGRAD = 7, /* adagrad.h */
+  CSD_RMSPROP = 8, /* rmsprop.h */
+  CSD_RMSPROP_CENTERED = 9,
+  CSD_RMSPROP_MOMENTUM = 10,
+  CSD_RMSPROP_BOTH = 11,
+  CSD_RMSPROP_UNCENTERED = 12,
+  CSD_LION = 13 /* lion.h */
 };
 
 /* How a tile keeps its states. */

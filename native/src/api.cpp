@@ -209,7 +209,7 @@ int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void
                      csd_error *error) {
   return guarded(error, [&] {
     const csd::Codes at = codes_of(isa, param_dtype, sections, codes);
-    if (hyper->rule > CSD_AMSGRAD || (hyper->rule == CSD_AMSGRAD && !at.peak))
+    if (const csd::SectionRange of = csd::sections_of(hyper->rule); !of.codes || !of.take(at.peak ? 4 : 3))
       throw csd::Failure{CSD_EINVAL, "no codes for update rule " + std::to_string(hyper->rule)};
     const csd::CodedSpan span{hyper, n,     grad, static_cast<uint32_t>(grad_dtype), static_cast<uint32_t>(param_dtype),
                               at,    param, key};

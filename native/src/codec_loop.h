@@ -218,8 +218,16 @@ static uint64_t update_by(const CodedSpan &s) {
 
 template <uint32_t dtype>
 static uint64_t update_params(const CodedSpan &s) {
-  return s.hyper->rule == CSD_AMSGRAD ? update_by<AdamW, CSD_AMSGRAD, 4, dtype>(s)
-                                      : update_by<AdamW, CSD_ADAMW, 3, dtype>(s);
+  switch (s.hyper->rule) {
+#define CSD_CASE(number, Rule, sections, most, codes)                        \
+  case number:                                                               \
+    if constexpr (codes) return update_by<Rule, number, sections, dtype>(s); \
+    else return 0;
+    CSD_RULES(CSD_CASE)
+#undef CSD_CASE
+    default:
+      return 0;  // nobody gets here: see sections_of()
+  }
 }
 
 static uint64_t update(const CodedSpan &s) {

@@ -83,7 +83,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
       else if (const uint32_t rule = hypers[params[param].hyper].rule; !sections_of(rule).take(t.states))
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has " + std::to_string(t.states) +
                                       " sections, which update rule " + std::to_string(rule) + " does not take"};
-      else if (t.layout.coded() && (rule > CSD_AMSGRAD || params[param].param_dtype != t.param_dtype))
+      else if (t.layout.coded() && (!sections_of(rule).codes || params[param].param_dtype != t.param_dtype))
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has codes of another rule or dtype"};
       else if (!lanes_[t.device].device->has_rule(rule))
         throw Failure{CSD_EINVAL, "this device has no update rule " + std::to_string(rule), 0,

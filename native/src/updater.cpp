@@ -97,9 +97,9 @@ std::atomic<int32_t> used_isa{best_isa()};
 
 SectionRange sections_of(uint32_t rule) noexcept {
   switch (rule) {
-#define CSD_CASE(number, Rule, sections, most) \
-  case number:                                 \
-    return {sections, most};
+#define CSD_CASE(number, Rule, sections, most, codes) \
+  case number:                                        \
+    return {sections, most, codes};
     CSD_RULES(CSD_CASE)
 #undef CSD_CASE
     default:

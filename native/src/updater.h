@@ -51,9 +51,10 @@ struct CodedSpan {  // n elements of one parameter
   uint32_t key;  // of the first element's chance
 };
 
-// How many sections a tile may have whose parameters a rule updates.
+// How many sections a tile may have whose parameters a rule updates, and whether they may be codes.
 struct SectionRange {
   uint32_t least, most;
+  bool codes;
   bool take(uint32_t sections) const { return least <= sections && sections <= most; }
 };
 SectionRange sections_of(uint32_t rule) noexcept;  // none: there is no such rule

@@ -52,7 +52,11 @@ def resumed(place, state_dtype, **options):
         return adam(parameters(seed=1), place, state_dtype, resume=True, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"topk": 0.05}], ids=lambda o: ",".join(o) or "plain")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"amsgrad": True}, {"topk": 0.05}, {"decoupled_weight_decay": False}],
+    ids=lambda o: ",".join(o) or "plain",
+)
 @pytest.mark.parametrize(("made", "wanted"), [("8bit", "fp32"), ("fp32", "8bit")])
 def test_goes_on_as_if_it_had_been_loaded(made, wanted, options, tmp_path, run):
     old, new = [str(tmp_path / "a"), str(tmp_path / "b")], [str(tmp_path / name) for name in "cde"]

@@ -1,5 +1,7 @@
 """The 8-bit code of AdamW's states: what is promised of a single element, and of what chance makes of many."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -37,10 +39,11 @@ def decoded(codes, n, dtype, isa="scalar"):
     return states
 
 
-def hyper(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, step=1, amsgrad=False):
+def hyper(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, step=1, rule="adamw"):
     b1, b2 = betas
-    constants = [1 - lr * weight_decay, b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step), (1 - b2**step) ** -0.5, eps, 1]
-    return np.array([(RULES["amsgrad" if amsgrad else "adamw"], constants)], HYPER)
+    decay = weight_decay if rule.startswith("adam_") or rule == "adam" else 1 - lr * weight_decay
+    constants = [decay, b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step), (1 - b2**step) ** -0.5, eps, 1]
+    return np.array([(RULES[rule], constants)], HYPER)
 
 
 def key_of(step, element=0):
@@ -222,19 +225,23 @@ def random_codes(n, dtype, amsgrad, seed=3):
     return codes
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("grad_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_instruction_sets_agree(dtype, grad_dtype, amsgrad):
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype", "rule"),
+    [
+        *itertools.product(DTYPES, DTYPES, ("adamw", "amsgrad")),
+        *itertools.product((torch.bfloat16,), (torch.float32,), ("adam", "adam_amsgrad")),
+    ],
+)
+def test_instruction_sets_agree(dtype, grad_dtype, rule):
     n = 10_000 - 7
     grads = torch.randn(n, generator=torch.Generator().manual_seed(4))
     grads *= 10.0 ** torch.linspace(-12, 3, n)
     grads[5], grads[77], grads[78], grads[400] = torch.inf, torch.nan, 0.0, 1e30
     results = []
     for isa in AVAILABLE:
-        codes, param = random_codes(n, dtype, amsgrad), torch.zeros(n, dtype=dtype)
+        codes, param = random_codes(n, dtype, rule.endswith("amsgrad")), torch.zeros(n, dtype=dtype)
         for step in range(1, 6):
-            constants = hyper(step=step, weight_decay=0.1, amsgrad=amsgrad)
+            constants = hyper(step=step, weight_decay=0.1, rule=rule)
             update_codes(constants, isa, grads.roll(step).to(grad_dtype), codes, param, key_of(step))
         results.append([param, *codes, *decoded(codes, n, dtype, isa)])
     for result in results[1:]:
@@ -274,10 +281,10 @@ def test_max_exp_avg_sq_keeps_its_code_until_it_grows():
         torch.ones(n), torch.zeros(n), torch.ones(n), torch.bfloat16, max_exp_avg_sq=torch.linspace(2, 9, n)
     )
     peak = [s.clone() for s in codes[5:]]
-    train(codes, torch.bfloat16, 200, torch.ones(n), amsgrad=True)
+    train(codes, torch.bfloat16, 200, torch.ones(n), rule="amsgrad")
     assert torch.equal(codes[5], peak[0])
     assert torch.equal(codes[6], peak[1])
-    train(codes, torch.bfloat16, 1, torch.full((n,), 200.0), first=201, amsgrad=True)
+    train(codes, torch.bfloat16, 1, torch.full((n,), 200.0), first=201, rule="amsgrad")
     _, _, square, largest = decoded(codes, n, torch.bfloat16)
     torch.testing.assert_close(largest.sqrt(), square.sqrt(), rtol=0.1, atol=0)
 
@@ -377,5 +384,6 @@ def test_unknown_codes_are_refused():
     with pytest.raises(ValueError, match="no such codes"):
         encode("scalar", [torch.ones(64), None, None, None], torch.bfloat16, blank(64, torch.float32))
     codes = blank(64, torch.float32)
-    with pytest.raises(ValueError, match="no codes for update rule"):
-        update_codes(hyper(amsgrad=True), "scalar", torch.ones(64), codes, torch.empty(64), 0)
+    for rule in {*RULES} - {"adamw", "adam"}:  # peaks are missing, or what codes are of
+        with pytest.raises(ValueError, match="no codes for update rule"):
+            update_codes(hyper(rule=rule), "scalar", torch.ones(64), codes, torch.empty(64), 0)

@@ -1,15 +1,17 @@
 """The training that is stopped and taken up again: everything about it follows from its seed."""
 
 import copy
+import functools
 import hashlib
 import math
 import warnings
 
 import torch
+from support.optimizers import ADAMW, FULL
 from torch.nn.functional import dropout, embedding
 
 import csd_optim.engine.engine
-from csd_optim import CSDAdam, CSDStoreError, CSDWarning
+from csd_optim import CSDStoreError, CSDWarning
 
 csd_optim.engine.engine.SUM_ELEMS = 1024  # so that a tile has several checksums
 
@@ -29,6 +31,8 @@ STATE_DTYPES = [("fp32", "fp32"), ("8bit", "8bit"), ("8bit", "fp32"), ("fp32", "
 # two all gradients are sent, as steps with Top-K do not begin in backward.
 FORWARD, BACKWARD, FREE = {}, {"backward": True}, {"free_gradients": True}
 OVERLAP = [None, FORWARD, BACKWARD, FREE]
+# Which optimizer it is: again by the seed, every other one CSDAdam.
+OPTIMIZERS = [ADAMW] * len(FULL) + FULL
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
 
@@ -62,7 +66,8 @@ class Training:
 
     def __init__(self, seed, devices):
         self.seed = seed
-        self.state_dtypes = STATE_DTYPES[seed % len(STATE_DTYPES)]
+        self.of = OPTIMIZERS[seed // (len(STATE_DTYPES) * len(OVERLAP)) % len(OPTIMIZERS)]
+        self.state_dtypes = STATE_DTYPES[seed % len(STATE_DTYPES) if self.of.rule.has_codes else 0]
         self.overlap = OVERLAP[seed // len(STATE_DTYPES) % len(OVERLAP)]
         self.topk = TOPK if self.overlap in (None, FORWARD) else {}
         self.generator = torch.Generator().manual_seed(seed)
@@ -106,21 +111,22 @@ class Training:
         return [{"params": first, "lr": 0.02, "weight_decay": 0.1, "state_dtype": self.state_dtypes[0]}]
 
     def _joining(self):
-        options = {"lr": 0.01, "initial_lr": 0.01, "amsgrad": True, "state_dtype": self.state_dtypes[1]}
+        options = {"lr": 0.01, "initial_lr": 0.01, **self.of.other, "state_dtype": self.state_dtypes[1]}
         options["topk"] = 0.1 if self.topk else None
         return {"params": [self.params["joined"]], **options}
 
     def _open(self, devices):
+        make = functools.partial(self.of.ours, devices=devices, tile_size=2048, **self.of.kwargs)
         if not self.resumes:
-            return CSDAdam(self._groups(), devices=devices, tile_size=2048)
+            return make(self._groups())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                opt = CSDAdam(self._groups(), devices=devices, tile_size=2048, resume=True)
+                opt = make(self._groups(), resume=True)
             except CSDStoreError as e:
                 if "only the store has" not in str(e):
                     raise
-                opt = CSDAdam([*self._groups(), self._joining()], devices=devices, tile_size=2048, resume=True)
+                opt = make([*self._groups(), self._joining()], resume=True)
         said = any(issubclass(w.category, CSDWarning) and "a new one is begun" in str(w.message) for w in caught)
         if said == bool(opt.user_state):
             raise Violation(f"user_state is {opt.user_state}, but a warning that a new store is begun: {said}")
@@ -182,7 +188,8 @@ class Training:
     def _load(self):
         held = copy.deepcopy(self.opt.state_dict())
         for entry in held["state"].values():
-            entry["exp_avg"] *= 0.5
+            for name in self.of.rule.sections[1:2]:
+                entry[name] *= 0.5
         self.event += 1
         self.opt.user_state = self._user_state()
         self.opt.load_state_dict(held)

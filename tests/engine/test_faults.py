@@ -29,10 +29,12 @@ from faults import (
     TILE_WRITE,
 )
 from support.faulty import child, fault, in_child  # noqa: F401
+from support.optimizers import ADAMW, FULL
 
 from csd_optim import CSDAdam, CSDOSError, CSDWarning
 from csd_optim.store.format import CLEAN, read_contents
 
+OF = {of.name: of for of in (ADAMW, *FULL)}  # bodies run in another process
 DEVICES = ["file", "files", "mixed", "scratch", "paced"]  # of which csd1 is the one that fails, if there are several
 PACE = "read=20MB/s&write=10MB/s&latency=1ms&update=2M/s&link=10MB/s"  # a step of Training takes some 20 ms
 
@@ -58,12 +60,13 @@ class Training:
 
     SHAPES = (((20000,), torch.float32), ((60, 70), torch.bfloat16), ((3001,), torch.float16), ((7,), torch.float32))
 
-    def __init__(self, devices, **options):
+    def __init__(self, devices, of=ADAMW, **options):
         generator = torch.Generator().manual_seed(1)
         self.params = [
             torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape, dtype in self.SHAPES
         ]
-        self.opt = CSDAdam(self.params, lr=0.1, devices=devices, **{"tile_size": 1024, **options})
+        self.opt = of.ours(self.params, lr=0.1, devices=devices, **{"tile_size": 1024, **of.kwargs, **options})
+        self.of = of
         self.done = 0
 
     def __enter__(self):
@@ -91,8 +94,8 @@ class Training:
         image = {}
         for i, p in enumerate(self.params):
             # Before the first step `state` may be empty: that is zero moments, and the parameter as its master.
-            entry = {"step": zero, "exp_avg": zero, "exp_avg_sq": zero, "master": p.detach().float()}
-            entry |= {**state.get(p, {}), "param": p.detach()}
+            zeros = dict.fromkeys(("step", *self.of.rule.sections_for(self.opt.param_groups[0])), zero)
+            entry = {**zeros, "master": p.detach().float(), **state.get(p, {}), "param": p.detach()}
             for key, value in entry.items():
                 bits = torch.int32 if value.element_size() == 4 else torch.int16
                 image[i, key] = value.expand(() if key == "step" else p.shape).clone().view(bits)
@@ -106,8 +109,8 @@ def assert_same(image, other, what):
 
 
 @functools.cache
-def never_failed(steps):
-    with Training(["ram:"]) as training:
+def never_failed(steps, name="CSDAdam"):
+    with Training(["ram:"], OF[name]) as training:
         return training.steps(steps).image()
 
 
@@ -119,7 +122,7 @@ def fails_and_recovers(training, *fault_arguments, steps_before, **fault_options
         training.step()
     assert_same(training.image(), before, "after the step that failed")
     training.steps(2)
-    assert_same(training.image(), never_failed(training.done), "two steps later")
+    assert_same(training.image(), never_failed(training.done, training.of.name), "two steps later")
     return caught.value
 
 
@@ -164,6 +167,14 @@ def test_io_error_undoes_the_step(kind, calls, nth, steps_before, tmp_path):
     assert error.errno == errno.EIO
     for word in ("device", str(path), os.strerror(errno.EIO), "undone"):
         assert word in str(error)
+
+
+@pytest.mark.parametrize("calls", [TILE_READ, TILE_WRITE])
+@pytest.mark.parametrize("name", [*OF])
+@in_child
+def test_io_error_undoes_the_step_of_any_rule(name, calls, tmp_path):
+    with Training(device_strings("files", tmp_path, "?buffers=3"), OF[name]) as training:
+        fails_and_recovers(training, calls, failing("files", tmp_path), errno.EIO, skip=1, steps_before=2)
 
 
 @pytest.mark.parametrize("steps_before", [1, 2])

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ import torch
 from support.backends import BACKENDS, device_strings
 from support.beside import everything
 from support.comparing import assert_same_bits
-from torch.optim import AdamW
+from torch.optim import Adam, AdamW
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning
 from csd_optim.engine.engine import Engine
@@ -69,6 +70,7 @@ def adam(params, devices="ram:", **options):
         {},
         {"amsgrad": True},
         {"maximize": True, "weight_decay": 0.3, "betas": (0.0, 0.95)},
+        {"decoupled_weight_decay": False, "weight_decay": 0.3},
         {"topk": 0.05},
         {"max_grad_norm": 0.5},
         {"grad_dtype": torch.bfloat16},
@@ -83,6 +85,11 @@ def test_every_back_end_gives_the_same_bits(options, tmp_path):
             found.append(everything(train(opt, 5)))
     for other in found[1:]:
         assert_same_bits(found[0], other)
+
+
+def test_without_decay_adam_is_adamw():
+    found = [train(adam(parameters(*DTYPES), decoupled_weight_decay=d, weight_decay=0.0), 3) for d in (True, False)]
+    assert_same_bits(*map(everything, found))
 
 
 @pytest.mark.parametrize("tile_size", [8192, 1 << 16, None])
@@ -768,17 +775,25 @@ def test_a_step_that_fails_changes_nothing(monkeypatch):
 # ---- as AdamW trains ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)])
-def test_it_goes_where_adamw_goes(betas):
+@pytest.mark.parametrize(
+    ("reference", "options"),
+    [
+        (AdamW, {"betas": (0.9, 0.999)}),
+        (AdamW, {"betas": (0.9, 0.95)}),
+        (partial(Adam, decoupled_weight_decay=False), {"weight_decay": 1e-3}),
+    ],
+    ids=["adamw", "0.95", "adam"],
+)
+def test_it_goes_where_torchs_goes(reference, options):
     """A regression by least squares, of which AdamW comes to the end: the same loss, and weights beside its own."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(512, 64, generator=generator)
     truth = torch.randn(64, 32, generator=generator)
     y = x @ truth
     losses, weights = [], []
-    for make in (AdamW, adam):
+    for make in (reference, partial(adam, decoupled_weight_decay=reference is AdamW)):
         weight = torch.nn.Parameter(torch.zeros(64, 32))
-        opt = make([weight], lr=2e-2, betas=betas, weight_decay=0.0)
+        opt = make([weight], lr=2e-2, **{"weight_decay": 0.0, **options})
         for step in range(600):
             opt.param_groups[0]["lr"] = 2e-2 * (1 - step / 600)
             rows = torch.randint(0, 512, (64,), generator=torch.Generator().manual_seed(step))

@@ -1,4 +1,6 @@
-"""The numbers. Oracle: torch.optim.AdamW on fp32 copies of the parameters, given the same gradients.
+"""The numbers. Oracle: torch's optimizer on fp32 copies of the parameters, given the same gradients.
+
+Most of it is of AdamW; of the others (support/optimizers.py) what their rules can do otherwise.
 
 Against torch: largest difference over largest magnitude, parameter and each state by itself. Against ourselves
 (threads, instruction sets, tiles, devices, what else the process has set): every bit. Subnormal numbers are zero, as
@@ -6,6 +8,7 @@ for torch after set_flush_denormal(True); only where they matter is the oracle t
 """
 
 import ctypes
+import itertools
 import platform
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import torch
 from support.backends import TILE
 from support.comparing import assert_same_bits, bits, fp32_copy, params_of, relative_difference
 from support.forked import printed
+from support.optimizers import ADAM, ADAMW, RMSPROP, SGD, other_rules
 
 from csd_optim import CSDAdam, bindings
 
@@ -28,14 +32,15 @@ TOLERANCE = 1e-6
 pytestmark = pytest.mark.fp32_states("compares with AdamW to its last bits")
 
 
-def make_pair(params, devices, *, tile_size=TILE, grad_dtype=None, max_grad_norm=None, **kwargs):
-    """CSDAdam over `params` (tensors, or groups of them), and AdamW over fp32 copies."""
+def make_pair(params, devices, *, of=ADAMW, tile_size=TILE, grad_dtype=None, max_grad_norm=None, **kwargs):
+    """CSDAdam over `params` (tensors, or groups of them), and AdamW over fp32 copies; or another pair `of` two."""
+    kwargs = {**of.kwargs, **kwargs}
     groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
     copies = [{**g, "params": [fp32_copy(p) for p in g["params"]]} for g in groups]
-    ours = CSDAdam(
+    ours = of.ours(
         groups, devices=devices, tile_size=tile_size, grad_dtype=grad_dtype, max_grad_norm=max_grad_norm, **kwargs
     )
-    return ours, torch.optim.AdamW(copies, **kwargs)
+    return ours, of.reference(copies, **kwargs)
 
 
 def randn_like(p):
@@ -60,8 +65,8 @@ def assert_matches(ours, reference):
     """Parameter, master and every state within TOLERANCE, each by itself; 16-bit parameters exactly rounded."""
     for p, copy in zip(params_of(ours), params_of(reference), strict=True):
         state, expected = ours.state[p], reference.state[copy]
-        assert set(state) - {"master"} == set(expected)
-        assert state["step"] == expected["step"]
+        assert set(state) - {"master"} == {*expected, "step"}
+        assert state["step"] == expected.get("step", state["step"])  # SGD's does not say it
         for name in expected.keys() - {"step"}:
             assert relative_difference(state[name], expected[name]) <= TOLERANCE, name
         assert relative_difference(state["master"], copy) <= TOLERANCE
@@ -112,6 +117,69 @@ def test_a_size_alone(devices, numel):
 def test_hyperparameters(devices, dtype, kwargs):
     params = [torch.randn(n, dtype=dtype, requires_grad=True) for n in (17, TILE + 1)]
     ours, reference = make_pair(params, devices, **kwargs)
+    train(ours, reference)
+    assert_matches(ours, reference)
+
+
+@pytest.mark.parametrize("of", other_rules())
+def test_other_rules(devices, of):
+    """All dtypes, a late first gradient, a gradient that is 0, groups with hyperparameters of their own."""
+    dtypes = [*DTYPES, torch.complex64]
+    params = [torch.randn(n, dtype=dtypes[i % 4], requires_grad=True) for i, n in enumerate((17, TILE + 1, 1, 40, 7))]
+    groups = [
+        {"params": params[:3]},
+        {"params": params[3:], "lr": torch.tensor(0.02), "weight_decay": 0.2, "maximize": True},
+    ]
+    ours, reference = make_pair(groups, devices, of=of)
+    for k in range(10):
+        set_grads(ours, reference, torch.zeros_like if k == 7 else randn_like)
+        if k < 2:
+            params[1].grad = params_of(reference)[1].grad = None
+        for optimizer in (ours, reference):
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + k)
+            optimizer.step()
+    assert_matches(ours, reference)
+
+
+def test_rmsprop_whose_averages_are_no_longer_asked_for(devices):
+    """A state that is switched off keeps every bit, wherever those around it lie."""
+    params = [torch.randn(n, requires_grad=True) for n in (30, TILE + 5, 40, 50)]
+    both, centered = {"momentum": 0.9, "centered": True}, {"momentum": 0.0, "centered": True}
+    momentum = {"momentum": 0.9, "centered": False}
+    before = [both, both, centered, momentum]
+    groups = [{"params": [p], **switches} for p, switches in zip(params, before, strict=True)]
+    ours, reference = make_pair(groups, devices, of=RMSPROP)
+    train(ours, reference, steps=2)
+    for optimizer in (ours, reference):
+        for k, after in enumerate((momentum, centered, {"centered": False}, {"momentum": 0.0})):
+            optimizer.param_groups[k].update(after)
+    train(ours, reference, steps=2)
+    assert_matches(ours, reference)
+    kept = ours.state[params[0]]["grad_avg"].clone()
+    ours.param_groups[2]["momentum"] = 0.5
+    set_grads(ours, reference)
+    with pytest.raises(RuntimeError, match=r"momentum was turned on after the state of parameter 2\.0 was made"):
+        ours.step()
+    assert torch.equal(ours.state[params[0]]["grad_avg"], kept)
+
+
+def test_sgd_whose_momentum_is_switched_off_and_on(devices):
+    params = [torch.randn(n, dtype=torch.bfloat16, requires_grad=True) for n in (30, TILE + 5)]
+    ours, reference = make_pair(params, devices, of=SGD, momentum=0.9, dampening=0.5)
+    for momentum, nesterov in ((0.9, False), (0.0, False), (0.8, False), (0.8, True)):
+        for optimizer in (ours, reference):
+            optimizer.param_groups[0]["momentum"] = momentum
+            optimizer.param_groups[1].update(momentum=momentum, nesterov=nesterov)
+        train(ours, reference, steps=2)
+    assert_matches(ours, reference)
+
+
+def test_adam_whose_groups_decay_as_adamw_does(devices):
+    groups = [
+        {"params": [torch.randn(30, requires_grad=True)]},
+        {"params": [torch.randn(31, requires_grad=True)], "decoupled_weight_decay": True},
+    ]
+    ours, reference = make_pair(groups, devices, of=ADAM, weight_decay=0.3)
     train(ours, reference)
     assert_matches(ours, reference)
 
@@ -562,9 +630,16 @@ def test_moments_fade_to_zero_as_in_torch():
 
 # ---- The updater alone ---------------------------------------------------------------
 
+# Of each rule, how many sections it updates.
+UPDATED = {
+    **{"adamw": 3, "amsgrad": 4, "adam": 3, "adam_amsgrad": 4, "sgd": 1, "sgd_momentum": 2, "sgd_nesterov": 2},
+    **{"adagrad": 2, "rmsprop": 2, "rmsprop_centered": 3, "rmsprop_momentum": 3, "rmsprop_both": 4},
+    **{"rmsprop_uncentered": 4, "lion": 2},
+}
 
-def hyper(amsgrad=False, **changes):
-    """Constants of a third step with lr 1e-2, or of what the changes make of it."""
+
+def hyper(rule="adamw", **changes):
+    """Constants of a third step with lr 1e-2, or of what the changes make of it; other rules take them in their way."""
     lr, beta1, beta2, t = 1e-2, 0.9, 0.999, 3
     values = {
         "decay": 1 - lr * 0.1,
@@ -578,7 +653,7 @@ def hyper(amsgrad=False, **changes):
         "grad_scale": 1.0,
         **changes,
     }
-    return np.array([(bindings.RULES["amsgrad" if amsgrad else "adamw"], (*values.values(),))], bindings.HYPER)
+    return np.array([(bindings.RULES[rule], (*values.values(),))], bindings.HYPER)
 
 
 def flushed(t):
@@ -598,19 +673,24 @@ def extremes(n, dtype=torch.float32, nan=True):
 
 
 @pytest.mark.skipif(len(bindings.isas()) == 1, reason="this CPU has one instruction set to compare")
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("param_dtype", DTYPES)
-@pytest.mark.parametrize("grad_dtype", DTYPES)
-def test_instruction_sets_agree_at_every_length_and_offset(grad_dtype, param_dtype, amsgrad):
-    room = 80
+@pytest.mark.parametrize(
+    ("rule", "grad_dtype", "param_dtype"),
+    [
+        *itertools.product(("adamw", "amsgrad"), DTYPES, DTYPES),
+        *((rule, torch.bfloat16, torch.float16) for rule in UPDATED if rule not in ("adamw", "amsgrad")),
+    ],
+)
+def test_instruction_sets_agree_at_every_length_and_offset(rule, grad_dtype, param_dtype):
+    room, sections = 80, UPDATED[rule]
     inputs = [
         extremes(room, grad_dtype),
-        *(extremes(room) for _ in range(4)),
+        *(extremes(room) for _ in range(sections)),
         torch.full((room,), 7.0, dtype=param_dtype),
     ]
     for i in (3, 4):
-        inputs[i] = inputs[i].abs()  # squares, though nan and inf as well
-    constants = hyper(amsgrad=amsgrad, grad_scale=-0.37)
+        if i < len(inputs) - 1:
+            inputs[i] = inputs[i].abs()  # squares, though nan and inf as well
+    constants = hyper(rule=rule, grad_scale=-0.37)
     for length in range(68):
         for offset in (0, 1, 7):
             results = {}
@@ -626,6 +706,10 @@ def test_instruction_sets_agree_at_every_length_and_offset(grad_dtype, param_dty
             for isa, found in results.items():
                 for ours, scalar in zip(found, results["scalar"], strict=True):
                     assert torch.equal(bits(ours), bits(scalar)), (isa, length, offset)
+
+
+def test_there_is_no_other_rule():
+    assert UPDATED.keys() == bindings.RULES.keys()
 
 
 @pytest.mark.parametrize("isa", bindings.isas())

@@ -1,6 +1,9 @@
-"""What the constructor takes, as torch's AdamW does and in its words, and what groups of parameters may say."""
+"""What the constructor takes, as torch's optimizers do and in their words, and what groups of parameters may say."""
 
+import copy
 import inspect
+import pickle
+import re
 
 import pytest
 import torch
@@ -15,9 +18,10 @@ from support.beside import (
     train_beside,
 )
 from support.comparing import assert_same_bits, params_of
+from support.optimizers import ADAGRAD, ADAM, ADAMW, LION, PAIRS, RMSPROP, SGD
 from torch.optim import AdamW
 
-from csd_optim import CSDAdam, CSDTypeError, CSDValueError
+from csd_optim import CSDAdagrad, CSDAdam, CSDLion, CSDTypeError, CSDValueError
 
 OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size"}
 
@@ -25,23 +29,92 @@ OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size
 # ---- Constructor ----------------------------------------------------------------
 
 
-def test_signature_is_adamws_then_ours():
-    theirs = list(inspect.signature(AdamW.__init__).parameters.values())
-    ours = list(inspect.signature(CSDAdam.__init__).parameters.values())
-    assert [(p.name, p.kind, p.default) for p in ours[: len(theirs)]] == [(p.name, p.kind, p.default) for p in theirs]
+@pytest.mark.parametrize("of", [ADAMW, SGD, ADAGRAD, RMSPROP, LION], ids=str)
+def test_signature_is_torchs_then_ours(of):
+    theirs = list(inspect.signature(of.reference.__init__).parameters.values())
+    ours = list(inspect.signature(of.ours.__init__).parameters.values())
+    for p, q in zip(ours, theirs, strict=False):
+        assert (p.name, p.kind) == (q.name, q.kind)
+        assert p.default == q.default or (of is ADAMW and p.name == "weight_decay")  # AdamW's or Adam's
     assert {p.name for p in ours[len(theirs) :]} >= OWN_OPTIONS
     for p in ours[len(theirs) :]:
         assert p.kind is p.KEYWORD_ONLY
         assert p.default is not p.empty
 
 
-def test_looks_like_adamw():
-    ours, reference = CSDAdam([leaf(3)], devices="ram:"), AdamW([leaf(3)])
-    assert isinstance(ours, AdamW)
+@pytest.mark.parametrize("of", PAIRS, ids=str)
+def test_looks_like_torchs(of):
+    ours, reference = of.ours([leaf(3)], devices="ram:"), of.reference([leaf(3)])
+    assert isinstance(ours, of.reference) or of is LION
+    assert isinstance(ours, torch.optim.Optimizer)
     assert ours.defaults == reference.defaults
     assert ours.param_groups[0].keys() == reference.param_groups[0].keys()
-    assert repr(reference).removeprefix("AdamW") in repr(ours)
+    assert repr(reference).removeprefix(type(reference).__name__) in repr(ours)
     assert "ram:" in repr(ours)
+
+
+@pytest.mark.parametrize("of", PAIRS, ids=str)
+def test_a_copy_and_a_pickle_go_on_as_the_original(of):
+    p = leaf(5)
+    ours = of.ours([p], devices="ram:", lr=0.1, weight_decay=0.2)
+    gradients([p], 0)
+    ours.step()
+    copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+    for optimizer in (ours, *copies):
+        gradients(params_of(optimizer), 1)
+        optimizer.step()
+    for other in copies:
+        assert type(other) is type(ours)
+        assert_same_bits(everything(other), everything(ours))
+
+
+@pytest.mark.parametrize("of", [SGD, ADAGRAD, RMSPROP, LION], ids=str)
+def test_8_bits_only_where_something_bounds_the_states(of, tmp_path):
+    message = f"Invalid state_dtype: '8bit' .* the states of {of.rule.name} have no such bound, and stay 'fp32'"
+    with pytest.raises(CSDValueError, match=message):
+        of.ours([leaf(3)], devices=tmp_path / "csd", state_dtype="8bit")
+    assert not (tmp_path / "csd").exists()
+    with pytest.raises(CSDValueError, match="Invalid state_dtype of group 0: '8bit'"):
+        of.ours([{"params": [leaf(3)], "state_dtype": "8bit"}], devices="ram:")
+
+
+@pytest.mark.parametrize("of", [SGD, ADAGRAD, RMSPROP, LION, ADAM], ids=str)
+def test_a_card_without_a_kernel_for_it_is_refused(of):
+    with pytest.raises(CSDValueError, match=f"xrt:0 has no kernel for {of.rule.name}, the rule of this CSD.*adamw"):
+        of.ours([leaf(3)], devices=["ram:", "xrt:0"])
+
+
+def test_adagrads_sums_are_made_with_the_first_step():
+    """torch makes them in its constructor, all at once, and in memory."""
+    p = leaf(5)
+    ours = CSDAdagrad([p], devices="ram:", initial_accumulator_value=0.5)
+    assert not ours.state
+    with pytest.raises(RuntimeError, match="share_memory"):
+        ours.share_memory()
+    p.grad = torch.zeros_like(p)
+    ours.step()
+    assert torch.equal(ours.state[p]["sum"], torch.full((5,), 0.5))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"lr": -1}, {"lr": torch.tensor([1.0, 2.0])}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"weight_decay": -1}],
+    ids=str,
+)
+def test_bad_arguments_of_lion(kwargs):
+    with pytest.raises(CSDValueError) as raised:
+        CSDLion([leaf(3)], devices="ram:", **kwargs)
+    with pytest.raises(ValueError, match=re.escape(str(raised.value))):  # in torch's words
+        AdamW([leaf(3)], **kwargs)
+
+
+def test_a_group_decays_as_the_optimizer_does_or_as_it_says():
+    with pytest.raises(CSDValueError, match="Invalid decoupled_weight_decay of a group: False"):
+        CSDAdam([{"params": [leaf(3)], "decoupled_weight_decay": False}], devices="ram:")
+    ours = CSDAdam([leaf(3)], devices="ram:", decoupled_weight_decay=False)
+    for reference in (torch.optim.AdamW([leaf(3)]), torch.optim.Adam([leaf(3)])):
+        ours.load_state_dict(reference.state_dict())
+        assert ours.param_groups[0]["decoupled_weight_decay"] == isinstance(reference, AdamW)
 
 
 def test_works_with_no_argument_but_parameters():

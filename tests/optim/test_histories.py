@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.backends import on_cards
+from support.optimizers import ADAMW, FULL, SGD, rules
 
-from csd_optim import CSDAdam
 from csd_optim.bindings import crc32c
 from csd_optim.store.format import FILE_NAME, read_contents
 from csd_optim.store.sections import sections_of, size_of
@@ -20,8 +20,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 class Twins:
     """The same optimizer on files, or cards among them, and in memory."""
 
-    def __init__(self, choose, directory):
+    def __init__(self, choose, directory, of):
         self.choose = choose
+        self.of = of
         files = (
             [
                 [f"xrt:0?nvme={directory}/a&buffers=3&block=4096"],
@@ -38,17 +39,18 @@ class Twins:
             ]
         )
         self.pairs = self.new_pairs()
-        options = {"amsgrad": choose.random() < 0.3, "grad_dtype": choose.choice([None, torch.bfloat16])}
+        options = of.other if choose.random() < 0.3 else {}
+        options = {**of.kwargs, **options, "grad_dtype": choose.choice([None, torch.bfloat16])}
         options |= {"tile_size": choose.choice([1024, 2048, 5120, 1 << 16]), "lr": 0.01}
         options |= {"topk": choose.choice([None, 0.02]), "error_feedback": choose.random() < 0.8}
         options |= {"state_dtype": self.state_dtype()}
         mine, others = zip(*self.pairs, strict=True)
-        self.file = CSDAdam(mine, devices=choose.choice(files), **options)
-        self.ram = CSDAdam(others, devices="ram:", **options)
+        self.file = of.ours(mine, devices=choose.choice(files), **options)
+        self.ram = of.ours(others, devices="ram:", **options)
 
     def state_dtype(self):
         """On cards a checksum of codes covers more than these tests let it."""
-        return "fp32" if on_cards() else self.choose.choice(["fp32", "8bit"])
+        return "fp32" if on_cards() or not self.of.rule.has_codes else self.choose.choice(["fp32", "8bit"])
 
     def new_pairs(self):
         choose = self.choose
@@ -73,7 +75,8 @@ class Twins:
 
     def join(self):
         new = self.new_pairs()
-        options = {"amsgrad": self.choose.random() < 0.5, **self.choose.choice([{}, {"topk": None}, {"topk": 0.1}])}
+        options = self.of.other if self.choose.random() < 0.5 else {}
+        options = {**options, **self.choose.choice([{}, {"topk": None}, {"topk": 0.1}])}
         options |= {"state_dtype": self.state_dtype()}
         for optimizer, params in zip((self.file, self.ram), zip(*new, strict=True), strict=True):
             optimizer.add_param_group({"params": params, **options})
@@ -82,9 +85,11 @@ class Twins:
     def edit_state(self):
         if known := [(p, q) for p, q in self.pairs if p in self.file.state]:
             p, q = self.choose.choice(known)
-            value = torch.rand_like(self.file.state[p]["exp_avg"])
-            self.file.state[p]["exp_avg"].copy_(value)
-            self.ram.state[q]["exp_avg"].copy_(value)
+            for name in self.of.rule.sections_for(self.file.param_groups[0])[1:2]:
+                if name in self.file.state[p]:
+                    value = torch.rand_like(self.file.state[p][name])
+                    self.file.state[p][name].copy_(value)
+                    self.ram.state[q][name].copy_(value)
 
     def load(self):
         state = copy.deepcopy(self.ram.state_dict())
@@ -113,15 +118,21 @@ class Twins:
 
 
 # What differs on cards is where the bytes go: a quarter of the histories sees all of that.
-SEEDS = [pytest.param(seed, marks=[pytest.mark.soak] * (on_cards() and seed >= 10)) for seed in range(40)]
+SOAK = [pytest.mark.soak] if on_cards() else []
+SEEDS = [pytest.param(seed, ADAMW, id=str(seed), marks=SOAK if seed >= 10 else []) for seed in range(40)]
+OTHERS = [
+    pytest.param(seed, *of.values, id=f"{of.id} {seed}", marks=of.marks)
+    for of in rules([*FULL, SGD])
+    for seed in range(3)
+]
 
 
 @pytest.mark.cards
-@pytest.mark.parametrize("seed", SEEDS)
-def test_random_history(tmp_path, seed):
+@pytest.mark.parametrize(("seed", "of"), SEEDS + OTHERS)
+def test_random_history(tmp_path, seed, of):
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    twins = Twins(choose, tmp_path)
+    twins = Twins(choose, tmp_path, of)
     for _ in range(choose.randint(2, 12)):
         for happens in (twins.join, twins.edit_state, twins.load, twins.write_parameter, twins.set_topk, twins.look):
             if choose.random() < 0.15:

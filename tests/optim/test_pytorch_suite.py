@@ -1,7 +1,7 @@
-"""PyTorch's own optimizer kit over CSDAdam: the AdamW entry of `optim_db` in torch.testing.
+"""PyTorch's own optimizer kit over ours: the entries of `optim_db` in torch.testing for those whose place they take.
 
 The wheel has the inputs, not the tests that use them (test/test_optim.py); those that say something about an optimizer
-are written anew here, with AdamW beside it.
+are written anew here, with torch's beside it. CSDAdam runs on every back end, the others on a file.
 """
 
 import copy
@@ -9,37 +9,55 @@ from functools import partial
 
 import pytest
 import torch
+from support.optimizers import ADAGRAD, ADAM, ADAMW, RMSPROP, SGD, rules
 from torch import nn
-from torch.optim import AdamW
-
-from csd_optim import CSDAdam
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs the package expecttest")
 kit = pytest.importorskip("torch.testing._internal.common_optimizers", reason="this torch has no optimizer kit")
 
-INFO = next(info for info in kit.optim_db if info.optim_cls is AdamW)
+PAIRS = [ADAMW, ADAM, SGD, ADAGRAD, RMSPROP]
+INFO = {of.name: next(info for info in kit.optim_db if info.optim_cls is of.reference) for of in PAIRS}
 REFUSED = {
-    "capturable": "CSDAdam refuses capturable: its state is not on the parameter's device",
-    "differentiable": "CSDAdam refuses differentiable: its update is not on the tape",
+    "capturable": "ours refuse capturable: their state is not on the parameter's device",
+    "differentiable": "ours refuse differentiable: their update is not on the tape",
 }
 
 
-def optimizer_inputs():
+def optimizer_inputs(info):
     """The kit's configurations for the CPU with each implementation, and those it keeps for other devices."""
-    inputs = kit._get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, INFO)
-    inputs += INFO.optim_inputs_func(device="cuda") + INFO.optim_inputs_func(device="mps")
+    inputs = kit._get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info)
+    inputs += info.optim_inputs_func(device="cuda") + info.optim_inputs_func(device="mps")
     return {f"{i}: {given.desc}": given.kwargs for i, given in enumerate(inputs)}
 
 
-INPUTS = optimizer_inputs()
+INPUTS = optimizer_inputs(INFO["CSDAdam"])
 RUN = [pytest.param(kwargs, id=name) for name, kwargs in INPUTS.items() if not any(map(kwargs.get, REFUSED))]
 SKIPPED = [
-    pytest.param(kwargs, id=name, marks=pytest.mark.skip(reason=REFUSED[refused]))
+    pytest.param(ADAMW, kwargs, id=name, marks=pytest.mark.skip(reason=REFUSED[refused]))
     for name, kwargs in INPUTS.items()
     for refused in REFUSED
     if kwargs.get(refused)
 ]
-ERRORS = INFO.optim_error_inputs_func("cpu", torch.float32)
+
+
+def inputs_of_others():
+    """Of what only chooses among torch's implementations, one each."""
+    for param in rules(PAIRS[1:]):
+        (of,), seen = param.values, []
+        for name, kwargs in optimizer_inputs(INFO[of.name]).items():
+            own = {key: value for key, value in kwargs.items() if key not in (*REFUSED, "foreach", "fused")}
+            if not any(map(kwargs.get, REFUSED)) and repr(own) not in seen:
+                seen.append(repr(own))
+                yield pytest.param(of, own, id=f"{of} {name}", marks=param.marks)
+
+
+OTHERS = [*inputs_of_others()]
+ALL = [*(pytest.param(ADAMW, *param.values, id=param.id) for param in RUN), *OTHERS]
+ERRORS = [
+    pytest.param(of, given, id=f"{of} {given.optimizer_error_input.desc}")
+    for of in PAIRS
+    for given in INFO[of.name].optim_error_inputs_func("cpu", torch.float32)
+]
 
 
 def linear_problem():
@@ -71,34 +89,35 @@ def descend(make_optimizer, kwargs, steps, scheduler_inputs=()):
     return losses, [weight, bias], optimizer
 
 
-@pytest.mark.parametrize("kwargs", RUN + SKIPPED)
-@pytest.mark.fp32_states("compares with AdamW to its last bits")
-def test_trains_as_adamw_does(kwargs):
-    losses, params, _ = descend(CSDAdam, kwargs, 20)
-    expected_losses, expected, _ = descend(AdamW, kwargs, 20)
-    assert losses == pytest.approx(expected_losses, rel=1e-5)
+@pytest.mark.parametrize(("of", "kwargs"), ALL + SKIPPED)
+@pytest.mark.fp32_states("compares with torch to its last bits")
+def test_trains_as_torchs_does(of, kwargs):
+    losses, params, _ = descend(of.ours, kwargs, 20)
+    expected_losses, expected, _ = descend(of.reference, kwargs, 20)
+    assert losses == pytest.approx(expected_losses, rel=1e-5, abs=1e-9 * losses[0])
     torch.testing.assert_close(params, expected, rtol=1e-5, atol=1e-6)
     uphill = kwargs.get("maximize", False)
     assert (losses[-1] > losses[0]) == uphill
 
 
-@pytest.mark.parametrize("scheduler_inputs", INFO.scheduler_inputs, ids=lambda s: f"{len(s)} schedulers")
-@pytest.mark.parametrize("kwargs", RUN)
-@pytest.mark.fp32_states("compares with AdamW to its last bits")
-def test_trains_with_the_kits_schedulers(kwargs, scheduler_inputs):
-    losses, _, ours = descend(partial(CSDAdam, devices="ram:"), kwargs, 20, scheduler_inputs)
-    expected, _, reference = descend(AdamW, kwargs, 20, scheduler_inputs)
-    assert losses == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize(
+    "scheduler_inputs", INFO["CSDAdam"].scheduler_inputs, ids=lambda inputs: f"{len(inputs)} schedulers"
+)
+@pytest.mark.parametrize(("of", "kwargs"), ALL)
+@pytest.mark.fp32_states("compares with torch to its last bits")
+def test_trains_with_the_kits_schedulers(of, kwargs, scheduler_inputs):
+    losses, _, ours = descend(partial(of.ours, devices="ram:"), kwargs, 20, scheduler_inputs)
+    expected, _, reference = descend(of.reference, kwargs, 20, scheduler_inputs)
+    assert losses == pytest.approx(expected, rel=1e-5, abs=1e-9 * losses[0])
     assert ours.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-    assert ours.param_groups[0]["lr"] < kwargs.get("lr", 1e-3)
+    assert ours.param_groups[0]["lr"] < kwargs.get("lr", reference.defaults["lr"])
 
 
-@pytest.mark.parametrize("kwargs", RUN)
-def test_state_dict_is_the_same_both_times(devices, kwargs):
+def a_state_dict_is_the_same_both_times(of, devices, kwargs):
     """Loaded into another optimizer, it goes on as the first one does, and is saved as it was loaded."""
-    _, params, optimizer = descend(partial(CSDAdam, devices=devices), kwargs, 3)
+    _, params, optimizer = descend(partial(of.ours, devices=devices), kwargs, 3)
     twins = [p.detach().clone().requires_grad_() for p in params]
-    other = CSDAdam(twins, devices="file:", **kwargs)
+    other = of.ours(twins, devices="file:", **kwargs)
     other.load_state_dict(optimizer.state_dict())
     saved, loaded = optimizer.state_dict(), other.state_dict()
     assert saved["param_groups"] == loaded["param_groups"]
@@ -115,12 +134,38 @@ def test_state_dict_is_the_same_both_times(devices, kwargs):
 
 
 @pytest.mark.parametrize("kwargs", RUN)
-def test_group_hyperparameters_of_the_kit(devices, kwargs):
+def test_state_dict_is_the_same_both_times(devices, kwargs):
+    a_state_dict_is_the_same_both_times(ADAMW, devices, kwargs)
+
+
+@pytest.mark.parametrize(("of", "kwargs"), OTHERS)
+@pytest.mark.fp32_states("of rules that 8 bits do not keep")
+def test_checkpoints_go_to_torch_and_back(of, kwargs):
+    """Also between ours, and the other way round: each goes on as the one from which it came."""
+    a_state_dict_is_the_same_both_times(of, "file:", kwargs)
+    for first, then in ((of.reference, of.ours), (of.ours, of.reference)):
+        _, params, optimizer = descend(first, kwargs, 3)
+        twins = [p.detach().clone().requires_grad_() for p in params]
+        other = then(twins, **kwargs)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for _ in range(3):
+            for p, q in zip(params, twins, strict=True):
+                p.grad = torch.randn_like(p)
+                q.grad = p.grad.clone()
+            optimizer.step()
+            other.step()
+        torch.testing.assert_close(twins, params, rtol=1e-6, atol=1e-6)
+        own, its = (o.state[next(iter(o.state))] if o.state else {} for o in (optimizer, other))
+        for name in own.keys() & its.keys() - {"master", "step"}:  # which torch takes over, and leaves as they are
+            torch.testing.assert_close(own[name], its[name], rtol=1e-5, atol=1e-6)
+
+
+def only_the_first_group_moves(of, devices, kwargs):
     """A second group that neither moves nor decays: it stays, the first one goes."""
     weight, bias, loss = linear_problem()
     before = bias.detach().clone()
     groups = [{"params": [weight]}, {"params": [bias], "lr": 0.0}]
-    optimizer = CSDAdam(groups, devices=devices, **kwargs)
+    optimizer = of.ours(groups, devices=devices, **kwargs)
     start = loss().item()
     for _ in range(5):
         optimizer.zero_grad()
@@ -130,29 +175,45 @@ def test_group_hyperparameters_of_the_kit(devices, kwargs):
     assert (loss().item() > start) == kwargs.get("maximize", False)
 
 
-@pytest.mark.parametrize("given", ERRORS, ids=lambda given: given.optimizer_error_input.desc)
-def test_errors_are_those_of_adamw(given):
+@pytest.mark.parametrize("kwargs", RUN)
+def test_group_hyperparameters_of_the_kit(devices, kwargs):
+    only_the_first_group_moves(ADAMW, devices, kwargs)
+
+
+@pytest.mark.parametrize(("of", "kwargs"), OTHERS)
+@pytest.mark.fp32_states("of rules that 8 bits do not keep")
+def test_group_hyperparameters_of_other_optimizers(of, kwargs):
+    only_the_first_group_moves(of, "file:", kwargs)
+
+
+@pytest.mark.parametrize(("of", "given"), ERRORS)
+def test_errors_are_torchs(of, given):
     params, kwargs = given.optimizer_error_input.params, given.optimizer_error_input.kwargs
     if params is None:
         params = [nn.Parameter(torch.randn(2, 3))]
     if given.error_type is UserWarning:
         with pytest.warns(UserWarning, match=given.error_regex):
-            CSDAdam(params, devices="ram:", **kwargs)
+            of.ours(params, devices="ram:", **kwargs)
         return
     with pytest.raises(given.error_type, match=given.error_regex):
-        AdamW(params, **kwargs)
+        of.reference(params, **kwargs)
     with pytest.raises(given.error_type, match=given.error_regex):
-        CSDAdam(params, devices="ram:", **kwargs)
+        of.ours(params, devices="ram:", **kwargs)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_skipped_above_is_refused(name):
+@pytest.mark.parametrize("of", PAIRS, ids=str)
+def test_what_is_skipped_above_is_refused(of, name):
+    if name not in of.reference([nn.Parameter(torch.randn(3))]).defaults:
+        pytest.skip(f"{of.name} has no {name}")
     with pytest.raises(RuntimeError, match=name):
-        CSDAdam([nn.Parameter(torch.randn(3))], devices="ram:", **{name: True})
+        of.ours([nn.Parameter(torch.randn(3))], devices="ram:", **{name: True})
 
 
 def test_the_kit_was_not_empty():
     assert len(RUN) >= 15
     assert any(p.values[0].get("amsgrad") for p in RUN)
     assert any(p.values[0].get("maximize") for p in RUN)
-    assert len(ERRORS) >= 10
+    for of, least in ((ADAM, 5), (SGD, 8), (ADAGRAD, 6), (RMSPROP, 8)):
+        assert sum(p.values[0] is of for p in OTHERS) >= least
+    assert len(ERRORS) >= 35

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.backends import TESTS, named_devices, place
 from support.forked import python
+from support.optimizers import ADAMW, FULL, rules
 from support.training import (
     JOIN,
     LATE,
@@ -48,18 +49,23 @@ pytestmark = pytest.mark.cards
 ENDS = [(1, "close"), (3, "crash"), (3, "drop")]
 # Each of them once with Top-K and once without, and every other step with either; all of them take their time.
 ALL = [
-    pytest.param(at, *ends, topk, marks=[pytest.mark.soak] * ((i + j + (topk is None)) % 2))
+    pytest.param(
+        *(at, *ends, topk, ADAMW),
+        id="-".join(map(str, (at, *ends, topk))),
+        marks=[pytest.mark.soak] * ((i + j + (topk is None)) % 2),
+    )
     for i, at in enumerate([1, LATE, JOIN - 1, JOIN + 1])
     for j, ends in enumerate(ENDS)
     for topk in (None, 0.02)
 ]
+OTHERS = [pytest.param(JOIN - 1, 3, "crash", 0.02, *of.values, id=of.id, marks=of.marks) for of in rules(FULL)]
 
 
-@pytest.mark.parametrize(("at", "n", "end", "topk"), ALL)
-def test_goes_on_bit_for_bit(tmp_path, n, end, at, topk):
+@pytest.mark.parametrize(("at", "n", "end", "topk", "of"), ALL + OTHERS)
+def test_goes_on_bit_for_bit(tmp_path, n, end, at, topk, of):
     """With Top-K, what is owed too: of one parameter of `model()`, and after it joins of one whose group says so."""
     devices = named_devices(tmp_path, n)
-    training = Training(devices, topk=topk).steps(at)
+    training = Training(devices, topk=topk, of=of).steps(at)
     if end == "close":
         training.close()
     elif end == "crash":
@@ -69,15 +75,15 @@ def test_goes_on_bit_for_bit(tmp_path, n, end, at, topk):
     del training
     gc.collect()
     # Order and tile size are the store's; but what joins later, and is selected from, lies in tiles of the size given.
-    training = resumed(devices[::-1], at, tile_size=1024 if topk else 4096, topk=topk)
+    training = resumed(devices[::-1], at, tile_size=1024 if topk else 4096, topk=topk, of=of)
     assert training.done == training.opt.committed_step == at
-    expected = never_stopped(at, topk)
+    expected = never_stopped(at, topk, of)
     assert any(key[1] == "residual" for key in expected if isinstance(key, tuple)) == (topk is not None)
     assert_same(training.image(), expected)
     training.steps(2)
-    assert_same(training.close(), never_stopped(at + 2, topk))
-    training = resumed(devices, at + 2, topk=topk)
-    assert_same(training.steps(3).close(), never_stopped(at + 5, topk))
+    assert_same(training.close(), never_stopped(at + 2, topk, of))
+    training = resumed(devices, at + 2, topk=topk, of=of)
+    assert_same(training.steps(3).close(), never_stopped(at + 5, topk, of))
 
 
 def goes_on_after(device, topk, *, clean):

@@ -8,21 +8,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.optimizers import ADAMW, FULL, PAIRS
 
 from csd_optim import CSDAdam, CSDStoreError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, RULES
+from csd_optim.checkpoint.convert import convert_store
 from csd_optim.checkpoint.export import export_safetensors, export_torch, import_store
 from csd_optim.checkpoint.state_dict import load
 from csd_optim.checkpoint.verify import verify
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine.open_engine import open_engine
 from csd_optim.engine.resume import check_recovered
-from csd_optim.optim.adamw import ADAMW
+from csd_optim.optim import adamw
+from csd_optim.params.manifest import other_rule
 from csd_optim.store import format as store_format
 from csd_optim.store.format import read_contents
 
 # AdamW's arithmetic under other names.
-TWIN = replace(ADAMW, name="twin", sections=("master", "first", "second", "largest"), switches={"amsgrad": "largest"})
+OTHER_NAMES = {"name": "twin", "sections": ("master", "first", "second", "largest"), "switches": {"amsgrad": "largest"}}
+TWIN = replace(adamw.ADAMW, **OTHER_NAMES)
 
 
 pytestmark = pytest.mark.fp32_states("codes are AdamW's alone")
@@ -69,11 +73,14 @@ def test_sections_that_a_group_needs():
     assert rule.sections_for(off) == ("master",)
     assert rule.sections_for(on) == ("master", "first")
     assert rule.sections_for(off, held={"step", "first", "residual"}) == ("master", "first")
-    assert rule.sections_for({**on, "centered": True}) == TWIN.sections
+    assert rule.sections_for({**on, "centered": True}) == ("master", "first", "largest")
     assert rule.lacking({**on, "centered": True}, ("master", "first")) == ("centered", "largest")
     assert [rule.takes(TWIN.sections[:n]) for n in range(5)] == [False, True, True, True, True]
+    assert rule.takes(("master", "largest"))
+    assert not rule.takes(("master", "largest", "first"))
     assert not TWIN.takes(TWIN.sections[:2])
-    assert not TWIN.takes(ADAMW.sections)
+    assert not TWIN.takes(("master", "first", "largest"))
+    assert not TWIN.takes(adamw.ADAMW.sections)
 
 
 def test_constants_fill_what_the_engine_has_for_them():
@@ -86,7 +93,7 @@ def test_constants_fill_what_the_engine_has_for_them():
             "amsgrad": amsgrad,
             "maximize": True,
         }
-        number, constants = ADAMW.constants(group, 2.0, 0.5)
+        number, constants = adamw.ADAMW.constants(group, adamw.ADAMW.sections, 2.0, 0.5)
         assert number == RULES["amsgrad" if amsgrad else "adamw"]
         assert len(constants) == HYPER["c"].shape[0]
         assert constants[bindings.GRAD_SCALE] == -0.5
@@ -154,12 +161,12 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
 def test_a_step_by_a_rule_that_there_is_not_or_not_for_these_sections_touches_nothing(device):
     p, g = torch.ones(5000), torch.ones(5000)
     with closing(open_engine(parse_devices(device), tile_elems=1024)) as engine:
-        for sections in (("master",), ADAMW.sections[:3], ADAMW.sections):
+        for sections in (("master",), adamw.ADAMW.sections[:3], adamw.ADAMW.sections):
             engine.extend([5000], sections)
         tiles, table = np.arange(engine.n_tiles, dtype=np.uint32), np.zeros(engine.n_params, PARAM)
         constants = (1, 0.9, 0.1, 0.999, 0.001, 0.1, 1, 1e-8, 1)
         for rule, param, message in (
-            (7, 1, "no update rule 7"),
+            (99, 1, "no update rule 99"),
             (RULES["adamw"], 0, "parameter 0 has 1 sections, which update rule 0 does not take"),
             (RULES["amsgrad"], 1, "parameter 1 has 3 sections, which update rule 1 does not take"),
         ):
@@ -195,7 +202,7 @@ def test_states_are_called_as_the_rule_calls_them(twins):
     ps = params()
     with CSDAdam(groups(ps), devices="file:", tile_size=1024) as opt:
         train(opt, ps, 3)
-        same(found, states(opt, ps), dict(zip(TWIN.sections, ADAMW.sections, strict=True)))
+        same(found, states(opt, ps), dict(zip(TWIN.sections, adamw.ADAMW.sections, strict=True)))
     assert all(torch.equal(p, value) for p, value in zip(ps, values, strict=True))
 
 
@@ -217,6 +224,55 @@ def test_a_store_is_resumed_by_its_own_rule_only(twins, tmp_path):
         assert all(torch.equal(p, value) for p, value in zip(ps, values, strict=True))
         same(states(opt, ps), found)
         train(opt, ps, 1)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """Of each optimizer: its pair, a store of it after two steps, its parameters and states."""
+    made = {}
+    for of in (ADAMW, *FULL):
+        store, ps = tmp_path_factory.mktemp(of.name), params()
+        with of.ours(ps, devices=store, tile_size=1024, **of.kwargs) as opt:
+            train(opt, ps, 2)
+            made[of.name] = of, store, [p.detach().clone() for p in ps], states(opt, ps)
+    return made
+
+
+@pytest.mark.parametrize("name", [of.name for of in PAIRS])
+def test_stores_of_each_optimizer(name, stores, tmp_path):
+    """Refused to all others, by the rule's name; exported, imported, loaded: the same states."""
+    of, store, values, found = stores[name]
+    before = store.joinpath(store_format.FILE_NAME).read_bytes()
+    for other, *_ in stores.values():
+        if other is not of:
+            with pytest.raises(CSDStoreError, match=f"those of the rule {of.rule.name}, and .* is {other.rule.name}"):
+                other.ours(params(), devices=store, resume=True, **other.kwargs)
+    assert store.joinpath(store_format.FILE_NAME).read_bytes() == before
+    assert not any(verdict.damage for verdict in verify([store]))
+    loaded = load(store)
+    same([loaded["state"][i] for i in range(2)], found)
+    del loaded
+    export_safetensors([store], tmp_path / "export")
+    import_store(tmp_path / "export", [tmp_path / "made"])
+    ps = params()
+    with of.ours(ps, devices=tmp_path / "made", resume=True, **of.kwargs) as opt:
+        assert all(torch.equal(p, value) for p, value in zip(ps, values, strict=True))
+        same(states(opt, ps), found)
+        assert repr(opt.param_groups[0]["lr"]) == repr(opt.defaults["lr"])
+        train(opt, ps, 1)
+    if not of.rule.has_codes:
+        with pytest.raises(CSDValueError, match=r"stay fp32: they are .*, and 8bit keeps exp_avg and"):
+            convert_store([store], [tmp_path / "8bit"], "8bit")
+        assert not (tmp_path / "8bit" / store_format.FILE_NAME).exists()
+
+
+def test_a_store_whose_hyperparameters_are_no_numbers(stores):
+    of, store, *_ = stores["CSDSGD"]
+    contents = read_contents(store)
+    for value in (None, "0.9", [], {}):
+        groups = [{**contents.record.groups[0], "momentum": value}]
+        found = replace(contents, record=replace(contents.record, groups=groups))
+        assert other_rule(found, of.rule) == "a group of it has no momentum, which the rule sgd needs"
 
 
 def test_a_reader_that_knows_no_rules_refuses_the_store_by_name(twins, monkeypatch):

@@ -717,7 +717,7 @@ def test_engine_without_drives_updates_and_verifies(state_dtype):
         for t in range(1, 4):
             p.grad = torch.randn(p.numel()).bfloat16()
             engine.grad.copy_(p.grad)
-            engine.hyper[0] = ADAMW.constants(opt.param_groups[0], t, 1.0)
+            engine.hyper[0] = ADAMW.constants(opt.param_groups[0], ADAMW.sections, t, 1.0)
             opt.step()
             engine.step(seed=t)
             assert torch.equal(engine.param, p)

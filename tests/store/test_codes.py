@@ -316,6 +316,13 @@ def forged(data, change):
     return unpack("store", 0, block, manifest, table, len(data))
 
 
+def of_sgd(manifest):
+    """A rule without what codes are of."""
+    manifest.update(rule="sgd", features=[*manifest["features"], "rule"])
+    for extent in manifest["extents"]:
+        extent["sections"] = ["master", "momentum_buffer"]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -333,7 +340,7 @@ def forged(data, change):
         (lambda m, e: e.update(sections=list(SECTIONS[:3])), "do not belong together"),
         (lambda m, e: e.update(tile_elems=5120), "5120"),
         (lambda m, e: e.pop("sum_elems"), "a tile of codes"),
-        (lambda m, e: m.update(rule="adamw", features=[*m["features"], "rule"]), "codes"),
+        (lambda m, e: of_sgd(m), "codes '8bit' of parameters"),
         (lambda m, e: m["features"].remove("codec"), "codec"),
         (lambda m, e: m["params"][1].update(start=m["params"][1]["start"] + 16), "bias"),
         (lambda m, e: m["params"][0].update(dtype="float32"), "weight is float32"),

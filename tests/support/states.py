@@ -1,5 +1,7 @@
 """pytest --state-dtype 8bit: whole suites that compare CSDAdam with CSDAdam, on states that are kept otherwise."""
 
+import functools
+import inspect
 import os
 
 import torch
@@ -12,7 +14,14 @@ VARIABLE = "CSD_OPTIM_TEST_STATE_DTYPE"
 
 def assume(state_dtype):
     """What CSDAdam takes where a test does not say it: in this process, and in those that support/forked.py starts."""
-    os.environ[VARIABLE] = CSDAdam.__init__.__kwdefaults__["state_dtype"] = state_dtype
+    os.environ[VARIABLE] = state_dtype
+    init = inspect.unwrap(CSDAdam.__init__)
+
+    @functools.wraps(init)
+    def assuming(self, *arguments, **options):
+        init(self, *arguments, **{"state_dtype": state_dtype, **options})
+
+    CSDAdam.__init__ = init if state_dtype == FP32 else assuming
 
 
 def assumed():

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import torch
 from support.backends import place
+from support.optimizers import ADAMW
 
-from csd_optim import (
-    CSDAdam,
-)
 from csd_optim.store.format import FILE_NAME, read_contents
 
 LATE = 3  # the step in which a parameter has its first gradient
@@ -45,21 +43,21 @@ def model(seed):
 
 
 class Training:
-    """`model()` and its optimizer; gradients depend on the number of the step alone."""
+    """`model()` and its optimizer; gradients depend on the number of the step alone. Group 1 is `of` another kind."""
 
-    def __init__(self, devices, done=0, seed=1, **options):
+    def __init__(self, devices, done=0, seed=1, of=ADAMW, **options):
         self.params = model(seed)
         first = [(n, p) for n, p in self.params.items() if n not in ("amsgrad", "joined")]
         groups = [
             {"params": first},
-            {"params": [("amsgrad", self.params["amsgrad"])], "amsgrad": True, "lr": 0.01, "weight_decay": 0.3},
+            {"params": [("amsgrad", self.params["amsgrad"])], **of.other, "lr": 0.01, "weight_decay": 0.3},
         ]
-        options = {"lr": torch.tensor(0.03), "tile_size": 1024, **options}
+        options = {"lr": torch.tensor(0.03), "tile_size": 1024, **of.kwargs, **options}
         self.topk = options.get("topk")
         self.joined = done >= JOIN
         if self.joined:
             groups.append(self.joining())
-        self.opt = CSDAdam(groups, devices=devices, **options)
+        self.opt = of.ours(groups, devices=devices, **options)
         self.done = self.opt.user_state.get("done", 0)
 
     def joining(self):
@@ -117,8 +115,8 @@ def assert_same(one, other):
 
 
 @functools.cache
-def never_stopped(steps, topk=None):
-    training = Training("ram:", topk=topk).steps(steps)
+def never_stopped(steps, topk=None, of=ADAMW):
+    training = Training("ram:", topk=topk, of=of).steps(steps)
     return training.close()
 
 

@@ -20,8 +20,8 @@ struct Descent {
   }
 };
 
-#define CSD_RULES(RULE)          \
-  RULE(CSD_ADAMW, AdamW, 3, 4)   \
-  RULE(CSD_AMSGRAD, AdamW, 4, 4) \
-  RULE(kPlain, Descent, 1, 1)    \
-  RULE(kHeavy, Descent, 2, 2)
+#define CSD_RULES(RULE)                \
+  RULE(CSD_ADAMW, AdamW, 3, 4, true)   \
+  RULE(CSD_AMSGRAD, AdamW, 4, 4, true) \
+  RULE(kPlain, Descent, 1, 1, false)   \
+  RULE(kHeavy, Descent, 2, 2, false)

@@ -1,0 +1,97 @@
+"""CSDAdagrad: the arguments of torch's Adagrad, and its rule: native/include/adagrad.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Adagrad, Optimizer
+from typing_extensions import Unpack
+
+from ..bindings import RULES
+from ..errors import CSDRuntimeError
+from ..params.update_rule import Group, UpdateRule
+from .optimizer import CSDOptimizer, Options, takes_options
+
+
+def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
+    """The rule's number and constants for one group at step `t`."""
+    return RULES["adagrad"], (
+        float(group["lr"]) / (1 + (t - 1) * float(group["lr_decay"])),
+        float(group["weight_decay"]),
+        float(group["eps"]),
+        *(0.0,) * 5,
+        -grad_scale if group["maximize"] else grad_scale,
+    )
+
+
+RULE = UpdateRule(
+    name="adagrad",
+    sections=("master", "sum"),
+    least=2,
+    hyperparameters=("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize"),
+    constants=constants,
+    initial={"sum": "initial_accumulator_value"},
+)
+
+
+class _WithoutSums(Adagrad):
+    """Adagrad whose constructor checks its arguments, but makes no sums: they would be in memory, all at once."""
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__([{"params": []}], *args, **kwargs)
+        Optimizer.__init__(self, params, self.defaults)
+
+
+class CSDAdagrad(CSDOptimizer, _WithoutSums):
+    """Adagrad whose fp32 weights and sums live on computational storage devices.
+
+    Positional arguments, defaults and results are those of :class:`torch.optim.Adagrad`; ``foreach`` and ``fused`` are
+    accepted and mean nothing here, ``differentiable`` and sparse gradients are refused. All else is as with
+    :class:`CSDAdam`, but for ``state_dtype="8bit"``, which is refused: nothing bounds what has been summed.
+
+    ``state[p]`` holds ``step``, ``sum`` and ``master``, from the first step on. A group may have an
+    ``initial_accumulator_value`` of its own.
+
+    Rule: Duchi, Hazan & Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", 2011;
+    see native/include/adagrad.h.
+    """
+
+    _rule = RULE
+
+    @takes_options
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            lr_decay,
+            weight_decay,
+            initial_accumulator_value,
+            eps,
+            foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            fused=fused,
+            **options,
+        )
+
+    def share_memory(self) -> None:
+        raise CSDRuntimeError("CSDAdagrad does not support share_memory(): its sums are on its devices")
+
+
+CSDAdagrad.__module__ = "csd_optim"

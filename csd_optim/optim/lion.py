@@ -1,0 +1,76 @@
+"""CSDLion: its arguments and its rule: native/include/lion.h. torch has no Lion: the rest is as with its optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from typing_extensions import Unpack
+
+from ..bindings import RULES
+from ..errors import CSDValueError
+from ..params.update_rule import Group, UpdateRule
+from .optimizer import CSDOptimizer, Options, takes_options
+
+
+def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
+    """The rule's number and constants for one group, the same at each step."""
+    lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    decay, scale = 1 - lr * float(group["weight_decay"]), -grad_scale if group["maximize"] else grad_scale
+    return RULES["lion"], (decay, lr, beta1, 1 - beta1, beta2, 1 - beta2, 0.0, 0.0, scale)
+
+
+RULE = UpdateRule(
+    name="lion",
+    sections=("master", "exp_avg"),
+    least=2,
+    hyperparameters=("lr", "betas", "weight_decay", "maximize"),
+    constants=constants,
+)
+
+
+class CSDLion(CSDOptimizer):
+    """Lion, whose fp32 weights and momentum live on computational storage devices.
+
+    Each element moves by `lr`, up or down: take a tenth to a third of AdamW's `lr`, and as many times its
+    `weight_decay`. Of a complex number that goes for real and imaginary part.
+
+    Args:
+        params, lr, betas, weight_decay: as with AdamW; the defaults are the paper's.
+        maximize: maximize the objective.
+        options: all that :class:`CSDAdam` takes by keyword, from `devices` on, but for ``state_dtype="8bit"``, which is
+            refused: nothing bounds a momentum.
+
+    Raises as CSDAdam. ``state[p]`` holds ``step``, ``exp_avg`` and ``master``.
+
+    Rule: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2; see native/include/lion.h.
+    """
+
+    _rule = RULE
+
+    @takes_options
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise CSDValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise CSDValueError(f"Invalid learning rate: {lr}")
+        for i, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise CSDValueError(f"Invalid beta parameter at index {i}: {beta}")
+        if not weight_decay >= 0.0:
+            raise CSDValueError(f"Invalid weight_decay value: {weight_decay}")
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, **options)
+
+
+CSDLion.__module__ = "csd_optim"

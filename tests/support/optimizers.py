@@ -1,0 +1,93 @@
+"""Our optimizers, each beside its oracle: what suites take as one more parameter."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import pytest
+import torch
+from support.backends import on_cards
+
+from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDRMSprop
+from csd_optim.devices.backends import BACKENDS
+from csd_optim.optim import adagrad, adamw, lion, rmsprop, sgd
+from csd_optim.params.update_rule import UpdateRule
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., 2023, algorithm 2, line by line; torch has none."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, *, maximize=False):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (beta1, beta2), decay = group["betas"], group["weight_decay"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                moment = state.setdefault("exp_avg", torch.zeros_like(p))
+                g, m, theta = (torch.view_as_real(t) if t.is_complex() else t for t in (p.grad, moment, p))
+                g = -g if group["maximize"] else g
+                c = beta1 * m + (1 - beta1) * g
+                theta.copy_(theta - group["lr"] * (c.sign() + decay * theta))
+                m.copy_(beta2 * m + (1 - beta2) * g)
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A class of ours, and the one whose place it takes, with the same arguments.
+
+    `kwargs`: those of the constructor, `other`: what a group may say instead.
+    """
+
+    name: str
+    ours: type
+    reference: type
+    rule: UpdateRule
+    other: dict
+    kwargs: dict = field(default_factory=dict)
+
+    def __str__(self):
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.kwargs.items())])
+
+
+AMSGRAD = {"amsgrad": True}
+ADAMW = Pair("CSDAdam", CSDAdam, torch.optim.AdamW, adamw.ADAMW, AMSGRAD)
+ADAM = Pair("Adam", partial(CSDAdam, decoupled_weight_decay=False), torch.optim.Adam, adamw.ADAM, AMSGRAD)
+SGD = Pair("CSDSGD", CSDSGD, torch.optim.SGD, sgd.RULE, {"momentum": 0.0})
+ADAGRAD = Pair("CSDAdagrad", CSDAdagrad, torch.optim.Adagrad, adagrad.RULE, {"lr_decay": 0.5})
+RMSPROP = Pair("CSDRMSprop", CSDRMSprop, torch.optim.RMSprop, rmsprop.RULE, {"centered": False})
+LION = Pair("CSDLion", CSDLion, Lion, lion.RULE, {"betas": (0.5, 0.9)})
+PAIRS = [ADAMW, ADAM, SGD, ADAGRAD, RMSPROP, LION]
+FULL = [
+    replace(ADAM, kwargs={"weight_decay": 0.1}),
+    replace(SGD, kwargs={"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    replace(ADAGRAD, kwargs={"initial_accumulator_value": 0.1}),
+    replace(RMSPROP, kwargs={"momentum": 0.9, "centered": True}),
+    replace(LION, kwargs={"weight_decay": 0.1}),
+]
+_MORE = [
+    replace(ADAM, kwargs={"amsgrad": True}),
+    SGD,
+    replace(SGD, kwargs={"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    replace(ADAGRAD, kwargs={"weight_decay": 0.1, "eps": 1e-3, "lr_decay": 0.1}),
+    RMSPROP,
+    replace(RMSPROP, kwargs={"centered": True, "weight_decay": 0.1}),
+    replace(RMSPROP, kwargs={"momentum": 0.9, "alpha": 0.5}),
+    LION,
+    replace(LION, kwargs={"betas": (0.0, 0.5)}),
+]
+
+
+def rules(pairs):
+    """Parameters of a test: those that these devices have a kernel for."""
+    missing = {pair.rule.name for pair in pairs} - (
+        BACKENDS["xrt"].rules if on_cards() else {p.rule.name for p in pairs}
+    )
+    why = pytest.mark.skip(reason="this rule has no kernel yet")
+    return [pytest.param(pair, id=str(pair), marks=[why] * (pair.rule.name in missing)) for pair in pairs]
+
+
+def other_rules():
+    """All but AdamW's, and all that they can be asked for."""
+    return rules(FULL + _MORE)
