@@ -18,6 +18,7 @@ run: by their ratio, not by absolute times, two machines or two minutes can be c
            states; and without, by turns
     ram    after each step, as much memory read and written back in place
     null   Python and the engine alone: 1000 small parameters
+    rules  the optimizers that --optimizer names, on a file and in memory, each beside torch's: rules.py
     peer   others do the same work in an interpreter of their own, by turns with CSDAdam; those that use a disk, with
            CSDAdam's 8-bit states, too
 
@@ -41,7 +42,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import peers
+from bench import peers, rules
 from bench.fio import fio_mixed
 from csd_optim import CSDAdam, bindings
 from csd_optim.bindings import DTYPE_CODES, HYPER, PARAM
@@ -54,7 +55,7 @@ Row = dict[str, Any]
 BURST = 4  # steps without a pause between them
 MEMORY = 1 << 30  # bytes, several times a last-level cache
 LITTLE_MEMORY = 64 << 20  # to see that it works
-BACKENDS = ("file", "8bit", "commit", "cache", "ram", "null")
+BACKENDS = ("file", "8bit", "commit", "cache", "ram", "null", "rules")
 ON_DISK = ("deepspeed-nvme", "tensornvme")
 OURS = {"fp32": "our", "8bit": "our_8bit"}  # what a peer's row calls CSDAdam with these states
 
@@ -92,6 +93,8 @@ def main() -> None:
             rows += [peer_row(name, arguments, in_memory, dtype) for name in names if name in arguments.peers]
     if "null" in arguments.backends:
         rows.append(overhead_row(arguments.runs))
+    if "rules" in arguments.backends:
+        rows += rules_rows(arguments, {f"{arguments.devices} file(s)": on_disk, "in memory": parse_devices("ram:")})
     say("")
     for row in rows:
         say(describe(row))
@@ -356,6 +359,17 @@ def ram_row(arguments: argparse.Namespace, specs: list[DeviceSpec], dtype: str) 
     }
 
 
+def rules_rows(arguments: argparse.Namespace, places: dict[str, list[DeviceSpec]]) -> list[Row]:
+    """Each optimizer that was named, in each place, beside torch's."""
+    rows = []
+    for name in arguments.optimizer:
+        for place, specs in places.items():
+            difference = rules.verify(name, specs, DTYPES[arguments.dtype])
+            say(f"verified {name} on {specs[0]} against torch: largest relative difference {difference:.1e}")
+            rows.append(rules.row(name, specs, place, arguments.params, arguments.runs, arguments.dtype))
+    return rows
+
+
 def overhead_row(runs: int) -> Row:
     """What a step costs before any byte moves."""
     params = [torch.nn.Parameter(torch.randn(1000).bfloat16()) for _ in range(1000)]
@@ -497,6 +511,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=1, help="emulated CSDs on that disk")
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16", help="of parameters and gradients")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--optimizer", nargs="+", choices=[*rules.PAIRS, "all"], default=[], help="for rules")
     parser.add_argument(
         "--peers", nargs="+", choices=[*peers.PEERS, "all", "none"], default=["torch-fp16", "torch-fp32"]
     )
@@ -509,6 +524,7 @@ def parse() -> argparse.Namespace:
     if arguments.quick:
         arguments.params, arguments.fio_seconds, arguments.peers = 3e6, 1, ["none"]
     arguments.params, arguments.runs = int(arguments.params), max(5, arguments.runs)
+    arguments.optimizer = list(rules.PAIRS) if "all" in arguments.optimizer else arguments.optimizer
     arguments.peers = list(peers.PEERS) if "all" in arguments.peers else arguments.peers
     return arguments
 

@@ -24,11 +24,12 @@ def in_the_root(monkeypatch):
 
 def test_step(tmp_path):
     png = tmp_path / "step.png"
-    done = run("bench.step", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}")
+    rules = ["--optimizer", "sgd", "rmsprop-all", "lion"]
+    done = run("bench.step", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}", *rules)
     result = json.loads(done.stdout)
     assert result["schema"] == "csd_optim.bench.step/1"
     assert {"cpu", "cores", "isa", "storage", "date"} <= set(result["machine"])
-    file, coded, plain, coded_ram, plain_ram, commit, buffers, half, fp16, fp32, null = result["rows"]
+    file, coded, plain, coded_ram, plain_ram, commit, buffers, half, fp16, fp32, null, *others = result["rows"]
     assert len(file["seconds"]) == len(commit["seconds"]) == len(fp16["seconds"]) == len(fp32["seconds"]) == 5
     assert len(null["seconds"]) == 50
     assert file["bytes_per_param"]["push"] == file["bytes_per_param"]["pull"] == 2
@@ -46,6 +47,14 @@ def test_step(tmp_path):
         assert len(cached["ratio_to"]["the same with cache=off"]) == 5
         assert cached["share_of_bytes"] == 0.5  # so small a model is all in the buffers
     assert len(commit["ratio_to"]["the same without commits"]) == 5
+    names = [f"{name}, fp16, {place}" for name in rules[1:] for place in ("1 file(s)", "in memory")]
+    assert [row["what"] for row in others] == names
+    for row, written in zip(others, (4, 0, 16, 0, 8, 0), strict=True):
+        assert row["bytes_per_param"]["flash_write"] == pytest.approx(written, rel=0.05)
+        ((beside, ratios),) = row["ratio_to"].items()
+        assert ("fused" if row["what"].startswith("sgd") else "foreach") in beside
+        assert len(row["seconds"]) == len(ratios) == 5
+    assert all(f"verified {name} on" in done.stderr for name in rules[1:])
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "verified fp16" in done.stderr
     assert "against those in memory: the same bits" in done.stderr

@@ -1,0 +1,115 @@
+"""Every optimizer, each beside the class of torch whose place it takes: bench/step.py --optimizer.
+
+First ten steps are compared with torch's on fp32 copies, masters and states. Then the two take turns: ours over 16-bit
+parameters, with its states on the devices; torch's over as many fp32 parameters in memory, fused if it can be, else
+foreach. Lion, which torch has not, is beside the paper's algorithm in torch operations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDRMSprop
+from csd_optim.cli.benchmark import DTYPES, TENSOR, TOLERANCE, WARM_UP, scratch
+from csd_optim.devices.spec import DeviceSpec
+
+Row = dict[str, Any]
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., 2023, algorithm 2, as foreach operations."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            (beta1, beta2), params = group["betas"], group["params"]
+            grads = [p.grad for p in params]
+            moments = [self.state[p].setdefault("exp_avg", torch.zeros_like(p)) for p in params]
+            between = torch._foreach_mul(moments, beta1)
+            torch._foreach_add_(between, grads, alpha=1 - beta1)
+            torch._foreach_sign_(between)
+            torch._foreach_add_(params, between, alpha=-group["lr"])
+            torch._foreach_mul_(moments, beta2)
+            torch._foreach_add_(moments, grads, alpha=1 - beta2)
+
+
+class Pair(NamedTuple):
+    ours: Callable[..., Any]
+    theirs: Callable[..., torch.optim.Optimizer]
+    kwargs: dict[str, Any]
+
+
+PAIRS = {
+    "adamw": Pair(CSDAdam, torch.optim.AdamW, {}),
+    "adam": Pair(partial(CSDAdam, decoupled_weight_decay=False), torch.optim.Adam, {"weight_decay": 0.01}),
+    "sgd": Pair(CSDSGD, torch.optim.SGD, {}),
+    "sgd-momentum": Pair(CSDSGD, torch.optim.SGD, {"momentum": 0.9}),
+    "adagrad": Pair(CSDAdagrad, torch.optim.Adagrad, {}),
+    "rmsprop": Pair(CSDRMSprop, torch.optim.RMSprop, {}),
+    "rmsprop-all": Pair(CSDRMSprop, torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "lion": Pair(CSDLion, Lion, {}),
+}
+
+
+def verify(name: str, specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float:
+    """The largest relative difference from torch after ten steps, of masters and states. Raises SystemExit."""
+    pair = PAIRS[name]
+    torch.manual_seed(1)
+    ours = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (2, 4095, 300_001)]
+    theirs = [torch.nn.Parameter(p.detach().float().clone()) for p in ours]
+    oracle = pair.theirs(theirs, **pair.kwargs)
+    worst = 0.0
+    with pair.ours(ours, devices=[scratch(s) for s in specs], **pair.kwargs) as opt:
+        for _ in range(10):
+            for p, q in zip(ours, theirs, strict=True):
+                p.grad = torch.randn(p.shape).to(dtype)
+                q.grad = p.grad.float()
+            opt.step()
+            oracle.step()
+        for p, q in zip(ours, theirs, strict=True):
+            for key, value in {**oracle.state[q], "master": q.detach()}.items():
+                worst = max(worst, float((opt.state[p][key] - value).abs().max() / value.abs().max()))
+    if not worst <= TOLERANCE:
+        raise SystemExit(f"{name} differs from torch's by {worst:.1e}: nothing is timed; please report this")
+    return worst
+
+
+def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: int, dtype: str) -> Row:
+    """Steps of ours until the last state is in its place, and of torch's in memory, by turns."""
+    pair = PAIRS[name]
+    sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
+    tensors = [[torch.nn.Parameter(torch.randn(n).to(of)) for n in sizes] for of in (DTYPES[dtype], torch.float32)]
+    for p in (*tensors[0], *tensors[1]):
+        p.grad = torch.randn(p.shape).to(p.dtype)
+    how = next((k for k in ("fused", "foreach") if k in inspect.signature(pair.theirs).parameters), "")
+    theirs = pair.theirs(tensors[1], **pair.kwargs, **({how: True} if how else {}))
+    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    with pair.ours(tensors[0], devices=[scratch(s) for s in specs], **pair.kwargs) as opt:
+        for i in range(WARM_UP + runs):
+            for who in ("ours", "theirs") if i % 2 else ("theirs", "ours"):  # whoever comes second may have it better
+                start = time.perf_counter()
+                if who == "ours":
+                    opt.step()
+                    stats = opt.stats()  # waits for the last states
+                else:
+                    theirs.step()
+                if i >= WARM_UP:
+                    seconds[who].append(time.perf_counter() - start)
+    reference = f"torch.optim.{type(theirs).__name__}({how}=True)" if how else "Lion in foreach operations of torch"
+    ratios = [b / a for a, b in zip(seconds["ours"], seconds["theirs"], strict=True)]
+    return {
+        "what": f"{name}, {dtype}, {place}",
+        "params": params,
+        "seconds": seconds["ours"],
+        "bytes_per_param": {k: stats[f"{k}_bytes"] / params for k in ("push", "pull", "flash_read", "flash_write")},
+        "ratio_to": {f"{reference} on fp32 parameters in memory": ratios},
+    }
