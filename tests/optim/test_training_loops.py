@@ -1,6 +1,7 @@
 """The loops that people write around an optimizer: closures, schedulers, loss scaling, hooks, threads, compilers."""
 
 import copy
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +18,7 @@ from support.beside import (
     train_beside,
 )
 from support.comparing import assert_same_bits, params_of
+from support.optimizers import ADAMW, FULL, rules
 from torch import nn
 from torch.optim import AdamW, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
@@ -270,15 +272,20 @@ def test_one_optimizer_per_parameter_in_backward(devices):
 # ---- Loss scaling --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unscale", [False, True], ids=["step unscales", "unscaled before"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
-@pytest.mark.fp32_states("compares with AdamW to its last bits")
-def test_grad_scaler(devices, dtype, unscale):
+@pytest.mark.parametrize(
+    ("of", "dtype", "unscale"),
+    [
+        *itertools.product([ADAMW], [torch.float16, torch.float32, torch.bfloat16], [False, True]),
+        *(pytest.param(*of.values, torch.float16, False, id=of.id, marks=of.marks) for of in rules(FULL)),
+    ],
+)
+@pytest.mark.fp32_states("compares with torch to its last bits")
+def test_grad_scaler(devices, of, dtype, unscale):
     if unscale and dtype is torch.float16:
         pytest.skip("torch refuses to unscale fp16 gradients in place")
     p = leaf(TILE + 1, dtype=dtype)
     q = p.detach().to(torch.float32, copy=True).requires_grad_()
-    ours, reference = CSDAdam([p], devices=devices), AdamW([q])
+    ours, reference = of.ours([p], devices=devices, **of.kwargs), of.reference([q], **of.kwargs)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
     for k in range(5):
         scale = scaler.get_scale()
