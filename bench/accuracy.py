@@ -3,6 +3,7 @@
     python -m bench.accuracy --json result.json --plot result.png      the whole table: two hours on two cores
     python -m bench.accuracy --tasks cloze digits --seeds 1
     python -m bench.accuracy --tasks long falling --variants 8-bit     a long run, and gradients that fall tenfold
+    python -m bench.accuracy --variants "sgd-momentum, ours" "lion, ours"    other optimizers, each beside torch's
     python -m bench.accuracy --quick                                   half a minute, to see that it works
 
 A small byte-level transformer is pre-trained once as a masked language model and kept below build/. From it each task
@@ -63,6 +64,7 @@ from bench.accuracy_plot import plot
 from bench.accuracy_tasks import FULL, QUICK, TASKS, examples_of, pretrained
 from bench.accuracy_training import (
     ADAMW,
+    OTHERS,
     QUICK_VARIANTS,
     TILE,
     TORCHAO,
@@ -70,6 +72,7 @@ from bench.accuracy_training import (
     Job,
     Row,
     drifts,
+    reference_of,
     run,
     verify_bytes,
     verify_codes,
@@ -82,7 +85,7 @@ OVER_TIME = ("marks", "drift_over_time", "mean_root")  # of runs with several ma
 
 
 def summary(runs: list[Row], held_out: dict[str, int]) -> list[Row]:
-    """A row for each task and variant, over the seeds. Differences are to AdamW with the same seed, in points.
+    """A row for each task and variant, over the seeds. Differences are to reference_of() with the same seed, in points.
 
     `held_out`: examples of each task. By them alone, one accuracy has a standard error of `held_out_noise` points.
     """
@@ -91,7 +94,7 @@ def summary(runs: list[Row], held_out: dict[str, int]) -> list[Row]:
     for task, variant in dict.fromkeys((r["task"], r["variant"]) for r in runs):
         seeds = sorted(seed for t, v, seed in found if (t, v) == (task, variant))
         own = [found[task, variant, seed] for seed in seeds]
-        references = [found[task, ADAMW.name, seed] for seed in seeds]
+        references = [found[task, reference_of(variant), seed] for seed in seeds]
         share = statistics.fmean(r["accuracy"] for r in own) / 100
         rows.append(
             {
@@ -126,7 +129,7 @@ def accuracy_tables(rows: list[Row]) -> Iterator[Table]:
         noise = max(r["held_out_noise"] for r in rows if r["task"] == task)
         title = f"{task} (by its held-out examples alone, one accuracy has a standard error of {noise:.2f})"
         moved = "B pushed", "B pulled"
-        made = table(title, "", *moved, "loss", "minus AdamW", "drift", "accuracy, %", "minus AdamW, points")
+        made = table(title, "", *moved, "loss", "minus torch's", "drift", "accuracy, %", "minus torch's, points")
         for row in (r for r in rows if r["task"] == task):
             cells = [f"{b:.3f}" for b in row["link_bytes_per_param"].values()] or ["", ""]
             cells.append(f"{row['training_loss']:.3g}")
@@ -134,7 +137,7 @@ def accuracy_tables(rows: list[Row]) -> Iterator[Table]:
             cells.append(mean_and_spread(row["drift"]))
             cells.append(mean_and_spread(row["accuracy"]))
             cells.append(mean_and_spread(row["difference"], "+"))
-            if row["variant"] == ADAMW.name:  # what the others are compared with
+            if row["variant"] == reference_of(row["variant"]):  # what the others are compared with
                 cells[3] = cells[4] = cells[6] = ""
             made.add_row(row["variant"], *cells)
         yield made
@@ -148,7 +151,8 @@ def one_thread() -> None:
 def main() -> None:
     arguments = parse()
     size = QUICK if arguments.quick else FULL
-    variants = [replace(v, length=arguments.length * v.length) for v in VARIANTS if v.name in arguments.variants]
+    chosen = [v for v in VARIANTS + OTHERS if v.name in arguments.variants]
+    variants = [replace(v, length=arguments.length * v.length) for v in chosen]
     began = time.perf_counter()
     one_thread()
     facts = {
@@ -189,9 +193,9 @@ def main() -> None:
             say("{at}: {task}, seed {seed}, {variant}: {accuracy:.2f} %".format(at=at, **runs[-1]))
     order = {(t, s, v.name): i for i, (t, s, v, *_) in enumerate(jobs)}
     runs.sort(key=lambda r: order[r["task"], r["seed"], r["variant"]])
-    adamw = next(v for v in variants if v.name == ADAMW.name)
+    by_name = {v.name: v for v in variants}
     for job, done_run in zip(jobs, runs, strict=True):
-        over_time = drifts(job, adamw)
+        over_time = drifts(job, by_name[reference_of(job[2].name)])
         done_run["drift"] = over_time[-1]
         if len(over_time) > 1:
             done_run["drift_over_time"] = over_time
@@ -224,9 +228,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--variants",
         nargs="+",
-        choices=[v.name for v in VARIANTS],
+        choices=[v.name for v in VARIANTS + OTHERS],
         metavar="NAME",
-        help="those of the table; default: all",
+        help="those of the table; default: all but other optimizers",
     )
     parser.add_argument("--seeds", type=int, help="runs of everything (3)")
     parser.add_argument("--length", type=float, default=1.0, help="train this many times as long")
@@ -245,7 +249,7 @@ def parse() -> argparse.Namespace:
         parser.error(f"{TORCHAO.name}: pip install torchao")
     usual = QUICK_VARIANTS if arguments.quick else [v for v in VARIANTS if installed or not v.torchao]
     arguments.variants = arguments.variants or [v.name for v in usual]
-    arguments.variants.append(ADAMW.name)  # what all are compared with
+    arguments.variants += {ADAMW.name, *map(reference_of, arguments.variants)}  # what they are compared with
     arguments.seeds = arguments.seeds or (1 if arguments.quick else 3)
     return arguments
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench import rules
 from bench.accuracy_tasks import Size, accuracy, backward, batches, examples_of, schedule, start
-from csd_optim import CSDAdam
+from csd_optim.optim.optimizer import CSDOptimizer
 
 TILE = 1 << 18  # elements: the whole model in one tile
 SPARSE_FROM = 4096  # elements: smaller parameters, and those of one dimension, are dense
@@ -44,6 +45,8 @@ class Variant:
     state_dtype: str = "fp32"
     torchao: bool = False  # its 8-bit AdamW
     nudge: float = 0.0  # how far, relatively, each weight is moved before the first step
+    rule: str = "adamw"  # of bench/rules.py
+    faster: float = 1.0  # its learning rate, over that of AdamW
 
 
 ADAMW = Variant("AdamW fp32", csd=False)
@@ -61,13 +64,27 @@ EIGHT_BIT = [
 ]
 TORCHAO = Variant("torchao AdamW8bit", csd=False, torchao=True)
 VARIANTS = [HALF, ADAMW, NUDGED, DENSE, *TOP_K, *EIGHT_BIT, TORCHAO]
+# Other optimizers, torch's on fp32 parameters and ours on bf16 ones: each pair by itself.
+OTHERS = [
+    Variant(f"{rule}{name}", csd=csd, rule=rule, faster=faster)
+    for rule, faster in (("adam", 1.0), ("sgd-momentum", 30.0), ("adagrad", 3.0), ("rmsprop", 0.3), ("lion", 0.2))
+    for name, csd in ((" fp32", False), (", ours", True))
+]
 QUICK_VARIANTS = [ADAMW, DENSE, TOP_K[-2], *EIGHT_BIT]
 
 
-def csdadam(model: nn.Module, variant: Variant, lr: float) -> CSDAdam:
-    return CSDAdam(
+def reference_of(name: str) -> str:
+    """The variant with which that one is compared: the same rule in torch on fp32 parameters."""
+    return next((v.rule + " fp32" for v in OTHERS if v.name == name), ADAMW.name)
+
+
+def csdadam(model: nn.Module, variant: Variant, lr: float) -> Any:
+    """Of the variant's rule."""
+    pair = rules.PAIRS[variant.rule]
+    return pair.ours(
         model.parameters(),
-        lr=lr,
+        lr=lr * variant.faster,
+        **pair.kwargs,
         devices="ram:",
         tile_size=TILE,
         topk=variant.topk,
@@ -85,7 +102,7 @@ def torchao_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
     """All of them in fp32; those of CSDAdam are its masters."""
-    csd = isinstance(optimizer, CSDAdam)
+    csd = isinstance(optimizer, CSDOptimizer)
     return torch.cat(
         [(optimizer.state[p]["master"] if csd else p.detach().float()).flatten() for p in model.parameters()]
     )
@@ -143,7 +160,8 @@ def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path)
     elif variant.torchao:
         optimizer = torchao_adamw(model, lr)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+        pair = rules.PAIRS[variant.rule]
+        optimizer = pair.theirs(model.parameters(), lr=lr * variant.faster, **pair.kwargs, **rules.fastest(pair))
     scheduler = schedule(optimizer, steps)
     losses: list[float] = []
     moved: Counter[str] = Counter()
@@ -153,13 +171,13 @@ def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path)
         losses.append(backward(model, inputs, labels, 1.0 if 2 * step <= steps else fall))
         optimizer.step()
         scheduler.step()
-        if isinstance(optimizer, CSDAdam):
+        if isinstance(optimizer, CSDOptimizer):
             stats = optimizer.stats()
             moved.update({k: stats[f"{k}_bytes"] for k in ("push", "pull")})
         if step in marked:
             weights.append(weights_of(model, optimizer))
-            roots.append(mean_root(optimizer))
-    if isinstance(optimizer, CSDAdam):
+            roots.append(mean_root(optimizer) if variant.rule == "adamw" else 0.0)
+    if isinstance(optimizer, CSDOptimizer):
         optimizer.close()
     params = sum(p.numel() for p in model.parameters())
     done = {
@@ -170,7 +188,7 @@ def fine_tune(task: str, seed: int, variant: Variant, size: Size, encoder: Path)
         "accuracy": accuracy(model, held_out),
         "training_loss": statistics.fmean(losses[-len(losses) // 10 :]),
         "link_bytes_per_param": {k: v / steps / params for k, v in moved.items()},
-        **({"marks": marked, "mean_root": roots} if marks > 1 else {}),
+        **({"marks": marked, "mean_root": roots} if marks > 1 and variant.rule == "adamw" else {}),
         "seconds": time.perf_counter() - began,
     }
     return done, torch.stack(weights)

@@ -60,6 +60,13 @@ PAIRS = {
 }
 
 
+def fastest(pair: Pair) -> dict[str, bool]:
+    """The argument that chooses torch's fastest implementation; Lion's has one only."""
+    names = inspect.signature(pair.theirs).parameters
+    how = next((how for how in ("fused", "foreach") if how in names), None)
+    return {how: True} if how else {}
+
+
 def verify(name: str, specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float:
     """The largest relative difference from torch after ten steps, of masters and states. Raises SystemExit."""
     pair = PAIRS[name]
@@ -90,8 +97,8 @@ def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: i
     tensors = [[torch.nn.Parameter(torch.randn(n).to(of)) for n in sizes] for of in (DTYPES[dtype], torch.float32)]
     for p in (*tensors[0], *tensors[1]):
         p.grad = torch.randn(p.shape).to(p.dtype)
-    how = next((k for k in ("fused", "foreach") if k in inspect.signature(pair.theirs).parameters), "")
-    theirs = pair.theirs(tensors[1], **pair.kwargs, **({how: True} if how else {}))
+    how = fastest(pair)
+    theirs = pair.theirs(tensors[1], **pair.kwargs, **how)
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
     with pair.ours(tensors[0], devices=[scratch(s) for s in specs], **pair.kwargs) as opt:
         for i in range(WARM_UP + runs):
@@ -104,7 +111,9 @@ def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: i
                     theirs.step()
                 if i >= WARM_UP:
                     seconds[who].append(time.perf_counter() - start)
-    reference = f"torch.optim.{type(theirs).__name__}({how}=True)" if how else "Lion in foreach operations of torch"
+    reference = "Lion in torch's foreach operations"
+    if how:
+        reference = f"torch.optim.{type(theirs).__name__}({', '.join(how)}=True)"
     ratios = [b / a for a, b in zip(seconds["ours"], seconds["theirs"], strict=True)]
     return {
         "what": f"{name}, {dtype}, {place}",

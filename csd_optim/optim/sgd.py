@@ -87,7 +87,7 @@ class CSDSGD(CSDOptimizer, SGD):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As CSDAdam's. SGD counts no steps: a momentum of its is that of one step at least."""
         entries = state_dict["state"].items()
-        state = {k: {"step": 1.0, **entry} if "momentum_buffer" in entry else entry for k, entry in entries}
+        state = {k: {"step": 1.0, **v} if v.get("momentum_buffer") is not None else v for k, v in entries}
         super().load_state_dict({**state_dict, "state": state})
 
 

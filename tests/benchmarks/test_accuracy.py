@@ -64,6 +64,23 @@ def test_resume_takes_what_is_finished(tmp_path):
     assert repeated | {"seconds": 0} == first | {"seconds": 0}  # the same bits
 
 
+@pytest.mark.parametrize("rule", ["adam", "sgd-momentum", "adagrad", "rmsprop", "lion"])
+def test_other_optimizers_beside_torchs(rule, tmp_path):
+    size = replace(accuracy.QUICK, digits=accuracy_tasks.Training(60, 32, 3e-3))
+    variants = [v for v in accuracy.OTHERS if v.rule == rule]
+    runs = []
+    for variant in variants:
+        job = ("digits", 0, variant, size, tmp_path / "encoder.pt")
+        runs.append(accuracy.run(job, again=True))
+        runs[-1]["drift"] = accuracy.drifts(job, variants[0])[-1]
+    reference, ours = accuracy.summary(runs, {"digits": 898})
+    assert [reference["variant"], ours["variant"]] == [f"{rule} fp32", f"{rule}, ours"]
+    assert reference["difference"] == reference["drift"] == [0]
+    assert ours["difference"] == [runs[1]["accuracy"] - runs[0]["accuracy"]]
+    assert min(runs[0]["accuracy"], runs[1]["accuracy"]) > 60  # by chance: 10
+    assert 0 < ours["drift"][0] < 1
+
+
 def test_drift():
     """As far as AdamW went, of weights that stayed where they were."""
     begun, ended = torch.zeros(4), torch.full((4,), 2.0)
