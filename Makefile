@@ -13,10 +13,11 @@ BIN := $(VENV)/bin
 NATIVE := $(foreach d,native/* hls_kernels hls_kernels/*,$(wildcard $(d)/*.h $(d)/*.cpp)) \
     native/build.py hls_kernels/build.py setup.py setup.cfg
 
-CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/native/* tests/faults,\
+CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/native/* tests/faults \
+    tests/accelerator/emulated,\
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
-.PHONY: demo emu-demo test tables soak check pytest together alone sanitize clean
+.PHONY: demo emu-demo test tables soak check pytest together alone accelerated sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
@@ -26,7 +27,7 @@ emu-demo: $(VENV)/.installed
 
 # Beside each other, with the tests that want the machine for themselves at the end.
 test: $(VENV)/.installed
-	$(MAKE) --no-print-directory --keep-going -j2 together sanitize check
+	$(MAKE) --no-print-directory --keep-going -j2 together sanitize accelerated check
 	$(MAKE) --no-print-directory alone
 
 tables: $(VENV)/.installed
@@ -40,6 +41,7 @@ soak: $(VENV)/.installed
 	$(BIN)/python tests/crash --kills 250 --images 4000 $(SOAK)
 	$(BIN)/python -m pytest --soak -k "suite_on_cards or soak"
 	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)
+	$(BIN)/python -m pytest --soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -47,13 +49,17 @@ check: $(VENV)/.installed
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/mypy
 
-pytest: together alone
+pytest: together alone accelerated
 
 together: $(VENV)/.installed
 	$(BIN)/python -m pytest --durations 20 -n 3 --dist loadfile -m "not serial"
 
 alone: $(VENV)/.installed
 	$(BIN)/python -m pytest --durations 20 -m serial
+
+# On an accelerator: a real one if there is one, else the emulated one, which the first of these builds.
+accelerated: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/accelerator --accelerator --durations 10
 
 sanitize: $(VENV)/.installed
 	$(BIN)/python tests/sanitize.py

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from support import cards
+from support import cards, emulated
 from support.backends import BACKENDS, XRT_BACKENDS, device_strings, on_cards
 from support.states import assume, assumed
 
@@ -24,6 +24,8 @@ def pytest_configure(config):
     if config.getoption("--xrt"):
         os.environ["CSD_OPTIM_TEST_XRT"] = config.getoption("--xrt")
     assume(config.getoption("--state-dtype"))
+    if config.getoption("--accelerator") and not torch.accelerator.is_available() and not emulated.missing():
+        emulated.load()
     # Tests send these. A shell ignores them for what it starts in the background, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -36,6 +38,14 @@ def pytest_addoption(parser):
         nargs="?",
         const=",".join(XRT_BACKENDS),
         help="on cards, and only the tests that run on every back end; --xrt=xrts: on three cards alone",
+    )
+    parser.addoption(
+        "--accelerator",
+        nargs="?",
+        const="late,random=1",
+        metavar="SCHEDULES",
+        help="only the tests on an accelerator: a real one if there is one, else an emulated one, under each of these "
+        "schedules: late, side first, main first, at once, random=SEED",
     )
     parser.addoption("--state-dtype", default="fp32", help="what CSDAdam takes where a test does not say it")
     parser.addoption("--soak", action="store_true", help="also what takes too long for every day: `make soak`")
@@ -52,7 +62,8 @@ def pytest_collection_modifyitems(config, items):
     def is_chosen(item):
         on_every_backend = "backend" in item.fixturenames or item.get_closest_marker("cards")
         everyday = config.getoption("--soak") or not item.get_closest_marker("soak")
-        return everyday and (on_every_backend or not on_cards())
+        right_machine = bool(config.getoption("--accelerator")) == bool(item.get_closest_marker("accelerator"))
+        return everyday and right_machine and (on_every_backend or not on_cards())
 
     chosen = [item for item in items if is_chosen(item)]
     if on_cards() and not config.getoption("--soak"):
@@ -60,6 +71,9 @@ def pytest_collection_modifyitems(config, items):
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    if config.getoption("--accelerator") and not torch.accelerator.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=emulated.missing()))
     for item in items:
         if assumed() != "fp32" and (marker := item.get_closest_marker("fp32_states")):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))

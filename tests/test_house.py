@@ -27,6 +27,7 @@ FLOORS = {  # of folders, and of the files beside them
     "bindings": 1,
     "finalize": 1,
     "signals": 1,
+    "accelerator": 0,
     "settings": 0,
     "errors": -1,
     "_native": 0,  # compiled

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..accelerator import on_device
 from ..errors import CSDRankError, CSDValueError
 
 LINGER = 0.1  # seconds at exit
@@ -124,9 +125,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def _noting_loss(self) -> Iterator[None]:
-        on_gpu = self.device.type == "cuda"
         try:
-            with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+            with on_device(self.device):
                 yield
         except RuntimeError as e:
             self.lost = True

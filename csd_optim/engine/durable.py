@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..accelerator import is_far
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..errors import CSDError, CSDRuntimeError, CSDValueError, CSDWarning, users_stacklevel
 from ..store.file import StoreFile
@@ -241,8 +242,8 @@ class DurableCommitter(Committer):
         engine, stores, rooms = self._engine, self._stores, self._rooms
         if changed := self._residuals.changed(engine.residuals):
             self.make_way()
-            for cuda in {r.device for r in changed.values() if r.is_cuda}:
-                torch.cuda.synchronize(cuda)  # what writes to them may be under way
+            for device in {r.device for r in changed.values() if is_far(r)}:
+                torch.accelerator.synchronize(device)  # what writes to them may be under way
         self._sequence += 1
         what = self.store_id, 0, len(engine.devices.specs), self._sequence, engine.step, CLEAN * clean
         return CommitJob(

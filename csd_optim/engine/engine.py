@@ -454,7 +454,7 @@ class Engine:
     def keep_residual(self, param: int, residual: torch.Tensor) -> None:
         """From now on this is the residual of a parameter (counted over all extents): not while a step is under way.
 
-        1-D bfloat16, dense, as many elements as the parameter has, in the order of its state, on the CPU or on CUDA.
+        1-D bfloat16, dense, as many elements as the parameter has, in the order of its state, anywhere.
         Where states are durable, each commit carries it as it is then. Who writes to it past torch counts that, by
         torch.autograd.graph.increment_version. Raises CSDOSError if a disk is full; then nothing has changed.
         """

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..accelerator import is_far, on
 from ..bindings import crc32c
 from ..store.file import StoreFile
 from ..store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
@@ -91,10 +92,9 @@ def _write(store: StoreFile, offset: int, residual: torch.Tensor) -> int:
     """Through a few MB of memory, wherever the residual is; returns its checksum."""
     buffer, crc = np.frombuffer(mmap.mmap(-1, CHUNK), np.int16), 0  # pages, for O_DIRECT
     with contextlib.ExitStack() as stack:
-        if residual.is_cuda:
+        if is_far(residual):
             # Not behind the forward, which is on its way by now: who began this commit has waited for the residuals.
-            aside = torch.cuda.Stream(residual.device)  # type: ignore[no-untyped-call]
-            stack.enter_context(torch.cuda.stream(aside))
+            stack.enter_context(on(torch.Stream(residual.device)))
         for first in range(0, residual.numel(), len(buffer)):
             part = residual[first : first + len(buffer)].view(torch.int16).cpu().numpy()
             buffer[: len(part)] = part

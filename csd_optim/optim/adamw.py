@@ -86,7 +86,7 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
     accepted and mean nothing here, ``capturable`` and ``differentiable`` are refused.
 
     Args:
-        params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or a CUDA device.
+        params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or on the accelerator.
         weight_decay: None is 1e-2, as AdamW has it, or 0 with ``decoupled_weight_decay=False``, as Adam has it.
         decoupled_weight_decay: False makes it :class:`torch.optim.Adam`: weight decay is added to the gradient.
         devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (one in a nameless

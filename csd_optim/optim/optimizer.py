@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..accelerator import check_not_capturing
 from ..bindings import DTYPE_CODES
 from ..checkpoint import files
 from ..checkpoint import snapshot as checkpoint
@@ -309,6 +310,8 @@ class CSDOptimizer(Optimizer, Joinable):
         self._trained += 0.0 if self._started is None else start - self._started
         self._started = start
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None:
+            check_not_capturing([found_inf])
         assert self._engine is not None
         engine = self._engine
         engine.check_open()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..accelerator import is_far
 from ..compression.selection import TopK
 
 
@@ -24,7 +25,7 @@ class GradSource:
     @property
     def is_far(self) -> bool:
         """The engine cannot reach it: its tiles travel as images."""
-        return self.param.is_cuda
+        return is_far(self.param)
 
     def give_back(self) -> None:
         """Its new values are in `param`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..accelerator import is_far, is_ours, kind
 from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNCOMPARED, UNLESS_SET
 from ..distributed.sharding import Partition
 from ..engine.decoded import Decoded
@@ -322,8 +323,11 @@ def check_param(p: torch.Tensor, name: str) -> None:
         )
     if p.layout is not torch.strided:
         raise CSDRuntimeError(f"csd_optim does not support {p.layout} parameters, such as {name}")
-    if p.device.type not in ("cpu", "cuda", "meta"):
-        raise CSDRuntimeError(f"csd_optim does not support parameters on {p.device}, such as {name}: only cpu and cuda")
+    if is_far(p) and not is_ours(p.device):
+        there = f"on this process's accelerator, {kind()}" if kind() else "there is no accelerator"
+        raise CSDRuntimeError(
+            f"csd_optim does not support parameters on {p.device}, such as {name}: they are on the CPU, or {there}"
+        )
     if any(s == 0 and n > 1 for s, n in zip(p.stride(), p.shape, strict=True)):
         raise CSDRuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..accelerator import is_far
 from ..distributed.ranks import Ranks
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
@@ -158,7 +159,7 @@ class ParamAllGather:
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if pairs:  # to the host, it is to be there when this returns
         to, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(to), list(sources), non_blocking=to[0].is_cuda)
+        torch._foreach_copy_(list(to), list(sources), non_blocking=is_far(to[0]))
 
 
 def _fill_buckets(param_states: Sequence[ParamState], ranks: Ranks) -> list[_Bucket]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..accelerator import check_not_capturing
 from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
 from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
@@ -107,7 +108,10 @@ class PreparedStep:
 
 
 def participants(groups: Groups, optimizer: str) -> Participants:
-    """All that have a gradient. Raises CSDRuntimeError if one is sparse. `optimizer`: what a message calls it."""
+    """All that have a gradient. Raises CSDRuntimeError if one is sparse, or a graph is captured.
+
+    `optimizer`: what a message calls it.
+    """
     params, grads, groups_of, strided = [], [], [], torch.strided
     for k, group in enumerate(groups):
         for p in group["params"]:
@@ -121,6 +125,7 @@ def participants(groups: Groups, optimizer: str) -> Participants:
             params.append(p)
             grads.append(g)
             groups_of.append(k)
+    check_not_capturing(grads)
     return Participants(params, grads, groups_of)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..accelerator import is_far
 from ..bindings import GRAD_SCALE, SAME_ORDER, TO_AND_FRO
 from ..compression.policy import entry_dtype
 from ..compression.selection import TopK
@@ -225,7 +226,7 @@ class StepRunner:
 
     def _ring(self, engine: Engine, prepared: dict[int, GradSource]) -> StagingRing:
         tile_elems = max(e.tile_elems for e in engine.extents)
-        pinned = any(s.grad.is_cuda for s in prepared.values())
+        pinned = any(is_far(s.grad) for s in prepared.values())
         if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
             self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
         return self.ring

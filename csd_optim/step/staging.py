@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..accelerator import is_far, on, recorded, wait_for
 from ..bindings import topk_count
 from ..compression.selection import TopK, feed_back, pack, rounded, select
 from ..engine.engine import Engine
@@ -54,13 +55,11 @@ class StagingBuffer:
     events: list[Any] = field(default_factory=list)  # the last copies from or to this slot
 
     def record(self, stream: Any) -> None:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
-        self.events.append(event)
+        self.events.append(recorded(stream))
 
     def wait(self) -> None:
         for event in self.events:
-            event.synchronize()
+            wait_for(event)
         self.events.clear()
 
 
@@ -96,10 +95,10 @@ class StagingRing:
         is whole, or by forget().
         """
         self.forget()
-        cuda = {s.grad.device for s in sources.values()} | {s.param.device for s in sources.values()}
-        streams = {d: self._stream(d) for d in cuda if d.type == "cuda"}
+        far = {t.device for s in sources.values() for t in (s.grad, s.param) if is_far(t)}
+        streams = {d: self._stream(d) for d in far}
         for device, stream in streams.items():
-            stream.wait_stream(torch.cuda.current_stream(device))  # the gradients must be there
+            stream.wait_stream(torch.accelerator.current_stream(device))  # the gradients must be there
         try:
             self._runner(engine, tiles, sources, streams, pulled)
         finally:
@@ -110,7 +109,7 @@ class StagingRing:
         try:
             for part in self._sent:
                 # On the stream that selects: this comes after the selection, and before that of the next step.
-                with torch.cuda.stream(self._streams.get(part.grad.device)):
+                with on(self._streams.get(part.grad.device)):
                     part.feed_back()
         finally:
             self.forget()
@@ -166,11 +165,11 @@ class StagingRing:
     def _join(streams: dict[torch.device, Any]) -> None:
         """Whoever uses parameters, gradients or residuals next, on the current streams, waits for these."""
         for device, stream in streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
+            torch.accelerator.current_stream(device).wait_stream(stream)
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = torch.Stream(device)
         return self._streams[device]
 
     @staticmethod
@@ -204,7 +203,7 @@ class StagingRing:
             if stream is None:
                 pairs[0].copy_(pairs[1])
             else:
-                with torch.cuda.stream(stream):
+                with on(stream):
                     pairs[0].copy_(pairs[1], non_blocking=True)
                 used.add(there.device)
         for device in used:
@@ -233,14 +232,14 @@ class StagingRing:
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # where the entries are packed
         elements, values = [], []
         for tile_first, part in parts:
-            with torch.cuda.stream(streams.get(part.grad.device)):
+            with on(streams.get(part.grad.device)):
                 sent, sent_values = part.select()
                 elements.append((sent + tile_first).to(device))
                 values.append(sent_values.view(torch.int16).to(device))
                 if part.residual is not None and part.topk.ratio < 1:
                     self._sent.append(part)
         stream = streams.get(device)
-        with torch.cuda.stream(stream):
+        with on(stream):
             packed = pack(torch.cat(elements), torch.cat(values), tile_elems)
             slot.n_entries = len(packed)
             if len(slot.entries) < len(packed):

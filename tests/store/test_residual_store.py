@@ -734,27 +734,3 @@ def test_inspect(devices, run):
     assert said["step_bytes"] == tile_bytes + sum(sizes)
     _, out, _ = run("inspect", place(devices[0]))
     assert f"{len(sizes)} here, " in out
-
-
-# ---- CUDA ------------------------------------------------------------------------------
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_residuals_on_cuda(tmp_path, monkeypatch):
-    """They are saved as they are when the commit begins, whatever CUDA does meanwhile; and move back after resume."""
-    monkeypatch.setattr(residuals, "CHUNK", PAGE)
-    devices = named_devices(tmp_path, 2)
-    with Training(devices) as training:
-        training.keep = functools.partial(training.keep, device="cuda")
-        for _ in range(4):
-            training.step()
-            torch.cuda._sleep(10_000_000)  # the forward
-        assert all(r.is_cuda for r in training.engine.residuals.values())
-    with resumed(devices) as training:
-        assert_same(training.image(), never_stopped(4))
-        for i, residual in [*training.engine.residuals.items()]:
-            training.engine.keep_residual(i, residual.cuda())
-        training.steps(2)
-    with resumed(devices) as training:
-        assert_same(training.image(), never_stopped(6))

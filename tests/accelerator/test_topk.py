@@ -1,0 +1,170 @@
+"""Top-K of gradients on an accelerator: selected there, and what is owed stays there. The same bits as on the CPU."""
+
+import pytest
+import torch
+from support import emulated
+from support.backends import TILE
+from support.gradients import any_bits, kinds, residual_of
+from support.on_accelerator import DEVICE, DTYPES, SCRATCH, keep_busy
+
+from csd_optim import CSDAdam
+from csd_optim.bindings import topk_count
+from csd_optim.compression.selection import feed_back, pack, rounded, select, select_exact
+
+pytestmark = pytest.mark.accelerator
+
+
+def train_topk(devices, place, shapes, topk, *, steps=4, tile_size=TILE, **kwargs):
+    """Trains parameters of all dtypes, each at `place(i)`; returns them with their states, on the CPU."""
+    generator = torch.Generator().manual_seed(1)
+    params = [
+        torch.randn(shape, generator=generator).to(place(i), DTYPES[i % 3]).requires_grad_()
+        for i, shape in enumerate(shapes)
+    ]
+    optimizer = CSDAdam([{"params": params, "topk": topk}], lr=1e-2, devices=devices, tile_size=tile_size, **kwargs)
+    for scale in [1.0, 1024.0, 0.37, 8.0][:steps]:
+        for p in params:
+            p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype).to(p.device)
+        optimizer.grad_scale = torch.tensor(scale)
+        optimizer.step()
+    for p in params:
+        if "residual" in optimizer.state[p]:
+            assert optimizer.state[p]["residual"].device == p.device
+    return [(key, t.detach().cpu()) for p in params for key, t in [("param", p), *sorted(optimizer.state[p].items())]]
+
+
+def assert_same(a, b):
+    assert [key for key, _ in a] == [key for key, _ in b]
+    for (key, x), (_, y) in zip(a, b, strict=True):
+        assert torch.equal(x, y), key
+
+
+@pytest.mark.parametrize("devices", SCRATCH, ids=str)
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
+@pytest.mark.parametrize("topk", [0.01, 0.3, None])
+@pytest.mark.parametrize("where", [DEVICE, "both"])
+def test_topk_has_the_same_bits_as_on_the_cpu(devices, where, topk, feedback):
+    shapes = [(), (7,), (40, 100), (2, TILE), (5 * TILE + 3,), (64, 65), (3, 3), (TILE - 1,), (17,)]
+    kwargs = {"shapes": shapes, "topk": topk, "error_feedback": feedback}
+    expected = train_topk(devices, lambda i: "cpu", **kwargs)
+    assert ("residual" in dict(expected)) == bool(topk and feedback)
+    assert_same(train_topk(devices, lambda i: DEVICE if where == DEVICE or i % 2 else "cpu", **kwargs), expected)
+
+
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("maximize", [True, False])
+def test_topk_options(grad_dtype, maximize):
+    kwargs = {"shapes": [(64, 65), (101, 97), (9,)], "topk": 0.05, "grad_dtype": grad_dtype, "maximize": maximize}
+    assert_same(train_topk("file:", lambda i: DEVICE, **kwargs), train_topk("file:", lambda i: "cpu", **kwargs))
+
+
+def test_topk_of_tiles_of_several_blocks():
+    kwargs = {
+        "shapes": [(300_007,), (1 << 20,), (777, 1001), (2_500_000,)],
+        "topk": 0.01,
+        "tile_size": None,
+        "steps": 2,
+    }
+    assert_same(train_topk("ram:", lambda i: DEVICE, **kwargs), train_topk("ram:", lambda i: "cpu", **kwargs))
+
+
+def test_topk_of_layouts():
+    """What is owed lies in the order of the parameter's memory, whatever that of the gradient is."""
+
+    def final(device):
+        generator = torch.Generator().manual_seed(1)
+
+        def randn(*shape):
+            return torch.randn(shape, generator=generator).to(device)
+
+        params = [
+            randn(120, 100)[::2, ::3].requires_grad_(),
+            randn(30, TILE // 8).t().requires_grad_(),
+            randn(8, 30, 5, 4).to(memory_format=torch.channels_last).requires_grad_(),
+        ]
+        optimizer = CSDAdam([{"params": params, "topk": 0.02}], lr=1e-2, devices="ram:", tile_size=TILE)
+        for _ in range(3):
+            for p in params:
+                p.grad = randn(*p.shape)
+            optimizer.step()
+        return [(key, t.detach().cpu()) for p in params for key, t in [("param", p), *optimizer.state[p].items()]]
+
+    assert_same(final(DEVICE), final("cpu"))
+
+
+@pytest.mark.parametrize("devices", SCRATCH, ids=str)
+@pytest.mark.parametrize("side_stream", [False, True], ids=["default stream", "side stream"])
+@pytest.mark.parametrize("topk", [0.01, 0.3])
+def test_topk_waits_for_the_gradient_and_has_read_it(devices, side_stream, topk):
+    """As above: not there yet when step() is called, and overwritten as soon as it has returned; so is what is owed."""
+    n, steps = 40 * TILE, 3
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(n, generator=generator)
+    grads = [torch.randn(n, generator=generator) for _ in range(steps)]
+
+    def optimizer_of(p):
+        return CSDAdam([{"params": [p], "topk": topk}], lr=1e-2, devices=devices, tile_size=TILE)
+
+    p, q = start.to(DEVICE).requires_grad_(), start.clone().requires_grad_()
+    ours, expected = optimizer_of(p), optimizer_of(q)
+    on_gpu = [g.to(DEVICE) for g in grads]
+    stream = torch.Stream(DEVICE) if side_stream else torch.accelerator.current_stream()
+    stream.wait_stream(torch.accelerator.current_stream())
+    owed = []
+    with stream:
+        p.grad = torch.zeros_like(p)
+        for grad in on_gpu:
+            keep_busy()
+            p.grad.copy_(grad)
+            ours.step()
+            owed.append(ours.state[p]["residual"].clone())
+            p.grad.fill_(float("nan"))
+    torch.accelerator.synchronize()
+    for grad, residual in zip(grads, owed, strict=True):
+        q.grad = grad
+        expected.step()
+        assert torch.equal(residual.cpu(), expected.state[q]["residual"])
+    assert torch.equal(p.detach().cpu(), q.detach())
+
+
+# The emulated device has the CPU's kernels: what is large shows something on a real one only.
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 17, 2049] if emulated.loaded() else [1, 17, 65537, 299_993])
+def test_selection_on_the_device(n, dtype):
+    """Every function of compression.py, with every kind of gradient: the same bits as on the CPU."""
+
+    def bits(t):
+        return t.cpu().view(torch.int16)
+
+    for grad_dtype in DTYPES:
+        for name, grad in kinds(n, grad_dtype):
+            for scale in (1.0, 0.37, -(2.0**-16), 0.0):
+                residual = any_bits(n, torch.bfloat16) if name == "any bits" else residual_of(torch.randn(n), scale)
+                values, there = rounded(grad, residual, scale, dtype), (grad.to(DEVICE), residual.to(DEVICE), scale)
+                on_gpu = rounded(*there, dtype)
+                assert torch.equal(bits(on_gpu), bits(values)), (name, scale)
+                for ratio in (0.001, 0.1, 1.0):
+                    chosen = select(values, k := topk_count(ratio, n))
+                    assert torch.equal(select(on_gpu, k).cpu(), chosen), (name, scale, ratio)
+                    assert torch.equal(select_exact(on_gpu, k).cpu(), chosen), (name, scale, ratio)
+                sent = select(on_gpu, topk_count(0.1, n))
+                chosen = sent.cpu()
+                assert torch.equal(pack(sent, on_gpu[sent], n).cpu(), pack(chosen, values[chosen], n))
+                feed_back(*there, sent.int(), on_gpu[sent], 5, 3)
+                feed_back(grad, residual, scale, chosen, values[chosen], 5, 3)
+                assert torch.equal(bits(there[1]), bits(residual)), (name, scale)
+
+
+def test_selection_needs_little_memory():
+    """And nothing of the gradient's size anywhere else."""
+    n = 1 << 20
+    for _, grad in kinds(n, torch.float32):
+        grad, residual = grad.to(DEVICE), torch.zeros(n, dtype=torch.bfloat16, device=DEVICE)
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        values = rounded(grad, residual, 1.0, torch.bfloat16)
+        sent = select(values, topk_count(0.01, n))
+        feed_back(grad, residual, 1.0, sent, values[sent], 0, 1)
+        assert torch.accelerator.max_memory_allocated() - before <= 32 * n

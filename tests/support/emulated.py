@@ -1,0 +1,106 @@
+"""The emulated accelerator of tests/accelerator/emulated/ as torch.device("emu"): built once, loaded into the process.
+
+Once it is there, torch.accelerator and pinned memory mean it: a process is either with it or without.
+"""
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import types
+from pathlib import Path
+
+import torch
+
+from .backends import TESTS
+
+SOURCES = TESTS / "accelerator" / "emulated"
+WRITTEN_FOR = "2.13"  # it uses what torch does not promise to keep
+# What may happen to what is queued: nothing before somebody waits for it, or whatever can in some of the streams.
+ORDERS = ("late", "at once", "side first", "main first", "random")
+_library = None
+
+
+def missing():
+    """Why it cannot be had here; "" if it can."""
+    if torch.__version__.startswith(f"{WRITTEN_FOR}."):
+        return ""
+    return f"the emulated accelerator is written for torch {WRITTEN_FOR}; this is {torch.__version__}"
+
+
+def build():
+    """The path of the library, which is made anew if a source is newer. Raises CalledProcessError."""
+    library = TESTS.parent / "build" / f"emulated-{torch.__version__}.so"
+    sources = [*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]
+    if library.exists() and library.stat().st_mtime > max(s.stat().st_mtime for s in sources):
+        return library
+    library.parent.mkdir(exist_ok=True)
+    there = Path(torch.__file__).parent
+    made = library.with_suffix(f".{os.getpid()}")
+    include = [f"-isystem{there / 'include' / part}" for part in (".", "torch/csrc/api/include")]
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-attributes"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    libraries = [f"-L{there / 'lib'}", f"-Wl,-rpath,{there / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run([compiler, *flags, abi, *include, SOURCES / "emulated.cpp", "-o", made, *libraries], check=True)
+    made.rename(library)
+    return library
+
+
+def load():
+    """Makes it the accelerator of this process."""
+    global _library
+    if _library is not None:
+        return
+    path = str(build())
+    torch.ops.load_library(path)
+    _library = ctypes.CDLL(path)
+    _library.emu_schedule.argtypes = [ctypes.c_int, ctypes.c_uint64]
+    for name in ("emu_pending", "emu_launched", "emu_waited"):
+        getattr(_library, name).restype = ctypes.c_uint64
+    torch.utils.rename_privateuse1_backend("emu")
+    module = types.ModuleType("torch.emu")
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.device_count = lambda: 2
+    module.current_device = torch.accelerator.current_device_index
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None  # generators are the CPU's
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    torch._register_device_module("emu", module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def loaded():
+    return _library is not None
+
+
+@contextlib.contextmanager
+def schedule(name):
+    """What is queued within runs by this schedule: one of ORDERS, or "random=SEED"."""
+    order, _, seed = name.partition("=")
+    _library.emu_schedule(ORDERS.index(order), int(seed or 1))
+    try:
+        yield
+    finally:
+        _library.emu_schedule(ORDERS.index("late"), 0)
+
+
+@contextlib.contextmanager
+def capturing():
+    """Streams say that a graph is captured, and the host may not wait."""
+    _library.emu_capture(True)
+    try:
+        yield
+    finally:
+        _library.emu_capture(False)
+
+
+def pending():
+    """Kernels and copies that were called and did not run yet."""
+    return _library.emu_pending()
+
+
+def counts():
+    """So far: what was put into streams, and how often the host waited for one."""
+    return _library.emu_launched(), _library.emu_waited()
