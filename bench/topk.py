@@ -6,7 +6,7 @@
 
     link       bytes per parameter over the link and to storage, counted where they are moved
     selection  how fast gradients are selected on the CPU, by one thread: beside a copy of the same gradient, and beside
-               torch.topk, which does the same work with more generality; on CUDA, where there is one, beside torch.topk
+               torch.topk, which does the same work with more generality (on an accelerator: bench.accelerator)
     step       a step on an emulated CSD whose link to the host is paced, Top-K and dense gradients by turns
 
 First the selection is compared with a stable sort, and a step with Top-K on a file with one in memory, bit for bit.
@@ -42,10 +42,7 @@ LINK = "0.4GB/s"
 
 def main() -> None:
     arguments = parse()
-    facts = {
-        **machine_facts(),
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+    facts = machine_facts()
     say(f"Top-K of {arguments.params / 1e6:.0f} M parameters, {arguments.runs} runs")
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
     verify(arguments.directory)
@@ -69,8 +66,7 @@ def verify(directory: Path) -> None:
     expected = grad.view(torch.int16).bitwise_and(0x7FFF).sort(descending=True, stable=True).indices[:k].sort().values
     chosen = {
         "the engine": bindings.topk_select(grad, k, torch.bfloat16)[0].long(),
-        "compression.select": compression.select(grad, k),
-        "compression.select_exact": compression.select_exact(grad, k),
+        "compression.select": compression.select(grad, k).nonzero().squeeze(1),
     }
     for name, indices in chosen.items():
         if not torch.equal(indices, expected):
@@ -127,19 +123,6 @@ def selection_rows(arguments: argparse.Namespace) -> list[Row]:
             finally:
                 torch.set_num_threads(threads)
             rows.append(selection_row("CPU, one thread", name, feedback, turns))
-    if torch.cuda.is_available():
-        for name, dtype in DTYPES.items():
-            grad = torch.randn(TILE, device="cuda").to(dtype)
-            values = compression.rounded(grad, None, 1.0, torch.bfloat16 if dtype is torch.float32 else dtype)
-            copy = torch.empty_like(values)
-            k = bindings.topk_count(0.01, TILE)
-            turns = by_turns(
-                arguments.runs,
-                lambda v=values, n=k: synchronized(lambda: compression.select(v, n)),
-                lambda v=values, c=copy: synchronized(lambda: c.copy_(v)),
-                lambda v=values, n=k: synchronized(lambda: v.abs().topk(n)),
-            )
-            rows.append(selection_row(torch.cuda.get_device_name(), name, False, turns))
     return rows
 
 
@@ -215,11 +198,6 @@ def by_turns(runs: int, *calls: Callable[[], Any]) -> list[list[float]]:
             if i >= WARM_UP:
                 own.append(elapsed)
     return seconds
-
-
-def synchronized(call: Callable[[], Any]) -> None:
-    call()
-    torch.cuda.synchronize()
 
 
 def share_name(share: float | None) -> str:

@@ -1,13 +1,17 @@
 """Top-K: of every part of a gradient only the elements with the largest magnitude travel, as index and value.
 
 A *part* is what one parameter has in one tile, at most a tile of about a million elements. This is the torch half: it
-selects where the gradient is, on CUDA as well as on the CPU, and only what was selected leaves the device. What the
+selects where the gradient is, on an accelerator or on the CPU, and only what was selected leaves the device. What the
 engine selects of gradients that it can read where they lie is the same, bit for bit.
 
     values = rounded(grad, residual, scale, dtype)    what there is to send, in the 16 bits in which it travels
-    sent = select(values, topk_count(ratio, len(grad)))    where the largest of it are
-    entries = pack(tile_first + sent, values[sent], tile_elems)
-    feed_back(grad, residual, scale, sent, values[sent], first, step)    when the step is whole
+    sent = select(values, topk_count(ratio, n))       which of it is the largest
+    lists = [listed(values, sent, k, tile_first, tile_elems)]
+    entries = pack(lists, rows, tile_elems)
+    feed_back(grad, residual, scale, values, sent, first, step)    when the step is whole
+
+Several tiles may be done at once, as the rows of a matrix. Nothing waits for an accelerator in between: how many
+entries there are is among what travels.
 
 *Error feedback*: what is not sent, and what rounding takes from what is, stays in the *residual* (bf16, one per
 element) and is added to the next step's gradient, so that nothing is lost but time. It is in true units, those after
@@ -17,13 +21,14 @@ random, for a small gradient that is added to a large residual again and again w
 The entries' format is that of native/include/csd_kernel.h. All arithmetic is fp32, each operation one of torch's by
 itself, so that no compiler joins two and rounds once.
 
-Temporary memory, per element of a part: 11 bytes in rounded(), 17 in feed_back(), 3 in select() (19 where all are
-equal). Per element that is sent: 9 in feed_back(), 30 in pack().
+Temporary memory, per element of a part: 11 bytes in rounded() and select(), 20 in feed_back(). Per element that is
+sent: 80 in listed() and pack().
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,10 +38,7 @@ import torch
 BLOCK_BITS = 16  # a block is so many bits' worth of elements of a tile; an index into it is what an entry has
 WORD_ENTRIES = 16  # a block is padded to whole words
 
-# The filter looks at one value of so many. A prime, so that in a matrix of any usual width it meets all columns.
-SAMPLE_STRIDE = 61
-# Below, the exact method alone is as fast (measured on the CPU).
-SAMPLE_FROM = 1 << 15
+NOWHERE = (1 << 63) - 1  # all bits but the sign: makes -1, and what was added to it, an element behind all others
 
 
 @dataclass
@@ -62,69 +64,92 @@ def rounded(grad: torch.Tensor, residual: torch.Tensor | None, scale: float, dty
 
 
 def select(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices (1-D int64, ascending) of the `k` values of largest magnitude, of those that are not zero.
+    """Which (bool) are the `k` values of largest magnitude of each row, of those that are not zero.
 
-    `values`: 1-D, 16 bits; inf and nan are the largest. Among equal ones the first are taken: there is one answer, that
-    of select_exact(). A threshold guessed from a sample leaves a few candidates for the exact method; where it leaves
-    too few, that gets all. On CUDA that is about 20 kernels, of which 3 see all values, and 2 points at which the
-    host waits.
+    `values`: 16 bits, any shape; its last dimension are the rows. Inf and nan are the largest. Among equal ones the
+    first are taken: there is one answer. Nothing here waits for an accelerator.
     """
-    magnitudes = _magnitudes(values)
-    if len(values) < SAMPLE_FROM or k >= len(values):
-        return _largest(magnitudes, k)
-    # So many of the sample are expected among the k largest, and 4 standard deviations more.
-    expected = k / SAMPLE_STRIDE
-    sample = magnitudes[::SAMPLE_STRIDE]
-    threshold = _kth_largest(sample, min(len(sample), math.ceil(expected + 4 * math.sqrt(expected) + 4)))
-    candidates = (magnitudes >= threshold).nonzero().squeeze(1)
-    if len(candidates) < k and threshold > 1:
-        return _largest(magnitudes, k)  # the sample happened to see large ones only
-    return candidates[_largest(magnitudes[candidates], k)]
+    magnitudes = values.view(torch.int16) & 0x7FFF  # in the order of the absolute values
+    if k >= values.shape[-1]:
+        return magnitudes != 0
+    least = torch.topk(magnitudes, k, dim=-1, sorted=False).values.amin(-1, keepdim=True).clamp_(min=1)
+    above, equal = magnitudes > least, magnitudes == least
+    equal &= equal.cumsum(-1, dtype=torch.int32) <= k - above.sum(-1, keepdim=True)
+    return above.logical_or_(equal)
 
 
-def select_exact(values: torch.Tensor, k: int) -> torch.Tensor:
-    """The same without a filter."""
-    return _largest(_magnitudes(values), k)
+def listed(
+    values: torch.Tensor, sent: torch.Tensor, k: int, tile_first: int, tile_elems: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is sent of a parameter's parts in some tiles, a row each: elements (int64, ascending) and values (int16).
 
-
-def pack(elements: torch.Tensor, values: torch.Tensor, tile_elems: int) -> torch.Tensor:
-    """The entries of one tile as they travel: 1-D int32 (the bits of uint32), on the device of the arguments.
-
-    `elements`: 1-D int, ascending, each below `tile_elems`: indices into the tile. `values`: theirs, 16 bits each.
+    `values`, `sent`: as select() has them, (rows, elements). `tile_first`: where the part begins in its tile. Elements
+    are counted over all rows, each from a multiple of whole blocks on. There are `k` for each row, whatever the values
+    are, so that nobody has to wait for their number: those that there are not come last, and are behind all tiles.
     """
-    n_blocks = -(-tile_elems >> BLOCK_BITS)
-    edges = torch.arange(n_blocks + 1, dtype=elements.dtype, device=elements.device) << BLOCK_BITS
-    firsts = torch.searchsorted(elements, edges)  # the first entry of each block, and the end of the last
+    row, column = sent.nonzero_static(size=k * len(values), fill_value=-1).unbind(1)
+    elements = torch.add(column, row, alpha=_blocks(tile_elems) << BLOCK_BITS)
+    if tile_first:
+        elements += tile_first
+    return elements.bitwise_and_(NOWHERE), values.view(torch.int16)[row, column]  # -1 is the last one, for torch
+
+
+def pack(lists: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int, tile_elems: int) -> torch.Tensor:
+    """The entries of some tiles as they travel, a row each: 2-D int32 (the bits of uint32).
+
+    `lists`: of each part of these tiles, as listed() has it, and on the device where this is to be done. All rows are
+    as long as the longest could be; the last element of each says how many of its words are entries.
+    """
+    elements, values = lists[0]
+    if len(lists) > 1:
+        elements, order = torch.cat([e for e, _ in lists]).sort()
+        values = torch.cat([v for _, v in lists])[order]
+    blocks, device = rows * _blocks(tile_elems), elements.device
+    length = len(elements) // rows + WORD_ENTRIES * _blocks(tile_elems) + 1
+    edges = torch.arange(0, blocks + 1 << BLOCK_BITS, 1 << BLOCK_BITS, device=device)
+    # The first entry of each block, and the end of the last.
+    firsts = torch.searchsorted(elements, edges, out_int32=True)
     counts = firsts.diff()
-    sizes = (counts + WORD_ENTRIES) // WORD_ENTRIES * WORD_ENTRIES  # the count itself, the entries, padding
-    ends = sizes.cumsum(0)
-    starts = ends - sizes
-    packed = torch.zeros(int(ends[-1]), dtype=torch.int32, device=elements.device)
-    packed[starts] = counts.int()
-    state_map = torch.arange(len(elements), device=elements.device) + (starts + 1 - firsts[:-1])[elements >> BLOCK_BITS]
-    packed[state_map] = (elements & (1 << BLOCK_BITS) - 1).int() | values.view(torch.int16).int() << 16
+    sizes = (counts + WORD_ENTRIES).bitwise_and_(-WORD_ENTRIES)  # the count itself, the entries, padding
+    ends = sizes.view(rows, -1).cumsum(1, dtype=torch.int32)
+    starts = ends - sizes.view(rows, -1)
+    starts += torch.arange(0, rows * length, length, dtype=torch.int32, device=device)[:, None]
+    starts = starts.view(-1)
+    # What is behind all tiles goes behind all rows.
+    packed = torch.zeros(rows * length + len(elements), dtype=torch.int32, device=device)
+    packed[starts] = counts
+    shifts = torch.cat([starts - firsts[:-1], rows * length - 1 - firsts[-1:]])
+    at = shifts[(elements >> BLOCK_BITS).clamp_(max=blocks)]
+    at += torch.arange(1, len(elements) + 1, dtype=torch.int32, device=device)
+    packed[at] = (elements & (1 << BLOCK_BITS) - 1).int().bitwise_or_(values.int() << 16)
+    packed = packed[: rows * length].view(rows, length)
+    packed[:, -1] = ends[:, -1]
     return packed
+
+
+def _blocks(tile_elems: int) -> int:
+    return -(-tile_elems >> BLOCK_BITS)
 
 
 def feed_back(
     grad: torch.Tensor,
     residual: torch.Tensor,
     scale: float,
-    sent: torch.Tensor,
     values: torch.Tensor,
+    sent: torch.Tensor,
     first: int,
     step: int,
 ) -> None:
-    """Leaves in `residual` what a part's gradient and residual had and `values`, sent of its elements `sent`, had not.
+    """Leaves in `residual` what a part's gradient and residual had and `values`, of those that are `sent`, had not.
 
-    `grad`, `residual`, `scale`: as rounded() had them. `sent`: 1-D int, each index once. `values`: 1-D, 16 bits.
+    `grad`, `residual`, `scale`: as rounded() had them. `values`: what it returned. `sent`: what select() said of them.
     `first`: where the part begins in its parameter. `step`: of the parameter, from 1. Where the scale has no inverse
     nothing happens: there, rounded() does not look at the residual either.
     """
     if not inverse_of(scale):
         return
     owed = _owed(grad, residual, scale)
-    owed[sent] -= values
+    owed -= torch.where(sent, values, torch.zeros((), dtype=values.dtype, device="cpu"))
     owed *= scale
     is_nan = owed.isnan()
     # bf16 is the upper half of fp32: the lower one, as a share of its last place, is the probability of a carry.
@@ -162,22 +187,3 @@ def _owed(grad: torch.Tensor, residual: torch.Tensor | None, scale: float) -> to
     if residual is None or not inverse:
         return grad
     return residual.float().mul_(inverse).add_(grad)
-
-
-def _magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """In the order of the absolute values: int16, 0 to 0x7fff."""
-    return values.view(torch.int16) & 0x7FFF
-
-
-def _kth_largest(magnitudes: torch.Tensor, k: int) -> torch.Tensor:
-    """0-D int16, at least 1."""
-    return torch.topk(magnitudes, k, sorted=False).values.min().clamp_(min=1)
-
-
-def _largest(magnitudes: torch.Tensor, k: int) -> torch.Tensor:
-    if k >= len(magnitudes):
-        return magnitudes.nonzero().squeeze(1)
-    least = _kth_largest(magnitudes, k)
-    above, equal = magnitudes > least, magnitudes == least
-    equal &= equal.cumsum(0, dtype=torch.int32) <= k - above.sum()
-    return (above | equal).nonzero().squeeze(1)

@@ -52,6 +52,7 @@ class CommitJob:
     steps: np.ndarray[Any, Any]  # `step` of each parameter
     record: Record
     new_residuals: dict[int, torch.Tensor]  # by parameter: those to be written
+    after: dict[torch.device, Any]  # events on accelerators, by which these are as they are to be written
     spaces: Spaces  # of the others; of all of them, when the commit is staged
 
     @property
@@ -74,7 +75,7 @@ class CommitJob:
         if self.new_residuals:
             write = self.residuals.write
             for written in in_parallel(
-                [functools.partial(write, d, store, self.new_residuals) for d, store in self.stores.items()]
+                [functools.partial(write, d, store, self.new_residuals, self.after) for d, store in self.stores.items()]
             ):
                 self.spaces.update(written)
         written_bytes = engine.written_bytes()

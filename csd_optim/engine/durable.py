@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..accelerator import is_far
+from ..accelerator import is_far, recorded
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..errors import CSDError, CSDRuntimeError, CSDValueError, CSDWarning, users_stacklevel
 from ..store.file import StoreFile
@@ -242,8 +242,7 @@ class DurableCommitter(Committer):
         engine, stores, rooms = self._engine, self._stores, self._rooms
         if changed := self._residuals.changed(engine.residuals):
             self.make_way()
-            for device in {r.device for r in changed.values() if is_far(r)}:
-                torch.accelerator.synchronize(device)  # what writes to them may be under way
+        far = {r.device for r in changed.values() if is_far(r)}
         self._sequence += 1
         what = self.store_id, 0, len(engine.devices.specs), self._sequence, engine.step, CLEAN * clean
         return CommitJob(
@@ -256,6 +255,7 @@ class DurableCommitter(Committer):
             steps=engine.all_steps(),
             record=engine.record,
             new_residuals=changed,
+            after={d: recorded(torch.accelerator.current_stream(d)) for d in far},  # what writes to them
             spaces={param: self._residuals.committed[param] for param in rooms if param not in changed},
         )
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..accelerator import is_far, on
+from ..accelerator import is_far, on, recorded, wait_for
 from ..bindings import crc32c
 from ..store.file import StoreFile
 from ..store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
@@ -76,29 +75,68 @@ class Residuals:
         """As they are now, a commit has them, or will."""
         self._seen = {param: r._version for param, r in residuals.items()}
 
-    def write(self, device: int, store: StoreFile, changed: Mapping[int, torch.Tensor]) -> Spaces:
-        """Writes those of one device. May be called again, until the commit is there. Raises CSDOSError."""
+    def write(
+        self, device: int, store: StoreFile, changed: Mapping[int, torch.Tensor], after: Mapping[torch.device, Any]
+    ) -> Spaces:
+        """Writes those of one device. `after`: events, by accelerator: by then they are as they are to be written.
+
+        May be called again, until the commit is there. Raises CSDOSError.
+        """
         spaces = {}
         for param, residual in changed.items():
             place = self.rooms[param]
             if place.device == device:
                 space = 1 - self.committed[param][0] if param in self.committed else 0
-                spaces[param] = space, _write(store, place.base + space * place.room, residual)
+                spaces[param] = (
+                    space,
+                    _write(store, place.base + space * place.room, residual, after.get(residual.device)),
+                )
                 self.written_bytes[device] += place.room
         return spaces
 
 
-def _write(store: StoreFile, offset: int, residual: torch.Tensor) -> int:
+def _write(store: StoreFile, offset: int, residual: torch.Tensor, after: Any) -> int:
     """Through a few MB of memory, wherever the residual is; returns its checksum."""
-    buffer, crc = np.frombuffer(mmap.mmap(-1, CHUNK), np.int16), 0  # pages, for O_DIRECT
-    with contextlib.ExitStack() as stack:
-        if is_far(residual):
-            # Not behind the forward, which is on its way by now: who began this commit has waited for the residuals.
-            stack.enter_context(on(torch.Stream(residual.device)))
-        for first in range(0, residual.numel(), len(buffer)):
-            part = residual[first : first + len(buffer)].view(torch.int16).cpu().numpy()
-            buffer[: len(part)] = part
-            crc = crc32c(buffer[: len(part)].data.cast("B"), crc)
-            whole = round_up(part.nbytes, PAGE)
-            store.write(buffer[: whole // RESIDUAL_BYTES].data.cast("B"), offset + RESIDUAL_BYTES * first)
+    crc = 0
+    for first, n, buffer in _chunks(residual, after):
+        crc = crc32c(buffer[:n].data.cast("B"), crc)
+        whole = round_up(RESIDUAL_BYTES * n, PAGE) // RESIDUAL_BYTES
+        buffer[n:whole] = 0
+        store.write(buffer[:whole].data.cast("B"), offset + RESIDUAL_BYTES * first)
     return crc
+
+
+def _chunks(residual: torch.Tensor, after: Any) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
+    """Where each chunk begins, how long it is, and a buffer with it (int16), until the next one is asked for.
+
+    Of a residual on an accelerator the next chunk arrives meanwhile, on a stream of its own: not behind the forward,
+    which is on its way by now, but `after` an event.
+    """
+    far = is_far(residual)
+    stream = torch.Stream(residual.device) if far else None
+    if stream is not None and after is not None:
+        stream.wait_event(after)
+    buffers = [_pages(pinned=far) for _ in range(2 if far else 1)]
+    firsts = range(0, residual.numel(), len(buffers[0]))
+    parts = [residual[first : first + len(buffers[0])].view(torch.int16) for first in firsts]
+
+    def begin(k: int) -> Any:
+        with on(stream):
+            buffers[k % len(buffers)][: len(parts[k])].copy_(parts[k], non_blocking=far)
+        return recorded(stream) if far else None
+
+    under_way = deque([begin(0)] if far and parts else [])
+    for k, first in enumerate(firsts):
+        if not far:
+            begin(k)
+        else:
+            wait_for(under_way.popleft())
+            if k + 1 < len(parts):
+                under_way.append(begin(k + 1))
+        yield first, len(parts[k]), buffers[k % len(buffers)].numpy()
+
+
+def _pages(*, pinned: bool) -> torch.Tensor:
+    """A buffer of CHUNK bytes, int16, that begins with a page, for O_DIRECT."""
+    room = torch.empty(CHUNK + PAGE, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    return room[-room.data_ptr() % PAGE :][:CHUNK].view(torch.int16)

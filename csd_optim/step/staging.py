@@ -1,8 +1,8 @@
 """Tiles whose gradients the engine cannot read where they lie travel as images: a ring of fixed host buffers.
 
-That is every CUDA tensor, and every gradient pushed in a lower precision than it has. On CUDA the buffers are pinned
-and the copies run on side streams, so that several tiles travel while others are updated. Of gradients with Top-K only
-the entries travel, selected on the same streams.
+That is every tensor on an accelerator, and every gradient pushed in a lower precision than it has. For an accelerator
+the buffers are pinned, and the copies run on two side streams, one each way, so that several tiles travel while others
+are updated. Of gradients with Top-K only the entries travel, selected on the stream that brings them (see sparse.py).
 """
 
 from __future__ import annotations
@@ -16,34 +16,14 @@ import numpy as np
 import torch
 
 from ..accelerator import is_far, on, recorded, wait_for
-from ..bindings import topk_count
-from ..compression.selection import TopK, feed_back, pack, rounded, select
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
+from .sparse import SparseTiles
 
 # Tiles under way per device: one travelling each way while two are updated or wait for their states.
 BUFFERS_PER_DEVICE = 4
 
-
-@dataclass
-class SparsePiece:
-    """What a parameter with Top-K has in one tile; all tensors 1-D and on its device."""
-
-    topk: TopK
-    grad: torch.Tensor
-    residual: torch.Tensor | None
-    first: int  # in the parameter
-
-    def select(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices (int64, ascending) and values (16 bits) of what is to be sent."""
-        values = rounded(self.grad, self.residual, self.topk.scale, self.topk.dtype)
-        sent = select(values, topk_count(self.topk.ratio, len(values)))
-        return sent, values[sent]
-
-    def feed_back(self) -> None:
-        """Selects once more, which costs less than keeping what was sent of all parameters would."""
-        assert self.residual is not None
-        feed_back(self.grad, self.residual, self.topk.scale, *self.select(), self.first, self.topk.step)
+Streams = dict[torch.device, Any]
 
 
 @dataclass
@@ -51,16 +31,22 @@ class StagingBuffer:
     grad: torch.Tensor  # uint8, 4 bytes per element of a tile
     param: torch.Tensor
     entries: torch.Tensor  # int32: as many as the fullest tile so far needed
-    n_entries: int = 0  # of this tile; 0: nothing in it is sparse
-    events: list[Any] = field(default_factory=list)  # the last copies from or to this slot
+    n_entries: int = 0  # words that a tile's entries may take, and one that says how many they do; 0: there are none
+    under_way: list[Any] = field(default_factory=list)  # events: the last copies from or to this buffer
 
-    def record(self, stream: Any) -> None:
-        self.events.append(recorded(stream))
+    def arrived(self) -> bool:
+        return all(event.query() for event in self.under_way)
 
     def wait(self) -> None:
-        for event in self.events:
+        for event in self.under_way:
             wait_for(event)
-        self.events.clear()
+        self.under_way.clear()
+
+    def words(self) -> tuple[int, int]:
+        """Address and number of the entries that have arrived."""
+        if not self.n_entries:
+            return 0, 0
+        return self.entries.data_ptr(), int(self.entries[self.n_entries - 1])
 
 
 class StagingRing:
@@ -76,8 +62,8 @@ class StagingRing:
             )
             for _ in range(slots)
         ]
-        self._streams: dict[torch.device, Any] = {}
-        self._sent: list[SparsePiece] = []  # those that leave something owed
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}  # to the host, and back
+        self._sparse = SparseTiles()
 
     def _buffer(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(n, dtype=dtype, device="cpu", pin_memory=self.pinned)
@@ -96,35 +82,39 @@ class StagingRing:
         """
         self.forget()
         far = {t.device for s in sources.values() for t in (s.grad, s.param) if is_far(t)}
-        streams = {d: self._stream(d) for d in far}
-        for device, stream in streams.items():
-            stream.wait_stream(torch.accelerator.current_stream(device))  # the gradients must be there
+        for device in far:
+            if device not in self._streams:
+                self._streams[device] = torch.Stream(device), torch.Stream(device)
+        to_host, back = ({d: self._streams[d][way] for d in far} for way in (0, 1))
+        for streams in (to_host, back):  # gradients must be there, and nobody may read the old parameters any more
+            for device, stream in streams.items():
+                stream.wait_stream(torch.accelerator.current_stream(device))
         try:
-            self._runner(engine, tiles, sources, streams, pulled)
+            self._runner(engine, tiles, sources, to_host, back, pulled)
         finally:
-            self._join(streams)
+            _join(to_host)
+            _join(back)
 
     def feed_back(self) -> None:
         """The step is whole: what it did not send is owed, and the residuals say so."""
+        to_host = {device: streams[0] for device, streams in self._streams.items()}
         try:
-            for part in self._sent:
-                # On the stream that selects: this comes after the selection, and before that of the next step.
-                with on(self._streams.get(part.grad.device)):
-                    part.feed_back()
+            self._sparse.feed_back(to_host)
         finally:
             self.forget()
-            self._join(self._streams)
+            _join(to_host)
 
     def forget(self) -> None:
         """The step is undone: the residuals stay as they are."""
-        self._sent.clear()
+        self._sparse.forget()
 
     def _runner(
         self,
         engine: Engine,
         tiles: Iterable[int],
         sources: dict[int, GradSource],
-        streams: dict[torch.device, Any],
+        to_host: Streams,
+        back: Streams,
         pulled: Callable[[int], None] | None,
     ) -> None:
         todo: dict[int, deque[int]] = {}
@@ -133,6 +123,10 @@ class StagingRing:
         out_on = dict.fromkeys(todo, 0)
         free, travelling = deque(self.slots), deque[tuple[int, StagingBuffer]]()
         out: dict[int, StagingBuffer] = {}
+
+        def is_updated() -> bool:
+            return any(engine.params_ready(np.array([tile], np.uint32), wait=False) for tile in out)
+
         while todo or travelling or out:
             while todo and free:
                 # The device with the fewest tiles out goes first: a slow one must not hold all slots.
@@ -141,109 +135,79 @@ class StagingRing:
                 if not todo[owner]:
                     del todo[owner]
                 out_on[owner] += 1
-                pieces = engine.pieces_of(tile)
-                self._copy(slot, pieces, sources, streams, to_device=False)
-                self._compress(slot, pieces, sources, streams, engine.elems_of(tile))
+                self._fill(slot, engine, tile, sources, to_host)
                 travelling.append((tile, slot))
-            if travelling:
+            # While the next gradients are under way, parameters that wait to go back do so.
+            if travelling and (travelling[0][1].arrived() or not is_updated()):
                 tile, slot = travelling.popleft()
                 slot.wait()
-                entries = slot.entries.data_ptr() if slot.n_entries else 0
-                engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr(), entries, slot.n_entries)
+                engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr(), *slot.words())
                 out[tile] = slot
-            elif out:
+            else:
                 tile = engine.pull()
                 slot = out.pop(tile)
                 out_on[engine.device_of(tile)] -= 1
-                self._copy(slot, engine.pieces_of(tile), sources, streams, to_device=True)
+                self._empty(slot, engine.pieces_of(tile), sources, back)
                 free.append(slot)
                 if pulled:
-                    self._join(streams)
+                    _join(back)
                     pulled(tile)
 
-    @staticmethod
-    def _join(streams: dict[torch.device, Any]) -> None:
-        """Whoever uses parameters, gradients or residuals next, on the current streams, waits for these."""
-        for device, stream in streams.items():
-            torch.accelerator.current_stream(device).wait_stream(stream)
-
-    def _stream(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        return self._streams[device]
-
-    @staticmethod
-    def _copy(
-        slot: StagingBuffer,
-        pieces: np.ndarray[Any, Any],
-        sources: dict[int, GradSource],
-        streams: dict[torch.device, Any],
-        *,
-        to_device: bool,
+    def _fill(
+        self, slot: StagingBuffer, engine: Engine, tile: int, sources: dict[int, GradSource], streams: Streams
     ) -> None:
-        """Copies a tile's dense gradients into the slot, or its parameters out of it."""
-        used = set()
-        for piece in pieces.tolist():
-            param, _, first, tile_first, n = piece
+        """Begins to copy into the slot: a tile's gradients, or their entries, and parameters that the device reads."""
+        copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # stream, to, from
+        for param, _, first, tile_first, n in engine.pieces_of(tile).tolist():
             source = sources.get(param)
             if source is None:
                 continue
-            if to_device:
+            here = slice(first, first + n)
+            if source.is_read:
                 image = slot.param[4 * tile_first :].view(source.param.dtype)[:n]
-                there, pairs = source.param, (source.param[first : first + n], image)
-            else:
-                if source.is_read:
-                    slot.wait()  # copies of the last parameters out of the slot
-                    slot.param[4 * tile_first :].view(source.param.dtype)[:n].copy_(source.param[first : first + n])
-                if source.topk:
-                    continue
+                copies.append((streams.get(source.param.device), image, source.param[here]))
+            if not source.topk:
                 image = slot.grad[4 * tile_first :].view(source.grad_dtype)[:n]
-                there, pairs = source.grad, (image, source.grad[first : first + n])
-            stream = streams.get(there.device)
-            if stream is None:
-                pairs[0].copy_(pairs[1])
-            else:
-                with on(stream):
-                    pairs[0].copy_(pairs[1], non_blocking=True)
-                used.add(there.device)
-        for device in used:
-            slot.record(streams[device])
+                copies.append((streams.get(source.grad.device), image, source.grad[here]))
+        entries = self._sparse.entries_of(engine, tile, sources, streams)
+        slot.n_entries = 0 if entries is None else len(entries)
+        if entries is not None:
+            if len(slot.entries) < len(entries):
+                slot.entries = self._buffer(1 << (len(entries) - 1).bit_length(), torch.int32)  # seldom again
+            copies.append((streams.get(entries.device), slot.entries[: len(entries)], entries))
+        used = {stream.device: stream for stream, _, _ in copies if stream is not None}
+        # What still leaves the slot goes before. The stream waits for it, not the host, which waits once, for all.
+        for stream in used.values():
+            for event in slot.under_way:
+                stream.wait_event(event)
+        if any(stream is None for stream, _, _ in copies):
+            slot.wait()
+        for stream, to, source_ in copies:
+            with on(stream):
+                to.copy_(source_, non_blocking=stream is not None)
+        if used:
+            slot.under_way = [recorded(stream) for stream in used.values()]
 
-    def _compress(
-        self,
-        slot: StagingBuffer,
-        pieces: np.ndarray[Any, Any],
-        sources: dict[int, GradSource],
-        streams: dict[torch.device, Any],
-        tile_elems: int,
+    @staticmethod
+    def _empty(
+        slot: StagingBuffer, pieces: np.ndarray[Any, Any], sources: dict[int, GradSource], streams: Streams
     ) -> None:
-        """Selects from a tile's sparse gradients, each on its device, and copies the entries into the slot."""
-        slot.n_entries = 0
-        parts: list[tuple[int, SparsePiece]] = []
+        """Begins to copy a tile's parameters out of the slot."""
+        used = {}
         for param, _, first, tile_first, n in pieces.tolist():
             source = sources.get(param)
-            if source and source.topk:
-                here, residual = slice(first, first + n), source.topk.residual
-                part = SparsePiece(source.topk, source.grad[here], None if residual is None else residual[here], first)
-                parts.append((tile_first, part))
-        if not parts:
-            return
-        devices = {part.grad.device for _, part in parts}
-        device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # where the entries are packed
-        elements, values = [], []
-        for tile_first, part in parts:
-            with on(streams.get(part.grad.device)):
-                sent, sent_values = part.select()
-                elements.append((sent + tile_first).to(device))
-                values.append(sent_values.view(torch.int16).to(device))
-                if part.residual is not None and part.topk.ratio < 1:
-                    self._sent.append(part)
-        stream = streams.get(device)
-        with on(stream):
-            packed = pack(torch.cat(elements), torch.cat(values), tile_elems)
-            slot.n_entries = len(packed)
-            if len(slot.entries) < len(packed):
-                slot.entries = self._buffer(1 << (len(packed) - 1).bit_length(), torch.int32)  # seldom again
-            slot.entries[: len(packed)].copy_(packed, non_blocking=True)
-        if stream is not None:
-            slot.record(stream)
+            if source is None:
+                continue
+            stream = streams.get(source.param.device)
+            with on(stream):
+                image = slot.param[4 * tile_first :].view(source.param.dtype)[:n]
+                source.param[first : first + n].copy_(image, non_blocking=stream is not None)
+            if stream is not None:
+                used[stream.device] = stream
+        slot.under_way = [recorded(stream) for stream in used.values()]
+
+
+def _join(streams: Streams) -> None:
+    """Whoever uses parameters, gradients or residuals next, on the current streams, waits for these."""
+    for device, stream in streams.items():
+        torch.accelerator.current_stream(device).wait_stream(stream)

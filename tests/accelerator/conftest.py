@@ -20,7 +20,7 @@ def pytest_generate_tests(metafunc):
 def schedule(request):
     """What is queued in streams runs by this one."""
     with contextlib.nullcontext() if request.param == REAL else emulated.schedule(request.param):
-        yield
+        yield request.param
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The emulated accelerator itself: it is of use only if what is wrong on a GPU shows on it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -46,8 +47,9 @@ def test_the_host_faults_on_memory_of_the_device(tmp_path):
         "x = torch.ones(1000, device='emu')\nprint(x[3].item(), flush=True)\n"
         "print(ctypes.c_float.from_address(x.data_ptr()).value)"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env={"PYTHONPATH": str(TESTS)})
-    assert (done.stdout, done.returncode) == ("1.0\n", -signal.SIGSEGV)
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.returncode) == ("1.0\n", -signal.SIGSEGV), done.stderr
 
 
 def test_freed_memory_is_poisoned():
@@ -81,6 +83,7 @@ def test_arguments_on_the_wrong_device_are_refused():
 
 
 def test_launches_and_waits_are_counted():
+    emulated.set_schedule("late")
     x = torch.ones(1000, device="emu")
     torch.accelerator.synchronize()
     launched, waited = emulated.counts()

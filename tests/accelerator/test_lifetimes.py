@@ -14,7 +14,9 @@ from support.on_accelerator import DEVICE, DTYPES, SCRATCH, keep_busy
 from torch import nn
 
 from csd_optim import CSDAdam
+from csd_optim.engine import residuals
 from csd_optim.engine.engine import Engine
+from csd_optim.store.format import PAGE
 
 pytestmark = pytest.mark.accelerator
 
@@ -43,7 +45,7 @@ def bits(params, optimizer):
 
 def on_the_cpu(n_params, steps, n=N, **options):
     params, optimizer = made(["cpu"] * n_params, n, **options)
-    for k in range(steps):
+    for k in range(steps) if isinstance(steps, int) else steps:
         for p, grad in zip(params, grads(params, k), strict=True):
             p.grad = grad
         optimizer.step()
@@ -135,8 +137,8 @@ def test_a_step_that_fails_with_copies_under_way(topk, call, left, monkeypatch):
             step(1)
     torch.accelerator.synchronize()
     assert_same(bits(params, optimizer), on_the_cpu(3, 1, **options))
-    step(1)
-    assert_same(bits(params, optimizer), on_the_cpu(3, 2, **options))
+    step(2)
+    assert_same(bits(params, optimizer), on_the_cpu(3, [0, 2], **options))
 
 
 def test_step_in_a_hook_of_backward():
@@ -221,8 +223,9 @@ def test_the_optimizer_is_dropped_right_after_its_step(topk):
 
 
 @pytest.mark.parametrize("topk", [None, 0.1])
-def test_what_a_store_has_is_what_the_cpu_would_have(tmp_path, topk):
+def test_what_a_store_has_is_what_the_cpu_would_have(tmp_path, topk, monkeypatch):
     """States, and what Top-K owes: as they were when the commit began, whatever the device does meanwhile."""
+    monkeypatch.setattr(residuals, "CHUNK", 2 * PAGE)
 
     def script(device, directory, steps):
         options = {"devices": [str(tmp_path / directory)], "group": {"topk": topk}, "resume": steps > 3}
@@ -244,3 +247,51 @@ def test_what_a_store_has_is_what_the_cpu_would_have(tmp_path, topk):
         (here, stored), expected = script(DEVICE, "there", steps), script("cpu", "here", steps)
         assert_same(here, expected[0])
         assert_same(stored, expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_8_bit_states(dtype):
+    """Their codes are computed from the parameter, which travels with the gradient."""
+
+    def trained(device):
+        params = [randn(n, n, dtype).to(device).requires_grad_() for n in (17, 5 * TILE + 3)]
+        with CSDAdam(params, lr=1e-2, devices="file:", tile_size=2 * TILE, state_dtype="8bit") as optimizer:
+            for k in range(4):
+                for p, grad in zip(params, grads(params, k), strict=True):
+                    p.grad = grad.to(device)
+                optimizer.step()
+                with torch.no_grad():
+                    params[1][:5] = k  # somebody sets it
+            return bits(params, optimizer)
+
+    assert_same(trained(DEVICE), trained("cpu"))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_overlap(backward):
+    """It hides nothing of a step on an accelerator yet, and changes nothing."""
+
+    class Scaled(nn.Module):
+        def __init__(self, device):
+            super().__init__()
+            self.weights = nn.ParameterList(randn(n, n).to(device) for n in (17, 5 * TILE + 3))
+
+        def forward(self, by):
+            return sum((w * x).sum() for w, x in zip(self.weights, by, strict=True))
+
+    def trained(device, overlaps):
+        model = Scaled(device)
+        optimizer = CSDAdam(model.parameters(), lr=1e-2, devices="file:", tile_size=TILE)
+        if overlaps:
+            optimizer.overlap(model, backward=backward)
+        seen = []
+        for k in range(4):
+            optimizer.zero_grad()
+            model([randn(n, 100 * k + n).to(device) for n in (17, 5 * TILE + 3)]).backward()
+            keep_busy()
+            optimizer.step()
+            seen += [w.detach().clone() for w in model.weights]
+        optimizer.wait()
+        return [t.cpu() for t in seen] + bits([*model.parameters()], optimizer)
+
+    assert_same(trained(DEVICE, True), trained("cpu", False))

@@ -9,7 +9,7 @@ from support.on_accelerator import DEVICE, DTYPES, SCRATCH, keep_busy
 
 from csd_optim import CSDAdam
 from csd_optim.bindings import topk_count
-from csd_optim.compression.selection import feed_back, pack, rounded, select, select_exact
+from csd_optim.compression.selection import feed_back, listed, pack, rounded, select
 
 pytestmark = pytest.mark.accelerator
 
@@ -142,17 +142,16 @@ def test_selection_on_the_device(n, dtype):
             for scale in (1.0, 0.37, -(2.0**-16), 0.0):
                 residual = any_bits(n, torch.bfloat16) if name == "any bits" else residual_of(torch.randn(n), scale)
                 values, there = rounded(grad, residual, scale, dtype), (grad.to(DEVICE), residual.to(DEVICE), scale)
-                on_gpu = rounded(*there, dtype)
-                assert torch.equal(bits(on_gpu), bits(values)), (name, scale)
+                on_device = rounded(*there, dtype)
+                assert torch.equal(bits(on_device), bits(values)), (name, scale)
                 for ratio in (0.001, 0.1, 1.0):
-                    chosen = select(values, k := topk_count(ratio, n))
-                    assert torch.equal(select(on_gpu, k).cpu(), chosen), (name, scale, ratio)
-                    assert torch.equal(select_exact(on_gpu, k).cpu(), chosen), (name, scale, ratio)
-                sent = select(on_gpu, topk_count(0.1, n))
-                chosen = sent.cpu()
-                assert torch.equal(pack(sent, on_gpu[sent], n).cpu(), pack(chosen, values[chosen], n))
-                feed_back(*there, sent.int(), on_gpu[sent], 5, 3)
-                feed_back(grad, residual, scale, chosen, values[chosen], 5, 3)
+                    k = topk_count(ratio, n)
+                    sent = [v[None] for v in (values, on_device)], [select(v, k)[None] for v in (values, on_device)]
+                    lists = [listed(v, s, k, 3, n + 3) for v, s in zip(*sent, strict=True)]
+                    here, far = (pack([entries], 1, n + 3).cpu() for entries in lists)
+                    assert torch.equal(far, here), (name, scale, ratio)
+                feed_back(*there, on_device, select(on_device, k), 5, 3)
+                feed_back(grad, residual, scale, values, select(values, k), 5, 3)
                 assert torch.equal(bits(there[1]), bits(residual)), (name, scale)
 
 
@@ -165,6 +164,7 @@ def test_selection_needs_little_memory():
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
         values = rounded(grad, residual, 1.0, torch.bfloat16)
-        sent = select(values, topk_count(0.01, n))
-        feed_back(grad, residual, 1.0, sent, values[sent], 0, 1)
+        sent = select(values, k := topk_count(0.01, n))
+        pack([listed(values[None], sent[None], k, 0, n)], 1, n)
+        feed_back(grad, residual, 1.0, values, sent, 0, 1)
         assert torch.accelerator.max_memory_allocated() - before <= 32 * n

@@ -12,7 +12,7 @@ import torch
 from support.gradients import any_bits, kinds, residual_of
 
 from csd_optim.bindings import topk_count
-from csd_optim.compression.selection import SAMPLE_FROM, SAMPLE_STRIDE, feed_back, pack, rounded, select, select_exact
+from csd_optim.compression.selection import feed_back, listed, pack, rounded, select
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]
@@ -169,17 +169,15 @@ def test_what_is_finite_stays_finite():
 
 def assert_selects(values, k):
     expected = oracle_select(bits_of(values), k)
-    for method in (select, select_exact):
-        chosen = method(values, k)
-        assert chosen.dtype is torch.int64
-        assert np.array_equal(chosen.numpy(), expected)
+    chosen = select(values, k)
+    assert (chosen.dtype, chosen.shape) == (torch.bool, values.shape)
+    assert np.array_equal(chosen.nonzero().squeeze(1).numpy(), expected)
     assert len(expected) <= k
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("n", SIZES)
 def test_select(n, dtype):
-    assert SIZES[4] < SAMPLE_FROM < SIZES[5]  # both with the filter and without
     for _, grad in kinds(n, dtype):
         values = rounded(grad, None, 1.0, dtype)
         for ratio in (0.0001, 0.01, 0.1, 0.499, 1.0):
@@ -190,33 +188,23 @@ def test_select(n, dtype):
 def test_select_of_anything(seed):
     """Random sizes, numbers of different values, zeros, runs of large ones."""
     rng = np.random.default_rng(seed)
-    n = int(rng.integers(1, 4 * SAMPLE_FROM))
+    n = int(rng.integers(1, 1 << 17))
     values = rng.standard_normal(n) * rng.choice([1, 30, 1e-6])
     if rng.random() < 0.5:
         values = np.round(values, int(rng.integers(0, 3)))
     values[rng.random(n) < rng.choice([0, 0.3, 0.999])] = 0
     for _ in range(rng.integers(0, 4)):
-        first, stride = int(rng.integers(n)), int(rng.choice([1, 2, SAMPLE_STRIDE, 64]))
+        first, stride = int(rng.integers(n)), int(rng.choice([1, 2, 61, 64]))
         values[first : first + int(rng.integers(1, n + 1)) : stride] *= 1000
     assert_selects(rounded(torch.from_numpy(values).float(), None, 1.0, HALVES[seed % 2]), int(rng.integers(1, n + 1)))
 
 
-def test_an_unlucky_sample_costs_time_only(monkeypatch):
-    """Where the filter leaves too few, the exact method gets all: seen in what it is given."""
-    from csd_optim.compression import selection as compression
-
-    given = []
-    largest = compression._largest
-    monkeypatch.setattr(compression, "_largest", lambda m, k: given.append(len(m)) or largest(m, k))
-    n = 10 * SAMPLE_FROM
-    kind = dict(kinds(n, torch.bfloat16))
-    for name, misled in (("normal", False), ("large ones at the samples", True), ("nearly all zero", False)):
-        given.clear()
-        assert_selects(kind[name], k := topk_count(0.1, n))
-        assert (given[0] == n) == misled, name
-    given.clear()
-    select(kind["normal"], k)
-    assert given[0] < 1.25 * k  # the filter is a good one: the rest is not looked at twice
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rows_are_selected_each_by_itself(dtype):
+    n = 4099
+    values = torch.stack([rounded(grad, None, 1.0, dtype) for _, grad in kinds(n, dtype)])
+    for k in (1, 41, n // 2, n):
+        assert torch.equal(select(values, k), torch.stack([select(row, k) for row in values]))
 
 
 # ---- what is not sent --------------------------------------------------------------------
@@ -233,9 +221,9 @@ def test_feed_back(n, first, step, grad_dtype, dtype):
                 residual = any_bits(n, torch.bfloat16, seed=1)
             values = rounded(grad, residual, scale, dtype)
             sent = select(values, topk_count(0.1, n))
-            there = sent.numpy(), bits_of(values), dtype, first, step
+            there = sent.nonzero().squeeze(1).numpy(), bits_of(values), dtype, first, step
             expected = oracle_feed_back(grad, residual, scale, *there)
-            feed_back(grad, residual, scale, sent.int(), values[sent], first, step)
+            feed_back(grad, residual, scale, values, sent, first, step)
             assert np.array_equal(bits_of(residual), expected), (scale, name)
 
 
@@ -251,7 +239,7 @@ def test_nothing_is_lost(grad_dtype, dtype):
         grad = (torch.randn(n) / abs(scale)).to(torch.float32 if abs(scale) < 1e-3 else grad_dtype)
         values = rounded(grad, residual, scale, dtype)
         sent = select(values, topk_count(0.02, n))
-        feed_back(grad, residual, scale, sent, values[sent], 0, step)
+        feed_back(grad, residual, scale, values, sent, 0, step)
         exact_scale = float(np.float32(scale))
         given += grad.double() * exact_scale
         sent_so_far[sent] += values[sent].double() * exact_scale
@@ -267,7 +255,7 @@ def test_small_gradients_add_up():
     """Each is less than half of the last place of what is owed already."""
     n, steps, each = 4096, 1000, 1e-3
     grad, residual = torch.full((n,), each), torch.ones(n, dtype=torch.bfloat16)
-    nothing = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.bfloat16)
+    nothing = grad.bfloat16(), torch.zeros(n, dtype=torch.bool)
     for step in range(1, steps + 1):
         feed_back(grad, residual, 1.0, *nothing, 0, step)
     owed = residual.double()
@@ -280,7 +268,7 @@ def test_where_all_is_sent_only_the_rounding_is_owed():
     residual = torch.zeros(1001, dtype=torch.bfloat16)
     values = rounded(grad, residual, 1.0, torch.bfloat16)
     sent = select(values, 1001)
-    feed_back(grad, residual, 1.0, sent, values[sent], 0, 1)
+    feed_back(grad, residual, 1.0, values, sent, 0, 1)
     assert (residual.float().abs() <= grad.abs() * 2.0**-8).all()
     assert residual.count_nonzero() > 900
 
@@ -304,29 +292,68 @@ def unpack(packed, tile_elems):
     return found
 
 
+def packed(values, sent, k, tile_elems, tile_first=0):
+    """The entries of some tiles, a row of `values` each, as they would be pushed."""
+    rows = pack([listed(values, sent, k, tile_first, tile_elems)], len(values), tile_elems)
+    assert rows.dtype is torch.int32
+    return [row[: int(row[-1])] for row in rows]
+
+
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("tile_elems", [1024, 65536, 66560, 1 << 20])
-def test_pack(tile_elems, index_dtype, dtype):
+def test_pack(tile_elems, dtype):
     rng = np.random.default_rng(tile_elems)
     borders = [e for e in (0, 65535, 65536, 131071, tile_elems - 1) if e < tile_elems]
     counts = [0, 1, 14, 15, 16, 17, 31, 32, tile_elems // 3]
+    values = any_bits(tile_elems, dtype)[None]
     for elements in [
         *(np.sort(rng.choice(tile_elems, n, replace=False)) for n in counts),
         np.arange(min(tile_elems, 70_000)),
         np.arange(tile_elems - 15, tile_elems),
         np.unique(borders),
     ]:
-        values = any_bits(len(elements), dtype, seed=len(elements))
-        packed = pack(torch.from_numpy(elements).to(index_dtype), values, tile_elems)
-        assert packed.dtype is torch.int32
-        assert unpack(packed, tile_elems) == dict(zip(elements.tolist(), bits_of(values).tolist(), strict=True))
+        sent = torch.zeros(1, tile_elems, dtype=torch.bool)
+        sent[0, elements] = True
+        for k in {len(elements), tile_elems // 2}:
+            if k < len(elements):
+                continue
+            [words] = packed(values, sent, k, tile_elems)
+            expected = dict(zip(elements.tolist(), bits_of(values[0, elements]).tolist(), strict=True))
+            assert unpack(words, tile_elems) == expected
+
+
+@pytest.mark.parametrize("tile_elems", [1024, 66560, 3 << 16])
+def test_rows_are_packed_each_by_itself(tile_elems):
+    """Whatever is sent of each: all, none, as many as may be, fewer."""
+    k = tile_elems // 10
+    grads = [grad for _, grad in kinds(tile_elems, torch.float16)]
+    values = torch.stack([rounded(grad, None, 1.0, torch.float16) for grad in grads])
+    sent = select(values, k)
+    for row, words in enumerate(packed(values, sent, k, tile_elems)):
+        [alone] = packed(values[row : row + 1], sent[row : row + 1], k, tile_elems)
+        assert torch.equal(words, alone)
+        there = sent[row].nonzero().squeeze(1)
+        assert unpack(words, tile_elems) == dict(zip(there.tolist(), bits_of(values[row, there]).tolist(), strict=True))
+
+
+def test_parts_of_a_tile_are_packed_together():
+    """In any order, and with values of any kind."""
+    tile_elems, parts = 70_000, [(60_000, 9_000), (0, 500), (1_000, 59_000)]
+    lists, expected = [], {}
+    for i, (first, n) in enumerate(parts):
+        values = rounded(torch.randn(n) * (torch.rand(n) < 0.5), None, 1.0, HALVES[i % 2])[None]
+        sent = select(values, k := [topk_count(0.01, n), n, n // 2][i])
+        lists.append(listed(values, sent, k, first, tile_elems))
+        there = sent[0].nonzero().squeeze(1)
+        expected |= dict(zip((there + first).tolist(), bits_of(values[0, there]).tolist(), strict=True))
+    [row] = pack(lists, 1, tile_elems)
+    assert unpack(row[: int(row[-1])], tile_elems) == expected
 
 
 def test_one_percent_costs_what_it_should():
     """Bytes on the link per parameter, from the gradient to the entries."""
     n = 1 << 20
-    values = rounded(torch.randn(n), None, 1.0, torch.bfloat16)
-    chosen = select(values, topk_count(0.01, n))
-    packed = pack(chosen, values[chosen], n)
-    assert 0.04 <= 4 * len(packed) / n <= 0.042
+    values = rounded(torch.randn(n), None, 1.0, torch.bfloat16)[None]
+    k = topk_count(0.01, n)
+    [row] = pack([listed(values, select(values, k), k, 0, n)], 1, n)
+    assert 0.04 <= 4 * len(row) / n <= 0.042

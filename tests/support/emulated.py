@@ -78,12 +78,17 @@ def loaded():
 @contextlib.contextmanager
 def schedule(name):
     """What is queued within runs by this schedule: one of ORDERS, or "random=SEED"."""
-    order, _, seed = name.partition("=")
-    _library.emu_schedule(ORDERS.index(order), int(seed or 1))
+    set_schedule(name)
     try:
         yield
     finally:
-        _library.emu_schedule(ORDERS.index("late"), 0)
+        set_schedule("late")
+
+
+def set_schedule(name):
+    """The same from now on. What is queued by now has run when this returns."""
+    order, _, seed = name.partition("=")
+    _library.emu_schedule(ORDERS.index(order), int(seed or 1))
 
 
 @contextlib.contextmanager

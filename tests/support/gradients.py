@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from csd_optim.compression.selection import SAMPLE_STRIDE
+STRIDE = 61  # of values that are unlike those between them: a prime, so that it meets all columns of a matrix
 
 
 def any_bits(n, dtype, seed=0):
@@ -33,8 +33,8 @@ def among_others(n, dtype, *, at, large, small=1e-3):
 def kinds(n, dtype):
     generator = torch.Generator().manual_seed(n)
     noise = torch.randn(n, generator=generator)
-    between = torch.arange(n) % SAMPLE_STRIDE == SAMPLE_STRIDE // 2
-    sampled = torch.arange(n) % SAMPLE_STRIDE == 0
+    between = torch.arange(n) % STRIDE == STRIDE // 2
+    sampled = torch.arange(n) % STRIDE == 0
     block = slice(n // 2, n // 2 + 5000)
     yield "normal", noise.to(dtype)
     yield "heavy tails", (noise / torch.rand(n, generator=generator)).to(dtype)
@@ -45,10 +45,10 @@ def kinds(n, dtype):
     yield "minus zero", -torch.zeros(n, dtype=dtype)
     yield "nearly all zero", torch.where(noise > 2.8, noise, 0.0).to(dtype)
     yield "one only", torch.where(torch.arange(n) == n - 1, -1.0, 0.0).to(dtype)
-    yield "large ones between the samples", torch.where(between, noise + 100, noise).to(dtype)
-    yield "large ones at the samples", torch.where(sampled, noise + 100, noise).to(dtype)
-    yield "zero but for the samples", torch.where(sampled, noise, 0.0).to(dtype)
-    yield "zero but between the samples", torch.where(sampled, 0.0, noise).to(dtype)
+    yield "large ones in some places", torch.where(between, noise + 100, noise).to(dtype)
+    yield "large ones in one of 61", torch.where(sampled, noise + 100, noise).to(dtype)
+    yield "zero but for one of 61", torch.where(sampled, noise, 0.0).to(dtype)
+    yield "one of 61 zero", torch.where(sampled, 0.0, noise).to(dtype)
     yield "a large block", among_others(n, dtype, at=block, large=noise[block] * 1e3)
     yield "ascending", torch.linspace(0, 1, n).to(dtype)
     yield "descending", torch.linspace(1, 0, n).to(dtype)

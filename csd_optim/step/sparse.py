@@ -1,0 +1,129 @@
+"""Gradients with Top-K that the engine cannot read: selected where they lie, and only the entries travel.
+
+A large parameter fills many tiles by itself. Those are selected some at a time, as the rows of one matrix: an
+accelerator takes longer to launch the kernels of one tile than to run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..accelerator import on
+from ..bindings import topk_count
+from ..compression.selection import TopK, feed_back, listed, pack, rounded, select
+from ..engine.engine import Engine
+from ..params.grad_source import GradSource
+
+# At once, and no more elements than that: about 20 bytes of temporary memory for each.
+ROWS, BATCH_ELEMS = 8, 8 << 20
+
+
+@dataclass
+class SparsePiece:
+    """What a parameter with Top-K has in `rows` tiles, in each as much; all tensors 1-D and on its device."""
+
+    topk: TopK
+    grad: torch.Tensor
+    residual: torch.Tensor | None
+    first: int  # in the parameter
+    rows: int = 1
+
+    @property
+    def k(self) -> int:
+        """How many of each row are sent at most."""
+        return topk_count(self.topk.ratio, len(self.grad) // self.rows)
+
+    @property
+    def owes(self) -> bool:
+        return self.residual is not None and self.topk.ratio < 1
+
+    def select(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What there is to send, in 16 bits, and which of it is sent (bool); both of shape (rows, elements)."""
+        values = rounded(self.grad, self.residual, self.topk.scale, self.topk.dtype).view(self.rows, -1)
+        return values, select(values, self.k)
+
+    def feed_back(self) -> None:
+        """Selects once more, which costs less than keeping what was sent of all parameters would."""
+        assert self.residual is not None
+        values, sent = (t.view(-1) for t in self.select())
+        feed_back(self.grad, self.residual, self.topk.scale, values, sent, self.first, self.topk.step)
+
+
+class _Place(NamedTuple):
+    """Of a sparse parameter in a tile."""
+
+    source: GradSource
+    first: int  # in the parameter
+    tile_first: int
+    n: int
+
+
+class SparseTiles:
+    """What was selected in the step under way: entries that have not left yet, and whose residuals will change."""
+
+    def __init__(self) -> None:
+        self._ahead: dict[int, torch.Tensor] = {}  # by tile
+        self._owing: list[SparsePiece] = []
+
+    def entries_of(
+        self, engine: Engine, tile: int, sources: Mapping[int, GradSource], streams: Mapping[torch.device, Any]
+    ) -> torch.Tensor | None:
+        """The entries of a tile as pack() leaves them, 1-D, on the device and the stream that selects.
+
+        None: it has no sparse gradient.
+        """
+        if tile in self._ahead:
+            return self._ahead.pop(tile)
+        rows = engine.pieces_of(tile).tolist()
+        places = [_Place(sources[p], *where) for p, _, *where in rows if p in sources and sources[p].topk]
+        if not places:
+            return None
+        elems = engine.elems_of(tile)
+        tiles, pieces = [tile], [_piece(place) for place in places]
+        if places[0].n == elems:
+            tiles, pieces = _batch(tile, places[0])
+        devices = {piece.grad.device for piece in pieces}
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # where the entries are packed
+        lists = []
+        for place, piece in zip(places, pieces, strict=True):
+            with on(streams.get(piece.grad.device)):
+                elements, values = listed(*piece.select(), piece.k, place.tile_first, elems)
+                lists.append((elements.to(device), values.to(device)))
+                if piece.owes:
+                    self._owing.append(piece)
+        with on(streams.get(device)):
+            self._ahead.update(zip(tiles, pack(lists, len(tiles), elems), strict=True))
+        return self._ahead.pop(tile)
+
+    def feed_back(self, streams: Mapping[torch.device, Any]) -> None:
+        """The step is whole: what it did not send is owed, and the residuals say so."""
+        for piece in self._owing:
+            # On the stream that selects: this comes after the selection, and before that of the next step.
+            with on(streams.get(piece.grad.device)):
+                piece.feed_back()
+
+    def forget(self) -> None:
+        self._ahead.clear()
+        self._owing.clear()
+
+
+def _piece(place: _Place, rows: int = 1) -> SparsePiece:
+    here, topk = slice(place.first, place.first + rows * place.n), place.source.topk
+    assert topk
+    return SparsePiece(
+        topk, place.source.grad[here], None if topk.residual is None else topk.residual[here], place.first, rows
+    )
+
+
+def _batch(tile: int, place: _Place) -> tuple[list[int], list[SparsePiece]]:
+    """The tiles that the parameter fills next to this one, which it fills: as many as are selected at once."""
+    n, most = place.n, max(1, min(ROWS, BATCH_ELEMS // place.n))
+    number, offset = divmod(place.first, n)
+    first = number // most * most
+    rows = min(most, (len(place.source.grad) - offset) // n - first)
+    tiles = [tile + k - number for k in range(first, first + rows)]
+    return tiles, [_piece(place._replace(first=first * n + offset), rows)]

@@ -1,0 +1,121 @@
+"""What would be slow on a GPU, counted on the emulated one: launches, and how often the host stands still."""
+
+import time
+
+import pytest
+import torch
+from support import emulated
+from support.backends import TILE
+from support.on_accelerator import DEVICE
+
+from csd_optim import CSDAdam
+from csd_optim.accelerator import wait_for
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("emulated_only")]
+
+TILES = 64
+
+
+def per_tile(devices, dtype=torch.bfloat16, **options):
+    """Launches and waits of a step, for each tile."""
+    p = torch.randn(TILES * TILE).to(DEVICE, dtype).requires_grad_()
+    with CSDAdam([{"params": [p], **options}], devices=devices, tile_size=TILE) as optimizer:
+        for _ in range(3):
+            p.grad = torch.randn_like(p)
+            before = emulated.counts()
+            optimizer.step()
+            after = emulated.counts()
+    return [(b - a) / TILES for a, b in zip(before, after, strict=True)]
+
+
+@pytest.mark.parametrize("devices", [["ram:"], ["file:"], ["file:"] * 3], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_dense_tile(devices, dtype):
+    """Its two copies, and a stream that waits. Buffers that are not pinned would cost the host two waits more."""
+    launches, waits = per_tile(devices, dtype)
+    assert launches <= 3.2
+    assert waits <= 1
+
+
+@pytest.mark.parametrize("devices", [["ram:"], ["file:"], ["file:"] * 3], ids=str)
+@pytest.mark.parametrize("topk", [0.01, 0.3])
+def test_a_tile_with_topk(devices, topk):
+    """With error feedback, which selects twice."""
+    launches, waits = per_tile(devices, topk=topk)
+    assert launches <= 15
+    assert waits <= 1
+
+
+def test_tiles_that_are_no_rows(schedule):
+    """Where a tile has several parameters each is selected by itself, and nobody waits for it either."""
+    params = [torch.randn(100, TILE // 100 + 20).to(DEVICE).requires_grad_() for _ in range(40)]
+    with CSDAdam([{"params": params, "topk": 0.01}], devices="ram:", tile_size=TILE) as optimizer:
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            _, before = emulated.counts()
+            optimizer.step()
+            _, after = emulated.counts()
+    tiles = sum(p.numel() for p in params) / TILE
+    assert (after - before) / tiles <= 1.2
+
+
+def test_gradients_do_not_queue_behind_parameters():
+    """Each way has a stream of its own, as the link has."""
+    p = torch.randn(TILES * TILE, device=DEVICE).requires_grad_()
+    with CSDAdam([p], devices="ram:", tile_size=TILE) as optimizer:
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        [(to_host, back)] = optimizer._runner.ring._streams.values()
+        assert to_host != back
+        assert torch.accelerator.current_stream() not in (to_host, back)
+
+
+class Watched:
+    """Something in pinned memory that a stream writes when it comes to it."""
+
+    def __init__(self, stream):
+        self.seen = torch.zeros(1000, pin_memory=True)
+        with stream:
+            self.seen.copy_(torch.ones(1000, device=DEVICE), non_blocking=True)
+
+    @property
+    def written(self):
+        return bool(self.seen[0] == 1)
+
+
+@pytest.mark.one_schedule  # late: nothing runs that nobody waits for
+def test_a_commit_waits_for_nobody_else(tmp_path, schedule):
+    """It carries what Top-K owes. Neither another stream nor the next forward, on the current one, is in its way."""
+    if schedule != "late":
+        pytest.skip("only `late` lets nothing else happen")
+    other = torch.Stream(DEVICE)
+    p = torch.randn(TILES * TILE, device=DEVICE).requires_grad_()
+    group = {"params": [p], "topk": 0.1}
+    with CSDAdam([group], devices=[str(tmp_path / "a"), str(tmp_path / "b")], tile_size=TILE) as optimizer:
+        for _ in range(2):
+            elsewhere = Watched(other)
+            p.grad = torch.randn_like(p)
+            optimizer.step()
+            forward = Watched(torch.accelerator.current_stream())
+            optimizer.synchronize()
+            assert not elsewhere.written
+            assert not forward.written
+        assert optimizer.state[p]["residual"].count_nonzero() > 0
+    torch.accelerator.synchronize()
+    assert forward.written
+
+
+def test_waiting_does_not_burn_a_core():
+    """On CUDA event.synchronize() would: and the box has updates to compute."""
+
+    class Late:
+        at = time.monotonic() + 0.2
+
+        def query(self):
+            return time.monotonic() >= self.at
+
+    began = time.thread_time()
+    wait_for(Late())
+    assert time.monotonic() >= Late.at
+    assert time.thread_time() - began < 0.1

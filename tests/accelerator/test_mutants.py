@@ -1,0 +1,113 @@
+"""Each synchronisation of the accelerator's path has a test that fails without it.
+
+`make soak` runs the tests on copies of the package from each of which one is missing. By hand:
+
+    python -m pytest --soak --accelerator tests/accelerator/test_mutants.py
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+from support.backends import TESTS
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.one_schedule, pytest.mark.usefixtures("emulated_only")]
+
+PACKAGE = TESTS.parent / "csd_optim"
+SCHEDULES = "late,side first,main first,random=1,random=2"
+
+
+@dataclass
+class Mutant:
+    file: str  # below csd_optim/
+    old: str  # is there once
+    new: str
+    tests: str = "dense or topk or lifetimes"  # where it is looked for: pytest -k
+
+
+def in_staging(old, new="pass", tests="dense or topk or lifetimes"):
+    return Mutant("step/staging.py", old, new, tests)
+
+
+def in_sparse(old, new, tests="topk or lifetimes"):
+    return Mutant("step/sparse.py", old, new, tests)
+
+
+def in_commits(old, new, tests="store_has"):
+    return Mutant("engine/residuals.py", old, new, tests)
+
+
+ON, ON_NONE = "with on(stream):\n                ", "with on(None):\n                "
+EVENTS = "slot.under_way = [recorded(stream) for stream in used.values()]"
+USED = "used[stream.device] = stream\n        "
+HOST = "_ in copies):\n            "
+JOIN = "_join(to_host)\n            _join(back)"
+ELSE = "except BaseException:\n            raise\n        else:\n            "
+SELECTS = "with on({}):\n                elements"
+AFTER = "after={d: recorded(torch.accelerator.current_stream(d)) for d in far}"
+
+MUTANTS = {
+    "gradients are not waited for": in_staging("stream.wait_stream(torch.accelerator.current_stream(device))"),
+    "tiles are pushed before they arrive": in_staging("slot.wait()\n                engine.push", "engine.push"),
+    "no event after copies to the host": in_staging(f"if used:\n            {EVENTS}"),
+    "no event after copies back": in_staging(USED + EVENTS, USED + "slot.under_way = []"),
+    "a stream fills what is still emptied": in_staging("stream.wait_event(event)"),
+    "the host fills what is still emptied": in_staging(HOST + "slot.wait()", HOST + "pass"),
+    "copies to the host on the current stream": in_staging(ON + "to.copy_", ON_NONE + "to.copy_"),
+    "copies back on the current stream": in_staging(ON + "image", ON_NONE + "image"),
+    "nobody joins": in_staging("torch.accelerator.current_stream(device).wait_stream(stream)"),
+    "nobody joins after a failure": in_staging("finally:\n            " + JOIN, ELSE + JOIN, "fails"),
+    "nobody joins after what is owed": in_staging("self.forget()\n            _join(to_host)", "self.forget()"),
+    "shares leave before they are there": in_staging("_join(back)\n                    pulled", "pulled", "shares"),
+    "one stream for both ways": in_staging(
+        "torch.Stream(device), torch.Stream(device)", "(torch.Stream(device),) * 2", "counters"
+    ),
+    "selection on the current stream": in_sparse(
+        SELECTS.format("streams.get(piece.grad.device)"), SELECTS.format("None")
+    ),
+    "packing on the current stream": in_sparse("on(streams.get(device))", "on(None)"),
+    "entries outlive their step": in_sparse("self._ahead.clear()", "pass", "fails"),
+    "tile by tile": in_sparse("ROWS, BATCH_ELEMS = 8,", "ROWS, BATCH_ELEMS = 1,", "counters"),
+    "addresses of the device go to the engine": Mutant("step/run.py", "is_far(s.grad) or", "False or", "match_adamw"),
+    "buffers are not pinned": Mutant("step/run.py", "pinned = any(is_far", "pinned = 0 and any(is_far", "counters"),
+    "a commit does not wait for what is owed": Mutant("engine/durable.py", AFTER, "after={}", "store_has"),
+    "a commit waits for all streams": in_commits(
+        "stream.wait_event(after)", "torch.accelerator.synchronize()", "counters"
+    ),
+    "what is owed is written before it arrives": in_commits("wait_for(under_way.popleft())", "under_way.popleft()"),
+    "what is owed arrives in a buffer in use": in_commits("range(2 if far else 1)", "range(1)"),
+    "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),
+    "captured steps go on": Mutant("accelerator.py", 'getattr(stream, "is_capturing", bool)()', "False", "refusals"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_one(name):
+    """What it changes is there, in one place."""
+    mutant = MUTANTS[name]
+    assert (PACKAGE / mutant.file).read_text().count(mutant.old) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name, tmp_path):
+    mutant = MUTANTS[name]
+    for part in (PACKAGE, TESTS):
+        shutil.copytree(part, tmp_path / part.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
+    (tmp_path / "build").symlink_to(TESTS.parent / "build")
+    path = tmp_path / "csd_optim" / mutant.file
+    path.write_text(path.read_text().replace(mutant.old, mutant.new))
+    command = [sys.executable, "-m", "pytest", "tests/accelerator", "-x", "-q", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    options = [f"--accelerator={SCHEDULES}", "-k", f"({mutant.tests}) and not mutant"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode in (1, -signal.SIGSEGV), done.stdout[-2000:]
+    if done.returncode == 1:  # a test, and not the mutant by itself
+        assert "FAILED" in done.stdout
+        assert "SyntaxError" not in done.stdout
+        assert "NameError" not in done.stdout

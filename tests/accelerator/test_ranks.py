@@ -1,0 +1,102 @@
+"""Ranks that train together with parameters on the accelerator: replicas that share the updates, and shards.
+
+They talk by gloo, through host memory. Oracle: the same ranks with parameters on the CPU, to the last bit.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import emulated
+from support.backends import TILE
+from support.on_accelerator import DTYPES
+from support.ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from csd_optim import CSDAdam
+
+pytestmark = pytest.mark.accelerator
+
+SIZES = [(7,), (40, 100), (2, TILE), (5 * TILE + 3,), (64, 65)]
+
+
+def randn(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(device, dtype, strided):
+    params = [randn(shape, i).to(device, dtype) for i, shape in enumerate(SIZES)]
+    return [(p.t().contiguous().t() if strided and p.dim() == 2 else p).requires_grad_() for p in params]
+
+
+def shares(rank, device, dtype, strided, topk):
+    """Replicas: each rank updates its share, and all of them have all after each step."""
+    params = made(device, dtype, strided)
+    optimizer = CSDAdam(params, lr=1e-2, devices="file:", tile_size=TILE, topk=topk)
+    seen = []
+    for k in range(3):
+        for i, p in enumerate(params):
+            p.grad = randn(p.shape, 100 * k + i).to(device, dtype)
+        optimizer.step()
+        seen += [p.detach().clone() for p in params]  # what the next forward reads
+        for p in params:
+            p.grad.fill_(torch.nan)
+    return [t.cpu() for t in seen]
+
+
+def on_both(rank, schedules, function, *arguments):
+    """Of this rank, on the CPU and on the accelerator under each schedule."""
+    expected = function(rank, "cpu", *arguments)
+    if schedules is None:
+        found = [function(rank, torch.accelerator.current_accelerator().type, *arguments)]
+    else:
+        emulated.load()
+        found = []
+        for name in schedules:
+            with emulated.schedule(name):
+                found.append(function(rank, "emu", *arguments))
+    for one in found:
+        assert [k for k, (a, b) in enumerate(zip(one, expected, strict=True)) if not torch.equal(a, b)] == []
+
+
+@pytest.fixture
+def everywhere(request, tmp_path):
+    """Runs a function on two ranks, under all schedules in the same processes."""
+    said = request.config.getoption("--accelerator").split(",") if emulated.loaded() else None
+    return lambda *call: on_ranks(2, on_both, said, *call, directory=tmp_path)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize(
+    ("dtype", "strided", "topk"), [(DTYPES[0], False, None), (DTYPES[2], True, None), (DTYPES[2], False, 0.1)], ids=str
+)
+def test_shares_are_gathered(everywhere, dtype, strided, topk):
+    everywhere(shares, dtype, strided, topk)
+
+
+def shards(rank, device, dtype, topk):
+    """What FSDP2 makes: each rank updates its rows, and the norm is that of all."""
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device)
+
+    def sharded(t):
+        rows = t.chunk(2)[rank].to(device, dtype)
+        return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+
+    params = [nn.Parameter(sharded(randn(shape, i))) for i, shape in enumerate([(8, 3), (40, 100), (2, TILE), (4096,)])]
+    optimizer = CSDAdam(params, lr=1e-2, devices="file:", tile_size=TILE, topk=topk, max_grad_norm=1.0)
+    for k in range(3):
+        for i, p in enumerate(params):
+            p.grad = sharded(randn(p.shape, 100 * k + i))
+        optimizer.step()
+        for p in params:
+            p.grad = None
+    states = [t for p in params for t in optimizer.state[p].values()]
+    assert all(t.device.type == "cpu" for t in optimizer.state[params[0]].values())
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach().cpu() for t in (*params, *states)]
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("topk", [None, 0.1])
+def test_shards_are_updated(everywhere, topk):
+    everywhere(shards, DTYPES[2], topk)

@@ -1,0 +1,76 @@
+"""`make gpu-check`: what somebody with an accelerator runs, and sends back: see docs/gpu-check.md."""
+
+import datetime
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = [sys.executable, "-m", "pytest", "tests/accelerator", "--accelerator", "-q"]
+
+
+@dataclass
+class Step:
+    name: str
+    command: list[str]
+    needs: str = ""  # a program
+    environment: dict[str, str] = field(default_factory=dict)
+    seconds: int = 900
+
+
+STEPS = [
+    Step("environment", [sys.executable, "-m", "torch.utils.collect_env"]),
+    Step("tests", [*TESTS, "--durations=20"]),
+    # torch's own check of accesses from several streams; it knows CUDA only.
+    Step("streams", [*TESTS, "-k", "dense or lifetimes"], "nvidia-smi", {"TORCH_CUDA_SANITIZER": "1"}),
+    Step("memory", ["compute-sanitizer", "--tool", "memcheck", *TESTS, "-k", "test_layouts"], "compute-sanitizer"),
+    Step("bench", [sys.executable, "-m", "bench.accelerator", "--json"]),
+    Step("timeline", [sys.executable, "-m", "bench.accelerator", "--quick"], "", {"CSD_OPTIM_TRACE": "trace.json"}),
+]
+
+
+def run(steps, into):
+    """Runs all of them, whatever fails. Returns the archive of what they said, and the names of those that failed."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d-%H-%M")
+    results = into / f"gpu-check-{now}"
+    results.mkdir(parents=True)
+    summary, failed = [], []
+    for step in steps:
+        if step.needs and not shutil.which(step.needs):
+            summary.append(f"{step.name}: skipped, {step.needs} is not there")
+            continue
+        print(f"{step.name} ...", flush=True)
+        environment = {**os.environ, **step.environment}
+        if "CSD_OPTIM_TRACE" in step.environment:
+            environment["CSD_OPTIM_TRACE"] = str(results / step.environment["CSD_OPTIM_TRACE"])
+        start = time.monotonic()
+        with (results / f"{step.name}.txt").open("w") as said:
+            try:
+                code = subprocess.run(
+                    step.command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, timeout=step.seconds
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = "late"
+        if code:
+            failed.append(step.name)
+        summary.append(f"{step.name}: exit={code},{time.monotonic() - start:.0f}s")
+    (results / "summary.txt").write_text("\n".join(summary) + "\n")
+    archive = results.with_suffix(".tar.gz")
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(results, results.name)
+    return archive, failed
+
+
+if __name__ == "__main__":
+    import torch
+
+    if not torch.accelerator.is_available():
+        sys.exit(f"torch {torch.__version__} has no accelerator here: see docs/gpu-check.md")
+    archive, failed = run(STEPS, ROOT / "build")
+    print(f"{'failed: ' + ', '.join(failed) if failed else 'all is well'}; send {archive}")
+    sys.exit(bool(failed))
