@@ -2,6 +2,7 @@
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make test       everything CI runs: tests, sanitizers, lint, types
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
+# make gpu-check  for who has a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
 # make soak       what is too long for every day: training killed more than 200 times, 4000 power losses, all on cards,
 #                 and tests that guard data once more with 8-bit states
 # All set up a virtual environment below build/ first; nothing else on the machine is touched.
@@ -17,7 +18,7 @@ CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/n
     tests/accelerator/emulated,\
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
-.PHONY: demo emu-demo test tables soak check pytest together alone accelerated sanitize clean
+.PHONY: demo emu-demo test tables soak check pytest together alone accelerated gpu-check sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
@@ -60,6 +61,9 @@ alone: $(VENV)/.installed
 # On an accelerator: a real one if there is one, else the emulated one, which the first of these builds.
 accelerated: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/accelerator --accelerator --durations 10
+
+gpu-check: $(VENV)/.installed
+	$(BIN)/python tests/support/gpu_check.py
 
 sanitize: $(VENV)/.installed
 	$(BIN)/python tests/sanitize.py

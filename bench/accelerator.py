@@ -1,6 +1,6 @@
 """Parameters on an accelerator: the link, the selection of Top-K, and a step. From the project's root:
 
-    python -m bench.accelerator                         500 M parameters, some minutes
+    python -m bench.accelerator                         300 M parameters, some minutes
     python -m bench.accelerator --quick                 to see that it works
     python -m bench.accelerator --directory /mnt/nvme0  on this drive
 
@@ -170,7 +170,7 @@ def step_rows(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=5e8, help="number of parameters (default 5e8)")
+    parser.add_argument("--params", type=float, default=3e8, help="number of parameters (default 3e8)")
     parser.add_argument("--runs", type=int, default=7, help="timed runs, at least 5")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="on the drive of the files")
     parser.add_argument("--quick", action="store_true", help="300 000 parameters, small tiles")

@@ -42,7 +42,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--accelerator",
         nargs="?",
-        const="late,random=1",
+        const="late",
         metavar="SCHEDULES",
         help="only the tests on an accelerator: a real one if there is one, else an emulated one, under each of these "
         "schedules: late, side first, main first, at once, random=SEED",

@@ -72,7 +72,7 @@ MUTANTS = {
     "packing on the current stream": in_sparse("on(streams.get(device))", "on(None)"),
     "entries outlive their step": in_sparse("self._ahead.clear()", "pass", "fails"),
     "tile by tile": in_sparse("ROWS, BATCH_ELEMS = 8,", "ROWS, BATCH_ELEMS = 1,", "counters"),
-    "addresses of the device go to the engine": Mutant("step/run.py", "is_far(s.grad) or", "False or", "match_adamw"),
+    "addresses of the device go to the engine": Mutant("step/run.py", "s.is_far or", "False or", "match_adamw"),
     "buffers are not pinned": Mutant("step/run.py", "pinned = any(is_far", "pinned = 0 and any(is_far", "counters"),
     "a commit does not wait for what is owed": Mutant("engine/durable.py", AFTER, "after={}", "store_has"),
     "a commit waits for all streams": in_commits(

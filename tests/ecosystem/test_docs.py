@@ -40,6 +40,7 @@ NOT_RUN = {  # how a command, or the first line of a Python snippet, begins: why
     "make emu-demo": "minutes; test_demo.py runs the demo, and test_xrt.py what it needs of cards",
     "make test": RUNS_THIS,
     "make pytest": RUNS_THIS,
+    "make gpu-check": "needs an accelerator; tests/accelerator/test_bench.py has what it does",
     "make check": "make test runs it beside this",
     "make sanitize": "make test runs it beside this",
     "make soak": "minutes; test_crash.py does the same in short",
