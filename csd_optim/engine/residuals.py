@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,10 +86,8 @@ class Residuals:
             place = self.rooms[param]
             if place.device == device:
                 space = 1 - self.committed[param][0] if param in self.committed else 0
-                spaces[param] = (
-                    space,
-                    _write(store, place.base + space * place.room, residual, after.get(residual.device)),
-                )
+                offset = place.base + space * place.room
+                spaces[param] = space, _write(store, offset, residual, after.get(residual.device))
                 self.written_bytes[device] += place.room
         return spaces
 
@@ -125,14 +122,13 @@ def _chunks(residual: torch.Tensor, after: Any) -> Iterator[tuple[int, int, np.n
             buffers[k % len(buffers)][: len(parts[k])].copy_(parts[k], non_blocking=far)
         return recorded(stream) if far else None
 
-    under_way = deque([begin(0)] if far and parts else [])
+    arrives = begin(0) if parts else None
     for k, first in enumerate(firsts):
-        if not far:
+        if far:
+            wait_for(arrives)
+            arrives = begin(k + 1) if k + 1 < len(parts) else None
+        elif k:
             begin(k)
-        else:
-            wait_for(under_way.popleft())
-            if k + 1 < len(parts):
-                under_way.append(begin(k + 1))
         yield first, len(parts[k]), buffers[k % len(buffers)].numpy()
 
 

@@ -324,9 +324,9 @@ def check_param(p: torch.Tensor, name: str) -> None:
     if p.layout is not torch.strided:
         raise CSDRuntimeError(f"csd_optim does not support {p.layout} parameters, such as {name}")
     if is_far(p) and not is_ours(p.device):
-        there = f"on this process's accelerator, {kind()}" if kind() else "there is no accelerator"
+        too = f" and on {kind()}, the accelerator of this process" if kind() else "; torch has no accelerator here"
         raise CSDRuntimeError(
-            f"csd_optim does not support parameters on {p.device}, such as {name}: they are on the CPU, or {there}"
+            f"csd_optim does not support parameters on {p.device}, such as {name}: it takes those on the CPU{too}"
         )
     if any(s == 0 and n > 1 for s, n in zip(p.stride(), p.shape, strict=True)):
         raise CSDRuntimeError(

@@ -18,8 +18,10 @@ from ..compression.selection import TopK, feed_back, listed, pack, rounded, sele
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 
-# At once, and no more elements than that: about 20 bytes of temporary memory for each.
-ROWS, BATCH_ELEMS = 8, 8 << 20
+# At once, if their temporary memory is no more than that.
+ROWS, BATCH_BYTES = 8, 160 << 20
+# Of selection.py: for each element, or for each that stays and for each that is sent.
+ELEM_BYTES, KEPT_BYTES, SENT_BYTES = 20, 3, 80
 
 
 @dataclass
@@ -121,7 +123,10 @@ def _piece(place: _Place, rows: int = 1) -> SparsePiece:
 
 def _batch(tile: int, place: _Place) -> tuple[list[int], list[SparsePiece]]:
     """The tiles that the parameter fills next to this one, which it fills: as many as are selected at once."""
-    n, most = place.n, max(1, min(ROWS, BATCH_ELEMS // place.n))
+    topk, n = place.source.topk, place.n
+    assert topk
+    row_bytes = max(ELEM_BYTES * n, KEPT_BYTES * n + SENT_BYTES * topk_count(topk.ratio, n))
+    most = max(1, min(ROWS, BATCH_BYTES // row_bytes))
     number, offset = divmod(place.first, n)
     first = number // most * most
     rows = min(most, (len(place.source.grad) - offset) // n - first)

@@ -71,14 +71,14 @@ MUTANTS = {
     ),
     "packing on the current stream": in_sparse("on(streams.get(device))", "on(None)"),
     "entries outlive their step": in_sparse("self._ahead.clear()", "pass", "fails"),
-    "tile by tile": in_sparse("ROWS, BATCH_ELEMS = 8,", "ROWS, BATCH_ELEMS = 1,", "counters"),
+    "tile by tile": in_sparse("ROWS, BATCH_BYTES = 8,", "ROWS, BATCH_BYTES = 1,", "counters"),
     "addresses of the device go to the engine": Mutant("step/run.py", "s.is_far or", "False or", "match_adamw"),
     "buffers are not pinned": Mutant("step/run.py", "pinned = any(is_far", "pinned = 0 and any(is_far", "counters"),
     "a commit does not wait for what is owed": Mutant("engine/durable.py", AFTER, "after={}", "store_has"),
     "a commit waits for all streams": in_commits(
         "stream.wait_event(after)", "torch.accelerator.synchronize()", "counters"
     ),
-    "what is owed is written before it arrives": in_commits("wait_for(under_way.popleft())", "under_way.popleft()"),
+    "what is owed is written before it arrives": in_commits("wait_for(arrives)", "pass"),
     "what is owed arrives in a buffer in use": in_commits("range(2 if far else 1)", "range(1)"),
     "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),
     "captured steps go on": Mutant("accelerator.py", 'getattr(stream, "is_capturing", bool)()', "False", "refusals"),

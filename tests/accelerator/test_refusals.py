@@ -36,5 +36,5 @@ def test_another_kind_of_accelerator(emulated_only):
         device = torch.device("xpu", 0)
         is_cpu = False
 
-    with pytest.raises(CSDRuntimeError, match=r"on xpu:0, such as .*: they are on the CPU, or on this"):
+    with pytest.raises(CSDRuntimeError, match=r"on xpu:0, such as .*: it takes those on the CPU and on emu"):
         CSDAdam([Elsewhere(torch.ones(3))], devices="file:")
