@@ -6,12 +6,13 @@ They talk by gloo, through host memory. Oracle: the same ranks with parameters o
 import pytest
 import torch
 import torch.distributed as dist
-from support import emulated
+from support import emulated, through_host
 from support.backends import TILE
 from support.on_accelerator import DTYPES
 from support.ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from csd_optim import CSDAdam
@@ -100,3 +101,29 @@ def shards(rank, device, dtype, topk):
 @pytest.mark.parametrize("topk", [None, 0.1])
 def test_shards_are_updated(everywhere, topk):
     everywhere(shards, DTYPES[2], topk)
+
+
+def fsdp2(rank, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
+    for part in (model[0], model):
+        fully_shard(part, mesh=init_device_mesh(device, (2,)))
+    optimizer = CSDAdam(model.parameters(), lr=1e-2, devices="file:", tile_size=1024, max_grad_norm=1.0)
+    for k in range(3):
+        model(randn((16, 40), 2 * k + rank).to(device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.to_local().detach().cpu() for p in model.parameters()]
+
+
+def fsdp2_through_host(rank, schedules, directory):
+    emulated.load()
+    through_host.join(directory, rank, 2)
+    on_both(rank, schedules, fsdp2)
+
+
+@pytest.mark.one_schedule
+def test_fsdp2(request, tmp_path, emulated_only):
+    """Its own streams gather parameters and reduce gradients, beside those of the step."""
+    schedules = request.config.getoption("--accelerator").split(",")
+    on_ranks(2, fsdp2_through_host, schedules, tmp_path, directory=tmp_path)

@@ -1,0 +1,78 @@
+"""A process group for tensors on the emulated accelerator: gloo's, through host memory. As NCCL would, for FSDP2."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, _create_work_from_future
+from torch.distributed.distributed_c10d import Backend
+
+
+class ThroughHost(dist.ProcessGroup):
+    """What FSDP2 and CSDAdam ask of a process group. A call returns when it is done."""
+
+    supports_coalescing = False
+    group_name = pg_name = "through host"
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+
+    @property
+    def _device_types(self):
+        return [torch.device("cpu"), torch.device("emu")]
+
+    def getBackendName(self):
+        return "through_host"
+
+    def _get_backend(self, device):
+        return self
+
+    def _set_group_name(self, name):
+        self.group_name = self.pg_name = name
+
+    def _done(self, result):
+        future = torch.futures.Future()
+        future.set_result(result)
+        return _create_work_from_future(future)
+
+    def _on_host(self, call, out, own, options):
+        host = torch.empty(out.shape, dtype=out.dtype)
+        call(host, own.cpu(), options).wait()
+        out.copy_(host)
+        return self._done([out])
+
+    def all_gather_single(self, out, own, options=None):
+        return self._on_host(self._gloo._allgather_base, out, own, AllgatherOptions())
+
+    def reduce_scatter_single(self, out, own, options):
+        return self._on_host(self._gloo._reduce_scatter_base, out, own, options)
+
+    def _in_place(self, call, tensors, options):
+        for t in tensors:
+            host = t.cpu()
+            call([host], options).wait()
+            t.copy_(host)
+        return self._done(tensors)
+
+    def allreduce(self, tensors, options=None):
+        return self._in_place(self._gloo.allreduce, tensors, options or AllreduceOptions())
+
+    def broadcast(self, tensors, options):
+        return self._in_place(self._gloo.broadcast, tensors, options)
+
+    def barrier(self, options=None):
+        self._gloo.barrier().wait()
+        return self._done([])
+
+
+def join(directory, rank, size):
+    """Leaves the process group of this process for one that also takes what is on the emulated accelerator."""
+    module = torch.get_device_module("emu")  # what FSDP2 asks of one
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.current_stream = torch.accelerator.current_stream
+    module.set_device = torch.accelerator.set_device_index
+    module.stream = lambda stream: stream or contextlib.nullcontext()
+    dist.destroy_process_group()
+    Backend.register_backend("through_host", ThroughHost, devices=["cpu", "emu"])
+    dist.init_process_group("through_host", init_method=f"file://{directory}/through-host", rank=rank, world_size=size)
