@@ -180,7 +180,7 @@ def describe_overlap(r: dict[str, Any], seconds: float, overlap: dict[str, float
         return f"gains nothing to speak of: {_seconds(seconds - backward)}, what fits beside one batch{batches}"
     said = f"an iteration takes {forward:.2f} s with overlap(model), "
     said += "with backward=True as well" if forward == backward else f"{backward:.2f} s with backward=True"
-    return f"{said}: {seconds / backward:.2f} times as fast"
+    return f"{said}: {seconds / backward:.2f} times as fast, but not yet with gradients on a GPU"
 
 
 def label(row: dict[str, Any]) -> str:
