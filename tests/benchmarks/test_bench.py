@@ -187,6 +187,7 @@ def test_scaling(tmp_path):
         "csdadam_topk": (12 / 1.75, 4.77),
         "csdadam_8bit": (5.016 / 1.75, 4.77),
         "csdadam_8bit_topk": (5.016 / 1.75, 4.77),
+        "csdadam_8bit_overlap": (0, 4.77),
     }
     assert set(rows) == {(variant, n) for variant in least for n in (1, 2)}
     for (variant, devices), row in rows.items():

@@ -428,6 +428,8 @@ def test_extents_of_a_process_fit_the_number_of_mappings_together(numels):
 def test_parameters_join_one_after_another(tmp_path):
     """500 of them on 8 devices, each an extent of its own: windows onto all, a step of some, and then none is left."""
     n = 65_536
+    gc.collect()
+    others = bindings.mappings()  # of states that some other test still holds
     engine = open_engine(parse_devices([f"file:{tmp_path}?scratch=1"] * 8))
     extents = [engine.extend([n], STATES) for _ in range(500)]
     assert 12_000 < bindings.mappings() <= max_mappings()
@@ -445,7 +447,7 @@ def test_parameters_join_one_after_another(tmp_path):
     engine.close()
     del engine, exp_avg
     gc.collect()
-    assert bindings.mappings() == 0
+    assert bindings.mappings() <= others
 
 
 @pytest.mark.parametrize(("option", "node"), [("?numa=0", 0), ("?numa=off", None), ("", None)])

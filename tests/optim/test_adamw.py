@@ -18,7 +18,7 @@ import torch
 from support.backends import TILE
 from support.comparing import assert_same_bits, bits, fp32_copy, params_of, relative_difference
 from support.forked import printed
-from support.optimizers import ADAM, ADAMW, RMSPROP, SGD, other_rules
+from support.optimizers import ADAM, ADAMW, RMSPROP, SGD, other_rules, rules
 
 from csd_optim import CSDAdam, bindings
 
@@ -141,14 +141,15 @@ def test_other_rules(devices, of):
     assert_matches(ours, reference)
 
 
-def test_rmsprop_whose_averages_are_no_longer_asked_for(devices):
+@pytest.mark.parametrize("of", rules([RMSPROP]))
+def test_rmsprop_whose_averages_are_no_longer_asked_for(devices, of):
     """A state that is switched off keeps every bit, wherever those around it lie."""
     params = [torch.randn(n, requires_grad=True) for n in (30, TILE + 5, 40, 50)]
     both, centered = {"momentum": 0.9, "centered": True}, {"momentum": 0.0, "centered": True}
     momentum = {"momentum": 0.9, "centered": False}
     before = [both, both, centered, momentum]
     groups = [{"params": [p], **switches} for p, switches in zip(params, before, strict=True)]
-    ours, reference = make_pair(groups, devices, of=RMSPROP)
+    ours, reference = make_pair(groups, devices, of=of)
     train(ours, reference, steps=2)
     for optimizer in (ours, reference):
         for k, after in enumerate((momentum, centered, {"centered": False}, {"momentum": 0.0})):
@@ -163,9 +164,10 @@ def test_rmsprop_whose_averages_are_no_longer_asked_for(devices):
     assert torch.equal(ours.state[params[0]]["grad_avg"], kept)
 
 
-def test_sgd_whose_momentum_is_switched_off_and_on(devices):
+@pytest.mark.parametrize("of", rules([SGD]))
+def test_sgd_whose_momentum_is_switched_off_and_on(devices, of):
     params = [torch.randn(n, dtype=torch.bfloat16, requires_grad=True) for n in (30, TILE + 5)]
-    ours, reference = make_pair(params, devices, of=SGD, momentum=0.9, dampening=0.5)
+    ours, reference = make_pair(params, devices, of=of, momentum=0.9, dampening=0.5)
     for momentum, nesterov in ((0.9, False), (0.0, False), (0.8, False), (0.8, True)):
         for optimizer in (ours, reference):
             optimizer.param_groups[0]["momentum"] = momentum
@@ -174,12 +176,13 @@ def test_sgd_whose_momentum_is_switched_off_and_on(devices):
     assert_matches(ours, reference)
 
 
-def test_adam_whose_groups_decay_as_adamw_does(devices):
+@pytest.mark.parametrize("of", rules([ADAM]))
+def test_adam_whose_groups_decay_as_adamw_does(devices, of):
     groups = [
         {"params": [torch.randn(30, requires_grad=True)]},
         {"params": [torch.randn(31, requires_grad=True)], "decoupled_weight_decay": True},
     ]
-    ours, reference = make_pair(groups, devices, of=ADAM, weight_decay=0.3)
+    ours, reference = make_pair(groups, devices, of=of, weight_decay=0.3)
     train(ours, reference)
     assert_matches(ours, reference)
 
