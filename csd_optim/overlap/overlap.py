@@ -22,6 +22,7 @@ from ..errors import CSDError, CSDWarning, users_stacklevel
 from ..params.grad_source import GradSource
 from ..params.groups import Groups, members
 from ..params.state_map import StateMap
+from ..signals import defer_signals
 from ..step.prepare import Participants, PreparedStep
 from ..step.run import StepRunner
 from ..store.format import Record
@@ -274,13 +275,14 @@ class Overlap:
         """
         if (flight := self._flight) is not None:
             flight.join()
-            if self._flight is not flight:  # another thread was faster
-                return
-            self._under_way = {}
-            self._flight, self.active = None, self._noting is not None
-            if self._early and not flight.failure:
-                self._early.landed(flight.landed_at)
-            self._is_over(flight.step, flight.failure)
+            with defer_signals():  # a Ctrl-C between would lose what the ranks have to tell each other
+                if self._flight is not flight:  # another thread was faster
+                    return
+                self._under_way = {}
+                self._flight, self.active = None, self._noting is not None
+                if self._early and not flight.failure:
+                    self._early.landed(flight.landed_at)
+                self._is_over(flight.step, flight.failure)
 
     def _is_over(self, step: PreparedStep, failure: BaseException | None) -> None:
         """A step is whole here, or has failed. Raises why, if there is nobody else to be told."""

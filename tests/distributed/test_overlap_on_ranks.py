@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from csd_optim import CSDAdam, CSDOSError, CSDRuntimeError, CSDWarning
 from csd_optim.engine.engine import Engine
 from csd_optim.errors import CSDRankError
+from csd_optim.overlap.together import Together
 
 STEPS = 6
 
@@ -221,6 +222,28 @@ def closes(rank):
 
 def test_closed_with_a_step_that_failed(tmp_path):
     on_living_ranks(2, closes, directory=tmp_path)
+
+
+def interrupted(rank):
+    """Ctrl-C on one rank, where it takes note that its step is whole: it must not forget to tell."""
+    training = training_on(rank, "this", {})
+    for _ in range(2):
+        training.step()
+
+    def ctrl_c(call, *args):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return call(*args)
+
+    told = pytest.raises(KeyboardInterrupt) if rank == 1 else contextlib.nullcontext()
+    with replaced(Together, "is_over", ctrl_c), told:
+        training.opt.wait()
+    training.step()
+    training.opt.close()
+
+
+def test_interrupted_as_a_step_lands(tmp_path):
+    on_living_ranks(2, interrupted, directory=tmp_path, seconds=30)
 
 
 # ---- a rank dies ---------------------------------------------------------------------------
