@@ -187,6 +187,8 @@ class WaitingDict(dict[str, Any]):
         return repr(dict(self))
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        if self.net.is_due():
+            self.net.arrivals.settle()
         return dict, (), None, None, iter(self.items())
 
 

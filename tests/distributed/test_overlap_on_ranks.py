@@ -1,9 +1,11 @@
 """overlap() where ranks train together: a step that fails on one of them is undone on all, in the next step()."""
 
 import contextlib
+import copy
 import errno
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -139,7 +141,8 @@ def fails_later(rank, method, options):
             training.step()
             training.backward()  # with what there is now
             # Who would keep some of it is told at once, there.
-            for look in (lambda: opt.state, opt.state_dict, opt.stats, opt.wait, training.model.state_dict):
+            copied = partial(copy.copy, training.model[0].inner._parameters)  # as by deepcopy(model), and pickle
+            for look in (lambda: opt.state, opt.state_dict, opt.stats, opt.wait, training.model.state_dict, copied):
                 if rank == 1:
                     assert "unplugged" in str(raised_by(look))
                 else:
