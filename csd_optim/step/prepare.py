@@ -98,7 +98,6 @@ class PreparedStep:
     unscaled: bool  # gradients can be told from the scale: what is sent whole is owed no more
     # What somebody set parameters to whose masters only the step finds out about, by row: an undone step gives it back
     set_to: dict[int, torch.Tensor] = field(default_factory=dict)
-    begun: bool = False  # on the devices
     whole: bool = False
     # How it flows: see StepRunner.make_ready()
     tiles: np.ndarray[Any, Any] = field(init=False)

@@ -127,12 +127,17 @@ class StepRunner:
             self.undo(engine, step)
 
     def take_back(self, engine: Engine, step: PreparedStep) -> None:
-        """Of ranks: undoes a step that not all of them could make, whether it was landed here or given up."""
+        """Of ranks: undoes a step that not all of them could make, whether it was landed here or given up.
+
+        Also what somebody has written to its parameters since: how far it had come differs from rank to rank.
+        """
         if step.whole:
             engine.take_back(step.plan.rows)
             self.taken -= 1
-        if step.begun:
-            self._restore(engine, step)
+        engine.remap()
+        for param_state in step.plan.param_states:
+            with param_state.decoding():
+                param_state.restore(0, param_state.numel)
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """A step of the other ranks, for which this one has no gradients: it is counted and committed with theirs."""
@@ -179,7 +184,6 @@ class StepRunner:
         """Begins, and pushes all tiles that need no image. Returns all that flow, in their order."""
         order = TO_AND_FRO if engine.rank is None else SAME_ORDER
         tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=order)
-        step.begun = True
         self.in_flight = self.moved = True
         for tile in tiles[~np.isin(tiles, step.images)].tolist():
             engine.push(tile)

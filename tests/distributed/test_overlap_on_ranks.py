@@ -147,6 +147,9 @@ def fails_later(rank, method, options):
                     assert "unplugged" in str(raised_by(look))
                 else:
                     look()
+            with torch.no_grad():
+                for p in training.model.parameters():
+                    p.mul_(0.5)  # where the step has come to the parameter, and where it has not
             said = raised_by(opt.step)
         assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
         assert "unplugged" in str(said)
