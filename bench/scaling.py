@@ -28,7 +28,7 @@ parameter is part of the state, and is on its drive. (A plain drive leaves it ou
 and writes together is not published: --mixed is what fio reads by itself; with 2.2 GB/s both at once would be no faster
 than one after the other.
 
-With overlap the model is that of bench.overlap: 24 layers that sleep through their share of forward and backward. 4 GB
+With overlap the model is that of bench.overlap: 24 layers that sleep through their share of forward and backward. 16 GB
 of host memory are lent to what is ready before step(). An iteration counts from the end of one step() to that of the
 next, and the last until all states are on the drives.
 
@@ -83,7 +83,7 @@ HOST_UPDATE = 1.4e9  # parameters per second: DeepSpeed's CPU Adam
 KERNEL, TOPK_KERNEL = 552e6, 260e6  # Smart-Infinity's, measured there
 OUR_KERNEL = 275e6  # 56 bytes per parameter over the card's 15.4 GB/s of memory; no bitstream of ours was timed
 OUR_CODES_KERNEL = 590e6  # with 8-bit states 26 bytes
-HOLD = 1  # bytes of host memory per parameter that are lent to a step that begins in backward
+HOLD = 4  # bytes of host memory per parameter that are lent to a step that begins in backward: all that it takes
 
 DEVICES = (1, 2, 4, 6, 8, 10)
 PUBLISHED = {  # speed-up over base with one drive, A5000
