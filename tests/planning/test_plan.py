@@ -169,6 +169,8 @@ def test_measured_iterations(result):
     facts, off = measured["machine"], {}
     for row in measured["rows"]:
         variant, rates = row["variant"], facts["rates"][row["variant"]]
+        if variant.endswith("_overlap"):  # test_overlap_by_hand has what is predicted of that
+            continue
         device = Device.in_turn(rates["read"], rates["write"], rates["update"])
         if variant.startswith("csdadam"):
             device = Device(rates["read"], rates["write"], facts["mixed"], rates["update"])
