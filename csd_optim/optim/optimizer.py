@@ -36,6 +36,7 @@ from ..errors import CSDRuntimeError, CSDValueError, CSDWarning, users_stackleve
 from ..finalize import close_quietly
 from ..overlap.fsdp import is_fsdp1
 from ..overlap.in_backward import StepsInBackward, cannot_free
+from ..overlap.mode import InStep
 from ..overlap.overlap import Overlap
 from ..overlap.together import check_ranks
 from ..params.decoded_entry import DecodedEntry
@@ -195,8 +196,7 @@ class CSDOptimizer(Optimizer, Joinable):
         self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
         Joinable.__init__(self)
         self._plan: StepPlan | None = None
-        self._overlap: Overlap | None = None
-        self._in_backward: StepsInBackward | None = None
+        self._mode = InStep()
         # Of the last step
         self._grad_scale = 1.0
         self._seconds = 0.0
@@ -244,15 +244,8 @@ class CSDOptimizer(Optimizer, Joinable):
                     return
 
     def _settle(self, *, meets: bool = False) -> None:
-        """Returns when no step is under way here; with `meets` on any rank. Raises CSDOSError if it failed.
-
-        See also StepsInBackward.settle().
-        """
-        if self._overlap:
-            self._overlap.undo_early("other calls")
-            self._overlap.meet() if meets else self._overlap.settle()
-        if self._in_backward:
-            self._in_backward.settle()
+        """Returns when no step is under way here; with `meets` on any rank. Raises CSDOSError if it failed."""
+        self._mode.come_to_rest(meets=meets)
 
     # ---- torch's contract ------------------------------------------------------
 
@@ -316,10 +309,7 @@ class CSDOptimizer(Optimizer, Joinable):
         engine = self._engine
         engine.check_open()
         self._skipped = found_inf is not None and bool(found_inf.item())
-        if self._overlap:
-            self._overlap.before_step(skips=self._skipped)
-        if self._in_backward:
-            self._in_backward.before_step(scaled=found_inf is not None or grad_scale is not None)
+        self._mode.before_step(skips=self._skipped, scaled=found_inf is not None or grad_scale is not None)
         with defer_signals(), self._arriving(), engine.lock:
             engine.confirm()
             self._runner.moved, self._grad_norm = False, None
@@ -334,7 +324,7 @@ class CSDOptimizer(Optimizer, Joinable):
                     skips=self._skipped,
                     taken=self._runner.taken,
                     joined=self._joined,
-                    overlaps=self._overlap is not None,
+                    overlaps=self._mode.overlaps,
                     scale=scale,
                 )
                 self._skipped, self._descending, scale = agreed.skips, agreed.descending, agreed.scale
@@ -528,7 +518,8 @@ class CSDOptimizer(Optimizer, Joinable):
             )
         if model is not None and free_gradients:
             self._check_freeing()
-        self._end_overlap(engine)
+        self._mode.end()
+        self._mode, engine.rank = InStep(), None
         if model is not None:
             if any(map(is_fsdp1, model.modules())):
                 warnings.warn(
@@ -544,9 +535,9 @@ class CSDOptimizer(Optimizer, Joinable):
 
             if free_gradients:
                 prepare, spans = self._prepare_in_backward, engine.model_spans
-                self._in_backward = StepsInBackward(engine, self._runner, model, groups, prepare, nbytes, spans)
+                self._mode = StepsInBackward(engine, self._runner, model, groups, prepare, nbytes, spans)
                 return
-            self._overlap = Overlap(
+            self._mode = Overlap(
                 engine,
                 self._runner,
                 self._state_map,
@@ -558,13 +549,6 @@ class CSDOptimizer(Optimizer, Joinable):
                 spans=engine.model_spans,
             )
 
-    def _end_overlap(self, engine: Engine) -> None:
-        if self._overlap:
-            self._overlap.end()
-        if self._in_backward:
-            self._in_backward.end()
-        self._overlap, self._in_backward, engine.rank = None, None, None
-
     def _check_freeing(self) -> None:
         """Raises CSDValueError if gradients cannot be freed in backward."""
         if why := cannot_free(self.param_groups, self._grad_options, self.max_grad_norm):
@@ -575,55 +559,38 @@ class CSDOptimizer(Optimizer, Joinable):
 
         With overlap(free_gradients=True) CSDRuntimeError between backward and step().
         """
-        if self._overlap:
-            self._overlap.settle()
-        if self._in_backward:
-            self._in_backward.settle()
+        self._mode.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. A step under way goes on, unless gradients are to become zeros: then it has landed first."""
-        if not set_to_none or self._overlap is None:
-            if self._overlap:
-                self._overlap.undo_early("other calls")
-                self._overlap.land()
-            if self._in_backward:
-                self._in_backward.undo() if set_to_none else self._in_backward.settle()
+        if not self._mode.clears(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
-            return
-        self._overlap.forget_gradients()
-        for group in self.param_groups:
-            for p in list.__iter__(group["params"]):
-                p.grad = None
 
     @contextlib.contextmanager
     def _arriving(self) -> Iterator[None]:
         """What is launched within, and nobody waits for, has arrived at the end."""
         yield
-        if self._overlap:
-            self._overlap.arrive_at_once()
+        self._mode.arrive_at_once()
 
     # ---- the step ----------------------------------------------------------------
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
         self._grad_scale = grad_scale
-        if self._in_backward and self._in_backward.under_way:
-            return self._in_backward.land(self._record(engine) if engine.durable else None)
+        if self._mode.under_way:
+            return self._mode.end_step(self._record(engine) if engine.durable else None)
         with all_ranks_or_none(self._ranks):
             record = self._record(engine) if engine.durable else None
             self._resume.begin_step(engine, self.param_groups)
             taking_part = participants(self.param_groups, type(self).__name__)
-            if self._overlap:
-                self._overlap.check(taking_part)
+            self._mode.check(taking_part)
             if self.max_grad_norm is None:
                 step = self._prepare(engine, taking_part, grad_scale)
         if self.max_grad_norm is not None:  # a collective: not where a rank may have raised
             scale, self._grad_norm = clip_scale(self.param_groups, self._state_map, grad_scale, self.max_grad_norm)
             with all_ranks_or_none(self._ranks):
                 step = self._prepare(engine, taking_part, grad_scale * scale)
-        if self._overlap:
-            if self._overlap.can_fly(step) and step is not None:
-                return self._overlap.fly(step, record)
-            self._overlap.cannot_fly()
+        if self._mode.launch(step, record):
+            return
         if step is not None:
             self._runner.run(engine, step, record, descending=self._descending)
         elif self._ranks is not None:
@@ -672,8 +639,7 @@ class CSDOptimizer(Optimizer, Joinable):
             return None
         self._plan = bound.plan
         step = prepare(engine, self._rule, bound, self.param_groups, grad_scale, self._grad_options)
-        if self._overlap:
-            self._overlap.compare(step)
+        self._mode.compare(step)
         add_residuals(engine, self._state_map, step)
         apply_outside_writes(engine, step)
         self._runner.make_ready(engine, step)
@@ -777,7 +743,7 @@ class CSDOptimizer(Optimizer, Joinable):
             gathered_bytes=gather.received_bytes if gather else 0,
             skipped=self._skipped,
             grad_norm=self._grad_norm,
-            overlap=overlap.stats() if (overlap := self._overlap or self._in_backward) else None,
+            overlap=self._mode.stats(),
         )
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
@@ -824,15 +790,9 @@ class CSDOptimizer(Optimizer, Joinable):
         """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""
         if self._engine is not None:
             self._finalizer.detach()
-            if self._in_backward:
-                self._in_backward.undo()
             try:
-                self._settle()
+                self._mode.close()
             finally:
-                if self._overlap:
-                    self._overlap.end()
-                if self._in_backward:
-                    self._in_backward.end()
                 self._engine.close()
 
     def __enter__(self) -> Self:

@@ -25,10 +25,9 @@ from ..signals import defer_signals
 from ..step.prepare import GradOptions, PreparedStep
 from ..step.run import StepRunner
 from ..store.format import Record
+from .mode import BesideModel
 from .order import NEVER
-from .spans import ModelSpans
 from .taken import TakenGradient
-from .waits import Nets, WaitingList
 
 _CHANGED = (
     "backward has changed parameters already, as it does with overlap(free_gradients=True): nobody can read them, or "
@@ -66,7 +65,7 @@ class Taken(NamedTuple):
     version: int  # of the parameter, since then
 
 
-class StepsInBackward:
+class StepsInBackward(BesideModel):
     """Of one optimizer and one model. A step is under way from the first gradient of a backward to the end of step().
 
     Until then its parameters change, and whoever reads one that may have changed gets a CSDRuntimeError. So does who
@@ -83,29 +82,22 @@ class StepsInBackward:
         most: int,
         spans: list[Span] | None,
     ) -> None:
-        """`groups`, `spans`: as of Overlap. `prepare`: a bound method of something that may go away.
+        """`groups`, `spans`: as of BesideModel. `prepare`: a bound method of something that may go away.
 
         `most`: bytes of gradients that may be under way; backward waits when there are more.
         """
-        self.active = False  # see Arrivals
-        self._engine, self._runner, self._groups = engine, runner, groups
+        super().__init__(model, groups, spans)
+        self._engine, self._runner = engine, runner
         self._prepare = weakref.WeakMethod(prepare)  # type: ignore[arg-type]
         # Before the finalizer that closes the engine: the last that is made comes first.
-        self._if_dropped = weakref.finalize(prepare.__self__, self.undo)  # type: ignore[attr-defined]
+        self._if_dropped = weakref.finalize(prepare.__self__, self.abandon)  # type: ignore[attr-defined]
         self._most = most
         self._waited, self._early_elems = 0.0, 0  # seconds, elements, of the last step
         self._given_up = -1  # a backward whose step was undone before its end
         self._reset()
-        params = list({id(p): p for _, _, p in members(groups())}.values())
-        self._nets = Nets(model, params, self)
-        for group in groups():
-            group["params"] = WaitingList(group["params"], self)
-        # Sees gradients before they are taken.
-        self._spans = None if spans is None else ModelSpans(spans, model, params)
-        self._hooks = [
+        self._hooks += [
             p.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
-            for p in params
-            if p.requires_grad
+            for p in self._trained()
         ]
 
     def _reset(self) -> None:
@@ -125,23 +117,12 @@ class StepsInBackward:
         self._lent_bytes = 0
 
     def end(self) -> None:
-        """No further step begins in backward."""
-        self.undo()
+        self.abandon()
         self._if_dropped.detach()
-        if self._spans:
-            self._spans.end()
-        self._nets.remove()
-        for hook in self._hooks:
-            hook.remove()
-        for group in self._groups():
-            group["params"] = list(group["params"])
+        super().end()
 
-    def give_way(self) -> bool:
-        """Ends if the optimizer is gone, which cannot be asked to. Returns whether it is."""
-        if self._groups():
-            return False
+    def close(self) -> None:
         self.end()
-        return True
 
     # ---- in backward -----------------------------------------------------------
 
@@ -160,7 +141,7 @@ class StepsInBackward:
                 self._take(p, p.grad)
                 self._let_go()
         except BaseException:  # Ctrl-C, too
-            self.undo()
+            self.abandon()
             raise
 
     def _begin(self, prepare: Prepare, task: int) -> None:
@@ -246,7 +227,7 @@ class StepsInBackward:
         if task == self._task and not self._over:
             self._over = whole
             if not whole:
-                self.undo()
+                self.abandon()
 
     # ---- what is asked of a step under way -----------------------------------------
 
@@ -261,13 +242,20 @@ class StepsInBackward:
             return
         if not self._over or not self._cleared():
             raise CSDRuntimeError(_CHANGED)
-        self.undo()
+        self.abandon()
+
+    def come_to_rest(self, *, meets: bool) -> None:
+        self.settle()
+
+    def clears(self, *, set_to_none: bool) -> bool:
+        self.abandon() if set_to_none else self.settle()
+        return False
 
     def _cleared(self) -> bool:
         """Has somebody set the gradients to None, as model.zero_grad() does?"""
         return all(taken.param_state.param.grad is None for taken in self._taken.values())
 
-    def undo(self) -> None:
+    def abandon(self) -> None:
         """What a backward has changed is as it was before; gradients that were taken are gone."""
         with self._engine.lock, torch.no_grad():
             step, taken = self._step, self._taken
@@ -298,14 +286,14 @@ class StepsInBackward:
     def under_way(self) -> bool:
         return self._step is not None
 
-    def before_step(self, *, scaled: bool) -> None:
+    def before_step(self, *, skips: bool, scaled: bool) -> None:
         """Raises CSDRuntimeError if the step is not the one that is asked for now, and undoes it."""
         if self._spans:
             self._spans.is_over()
         if self._step and self._over and self._cleared():
-            self.undo()
+            self.abandon()
         if why := self._wrong(scaled=scaled):
-            self.undo()
+            self.abandon()
             raise CSDRuntimeError(f"overlap(free_gradients=True) cannot take this step, and it is undone: {why}")
 
     def _wrong(self, *, scaled: bool) -> str:
@@ -337,8 +325,8 @@ class StepsInBackward:
             return "a learning rate, or another hyperparameter, was changed between backward and step()"
         return ""
 
-    def land(self, record: Record | None) -> None:
-        """The rest of the step. `record`: for its commit. Raises what a step raises; it is undone then."""
+    def end_step(self, record: Record | None) -> None:
+        """The rest of the step, which is undone if that fails."""
         step, engine = self._step, self._engine
         assert step is not None
         self._early_elems = sum(map(engine.elems_of, self._tiles))
@@ -355,7 +343,7 @@ class StepsInBackward:
             step.plan = dataclasses.replace(step.plan, params=[b.param for b in took_part], param_states=took_part)
             self._runner.land(engine, step, record)
         except BaseException:
-            self.undo()
+            self.abandon()
             raise
         self._runner.is_ours(step)
         engine.rank = np.full(engine.n_tiles, NEVER)  # the next backward makes gradients in the same order
@@ -364,7 +352,6 @@ class StepsInBackward:
         self._reset()
 
     def stats(self) -> dict[str, Any]:
-        """See CSDAdam.stats()."""
         return {"waited": self._waited, "early_params": self._early_elems, "redone": {}}
 
 

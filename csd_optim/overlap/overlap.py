@@ -20,7 +20,7 @@ from ..engine.pieces import Pieces
 from ..engine.trace import Span
 from ..errors import CSDError, CSDWarning, users_stacklevel
 from ..params.grad_source import GradSource
-from ..params.groups import Groups, members
+from ..params.groups import Groups
 from ..params.state_map import StateMap
 from ..signals import defer_signals
 from ..step.prepare import Participants, PreparedStep
@@ -29,16 +29,15 @@ from ..store.format import Record
 from .check import UseCheck
 from .early import EarlySteps, Foresee
 from .flight import Flight
+from .mode import BesideModel
 from .order import by_next_use
-from .spans import ModelSpans
 from .together import Together
-from .waits import Nets, WaitingList
 
 NOTED = 2  # forwards of which the order of use is noted: the first may be an odd one
 
 
-class Overlap:
-    """Of one optimizer and one model. `active`: whoever reads a parameter has to call wait() first.
+class Overlap(BesideModel):
+    """Of one optimizer and one model: a step goes on after step(), and may begin in backward.
 
     Between two calls of step() there may be a step that was launched, or one that began in backward and that nobody has
     asked for yet (early.py); never both.
@@ -57,12 +56,12 @@ class Overlap:
         hold: torch.Tensor,
         spans: list[Span] | None,
     ) -> None:
-        """`groups`: those of the optimizer, which load_state_dict() exchanges. `ranks`: all of them overlap, or none.
+        """`groups`, `spans`: as of BesideModel. `ranks`: all of them overlap, or none.
 
-        `foresee`: with it steps begin in backward; it and `hold` as of EarlySteps; `spans`: of ModelSpans.
+        `foresee`: with it steps begin in backward; it and `hold` as of EarlySteps.
         """
-        self.active = False
-        self._engine, self._runner, self._state_map, self._groups = engine, runner, state_map, groups
+        super().__init__(model, groups, spans)
+        self._engine, self._runner, self._state_map = engine, runner, state_map
         self._flight: Flight | None = None
         self._together = Together(ranks, engine, runner) if ranks else None
         # Row of a parameter: how many were used before it in the forward under way
@@ -75,77 +74,64 @@ class Overlap:
         self._told = False  # that somebody took nets off
         self._under_way: dict[int, str] = {}  # for the check: names of parameters that nobody waited for, by address
         self._check = UseCheck(lambda: self._under_way) if settings.checks_overlap() else None
-        params = [p for _, _, p in members(groups())]
-        self._nets = Nets(model, params, self)
-        self._spans = None if spans is None else ModelSpans(spans, model, params)  # sees gradients before the next does
-        self._hooks = [
+        trained = self._trained()
+        self._hooks += [
             p.register_hook(partial(self._before_grad, weakref.ref(p)))  # type: ignore[no-untyped-call]
-            for p in params
-            if p.requires_grad
+            for p in trained
         ]
-        self._early = EarlySteps(engine, state_map, params, foresee, self._may_begin, hold) if foresee else None
-        self._spread_nets()
-
-    def _spread_nets(self) -> None:
-        """Whoever goes through the parameters of a group waits, too."""
-        for group in self._groups():
-            if not isinstance(group["params"], WaitingList):
-                group["params"] = WaitingList(group["params"], self)
+        self._early = EarlySteps(engine, state_map, trained, foresee, self._may_begin, hold) if foresee else None
 
     def end(self) -> None:
-        """Nobody waits any more. Not while a step is under way."""
         if self._together:
             self._together.leave()
         if self._check:
             self._check.exit()
         if self._early:
             self._early.end()
-        if self._spans:
-            self._spans.end()
-        self._nets.remove()
-        for hook in self._hooks:
-            hook.remove()
-        for group in self._groups():
-            group["params"] = list(group["params"])
+        super().end()
 
-    def give_way(self) -> bool:
-        """Ends if the optimizer is gone, which cannot be asked to. Returns whether it is."""
-        if self._groups():
-            return False
+    def abandon(self) -> None:
         with contextlib.suppress(CSDError):  # nobody is left to be told
             self.land()
-        self.end()
-        return True
+
+    def close(self) -> None:
+        try:
+            self.come_to_rest(meets=False)
+        finally:
+            self.end()
 
     # ---- step() ----------------------------------------------------------------
 
-    def before_step(self, *, skips: bool) -> None:
-        """What is under way now is this step, or nothing. Raises the failure of the one before; a collective."""
+    def before_step(self, *, skips: bool, scaled: bool) -> None:
+        """What is under way from here on is this step, or nothing."""
         if self._spans:
             self._spans.is_over()
-        self.meet()
+        self._meet()
         if self._early:
             self._early.before_step()
             if skips:
                 self._early.undo("overflow")
 
     def check(self, taking_part: Participants) -> None:
-        """To be called before anything of a step uses the engine."""
         if self._early:
             self._early.check(taking_part)
 
     def compare(self, step: PreparedStep) -> None:
-        """To be called with a step that has changed nothing yet."""
         if self._early:
             self._early.compare(step)
 
-    def can_fly(self, step: PreparedStep | None) -> bool:
-        """Can it be launched, on all ranks? A collective. `step` None: this one has nothing to do."""
+    def launch(self, step: PreparedStep | None, record: Record | None) -> bool:
         can = step is not None and self._runner.can_land_later(self._engine, step)
-        return self._together.all_can(can and bool(self._nets.reached)) if self._together else can
+        if self._together:
+            can = self._together.all_can(can and bool(self._nets.reached))
+        if can and step is not None:
+            self._fly(step, record)
+        else:
+            self._undo_early("what devices cannot reach")
+        return can
 
-    def fly(self, step: PreparedStep, record: Record | None) -> None:
-        """Launches a step; arrive_at_once() is to follow. Raises what a step raises; among ranks, meet() does."""
+    def _fly(self, step: PreparedStep, record: Record | None) -> None:
+        """Raises what a step raises; among ranks, the next meeting does."""
         engine, reached = self._engine, self._reached()
         self._spread_nets()
         self._note_order()
@@ -172,10 +158,6 @@ class Overlap:
             self._check.enter()
 
     def arrive_at_once(self) -> None:
-        """Returns when the parameters have arrived that nobody would wait for. Raises what a step raises.
-
-        Not within the engine's lock, which a step that fails takes to be undone.
-        """
         rows, sources = [*self._at_once, *self._to_give_back], self._to_give_back
         self._at_once, self._to_give_back = [], {}
         if rows and self._flight and not self._flight.wait(rows):
@@ -185,19 +167,23 @@ class Overlap:
             source.give_back()
             self._state_map.by_index[row].is_ours()
 
-    def cannot_fly(self) -> None:
-        """The step takes a way that returns when all is there."""
-        self.undo_early("what devices cannot reach")
-
-    def undo_early(self, why: str) -> None:
+    def _undo_early(self, why: str) -> None:
         """What began in backward has not begun. `why`: for stats()."""
         if self._early:
             self._early.undo(why)
 
-    def forget_gradients(self) -> None:
-        """They are cleared, and no step is to have them."""
+    def clears(self, *, set_to_none: bool) -> bool:
+        """A step under way goes on, unless gradients are to become zeros."""
+        if not set_to_none:
+            self._undo_early("other calls")
+            self.land()
+            return False
         if self._early:
             self._early.forget_gradients()
+        for group in self._groups():
+            for p in list.__iter__(group["params"]):  # who goes through a WaitingList waits
+                p.grad = None
+        return True
 
     def _reached(self) -> Set[int]:
         """Ids of the parameters for which somebody waits."""
@@ -293,12 +279,16 @@ class Overlap:
             raise failure
 
     def settle(self) -> None:
-        """As land(), and what there is is that of the last step. Among ranks raises what made it fail here, too."""
+        """Among ranks raises what made a step fail here, too."""
         self.land()
         if self._together:
             self._together.reveal()
 
-    def meet(self) -> None:
+    def come_to_rest(self, *, meets: bool) -> None:
+        self._undo_early("other calls")
+        self._meet() if meets else self.settle()
+
+    def _meet(self) -> None:
         """As land(), and on all ranks: a collective, which raises on all of them."""
         self.land()
         if self._together:
@@ -308,6 +298,5 @@ class Overlap:
                 self.active = self._noting is not None
 
     def stats(self) -> dict[str, Any]:
-        """See CSDAdam.stats()."""
         redone = dict(self._early.redone) if self._early else {}
         return {"waited": self._waited, "early_params": self._early_elems, "redone": redone}

@@ -332,7 +332,7 @@ def lands_within(rank, options):
                     p = next(training.model.parameters())
                     (p if k == 1 else training.opt.state[p]["exp_avg"]).mul_(0.5)
             training.step()
-            assert training.opt._overlap is None or training.opt._overlap._flight is None
+            assert not training.opt._mode.overlaps or training.opt._mode._flight is None
 
     Path(f"{rank}").mkdir()
     options = {"wrap": sharded, "rank": rank, **options}
@@ -377,7 +377,7 @@ def misused(rank):
         for _ in range(3):
             model(torch.ones(4)).sum().backward()
             opt.step()
-            assert opt._overlap._flight is None
+            assert opt._mode._flight is None
 
 
 def test_misused(tmp_path):

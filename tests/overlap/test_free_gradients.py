@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from support.twins import Training, assert_twins, checksum
+from support.twins import Training, assert_twins, checksum, steps_in_closures
 from torch import nn
 
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
@@ -49,16 +49,6 @@ def schedules(training):
     for _ in range(5):
         training.step()
         scheduler.step()
-
-
-def steps_in_closures(training):
-    def closure():
-        training.opt.zero_grad()
-        training.backward()
-        return 1.0
-
-    for _ in range(4):
-        assert training.opt.step(closure) == 1.0
 
 
 def looks_between_steps(training):

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from support.comparing import bits
-from support.twins import Training, assert_twins, checksum
+from support.twins import Training, assert_twins, checksum, steps_in_closures
 from torch import nn
 
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDValueError
@@ -118,16 +118,6 @@ def skips_steps(training):
         if k not in (2, 3):
             training.opt.step()
         training.opt.zero_grad()
-
-
-def steps_in_closures(training):
-    def closure():
-        training.opt.zero_grad()
-        training.backward()
-        return 1.0
-
-    for _ in range(4):
-        assert training.opt.step(closure) == 1.0
 
 
 def evaluates(training):
@@ -343,7 +333,7 @@ def test_a_parameter_that_takes_no_part_is_there_at_once(tmp_path):
     frozen = training.model[0].inner.requires_grad_(False)
     training.step()
     frozen(torch.ones(1, training.width))
-    flight = training.opt._overlap._flight
+    flight = training.opt._mode._flight
     assert flight
     assert not flight.landed
     training.opt.close()
@@ -352,7 +342,7 @@ def test_a_parameter_that_takes_no_part_is_there_at_once(tmp_path):
 def test_a_forked_child_has_what_had_landed(tmp_path):
     training = Training(tmp_path, FORWARD)
     training.step()
-    training.opt._overlap._flight._landed.wait()
+    training.opt._mode._flight._landed.wait()
     child = os.fork()
     if child == 0:
         code = 1
@@ -439,7 +429,7 @@ def test_a_step_that_another_thread_launches_meanwhile(tmp_path, monkeypatch, as
 
     monkeypatch.setattr(CSDAdam, "_settle", settled)
     ask(training.opt)
-    assert training.opt._overlap._flight is None or training.opt._overlap._flight.landed
+    assert training.opt._mode._flight is None or training.opt._mode._flight.landed
     training.opt.close()
 
 
@@ -607,7 +597,7 @@ def guessed(directory, script):
     """What became of the guesses of a run: steps that kept one, and what made the others wrong."""
     training = Training(directory, BACKWARD, latency="100us", patient=True)
     early = []
-    training.opt.register_step_post_hook(lambda *_: early.append(training.opt._overlap.stats()["early_params"] > 0))
+    training.opt.register_step_post_hook(lambda *_: early.append(training.opt._mode.stats()["early_params"] > 0))
     script(training)
     redone = training.opt.stats()["overlap"]["redone"]
     training.opt.close()

@@ -113,3 +113,13 @@ def assert_twins(directory, overlap, script, **options):
     assert one[1:] == other[1:]
     trainings[1].opt.close()
     return trainings[0]
+
+
+def steps_in_closures(training):
+    def closure():
+        training.opt.zero_grad()
+        training.backward()
+        return 1.0
+
+    for _ in range(4):
+        assert training.opt.step(closure) == 1.0
