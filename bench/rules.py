@@ -1,8 +1,8 @@
 """Every optimizer, each beside the class of torch whose place it takes: bench/step.py --optimizer.
 
-First ten steps are compared with torch's on fp32 copies, masters and states. Then the two take turns: ours over 16-bit
-parameters, with its states on the devices; torch's over as many fp32 parameters in memory, fused if it can be, else
-foreach. Lion, which torch has not, is beside the paper's algorithm in torch operations.
+The two take turns: ours over 16-bit parameters, with its states on the devices; torch's over as many fp32 parameters
+in memory, fused if it can be, else foreach. Lion, which torch has not, is beside the paper's algorithm in torch
+operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDRMSprop
-from csd_optim.cli.benchmark import DTYPES, TENSOR, TOLERANCE, WARM_UP, scratch
+from csd_optim.cli.benchmark import DTYPES, TENSOR, WARM_UP, scratch
 from csd_optim.devices.spec import DeviceSpec
 
 Row = dict[str, Any]
@@ -65,29 +65,6 @@ def fastest(pair: Pair) -> dict[str, bool]:
     names = inspect.signature(pair.theirs).parameters
     how = next((how for how in ("fused", "foreach") if how in names), None)
     return {how: True} if how else {}
-
-
-def verify(name: str, specs: Sequence[DeviceSpec], dtype: torch.dtype) -> float:
-    """The largest relative difference from torch after ten steps, of masters and states. Raises SystemExit."""
-    pair = PAIRS[name]
-    torch.manual_seed(1)
-    ours = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in (2, 4095, 300_001)]
-    theirs = [torch.nn.Parameter(p.detach().float().clone()) for p in ours]
-    oracle = pair.theirs(theirs, **pair.kwargs)
-    worst = 0.0
-    with pair.ours(ours, devices=[scratch(s) for s in specs], **pair.kwargs) as opt:
-        for _ in range(10):
-            for p, q in zip(ours, theirs, strict=True):
-                p.grad = torch.randn(p.shape).to(dtype)
-                q.grad = p.grad.float()
-            opt.step()
-            oracle.step()
-        for p, q in zip(ours, theirs, strict=True):
-            for key, value in {**oracle.state[q], "master": q.detach()}.items():
-                worst = max(worst, float((opt.state[p][key] - value).abs().max() / value.abs().max()))
-    if not worst <= TOLERANCE:
-        raise SystemExit(f"{name} differs from torch's by {worst:.1e}: nothing is timed; please report this")
-    return worst
 
 
 def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: int, dtype: str) -> Row:

@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -364,7 +365,9 @@ def rules_rows(arguments: argparse.Namespace, places: dict[str, list[DeviceSpec]
     rows = []
     for name in arguments.optimizer:
         for place, specs in places.items():
-            difference = rules.verify(name, specs, DTYPES[arguments.dtype])
+            pair = rules.PAIRS[name]
+            ours, theirs = (partial(make, **pair.kwargs) for make in (pair.ours, pair.theirs))
+            difference = benchmark.verify(specs, DTYPES[arguments.dtype], ours, theirs)
             say(f"verified {name} on {specs[0]} against torch: largest relative difference {difference:.1e}")
             rows.append(rules.row(name, specs, place, arguments.params, arguments.runs, arguments.dtype))
     return rows
