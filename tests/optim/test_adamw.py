@@ -16,9 +16,18 @@ import numpy as np
 import pytest
 import torch
 from support.backends import TILE
-from support.comparing import assert_same_bits, bits, fp32_copy, params_of, relative_difference
+from support.comparing import (
+    assert_matches,
+    assert_same_bits,
+    bits,
+    make_pair,
+    params_of,
+    randn_like,
+    set_grads,
+    train,
+)
 from support.forked import printed
-from support.optimizers import ADAM, ADAMW, RMSPROP, SGD, other_rules, rules
+from support.optimizers import ADAM, RMSPROP, SGD, other_rules, rules
 
 from csd_optim import CSDAdam, bindings
 
@@ -27,50 +36,8 @@ HALVES = [torch.float16, torch.bfloat16]
 SIZES = [1, 15, 16, 17, 31, 33, TILE - 1, TILE, TILE + 1, 3 * TILE + 5]
 TESTS = Path(__file__).parent
 STATES = ["exp_avg", "exp_avg_sq"]
-TOLERANCE = 1e-6
 
 pytestmark = pytest.mark.fp32_states("compares with AdamW to its last bits")
-
-
-def make_pair(params, devices, *, of=ADAMW, tile_size=TILE, grad_dtype=None, max_grad_norm=None, **kwargs):
-    """CSDAdam over `params` (tensors, or groups of them), and AdamW over fp32 copies; or another pair `of` two."""
-    kwargs = {**of.kwargs, **kwargs}
-    groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
-    copies = [{**g, "params": [fp32_copy(p) for p in g["params"]]} for g in groups]
-    ours = of.ours(
-        groups, devices=devices, tile_size=tile_size, grad_dtype=grad_dtype, max_grad_norm=max_grad_norm, **kwargs
-    )
-    return ours, of.reference(copies, **kwargs)
-
-
-def randn_like(p):
-    """Random gradients. One number alone stays off zero: what cancels has no relative precision to compare."""
-    return torch.randn_like(p) if p.numel() != 1 else torch.rand_like(p) + 0.5
-
-
-def set_grads(ours, reference, make=randn_like):
-    for p, copy in zip(params_of(ours), params_of(reference), strict=True):
-        p.grad = make(p)
-        copy.grad = p.grad.detach().resolve_conj().to(copy.dtype, copy=True)
-
-
-def train(ours, reference, steps=10, make=randn_like):
-    for _ in range(steps):
-        set_grads(ours, reference, make)
-        ours.step()
-        reference.step()
-
-
-def assert_matches(ours, reference):
-    """Parameter, master and every state within TOLERANCE, each by itself; 16-bit parameters exactly rounded."""
-    for p, copy in zip(params_of(ours), params_of(reference), strict=True):
-        state, expected = ours.state[p], reference.state[copy]
-        assert set(state) - {"master"} == {*expected, "step"}
-        assert state["step"] == expected.get("step", state["step"])  # SGD's does not say it
-        for name in expected.keys() - {"step"}:
-            assert relative_difference(state[name], expected[name]) <= TOLERANCE, name
-        assert relative_difference(state["master"], copy) <= TOLERANCE
-        assert torch.equal(p.detach(), state["master"].to(p.dtype))
 
 
 # ---- Beside torch ------------------------------------------------------------

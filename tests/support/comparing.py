@@ -1,11 +1,19 @@
 """CSDAdam's parameters beside those of torch.optim.AdamW on fp32 copies, and bits beside bits."""
 
 import torch
+from support.backends import TILE
+from support.optimizers import ADAMW
+
+TOLERANCE = 1e-6
+
+
+def on_host(t):
+    """A copy of it there, in fp32."""
+    return t.detach().to("cpu", torch.complex64 if t.is_complex() else torch.float32, copy=True)
 
 
 def fp32_copy(p):
-    wide = torch.complex64 if p.is_complex() else torch.float32
-    return p.detach().to(wide, copy=True).requires_grad_()
+    return on_host(p).requires_grad_()
 
 
 def params_of(optimizer):
@@ -14,7 +22,7 @@ def params_of(optimizer):
 
 def relative_difference(a, b):
     """Largest difference over largest magnitude."""
-    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a.detach(), b.detach()))
+    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a.detach().cpu(), b.detach()))
     if a.numel() == 0 or torch.equal(a, b):
         return 0.0
     return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
@@ -30,3 +38,45 @@ def bits(t):
     """The tensor's bits; every nan counts as the same, for its payload may differ."""
     t = torch.where(t.isnan(), torch.full_like(t, float("nan")), t)
     return t.view(torch.int32 if t.dtype is torch.float32 else torch.int16)
+
+
+def make_pair(params, devices, *, of=ADAMW, tile_size=TILE, grad_dtype=None, max_grad_norm=None, **kwargs):
+    """CSDAdam over `params` (tensors, or groups of them), and AdamW over fp32 copies; or another pair `of` two."""
+    kwargs = {**of.kwargs, **kwargs}
+    groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
+    copies = [{**g, "params": [fp32_copy(p) for p in g["params"]]} for g in groups]
+    ours = of.ours(
+        groups, devices=devices, tile_size=tile_size, grad_dtype=grad_dtype, max_grad_norm=max_grad_norm, **kwargs
+    )
+    return ours, of.reference(copies, **kwargs)
+
+
+def randn_like(p):
+    """Random gradients. One number alone stays off zero: what cancels has no relative precision to compare."""
+    return torch.randn_like(p) if p.numel() != 1 else torch.rand_like(p) + 0.5
+
+
+def set_grads(ours, reference, make=randn_like):
+    for p, copy in zip(params_of(ours), params_of(reference), strict=True):
+        p.grad = make(p)
+        copy.grad = p.grad.detach().resolve_conj().to(copy, copy=True)
+
+
+def train(ours, reference, steps=10, make=randn_like):
+    for _ in range(steps):
+        set_grads(ours, reference, make)
+        ours.step()
+        reference.step()
+
+
+def assert_matches(ours, reference):
+    """Parameter, master and every state within TOLERANCE, each by itself; 16-bit parameters exactly rounded."""
+    for p, copy in zip(params_of(ours), params_of(reference), strict=True):
+        state, expected = ours.state[p], reference.state[copy]
+        assert all(value.device.type == "cpu" for value in state.values())
+        assert set(state) - {"master"} == {*expected, "step"}
+        assert state["step"] == expected.get("step", state["step"])  # SGD's does not say it
+        for name in expected.keys() - {"step"}:
+            assert relative_difference(state[name], expected[name]) <= TOLERANCE, name
+        assert relative_difference(state["master"], copy) <= TOLERANCE
+        assert torch.equal(p.detach().cpu(), state["master"].to(p.dtype))
