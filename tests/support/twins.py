@@ -1,5 +1,6 @@
 """Two runs of the same training, with overlap and without: what a program can see of them must be the same."""
 
+import time
 import zlib
 
 import torch
@@ -31,8 +32,9 @@ def checksum(t):
 class Training:
     """A small network on slow devices. `overlap`: arguments of CSDAdam.overlap(), or None.
 
-    `named`: their states outlive the process. `patient`: each step has landed when the next backward begins, which then
-    can begin the step after it. `wrap`: makes the model what is trained, on this `rank`.
+    `named`: their states outlive the process. `patient`: each step is whole when the next backward begins, which then
+    can begin the step after it, and that has copied its gradients when backward returns: a guess whose gradients change
+    before they are copied is right. `wrap`: makes the model what is trained, on this `rank`.
     """
 
     def __init__(
@@ -82,7 +84,12 @@ class Training:
         loss = self.model(x).square().sum() * scale
         if self.patient:
             self.opt.wait()
+            while not self.opt._engine.idle:  # its commit
+                time.sleep(1e-4)
         loss.backward()
+        early = self.patient and getattr(self.opt._mode, "_early", None)
+        if early and (guess := early._guess):
+            self.opt._engine.unchanged(guess.step.table)  # waits for the copies
         self.losses.append(bits(loss.detach()).tolist())
         self.steps += 1
 
