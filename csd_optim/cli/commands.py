@@ -357,6 +357,9 @@ def plan(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of parameters and gradients: fp16, bf16 or fp32.")] = "bf16",
+    optimizer: Annotated[
+        str, typer.Option(metavar="CLASS[,OPTION...]", help="Such as CSDSGD,momentum, or CSDAdam,amsgrad.")
+    ] = "CSDAdam",
     state_dtype: Annotated[str, typer.Option(help="Of CSDAdam's states: fp32 or 8bit.")] = "fp32",
     topk: Annotated[
         float | None, typer.Option(help="Share of gradients to send, such as 0.01.", show_default="all")
@@ -386,21 +389,24 @@ def plan(
         from ..planning import advice, model
         from . import benchmark, measure
         from .facts import measured_request
+        from .optimizers import described
         from .output import show_plan
 
-        csds = model.CSDS_8BIT if state_dtype == "8bit" else model.CSDS
+        planned, sections, hyper = described(optimizer, state_dtype)
+        smartssd = model.smartssd(state_dtype, len(sections))
         request = advice.Request(
             params=params or advice.count_params(config or Path()),
             devices=n_devices or 1,
             on="csd" if csd else "drive",
             drive=advice.parse_rates(drive, model.DRIVES, model.DRIVES["gen4"]),
-            csd=advice.parse_rates(csd or "smartssd", csds, csds["smartssd"]),
+            csd=advice.parse_rates(csd or "smartssd", {"smartssd": smartssd}, smartssd),
             host=model.Host(
                 link=parse_rate(link) if link else math.inf,
                 gpu_link=parse_rate(gpu_link),
                 update=parse_rate(cpu, "") if cpu else math.inf,  # until it is measured
             ),
             dtype=dtype,
+            optimizer=planned,
             state_dtype=state_dtype,
             topk=topk,
             error_feedback=error_feedback,
@@ -414,7 +420,7 @@ def plan(
         if names:
             request = measured_request(request, names)
         if not cpu:
-            rate = measure.engine_rate(benchmark.DTYPES[dtype], state_dtype)
+            rate = measure.engine_rate(benchmark.DTYPES[dtype], state_dtype, sections, hyper)
             request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
         found = advice.plan(request, counts)
         if plot:

@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +27,12 @@ from ..devices.xclbin import find_kernels
 from ..engine.tuning import Scratch, huge_array
 from ..errors import CSDOSError
 from ..store.layout import TILE_ELEMS, plan_extent
-from ..store.sections import FP32
+from ..store.sections import FP32, SECTIONS
 
 CARD_BYTES, LEAST_CARD_BYTES = 1 << 30, 48 << 20  # of scratch space on a card's drive
 ENGINE_ELEMS, ENGINE_STEPS = 1 << 24, 5  # 200 MB of states, 67 MB of gradients and parameters in 16 bits
-HYPERS = np.array(
-    [(bindings.RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0))], HYPER
-)  # of some step
+ADAMW_STEP = (bindings.RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0))  # constants of some step
+HYPERS = np.array([ADAMW_STEP], HYPER)
 
 
 def card_rates(spec: DeviceSpec, free: int) -> dict[str, float]:
@@ -112,7 +112,8 @@ class AtOnce:
     every step reads, and gets zeros, which are right until the first update.
 
     `grad`, `param`: `elems` elements of `dtype`; `hyper`: one element of HYPER; all may be changed between steps.
-    `state_dtype`: "8bit" keeps codes; who wants an optimizer's bits gives the number of the step as `seed`.
+    `state_dtype`: "8bit" keeps codes; who wants an optimizer's bits gives the number of the step as `seed`. `sections`:
+    names of the states, the master first, of the rule in `hyper`.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class AtOnce:
         *,
         kept: bool = True,
         state_dtype: str = FP32,
+        sections: Sequence[str] = SECTIONS[:3],
         tile_elems: int = TILE_ELEMS,
         block_bytes: int = DEFAULT_BLOCK,
     ) -> None:
@@ -133,7 +135,8 @@ class AtOnce:
         self._table["grad_dtype"] = self._table["param_dtype"] = DTYPE_CODES[dtype]
         self._table["master"] = bindings.IN_SECTION
         param_dtype = None if state_dtype == FP32 else dtype  # of codes
-        extent = plan_extent([elems], 1, tile_elems=tile_elems, codec=state_dtype, param_dtype=param_dtype)
+        how: dict[str, Any] = {"codec": state_dtype, "param_dtype": param_dtype}
+        extent = plan_extent([elems], 1, sections=sections, tile_elems=tile_elems, **how)
         self.tiles = np.arange(extent.n_tiles, dtype=np.uint32)
         # As of a store that is there already, whose sums nobody knows: its windows are not looked at.
         shape = (extent.n_tiles, extent.chunks, len(extent.slot))
@@ -145,8 +148,8 @@ class AtOnce:
         try:
             self._engine = bindings.engine_create([config], self._name)
             self._windows = bindings.engine_extend(
-                self._engine, extent.tile_elems, extent.n_tiles, 3, [0], extent.pieces, self._name,
-                states=states, sum_elems=extent.sum_elems, sums=sums, codec=state_dtype, param_dtype=param_dtype,
+                self._engine, extent.tile_elems, extent.n_tiles, len(sections), [0], extent.pieces, self._name,
+                states=states, sum_elems=extent.sum_elems, sums=sums, **how,
             )  # fmt: skip
         except BaseException:
             self.close()
@@ -181,19 +184,27 @@ class AtOnce:
         return "/dev/zero"
 
 
-def engine_rate(dtype: torch.dtype, state_dtype: str = FP32) -> float:
+def engine_rate(
+    dtype: torch.dtype,
+    state_dtype: str = FP32,
+    sections: tuple[str, ...] = SECTIONS[:3],
+    hyper: tuple[int, tuple[float, ...]] = ADAMW_STEP,
+) -> float:
     """Parameters per second that the engine's threads verify, update and sum: the best of a few steps, without drives.
 
-    `dtype`: of parameters and gradients; `state_dtype`: CSDAdam's. Measured once per process and number of update
-    threads, in a fraction of a second. Raises CSDMemoryError.
+    `dtype`: of parameters and gradients; `state_dtype`: CSDAdam's; `sections`, `hyper`: states, number and constants of
+    a rule. Measured once per process and number of update threads, in a fraction of a second. Raises CSDMemoryError.
     """
-    return _engine_rate(dtype, state_dtype, bindings.threads_used())
+    return _engine_rate(dtype, state_dtype, sections, hyper, bindings.threads_used())
 
 
 @functools.cache
-def _engine_rate(dtype: torch.dtype, state_dtype: str, threads: int) -> float:
+def _engine_rate(
+    dtype: torch.dtype, state_dtype: str, sections: tuple[str, ...], hyper: tuple[int, tuple[float, ...]], threads: int
+) -> float:
     seconds = []
-    with AtOnce(ENGINE_ELEMS, dtype, state_dtype=state_dtype) as engine:
+    with AtOnce(ENGINE_ELEMS, dtype, state_dtype=state_dtype, sections=sections) as engine:
+        engine.hyper[0] = hyper
         for _ in range(2 + ENGINE_STEPS):  # the first one reads, the second is the first to verify
             start = time.perf_counter()
             engine.step()

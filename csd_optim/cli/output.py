@@ -287,9 +287,11 @@ def show_plan(found: dict[str, Any]) -> None:
     r, memory, wear = found["request"], found["memory_bytes"], found["wear"]
     own = next(row for row in found["predictions"] if row["chosen"])
     d, kind = r[r["on"]], advice.KINDS[r["on"]]
+    optimizer = advice.optimizer_of(r)
+    of = "" if optimizer == advice.Optimizer() else f" of {optimizer}"
     states = "" if r["state_dtype"] == "fp32" else " with 8-bit states"
     out.print(
-        f"{number(r['params'])} {r['dtype']} parameters{states} on "
+        f"{number(r['params'])} {r['dtype']} parameters{of}{states} on "
         f"{kind[:-1] if r['devices'] == 1 else kind}: {r['devices']}, "
         f"{'as measured' if r['measured'] else 'of the rates below'}. All times are predicted (docs/plan.md).",
         style="bold",
@@ -312,7 +314,7 @@ def show_plan(found: dict[str, Any]) -> None:
         )
         rows.append((what, f"{short(moved['towards_flash'])} there, {short(moved['back'])} back in each step{at}"))
     out.print(facts(rows))
-    out.print(predictions_table(found["predictions"]))
+    out.print(predictions_table(found["predictions"], optimizer.name))
     rows = [("waits for", f"{advice.BOUNDS[own['bound']]}: {own['stages'][own['bound']]:.2f} of {own['step']:.2f} s")]
     rows += [("" if i else "to change", text) for i, text in enumerate(found["advice"])]
     if found["overlap"]:
@@ -323,7 +325,7 @@ def show_plan(found: dict[str, Any]) -> None:
     )
     rows += [
         ("CSDs", f"each {describe_rates(r['csd'])}; a plain drive {describe_rates(r['drive'])}"),
-        ("pay", f"against ZeRO-Infinity on as many plain drives: {base}; against CSDAdam on them: {ours}"),
+        ("pay", f"against ZeRO-Infinity on as many plain drives: {base}; against {optimizer.name} on them: {ours}"),
     ]
     trains = r["forward"] + r["backward"] > 0
     a_day = f", {short(wear['bytes_per_day_and_device'])} a day" if trains else ""
@@ -336,7 +338,7 @@ def show_plan(found: dict[str, Any]) -> None:
     out.print(facts(rows))
     if found["sweep"]:
         out.print("\nseconds of an iteration", style="bold")
-        out.print(sweep_table(found["sweep"]))
+        out.print(sweep_table(found["sweep"], optimizer.name))
 
 
 def short(n: float) -> str:
@@ -348,14 +350,14 @@ def describe_rates(d: dict[str, Any]) -> str:
     return ", ".join(f"{what} {d[what] / 1e9:.1f}" for what in ("read", "write", "mixed")) + " GB/s"
 
 
-def predictions_table(predictions: list[dict[str, Any]]) -> Table:
+def predictions_table(predictions: list[dict[str, Any]], name: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for head in ("seconds", "GPU", "gradients", "step", "iteration", "the step waits for"):
         table.add_column(head, justify="left" if head.endswith(("seconds", "for")) else "right")
     for row in predictions:
         parts = (row["forward"] + row["backward"], row["gradients"], row["step"], row["seconds"])
         table.add_row(
-            advice.label(row),
+            advice.label(row, name),
             *(f"{s:.2f}" if s else "" for s in parts),
             advice.BOUNDS[row["bound"]],
             style="bold" if row["chosen"] else None,
@@ -363,8 +365,8 @@ def predictions_table(predictions: list[dict[str, Any]]) -> Table:
     return table
 
 
-def sweep_table(sweep: list[dict[str, Any]]) -> Table:
-    ways = list(dict.fromkeys(map(advice.label, sweep)))
+def sweep_table(sweep: list[dict[str, Any]], name: str) -> Table:
+    ways = list(dict.fromkeys(advice.label(row, name) for row in sweep))
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("devices", justify="right")
     for way in ways:

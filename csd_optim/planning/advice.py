@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..compression.policy import DENSE_FROM
+from ..devices.backends import BACKENDS
 from ..devices.spec import DEFAULT_BUFFERS
 from ..devices.units import parse_rate
 from ..errors import CSDUnavailableError, CSDValueError
 from ..store.sections import FP32
 from .model import (
+    ADAMS,
     DRIVES,
     ITEM_BYTES,
     PUBLISHED_UPDATE,
@@ -27,6 +29,7 @@ from .model import (
     Host,
     Prediction,
     predict,
+    published_update,
     slot_bytes,
     tiles_per_device,
     traffic,
@@ -40,6 +43,19 @@ WORTH_OVERLAP = 0.98  # of an iteration: if more is left of it with overlap, tha
 
 
 @dataclass(frozen=True)
+class Optimizer:
+    """Whose states they are."""
+
+    name: str = "CSDAdam"
+    options: tuple[str, ...] = ()  # that add a state
+    rule: str = "adamw"
+    sections: int = ADAMS  # the master among them
+
+    def __str__(self) -> str:
+        return self.name + (f"({', '.join(self.options)})" if self.options else "")
+
+
+@dataclass(frozen=True)
 class Request:
     """What a person wants to know about."""
 
@@ -50,6 +66,7 @@ class Request:
     drive: Device = DRIVES["gen4"]
     csd: Device = SMARTSSD
     dtype: str = "bf16"
+    optimizer: Optimizer = Optimizer()
     state_dtype: str = FP32  # or "8bit": of CSDAdam's states
     topk: float | None = None
     error_feedback: bool = True
@@ -65,6 +82,10 @@ class Request:
     def variant(self) -> str:
         return "csdadam_topk" if self.topk else "csdadam"
 
+    def to_dict(self) -> dict[str, Any]:
+        """`optimizer` only where it is another than CSDAdam, as before there were others."""
+        return {k: v for k, v in asdict(self).items() if k != "optimizer" or self.optimizer != Optimizer()}
+
 
 def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
     """Everything `csd-optim plan` shows, plain values only: None where something has no bound or was not given.
@@ -75,14 +96,13 @@ def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
     r, item = request, ITEM_BYTES[request.dtype]
     rows = _rows(r, r.devices)
     own = next(row for row in rows if row["chosen"])
-    moved = traffic(
-        r.variant, r.params, item_bytes=item, topk=r.topk, on_host=r.on == "drive", state_dtype=r.state_dtype
-    )
-    written, slot = moved["flash"][0] / r.devices, slot_bytes(r.state_dtype, item)
-    tile = math.ceil(r.params / r.devices / tiles_per_device(r.params, r.devices, r.state_dtype))
+    states: dict[str, Any] = {"state_dtype": r.state_dtype, "sections": r.optimizer.sections}
+    moved = traffic(r.variant, r.params, item_bytes=item, topk=r.topk, on_host=r.on == "drive", **states)
+    written, slot = moved["flash"][0] / r.devices, slot_bytes(item_bytes=item, **states)
+    tile = math.ceil(r.params / r.devices / tiles_per_device(r.params, r.devices, **states))
     owed = r.error_feedback and r.topk is not None and r.topk < DENSE_FROM
     found = {
-        "request": asdict(r),
+        "request": r.to_dict(),
         "bytes": {name: {"towards_flash": there, "back": back} for name, (there, back) in moved.items()},
         "capacity_bytes_per_device": 2 * slot * r.params / r.devices,
         "memory_bytes": {
@@ -131,7 +151,7 @@ def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
         # How fast this CPU updates fp32 states is not known where it was asked for codes.
         host = replace(host, update=min(ZERO_UPDATE, host.update) if r.state_dtype == FP32 else ZERO_UPDATE)
     elif variant in PUBLISHED_UPDATE:
-        device = replace(device, update=PUBLISHED_UPDATE[variant])
+        device = replace(device, update=published_update(variant, r.optimizer.sections))
     gpu = {"forward": r.forward * r.accumulate, "backward": r.backward * r.accumulate}
     return predict(
         variant,
@@ -142,6 +162,7 @@ def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
         item_bytes=ITEM_BYTES[r.dtype],
         topk=r.topk,
         state_dtype=r.state_dtype,
+        sections=r.optimizer.sections,
         **gpu,
     )
 
@@ -183,10 +204,15 @@ def describe_overlap(r: dict[str, Any], seconds: float, overlap: dict[str, float
     return f"{said}: {seconds / backward:.2f} times as fast, but not yet with gradients on a GPU"
 
 
-def label(row: dict[str, Any]) -> str:
-    """Of a row, for people."""
+def optimizer_of(request: dict[str, Any]) -> Optimizer:
+    """That of a plan's request."""
+    return Optimizer(**request.get("optimizer", {}))
+
+
+def label(row: dict[str, Any], name: str) -> str:
+    """Of a row, for people. `name`: of the optimizer."""
     states = "" if row["state_dtype"] == FP32 else ", 8-bit states,"
-    return f"{VARIANTS[row['variant']]}{states} on {KINDS[row['on']]}"
+    return f"{VARIANTS[row['variant']].replace('CSDAdam', name)}{states} on {KINDS[row['on']]}"
 
 
 def _break_even(r: Request) -> dict[str, int | None]:
@@ -228,6 +254,8 @@ def _advice(r: Request, own: dict[str, Any]) -> list[str]:
         said.append(f"the {what} is the limit: more {many} change nothing")
         if r.on == "drive":
             said.append(f"on as many CSDs a step takes {_seconds(other(on='csd').step)}")
+    if r.on == "csd" and r.optimizer.rule not in (BACKENDS["xrt"].rules or {r.optimizer.rule}):
+        said.append(f"SmartSSDs have no kernel for {r.optimizer.name} yet")
     if r.topk and other(topk=None).step <= 1.02 * step:
         said.append("Top-K buys no time here: the step does not wait for gradients")
     compute = r.forward + r.backward
@@ -374,8 +402,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     lines: dict[str, list[dict[str, Any]]] = {}
+    name = optimizer_of(found["request"]).name
     for row in found["sweep"]:
-        lines.setdefault(label(row), []).append(row)
+        lines.setdefault(label(row, name), []).append(row)
     figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
     for name, rows in lines.items():
         style = "--" if rows[0]["on"] == "drive" else "-"

@@ -10,13 +10,13 @@ says how far off it is; the tests compare it with the times that Smart-Infinity'
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ..compression.policy import DENSE_FROM
 from ..errors import CSDValueError
-from ..store.layout import MAX_MAPPINGS, MEMORY_STATE_BYTES, TILE_ELEMS, TILES_PER_DEVICE
+from ..store.layout import MAX_MAPPINGS, TILE_ELEMS, TILES_PER_DEVICE
 from ..store.sections import EIGHT_BIT, FP32, SECTIONS, elem_bytes
 
 VARIANTS = {
@@ -28,7 +28,7 @@ VARIANTS = {
 }
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 STATE_DTYPES = (FP32, EIGHT_BIT)
-STATE = MEMORY_STATE_BYTES  # read, and written, per parameter and step: three fp32 states
+ADAMS = 3  # fp32 sections of a tile, the master among them, which a step reads and writes; other rules have 1 to 4
 PUBLISHED_ITEM = 4  # bytes of the gradients and parameters that the published systems send
 # Of an entry of a sparse gradient: index and value of 16 bits each; of 32 bits in what is published.
 ENTRY, PUBLISHED_ENTRY = 4, 8
@@ -89,29 +89,41 @@ class Prediction:
         return self.forward + self.backward + self.gradients + self.step
 
 
-# Published peer-to-peer rates of SmartSSDs and what the memory on the card allows an update (56 B per parameter at
-# 15.4 GB/s). Plain drives as their makers' data sheets have it for long transfers, round about.
-SMARTSSD = Device.in_turn(2.9e9, 1.6e9, 275e6)
-# With 8-bit states of 16-bit parameters 26 B: codes in from the drive, into the kernel, back, out to the drive;
-# gradients in from the host and into the kernel; parameters out.
-SMARTSSD_8BIT = replace(SMARTSSD, update=590e6)
-SMARTSSD_TBW = 7.008e15  # bytes: 3.84 TB, once a day for five years
 # The kernels of Smart-Infinity: 8.2 GiB/s of 16 B, with Top-K 2.92 GiB/s of 12.08 B per parameter (its figure 14).
 PUBLISHED_UPDATE = {"su_o": 550e6, "su_o_c": 259e6}
-CSDS = {"smartssd": SMARTSSD}
-CSDS_8BIT = {"smartssd": SMARTSSD_8BIT}
+# Plain drives as their makers' data sheets have it for long transfers, round about.
 DRIVES = {
     "gen3": Device.in_turn(3.0e9, 2.0e9, on_host=True),
     "gen4": Device.in_turn(6.5e9, 4.0e9, on_host=True),
     "gen5": Device.in_turn(13e9, 6.5e9, on_host=True),
 }
+SMARTSSD_TBW = 7.008e15  # bytes: 3.84 TB, once a day for five years
+CARD_MEMORY = 15.4e9  # bytes per second, of a SmartSSD's
 
 
-def slot_bytes(state_dtype: str, item_bytes: int) -> float:
-    """Of a parameter's states, once. `item_bytes`: of the parameter."""
+def slot_bytes(state_dtype: str, item_bytes: int, sections: int = ADAMS) -> float:
+    """Of a parameter's states, once. `item_bytes`: of the parameter; `sections`: with the master, 3 or 4 in 8 bits."""
     if state_dtype == FP32:
-        return STATE
-    return elem_bytes(SECTIONS[:3], state_dtype, torch.float32 if item_bytes == 4 else torch.bfloat16)
+        return 4 * sections
+    return elem_bytes(SECTIONS[:sections], state_dtype, torch.float32 if item_bytes == 4 else torch.bfloat16)
+
+
+def smartssd(state_dtype: str = FP32, sections: int = ADAMS) -> Device:
+    """Published peer-to-peer rates, and what the memory on the card allows an update of 16-bit parameters.
+
+    States cross it four times: in from the drive, into the kernel, back, out to the drive. So do gradients and
+    parameters together, in from the host, into the kernel, back and out; but codes have the parameter in them.
+    """
+    crossing = 4 * slot_bytes(state_dtype, 2, sections) + (8 if state_dtype == FP32 else 6)
+    return Device.in_turn(2.9e9, 1.6e9, CARD_MEMORY / crossing // 5e6 * 5e6)
+
+
+SMARTSSD, SMARTSSD_8BIT = smartssd(), smartssd(EIGHT_BIT)  # 275 and 590 million parameters per second
+
+
+def published_update(variant: str, sections: int = ADAMS) -> float:
+    """PUBLISHED_UPDATE, if kernels of other rules move as many bytes per second; that was published of Adam's only."""
+    return PUBLISHED_UPDATE[variant] * (4 * ADAMS + PUBLISHED_ITEM) / (4 * sections + PUBLISHED_ITEM)
 
 
 def traffic(
@@ -122,14 +134,15 @@ def traffic(
     topk: float | None = None,
     on_host: bool = False,
     state_dtype: str = FP32,
+    sections: int = ADAMS,
 ) -> dict[str, tuple[float, float]]:
     """Bytes that a step moves over each link, all devices together: (towards flash, back).
 
     `gpu`: between GPU and host. `link`: between host and devices. `flash`: (written, read). `item_bytes`: of a gradient
     and of a parameter; only what the published systems send to their devices is always fp32. `on_host`: CSDAdam on
-    plain drives. `state_dtype`: of CSDAdam's states. 8-bit ones begin with the parameter, which plain drives need not
-    read: a GPU sends it along with the gradient. Raises CSDValueError: no such variant, or one with Top-K and no share
-    `topk`.
+    plain drives. `sections`: of the rule, whoever applies it. `state_dtype`: of CSDAdam's states. 8-bit ones begin with
+    the parameter, which plain drives need not read: a GPU sends it along with the gradient. Raises CSDValueError: no
+    such variant, or one with Top-K and no share `topk`.
     """
     if variant not in VARIANTS:
         raise CSDValueError(f"Invalid variant: {variant!r}; there are {', '.join(VARIANTS)}")
@@ -141,12 +154,12 @@ def traffic(
             push = topk * (ENTRY if variant == "csdadam_topk" else PUBLISHED_ENTRY)
     per_param: dict[str, tuple[float, float]]
     if variant.startswith("csdadam"):
-        gpu, slot = (push, float(item_bytes)), slot_bytes(state_dtype, item_bytes)
+        gpu, slot = (push, float(item_bytes)), slot_bytes(state_dtype, item_bytes, sections)
         known = item_bytes if state_dtype != FP32 and on_host else 0
         flash = (slot, slot - known)
         per_param = {"gpu": (push + known, gpu[1]), "link": flash if on_host else gpu, "flash": flash}
     else:  # gradients go through flash
-        flash = (STATE + push, STATE + push)
+        flash = (4 * sections + push,) * 2
         link = flash if variant == "base" else (push, PUBLISHED_ITEM)
         per_param = {"gpu": (item_bytes, item_bytes), "link": link, "flash": flash}
     return {name: (params * there, params * back) for name, (there, back) in per_param.items()}
@@ -162,6 +175,7 @@ def predict(
     item_bytes: int = 2,
     topk: float | None = None,
     state_dtype: str = FP32,
+    sections: int = ADAMS,
     forward: float = 0.0,
     backward: float = 0.0,
 ) -> Prediction:
@@ -172,8 +186,8 @@ def predict(
     csdadam[..]  everything at once: the slowest counts, and one tile's way through the others (pipeline fill and drain)
 
     `device`: for "base" the plain drive. Its CPU updates `host.update` parameters per second (published: ZERO_UPDATE).
-    `state_dtype`: see `traffic`; rates of updates are those with such states. `forward`, `backward`: the GPU's seconds.
-    Raises CSDValueError as `traffic` does.
+    `state_dtype`, `sections`: see `traffic`; rates of updates are those with such states. `forward`, `backward`: the
+    GPU's seconds. Raises CSDValueError as `traffic` does.
     """
     moved = traffic(
         variant,
@@ -182,6 +196,7 @@ def predict(
         topk=topk,
         on_host=device.on_host,
         state_dtype=state_dtype,
+        sections=sections,
     )
     (gpu_down, gpu_up), (down, up), (written, read) = moved["gpu"], moved["link"], moved["flash"]
     gradients = 0.0
@@ -200,19 +215,20 @@ def predict(
         }
         step = max(stages.values())
         way = [stages[s] for s in ("gpu link down", "link down", "read", "update", "write", "link up", "gpu link up")]
-        step += (sum(way) - max(way)) / tiles_per_device(params, devices, state_dtype)
+        step += (sum(way) - max(way)) / tiles_per_device(params, devices, state_dtype, sections)
     else:
         link = LINK_SHARE * host.link
-        pushed = written - STATE * params  # the gradients, to flash
+        states = 4 * sections * params
+        pushed = written - states  # the gradients, to flash
         gradients = pushed / min(devices * device.write, link)
         stages = {
             "read": read / (devices * device.read),
             "update": params / (host.update if variant == "base" else devices * device.update),
-            "write": STATE * params / (devices * device.write),
+            "write": states / (devices * device.write),
         }
         in_turn = sum(stages.values())
         if variant == "base":
-            crossing = (read + STATE * params) / link
+            crossing = (read + states) / link
             step = max(in_turn, crossing)
             if crossing > in_turn:
                 stages["link"] = crossing
@@ -224,8 +240,8 @@ def predict(
     return Prediction(variant, devices, forward, backward, gradients, step, stages, bound)
 
 
-def tiles_per_device(params: float, devices: int, state_dtype: str = FP32) -> int:
+def tiles_per_device(params: float, devices: int, state_dtype: str = FP32, sections: int = ADAMS) -> int:
     """As layout.plan_extent() cuts it."""
-    mapped = 3 if state_dtype == FP32 else 0  # sections of a tile
+    mapped = sections if state_dtype == FP32 else 0
     largest = max(TILE_ELEMS, math.ceil(mapped * params / MAX_MAPPINGS))
     return max(TILES_PER_DEVICE, math.ceil(params / (devices * largest)))
