@@ -6,7 +6,7 @@
 
 First the engine is compared with torch.optim.AdamW. Then, by turns, for each number of update threads:
 
-    engine    on a device that completes at once (measure.AtOnce): every tile lies in memory, is verified, updated,
+    engine    on a device that completes at once (AtOnce): every tile lies in memory, is verified, updated,
               summed and written to where nothing is kept. A tmpfs instead would copy every byte twice more
     verify    the same without gradients: tiles are fetched from memory and verified, no more
     wake-ups  tiles and requests as of drives, each of them tiny: threads, locks, system calls, Python
@@ -42,10 +42,12 @@ import torch
 
 from bench.step import LITTLE_MEMORY, MEMORY, Row, machine_facts, replay_step, say, span, timed, verify
 from csd_optim import CSDAdam, bindings
-from csd_optim.cli import benchmark, measure
+from csd_optim.cli import benchmark
 from csd_optim.cli.benchmark import DISK_BYTES, DTYPES, MEMORY_BYTES, WARM_UP
+from csd_optim.cli.measure import Memory
 from csd_optim.devices import machine
 from csd_optim.devices.spec import parse_devices
+from csd_optim.engine.at_once import HYPERS, AtOnce
 from csd_optim.optim.adamw import ADAMW
 from csd_optim.store.layout import GRAIN, SUM_ELEMS, TILE_ELEMS
 from csd_optim.store.sections import EIGHT_BIT, SECTIONS, slot_of
@@ -87,7 +89,7 @@ def main() -> None:
 def same_bits(dtype: torch.dtype) -> None:
     """What is timed gives the parameters that CSDAdam gives."""
     p = torch.nn.Parameter(torch.zeros(300_001, dtype=dtype))
-    with CSDAdam([p], devices=["file:"]) as opt, measure.AtOnce(p.numel(), dtype) as engine:
+    with CSDAdam([p], devices=["file:"]) as opt, AtOnce(p.numel(), dtype) as engine:
         for t in range(1, 6):
             p.grad = torch.randn(p.numel()).to(dtype)
             engine.grad.copy_(p.grad)
@@ -111,7 +113,7 @@ def same_codes(dtype: torch.dtype) -> None:
     for isa in bindings.isas():
         states, param = codes(elems, dtype), torch.zeros(elems, dtype=dtype)
         for key, grad in enumerate(grads):
-            bindings.update_codes(measure.HYPERS, isa, grad, states, param, key)
+            bindings.update_codes(HYPERS, isa, grad, states, param, key)
         found.append([*states, param])
     if not all(all(map(torch.equal, tensors, found[0])) for tensors in found):
         raise SystemExit("instruction sets differ: nothing is timed; please report this")
@@ -142,10 +144,10 @@ def by_turns(calls: dict[str, Callable[[], Row]], runs: int) -> dict[str, Row]:
 def engine_rows(arguments: argparse.Namespace) -> list[Row]:
     """One for each number of threads; `seconds` and so on of each part by its name."""
     params, dtype = arguments.params, DTYPES[arguments.dtype]
-    memory, rows = measure.Memory(arguments.memory), []
+    memory, rows = Memory(arguments.memory), []
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(measure.AtOnce(params, dtype))
-        tiny = stack.enter_context(measure.AtOnce(TILES * TINY, dtype, kept=False, tile_elems=TINY, block_bytes=TINY))
+        engine = stack.enter_context(AtOnce(params, dtype))
+        tiny = stack.enter_context(AtOnce(TILES * TINY, dtype, kept=False, tile_elems=TINY, block_bytes=TINY))
         engine.grad.normal_()
         for threads in arguments.threads:
             say(f"{threads} thread(s) ...")
@@ -170,7 +172,7 @@ def in_cache(arguments: argparse.Namespace) -> dict[str, list[float]]:
     isa, data = bindings.isa_used(), memoryview(states.numpy()).cast("B")
     calls = {
         "sum": (lambda: bindings.crc32c(data), data.nbytes),
-        "update": (lambda: bindings.update(measure.HYPERS, isa, grad, [*states], param), SUM_ELEMS),
+        "update": (lambda: bindings.update(HYPERS, isa, grad, [*states], param), SUM_ELEMS),
     }
     rates: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(1 + arguments.runs):
@@ -186,7 +188,7 @@ def codec_rows(arguments: argparse.Namespace) -> list[Row]:
     """One for each instruction set: parameters per CPU second of this thread, with 8-bit states and with fp32 ones."""
     elems, dtype = arguments.coded, DTYPES[arguments.dtype]
     grad, param = torch.randn(elems).to(dtype), torch.zeros(elems, dtype=dtype)
-    plain, coded, hyper = [torch.zeros(elems) for _ in range(3)], codes(elems, dtype), measure.HYPERS
+    plain, coded, hyper = [torch.zeros(elems) for _ in range(3)], codes(elems, dtype), HYPERS
 
     def rate(call: Callable[[], None]) -> Row:
         start = time.thread_time()

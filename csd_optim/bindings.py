@@ -126,11 +126,15 @@ class Pace:
     host: bool = False  # the host updates: state goes over the link, gradients and parameters do not
     flash_grads: bool = False  # gradients come from the drive, and not over the link
 
+    def seconds(self, params: float, read: float, written: float) -> float:
+        """That the device by itself takes at least for so many, of bytes too. Its share of a link is not its own."""
+        amounts = (params, self.update), (read, self.read), (written, self.write), (read + written, self.mixed)
+        return max(amount / rate if rate else 0.0 for amount, rate in amounts)
+
     @property
     def params_per_second(self) -> float:
-        """Of the device by itself, at most; math.inf: without a bound. Its share of a link is not its own."""
-        seconds = (1 / self.update if self.update else 0.0, *(12 / r for r in (self.read, self.write) if r))
-        slowest = max(*seconds, 24 / self.mixed if self.mixed else 0.0)
+        """With three fp32 states; math.inf: without a bound."""
+        slowest = self.seconds(1, 12, 12)
         return 1 / slowest if slowest else math.inf
 
 

@@ -46,6 +46,8 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
     `tick` is called at the beginning of each part with what it is. Raises CSDError: no room, a device fails, or the
     result is not torch's.
     """
+    if any(spec.is_placed for spec in specs):
+        raise CSDValueError("'auto' is for training: name devices with shares, which `csd-optim plan --place` tells")
     specs = [located(spec) for spec in specs]
     check_room(specs, params, DTYPES[dtype])
     tick("verifying")

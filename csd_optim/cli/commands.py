@@ -371,6 +371,9 @@ def plan(
     tbw: Annotated[
         str | None, typer.Option(help="What a device is rated to take: 600TB.", show_default="7PB for smartssd")
     ] = None,
+    place: Annotated[
+        bool, typer.Option("--place", help="Which part of the states 'auto' would give each device, and why.")
+    ] = False,
     sweep: Annotated[str | None, typer.Option(metavar="devices=A..B", help="The same for each number.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Of the sweep, as PNG.", show_default=False)] = None,
     as_json: Json = False,
@@ -385,12 +388,15 @@ def plan(
         raise typer.BadParameter("name devices to be measured, or say how many", param_hint="--devices")
     if plot and not sweep:
         raise typer.BadParameter("plots a sweep: add --sweep devices=1..16", param_hint="--plot")
+    if place and (sweep or n_devices):
+        raise typer.BadParameter("is for devices that are named, and measured", param_hint="--place")
     with reported():
+        from ..engine import at_once
         from ..planning import advice, model
-        from . import benchmark, measure
-        from .facts import measured_request
+        from . import benchmark
+        from .facts import measured_request, planned_placement
         from .optimizers import described
-        from .output import show_plan
+        from .output import show_placement, show_plan
 
         planned, sections, hyper = described(optimizer, state_dtype)
         smartssd = model.smartssd(state_dtype, len(sections))
@@ -416,11 +422,18 @@ def plan(
             tbw=parse_bytes(tbw) if tbw else model.SMARTSSD_TBW if csd == "smartssd" and not names else None,
         )
         advice.check(request)
+        if place:
+            placed = planned_placement(names, request.params, benchmark.DTYPES[dtype], state_dtype, sections)
+            if as_json:
+                print_json("placement", params=request.params, dtype=dtype, state_dtype=state_dtype, **placed)
+            else:
+                show_placement(request.params, placed)
+            return
         counts = advice.parse_sweep(sweep) if sweep else ()
         if names:
             request = measured_request(request, names)
         if not cpu:
-            rate = measure.engine_rate(benchmark.DTYPES[dtype], state_dtype, sections, hyper)
+            rate = at_once.engine_rate(benchmark.DTYPES[dtype], state_dtype, sections, hyper)
             request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
         found = advice.plan(request, counts)
         if plot:

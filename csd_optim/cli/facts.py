@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import settings
+from ..bindings import UNPACED
 from ..devices import machine
 from ..devices import smartssd as cards
 from ..devices.backends import DEFAULT_BLOCK
-from ..devices.spec import DeviceSpec, days_left, parse_devices
+from ..devices.spec import AUTO, DeviceSpec, days_left, parse_devices
 from ..devices.xclbin import find_kernels, read_xclbin
-from ..engine.tuning import Scratch, rate
+from ..engine.placing import Placement, rooms
+from ..engine.tuning import Scratch, rate, tune
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..planning import advice
 from ..store.file import lock_owner
 from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
-from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
+from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES, plan_extent
 from ..store.sections import FP32, PARAM_DTYPES, elem_bytes, sections_of, size_of
 from . import measure
 from .io import message, progress
@@ -130,6 +136,40 @@ def measured_request(request: advice.Request, names: list[str]) -> advice.Reques
         free=min(entry["storage"]["free_bytes"] / places.count(entry["storage"]["mounted_at"]) for entry in entries),
         measured=True,
     )
+
+
+def planned_placement(
+    names: list[str] | None, params: int, dtype: torch.dtype, state_dtype: str, sections: Sequence[str]
+) -> dict[str, Any]:
+    """What `auto` would choose for so many parameters on these devices, after measuring drives and the CPU.
+
+    As Placement.describe(), and `rooms`, bytes of each device; `drives_alone`: seconds of a step without memory, None:
+    there is none, or no room. Raises CSDError.
+    """
+    specs = parse_devices([AUTO, *(names or ["ram:", "file:"])])
+    places = [s.directory and (s.directory if s.directory.is_dir() else s.directory.parent) for s in specs]
+    if missing := next((s for s, place in zip(specs, places, strict=True) if place and not place.is_dir()), None):
+        raise CSDValueError(f"{missing}: no such directory")
+    tried = {d: place for d, place in enumerate(places) if place and specs[d].pace == UNPACED}
+    tuned = dict(zip(tried, tune([*tried.values()]), strict=True)) if tried else {}
+
+    def placed(chosen: dict[int, DeviceSpec]) -> dict[str, Any]:
+        there = rooms([*chosen.values()], [places[d] for d in chosen])
+        rates = {i: tuned[d].bytes_per_second for i, d in enumerate(chosen) if d in tuned}
+        placement = Placement([*chosen.values()], rates, there)
+        param_dtype = None if state_dtype == FP32 else dtype
+        how: dict[str, Any] = {"sections": sections, "codec": state_dtype, "param_dtype": param_dtype}
+        plan = partial(plan_extent, [params], len(chosen), **how)
+        placement.take(placement.divide(plan(shares=placement.shares(plan()))))
+        return placement.describe() | {"rooms": there}
+
+    found = placed(dict(enumerate(specs)))
+    drives = {d: replace(spec, cache_bytes=0) for d, spec in enumerate(specs) if spec.directory}
+    alone = None
+    if drives and (len(drives) < len(specs) or found["cache_bytes"]):
+        with contextlib.suppress(CSDOSError):
+            alone = placed(drives)["seconds"]
+    return found | {"drives_alone": alone}
 
 
 def describe_store_there(file: Path) -> dict[str, Any] | None:

@@ -341,6 +341,36 @@ def show_plan(found: dict[str, Any]) -> None:
         out.print(sweep_table(found["sweep"], optimizer.name))
 
 
+def show_placement(params: int, found: dict[str, Any]) -> None:
+    out = console()
+    out.print(f"{number(params)} parameters, placed so that all devices are through with a step at once", style="bold")
+    table = Table(box=box.SIMPLE_HEAD)
+    for head in ("device", "Mparam/s", "room", "has", "parameters", "seconds", "limited by"):
+        table.add_column(head, justify="left" if head in ("device", "limited by") else "right")
+    for device, room in zip(found["devices"], found["rooms"], strict=True):
+        rate = device["params_per_second"]
+        table.add_row(
+            escape(device["device"]),
+            f"{rate / 1e6:.0f}" if rate else "",
+            short(room),
+            f"{device['share']:.1%}",
+            number(device["params"]),
+            f"{device['seconds']:.2f}" if device["seconds"] else "",
+            device["limited_by"],
+        )
+    out.print(table)
+    rows = [
+        ("a step", f"{found['seconds']:.2f} s, as predicted; the CPU updates for {found['host_seconds']:.2f} s of it")
+    ]
+    if found["cache_bytes"]:
+        rows.append(
+            ("memory", f"{short(found['cache_bytes'])}, for what drives then need not read: the store is durable")
+        )
+    if alone := found["drives_alone"]:
+        rows.append(("drives alone", f"{alone:.2f} s: {alone / found['seconds']:.2f} times as long"))
+    out.print(facts(rows))
+
+
 def short(n: float) -> str:
     """Bytes in decimal units only."""
     return size(n).partition(" (")[0]

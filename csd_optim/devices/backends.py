@@ -69,6 +69,9 @@ _STORE_OPTIONS = (
     Option("scratch", "0 or 1", _yes),
     Option("tbw", "a number of bytes such as 600TB", lambda v: _within(parse_bytes(v), 1, math.inf), "tbw_bytes"),
 )
+_PLACED_OPTIONS = (
+    Option("room", "a number of bytes such as 20GB", lambda v: int(_within(parse_bytes(v), 1, 1 << 60)), "room_bytes"),
+)
 _FILE_OPTIONS = (
     Option("cache", "a number of bytes such as 4GB, or off", _cache, "cache_bytes"),
     Option("numa", "the number of a node, or off", _node),
@@ -120,7 +123,7 @@ BACKENDS = {
             "an emulated CSD: tiles in a file, updated by the CPU",
             "file:",
             "directory",
-            _STORE_OPTIONS + _FILE_OPTIONS + _DRIVE_PACE + _UPDATE_PACE + _ANY_OPTIONS,
+            _STORE_OPTIONS + _FILE_OPTIONS + _DRIVE_PACE + _UPDATE_PACE + _ANY_OPTIONS + _PLACED_OPTIONS,
             has_file=True,
         ),
         Backend(
@@ -139,7 +142,7 @@ BACKENDS = {
             "states in host memory, updated by the CPU",
             "ram:",
             "",
-            _UPDATE_PACE + _ANY_OPTIONS,
+            _UPDATE_PACE + _ANY_OPTIONS + _PLACED_OPTIONS,
             in_memory=True,
         ),
         Backend(

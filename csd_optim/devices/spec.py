@@ -14,6 +14,8 @@ xrt:0                        a SmartSSD: its FPGA by XRT's index, or by PCIe add
                              its own drive, which is found
 xrt:0?nvme=/mnt/nvme0        ... in this directory, which should be on its own drive; also with scratch, buffers, ...
 xrt:0?xclbin=PATH&p2p=0&timeout=60       the kernels' file; state by way of host memory; seconds until a kernel hangs
+auto                         not a device, but a word beside some: which part each gets is chosen, by how fast they are
+ram:?room=20GB               with auto: so many bytes at most; also for file:
 ram:                         state in host memory, updated in place (beside other devices: in two slots, like a file's)
 null:                        keeps and computes nothing; times everything else
 
@@ -34,7 +36,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -45,8 +47,10 @@ from .. import settings
 from ..bindings import UNPACED, Pace
 from ..errors import CSDTypeError, CSDValueError
 from .backends import BACKENDS, DEFAULT_BLOCK, DEFAULT_DEPTH, Backend
+from .machine import available_memory
 
 DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
+AUTO = "auto"  # among devices: their shares are chosen
 DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
 
 
@@ -61,11 +65,13 @@ class DeviceSpec:
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
     depth: int = DEFAULT_DEPTH  # requests in flight on its file system, if no other device there asks for more
-    chosen: frozenset[str] = frozenset()  # by the user, of block and depth
+    chosen: frozenset[str] = frozenset()  # by the user, of block, depth and cache
     cache_bytes: int = 0  # memory, beside the buffers, for what the next step need not read; or NO_CACHE
     numa: int | None = None  # the node of its buffers and update threads, or ANY_NODE; None: the drive's
     tbw_bytes: int | None = None  # the drive's rating: bytes that it takes in its life
     share: float | None = None  # of the tiles, relative to the other devices; None: not said
+    is_placed: bool = False  # its share is chosen, see placement.py
+    room_bytes: int | None = None  # that it may then have of states; None: all that is free
     pace: Pace = UNPACED
     # xrt only
     card: str = ""  # XRT's index or a PCIe address
@@ -138,7 +144,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
             raise CSDValueError(f"Invalid device: {text!r}; {name} is {option.what}, got {value!r}") from None
     values["pace"] = Pace(**{f.name: values.pop(f.name) for f in fields(Pace) if f.name in values})
     scratch = values.pop("scratch", False)
-    values["chosen"] = frozenset({"block", "depth"} & options.keys())
+    values["chosen"] = frozenset({"block", "depth", "cache"} & options.keys())
     if not backend.place:
         if place:
             raise CSDValueError(f"Invalid device: {text!r}; {backend.name}: takes no place")
@@ -159,9 +165,17 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
         devices = [devices]
     elif not isinstance(devices, Iterable):
         raise CSDTypeError(f"devices is a device string or a list of them, got {type(devices).__name__}")
-    specs = [parse_device(fill_in(d) if isinstance(d, str) else d) for d in devices]
+    named = [*devices]
+    is_auto = AUTO in named
+    if named == [AUTO]:
+        named += ["ram:", "file:"]
+    specs = [parse_device(fill_in(d) if isinstance(d, str) else d) for d in named if d != AUTO]
     if not specs:
         raise CSDValueError("Invalid devices: []; name at least one, or leave the argument out")
+    if is_auto:
+        specs = _placed(specs)
+    elif limited := next((s for s in specs if s.room_bytes is not None), None):
+        raise CSDValueError(f"Invalid device: '{limited}'; room is for devices beside 'auto', which chooses shares")
     cards = [s.card for s in specs if s.card]
     if twice := next((card for card in cards if cards.count(card) > 1), None):
         raise CSDValueError(f"Invalid devices: card {twice} is named twice")
@@ -178,6 +192,29 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
                 f"Invalid devices: '{linked[0]}' and '{spec}' share one link and name different rates for it"
             )
     return specs
+
+
+def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
+    """Devices that are to have the shares that are best. Raises CSDValueError where that cannot be known.
+
+    Where directories keep their states, memory cannot be a device beside them, as nothing could be resumed: it keeps
+    what they then need not read.
+    """
+    for spec in specs:
+        if not (spec.kind.in_memory or spec.kind.has_file) or spec.kind.on_card:
+            raise CSDValueError(f"Invalid devices: 'auto' places states in directories and in ram:, not on '{spec}'")
+        if spec.share is not None or "cache" in spec.chosen:
+            raise CSDValueError(f"Invalid devices: 'auto' chooses share and cache, and '{spec}' says one of them")
+        if spec.pace != UNPACED and math.isinf(spec.pace.params_per_second):
+            raise CSDValueError(f"Invalid devices: 'auto' cannot tell from its pace how fast '{spec}' is")
+    memory = [spec for spec in specs if spec.kind.in_memory]
+    left = available_memory() // 2 // (sum(spec.room_bytes is None for spec in memory) or 1)
+    rooms = {id(spec): left if spec.room_bytes is None else spec.room_bytes for spec in memory}
+    if any(spec.durable for spec in specs):
+        files = [spec for spec in specs if not spec.kind.in_memory]
+        each = sum(rooms.values()) // len(files)
+        return [replace(spec, is_placed=True, cache_bytes=each) for spec in files]
+    return [replace(s, is_placed=True, room_bytes=rooms.get(id(s), s.room_bytes)) for s in specs]
 
 
 def fill_in(device: str) -> str:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,8 @@ class Engine:
         if not self.extents:
             nbytes = self.slots * elem_bytes(sections, codec, param_dtype) * sum(numels)
             self.devices.tune(int(nbytes), new=True)
-        extent = plan_extent(
+        plan = partial(
+            plan_extent,
             numels,
             len(self.devices.specs),
             first_param=self.n_params,
@@ -122,13 +124,19 @@ class Engine:
             param_dtype=param_dtype,
             slots=self.slots,
             tile_elems=self.tile_elems,
-            shares=self.devices.shares,
             sum_elems=SUM_ELEMS,
             mapped=0 if self.devices.resident else bindings.mappings(),
         )
+        extent, placement = plan(shares=self.devices.shares), self.devices.placement
+        if placement:
+            extent = placement.divide(plan(shares=placement.shares(extent)))
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
         with self.devices.room_for(extent) as offsets:
             self._add(extent, offsets, None)
+        if placement:
+            placement.take(extent)
+            placement.announce()
+            self.devices.shares = extent.shares
         if extent is self.extents[0]:
             self.devices.announce(extent)
         return extent
@@ -138,6 +146,7 @@ class Engine:
     ) -> None:
         """`offsets`: where it begins in each store (bytes). `tiles`: None if they are new; else as of tiles_of()."""
         if self.handle is None:
+            self.devices.share_memory(extent)
             self._create()
         states, sums = tiles or (None, None)
         buffers = bindings.engine_extend(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .. import bindings
@@ -15,6 +16,7 @@ from ..store.format import Contents
 from ..store.layout import Extent
 from ..store.sections import FP32, elem_bytes
 from .open_card import open_card
+from .placing import Placement, rooms
 from .tuning import HUGE_PAGE, node_of, tune_devices
 
 log = logging.getLogger("csd_optim")
@@ -31,6 +33,7 @@ class OpenDevices:
         self.specs = list(specs)
         self.stores: list[StoreFile | None] = []
         self.shares = shares_of(self.specs)  # that the devices have of extents to come; None: equal ones
+        self.placement: Placement | None = None  # of extents to come, where shares are chosen
         self.written_before = [0] * len(self.specs)  # bytes, to each device when it was opened
         self._in_place = in_place
         self._cards: dict[str, Any] = {}  # by name
@@ -104,8 +107,18 @@ class OpenDevices:
 
     def tune(self, nbytes: int, *, new: bool) -> None:
         """Has drives tried out for `nbytes` of states: see tune_devices()."""
-        self.specs, shares = tune_devices(self.specs, self.stores, nbytes, new=new)
+        self.specs, shares, rates = tune_devices(self.specs, self.stores, nbytes, new=new)
         self.shares = shares or self.shares
+        if new and any(spec.is_placed for spec in self.specs):
+            places = [s.path if s and spec.directory else None for s, spec in zip(self.stores, self.specs, strict=True)]
+            self.placement = Placement(self.specs, rates, rooms(self.specs, places))
+
+    def share_memory(self, extent: Extent) -> None:
+        """Where `auto` has turned memory into caches of drives: each gets its part, by the states that it has."""
+        if all(spec.is_placed for spec in self.specs) and (cache := sum(spec.cache_bytes for spec in self.specs)):
+            states = [extent.device_bytes(d) for d in range(len(self.specs))]
+            parts = [cache * n // max(1, sum(states)) for n in states]
+            self.specs = [replace(spec, cache_bytes=n) for spec, n in zip(self.specs, parts, strict=True)]
 
     def announce(self, extent: Extent) -> None:
         """Logs what of an extent is scratch."""

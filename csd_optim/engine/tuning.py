@@ -23,7 +23,7 @@ from ..bindings import IO_DEPTH, UNPACED
 from ..devices.backends import ANY_NODE
 from ..devices.machine import numa_node
 from ..devices.spec import DeviceSpec
-from ..errors import CSDOSError, CSDWarning
+from ..errors import CSDOSError, CSDValueError, CSDWarning
 from ..store.file import StoreFile
 from ..store.transfer import read_into, write
 
@@ -134,27 +134,37 @@ def tune(directories: Sequence[Path]) -> list[Tuned]:
 
 def tune_devices(
     specs: Sequence[DeviceSpec], stores: Sequence[StoreFile | None], nbytes: int, *, new: bool
-) -> tuple[list[DeviceSpec], tuple[float, ...] | None]:
+) -> tuple[list[DeviceSpec], tuple[float, ...] | None, dict[int, float]]:
     """Tries out how drives want to be spoken to; how fast they are decides on shares, where a store is `new`.
 
-    Returns the specs, with what was found in them, and shares; None: nothing was found to say about these.
+    Returns the specs, with what was found in them; shares, None: nothing was found to say about these; and bytes per
+    second of the devices that were tried.
 
-    Only where `nbytes` of states, over all devices, make it worth the half second, and only what nobody has said.
+    Only where `nbytes` of states, over all devices, make it worth the half second, and only what nobody has said; but
+    always where a new store is to be placed by it. There, it raises CSDValueError, CSDOSError if it cannot be.
     """
     tried = {
         d: store.path if store.path.is_dir() else store.path.parent
         for d, (spec, store) in enumerate(zip(specs, stores, strict=True))
         if store and spec.kind.has_file and not spec.kind.on_card and spec.pace == UNPACED
     }
-    shares_open = new and len(tried) == len(specs) > 1 and all(s.share is None for s in specs)
-    said = all(specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
-    if not settings.tries_drives() or not tried or said or nbytes < TUNE_BYTES * len(specs):
-        return [*specs], None
+    places = new and any(s.is_placed for s in specs)
+    if places and tried and not settings.tries_drives():
+        raise CSDValueError(
+            "'auto' among devices measures drives, and CSD_OPTIM_PROBE=0 says not to: name shares instead"
+        )
+    shares_open = new and len(tried) == len(specs) > 1 and all(s.share is None for s in specs) and not places
+    said = all({"block", "depth"} <= specs[d].chosen for d in tried) and not shares_open
+    unasked = not settings.tries_drives() or said or nbytes < TUNE_BYTES * len(specs)
+    if not tried or (unasked and not places):
+        return [*specs], None, {}
     try:
         found = dict(zip(tried, tune(list(tried.values())), strict=True))
     except CSDOSError as e:
+        if places:
+            raise
         log.info("drives were not tried out: %s", e)
-        return [*specs], None
+        return [*specs], None, {}
     tuned_specs, shares = [*specs], None
     rates = [tuned.bytes_per_second for tuned in found.values()]
     if shares_open and max(rates) > UNEQUAL * min(rates):
@@ -169,7 +179,7 @@ def tune_devices(
             "device %d (%s) moved %.2f GB/s when tried out; from now on in requests of %d KiB, %d at once%s",
             *(d, tried[d], tuned.bytes_per_second / 1e9, block >> 10, depth, share),
         )
-    return tuned_specs, shares
+    return tuned_specs, shares, {d: tuned.bytes_per_second for d, tuned in found.items()}
 
 
 def node_of(spec: DeviceSpec, store: StoreFile) -> int | None:

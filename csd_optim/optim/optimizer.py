@@ -725,6 +725,7 @@ class CSDOptimizer(Optimizer, Joinable):
         so it is where the machine has one only, or the system does not tell which is the drive's, or allows it).
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
+        ``placement``, where ``auto`` has made the store: what was chosen, see Placement.describe().
         ``overlap``, with overlap(): ``waited``, seconds that others waited for the step, or that backward did, with
         free_gradients; ``early_params``, elements updated before step(); ``redone``, of all steps, guesses that were
         wrong, by what was not as guessed.

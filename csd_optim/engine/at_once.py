@@ -1,0 +1,148 @@
+"""The engine without a drive: how fast the CPU is where nothing has to be waited for."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import bindings
+from ..bindings import DTYPE_CODES, HYPER, PARAM, TILE_STATE, DeviceConfig
+from ..devices.backends import DEFAULT_BLOCK, NO_CACHE
+from ..devices.spec import DEFAULT_BUFFERS
+from ..store.file import StoreFile
+from ..store.layout import TILE_ELEMS, plan_extent
+from ..store.sections import FP32, SECTIONS
+
+ENGINE_ELEMS, ENGINE_STEPS = 1 << 24, 5  # 200 MB of states, 67 MB of gradients and parameters in 16 bits
+ADAMW_STEP = (bindings.RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0))  # constants of some step
+HYPERS = np.array([ADAMW_STEP], HYPER)
+
+
+class AtOnce:
+    """The engine on a device that completes at once: /dev/zero takes what is written, and nothing needs to be read.
+
+    Every tile stays in its buffer, one beside the other in memory; there it is verified, updated and summed, by the
+    engine's own threads, as on any drive. So this is how fast the engine is when drives are not the limit. Not `kept`:
+    every step reads, and gets zeros, which are right until the first update.
+
+    `in_memory`: instead on states as `ram:` beside other devices keeps them, which are read and written in each step.
+
+    `grad`, `param`: `elems` elements of `dtype`; `hyper`: one element of HYPER; all may be changed between steps.
+    `state_dtype`: "8bit" keeps codes; who wants an optimizer's bits gives the number of the step as `seed`. `sections`:
+    names of the states, the master first, of the rule in `hyper`.
+    """
+
+    def __init__(
+        self,
+        elems: int,
+        dtype: torch.dtype,
+        *,
+        kept: bool = True,
+        in_memory: bool = False,
+        state_dtype: str = FP32,
+        sections: Sequence[str] = SECTIONS[:3],
+        tile_elems: int = TILE_ELEMS,
+        block_bytes: int = DEFAULT_BLOCK,
+    ) -> None:
+        self.elems = elems
+        self.grad, self.param = torch.full((elems,), 1e-3, dtype=dtype), torch.zeros(elems, dtype=dtype)
+        self.hyper = HYPERS.copy()
+        self._table = np.zeros(1, PARAM)
+        self._table["grad"], self._table["param"] = self.grad.data_ptr(), self.param.data_ptr()
+        self._table["grad_dtype"] = self._table["param_dtype"] = DTYPE_CODES[dtype]
+        self._table["master"] = bindings.IN_SECTION
+        param_dtype = None if state_dtype == FP32 else dtype  # of codes
+        how: dict[str, Any] = {"codec": state_dtype, "param_dtype": param_dtype}
+        extent = plan_extent([elems], 1, sections=sections, tile_elems=tile_elems, **how)
+        self.tiles = np.arange(extent.n_tiles, dtype=np.uint32)
+        # As of a store that is there already, whose sums nobody knows: its windows are not looked at.
+        shape = (extent.n_tiles, extent.chunks, len(extent.slot))
+        states, sums = np.zeros(extent.n_tiles, TILE_STATE), np.zeros(shape, np.uint32)
+        self._store = StoreFile(None, durable=False) if in_memory else None
+        self._fd = os.open("/dev/zero", os.O_RDWR | os.O_CLOEXEC)
+        cache = 0 if in_memory else extent.n_tiles * extent.slot_bytes if kept else NO_CACHE
+        fd = self._store.io_fd if self._store else self._fd
+        config = DeviceConfig("file", fd, DEFAULT_BUFFERS, block_bytes, cache_bytes=cache)
+        self._engine = None
+        try:
+            offset = self._store.allocate(extent.device_bytes(0)) if self._store else 0
+            self._engine = bindings.engine_create([config], self._name)
+            self._windows = bindings.engine_extend(
+                self._engine, extent.tile_elems, extent.n_tiles, len(sections), [offset], extent.pieces, self._name,
+                states=states, sum_elems=extent.sum_elems, sums=sums, **how,
+            )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, *, update: bool = True, seed: int = 0) -> None:
+        """One step, until the last state is written. Not `update`: tiles pass through, verified."""
+        self._table["seed"] = seed
+        table = self._table if update else np.zeros(1, PARAM)
+        bindings.engine_begin(self._engine, table, self.hyper, self.tiles, self._name)
+        for tile in self.tiles.tolist():
+            bindings.engine_push(self._engine, tile, 0, 0, 0, 0, self._name)
+        bindings.engine_finish(self._engine, True, self._name)
+        bindings.engine_wait_writes(self._engine, self._name)
+
+    def close(self) -> None:
+        try:
+            if self._engine is not None:
+                bindings.engine_close(self._engine, self._name)
+        finally:
+            self._engine = None
+            os.close(self._fd)
+            if self._store:
+                self._store.close()
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @staticmethod
+    def _name(*_: int) -> str:
+        return "/dev/zero"
+
+
+def engine_rate(
+    dtype: torch.dtype,
+    state_dtype: str = FP32,
+    sections: tuple[str, ...] = SECTIONS[:3],
+    hyper: tuple[int, tuple[float, ...]] = ADAMW_STEP,
+    *,
+    in_memory: bool = False,
+) -> float:
+    """Parameters per second that the engine's threads verify, update and sum: the best of a few steps, without drives.
+
+    `dtype`: of parameters and gradients; `state_dtype`: CSDAdam's; `sections`, `hyper`: states, number and constants of
+    a rule; `in_memory`: see AtOnce. Measured once per process and number of update threads, in a fraction of a second.
+    Raises CSDMemoryError.
+    """
+    return _engine_rate(dtype, state_dtype, sections, hyper, in_memory, bindings.threads_used())
+
+
+@functools.cache
+def _engine_rate(
+    dtype: torch.dtype,
+    state_dtype: str,
+    sections: tuple[str, ...],
+    hyper: tuple[int, tuple[float, ...]],
+    in_memory: bool,
+    threads: int,
+) -> float:
+    seconds = []
+    with AtOnce(ENGINE_ELEMS, dtype, state_dtype=state_dtype, sections=sections, in_memory=in_memory) as engine:
+        engine.hyper[0] = hyper
+        for _ in range(2 + ENGINE_STEPS):  # the first one reads, the second is the first to verify
+            start = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - start)
+    return ENGINE_ELEMS / min(seconds[2:])

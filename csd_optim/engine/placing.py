@@ -1,0 +1,167 @@
+"""With `auto` among the devices: which part of the states each gets, by how fast it is and what it has room for."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..bindings import UNPACED
+from ..devices.machine import available_memory
+from ..devices.placement import Candidate, place
+from ..devices.spec import DeviceSpec
+from ..errors import CSDMemoryError, CSDOSError
+from ..store.format import devices_of
+from ..store.layout import Extent
+from ..store.sections import FP32
+from .at_once import engine_rate
+
+log = logging.getLogger("csd_optim")
+
+PARTS = 4096  # into which states are divided to find shares, before there are tiles
+
+
+class Placement:
+    """Divides extents among devices, so that all are through with a step at the same time.
+
+    `rates`: bytes per second, read plus written, that unpaced drives were measured to move, by device. `rooms`: bytes
+    that each device can have of states in all, as rooms() tells.
+    """
+
+    def __init__(self, specs: Sequence[DeviceSpec], rates: Mapping[int, float], rooms: Sequence[int]) -> None:
+        self._specs, self._rates, self._rooms = specs, rates, [*rooms]
+        self._taken: list[tuple[Extent, list[int], list[Candidate]]] = []
+
+    def shares(self, extent: Extent) -> list[float]:
+        """That devices should have of an extent, whatever its tiles; their sum is 1. Raises CSDOSError: no room."""
+        tiles, _ = self._place(extent, PARTS, extent.n_tiles * extent.tile_elems / PARTS)
+        return [max(n, 1) / PARTS for n in tiles]  # what has none now may have some of what joins later
+
+    def divide(self, extent: Extent) -> Extent:
+        """The extent with its tiles where they are to be. Raises CSDOSError, CSDMemoryError: no room."""
+        tiles, _ = self._place(extent, extent.n_tiles, extent.tile_elems)
+        in_memory = sum(n for n, spec in zip(tiles, self._specs, strict=True) if spec.kind.in_memory)
+        nbytes, there = extent.slots * extent.slot_bytes * in_memory, available_memory()
+        if nbytes > there:
+            raise CSDMemoryError(
+                f"{nbytes / 1e9:.3f} GB of states would be in memory, of which {there / 1e9:.3f} GB are available: "
+                "name a smaller room for ram:"
+            )
+        return replace(
+            extent,
+            shares=tuple(max(round(n / extent.n_tiles, 4), 1e-4) for n in tiles),
+            devices=devices_of([max(n, 1e-9) for n in tiles], extent.n_tiles),
+        )
+
+    def take(self, extent: Extent) -> None:
+        """An extent is where divide() has put it."""
+        self._taken.append((extent, *self._place(extent, extent.n_tiles, extent.tile_elems)))
+        for d in range(len(self._specs)):
+            self._rooms[d] -= extent.device_bytes(d)
+
+    def _place(self, extent: Extent, n: int, elems: float) -> tuple[list[int], list[Candidate]]:
+        """`n` tiles of so many elements each."""
+        candidates = self.candidates(extent, elems)
+        tiles = place(n, candidates)
+        if tiles is None:
+            rooms = ", ".join(f"{s} {r / 1e9:.3f} GB" for s, r in zip(self._specs, self._rooms, strict=True))
+            nbytes = extent.slots * extent.slot_bytes * extent.n_tiles
+            raise CSDOSError(
+                errno.ENOSPC,
+                f"the states of these {sum(extent.numels) / 1e6:.1f} M parameters take {nbytes / 1e9:.3f} GB, and "
+                f"there is room for {sum(self._rooms) / 1e9:.3f} GB ({rooms}): name more devices, or a larger room",
+            )
+        return tiles, candidates
+
+    def candidates(self, extent: Extent, elems: float) -> list[Candidate]:
+        """The devices, for tiles of an extent that have so many elements."""
+        dtype, slot = extent.param_dtype, extent.slot_bytes * elems / extent.tile_elems
+        # Of codes the parameters are in memory, and need not be read.
+        read = slot - (0 if extent.codec == FP32 or dtype is None else dtype.itemsize * elems)
+        found = []
+        for d, spec in enumerate(self._specs):
+            room = max(0, int(self._rooms[d] / (extent.slots * slot)))
+            if spec.pace != UNPACED:
+                found.append(Candidate(spec.pace.seconds(elems, read, slot), room=room))
+                continue
+            # What is measured is AdamW's; other rules move as many bytes as they have states.
+            host = elems / engine_rate(dtype or torch.bfloat16, extent.codec, in_memory=spec.kind.in_memory)
+            host *= len(extent.sections) / 3
+            drive = 0.0 if spec.kind.in_memory else (read + slot) / self._rates[d]
+            found.append(Candidate(drive, host, room))
+        cache = sum(spec.cache_bytes for spec in self._specs)
+        if cache > 0:  # memory for drives, which share_memory() gives out as they have states: all save the same time
+            saved = cache / sum((read + slot) / c.seconds for c in found)
+            found = [replace(c, saved=saved) for c in found]
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen, and why: plain values.
+
+        `seconds`: that a step is predicted to take. `host_seconds`: that the update threads are busy. `cache_bytes`:
+        memory for what drives then need not read. Of each of the `devices`: `params`; `share`, of all; `seconds`, that
+        it is busy by itself; `params_per_second`, None: as fast as the host; `limited_by` its "room" or its "speed",
+        or by the "host".
+        """
+        of_all = sum(sum(extent.numels) for extent, *_ in self._taken)
+        host = sum(n * c.host for _, tiles, candidates in self._taken for n, c in zip(tiles, candidates, strict=True))
+        devices: list[dict[str, Any]] = []
+        for d, spec in enumerate(self._specs):
+            own = [(extent, tiles[d], candidates[d]) for extent, tiles, candidates in self._taken]
+            params = sum(min(1, n / extent.n_tiles) * sum(extent.numels) for extent, n, _ in own)
+            moves = sum(n * c.seconds for _, n, c in own)
+            rate = max((extent.tile_elems / c.seconds for extent, _, c in own if c.seconds), default=None)
+            devices.append(
+                {
+                    "device": str(spec),
+                    "params": round(params),
+                    "share": params / of_all,
+                    "seconds": max(moves - own[0][2].saved, moves / 2),
+                    "params_per_second": rate,
+                    "limited_by": "room" if any(n == c.room for _, n, c in own) else "",
+                }
+            )
+        seconds = max([host, *(d["seconds"] for d in devices)])
+        for device in devices:
+            if not device["limited_by"]:
+                device["limited_by"] = "speed" if device["seconds"] > 0.9 * seconds else "host"
+        cache = sum(spec.cache_bytes for spec in self._specs)
+        return {"seconds": seconds, "host_seconds": host, "cache_bytes": cache, "devices": devices}
+
+    def announce(self) -> None:
+        """Logs what was chosen, and why."""
+        found = self.describe()
+        for d in found["devices"]:
+            rate = (
+                f"{d['params_per_second'] / 1e6:.0f} M parameters/s" if d["params_per_second"] else "as fast as the CPU"
+            )
+            log.info(
+                "auto: %s has %.1f M parameters, %.1f %%, limited by %s (%s)",
+                *(d["device"], d["params"] / 1e6, 100 * d["share"], d["limited_by"], rate),
+            )
+        if found["cache_bytes"]:
+            log.info("auto: %.3f GB of memory keep what need not be read then", found["cache_bytes"] / 1e9)
+        log.info("auto: a step is predicted to take %.3f s", found["seconds"])
+
+
+def rooms(specs: Sequence[DeviceSpec], places: Sequence[Path | None]) -> list[int]:
+    """Bytes of states that each device can have: what was said, and no more than what is free there.
+
+    `places`: the file of its store, or a directory; None: it lies in memory.
+    """
+    systems = [place.stat().st_dev if place else None for place in places]
+    found = []
+    for spec, place_, system in zip(specs, places, systems, strict=True):
+        room = 1 << 60 if spec.room_bytes is None else spec.room_bytes
+        if place_:
+            free = os.statvfs(place_)
+            own = 0 if place_.is_dir() else 512 * place_.stat().st_blocks  # of a store that is to be written over
+            room = min(room, free.f_bavail * free.f_frsize // systems.count(system) + own)
+        found.append(room)
+    return found

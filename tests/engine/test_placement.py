@@ -1,0 +1,284 @@
+"""`auto` among devices: all are through with a step at the same time, each as far as it has room."""
+
+import itertools
+import json
+import logging
+import math
+import random
+
+import pytest
+import torch
+
+from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDValueError
+from csd_optim.bindings import Pace
+from csd_optim.devices import spec
+from csd_optim.devices.placement import Candidate, place, step_seconds
+from csd_optim.devices.spec import parse_devices
+from csd_optim.engine import placing
+from csd_optim.engine import tuning as probe
+from csd_optim.engine.tuning import Tuned
+from csd_optim.store.format import FILE_NAME, read_contents
+
+TILE = 4096
+TILE_BYTES = 24 * TILE  # of a tile's two slots
+
+
+# ---- how many tiles ----------------------------------------------------------------------
+
+
+def divisions(n, rooms):
+    """Every way to give `n` tiles to devices that have room for so many."""
+    return (c for c in itertools.product(*(range(min(n, room) + 1) for room in rooms)) if sum(c) == n)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_as_good_as_an_exhaustive_search(seed):
+    choose = random.Random(seed)
+    n, count = choose.randint(1, 14), choose.randint(1, 4)
+    saved = choose.choice([0.0, choose.random()])
+    candidates = [
+        Candidate(
+            seconds=choose.choice([0.0, choose.uniform(0.01, 1)]) if not saved else choose.uniform(0.01, 1),
+            host=choose.choice([0.0, choose.uniform(0.001, 0.5)]),
+            room=choose.choice([1 << 62, choose.randint(0, n)]),
+            saved=saved,
+        )
+        for _ in range(count)
+    ]
+    best = min((step_seconds(c, candidates) for c in divisions(n, [c.room for c in candidates])), default=math.inf)
+    ours = place(n, candidates)
+    if ours is None:
+        assert best == math.inf
+        return
+    assert sum(ours) == n
+    assert all(k <= c.room for k, c in zip(ours, candidates, strict=True))
+    assert step_seconds(ours, candidates) <= best * (1 + 1e-6) + 1e-8
+
+
+# ---- what follows from it ----------------------------------------------------------------
+
+
+def train(devices, n=48 * TILE, steps=1, **options):
+    torch.manual_seed(1)
+    p = torch.nn.Parameter(torch.randn(n))
+    opt = CSDAdam([p], devices=devices, tile_size=TILE, **options)
+    for _ in range(steps):
+        p.grad = torch.ones(n)
+        opt.step()
+    return p, opt
+
+
+def tiles_of(opt):
+    (extent,) = opt._engine.extents
+    return [extent.tiles_of(d) for d in range(len(opt._engine.devices.specs))]
+
+
+PACES = {
+    "two thirds fit": (["ram:?update=200M/s&room=1.6MB", "file:?mixed=300MB/s"], [16, 32]),
+    "as fast as each other": (["ram:?update=12.5M/s", "file:?mixed=300MB/s"], [24, 24]),
+    "three tiers": (["ram:?update=100M/s&room=1MB", "file:?mixed=600MB/s", "file:?read=100MB/s&write=80MB/s"], None),
+    "a small one": (["file:?mixed=2GB/s&room=4.8MB", "file:?mixed=50MB/s"], None),
+}
+
+
+@pytest.mark.parametrize("case", PACES)
+def test_paced_devices_within_5_percent_of_the_best(case):
+    """Of every division of the tiles, by what bytes and rates alone say."""
+    devices, expected = PACES[case]
+    specs = parse_devices(["auto", *devices])
+    each = [TILE / s.pace.params_per_second for s in specs]
+    rooms = [1 << 20 if s.room_bytes is None else s.room_bytes // TILE_BYTES for s in specs]
+
+    def takes(tiles):
+        return max(n * seconds for n, seconds in zip(tiles, each, strict=True))
+
+    best = min(map(takes, divisions(48, rooms)))
+    p, opt = train(["auto", *devices])
+    with opt:
+        chosen, said = tiles_of(opt), opt.stats()["placement"]
+        assert takes(chosen) <= 1.05 * best
+        assert all(n <= room for n, room in zip(chosen, rooms, strict=True))
+        assert expected in (None, chosen)
+        assert said["seconds"] == pytest.approx(takes(chosen))
+        assert [d["params"] for d in said["devices"]] == [n * TILE for n in chosen]
+        assert [d["params"] for d in opt.stats()["devices"]] == [n * TILE for n in chosen]
+        full = [n == room for n, room in zip(chosen, rooms, strict=True)]
+        assert [d["limited_by"] == "room" for d in said["devices"]] == full
+    assert torch.equal(p, train("ram:")[0])  # wherever they are
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """What is measured: drives of 1 and, with a 1 in the name, 2 GB/s; the host, by (codec, in memory)."""
+    host = {("fp32", False): 1e9, ("fp32", True): 250e6, ("8bit", False): 400e6, ("8bit", True): 100e6}
+    fake = [Tuned(1 << 20, 8, 1e9), Tuned(1 << 20, 8, 2e9)]
+    monkeypatch.setattr(probe, "tune", lambda found: [fake["1" in d.name] for d in found])
+    monkeypatch.setattr(placing, "engine_rate", lambda _, codec, *, in_memory: host[codec, in_memory])
+    return host
+
+
+def test_measured_drives_and_memory(tmp_path, rates, caplog):
+    """A drive of 2 GB/s: 83 M parameters/s; of 1 GB/s: 42 M. What is left the host has time for, at 250 M/s."""
+    drives = [f"file:{tmp_path / name}?scratch=1" for name in ("csd0", "csd1")]
+    for name in ("csd0", "csd1"):
+        (tmp_path / name).mkdir()
+    with caplog.at_level(logging.INFO, "csd_optim"), train(["auto", "ram:", *drives], 1000 * TILE)[1] as opt:
+        said, tiles = opt.stats()["placement"], tiles_of(opt)
+    # In T seconds: T / 24 + T / 12 of the drives; the host has (1 - T (1/24 + 1/12) / 1) T left for memory, in 1e9.
+    drive = (1e9 + 2e9) / 24
+    memory = (1 - drive / 1e9) * 250e6
+    assert said["seconds"] == pytest.approx(1000 * TILE / (drive + memory), rel=0.01)
+    assert tiles == pytest.approx([1000 * r / (drive + memory) for r in (memory, 1e9 / 24, 2e9 / 24)], abs=2)
+    assert [d["limited_by"] for d in said["devices"]] == ["host", "speed", "speed"]
+    log = [r.getMessage() for r in caplog.records if r.getMessage().startswith("auto:")]
+    assert len(log) == 4
+    assert "auto: ram: has 2." in log[0]
+    assert "limited by host (as fast as the CPU)" in log[0]
+    assert "limited by speed (83 M parameters/s)" in log[2]
+
+
+def test_room_is_for_all_that_joins(tmp_path, rates):
+    """8-bit states and fp32 ones are extents of their own, and so is what joins later: memory has what is left."""
+    room = 20 * TILE_BYTES
+    params = [torch.nn.Parameter(torch.ones(n * TILE, dtype=torch.bfloat16)) for n in (16, 32, 40)]
+    groups = [{"params": params[:1]}, {"params": params[1:2], "state_dtype": "8bit"}]
+    with CSDAdam(groups, devices=["auto", f"ram:?room={room}", "file:"], tile_size=TILE) as opt:
+        rates.update(dict.fromkeys(rates, 1e12))  # memory as fast as can be: it is full
+        for p in params[:2]:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        opt.add_param_group({"params": params[2:]})
+        params[2].grad = torch.ones_like(params[2])
+        opt.step()
+        taken = [e.device_bytes(0) for e in opt._engine.extents]
+        assert len(taken) == 3
+        assert taken[0] == 16 * TILE_BYTES
+        assert room - TILE_BYTES < sum(taken) <= room
+        assert sum(d["params"] for d in opt.stats()["placement"]["devices"]) == 88 * TILE
+
+
+def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(tmp_path, rates, caplog):
+    drives = [str(tmp_path / "csd0"), str(tmp_path / "csd1")]
+    devices = ["auto", "ram:?room=3MB", *drives]
+    with caplog.at_level(logging.INFO, "csd_optim"):
+        p, opt = train(devices, steps=3)
+    with opt:
+        said = opt.stats()["placement"]
+        assert [d["device"] for d in said["devices"]] == drives
+        assert tiles_of(opt) == [16, 32]
+        assert sum(s.cache_bytes for s in opt._engine.devices.specs) == said["cache_bytes"] == 3_000_000
+        assert [s.cache_bytes for s in opt._engine.devices.specs] == [1_000_000, 2_000_000]  # as they have states
+        assert opt.stats()["flash_read_bytes"] == 0  # all of it fits there, and in the buffers
+        assert said["seconds"] == pytest.approx(48 * 12 * TILE / 3e9, rel=0.01)  # what is written remains
+        assert "auto: 0.003 GB of memory keep what need not be read then" in caplog.text
+        trained = p.detach().clone()
+    kept = [read_contents(tmp_path / f"csd{d}" / FILE_NAME).manifest["extents"][0]["tile_numbers"] for d in range(2)]
+    # Drives that are as fast as each other now have what they had.
+    q = torch.nn.Parameter(torch.zeros(48 * TILE))
+    again = [f"file:{d}?mixed=1GB/s" for d in drives]
+    with CSDAdam([q], devices=["auto", "ram:?room=3MB", *again], tile_size=TILE, resume=True) as opt:
+        assert torch.equal(q, trained)
+        assert tiles_of(opt) == [16, 32]
+        assert [s.cache_bytes for s in opt._engine.devices.specs] == [1_000_000, 2_000_000]
+        q.grad = torch.ones_like(q)
+        opt.step()
+        assert "placement" not in opt.stats()  # it was not chosen here
+    now = [read_contents(tmp_path / f"csd{d}" / FILE_NAME).manifest["extents"][0]["tile_numbers"] for d in range(2)]
+    assert now == kept
+
+
+def test_auto_alone(rates, monkeypatch):
+    """Half of the memory that is available, and the current directory."""
+    monkeypatch.setattr(spec, "available_memory", lambda: 2 * 10 * TILE_BYTES)
+    with train("auto", steps=2)[1] as opt:
+        assert [d["device"] for d in opt.stats()["placement"]["devices"]] == ["ram:", "file:"]
+        assert tiles_of(opt) == [10, 38]
+
+
+# ---- what is refused, before anything is touched -------------------------------------------
+
+
+def test_no_room(tmp_path, rates):
+    (tmp_path / "csd1").mkdir()
+    p = torch.nn.Parameter(torch.ones(48 * TILE))
+    opt = CSDAdam([p], devices=["auto", f"file:{tmp_path / 'csd1'}?room=4MB"], tile_size=TILE)
+    p.grad = torch.ones_like(p)
+    with (
+        opt,
+        pytest.raises(CSDOSError, match=r"take 0.005 GB, and there is room for 0.004 GB \(file:.*name more devices"),
+    ):
+        opt.step()
+    assert torch.equal(p, torch.ones_like(p))
+    assert not opt._engine.extents
+    assert not [f for f in (tmp_path / "csd1").iterdir() if f.stat().st_size]
+
+
+def test_more_memory_than_there_is(rates, monkeypatch):
+    monkeypatch.setattr(placing, "available_memory", lambda: 1_000_000)
+    p, opt = train(["auto", "ram:?room=100GB", "file:"], steps=0)
+    p.grad = torch.ones_like(p)
+    with (
+        opt,
+        pytest.raises(CSDMemoryError, match=r"would be in memory, of which 0.001 GB are available: name a smaller"),
+    ):
+        opt.step()
+
+
+def test_probes_are_forbidden(monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_PROBE", "0")
+    with train(["auto", "ram:?update=100M/s", "file:?mixed=1GB/s"])[1]:
+        pass  # of those the rates are known
+    p, opt = train(["auto", "ram:?update=100M/s", "file:"], steps=0)
+    p.grad = torch.ones_like(p)
+    with (
+        opt,
+        pytest.raises(CSDValueError, match="'auto' among devices measures drives, and CSD_OPTIM_PROBE=0 says not"),
+    ):
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["auto", "xrt:0"], "'auto' places states in directories and in ram:, not on 'xrt:0'"),
+        (["auto", "null:"], "'auto' places states in directories and in ram:, not on 'null:'"),
+        (["auto", "ram:?share=2"], "'auto' chooses share and cache, and 'ram:.share=2' says one of them"),
+        (["auto", "file:?cache=1GB"], "'auto' chooses share and cache"),
+        (["auto", "file:?link=1GB/s"], "'auto' cannot tell from its pace how fast"),
+        (["ram:?room=1GB"], "'ram:.room=1GB'; room is for devices beside 'auto'"),
+        (["auto", "ram:?room=much"], "room is a number of bytes such as 20GB"),
+        (["auto", "auto", "/none/a", "/none/a"], "is named twice"),
+    ],
+)
+def test_what_auto_cannot_be_beside(devices, message):
+    with pytest.raises(CSDValueError, match=message):
+        parse_devices(devices)
+
+
+def test_a_directory_of_that_name():
+    assert parse_devices("./auto")[0].directory is not None
+    assert Pace().params_per_second == math.inf
+
+
+# ---- the command ---------------------------------------------------------------------------
+
+
+def test_plan_place(run, tmp_path, rates):
+    devices = ["ram:?update=200M/s&room=1.6GB", f"file:{tmp_path}?scratch=1&mixed=3GB/s"]
+    code, out, _ = run("plan", "--place", "--params=100M", *devices)
+    assert code == 0
+    assert all(
+        text in " ".join(out.split()) for text in ("limited by", "61.5%", "1.6 GB", "a step 0.31 s", "2.59 times")
+    )
+    code, out, _ = run("plan", "--place", "--params=100M", "--json", *devices)
+    found = json.loads(out)
+    assert found["schema"] == "csd_optim.placement/1"
+    assert found["seconds"] == pytest.approx(100e6 / (125e6 + 200e6), rel=0.01)
+    assert found["drives_alone"] == pytest.approx(100e6 / 125e6, rel=0.01)
+    code, out, err = run("plan", "--place", "--params=100M", f"{tmp_path}/none/at/all")
+    assert code == 1
+    assert "no such directory" in err
+    assert run("plan", "--place", "--params=1M", "--devices=2")[0] == 2
+    code, out, err = run("bench", "auto")
+    assert code == 1
+    assert "'auto' is for training" in err
