@@ -2,6 +2,7 @@
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
 # make test       everything CI runs: tests, sanitizers, lint, types
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
+# make types      types as other people's type checkers see them: all of them known
 # make gpu-check  for who has a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
 # make soak       what is too long for every day: training killed more than 200 times, 4000 power losses, all on cards,
 #                 and tests that guard data once more with 8-bit states
@@ -18,7 +19,8 @@ CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/n
     tests/accelerator/emulated,\
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
-.PHONY: demo emu-demo test tables soak check pytest together alone accelerated gpu-check sanitize clean
+.PHONY: demo emu-demo test tables soak check pytest together alone accelerated types gpu-check \
+    sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
@@ -62,6 +64,10 @@ alone: $(VENV)/.installed
 accelerated: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/accelerator --accelerator --durations 10
 
+# The types of libraries are theirs.
+types: $(VENV)/.types
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)" basedpyright --verifytypes csd_optim --ignoreexternal
+
 gpu-check: $(VENV)/.installed
 	$(BIN)/python tests/support/gpu_check.py
 
@@ -74,6 +80,11 @@ $(BIN)/python:
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	    --editable ".[bench,test]" "ruff==0.17.*" "mypy==2.*" "clang-format==23.*"
+	touch $@
+
+# Pyright with a Node.js of its own.
+$(VENV)/.types: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "basedpyright==1.*"
 	touch $@
 
 clean:

@@ -37,7 +37,7 @@ from .snapshot import Paths
 from .state_dict import EXPORT_WITH_RULE, about_of, dtype_of, names_of, numbered, state_dict
 
 # As NumPy has them: it has no bfloat16, and 16 bits are as good for copying.
-NUMPY = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}
+NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}
 INDEX_NAME = "optimizer.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 

@@ -81,7 +81,7 @@ class Output:
 
     def __init__(self, path: Path, size: int | None) -> None:
         new = 0 if size is None else os.O_CREAT | os.O_EXCL
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | new, 0o644)
+        self.fd: int = os.open(path, os.O_RDWR | os.O_CLOEXEC | new, 0o644)
         self._unsynced = 0
         if size is not None:
             os.ftruncate(self.fd, size)  # zeros, and none of them on the disk

@@ -20,7 +20,7 @@ from ..devices import emulation
 from ..devices.units import parse_bytes, parse_rate
 from .io import message, print_json, progress, reported
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help="Inspect and measure computational storage devices for CSDAdam, real or emulated.",
     no_args_is_help=True,
     add_completion=False,

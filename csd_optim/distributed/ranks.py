@@ -38,9 +38,9 @@ class Ranks:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        self.device_types = [device.type for device in group._device_types]
-        self.device = device_of(group)
-        self.lost = False  # a rank is gone: nothing can be sent any more
+        self.device_types: list[str] = [device.type for device in group._device_types]
+        self.device: torch.device = device_of(group)
+        self.lost: bool = False  # a rank is gone: nothing can be sent any more
         self._replicas: dict[Any, tuple[Ranks, Any]] = {}
         _linger_at_exit()
 

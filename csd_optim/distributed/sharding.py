@@ -95,12 +95,19 @@ class FSDP1Shard(Partition):
 class _OfTensor(Partition):
     """A block of a larger tensor: `shape` and `stride` of the whole, `first` and `sizes` of the block."""
 
-    mesh: Any
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-    first: tuple[int, ...]
-    sizes: tuple[int, ...]
+    def __init__(
+        self, p: Any, mesh: Any, placements: tuple[Any, ...], first: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> None:
+        self.mesh: Any = mesh
+        self.placements: tuple[Any, ...] = placements
+        self.shape: torch.Size = p.shape
+        self.stride: tuple[int, ...] = p.stride()
+        self.first: tuple[int, ...] = first
+        self.sizes: tuple[int, ...] = sizes
+
+    def _keep_rows(self, first: int, rows: int) -> None:
+        """Makes it these rows (of dimension 0) of the block that it was."""
+        self.first, self.sizes = (self.first[0] + first, *self.first[1:]), (rows, *self.sizes[1:])
 
     def of_state(self, value: torch.Tensor) -> torch.Tensor:
         if hasattr(value, "to_local"):
@@ -127,11 +134,10 @@ class DTensorShard(_OfTensor):
     def __init__(self, p: Any) -> None:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        self.mesh, self.placements = p.device_mesh, p.placements
-        if any(placement.is_partial() for placement in self.placements):
-            raise CSDRuntimeError(f"csd_optim does not support parameters with placements {self.placements}")
-        self.shape, self.stride = p.shape, p.stride()
-        self.sizes, self.first = compute_local_shape_and_global_offset(p.shape, self.mesh, self.placements)
+        if any(placement.is_partial() for placement in p.placements):
+            raise CSDRuntimeError(f"csd_optim does not support parameters with placements {p.placements}")
+        sizes, first = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+        super().__init__(p, p.device_mesh, p.placements, first, sizes)
 
     def local(self, t: torch.Tensor) -> torch.Tensor:
         return local_of(t.detach(), self.mesh, self.placements)
@@ -162,7 +168,7 @@ class ReplicaShare(DTensorShard):
         kept = [placement for d, placement in enumerate(self.placements) if d != dim]
         self._divided = (*kept, ShardOfDim(0))  # the rows of each shard, once more
         first, rows = rows_of(self.sizes[0], self.replicas.size, self.replicas.rank)
-        self.first, self.sizes = (self.first[0] + first, *self.first[1:]), (rows, *self.sizes[1:])
+        self._keep_rows(first, rows)
 
     @staticmethod
     def dim_of(p: Any) -> int | None:
@@ -190,10 +196,9 @@ class ReplicaShard(_OfTensor):
     def __init__(self, p: torch.Tensor, ranks: Ranks) -> None:
         from torch.distributed.tensor import Shard as ShardOfDim
 
-        self.replicas, self.mesh, self.placements = ranks, ranks.mesh, (ShardOfDim(0),)
-        self.shape, self.stride = p.shape, p.stride()
-        first, rows = rows_of(p.shape[0], ranks.size, ranks.rank)
-        self.first, self.sizes = (first, *[0] * (p.dim() - 1)), (rows, *p.shape[1:])
+        super().__init__(p, ranks.mesh, (ShardOfDim(0),), (0,) * p.dim(), tuple(p.shape))
+        self.replicas = ranks
+        self._keep_rows(*rows_of(p.shape[0], ranks.size, ranks.rank))
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
         shown = super().show(window)

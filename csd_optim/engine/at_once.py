@@ -51,8 +51,9 @@ class AtOnce:
         block_bytes: int = DEFAULT_BLOCK,
     ) -> None:
         self.elems = elems
-        self.grad, self.param = torch.full((elems,), 1e-3, dtype=dtype), torch.zeros(elems, dtype=dtype)
-        self.hyper = HYPERS.copy()
+        self.grad: torch.Tensor = torch.full((elems,), 1e-3, dtype=dtype)
+        self.param: torch.Tensor = torch.zeros(elems, dtype=dtype)
+        self.hyper: np.ndarray[Any, Any] = HYPERS.copy()
         self._table = np.zeros(1, PARAM)
         self._table["grad"], self._table["param"] = self.grad.data_ptr(), self.param.data_ptr()
         self._table["grad_dtype"] = self._table["param_dtype"] = DTYPE_CODES[dtype]
@@ -60,7 +61,7 @@ class AtOnce:
         param_dtype = None if state_dtype == FP32 else dtype  # of codes
         how: dict[str, Any] = {"codec": state_dtype, "param_dtype": param_dtype}
         extent = plan_extent([elems], 1, sections=sections, tile_elems=tile_elems, **how)
-        self.tiles = np.arange(extent.n_tiles, dtype=np.uint32)
+        self.tiles: np.ndarray[Any, Any] = np.arange(extent.n_tiles, dtype=np.uint32)
         # As of a store that is there already, whose sums nobody knows: its windows are not looked at.
         shape = (extent.n_tiles, extent.chunks, len(extent.slot))
         states, sums = np.zeros(extent.n_tiles, TILE_STATE), np.zeros(shape, np.uint32)

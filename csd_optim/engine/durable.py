@@ -42,12 +42,14 @@ class DurableCommitter(Committer):
     """
 
     durable = True
+    committed_step: int
+    uncommitted: bool
 
     def __init__(self, engine: Engine, ranks: Ranks | None) -> None:
         super().__init__(engine)
         n_devices = len(engine.devices.specs)
         self.ranks = ranks
-        self.store_id = secrets.token_bytes(16)
+        self.store_id: bytes = secrets.token_bytes(16)
         self.pins: list[Pin] = []
         self._background = Background(n_devices)
         self._residuals = Residuals(n_devices)

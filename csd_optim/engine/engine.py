@@ -46,26 +46,26 @@ class Engine:
         in_place: bool = True,
     ) -> None:
         self.mode = mode
-        self.devices = OpenDevices(specs, mode=mode, in_place=in_place)
+        self.devices: OpenDevices = OpenDevices(specs, mode=mode, in_place=in_place)
         self.tile_elems = tile_elems
         self.slots = 2 if shadow else 1
         self.extents: list[Extent] = []
-        self.pid = os.getpid()
-        self.lock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
+        self.pid: int = os.getpid()
+        self.lock: threading.RLock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
         self.steps: list[np.ndarray[Any, Any]] = []  # per extent: `step` of each parameter, fp32
         self.residuals: dict[int, torch.Tensor] = {}  # by parameter, over all extents: see keep_residual()
-        self.step = 0  # whole steps of this engine
-        self.record = Record()  # of the last step
-        self.stepping = False
+        self.step: int = 0  # whole steps of this engine
+        self.record: Record = Record()  # of the last step
+        self.stepping: bool = False
         self.lent: object = None  # memory that a step which begins in backward uses: of host or of gradients
-        self.guessed = False  # nobody has asked yet for the step under way, which began in backward: see overlap/
+        self.guessed: bool = False  # nobody has asked yet for the step under way, which began in backward: see overlap/
         self.landing: threading.Event | None = None  # set when a thread has made the step whole that is under way
         self.rank: np.ndarray[Any, Any] | None = None  # of each tile (int64): in this order they flow; None: to and fro
         self._torn = False  # a step in place was cut short
         self.recovered: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
-        self.windows = Windows(self)
-        self.decoded = Decoded(self)
-        self.committer = Committer(self)
+        self.windows: Windows = Windows(self)
+        self.decoded: Decoded = Decoded(self)
+        self.committer: Committer = Committer(self)
         self.handle: Any = None  # of the native engine, from the first extent on
         self._trace: Trace | None = None
         self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward, to be traced

@@ -19,9 +19,9 @@ class Manifests:
     """One for each device: they differ in extents. `rooms`, where asked for: of the residuals there are, by row."""
 
     def __init__(self, n_devices: int, ranks: Ranks | None) -> None:
-        self.written = True  # the stores carry them as they are, or will with the commit that has begun
+        self.written: bool = True  # the stores carry them as they are, or will with the commit that has begun
         self.extents_on: list[list[dict[str, Any]]] = [[] for _ in range(n_devices)]  # per device
-        self.tiles_bytes = [0] * n_devices  # per device: what the table has of its tiles
+        self.tiles_bytes: list[int] = [0] * n_devices  # per device: what the table has of its tiles
         self._params: dict[str, Any] = {}  # see describe()
         self._of_rank = {"rank": ranks.rank, "world_size": ranks.size} if ranks else {}
 

@@ -19,7 +19,7 @@ from .open_card import open_card
 from .placing import Placement, rooms
 from .tuning import HUGE_PAGE, node_of, tune_devices
 
-log = logging.getLogger("csd_optim")
+log: logging.Logger = logging.getLogger("csd_optim")
 
 
 class OpenDevices:
@@ -30,11 +30,11 @@ class OpenDevices:
     """
 
     def __init__(self, specs: Sequence[DeviceSpec], *, mode: Mode = "new", in_place: bool = True) -> None:
-        self.specs = list(specs)
+        self.specs: list[DeviceSpec] = list(specs)
         self.stores: list[StoreFile | None] = []
         self.shares = shares_of(self.specs)  # that the devices have of extents to come; None: equal ones
         self.placement: Placement | None = None  # of extents to come, where shares are chosen
-        self.written_before = [0] * len(self.specs)  # bytes, to each device when it was opened
+        self.written_before: list[int] = [0] * len(self.specs)  # bytes, to each device when it was opened
         self._in_place = in_place
         self._cards: dict[str, Any] = {}  # by name
         try:

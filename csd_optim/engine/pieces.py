@@ -14,11 +14,11 @@ class Pieces:
     """Of an engine with the tiles that it has now. `all`: dtype PIECE, by parameter; tiles count over all extents."""
 
     def __init__(self, engine: Engine) -> None:
-        self.n_tiles = engine.n_tiles
+        self.n_tiles: int = engine.n_tiles
         pieces = np.concatenate([extent.pieces for extent in engine.extents])
         first_tiles = [extent.first_tile for extent in engine.extents]
         pieces["tile"] += np.repeat(first_tiles, [len(extent.pieces) for extent in engine.extents]).astype(np.uint32)
-        self.all = pieces[np.argsort(pieces["param"], kind="stable")]
+        self.all: np.ndarray[Any, Any] = pieces[np.argsort(pieces["param"], kind="stable")]
         self._begins = np.searchsorted(self.all["param"], np.arange(engine.n_params + 1))
 
     def of(self, param: int) -> np.ndarray[Any, Any]:

@@ -22,7 +22,7 @@ from ..store.layout import Extent
 from ..store.sections import FP32
 from .at_once import engine_rate
 
-log = logging.getLogger("csd_optim")
+log: logging.Logger = logging.getLogger("csd_optim")
 
 PARTS = 4096  # into which states are divided to find shares, before there are tiles
 

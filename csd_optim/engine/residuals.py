@@ -36,8 +36,8 @@ class Residuals:
         self.rooms: dict[int, Room] = {}  # by parameter: also of residuals that were dropped
         self.committed: Spaces = {}
         self._taken = [0] * n_devices  # by all their rooms
-        self.written_bytes = [0] * n_devices
-        self.before_step = [0] * n_devices  # what had been written when the last step began
+        self.written_bytes: list[int] = [0] * n_devices
+        self.before_step: list[int] = [0] * n_devices  # what had been written when the last step began
         self._seen: dict[int, int] = {}  # versions, when the last commit began
 
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from ..bindings import EVENT_KINDS
 from ..errors import CSDOSError
 
-log = logging.getLogger("csd_optim")
+log: logging.Logger = logging.getLogger("csd_optim")
 
 Span = tuple[str, float, float]  # what, from when, until when
 Place = tuple[int, int]  # device, kind; or one of these
@@ -39,7 +39,7 @@ class Trace:
         self._devices = devices
         self._ends: dict[Place, list[float]] = {}  # of each of its tracks, when the last event in it was over
         self._tracks: dict[tuple[Place, int], int] = {}
-        self.path = Path(path) if not Path(path).exists() else Path(f"{path}.{self._process}")
+        self.path: Path = Path(path) if not Path(path).exists() else Path(f"{path}.{self._process}")
         try:
             self._file = self.path.open("x", encoding="utf-8")
         except OSError as e:

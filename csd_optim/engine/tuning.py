@@ -27,7 +27,7 @@ from ..errors import CSDOSError, CSDValueError, CSDWarning
 from ..store.file import StoreFile
 from ..store.transfer import read_into, write
 
-log = logging.getLogger("csd_optim")
+log: logging.Logger = logging.getLogger("csd_optim")
 
 TUNE_BYTES = 4 << 30  # of states on each device: a step then takes seconds, and what it gains is worth half of one
 UNEQUAL = 1.5  # times as fast: what two short measurements of equal drives do not differ by
@@ -42,19 +42,19 @@ class Scratch:
     """
 
     def __init__(self, directory: Path, size: int, block: int) -> None:
-        self.block = block
-        self.blocks = max(2, size // block)
+        self.block: int = block
+        self.blocks: int = max(2, size // block)
         self._store = StoreFile(directory, durable=False)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", CSDWarning)  # `direct` says it
-                self.first = self._store.allocate(self.blocks * block)
+                self.first: int = self._store.allocate(self.blocks * block)
         except BaseException:
             self._store.close()
             raise
-        self.fd = self._store.io_fd
-        self.direct = self._store.direct
-        self.file_system = os.fstat(self.fd).st_dev
+        self.fd: int = self._store.io_fd
+        self.direct: bool | None = self._store.direct
+        self.file_system: int = os.fstat(self.fd).st_dev
 
     def requests(self, kind: Kind) -> Iterator[tuple[bool, int]]:
         """One pass over the file: (is it a write?, offset). `mixed` reads one half and writes the other, in turns."""

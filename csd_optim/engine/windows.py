@@ -50,17 +50,17 @@ class Windows:
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine = weakref.proxy(engine)  # it owns this, and goes with its last user, not with a collection
-        self.synced = True  # what was written to open windows is on the devices
-        self.lost = ""  # why what was written to them will never be committed
+        self.synced: bool = True  # what was written to open windows is on the devices
+        self.lost: str = ""  # why what was written to them will never be committed
         self._buffers: list[list[Any]] = []  # per extent, per section: one that unmaps itself
         self._handed_out: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
         self._seen: list[int] = []  # their versions when the native engine was last told of what was written to them
         self._decoded_seen: dict[int, list[int]] = {}  # versions of what was written to decoded states, likewise
         self._in_step = np.zeros(0, np.uint32)  # tiles of the last step that began
         # Per tile:
-        self.open = np.zeros(0, bool)  # what is written to its windows goes to the device
-        self.loose = np.zeros(0, bool)  # its slot is part of no commit
-        self.empty = np.zeros(0, bool)  # it is to have states, and nobody has written any
+        self.open: np.ndarray[Any, Any] = np.zeros(0, bool)  # what is written to its windows goes to the device
+        self.loose: np.ndarray[Any, Any] = np.zeros(0, bool)  # its slot is part of no commit
+        self.empty: np.ndarray[Any, Any] = np.zeros(0, bool)  # it is to have states, and nobody has written any
         self._edited = np.zeros(0, bool)  # somebody wrote to its windows, and no step has begun with that
         self._reseeded = np.zeros(0, bool)  # a step did, which is not whole yet
 

@@ -116,6 +116,7 @@ class CSDOptimizer(Optimizer, Joinable):
     ``class CSDSGD(CSDOptimizer, SGD)``. See CSDAdam for what the arguments and methods do.
     """
 
+    param_groups: list[dict[str, Any]]
     _rule: UpdateRule
     _step_supports_amp_scaling: bool
 
@@ -391,7 +392,7 @@ class CSDOptimizer(Optimizer, Joinable):
         """What is written to the tensors of ``state`` within goes to the devices.
 
         On named devices it would stay in memory until the next step: right for an edit, too much for a checkpoint that
-        is read into them, as torch.distributed.checkpoint does:
+        is read into them, as torch.distributed.checkpoint does::
 
             with optimizer.loading():
                 dcp.load(state, checkpoint_id=...)
@@ -649,7 +650,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @property
     def committed_step(self) -> int:
-        """The last step that is durable on all devices: where a crash now would go back to. 0: none yet."""
+        """The last step that is durable on all devices, where a crash now would go back to; 0 if none is."""
         return self._engine.committed_step if self._engine else 0
 
     def synchronize(self) -> None:

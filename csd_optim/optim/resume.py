@@ -29,7 +29,7 @@ class Resume:
 
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self._state_map, self._ranks = state_map, ranks
-        self.pending = False  # a store was resumed, and no step was made since
+        self.pending: bool = False  # a store was resumed, and no step was made since
         self._without_data: str | None = None  # a parameter that could not be given its value
 
     def adopt_store(

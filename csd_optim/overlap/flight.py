@@ -41,12 +41,13 @@ class Flight:
 
         Raises what that raises; then nothing is under way.
         """
-        self._runner, self._engine, self.step, self._record = runner, engine, step, record
+        self._runner, self._engine, self._record = runner, engine, record
+        self.step: PreparedStep = step
         self._pieces = pieces
         self._held = {row: (grad, grad._version) for row, grad in step.grads.items()}
         step.grads = {}
         self.failure: BaseException | None = None  # parameters and states are those before the step: see give_up()
-        self.landed_at = 0.0
+        self.landed_at: float = 0.0
         self._tiles = launch()
         self._takes_part = np.zeros(engine.n_tiles, bool)  # each tile
         self._takes_part[self._tiles] = True

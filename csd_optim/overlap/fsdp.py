@@ -60,8 +60,10 @@ class GatherNet:
 
     def __init__(self, group: Any, ours: Container[int], arrivals: Arrivals) -> None:
         """`ours`: ids of the parameters that have to be waited for."""
-        self.group, self.ours, self.arrivals = group, ours, arrivals
-        self.unshard = group.unshard
+        self.group: Any = group
+        self.ours: Container[int] = ours
+        self.arrivals: Arrivals = arrivals
+        self.unshard: Any = group.unshard
         group.unshard = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,8 @@ class Guess:
         `late`: those that step() pushes. Both uint32, in the order in which they are to flow.
         Raises what Engine.begin() raises.
         """
-        self.step, self.pushed = step, list[int]()
+        self.step: PreparedStep = step
+        self.pushed: list[int] = []
         self._engine, self._state_map = engine, state_map
         self._hold, self._taken = hold, 0  # bytes
         self._grads: dict[int, torch.Tensor] = {}  # final ones, by row
@@ -53,7 +54,8 @@ class Guess:
             self._tiles_of.setdefault(row, []).append(tile)
             self._missing[tile] += 1
         self._writes_before = self._writes()
-        self.tiles = engine.begin(step.table, step.hypers, np.concatenate([early, late]), record, order=SAME_ORDER)
+        tiles = np.concatenate([early, late])
+        self.tiles: np.ndarray[Any, Any] = engine.begin(step.table, step.hypers, tiles, record, order=SAME_ORDER)
         engine.guessed, engine.lent = True, hold
 
     # ---- in backward -----------------------------------------------------------

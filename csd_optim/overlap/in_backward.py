@@ -102,7 +102,7 @@ class StepsInBackward(BesideModel):
 
     def _reset(self) -> None:
         """No step is under way."""
-        self.active = False
+        self.active: bool = False
         self._step: PreparedStep | None = None
         self._task, self._over = -1, False  # torch's number of the backward; has it come to its end?
         self._constants: list[dict[str, Any]] = []  # of the groups

@@ -150,7 +150,7 @@ class Overlap(BesideModel):
         self._at_once = [b.index for b in step.plan.param_states if id(b.param) not in reached]
         self._to_give_back = {row: source for row, source in step.prepared.items() if source.back}
         self._runner.is_ours(step)
-        self.active = True
+        self.active: bool = True
         if self._check:
             at_once = {*self._at_once, *self._to_give_back}
             others = [b for b in step.plan.param_states if b.index not in at_once]

@@ -75,7 +75,7 @@ class Reach:
 
     def __init__(self, params: Iterable[torch.Tensor], arrivals: Arrivals) -> None:
         self.arrivals = arrivals
-        self.ours = {id(p): p for p in params}
+        self.ours: dict[int, torch.Tensor] = {id(p): p for p in params}
         self.ids: set[int] = set()
 
     def give_up(self, params: Iterable[torch.Tensor]) -> None:
@@ -99,7 +99,7 @@ class Net:
     """
 
     def __init__(self, reach: Reach, params: list[torch.Tensor], covers: tuple[Cover, ...]) -> None:
-        self.arrivals = reach.arrivals
+        self.arrivals: Arrivals = reach.arrivals
         self.reach = reach
         self.params = params  # of the module
         self.covers = covers
@@ -220,9 +220,9 @@ class CompiledCall:
     def __init__(self, compiled: Callable[..., Any], reach: Reach, params: list[torch.Tensor]) -> None:
         functools.update_wrapper(self, compiled)
         self.compiled = compiled
-        self.arrivals = reach.arrivals
+        self.arrivals: Arrivals = reach.arrivals
         self.params = params
-        self.cover = Cover()
+        self.cover: Cover = Cover()
         self.covers: tuple[Cover, ...] = ()  # those around it, and its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +262,7 @@ class Site:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.kind = type(module)
+        self.kind: type[nn.Module] = type(module)
         self.plain: dict[str, Any] | None = None  # what was in module._parameters
         self.waiting: WaitingDict | None = None
         self.net: Net | None = None
@@ -299,7 +299,7 @@ class Nets:
     def __init__(self, model: nn.Module, params: Iterable[torch.Tensor], arrivals: Arrivals) -> None:
         tell_compiler()
         self.model = model
-        self.reach = Reach(params, arrivals)
+        self.reach: Reach = Reach(params, arrivals)
         self.sites: dict[nn.Module, Site] = {}
         modules = list(model.modules())
         hidden = self._hidden(modules)
@@ -313,7 +313,7 @@ class Nets:
                 )
         self.reach.ids.update(id(p) for own in owned.values() for p in own)
         ours = self.reach.ours
-        self.gathers = [GatherNet(g, ours, arrivals) for g in groups_of(modules) if ours_of(g, ours)]
+        self.gathers: list[GatherNet] = [GatherNet(g, ours, arrivals) for g in groups_of(modules) if ours_of(g, ours)]
         exchanged = {n for m in modules if is_fsdp(m) for n in unit(m)}
         covers = self._cover(owned)
         for module, own in owned.items():

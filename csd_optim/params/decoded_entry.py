@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -68,14 +68,14 @@ class DecodedEntry(dict[str, Any]):
         del self[key]
         return value
 
-    # A dict's own take the values past __getitem__.
-    get = MutableMapping.get  # type: ignore[assignment]
-    items = MutableMapping.items  # type: ignore[assignment]
-    values = MutableMapping.values  # type: ignore[assignment]
-    popitem = MutableMapping.popitem  # type: ignore[assignment]
-    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
-    update = MutableMapping.update  # type: ignore[assignment]
-    __eq__ = MutableMapping.__eq__  # type: ignore[assignment]
+    if not TYPE_CHECKING:  # a dict's own, whose types they have, take the values past __getitem__
+        get = MutableMapping.get
+        items = MutableMapping.items
+        values = MutableMapping.values
+        popitem = MutableMapping.popitem
+        setdefault = MutableMapping.setdefault
+        update = MutableMapping.update
+        __eq__ = MutableMapping.__eq__
 
     def copy(self) -> dict[str, Any]:
         return {**self}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -39,12 +39,12 @@ class StateMap:
     ) -> None:
         self.rule = rule
         self.state_dtype = state_dtype
-        self.part_of = functools.partial(part_of, ranks=ranks, sharded=sharded)
+        self.part_of: Callable[..., Partition] = functools.partial(part_of, ranks=ranks, sharded=sharded)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self.param_states: dict[int, ParamState] = {}  # by id(param); each holds its parameter, so ids stay unique
         self.by_index: list[ParamState] = []  # as the engine counts parameters
         self.unfilled: dict[ParamState, bool] = {}  # places still to be filled; do they read as zero?
-        self.changes = 0  # of anything here that the plan of a step was made of
+        self.changes: int = 0  # of anything here that the plan of a step was made of
         self._shown: list[Any] = []  # every value in `state`, as we left it
         self._said: list[list[tuple[int, torch.dtype]]] | None = None  # of what the stores were told
 

@@ -60,7 +60,8 @@ class ParamAllGather:
     """
 
     def __init__(self, ranks: Ranks, engine: Engine, param_states: Sequence[ParamState]) -> None:
-        self.ranks, self._engine = ranks, engine
+        self.ranks: Ranks = ranks
+        self._engine = engine
         self.buckets: list[_Bucket] = []
         for device, replicas in {(b.local.device, b.part.replicas): None for b in param_states}:
             assert replicas
@@ -70,7 +71,7 @@ class ParamAllGather:
         for k, bucket in enumerate(self.buckets):
             bucket.tiles = np.unique(np.concatenate([_tiles_of(p, pieces) for p in bucket.pieces]))
             self._bind(bucket, self.buckets[k - IN_FLIGHT] if k >= IN_FLIGHT else None)
-        self.received_bytes = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
+        self.received_bytes: int = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
 
     def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
         """Gives a bucket its buffers, those of one that has arrived when this leaves, and views of them."""

@@ -32,9 +32,9 @@ class StepRunner:
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self._state_map, self._ranks = state_map, ranks
         self.ring: StagingRing | None = None  # made when first needed
-        self.taken = 0  # steps, that ranks have to agree about
-        self.moved = False  # tiles, in the last step
-        self.in_flight = False  # last states may still be on their way
+        self.taken: int = 0  # steps, that ranks have to agree about
+        self.moved: bool = False  # tiles, in the last step
+        self.in_flight: bool = False  # last states may still be on their way
 
     def make_ready(self, engine: Engine, step: PreparedStep) -> None:
         """Whatever can fail before the ranks begin to exchange parameters, such as for lack of memory."""

@@ -56,7 +56,7 @@ class StagingRing:
         self.tile_elems = tile_elems
         self.pinned = pinned
         image = 4 * tile_elems
-        self.slots = [
+        self.slots: list[StagingBuffer] = [
             StagingBuffer(
                 self._buffer(image, torch.uint8), self._buffer(image, torch.uint8), self._buffer(0, torch.int32)
             )

@@ -126,12 +126,14 @@ class StoreFile:
     def __init__(self, directory: Path | None, *, durable: bool, mode: Mode = "new") -> None:
         self.durable = durable
         self.direct: bool | None = None  # past the page cache? None: there is none
-        self.fd = self.io_fd = self._next_fd = -1  # the last one: of a file that is to replace this one
+        self.fd: int = -1
+        self.io_fd: int = -1
+        self._next_fd = -1  # of a file that is to replace this one
         not_for_children(self)
-        self.end = 2 * PAGE
+        self.end: int = 2 * PAGE
         self.recovered: list[Contents] = []
-        self.in_doubt = False  # a flush has failed, and what it should have covered was not read back since
-        self.lost = ""  # why the last step will never be committed here
+        self.in_doubt: bool = False  # a flush has failed, and what it should have covered was not read back since
+        self.lost: str = ""  # why the last step will never be committed here
         self._named = True  # as far as is known, the file's name is on the disk
         self._unsure: int | None = None  # the copy of the superblock that may be half written
         self._is_new = not durable  # a file of our own, which nobody misses until it has a superblock
@@ -139,7 +141,7 @@ class StoreFile:
         self._spaces: dict[str, tuple[int, int]] = {}  # for "manifest" and "table": base, room
         try:
             if directory is None:
-                self.path = Path("memory")
+                self.path: Path = Path("memory")
                 self.fd = os.memfd_create("csd_optim")
                 self.io_fd = os.dup(self.fd)
             elif durable:
