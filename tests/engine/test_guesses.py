@@ -63,9 +63,10 @@ class Guessing:
             self.push_early(tile, grads)
 
     def push_early(self, tile, grads):
-        self.holds[tile] = torch.full((self.engine.hold_bytes(tile),), 90, dtype=torch.uint8)
+        hold = torch.full((self.engine.hold_bytes(tile),), 90, dtype=torch.uint8)
         addresses = [0 if grads[p] is None else grads[p].data_ptr() for p in self.engine.pieces_of(tile)["param"]]
-        self.engine.push_early(tile, addresses, self.holds[tile].data_ptr())
+        self.engine.push_early(tile, addresses, hold.data_ptr())
+        self.holds[tile] = hold  # not before: if it is refused, that of an earlier push is still being filled
 
     def complete(self, grads, order=()):
         """The guess was right."""
