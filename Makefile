@@ -1,7 +1,8 @@
 # make demo       trains a small GPT with CSDAdam on four emulated CSDs, with fp32 and 8-bit states, beside AdamW
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
-# make test       everything CI runs: tests, sanitizers, lint, types
+# make test       what CI runs: tests, sanitizers, lint, types, docs
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
+# make docs       the pages as a site, build/site/index.html
 # make types      types as other people's type checkers see them: all of them known
 # make gpu-check  for who has a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
 # make soak       what is too long for every day: training killed more than 200 times, 4000 power losses, all on cards,
@@ -19,7 +20,7 @@ CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/n
     tests/accelerator/emulated,\
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
-.PHONY: demo emu-demo test tables soak check pytest together alone accelerated types gpu-check \
+.PHONY: demo emu-demo test tables soak check pytest together alone accelerated docs types gpu-check \
     sanitize clean
 
 demo: $(VENV)/.installed
@@ -29,7 +30,7 @@ emu-demo: $(VENV)/.installed
 	$(BIN)/csd-optim emu --devices 2 -- $(BIN)/python bench/demo.py --cards --devices 2 --out build/emu-demo
 
 # Beside each other, with the tests that want the machine for themselves at the end.
-test: $(VENV)/.installed
+test: $(VENV)/.installed $(VENV)/.docs
 	$(MAKE) --no-print-directory --keep-going -j2 together sanitize accelerated check
 	$(MAKE) --no-print-directory alone
 
@@ -46,7 +47,7 @@ soak: $(VENV)/.installed
 	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator
 
-check: $(VENV)/.installed
+check: $(VENV)/.installed docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
@@ -64,6 +65,10 @@ alone: $(VENV)/.installed
 accelerated: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/accelerator --accelerator --durations 10
 
+# Anew each time: what is kept of a page knows nothing of others that have changed. A broken link is an error.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going --quiet --fresh-env -d build/doctrees -c docs . build/site
+
 # The types of libraries are theirs.
 types: $(VENV)/.types
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)" basedpyright --verifytypes csd_optim --ignoreexternal
@@ -80,6 +85,11 @@ $(BIN)/python:
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	    --editable ".[bench,test]" "ruff==0.17.*" "mypy==2.*" "clang-format==23.*"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    "sphinx>=8" "myst-parser>=4" furo
 	touch $@
 
 # Pyright with a Node.js of its own.

@@ -77,7 +77,8 @@ class _AdamOrAdamW(AdamW):
 class CSDAdam(CSDOptimizer, _AdamOrAdamW):
     """AdamW whose fp32 weights and moments live on computational storage devices.
 
-    One step, three overlapped phases, tile by tile:
+    One step, three overlapped phases, tile by tile::
+
         push    gradients leave for the device that owns the tile, in the parameter's precision
         update  the device reads the tile's state, applies AdamW's rule in fp32, writes the state to its other slot
         pull    the updated parameters come back
