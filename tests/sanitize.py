@@ -1,6 +1,7 @@
 """Builds the native sources with sanitizers, and what drives them in tests/native, and runs it: `make sanitize`.
 
 Exits non-zero if a program fails or a sanitizer reports anything: bad memory, undefined behaviour, leaks, data races.
+With `aarch64` as its argument it builds them for that instead, and QEMU runs them: `make aarch64`.
 """
 
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,10 +29,26 @@ FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-san
 # zero, and meant to be.
 FLAGS += ["-Wall", "-Wextra", "-Wconversion", "-Werror"]
 FLAGS += ["-Wno-unknown-pragmas", "-Wno-unused-label", "-Wno-maybe-uninitialized", "-Wno-missing-field-initializers"]
-SANITIZERS = {
-    "address,undefined": {"ASAN_OPTIONS": "detect_leaks=1:check_initialization_order=1:strict_init_order=1"},
-    "thread": {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"},
-}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of building and running all programs."""
+
+    name: str
+    flags: tuple[str, ...]
+    compiler: str = os.environ.get("CXX", "g++")
+    runner: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+ASAN = {"ASAN_OPTIONS": "detect_leaks=1:check_initialization_order=1:strict_init_order=1"}
+TSAN = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"}
+SANITIZED = [
+    Way("address,undefined", ("-fsanitize=address,undefined",), environment=ASAN),
+    Way("thread", ("-fsanitize=thread",), environment=TSAN),
+]
+AARCH64 = Way("aarch64", ("-static",), "aarch64-linux-gnu-g++", ("qemu-aarch64",))
 
 
 def lesson() -> tuple[str, str]:
@@ -41,9 +59,9 @@ def lesson() -> tuple[str, str]:
     return program[: program.index("\n}\n") + 3], next(line.split("// ")[1] for line in lines if "  // " in line)
 
 
-def build(compiler: str, sanitizer: str, name: str) -> Path:
+def build(way: Way, name: str) -> Path:
     """Compiles what has changed since the last time, all files at once."""
-    directory = BUILD / sanitizer.replace(",", "-")
+    directory = BUILD / way.name.replace(",", "-")
     directory.mkdir(parents=True, exist_ok=True)
     source = ROOT / "tests" / "native" / f"{name}.cpp"
     if name == "lesson":
@@ -53,58 +71,61 @@ def build(compiler: str, sanitizer: str, name: str) -> Path:
     headers = [h for d in ("native", "hls_kernels", "tests/native") for h in (ROOT / d).rglob("*.h")]
     headers.append(Path(__file__))
     newest = max(h.stat().st_mtime for h in headers)
-    flags = [*FLAGS, f"-fsanitize={sanitizer}", "-pthread", *INCLUDE]
+    flags = [*FLAGS, *way.flags, "-pthread", *INCLUDE]
     jobs = []
     for source in sources:
         out = directory / f"{source.stem}.o"
         if not out.exists() or out.stat().st_mtime < max(newest, source.stat().st_mtime):
             language = ["-x", "c", "-std=c99", "-pedantic"] if source.suffix == ".c" else ["-std=c++17"]
-            jobs.append(subprocess.Popen([compiler, *flags, *language, "-c", source, "-o", out]))
+            jobs.append(subprocess.Popen([way.compiler, *flags, *language, "-c", source, "-o", out]))
     codes = [job.wait() for job in jobs]
     if any(codes):
-        sys.exit(f"sanitize: {sanitizer}: does not compile")
+        sys.exit(f"sanitize: {way.name}: does not compile")
     program = directory / name
     objects = [directory / f"{source.stem}.o" for source in sources]
-    subprocess.run([compiler, *flags, *objects, "-o", program], check=True)
+    subprocess.run([way.compiler, *flags, *objects, "-o", program], check=True)
     return program
 
 
-def runs_here(compiler: str, sanitizer: str) -> bool:
-    """Some machines lack a sanitizer's library, or their kernel gives it no room for its shadow memory."""
+def runs_here(way: Way) -> bool:
+    """Some machines lack a sanitizer's library, or a compiler, or their kernel gives no room for shadow memory."""
     with tempfile.TemporaryDirectory() as directory:
         source, program = Path(directory, "empty.cpp"), Path(directory, "empty")
         source.write_text("int main() {}\n")
-        built = subprocess.run([compiler, f"-fsanitize={sanitizer}", source, "-o", program], capture_output=True)
-        return built.returncode == 0 and subprocess.run([program], capture_output=True).returncode == 0
+        try:
+            built = subprocess.run([way.compiler, *way.flags, source, "-o", program], capture_output=True)
+            return built.returncode == 0 and subprocess.run([*way.runner, program], capture_output=True).returncode == 0
+        except FileNotFoundError:
+            return False
 
 
-def run(compiler: str, sanitizer: str, options: dict[str, str], name: str) -> bool:
+def run(way: Way, name: str) -> bool:
     """Whether the program does what it should and the sanitizer has nothing to say."""
     start = time.monotonic()
-    program = build(compiler, sanitizer, name)
+    program = build(way, name)
     built = time.monotonic()
-    environment = {**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1", **options}
+    environment = {**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1", **way.environment}
     with tempfile.TemporaryDirectory(dir=BUILD) as directory:
-        command = ["timeout", "-s", "ABRT", "300", program]  # a deadlock is a failure too
+        command = ["timeout", "-s", "ABRT", "300", *way.runner, program]  # a deadlock is a failure too
         result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
     clean = result.returncode == 0 and not result.stderr
     clean &= name != "lesson" or result.stdout.strip() == lesson()[1]
-    print(f"sanitize: {sanitizer}: {'clean' if clean else f'FAILED ({result.returncode})'}: {result.stdout.strip()}")
+    print(f"sanitize: {way.name}: {'clean' if clean else f'FAILED ({result.returncode})'}: {result.stdout.strip()}")
     print(f"          built in {built - start:.0f} s, ran in {time.monotonic() - built:.1f} s")
     print(result.stderr, end="")
     return clean
 
 
 def main() -> None:
-    compiler = os.environ.get("CXX", "g++")
     failed = False
-    for sanitizer, options in SANITIZERS.items():
-        if not runs_here(compiler, sanitizer):
-            print(f"sanitize: {sanitizer}: SKIPPED, does not run on this machine with {compiler}")
+    for way in [AARCH64] if sys.argv[1:] == [AARCH64.name] else SANITIZED:
+        if not runs_here(way):
+            print(f"sanitize: {way.name}: SKIPPED, does not run on this machine with {way.compiler}")
+            failed |= way is AARCH64  # which was asked for
             continue
         for name in PROGRAMS:
-            if (sanitizer, name) != ("thread", "crc32c_test"):  # it has one thread
-                failed |= not run(compiler, sanitizer, options, name)
+            if (way.name, name) != ("thread", "crc32c_test"):  # it has one thread
+                failed |= not run(way, name)
     sys.exit(failed)
 
 

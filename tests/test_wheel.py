@@ -39,6 +39,7 @@ def installed(tmp_path_factory):
         sdist.extractall(directory / "source", filter="data")
     [source] = (directory / "source").iterdir()
     wheel = build("build_wheel", source, directory / "built")
+    assert re.fullmatch(r"csd_optim-[\d.]+-cp310-abi3-linux_\w+\.whl", wheel.name)  # for every Python from 3.10 on
     venv.create(directory / "empty")
     python = directory / "empty/bin/python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel]

@@ -42,6 +42,8 @@ NOT_RUN = {  # how a command, or the first line of a Python snippet, begins: why
     "make pytest": RUNS_THIS,
     "make gpu-check": "needs an accelerator; tests/accelerator/test_bench.py has what it does",
     "make check": "make test runs it beside this",
+    "make wheels": "minutes; test_wheel.py builds one",
+    "make aarch64": "minutes, and needs a cross compiler",
     "make docs": "make check runs it",
     "make types": "CI runs it beside make test",
     "make sanitize": "make test runs it beside this",

@@ -1,6 +1,5 @@
 // Every way to compute CRC-32C that this CPU has gives what the definition gives, bit by bit, and reads nothing beyond
-// the data (the address sanitizer watches). tests/sanitize.py builds and runs this; for another architecture:
-//   aarch64-linux-gnu-g++ -std=c++17 -O3 -static -Inative/src native/src/crc32c.cpp tests/native/crc32c_test.cpp
+// the data (the address sanitizer watches). tests/sanitize.py builds and runs this, for AArch64 as well.
 #include "crc32c.h"
 
 #include <stdio.h>
