@@ -20,7 +20,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
         for group in self.param_groups:
             (beta1, beta2), decay = group["betas"], group["weight_decay"]
             for p in (p for p in group["params"] if p.grad is not None):
