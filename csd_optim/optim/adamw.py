@@ -145,6 +145,7 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
     """
 
     _rule = ADAMW
+    _for_sparse = "SparseAdam"
 
     @takes_options
     def __init__(

@@ -72,5 +72,10 @@ class CSDLion(CSDOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **options)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)  # other Lions' checkpoints do not have it
+
 
 CSDLion.__module__ = "csd_optim"

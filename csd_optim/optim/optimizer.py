@@ -118,6 +118,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     param_groups: list[dict[str, Any]]
     _rule: UpdateRule
+    _for_sparse = "SGD, Adagrad or SparseAdam of torch.optim"  # whom a message recommends
     _step_supports_amp_scaling: bool
 
     def __init__(
@@ -347,6 +348,8 @@ class CSDOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads torch's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter.
 
+        Raises CSDValueError, with nothing touched, if it does not fit: other shapes, or of another optimizer.
+
         Of ranks with named directories, or with overlap(), all call it, and it is durable on all of them or on none.
         """
         engine = self._live_engine
@@ -374,7 +377,12 @@ class CSDOptimizer(Optimizer, Joinable):
         kept = self._state_map.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
-            for before, group in zip(kept[1], self.param_groups, strict=True):
+            for k, (before, group) in enumerate(zip(kept[1], self.param_groups, strict=True)):
+                if missing := [name for name in self._rule.hyperparameters if name not in group]:
+                    raise CSDValueError(
+                        f"the state dict is of another optimizer: its group {k} has no {missing[0]}, which "
+                        f"{type(self).__name__} needs"
+                    )
                 if "topk" in before:  # torch's checkpoints do not have it
                     group.setdefault("topk", before["topk"])
                 group.pop("state_dtype", None)  # how states are kept goes with the optimizer, not with the checkpoint
@@ -582,7 +590,7 @@ class CSDOptimizer(Optimizer, Joinable):
         with all_ranks_or_none(self._ranks):
             record = self._record(engine) if engine.durable else None
             self._resume.begin_step(engine, self.param_groups)
-            taking_part = participants(self.param_groups, type(self).__name__)
+            taking_part = participants(self.param_groups, type(self).__name__, self._for_sparse)
             self._mode.check(taking_part)
             if self.max_grad_norm is None:
                 step = self._prepare(engine, taking_part, grad_scale)

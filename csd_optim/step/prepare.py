@@ -106,10 +106,10 @@ class PreparedStep:
     gather: ParamAllGather | None = field(init=False)
 
 
-def participants(groups: Groups, optimizer: str) -> Participants:
+def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participants:
     """All that have a gradient. Raises CSDRuntimeError if one is sparse, or a graph is captured.
 
-    `optimizer`: what a message calls it.
+    `optimizer`: what a message calls it; `for_sparse`: what it recommends for sparse gradients.
     """
     params, grads, groups_of, strided = [], [], [], torch.strided
     for k, group in enumerate(groups):
@@ -119,7 +119,7 @@ def participants(groups: Groups, optimizer: str) -> Participants:
                 continue
             if g.layout is not strided:
                 raise CSDRuntimeError(
-                    f"{optimizer} does not support sparse gradients, please consider SparseAdam instead"
+                    f"{optimizer} does not support sparse gradients, please consider {for_sparse} instead"
                 )
             params.append(p)
             grads.append(g)

@@ -21,7 +21,7 @@ from support.comparing import assert_same_bits, params_of
 from support.optimizers import ADAGRAD, ADAM, ADAMW, LION, PAIRS, RMSPROP, SGD
 from torch.optim import AdamW
 
-from csd_optim import CSDAdagrad, CSDAdam, CSDLion, CSDTypeError, CSDValueError
+from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDTypeError, CSDValueError
 
 OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size"}
 
@@ -242,9 +242,11 @@ def test_sparse_gradients_are_refused_before_anything_is_touched(devices):
     before = dense.detach().clone()
     dense.grad = torch.ones_like(dense)
     sparse.grad = torch.eye(4, 2).to_sparse()
-    with pytest.raises(RuntimeError, match="does not support sparse gradients, please consider SparseAdam instead"):
+    with pytest.raises(RuntimeError, match="CSDAdam does not support sparse gradients, please consider SparseAdam ins"):
         optimizer.step()
     assert torch.equal(dense.detach(), before)
+    with pytest.raises(RuntimeError, match="CSDSGD does not support sparse gradients, please consider SGD, Adagrad or"):
+        CSDSGD([sparse], devices="ram:").step()
     sparse.grad = sparse.grad.to_dense()
     optimizer.step()
     assert optimizer.state[dense]["step"] == 1

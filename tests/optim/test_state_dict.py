@@ -19,6 +19,7 @@ from support.beside import (
     train_beside,
 )
 from support.comparing import assert_same_bits, params_of
+from support.optimizers import ADAGRAD, ADAM, ADAMW, LION, RMSPROP, SGD
 from torch.optim import AdamW
 
 from csd_optim import CSDAdam, CSDRuntimeError, CSDValueError
@@ -239,6 +240,55 @@ def test_a_checkpoint_of_other_shapes_is_refused_before_anything_is_touched(devi
     assert optimizer.param_groups[0]["lr"] == 1e-3
     optimizer.step()
     assert optimizer.state[p]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("of", "other", "missing"),
+    [
+        (ADAMW, SGD, "betas"),
+        (ADAM, ADAGRAD, "betas"),
+        (SGD, ADAMW, "momentum"),
+        (ADAGRAD, RMSPROP, "lr_decay"),
+        (RMSPROP, ADAM, "alpha"),
+        (LION, SGD, "betas"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_is_touched(tmp_path, of, other, missing):
+    """torch takes it, and fails in the next step; a store would have kept the groups, and could not be resumed."""
+    p = leaf(5)
+    theirs = other.reference([leaf(5)])
+    gradients(params_of(theirs), 0)
+    theirs.step()
+    ours = of.ours([p], devices=tmp_path)
+    gradients([p], 1)
+    ours.step()
+    before = everything(ours)
+    message = f"of another optimizer: its group 0 has no {missing}, which {type(ours).__name__} needs"
+    with pytest.raises(CSDValueError, match=message):
+        ours.load_state_dict(theirs.state_dict())
+    assert_same_bits(everything(ours), before)
+    ours.step()
+    ours.close()
+    with of.ours([p], devices=tmp_path, resume=True) as ours:
+        assert ours.committed_step == 2
+
+
+def test_checkpoints_of_other_lions_load():
+    """Who has no `maximize` does not say it."""
+    p, q = leaf(5), leaf(5)
+    theirs, ours = LION.reference([p]), LION.ours([q], devices="ram:")
+    gradients([p], 0)
+    theirs.step()
+    state_dict = theirs.state_dict()
+    del state_dict["param_groups"][0]["maximize"]
+    with torch.no_grad():
+        q.copy_(p)
+    ours.load_state_dict(state_dict)
+    for optimizer, of in ((theirs, p), (ours, q)):
+        gradients([of], 1)
+        optimizer.step()
+    assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("amsgrad", [True, False])
