@@ -314,7 +314,7 @@ class CSDOptimizer(Optimizer, Joinable):
         self._mode.before_step(skips=self._skipped, scaled=found_inf is not None or grad_scale is not None)
         with defer_signals(), self._arriving(), engine.lock:
             engine.confirm()
-            self._runner.moved, self._grad_norm = False, None
+            self._runner.moved, self._grad_norm = self._mode.under_way, None
             scale = None if grad_scale is None else float(grad_scale)
             if self._ranks:
                 agreed = agree_on_step(

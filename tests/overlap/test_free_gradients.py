@@ -37,7 +37,10 @@ def test_training(tmp_path, overlap, dtype, state_dtype):
     options = {"devices": 1 if overlap is FREE else 3, "latency": "200us" if overlap is FREE else "2ms"}
     training = assert_twins(tmp_path, overlap, steps, dtype=dtype, state_dtype=state_dtype, **options)
     assert training.opt.stats()["overlap"]["early_params"] > 0
-    assert training.opt.stats()["overlap"]["waited"] > 0
+    stats = training.opt.stats()
+    assert stats["overlap"]["waited"] > 0
+    assert stats["params"] == sum(p.numel() for p in training.model.parameters() if p.requires_grad)
+    assert min(stats["push_bytes"], stats["flash_write_bytes"], stats["seconds"]["write"]) > 0
     training.opt.close()
 
 
