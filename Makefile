@@ -1,5 +1,6 @@
 # make demo       trains a small GPT with CSDAdam on four emulated CSDs, with fp32 and 8-bit states, beside AdamW
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
+# make demo-big   trains 1.6 B parameters of a Hugging Face model in 12 GB, where AdamW is refused: 5 to 10 minutes
 # make test       what CI runs: tests, sanitizers, lint, types, docs
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
 # make docs       the pages as a site, build/site/index.html
@@ -22,11 +23,14 @@ CXX_FILES := $(foreach d,native/* hls_kernels hls_kernels/* tests/native tests/n
     tests/accelerator/emulated,\
     $(wildcard $(d)/*.h $(d)/*.cpp $(d)/*.c))
 
-.PHONY: demo emu-demo test tables soak check pytest together alone accelerated docs types wheels aarch64 gpu-check \
-    sanitize clean
+.PHONY: demo demo-big emu-demo test tables soak check pytest together alone accelerated docs types wheels aarch64 \
+    gpu-check sanitize clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python bench/demo.py
+
+demo-big: $(VENV)/.installed
+	$(BIN)/python -m bench.big
 
 emu-demo: $(VENV)/.installed
 	$(BIN)/csd-optim emu --devices 2 -- $(BIN)/python bench/demo.py --cards --devices 2 --out build/emu-demo

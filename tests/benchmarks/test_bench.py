@@ -153,6 +153,50 @@ def test_memory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_big(tmp_path):
+    """In a process that AdamW would not fit into; and what is killed goes on with the same losses."""
+    pytest.importorskip("transformers", reason="pip install csd_optim[bench]")
+    done = run("bench.big", "--quick", f"--directory={tmp_path}", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.big/1"
+    adamw, whole, killed, resumed = (result["runs"][name] for name in ("AdamW", "CSDAdam", "killed", "resumed"))
+    assert "memory" in adamw["ending"]
+    assert whole["losses"] == {**killed["losses"], **resumed["losses"]}
+    assert len(killed["losses"]) < len(whole["losses"]) == 3
+    assert whole["stats"]["params"] == result["params"]
+    assert all(m["resident"] > m["states"] > 0 for m in whole["memory"])
+    assert {p.name for p in tmp_path.iterdir()} == {"memory.png", "big.json"}
+
+
+@pytest.mark.parametrize("missing", ["", "cgroup.controllers", "memory"])
+def test_limit(tmp_path, monkeypatch, missing):
+    """A cgroup beside our own where there can be one, else RLIMIT_DATA, which refuses what is too much."""
+    groups = tmp_path / "cgroup"
+    (groups / "user" / "shell").mkdir(parents=True)
+    (groups / "user" / "cgroup.subtree_control").write_text("cpu" if missing == "memory" else "cpu memory")
+    if missing != "cgroup.controllers":
+        (groups / "cgroup.controllers").touch()
+    (tmp_path / "own").write_text("1:name=systemd:/x\n0::/user/shell\n")
+    done = python(
+        "import sys, pathlib, mmap\n"
+        "from bench import limit\n"
+        "limit.CGROUPS, limit.OWN = (pathlib.Path(sys.argv[1], name) for name in ('cgroup', 'own'))\n"
+        "how, group = limit.limit_memory(1 << 30)\n"
+        "print(how)\n"
+        "mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE)\n",
+        tmp_path,
+    )
+    (group,) = [*groups.glob("user/csd-optim-*")] or [None]
+    if missing:
+        assert group is None
+        assert done.stdout.startswith("RLIMIT_DATA; no cgroup v2, as ")
+        assert "Cannot allocate memory" in done.stderr
+    else:
+        assert done.stdout == "a cgroup v2 without swap\n"
+        assert (group / "memory.max").read_text() == str(1 << 30)
+        assert group.name == f"csd-optim-{(group / 'cgroup.procs').read_text()}"
+
+
 def test_topk(tmp_path):
     png = tmp_path / "topk.png"
     done = run("bench.topk", "--quick", "--runs=5", f"--directory={tmp_path}", "--json", f"--plot={png}")
