@@ -7,7 +7,11 @@ Each command imports what it takes by itself, most of it with torch: `--help` an
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import sys
+import time
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -165,6 +169,44 @@ def inspect(
             print_json("inspect", **described)
         else:
             show_store(described, everything)
+
+
+@app.command()
+def top(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Of a training's devices, of one rank or all.", show_default=False),
+    ],
+    interval: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between two looks.")] = 1.0,
+    n: Annotated[
+        int | None, typer.Option("-n", min=1, help="How often to look (until Ctrl-C; once without a terminal).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line with a JSON object for each look.")] = False,
+) -> None:
+    """Watches a training: its step, what is committed, what each drive does now, wear, and what a step waits for.
+
+    Only looks: the training takes no notice. Where it has ended, what is known last.
+    """
+    with reported(), contextlib.suppress(KeyboardInterrupt):
+        from rich.live import Live
+
+        from .output import console, show_top
+        from .top import Top
+
+        watched, out = Top(directories), console()
+        looks = n or (None if as_json or out.is_terminal else 1)
+        live = Live(console=out, auto_refresh=False, screen=out.is_terminal and n is None)
+        with contextlib.nullcontext() if as_json else live:
+            for i in itertools.count(1):
+                time.sleep(interval)
+                found = watched.look()
+                if as_json:
+                    print_json("top", time=time.time(), devices=found)
+                    sys.stdout.flush()
+                else:
+                    live.update(show_top(found), refresh=True)
+                if i == looks:
+                    break
 
 
 @app.command()

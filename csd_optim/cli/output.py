@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from ..planning import advice
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from . import benchmark
 from .doctor import Finding, Status
+from .top import trainer
 
 LONG = 16  # parameters; more are listed in part
 
@@ -111,6 +113,71 @@ def store_there_text(described: dict[str, Any] | None) -> str:
     state = owner or describe_end(described)
     place = f"device {described['device']} of {described['devices']}"
     return f"step {described['step']}, {place}, {size(described['bytes'])}, {state}"
+
+
+def show_top(found: list[dict[str, Any]]) -> Group:
+    """For each training a line, and a table of its devices."""
+    shown: list[RenderableType] = []
+    for who in dict.fromkeys(map(trainer, found)):
+        devices = [d for d in found if trainer(d) == who]
+        shown += [describe_training(devices), top_table(devices)]
+    return Group(*shown)
+
+
+def describe_training(devices: list[dict[str, Any]]) -> str:
+    """Of one process, or of the one that was there last."""
+    d = devices[0]
+    rank = f", rank {d['rank']} of {d['world_size']}" if d["world_size"] > 1 else ""
+    who = "no process trains here now" if d["pid"] is None else f"process {d['pid']}"
+    text = f"[bold]{who}{rank}[/]: step {d['committed_step'] if d['step'] is None else d['step']}, "
+    text += f"committed {min(e['committed_step'] for e in devices)}"
+    if d["step"] is None:
+        return f"{text}; it tells nothing: it has made no step yet, or trains with a csd_optim from before"
+    text += f"; a step takes {d['step_seconds']:.2f} s"
+    if d["iteration_seconds"]:
+        text += f", all in all {d['iteration_seconds']:.2f} s"
+    text += f", the last one was {duration(time.time() - d['at'])} ago"
+    if d["waits_for"]:
+        kind, _, where = d["waits_for"].partition(" ")
+        text += f"; waits for {WAITING[kind]}{escape(f' of {where}' if where else '')}"
+    return text
+
+
+WAITING = {
+    "model": "the model",
+    "gradients": "gradients",
+    "read": "reads",
+    "update": "the update",
+    "write": "writes",
+}
+
+
+def top_table(devices: list[dict[str, Any]]) -> Table:
+    """Rates of the drive now; the last step; wear."""
+    made = Table(box=box.SIMPLE_HEAD)
+    heads = ("drive reads", "writes", "queue", "step: read", "update", "write", "Mparam/s", "written", "lasts")
+    made.add_column("device")
+    for head in heads:
+        made.add_column(head, justify="right")
+    for d in devices:
+        rates = (f"{d[key] / 1e9:.2f} GB/s" if d[key] is not None else "" for key in ("drive_read", "drive_written"))
+        busy, speed = [""] * 3, ""
+        if d["seconds"]:
+            busy = [f"{s:.2f} s" for s in d["seconds"].values()]
+            speed = f"{d['params'] / d['seconds']['update'] / 1e6:.0f}" if d["seconds"]["update"] else ""
+        written = "" if d["written_bytes"] is None else short(d["written_bytes"])
+        lasts = "" if d["days_left"] is None else f"{d['days_left']:,.0f} days"
+        queue = "" if d["queue"] is None else str(d["queue"])
+        made.add_row(escape(d["directory"]), *rates, queue, *busy, speed, written, lasts)
+    return made
+
+
+def duration(seconds: float) -> str:
+    """Since something happened; clocks of others may be ahead."""
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def show_findings(found: dict[str, list[Finding]]) -> None:

@@ -23,6 +23,7 @@ from .commit import Background, Commit, CommitJob, InParallel, Pin
 from .committer import Committer
 from .engine import Engine
 from .manifests import Manifests
+from .reports import Reports
 from .residuals import Residuals, Room
 
 NOWHERE = Region(0, 0, 0, 0)
@@ -54,6 +55,7 @@ class DurableCommitter(Committer):
         self._background = Background(n_devices)
         self._residuals = Residuals(n_devices)
         self._manifests = Manifests(n_devices, ranks)
+        self._reports = Reports()
         self._sequence = 0  # of the last commit, or mark
         self._marking: int | None = None  # the sequence of a mark that not all stores are known to have
         self._changed = False  # since the store was last closed in order
@@ -237,7 +239,7 @@ class DurableCommitter(Committer):
         self._residuals.seen(engine.residuals)
         engine.windows.before_commit()
         run = self._background.start if background else self._background.run
-        run(f"step {engine.step}", commit.prepare if makes_round else partial(self._alone, commit))
+        run(f"step {engine.step}", partial(self._prepare if makes_round else self._alone, commit))
 
     def _job(self, *, clean: bool, round: int) -> CommitJob:
         """What the next commit carries, as it is now."""
@@ -261,8 +263,21 @@ class DurableCommitter(Committer):
             spaces={param: self._residuals.committed[param] for param in rooms if param not in changed},
         )
 
-    def _alone(self, commit: Commit, in_parallel: InParallel) -> None:
+    def _prepare(self, commit: Commit, in_parallel: InParallel) -> None:
         commit.prepare(in_parallel)
+        if commit.job.step:
+            self._reports.tell(
+                self._engine,
+                self._stores,
+                self._engine.counted(),
+                store_id=self.store_id.hex(),
+                trained=commit.job.record.seconds,
+                rank=self.ranks.rank if self.ranks else 0,
+                world_size=self.ranks.size if self.ranks else 1,
+            )
+
+    def _alone(self, commit: Commit, in_parallel: InParallel) -> None:
+        self._prepare(commit, in_parallel)
         commit.complete(in_parallel)
         self._counts(commit)
 
@@ -457,3 +472,4 @@ class DurableCommitter(Committer):
 
     def close(self) -> None:
         self._background.close()
+        self._reports.close()

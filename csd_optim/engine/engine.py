@@ -482,20 +482,26 @@ class Engine:
 
     # ---- what is known of it -------------------------------------------------
 
+    @property
+    def step_span(self) -> tuple[float, float]:
+        """When the last step began, and when all its tiles had been updated: of time.perf_counter()."""
+        return self._began, self._ended
+
     def stats(self) -> list[dict[str, Any]]:
         """Counts of the last step, one dict per device; see `csd_stats`. Totals are those since the store was made.
 
         Waits for the last step's commit if that writes residuals. Raises CSDOSError.
         """
         self.committer.before_counting()
-        return self._counted()
+        return self.counted()
 
-    def _counted(self) -> list[dict[str, Any]]:
+    def counted(self) -> list[dict[str, Any]]:
+        """The same without waiting: a commit may be writing residuals."""
         return self.devices.counted(self.handle, self.committer.residual_bytes) if self.handle else []
 
     def written_bytes(self) -> list[int]:
         """To each device since its store was made, as far as is known: a commit may be writing residuals."""
-        return [int(counts["total_write_bytes"]) for counts in self._counted()] or self.devices.written_before
+        return [int(counts["total_write_bytes"]) for counts in self.counted()] or self.devices.written_before
 
     def all_steps(self) -> np.ndarray[Any, Any]:
         """A copy of `step` of each parameter, over all extents, fp32."""

@@ -153,6 +153,16 @@ def test_memory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_top(tmp_path):
+    done = run("bench.top", "--quick", f"--directory={tmp_path}", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.top/1"
+    assert [row["way"] for row in result["rows"]] == ["silent", "told", "watched"]
+    assert all(len(row["seconds"]) == len(row["ratio_to_silent"]) == 2 for row in result["rows"])
+    assert len(result["tell_seconds"]) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_big(tmp_path):
     """In a process that AdamW would not fit into; and what is killed goes on with the same losses."""
     pytest.importorskip("transformers", reason="pip install csd_optim[bench]")

@@ -12,6 +12,7 @@ from csd_optim import CSDAdam
 from csd_optim.cli import benchmark, facts
 from csd_optim.cli import commands as cli
 from csd_optim.store.file import FILE_NAME, lock_owner
+from csd_optim.store.report import REPORT_NAME
 
 STEPS = 3
 
@@ -75,7 +76,7 @@ def test_devices_json(run, stores, tmp_path, quick):
     assert "speed" not in ram
     assert content["updater"]["isa"] in content["updater"]["isas"]
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]  # nothing is left
-    assert os.listdir(stores[1]) == [FILE_NAME]
+    assert {*os.listdir(stores[1])} == {FILE_NAME, REPORT_NAME}
 
 
 def test_devices_default_to_the_environment_then_to_here(run, tmp_path, monkeypatch):
@@ -193,7 +194,7 @@ def test_bench_measures_and_leaves_nothing(run, stores, quick):
     assert result["ratio_to_limit"]["median"] > 0
     assert result["bytes_per_param"]["push"] == 2
     assert [(p / FILE_NAME).read_bytes() for p in stores] == before
-    assert [os.listdir(p) for p in stores] == [[FILE_NAME]] * 2
+    assert [{*os.listdir(p)} for p in stores] == [{FILE_NAME, REPORT_NAME}] * 2
 
 
 def test_bench_for_people(run, tmp_path, quick):
@@ -295,7 +296,7 @@ for arguments in (["--version"], ["--help"], *([name, "--help"] for name in name
 def test_help_does_not_wait_for_torch():
     command = [sys.executable, "-c", WITHOUT_TORCH]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    commands = ["devices", "doctor", "inspect", "verify", "export", "import", "convert", "bench", "plan", "emu"]
+    commands = ["devices", "doctor", "inspect", "top", "verify", "export", "import", "convert", "bench", "plan", "emu"]
     assert done.stderr.splitlines() == [f"{name} 0" for name in ("--version", "--help", *commands)]
     assert done.stdout.count("Usage:") == 1 + len(commands)
 

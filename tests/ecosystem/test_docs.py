@@ -63,6 +63,7 @@ NOT_RUN = {  # how a command, or the first line of a Python snippet, begins: why
     'opt = CSDAdam(model.parameters(), lr=3e-4, devices=["xrt:0"])': CARD + "; test_xrt.py has emulated ones",
 }
 SMALLER = {f"csd-optim {name}": ["--params", "1e5"] for name in ("bench", "doctor")}  # what is added to a command
+SMALLER["csd-optim top"] = ["--interval", "0.1"]
 CUDA_HERE = "cpu"  # in place of a GPU, where a page names one
 
 

@@ -24,6 +24,7 @@ from csd_optim.devices.spec import parse_device, parse_devices
 from csd_optim.devices.units import parse_bytes
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, read_contents, read_region
+from csd_optim.store.report import REPORT_NAME
 from csd_optim.store.transfer import write
 
 
@@ -189,7 +190,7 @@ def test_state_of_an_overwritten_store_can_still_be_read_and_loaded(tmp_path):
         for key, value in expected.items():
             assert torch.equal(opt.state[p][key], value), key
         train(opt, 1)
-    assert os.listdir(tmp_path) == [FILE_NAME]
+    assert {*os.listdir(tmp_path)} == {FILE_NAME, REPORT_NAME}
 
 
 def test_closing_after_chdir_leaves_the_other_directory_alone(tmp_path, monkeypatch):

@@ -1,0 +1,73 @@
+"""Tells `csd-optim top` of each step: beside the next forward, and without waiting for anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..store.file import StoreFile
+from ..store.report import ReportFile
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Reports:
+    """Of one engine, a file for each device with a durable store."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, ReportFile] = {}
+        self._step = -1  # that was told of last
+        self._ended = 0.0  # when it was whole
+
+    def tell(
+        self,
+        engine: Engine,
+        stores: Mapping[int, StoreFile],
+        counted: list[dict[str, Any]],
+        *,
+        store_id: str,
+        trained: float,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """Of the last step, whose last states are on their devices, unless that is done. `counted`: Engine.stats().
+
+        `trained`: seconds since the stores were made, at the beginning of that step.
+        """
+        if engine.step == self._step:
+            return
+        began, ended = engine.step_span
+        told = {
+            "store_id": store_id,
+            "step": engine.step,
+            "at": time.time() - (time.perf_counter() - ended),
+            "step_seconds": ended - began,
+            "iteration_seconds": ended - self._ended if 0 < self._ended < ended else None,
+            "training_seconds": trained,
+            "devices": len(counted),
+            "rank": rank,
+            "world_size": world_size,
+        }
+        self._step, self._ended = engine.step, ended
+        for d, store in stores.items():
+            counts, spec = counted[d], engine.devices.specs[d]
+            file = self._files.setdefault(d, ReportFile(store.path.parent))
+            seconds = {kind: counts[f"{kind}_seconds"] for kind in ("read", "update", "write")}
+            device = {
+                "device": d,
+                "backend": counts["backend"],
+                "params": counts["updated"],
+                "flash_read_bytes": counts["read_bytes"],
+                "flash_write_bytes": counts["write_bytes"],
+                "seconds": seconds,
+                "written_bytes": counts["total_write_bytes"],
+                "tbw_bytes": spec.tbw_bytes,
+            }
+            file.write({**told, **device})
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()

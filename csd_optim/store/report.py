@@ -1,0 +1,52 @@
+"""What a training tells of its last step: a small file beside each store, for `csd-optim top`.
+
+Nobody else reads it, it is never flushed, and it is no part of the store: it may be missing, old or damaged. It holds
+one JSON object behind a head that says whether it is whole: reader and writer do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+REPORT_NAME = "csd_optim.top"
+_HEAD = struct.Struct("<8sII")  # magic, bytes that follow, their CRC-32
+_MAGIC = b"CSDTOP01"
+
+
+class ReportFile:
+    """One that this process writes, in the directory of a store; made by the first write."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / REPORT_NAME
+        self._fd = -1
+
+    def write(self, report: dict[str, Any]) -> None:
+        """Takes the place of what is there. What cannot be written is not: no training fails for this."""
+        text = json.dumps(report).encode()
+        with contextlib.suppress(OSError):
+            if self._fd < 0:
+                self._fd = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            os.pwrite(self._fd, _HEAD.pack(_MAGIC, len(text), zlib.crc32(text)) + text, 0)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def read_report(directory: Path) -> dict[str, Any] | None:
+    """The last report there; None if there is none that is whole."""
+    for _ in range(3):  # it may be read while it is written
+        with contextlib.suppress(OSError, ValueError, struct.error):
+            data = (directory / REPORT_NAME).read_bytes()
+            magic, length, crc = _HEAD.unpack_from(data)
+            text = data[_HEAD.size : _HEAD.size + length]
+            if magic == _MAGIC and zlib.crc32(text) == crc and isinstance(report := json.loads(text), dict):
+                return report
+    return None
