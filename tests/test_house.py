@@ -13,6 +13,7 @@ FLOORS = {  # of folders, and of the files beside them
     "__init__": 10,
     "__main__": 10,
     "cli": 9,
+    "trainers": 9,
     "optim": 8,
     "overlap": 7,
     "step": 6,

@@ -30,6 +30,7 @@ from trainers import library, llama, texts
 
 from csd_optim import CSDAdam, CSDError, CSDOSError
 from csd_optim.cli import benchmark, facts
+from csd_optim.trainers import log_stats, scalars
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "hls_kernels/README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -379,6 +380,28 @@ def hugging_face_with_a_callback(reading):
         patch.setattr(CSDAdam, "consolidate_state_dict", lambda optimizer: consolidated.append(optimizer))
         check_trainer(names["Trainer"](names["model"], names["arguments"], **options))
     assert len(consolidated) >= 2  # before each checkpoint
+
+
+@starts("docs/trainers.md", "log_stats(trainer)")
+def hugging_face_with_a_log(reading):
+    names = hugging_face_names()
+    options = {"train_dataset": names["data"], "optimizer_cls_and_kwargs": (CSDAdam, {})}
+    trainer = names["Trainer"](names["model"], names["arguments"], **options)
+    reading.names.update(trainer=trainer, log_stats=log_stats)
+    before = len(trainer.callback_handler.callbacks)
+    yield
+    assert len(trainer.callback_handler.callbacks) == before + 1
+
+
+@starts("docs/trainers.md", "writer.add_scalar")
+def tensorboard(reading):
+    written = []
+    writer = SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar))
+    opt = CSDAdam(reading.names["model"].parameters())
+    train(reading.names["model"], opt, 1)
+    reading.names.update(writer=writer, scalars=scalars, opt=opt, step=7)
+    yield
+    assert {(name, step) for name, _, step in written} >= {("csd_optim/step_seconds", 7)}
 
 
 @starts("docs/trainers.md", "class Overlap")
