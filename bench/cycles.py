@@ -1,4 +1,4 @@
-"""What the FPGA's kernels take, from the structure of their stages: cycles, memory, Mparam/s, and who bounds them.
+"""What the FPGA's kernels take, from the structure of their stages: cycles, memory, Mparam/s and area.
 
     python -m bench.cycles                         prints the tables
     python -m bench.cycles hls_kernels/README.md   puts them between their two marks in a file
@@ -14,9 +14,11 @@ No stage was synthesized: that II is what its directive asks for is an assumptio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 
 from bench.tables import main
 from csd_optim.store.layout import SUM_ELEMS
@@ -175,13 +177,14 @@ def read_and_write_at_once() -> float:
 SMART_HERTZ = 300e6  # the platform's own clock: its Makefile names none
 
 
-def smart_infinity(share: float | None = None) -> float:
+def smart_infinity(share: float | None = None, sections: int = 3, grad_bytes: int = 4) -> float:
     """Parameters per second of Smart-Infinity's Adam: 65 536 of them in eight loops, one after another, over fp32
-    states, gradients in fp32 and parameters in fp16 (30 B). Top-K: a dense gradient is cleared in memory, and written
-    there one element at a time, each of which is a read and a write of 64 bytes in another row (ECC)."""
-    n, loops = 65536, 8
-    moved = memory_seconds((4 + 12) * n, (12 + 2) * n, alternating=False)
-    total = max(moved, 30 * n / WORD / SMART_HERTZ) + loops * LOOP / SMART_HERTZ
+    states, gradients in fp32 and parameters in fp16 (30 B); with fewer `sections`, of its SGD and AdaGrad, which read a
+    gradient in fp16. Top-K: a dense gradient is cleared in memory, and written there one element at a time, each of
+    which is a read and a write of 64 bytes in another row (ECC)."""
+    n, loops, state = 65536, 2 * sections + 2, 4 * sections
+    moved = memory_seconds((grad_bytes + state) * n, (state + 2) * n, alternating=False)
+    total = max(moved, (grad_bytes + 2 * state + 2) * n / WORD / SMART_HERTZ) + loops * LOOP / SMART_HERTZ
     if share is not None:
         element = ROW + ACCESS + READ_TO_WRITE + WRITE_TO_READ + 2 * WORD / PEAK
         total += memory_seconds(8 * share * n, 4 * n, alternating=False) + share * n * max(element, CYCLE)
@@ -197,6 +200,7 @@ CHECKS = (  # what, published, by this model
         lambda: smart_infinity(0.01) / 1e6,
     ),
 )
+UNPUBLISHED = ("Smart-Infinity's SGD and AdaGrad, Mparam/s", lambda: smart_infinity(sections=2, grad_bytes=2) / 1e6)
 
 
 # ---- tables ---------------------------------------------------------------------------
@@ -208,15 +212,24 @@ CODED_COLUMNS = {
     "codes, fp32": CodedRun(grad_bytes=4, param_bytes=4),
     "codes, 16-bit, `amsgrad`": CodedRun(sections=4),
 }
+RULE_COLUMNS = {  # by the sections that a rule's tiles have; gradients and parameters of 16 bits
+    "1: SGD": Run(sections=1),
+    "2: SGD with momentum, Adagrad, Lion, RMSprop": Run(sections=2),
+    "3: RMSprop with `centered` or momentum": Run(sections=3),
+    "4: RMSprop with both, `amsgrad`": Run(sections=4),
+    "2, Top-K 1 %": Run(share=0.01, sections=2),
+}
 CLOCKS = (200e6, 250e6, 300e6)
 
 
 def table() -> str:
-    lines = [*budget(COLUMNS), "", *budget(CODED_COLUMNS), ""]
+    lines = [*budget(COLUMNS), "", *budget(CODED_COLUMNS), "", *budget(RULE_COLUMNS), "", *areas(), ""]
     lines += ["| the model beside what is published | published | model | error |", "|---|---|---|---|"]
     for what, published, model in CHECKS:
         made = model()
         lines.append(f"| {what} | {published:.1f} | {made:.1f} | {100 * (made / published - 1):+.0f} % |")
+    what, model = UNPUBLISHED
+    lines.append(f"| {what} | no figure | {model():.1f} | |")
     return "\n".join(lines) + "\n"
 
 
@@ -250,6 +263,61 @@ def budget(columns: Mapping[str, Run]) -> list[str]:
         row("PCIe into the card, states and gradients", lambda r: rate(r.bytes()[0] / PCIE, r)),
         row("PCIe out of it, states and parameters", lambda r: rate(r.bytes()[1] / PCIE, r)),
     ]
+
+
+# ---- area -----------------------------------------------------------------------------
+
+KERNELS = Path(__file__).resolve().parent.parent / "hls_kernels"
+DSP = {"fmul": 3, "fadd": 2, "fsub": 2}  # of an operator (PG060); divisions and roots are LUTs
+DSPS, BLOCKS, MASTERS = 1344, 984, 15  # that can be placed; of the device; of a bank (UG1393)
+
+
+@dataclass(frozen=True)
+class Area:
+    """What a kernel takes, and what cannot be known before synthesis left out."""
+
+    rule: str
+    dsp: int
+    dividers: int
+    roots: int
+    blocks: int  # BRAM36
+    checksums: int
+    masters: int
+
+
+def area_of(rule: str) -> Area:
+    """Of the kernel for fp32 states, from what its source asks for.
+
+    Block RAMs: 8 for each direction of an AXI port (512 words), 8 for segments, 8 for each FIFO of 64 words.
+    """
+    source = (KERNELS / f"csd_{rule}_update.cpp").read_text()
+    ports = int(re.findall(r"CSD_SECTIONS (\d)", source)[0])
+    operators = {name: int(n) for name, n in re.findall(r"CSD_LIMIT\((\w+), (\d+)\)", source)}
+    return Area(
+        rule,
+        dsp=sum(DSP.get(name, 0) * n for name, n in operators.items()),
+        dividers=operators.get("fdiv", 0),
+        roots=operators.get("fsqrt", 0),
+        blocks=8 * (2 * ports + 3) + 8 + 8 * (2 * ports + 4),
+        checksums=2 * ports + 1,
+        masters=ports + 3,
+    )
+
+
+def areas() -> list[str]:
+    """The lines of a table of every rule's kernel."""
+    lines = [
+        f"| kernel for fp32 states | DSP, of {DSPS} | dividers, square roots | BRAM36, of {BLOCKS} | checksums "
+        f"| AXI masters, of {MASTERS} |",
+        "|---|---|---|---|---|---|",
+    ]
+    for rule in ("adamw", "adam", "sgd", "adagrad", "rmsprop", "lion"):
+        a = area_of(rule)
+        lines.append(
+            f"| `{rule}` | {a.dsp} ({100 * a.dsp / DSPS:.0f} %) | {a.dividers}, {a.roots} "
+            f"| {a.blocks} ({100 * a.blocks / BLOCKS:.0f} %) | {a.checksums} | {a.masters} |"
+        )
+    return lines
 
 
 if __name__ == "__main__":

@@ -162,10 +162,11 @@ def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
     return ffi.cast(ctype, values.ctypes.data)
 
 
-def card_open(name: str, xclbin: os.PathLike[str], seconds: float) -> Any:
-    """Raises CSDUnavailableError."""
+def card_open(name: str, xclbin: os.PathLike[str], kernels: Sequence[str], seconds: float) -> Any:
+    """`kernels`: the names of those in the file. Raises CSDUnavailableError."""
     out, error = ffi.new("csd_card **"), ffi.new("csd_error *")
-    status = lib.csd_card_open(name.encode(), os.fsencode(xclbin), int(1000 * seconds), out, error)
+    names = " ".join(kernels).encode()
+    status = lib.csd_card_open(name.encode(), os.fsencode(xclbin), names, int(1000 * seconds), out, error)
     error.device = 0
     check(status, error, lambda *_: f"card {name}")
     return out[0]

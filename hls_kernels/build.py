@@ -7,12 +7,8 @@ from cffi import FFI
 
 ROOT = Path(__file__).resolve().parent.parent
 EMULATOR = ROOT / "hls_kernels" / "emulator"
-SOURCES = [
-    "hls_kernels/csd_adamw_update",
-    "hls_kernels/csd_adamw_8bit_update",
-    "hls_kernels/emulator/csim",
-    "hls_kernels/emulator/device",
-]
+KERNELS = sorted(f"hls_kernels/{path.name}" for path in EMULATOR.parent.glob("*.cpp"))
+SOURCES = [*KERNELS, "hls_kernels/emulator/csim.cpp", "hls_kernels/emulator/device.cpp"]
 
 # cffi runs this file by its path, so that the other is found by its path too.
 native = runpy.run_path(str(ROOT / "native" / "build.py"))
@@ -24,7 +20,7 @@ ffibuilder.set_source(
     '#include "emulator.h"',
     source_extension=".cpp",
     # Relative: setuptools refuses absolute paths in an sdist, and builds from the project's root.
-    sources=[f"{name}.cpp" for name in SOURCES],
+    sources=SOURCES,
     depends=native["HEADERS"],
     # hls_kernels/csim holds what Vitis brings along itself.
     include_dirs=[

@@ -323,16 +323,12 @@ TREE:
 
 // Walks through tile and segments as `update` does. Of an element that changes it sends master, exp_avg and the roots of
 // both second moments; of another one its codes, in their place.
-inline void update_codes(Words &segments, Words &grads, Words &params_in, Words &corrections_in, Words &ratios_in,
+static void update_codes(Words &segments, Words &grads, Words &params_in, Words &corrections_in, Words &ratios_in,
                          Words &roots_in, Words &exponents_in, Words &peaks_in, Words &peak_exponents_in,
                          Words &masters, Words &exp_avgs, Words &roots, Words &peaks, Groups &groups,
                          Numbers &nonfinite_out, uint32_t n_words, uint32_t sections, uint32_t n_segments) {
 #pragma HLS INLINE off
-#pragma HLS ALLOCATION operation instances = fmul limit = 112
-#pragma HLS ALLOCATION operation instances = fadd limit = 24
-#pragma HLS ALLOCATION operation instances = fsub limit = 32
-#pragma HLS ALLOCATION operation instances = fdiv limit = 8
-#pragma HLS ALLOCATION operation instances = fsqrt limit = 24
+  CSD_OPERATORS
   const bool narrow = sections % 2 != 0, has_peak = sections > 5;
   csd_segment s = segment_of(zero_word());
   Rule rule(s.hyper);
@@ -377,7 +373,8 @@ UPDATE_CODES:
       drop_lanes(peak, kQuarter);
     }
     const uint32_t exponent = first_byte(exponents, 0), peak_exponent = first_byte(peak_exponents, 0);
-    const bool is_f16 = s.param_dtype == CSD_F16, has_new_peak = inside && rule.amsgrad;
+    const bool is_f16 = s.param_dtype == CSD_F16;
+    const bool has_new_peak = inside && (s.hyper.rule == CSD_AMSGRAD || s.hyper.rule == CSD_ADAM_AMSGRAD);
 
     Word master_out, exp_avg_out, root_out, peak_out;
     uint32_t found = 0, of_lanes[kLanes], peaks_of_lanes[kLanes];

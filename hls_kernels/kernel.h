@@ -1,15 +1,23 @@
-// The kernels, as csd_kernel.h describes their arguments.
+// The kernels, as csd_kernel.h describes their arguments. What a file of a kernel defines is compared with this.
 #pragma once
 #include "word.h"
 
-extern "C" void csd_adamw_update(const Word *tile_in_0, const Word *tile_in_1, const Word *tile_in_2,
-                                 const Word *tile_in_3, const Word *grad, const Word *entries, const Word *segments,
-                                 Word *tile_out_0, Word *tile_out_1, Word *tile_out_2, Word *tile_out_3, Word *param,
-                                 Word *report, uint32_t n_words, uint32_t sections, uint32_t n_segments,
-                                 uint32_t grad_words, uint32_t entry_words, uint32_t param_words, uint32_t sum_words);
+// With as many ports for a tile, each way, as its rule has sections at most.
+using TwoPorts = void(const Word *tile_in_0, const Word *tile_in_1, const Word *grad, const Word *entries,
+                      const Word *segments, Word *tile_out_0, Word *tile_out_1, Word *param, Word *report,
+                      uint32_t n_words, uint32_t sections, uint32_t n_segments, uint32_t grad_words,
+                      uint32_t entry_words, uint32_t param_words, uint32_t sum_words);
+using FourPorts = void(const Word *tile_in_0, const Word *tile_in_1, const Word *tile_in_2, const Word *tile_in_3,
+                       const Word *grad, const Word *entries, const Word *segments, Word *tile_out_0, Word *tile_out_1,
+                       Word *tile_out_2, Word *tile_out_3, Word *param, Word *report, uint32_t n_words,
+                       uint32_t sections, uint32_t n_segments, uint32_t grad_words, uint32_t entry_words,
+                       uint32_t param_words, uint32_t sum_words);
+extern "C" TwoPorts csd_sgd_update, csd_adagrad_update, csd_lion_update;
+extern "C" FourPorts csd_adamw_update, csd_adam_update, csd_rmsprop_update;
 
-extern "C" void csd_adamw_8bit_update(const Word *tile_in_0, const Word *tile_in_1, const Word *tile_in_2,
-                                      const Word *grad, const Word *entries, const Word *segments, Word *tile_out_0,
-                                      Word *tile_out_1, Word *tile_out_2, Word *param, Word *report, uint32_t n_words,
-                                      uint32_t sections, uint32_t n_segments, uint32_t grad_words, uint32_t entry_words,
-                                      uint32_t param_words, uint32_t sum_words);
+// For codes.
+using ThreePorts = void(const Word *tile_in_0, const Word *tile_in_1, const Word *tile_in_2, const Word *grad,
+                        const Word *entries, const Word *segments, Word *tile_out_0, Word *tile_out_1, Word *tile_out_2,
+                        Word *param, Word *report, uint32_t n_words, uint32_t sections, uint32_t n_segments,
+                        uint32_t grad_words, uint32_t entry_words, uint32_t param_words, uint32_t sum_words);
+extern "C" ThreePorts csd_adamw_8bit_update, csd_adam_8bit_update;

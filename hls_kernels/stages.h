@@ -1,8 +1,7 @@
-// The stages of the kernel: labelled loops, joined by streams. csd_adamw_update.cpp connects them, and some of them
-// csd_adamw_8bit_update.cpp, beside those of codes.h. README.md draws the picture, bench/cycles.py counts the cycles.
-// None of them is inlined: a stage is a module of its own.
-// Who includes this has said which type of native/include/rules.h is `Rule`: one update rule is in a kernel, with its
-// variants.
+// The stages that all kernels share: labelled loops, joined by streams. update.h connects them, and coded_update.h some of
+// them, beside those of codes.h. README.md draws the picture, bench/cycles.py counts the cycles.
+// None of them is inlined: a stage is a module of its own. What depends on a kernel's rule is `static`, because several
+// kernels are linked to one program where a CPU runs them.
 #pragma once
 #include "float16.h"
 #include "word.h"
@@ -11,6 +10,10 @@
 #define CSD_DATAFLOW
 #define CSD_STAGE(stage, ...) stage(__VA_ARGS__);
 #endif
+
+// At most `n` operators of a kind in a function.
+#define CSD_PRAGMA(...) _Pragma(#__VA_ARGS__)
+#define CSD_LIMIT(kind, n) CSD_PRAGMA(HLS ALLOCATION operation instances = kind limit = n)
 
 // As deep as a burst is long, so that a stage can wait for one while its neighbours go on. Any depth would do without a
 // deadlock if stages kept nothing back: where streams part and join again, they are written and read in the same order,
@@ -149,33 +152,6 @@ inline Word head_of_report(uint32_t n_words, Numbers &crc_param, Numbers &nonfin
   return word;
 }
 
-// The header comes last. It is made of the parameters' sum, and follows the last sums of all sections on the same port:
-// hence it is there after everything else.
-inline void write_report(Word *report, uint32_t n_words, uint32_t sections, uint32_t sum_words, Numbers &crc_in_0,
-                         Numbers &crc_in_1, Numbers &crc_in_2, Numbers &crc_in_3, Numbers &crc_out_0,
-                         Numbers &crc_out_1, Numbers &crc_out_2, Numbers &crc_out_3, Numbers &crc_param,
-                         Numbers &nonfinite, Numbers &bad_entries) {
-#pragma HLS INLINE off
-  uint32_t left = n_words;
-SUMS:
-  for (uint32_t chunk = 1; left != 0; chunk++) {
-#pragma HLS PIPELINE II = 2
-#pragma HLS LOOP_TRIPCOUNT min = 0 max = 4096
-    Word word = zero_word();  // a csd_sums
-    word[0] = crc_in_0.read();
-    if (sections > 1) word[1] = crc_in_1.read();
-    if (sections > 2) word[2] = crc_in_2.read();
-    if (sections > 3) word[3] = crc_in_3.read();
-    word[4] = crc_out_0.read();
-    if (sections > 1) word[5] = crc_out_1.read();
-    if (sections > 2) word[6] = crc_out_2.read();
-    if (sections > 3) word[7] = crc_out_3.read();
-    report[chunk] = word;
-    left -= left < sum_words ? left : sum_words;
-  }
-  report[0] = head_of_report(n_words, crc_param, nonfinite, bad_entries);
-}
-
 // ---- The update ---------------------------------------------------------------
 
 constexpr uint32_t kPairs = kLanes / 2;  // lanes that 16 values of 16 bits fill: half a word
@@ -194,86 +170,6 @@ inline uint32_t narrow(float master, uint32_t dtype) {
 }
 
 inline bool is_finite(float f) { return (float_bits(f) & 0x7f800000u) != 0x7f800000u; }
-
-// Walks through the tile and its segments side by side, a word of 16 elements every other cycle: memory brings one
-// every sixth at best (README.md), and with two cycles each operator serves two lanes. That has to be said, because a
-// compiler may well prefer speed to sharing: at most this many of each, 16 lanes of operations in two cycles, and a
-// pipeline that stalls as a whole. Elements in no segment, and lanes beyond the end of one, pass through.
-inline void update(Words &segments, Words &grads, Words &master_in, Words &state_in_1, Words &state_in_2,
-                   Words &state_in_3, Words &master_out, Words &state_out_1, Words &state_out_2, Words &state_out_3,
-                   Words &params, Numbers &nonfinite_out, uint32_t n_words, uint32_t sections, uint32_t n_segments) {
-#pragma HLS INLINE off
-#pragma HLS ALLOCATION operation instances = fmul limit = 80
-#pragma HLS ALLOCATION operation instances = fadd limit = 32
-#pragma HLS ALLOCATION operation instances = fsub limit = 8
-#pragma HLS ALLOCATION operation instances = fdiv limit = 8
-#pragma HLS ALLOCATION operation instances = fsqrt limit = 8
-  csd_segment s = segment_of(zero_word());
-  Rule rule(s.hyper);
-  uint32_t end = 0, segments_left = n_segments, nonfinite = 0;
-  Word grad = zero_word(), param = zero_word();
-UPDATE:
-  for (uint32_t at = 0; at < n_words; at++) {
-#pragma HLS PIPELINE II = 2 style = stp
-#pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
-    if (at == end && segments_left != 0) {
-      s = segment_of(segments.read());
-      rule = Rule(s.hyper);
-      end = end_of(s);
-      segments_left--;
-    }
-    const bool inside = at >= s.first_word && at < end;
-    const uint32_t word = at - s.first_word;                      // of the segment
-    const uint32_t elems = inside ? s.elems - word * kLanes : 0;  // lanes from here on pass through
-    const bool upper = word % 2 != 0;                             // half of a word of 16-bit values
-    if (inside && (s.grad_dtype == CSD_F32 || !upper)) grad = grads.read();
-    Word master = master_in.read();
-    Word state_1 = sections > 1 ? state_in_1.read() : zero_word();
-    Word state_2 = sections > 2 ? state_in_2.read() : zero_word();
-    Word state_3 = sections > 3 ? state_in_3.read() : zero_word();
-
-    float g[kLanes];
-    uint32_t found = 0;
-  WIDEN:
-    for (uint32_t i = 0; i < kLanes; i++) {
-#pragma HLS UNROLL
-      g[i] = widen(grad, s.grad_dtype, upper, i);
-      found += i < elems && !is_finite(g[i]);
-    }
-    nonfinite += found;
-  LANES:
-    for (uint32_t i = 0; i < kLanes; i++) {
-#pragma HLS UNROLL
-      float e[4] = {bits_float(master[i]), bits_float(state_1[i]), bits_float(state_2[i]), bits_float(state_3[i])};
-      rule.update(e, g[i]);
-      master[i] = i < elems ? float_bits(e[0]) : master[i];
-      state_1[i] = i < elems ? float_bits(e[1]) : state_1[i];
-      state_2[i] = i < elems ? float_bits(e[2]) : state_2[i];
-      state_3[i] = i < elems ? float_bits(e[3]) : state_3[i];
-    }
-    master_out.write(master);
-    if (sections > 1) state_out_1.write(state_1);
-    if (sections > 2) state_out_2.write(state_2);
-    if (sections > 3) state_out_3.write(state_3);
-
-    uint32_t rounded[kLanes];
-  NARROW:
-    for (uint32_t i = 0; i < kLanes; i++) {
-#pragma HLS UNROLL
-      rounded[i] = i < elems ? narrow(bits_float(master[i]), s.param_dtype) : 0;
-    }
-  PACK:
-    for (uint32_t i = 0; i < kLanes; i++) {
-#pragma HLS UNROLL
-      const uint32_t first = i % kPairs * 2, pair = rounded[first] | rounded[first + 1] << 16;
-      if (s.param_dtype == CSD_F32) param[i] = i < elems ? master[i] : 0;
-      else if (!upper) param[i] = i < kPairs ? pair : 0;
-      else if (i >= kPairs) param[i] = pair;
-    }
-    if (inside && (s.param_dtype == CSD_F32 || upper || at + 1 == end)) params.write(param);
-  }
-  nonfinite_out.write(nonfinite);
-}
 
 // ---- Top-K: from entries to gradients -------------------------------------------
 

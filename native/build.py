@@ -27,6 +27,7 @@ SOURCES = [
     "device_ram",
     "device_xrt",
     "card",
+    "card_kernels",
     "xrt",
     "device_null",
     "device_paced",

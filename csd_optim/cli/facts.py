@@ -18,7 +18,7 @@ from ..devices import machine
 from ..devices import smartssd as cards
 from ..devices.backends import DEFAULT_BLOCK
 from ..devices.spec import AUTO, DeviceSpec, days_left, parse_devices
-from ..devices.xclbin import find_kernels, read_xclbin
+from ..devices.xclbin import Xclbin, find_kernels
 from ..engine.placing import Placement, rooms
 from ..engine.tuning import Scratch, rate, tune
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
@@ -84,10 +84,10 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
     return entry
 
 
-def describe_xclbin(path: Path) -> dict[str, Any]:
+def describe_xclbin(program: Xclbin) -> dict[str, Any]:
     """The program that is going to be loaded."""
-    program = read_xclbin(path)
-    return {"file": str(path), "uuid": str(program.uuid), "platform": program.platform, "mode": program.mode}
+    facts = {"file": str(program.path), "uuid": str(program.uuid), "platform": program.platform, "mode": program.mode}
+    return facts | {"kernels": list(program.kernels)}
 
 
 def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def card_rates(spec: DeviceSpec, free: int) -> dict[str, float]:
     if size < LEAST_CARD_BYTES:
         raise CSDOSError(errno.ENOSPC, f"{spec.directory}: {free / 1e6:.0f} MB are free, measuring takes 200 MB")
     name = find_card(spec.card).name
-    card = bindings.card_open(name, find_kernels(spec.xclbin), spec.timeout)
+    program = find_kernels(spec.xclbin)
+    card = bindings.card_open(name, program.path, program.kernels, spec.timeout)
     try:
         with Scratch(spec.directory, size, spec.block_bytes) as scratch:
             config = DeviceConfig("xrt", scratch.fd, spec.buffers, spec.block_bytes, card, spec.p2p)

@@ -76,7 +76,8 @@ def describe_card(card: dict[str, Any], xclbin: dict[str, Any] | None) -> list[t
     if card["xclbin_uuid"]:
         rows.append(("loaded", f"xclbin {card['xclbin_uuid']}"))
     if xclbin:
-        rows.append(("kernels", f"{xclbin['file']}, {xclbin['uuid']}, for {xclbin['platform']}"))
+        rows.append(("xclbin", f"{xclbin['file']}, {xclbin['uuid']}, for {xclbin['platform']}"))
+        rows.append(("kernels", ", ".join(xclbin["kernels"])))
     if nvme := card["nvme"]:
         rows.append(("drive", ", ".join(filter(None, (nvme["name"], nvme["bdf"], nvme["model"], *nvme["blocks"])))))
     rows.append(("P2P", card["p2p"]))

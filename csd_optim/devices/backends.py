@@ -10,6 +10,7 @@ from typing import Any
 
 from ..bindings import IO_DEPTH
 from .units import parse_bytes, parse_rate, parse_seconds
+from .xclbin import RULES
 
 DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
 DEFAULT_DEPTH = IO_DEPTH  # requests in flight on a file system
@@ -134,7 +135,7 @@ BACKENDS = {
             _STORE_OPTIONS + _XRT_OPTIONS + _ANY_OPTIONS,
             has_file=True,
             on_card=True,
-            rules=frozenset({"adamw"}),
+            rules=RULES,
             block_bytes=CARD_BLOCK,
         ),
         Backend(

@@ -6,8 +6,8 @@ import errno
 import os
 import struct
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 from xml.sax.saxutils import quoteattr
@@ -64,10 +64,16 @@ def _kernel(ports: int) -> Kernel:
     )
 
 
-# As csd_kernel.h has them; a test compares them with the kernels themselves. Without those that are not required, cards
-# keep states as fp32 only.
-KERNELS: Mapping[str, Kernel] = {"csd_adamw_update": _kernel(4), "csd_adamw_8bit_update": _kernel(3)}
-REQUIRED = frozenset({"csd_adamw_update"})
+# The kernels that we know, as csd_kernel.h has them; a test compares them with the sources. Each is for an update rule
+# (UpdateRule.name), and has as many ports as that may have sections; or for codes of its states.
+_PORTS = {"adamw": 4, "adamw_8bit": 3, "adam": 4, "adam_8bit": 3, "sgd": 2, "adagrad": 2, "rmsprop": 4, "lion": 2}
+KERNELS: Mapping[str, Kernel] = {f"csd_{of}_update": _kernel(ports) for of, ports in _PORTS.items()}
+RULES = frozenset(of for of in _PORTS if not of.endswith("_8bit"))
+
+
+def kernel_for(rule: str, state_dtype: str) -> str:
+    """The name of the kernel for a rule of RULES, on states that are kept as "fp32" or as codes."""
+    return f"csd_{rule}_update" if state_dtype == "fp32" else f"csd_{rule}_{state_dtype}_update"
 
 
 # ---- reading ---------------------------------------------------------------------
@@ -101,10 +107,11 @@ def read_xclbin(path: str | os.PathLike[str]) -> Xclbin:
     return Xclbin(path, uuid.UUID(bytes=identity), _text(platform), MODES.get(mode, ""), kernels)
 
 
-def find_kernels(named: Path | None = None) -> Path:
+def find_kernels(named: Path | None = None, needed: Collection[str] = ()) -> Xclbin:
     """The file with our kernels: `named` by the user, else in CSD_OPTIM_XCLBIN, else where `make install` puts it.
 
-    Raises CSDUnavailableError if it is not there or is not ours.
+    `needed`: names of KERNELS that it has to have; one at least in any case. Its `kernels` are those of ours.
+    Raises CSDUnavailableError if it is not there, is not ours or lacks one.
     """
     path = (named or settings.xclbin() or Path(INSTALLED)).resolve()
     try:
@@ -115,14 +122,20 @@ def find_kernels(named: Path | None = None) -> Path:
         ) from e
     except CSDStoreError as e:
         raise CSDUnavailableError(errno.ENOEXEC, str(e)) from e
-    if missing := REQUIRED - set(found.kernels):
-        there_are = ", ".join(found.kernels) or "none"
+    ours = tuple(name for name in found.kernels if name in KERNELS)
+    there_are = ", ".join(found.kernels) or "none"
+    if not ours:
+        raise CSDUnavailableError(
+            errno.ENOEXEC, f"{path} has no kernel of ours; it has {there_are}. Build one (docs/smartssd.md)"
+        )
+    if missing := [name for name in needed if name not in ours]:
+        rule = missing[0].removeprefix("csd_").removesuffix("_update")
         raise CSDUnavailableError(
             errno.ENOEXEC,
-            f"{path} has no kernel {min(missing)}; it has {there_are}. It is another program's, or an older one: build "
-            "ours (docs/smartssd.md)",
+            f"{path} has no kernel {missing[0]}; it has {there_are}. Build one that does: "
+            f"make -C hls_kernels RULE={rule} (docs/smartssd.md, step 6)",
         )
-    return path
+    return replace(found, kernels=ours)
 
 
 def _read(file: BinaryIO, size: int, path: Path) -> bytes:

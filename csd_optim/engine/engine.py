@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,9 +44,10 @@ class Engine:
         tile_elems: int | None = None,
         shadow: bool = True,
         in_place: bool = True,
+        kernels: Collection[str] = (),
     ) -> None:
         self.mode = mode
-        self.devices: OpenDevices = OpenDevices(specs, mode=mode, in_place=in_place)
+        self.devices: OpenDevices = OpenDevices(specs, mode=mode, in_place=in_place, kernels=kernels)
         self.tile_elems = tile_elems
         self.slots = 2 if shadow else 1
         self.extents: list[Extent] = []

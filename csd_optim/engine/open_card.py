@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import warnings
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,10 @@ from ..store.file import StoreFile
 from ..store.format import PAGE
 
 
-def open_card(spec: DeviceSpec, cards: dict[str, Any]) -> DeviceSpec:
+def open_card(spec: DeviceSpec, cards: dict[str, Any], kernels: Collection[str] = ()) -> DeviceSpec:
     """Opens the card that `spec` names, and adds its handle to `cards`, by name: also if it is refused afterwards.
+
+    `kernels`: those that its xclbin has to have.
 
     Returns the spec with the card's own name and a directory. Raises CSDValueError if it is among `cards` already,
     CSDUnavailableError, CSDOSError. Warns of what makes it slow.
@@ -28,8 +31,9 @@ def open_card(spec: DeviceSpec, cards: dict[str, Any]) -> DeviceSpec:
     if card.name in cards:
         raise CSDValueError(f"Invalid devices: card {card.name} is named twice, the second time as '{spec}'")
     directory = card.place(spec.directory)
+    program = find_kernels(spec.xclbin, kernels)
     with defer_signals():  # else nobody would close it
-        handle = bindings.card_open(card.name, find_kernels(spec.xclbin), spec.timeout)
+        handle = bindings.card_open(card.name, program.path, program.kernels, spec.timeout)
         cards[card.name] = handle
     if spec.p2p != "0" and bindings.card_has_p2p(handle):
         place = directory if directory.is_dir() else directory.parent

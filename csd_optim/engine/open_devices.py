@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,18 @@ log: logging.Logger = logging.getLogger("csd_optim")
 class OpenDevices:
     """Devices that belong to this process from now to `close()`, in the order of `specs`, or of stores taken up.
 
-    `in_place`: what lies in memory alone is updated there; no: a step can be undone. Raises what `StoreFile` and
-    open_card() raise; then nothing is left open.
+    `in_place`: what lies in memory alone is updated there; no: a step can be undone. `kernels`: see open_card().
+    Raises what `StoreFile` and open_card() raise; then nothing is left open.
     """
 
-    def __init__(self, specs: Sequence[DeviceSpec], *, mode: Mode = "new", in_place: bool = True) -> None:
+    def __init__(
+        self,
+        specs: Sequence[DeviceSpec],
+        *,
+        mode: Mode = "new",
+        in_place: bool = True,
+        kernels: Collection[str] = (),
+    ) -> None:
         self.specs: list[DeviceSpec] = list(specs)
         self.stores: list[StoreFile | None] = []
         self.shares = shares_of(self.specs)  # that the devices have of extents to come; None: equal ones
@@ -38,7 +45,7 @@ class OpenDevices:
         self._in_place = in_place
         self._cards: dict[str, Any] = {}  # by name
         try:
-            self.specs = [open_card(spec, self._cards) if spec.kind.on_card else spec for spec in self.specs]
+            self.specs = [open_card(spec, self._cards, kernels) if spec.kind.on_card else spec for spec in self.specs]
             for spec in self.specs:
                 store: StoreFile | None = None
                 if spec.directory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import get_args
 
 from ..devices.spec import DeviceSpec
@@ -21,11 +21,13 @@ def open_engine(
     tile_elems: int | None = None,
     shadow: bool = True,
     ranks: Ranks | None = None,
+    kernels: Collection[str] = (),
 ) -> Engine:
     """The engine for these devices, of one of `ranks`: then a collective, and raises on all of them or on none.
 
-    With mode "resume" or "read" an existing store is taken up: see recover(). Raises what the engine raises,
-    CSDStoreError when stores do not belong together, CSDValueError if the ranks do not want the same.
+    With mode "resume" or "read" an existing store is taken up: see recover(). `kernels`: see open_card().
+    Raises what the engine raises, CSDStoreError when stores do not belong together, CSDValueError if the ranks do not
+    want the same.
     """
     durable = any(s.durable for s in specs)
     in_memory = all(s.kind.in_memory for s in specs)
@@ -43,7 +45,7 @@ def open_engine(
         with all_ranks_or_none(ranks):
             # In memory nothing fails; but a step that fails on another rank's disk has to be undone there, too.
             in_place = all(in_memory for _, _, in_memory in said)
-            engine = Engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, in_place=in_place)
+            engine = Engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, in_place=in_place, kernels=kernels)
         if durable:
             engine.committer = committer = DurableCommitter(engine, ranks)
             if mode in ("resume", "read"):

@@ -26,8 +26,9 @@ from ..checkpoint import files
 from ..checkpoint import snapshot as checkpoint
 from ..checkpoint import state_dict as stored
 from ..compression.policy import check_topk
-from ..devices.spec import parse_devices
+from ..devices.spec import DeviceSpec, parse_devices
 from ..devices.units import parse_bytes
+from ..devices.xclbin import kernel_for
 from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
 from ..distributed.sharding import whole_of
 from ..engine.engine import Engine
@@ -177,7 +178,7 @@ class CSDOptimizer(Optimizer, Joinable):
         # Declares that step() handles the loss scale itself; GradScaler then accepts fp16 gradients.
         self._step_supports_amp_scaling = True
         mode: Mode = "resume" if resume else "overwrite" if overwrite else "new"
-        self._attach(open_engine(specs, mode=mode, tile_elems=tile_size, shadow=shadow, ranks=self._ranks))
+        self._open(specs, self._ranks, mode)
         if resume:
             try:
                 self._adopt_store()
@@ -216,7 +217,10 @@ class CSDOptimizer(Optimizer, Joinable):
             record, self.user_state = found
             self._trained = record.seconds
 
-    def _attach(self, engine: Engine) -> None:
+    def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
+        kernel = kernel_for(self._rule.name, self.state_dtype)
+        tile_elems, shadow = self._options["tile_size"], bool(self._options["shadow"])
+        engine = open_engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, ranks=ranks, kernels=[kernel])
         self._engine = engine
         # Dropped, or forgotten at exit: closes without a word.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
@@ -463,12 +467,10 @@ class CSDOptimizer(Optimizer, Joinable):
             self.state = defaultdict(dict, {k: v.value if isinstance(v, _Box) else v for k, v in entries.items()})
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if fresh:
-            options = self._options
-            shadow = bool(options["shadow"])
             specs = parse_devices(self.devices)
             # Nameless, a copy has nothing to agree on with the other ranks, which need not make one.
             ranks = self._ranks if any(spec.durable for spec in specs) else None
-            self._attach(open_engine(specs, tile_elems=options["tile_size"], shadow=shadow, ranks=ranks))
+            self._open(specs, ranks)
 
     def __repr__(self) -> str:
         engine = self._engine

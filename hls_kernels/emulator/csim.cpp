@@ -2,49 +2,68 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <type_traits>
 
 #include "emulator.h"
 #include "kernel.h"
+#include "kernels.h"
 
+namespace csd::emulator {
 namespace {
 
 // What a register of the kernel holds, as the argument that it stands for. An address is one of a whole word.
-const Word *argument(const void *address) {
-  if ((uintptr_t)address % kWordBytes) throw std::invalid_argument("an address is not a multiple of 64 bytes");
-  return static_cast<const Word *>(address);
+template <typename Argument>
+Argument take(void *const *&buffers, const uint32_t *&numbers) {
+  if constexpr (std::is_pointer_v<Argument>) {
+    if ((uintptr_t)*buffers % kWordBytes) throw std::invalid_argument("an address is not a multiple of 64 bytes");
+    return static_cast<Argument>(*buffers++);
+  } else {
+    return *numbers++;
+  }
 }
-Word *argument(void *address) { return const_cast<Word *>(argument(static_cast<const void *>(address))); }
-uint32_t argument(uint32_t number) { return number; }
 
-template <typename Kernel, typename... Arguments>
-const char *run(Kernel kernel, Arguments... arguments) {
+template <typename... Arguments>
+void call(void (*kernel)(Arguments...), void *const *buffers, const uint32_t *numbers) {
+  // Braces: evaluated from left to right.
+  std::apply(kernel, std::tuple<Arguments...>{take<Arguments>(buffers, numbers)...});
+}
+
+template <auto kernel>
+void run(void *const *buffers, const uint32_t *numbers) {
+  call(kernel, buffers, numbers);
+}
+
+constexpr Kernel kKernels[] = {
+    {"csd_adamw_update", 4, run<csd_adamw_update>},
+    {"csd_adam_update", 4, run<csd_adam_update>},
+    {"csd_sgd_update", 2, run<csd_sgd_update>},
+    {"csd_adagrad_update", 2, run<csd_adagrad_update>},
+    {"csd_rmsprop_update", 4, run<csd_rmsprop_update>},
+    {"csd_lion_update", 2, run<csd_lion_update>},
+    {"csd_adamw_8bit_update", 3, run<csd_adamw_8bit_update>},
+    {"csd_adam_8bit_update", 3, run<csd_adam_8bit_update>},
+};
+
+}  // namespace
+
+const Kernel *kernel_named(std::string_view name) {
+  for (const Kernel &kernel : kKernels)
+    if (kernel.name == name) return &kernel;
+  return nullptr;
+}
+
+}  // namespace csd::emulator
+
+const char *csd_csim_run(const char *kernel, void *const *buffers, const uint32_t *numbers) {
   static thread_local std::string why;
+  const csd::emulator::Kernel *const found = csd::emulator::kernel_named(kernel);
+  if (!found) return "there is no such kernel";
   try {
-    kernel(argument(arguments)...);
+    found->run(buffers, numbers);
     return nullptr;
   } catch (const std::exception &e) {
     why = e.what();
     return why.c_str();
   }
-}
-
-}  // namespace
-
-const char *csd_csim_update(const void *tile_in_0, const void *tile_in_1, const void *tile_in_2, const void *tile_in_3,
-                            const void *grad, const void *entries, const void *segments, void *tile_out_0,
-                            void *tile_out_1, void *tile_out_2, void *tile_out_3, void *param, void *report,
-                            uint32_t n_words, uint32_t sections, uint32_t n_segments, uint32_t grad_words,
-                            uint32_t entry_words, uint32_t param_words, uint32_t sum_words) {
-  return run(csd_adamw_update, tile_in_0, tile_in_1, tile_in_2, tile_in_3, grad, entries, segments, tile_out_0,
-             tile_out_1, tile_out_2, tile_out_3, param, report, n_words, sections, n_segments, grad_words, entry_words,
-             param_words, sum_words);
-}
-
-const char *csd_csim_8bit_update(const void *tile_in_0, const void *tile_in_1, const void *tile_in_2, const void *grad,
-                                 const void *entries, const void *segments, void *tile_out_0, void *tile_out_1,
-                                 void *tile_out_2, void *param, void *report, uint32_t n_words, uint32_t sections,
-                                 uint32_t n_segments, uint32_t grad_words, uint32_t entry_words, uint32_t param_words,
-                                 uint32_t sum_words) {
-  return run(csd_adamw_8bit_update, tile_in_0, tile_in_1, tile_in_2, grad, entries, segments, tile_out_0, tile_out_1,
-             tile_out_2, param, report, n_words, sections, n_segments, grad_words, entry_words, param_words, sum_words);
 }

@@ -191,32 +191,23 @@ class Memory {
 
 // ---- The kernels ----------------------------------------------------------------------
 
-// A kernel as g++ compiled it. It has `ports` ports for a tile each way, and its arguments are in one order with any
-// number of them.
-struct Kernel {
-  const char *name;
-  uint32_t ports;
-  const char *(*run)(const Kernel &, const uint8_t *registers, const Memory &);  // nullptr, or why it never ends
-
-  // The registers of `tile_out_0` and `param`.
-  uint32_t tile_out() const { return kFirstArgument + (ports + 3) * kPointerBytes; }
-  uint32_t param() const { return kFirstArgument + (2 * ports + 3) * kPointerBytes; }
-};
-
-template <auto update>
+// One run with what is in the registers. Returns nullptr, or why it never ends.
 const char *run_kernel(const Kernel &kernel, const uint8_t *registers, const Memory &memory) {
-  return call(update, registers, [&](uint64_t address) {
-    void *place = memory.at(address, 1);
-    if (!place) {
+  void *buffers[kMostBuffers];
+  uint32_t numbers[kNumbers];
+  for (uint32_t i = 0; i < kernel.buffers(); i++) {
+    uint64_t address;
+    memcpy(&address, registers + register_of_buffer(i), sizeof address);
+    buffers[i] = memory.at(address, 1);
+    if (!buffers[i]) {
       say("%s was given the address 0x%" PRIx64 ", which is in no buffer", kernel.name, address);
       _exit(1);
     }
-    return place;
-  });
+  }
+  for (uint32_t i = 0; i < kNumbers; i++)
+    memcpy(&numbers[i], registers + register_of_number(kernel, i), sizeof numbers[i]);
+  return csd_csim_run(kernel.name, buffers, numbers);
 }
-
-constexpr Kernel kKernels[] = {{"csd_adamw_update", 4, run_kernel<csd_csim_update>},
-                               {"csd_adamw_8bit_update", 3, run_kernel<csd_csim_8bit_update>}};
 
 const Kernel *kernel_of_run;  // in the child of a run: for the handler below
 const Memory *memory_of_run;
@@ -290,7 +281,7 @@ class Unit {
     action.sa_flags = SA_SIGINFO;
     sigaction(SIGSEGV, &action, nullptr);
     sigaction(SIGBUS, &action, nullptr);
-    const char *why_not = kernel_.run(kernel_, registers_.data(), memory_);
+    const char *why_not = run_kernel(kernel_, registers_.data(), memory_);
     if (why_not) say("%s", why_not);
     _exit(why_not ? 1 : 0);
   }
@@ -360,8 +351,8 @@ class Card {
       std::string kernel;
       uint64_t address;
       while (lines >> kernel >> std::hex >> address)
-        for (const Kernel &ours : kKernels)  // others are there, but do nothing
-          if (kernel == ours.name) units_.try_emplace(address, ours, memory_);
+        if (const Kernel *const ours = kernel_named(kernel))  // others are there, but do nothing
+          units_.try_emplace(address, *ours, memory_);
       if (!lines.eof()) {
         say("the xclbin was not made for this emulator");
         return Answer().number(1, 0);
@@ -435,7 +426,9 @@ class Card {
     if (fault_.is("hang", run)) return unit.hang();
     const Kernel &kernel = unit.kernel();
     if (!lost_)
-      unit.start(fault_.is("garble", run) ? kernel.tile_out() : fault_.is("params", run) ? kernel.param() : 0);
+      unit.start(fault_.is("garble", run)   ? register_of_buffer(kernel.tile_out())
+                 : fault_.is("params", run) ? register_of_buffer(kernel.param())
+                                            : 0);
   }
 
   Answer read_at(uint64_t address, uint64_t bytes) {

@@ -427,9 +427,11 @@ struct csd_pace {
 /* ---- Cards --------------------------------------------------------------- */
 
 /* Opens a card by XRT's index ("0") or its PCIe address ("0000:65:00.1"), and loads the kernels in the file `xclbin`.
- * All who open one share it. A kernel that has not come to its end after `timeout_ms` hangs, and the card is lost to
- * this process. */
-int csd_card_open(const char *name, const char *xclbin, uint32_t timeout_ms, csd_card **out, csd_error *error);
+ * `kernels`: their names, with a space in between; there is one for each update rule, and others are left alone. All who
+ * open a card share it. A kernel that has not come to its end after `timeout_ms` hangs, and the card is lost to this
+ * process. */
+int csd_card_open(const char *name, const char *xclbin, const char *kernels, uint32_t timeout_ms, csd_card **out,
+                  csd_error *error);
 int csd_card_close(csd_card *card, csd_error *error);
 int32_t csd_card_has_p2p(const csd_card *card); /* can a drive reach its memory? */
 
@@ -441,7 +443,8 @@ typedef struct csd_card_rates {
   double drive_to_card,
       card_to_drive;         /* bytes per second by P2P, as the engine moves states; 0 where there is no P2P */
   double to_card, from_card; /* bytes per second by DMA */
-  double kernel;             /* parameters per second: fp16 gradients and parameters, tiles of 1 Mi elements */
+  double kernel;             /* parameters per second of the first of its kernels: AdamW's if it is there; fp16
+                              * gradients and parameters, tiles of 1 Mi elements */
 } csd_card_rates;
 
 /* Measures a device with a card that no engine uses at the time. `bytes` of its file from `offset` on are

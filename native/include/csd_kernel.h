@@ -2,7 +2,9 @@
 // (native/src/device_xrt.cpp), the kernel (hls_kernels/) and their tests. Everything is little-endian and in units of
 // one *word*: 512 bits, what a port of the FPGA moves in a cycle.
 //
-// There are two kernels: for states as they are, and for codes of them (csd_codec); what is said here holds for both.
+// There is a kernel for each update rule with its variants, a type of rules.h, and for those whose states codes can keep
+// (csd_codec) another one; what is said here holds for all of them. A run has segments of its kernel's rule only. Adam's
+// takes AdamW's as well.
 //
 // One run updates one tile, whatever lies in it. Each argument is one linear array, so that the FPGA reads and writes
 // long bursts:
@@ -67,12 +69,15 @@ static_assert(sizeof(csd_sums) == kWordBytes, "the sums of a chunk are one word"
 
 constexpr uint32_t kLeastSumWords = 64;  // the least `sum_words`: 4 KiB
 
-// The kernel for fp32. `tile_in` and `tile_out` may be the same memory: a word is read before it is written. Each is given four
-// times, once per section, because that is four ports, which work at the same time; all four are the tile's first byte.
-// Those of sections that there are not are not touched.
+// The kernels for fp32. `tile_in` and `tile_out` may be the same memory: a word is read before it is written. Each is
+// given several times, once per section that the rule's tiles may have, because that is as many ports, which work at the
+// same time; all are the tile's first byte. Those of sections that there are not are not touched.
 //
-//   csd_adamw_update(tile_in_0 .. tile_in_3, grad, entries, segments, tile_out_0 .. tile_out_3, param, report,
-//                    n_words, sections, n_segments, grad_words, entry_words, param_words, sum_words)
+//   csd_adamw_update, csd_adam_update, csd_rmsprop_update
+//       (tile_in_0 .. tile_in_3, grad, entries, segments, tile_out_0 .. tile_out_3, param, report,
+//        n_words, sections, n_segments, grad_words, entry_words, param_words, sum_words)
+//   csd_sgd_update, csd_adagrad_update, csd_lion_update
+//       (tile_in_0 .. tile_in_1, grad, entries, segments, tile_out_0 .. tile_out_1, param, report, and so on)
 
 // ---- Codes --------------------------------------------------------------------------------
 //
@@ -96,8 +101,8 @@ struct csd_coded_sums {
 };
 static_assert(sizeof(csd_coded_sums) == kWordBytes, "the sums of a chunk are one word");
 
-// The kernel for codes. Again `tile_in` and `tile_out` may be the same memory, and each is given once per port, as the
+// The kernels for codes. Again `tile_in` and `tile_out` may be the same memory, and each is given once per port, as the
 // tile's first byte: for the parameters, for corrections and ratios, and for all others.
 //
-//   csd_adamw_8bit_update(tile_in_0 .. tile_in_2, grad, entries, segments, tile_out_0 .. tile_out_2, param, report,
-//                         n_words, sections, n_segments, grad_words, entry_words, param_words, sum_words)
+//   csd_adamw_8bit_update, csd_adam_8bit_update
+//       (tile_in_0 .. tile_in_2, grad, entries, segments, tile_out_0 .. tile_out_2, param, report, and so on)

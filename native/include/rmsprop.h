@@ -37,7 +37,7 @@ struct RMSprop {
 
   void update(float (&state)[4], float grad) const {
     float &master = state[0], &square_avg = state[1], &grad_avg = state[2];
-    float &momentum_buffer = four ? state[3] : state[2];
+    const float momentum_buffer = four ? state[3] : state[2];  // a value: an FPGA has no references to choose from
     const float g = decayed_grad(grad * grad_scale, weight_decay, master);
     square_avg = square_avg * alpha + one_minus_alpha * g * g;
     float variance = square_avg;
@@ -45,12 +45,10 @@ struct RMSprop {
       grad_avg = grad_avg * alpha + g * one_minus_alpha;
       variance = square_avg - grad_avg * grad_avg;
     }
-    const float denom = sqrtf(variance) + eps;
-    if (has_momentum) {
-      momentum_buffer = momentum_buffer * momentum + g / denom;
-      master = master - lr * momentum_buffer;
-    } else {
-      master = master - lr * g / denom;
-    }
+    const float ratio = (has_momentum ? g : lr * g) / (sqrtf(variance) + eps);  // there is one divider, too
+    const float moved = momentum_buffer * momentum + ratio;
+    if (has_momentum && four) state[3] = moved;
+    if (has_momentum && !four) state[2] = moved;
+    master = master - (has_momentum ? lr * moved : ratio);
   }
 };

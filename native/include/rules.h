@@ -3,7 +3,7 @@
 // A rule is a type that is made of a step's csd_hyper, and whose `update(float (&state)[4], float grad) const` takes
 // one element of each section to the next step. It touches the first sections only, the fp32 master being the first,
 // and multiplies the gradient by c[CSD_GRAD_SCALE]. Numbers that share a type are variants: where a loop is compiled,
-// `rule` is known, so that what depends on it costs nothing. HLS kernels compile the same type (hls_kernels/stages.h).
+// `rule` is known, so that what depends on it costs nothing. HLS kernels compile the same type (hls_kernels/update.h).
 #pragma once
 #include "adagrad.h"
 #include "adam.h"

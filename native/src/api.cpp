@@ -70,9 +70,11 @@ static_assert(noexcept(std::declval<const csd::Card &>().has_p2p()) && noexcept(
 
 }  // namespace
 
-int csd_card_open(const char *name, const char *xclbin, uint32_t timeout_ms, csd_card **out, csd_error *error) {
-  return guarded(error,
-                 [&] { *out = new csd_card{csd::Card::open(name, xclbin, std::chrono::milliseconds(timeout_ms))}; });
+int csd_card_open(const char *name, const char *xclbin, const char *kernels, uint32_t timeout_ms, csd_card **out,
+                  csd_error *error) {
+  return guarded(error, [&] {
+    *out = new csd_card{csd::Card::open(name, xclbin, kernels, std::chrono::milliseconds(timeout_ms))};
+  });
 }
 
 int csd_card_close(csd_card *card, csd_error *error) {

@@ -78,7 +78,8 @@ void leave_first() {  // what is registered last comes first
 
 // ---- Opened once per process ------------------------------------------------
 
-std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xclbin, milliseconds timeout) {
+std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xclbin, const std::string &kernels,
+                                 milliseconds timeout) {
   Cards &all = Cards::get();
   if (all.owner != 0 && all.owner != getpid())
     throw Failure{CSD_EDEVICE,
@@ -91,7 +92,7 @@ std::shared_ptr<Card> Card::open(const std::string &name, const std::string &xcl
     if (all.owner.exchange(getpid()) == 0) pthread_atfork(nullptr, nullptr, leave_first);
     all.opened[name] = card;
     try {
-      card->guarded("being opened", [card] { card->open_now(); });
+      card->guarded("being opened", [card, kernels] { card->open_now(kernels); });
     } catch (...) {
       if (!card->lost_) all.opened.erase(name);
       throw;
@@ -112,12 +113,16 @@ void Card::close(std::shared_ptr<Card> card) {
 }
 
 Card::Card(std::string name, std::string xclbin, milliseconds timeout)
-    : xrt_(Xrt::get()), name_(std::move(name)), xclbin_(std::move(xclbin)), timeout_(timeout) {
+    : xrt_(Xrt::get()),
+      name_(std::move(name)),
+      xclbin_(std::move(xclbin)),
+      timeout_(timeout),
+      kernels_(all_kernels().size()) {
   const char *mode = getenv("XCL_EMULATION_MODE");
   emulated_ = mode && *mode;
 }
 
-void Card::open_now() try {
+void Card::open_now(const std::string &kernels) try {
   const HandlersKept kept;
   errno = 0;
   const bool is_index = std::all_of(name_.begin(), name_.end(), [](char c) { return c >= '0' && c <= '9'; });
@@ -137,26 +142,43 @@ void Card::open_now() try {
   }
   unsigned char uuid[16];
   if (xrt_.device_xclbin_uuid(device_, uuid)) fail("XRT does not say which kernels are loaded", errno);
-  for (uint32_t codec = 0; codec < kCodecs; codec++) {
-    const auto [name, ports] = kKernels[codec];
+  for (size_t i = 0; i < kernels_.size(); i++) {
+    const Kernel &kernel = all_kernels()[i];
+    if ((' ' + kernels + ' ').find(' ' + kernel.name + ' ') == std::string::npos) continue;
     errno = 0;
-    kernels_[codec] = xrt_.kernel_open(device_, uuid, name);
-    if (!kernels_[codec] && codec == CSD_FP32)  // without the others states are kept as they are
-      fail(xclbin_ + " has no kernel " + name + ": it is another program's; build ours (docs/smartssd.md)",
-           errno ? errno : ENOENT);
+    kernels_[i] = xrt_.kernel_open(device_, uuid, kernel.name.c_str());
+    if (!kernels_[i]) fail("XRT does not find the kernel " + kernel.name + " in " + xclbin_, errno ? errno : ENOENT);
     // One of another version may take a number where ours takes memory. What it reports is compared at each run, too.
-    if (kernels_[codec] && xrt_.kernel_arg_group(kernels_[codec], 2 * ports + 4) < 0)
-      fail(xclbin_ + " has a " + name + " of another version: build both from the same source", EPROTO);
+    if (xrt_.kernel_arg_group(kernels_[i], kernel.index(KernelArg::report)) < 0)
+      fail(xclbin_ + " has a " + kernel.name + " of another version: build both from the same source", EPROTO);
   }
+  first_kernel();  // throws
   has_p2p_ = maps_p2p();
 } catch (...) {
   close_now();
   throw;
 }
 
+Xrt::Handle Card::handle_of(const Kernel &kernel) const noexcept {
+  return kernels_[static_cast<size_t>(&kernel - all_kernels().data())];
+}
+
+bool Card::has_kernel(const Kernel &kernel) const noexcept { return handle_of(kernel) != nullptr; }
+
+const Kernel &Card::first_kernel() const {
+  for (const Kernel &kernel : all_kernels())
+    if (has_kernel(kernel)) return kernel;
+  fail(xclbin_ + " has none of our kernels: it is another program's; build ours (docs/smartssd.md)", ENOENT);
+}
+
+// Of whichever kernel: the others' lie in the same bank.
+uint32_t Card::memory_group(KernelArg arg) const {
+  const Kernel &kernel = first_kernel();
+  return static_cast<uint32_t>(xrt_.kernel_arg_group(handle_of(kernel), kernel.index(arg)));
+}
+
 bool Card::maps_p2p() const {
-  const Xrt::Handle buffer = xrt_.buffer_alloc(
-      device_, 1 << 20, kP2p, static_cast<uint32_t>(xrt_.kernel_arg_group(kernels_[CSD_FP32], kTileIn)));
+  const Xrt::Handle buffer = xrt_.buffer_alloc(device_, 1 << 20, kP2p, memory_group(KernelArg::tile_in));
   if (!buffer) return false;
   // Direct I/O needs a whole page; XRT's `noop` driver, for one, returns something else.
   void *const map = xrt_.buffer_map(buffer);
@@ -168,7 +190,7 @@ bool Card::maps_p2p() const {
 // There are systems on which P2P memory is mapped, and transfers fail.
 void Card::try_p2p(int fd, uint64_t offset) {
   guarded("trying P2P", [card = shared_from_this(), fd, offset] {
-    const CardBuffer page(card, kPage, kTileIn, true);
+    const CardBuffer page(card, kPage, KernelArg::tile_in, true);
     if (read_fully(fd, page.bytes(), kPage, offset) || write_fully(fd, page.bytes(), kPage, offset))
       card->has_p2p_ = false;
   });
@@ -221,8 +243,8 @@ void Card::lose(const std::string &why) {
 
 void Card::fail(const std::string &what, int os_errno) { throw Failure{CSD_EDEVICE, what, os_errno}; }
 
-Xrt::Handle Card::open_run(uint32_t codec) const {
-  const Xrt::Handle run = xrt_.run_open(kernels_[codec]);
+Xrt::Handle Card::open_run(const Kernel &kernel) const {
+  const Xrt::Handle run = xrt_.run_open(handle_of(kernel));
   if (!run) fail("cannot make a run of its kernel", errno);
   return run;
 }
@@ -260,8 +282,7 @@ CardBuffer::CardBuffer(std::shared_ptr<Card> card, uint64_t bytes, KernelArg arg
     : card_(std::move(card)), size_((bytes + kPage - 1) / kPage * kPage), p2p_(p2p) {
   // In emulation ordinary buffers are shared with the device, and a forgotten copy would go unnoticed; these are not.
   const uint64_t flags = p2p ? kP2p : card_->emulated_ ? kCacheable : kNormal;
-  const auto group = static_cast<uint32_t>(card_->xrt_.kernel_arg_group(card_->kernels_[CSD_FP32], arg));
-  handle_ = card_->xrt_.buffer_alloc(card_->device_, size_, flags, group);
+  handle_ = card_->xrt_.buffer_alloc(card_->device_, size_, flags, card_->memory_group(arg));
   if (!handle_)
     Card::fail(
         "no room for " + std::to_string(size_) + " bytes in its memory; fewer buffers or a smaller tile_size take less",

@@ -3,48 +3,29 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "card_kernels.h"
 #include "csd.h"
 #include "failure.h"
 #include "xrt.h"
 
 namespace csd {
 
-// The kernels (csd_kernel.h), by csd_codec. Their arguments are in one order, whatever the number of ports that they have
-// for a tile each way.
-struct Kernel {
-  const char *name;
-  int ports;
-};
-constexpr Kernel kKernels[] = {{"csd_adamw_update", 4}, {"csd_adamw_8bit_update", 3}};
-
-// The arguments of the first one; buffers are made for these. The others' lie in the same bank.
-enum KernelArg {
-  kTileIn = 0,
-  kGrad = 4,
-  kEntries = 5,
-  kSegments = 6,
-  kTileOut = 7,
-  kParam = 11,
-  kReport = 12,
-  kScalars = 13
-};
-
 class Card : public std::enable_shared_from_this<Card> {
  public:
-  // `name`: XRT's index, or a PCIe address. Throws Failure. To be closed as often as it was opened; its buffers and runs
+  // `name`: XRT's index, or a PCIe address; `kernels`: see csd_card_open. Throws Failure. To be closed as often as it was opened; its buffers and runs
   // first, because XRT crashes otherwise.
-  static std::shared_ptr<Card> open(const std::string &name, const std::string &xclbin,
+  static std::shared_ptr<Card> open(const std::string &name, const std::string &xclbin, const std::string &kernels,
                                     std::chrono::milliseconds timeout);
   static void close(std::shared_ptr<Card>);
 
   bool has_p2p() const noexcept { return has_p2p_; }
-  bool has_kernel(uint32_t codec) const noexcept { return codec < kCodecs && kernels_[codec]; }
+  bool has_kernel(const Kernel &) const noexcept;
+  const Kernel &first_kernel() const;     // of those that its xclbin has, which is one at least
   void try_p2p(int fd, uint64_t offset);  // see csd_card_try_p2p
 
   // XRT may never return: a driver hangs, an emulated device is gone. So whatever calls it runs on a thread of its own,
@@ -56,19 +37,21 @@ class Card : public std::enable_shared_from_this<Card> {
   std::chrono::milliseconds run_limit() const { return 4 * timeout_; }
 
   // The calls themselves, all from within guarded().
-  Xrt::Handle open_run(uint32_t codec) const;
+  Xrt::Handle open_run(const Kernel &) const;
   void set_arg(Xrt::Handle run, int index, Xrt::Handle buffer) const;
   void set_arg(Xrt::Handle run, int index, uint32_t value) const;
-  void execute(Xrt::Handle run);  // one at a time, of either kernel: all share the same memory; waits for its end
+  void execute(Xrt::Handle run);  // one at a time, of whichever kernel: all share the same memory; waits for its end
   void close_run(Xrt::Handle run) const;
   [[noreturn]] static void fail(const std::string &what, int os_errno);
 
  private:
   friend class CardBuffer;
   Card(std::string name, std::string xclbin, std::chrono::milliseconds timeout);
-  void open_now();
+  void open_now(const std::string &kernels);
   void close_now();
   bool maps_p2p() const;
+  uint32_t memory_group(KernelArg) const;
+  Xrt::Handle handle_of(const Kernel &) const noexcept;
   void lose(const std::string &why);
   void check();  // throws if it is lost
   bool lost() const { return lost_; }
@@ -76,8 +59,8 @@ class Card : public std::enable_shared_from_this<Card> {
   const Xrt &xrt_;
   const std::string name_, xclbin_;
   const std::chrono::milliseconds timeout_;
-  static constexpr uint32_t kCodecs = std::size(kKernels);
-  Xrt::Handle device_ = nullptr, kernels_[kCodecs] = {};
+  Xrt::Handle device_ = nullptr;
+  std::vector<Xrt::Handle> kernels_;  // beside all_kernels(); null: its xclbin has none
   std::atomic<bool> has_p2p_{false};
   bool emulated_ = false;
   uint32_t users_ = 0;  // guarded by the mutex of all cards

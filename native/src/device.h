@@ -123,8 +123,11 @@ class Device {
   // Does it leave out of a read the parameters among a tile's codes, where they are in host memory?
   virtual bool leaves_params() const { return reaches_params(); }
 
-  // Does it have that rule, which is one of rules.h? A card has those that its kernel was made for.
-  virtual bool has_rule(uint32_t) const { return true; }
+  // The kernel that it lacks for a rule of rules.h on states that are kept so (csd_codec), by its name; "": none. Cards
+  // have those of their xclbin.
+  virtual std::string lacking_kernel(uint32_t rule, uint32_t codec) const {
+    return static_cast<void>(rule), static_cast<void>(codec), std::string();
+  }
 
   // Can it keep states by that codec (csd_codec), with checksums of so many elements each? Again a card has its kernels.
   virtual bool has_codec(uint32_t codec, uint64_t sum_elems) const {

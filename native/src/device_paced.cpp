@@ -161,7 +161,9 @@ class PacedDevice : public Device {
   // A CSD has its drive's copy alone.
   bool leaves_params() const override { return host_ && device_->leaves_params(); }
   bool keeps_buffers() const override { return device_->keeps_buffers(); }
-  bool has_rule(uint32_t rule) const override { return device_->has_rule(rule); }
+  std::string lacking_kernel(uint32_t rule, uint32_t codec) const override {
+    return device_->lacking_kernel(rule, codec);
+  }
   std::vector<float *> allocate(uint32_t n, uint64_t tile, uint64_t section) override {
     return device_->allocate(n, tile, section);
   }

@@ -44,23 +44,22 @@ struct Frame {
   std::unique_ptr<CardBuffer> windows, entries;
   uint64_t n_entries = 0;
   const std::shared_ptr<Card> card;
-  Xrt::Handle runs[2] = {};  // by csd_codec, made when the first tile of its kind comes
+  std::unordered_map<const Kernel *, Xrt::Handle> runs;  // made when the first tile of its kind comes
 
   Frame(const std::shared_ptr<Card> &c, uint64_t bytes)
-      : grad(c, bytes, kGrad),
-        param(c, bytes, kParam),
-        segments(c, bytes, kSegments),
-        report(c, report_bytes(bytes / kLeastChunkBytes + 1), kReport),
+      : grad(c, bytes, KernelArg::grad),
+        param(c, bytes, KernelArg::param),
+        segments(c, bytes, KernelArg::segments),
+        report(c, report_bytes(bytes / kLeastChunkBytes + 1), KernelArg::report),
         card(c) {}
   ~Frame() {
-    for (const Xrt::Handle run : runs)
-      if (run) card->close_run(run);
+    for (const auto &[kernel, run] : runs) card->close_run(run);
   }
   Frame(const Frame &) = delete;
 
-  Xrt::Handle run(uint32_t codec) {
-    if (!runs[codec]) runs[codec] = card->open_run(codec);
-    return runs[codec];
+  Xrt::Handle run(const Kernel &kernel) {
+    const auto found = runs.find(&kernel);
+    return found != runs.end() ? found->second : runs[&kernel] = card->open_run(kernel);
   }
 };
 
@@ -73,24 +72,22 @@ uint32_t words(uint64_t elems, uint32_t dtype) {
   return static_cast<uint32_t>((elems * dtype_bytes(dtype) + kWordBytes - 1) / kWordBytes);
 }
 
-void set_args(Frame &frame, uint32_t codec, const CardBuffer &in, const CardBuffer &out, const Load &load,
+void set_args(Frame &frame, const Kernel &kernel, const CardBuffer &in, const CardBuffer &out, const Load &load,
               uint32_t n_words, uint32_t sections, uint32_t sum_words) {
   int arg = 0;
-  const Xrt::Handle run = frame.run(codec);
+  const Xrt::Handle run = frame.run(kernel);
   const auto set = [&](auto value) { frame.card->set_arg(run, arg++, value); };
-  for (int port = 0; port < kKernels[codec].ports; port++) set(in.handle());
+  for (int port = 0; port < kernel.ports; port++) set(in.handle());
   set(frame.grad.handle());
   set((load.entry_words ? *frame.entries : frame.grad).handle());  // a port wants some buffer
   set(frame.segments.handle());
-  for (int port = 0; port < kKernels[codec].ports; port++) set(out.handle());
+  for (int port = 0; port < kernel.ports; port++) set(out.handle());
   set(frame.param.handle());
   set(frame.report.handle());
   for (const uint32_t scalar :
        {n_words, sections, load.segments, load.grad_words, load.entry_words, load.param_words, sum_words})
     set(scalar);
 }
-
-uint32_t codec_of(const Tile &tile) { return tile.layout.coded() ? CSD_8BIT : CSD_FP32; }
 
 // What the kernel says of a chunk: the sums of the tile's sections, as they were read or as they were written.
 void take_sums(const Tile &tile, const csd_report &report, uint64_t chunk, bool out, uint32_t *sums) {
@@ -124,9 +121,18 @@ class XrtDevice : public FileDevice {
 
   bool p2p() const { return p2p_; }
   bool reaches_params() const override { return false; }
-  bool has_rule(uint32_t rule) const override { return rule == CSD_ADAMW || rule == CSD_AMSGRAD; }
+  std::string lacking_kernel(uint32_t rule, uint32_t codec) const override {
+    const auto is_for = [rule, codec](const Kernel &k) { return k.has_rule(rule) && k.codec == codec; };
+    const std::vector<Kernel> &all = all_kernels();
+    if (std::any_of(all.begin(), all.end(), [&](const Kernel &k) { return is_for(k) && card_->has_kernel(k); }))
+      return "";
+    return std::find_if(all.begin(), all.end(), is_for)->name;  // the engine has made sure that there is one
+  }
   bool has_codec(uint32_t codec, uint64_t sum_elems) const override {
-    return card_->has_kernel(codec) && (codec == CSD_FP32 || sum_elems % kPageElems == 0);
+    const std::vector<Kernel> &all = all_kernels();
+    return std::any_of(all.begin(), all.end(),
+                       [&](const Kernel &k) { return k.codec == codec && card_->has_kernel(k); }) &&
+           (codec == CSD_FP32 || sum_elems % kPageElems == 0);
   }
 
   std::vector<float *> allocate(uint32_t n, uint64_t bytes, uint64_t section_bytes) override {
@@ -137,7 +143,8 @@ class XrtDevice : public FileDevice {
         std::make_shared<std::pair<std::vector<std::shared_ptr<CardBuffer>>, std::vector<std::shared_ptr<Frame>>>>();
     card_->guarded("making buffers", [card = card_, made, bytes, section_bytes, p2p = p2p_, n] {
       auto own = decltype(made)::element_type();  // so that what was made before a failure goes here, too
-      for (uint32_t i = 0; i < n; i++) own.first.push_back(std::make_shared<CardBuffer>(card, bytes, kTileIn, p2p));
+      for (uint32_t i = 0; i < n; i++)
+        own.first.push_back(std::make_shared<CardBuffer>(card, bytes, KernelArg::tile_in, p2p));
       for (uint32_t i = 0; i < kFrames; i++) own.second.push_back(std::make_shared<Frame>(card, section_bytes));
       *made = std::move(own);
     });
@@ -179,7 +186,7 @@ class XrtDevice : public FileDevice {
       card_->guarded("making a buffer", [frame, n = work.n_entries] {
         frame->n_entries = 0;
         frame->entries.reset();
-        frame->entries = std::make_unique<CardBuffer>(frame->card, 4 * n, kEntries);
+        frame->entries = std::make_unique<CardBuffer>(frame->card, 4 * n, KernelArg::entries);
         frame->n_entries = n;
       });
     }
@@ -190,7 +197,7 @@ class XrtDevice : public FileDevice {
       if (p2p_) {
         if (!frame->windows)
           card_->guarded("making a buffer", [frame, bytes = tile_bytes_] {
-            frame->windows = std::make_unique<CardBuffer>(frame->card, bytes, kTileIn);
+            frame->windows = std::make_unique<CardBuffer>(frame->card, bytes, KernelArg::tile_in);
           });
         to = frame->windows->bytes();
       }
@@ -204,7 +211,7 @@ class XrtDevice : public FileDevice {
     const CardBuffer *const from = given && p2p_ ? frame->windows.get() : state.get();
     card_->guarded(
         "updating a tile",
-        [frame, state, from, bounce, load, codec = codec_of(tile), bytes = tile.layout.bytes(),
+        [frame, state, from, bounce, load, kernel = &kernel_for(tile, work), bytes = tile.layout.bytes(),
          n_words = static_cast<uint32_t>(tile.elems / kLanes), sections = tile.layout.n(),
          sum_words = static_cast<uint32_t>(tile.sum_elems / kLanes), report = report_bytes(tile.n_chunks())] {
           Card &card = *frame->card;
@@ -213,8 +220,8 @@ class XrtDevice : public FileDevice {
           frame->segments.to_device(uint64_t{kWordBytes} * load.segments);
           frame->report.to_device(report);
           if (bounce || from != state.get()) from->to_device(bytes);
-          set_args(*frame, codec, *from, *state, load, n_words, sections, sum_words);
-          card.execute(frame->run(codec));
+          set_args(*frame, *kernel, *from, *state, load, n_words, sections, sum_words);
+          card.execute(frame->run(*kernel));
           frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
           if (bounce) state->from_device(bytes);
           frame->report.from_device(report);  // last: a card that is gone meanwhile says so
@@ -223,6 +230,20 @@ class XrtDevice : public FileDevice {
 
     check(tile, work, *frame, load, given);
     scatter(tile, work, *frame);
+  }
+
+  // One that has the rules of all its parameters: those of an Adam may have AdamW's.
+  const Kernel &kernel_for(const Tile &tile, const Work &work) const {
+    const auto has_rules = [&](const Kernel &kernel) {
+      return std::all_of(tile.pieces, tile.pieces + tile.n_pieces, [&](const csd_piece &p) {
+        return !grad_of(p, tile, work) || kernel.has_rule(work.hypers[work.params[p.param].hyper].rule);
+      });
+    };
+    for (const Kernel &kernel : all_kernels())
+      if (card_->has_kernel(kernel) && kernel.takes(tile.layout.coded() ? CSD_8BIT : CSD_FP32, tile.layout.n()) &&
+          has_rules(kernel))
+        return kernel;
+    Card::fail("its xclbin has no kernel for all rules of tile " + std::to_string(tile.index), EPROTO);
   }
 
   static bool any_edited(const Tile &tile, const Work &work) {
@@ -397,8 +418,9 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
       call();
       return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     };
+    const Kernel &kernel = card->first_kernel();
     auto frame = std::make_shared<Frame>(card, 4 * kElems);
-    const auto state = std::make_shared<CardBuffer>(card, 12 * kElems, kTileIn);
+    const auto state = std::make_shared<CardBuffer>(card, 12 * kElems, KernelArg::tile_in);
     memset(state->bytes(), 0, 12 * kElems);
     state->to_device(12 * kElems);
     memset(frame->grad.bytes(), 0, 4 * kElems);
@@ -406,12 +428,12 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
       for (uint64_t i = 0; i < kRuns; i++) frame->grad.to_device(4 * kElems);
     });
     *reinterpret_cast<csd_segment *>(frame->segments.bytes()) = {
-        0, kElems, CSD_F16, CSD_F16, {CSD_ADAMW, {1, 0.9f, 0.1f, 0.999f, 0.001f, 0.001f, 1, 1e-8f, 1}}, 0, 0};
+        0, kElems, CSD_F16, CSD_F16, {kernel.rules[0], {1, 0.9f, 0.1f, 0.999f, 0.001f, 0.001f, 1, 1e-8f, 1}}, 0, 0};
     frame->segments.to_device(kWordBytes);
-    set_args(*frame, CSD_FP32, *state, *state, {1, kElems / 2 / kLanes, 0, kElems / 2 / kLanes}, kElems / kLanes, 3,
-             kElems / kLanes);
+    set_args(*frame, kernel, *state, *state, {1, kElems / 2 / kLanes, 0, kElems / 2 / kLanes}, kElems / kLanes,
+             kernel.sections, kElems / kLanes);
     seconds->kernel = timed([&] {
-      for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->run(CSD_FP32));
+      for (uint64_t i = 0; i < kRuns; i++) card->execute(frame->run(kernel));
     });
     seconds->out = timed([&] {
       for (uint64_t i = 0; i < kRuns; i++) frame->param.from_device(4 * kElems);

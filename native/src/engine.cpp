@@ -85,8 +85,10 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
                                       " sections, which update rule " + std::to_string(rule) + " does not take"};
       else if (t.layout.coded() && (!sections_of(rule).codes || params[param].param_dtype != t.param_dtype))
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has codes of another rule or dtype"};
-      else if (!lanes_[t.device].device->has_rule(rule))
-        throw Failure{CSD_EINVAL, "this device has no update rule " + std::to_string(rule), 0,
+      else if (const std::string kernel =
+                   lanes_[t.device].device->lacking_kernel(rule, t.layout.coded() ? CSD_8BIT : CSD_FP32);
+               !kernel.empty())
+        throw Failure{CSD_EINVAL, "the xclbin lacks the kernel " + kernel + " (docs/smartssd.md, step 6)", 0,
                       static_cast<int32_t>(t.device)};
       else if (params[param].master != CSD_IN_SECTION && !lanes_[t.device].device->reaches_params())
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " cannot be its own master on this device"};

@@ -63,8 +63,9 @@ void Engine::extend(const csd_extent &e, float **windows) {
     const Device &on = *lanes_[device[i]].device;
     if (!on.has_codec(e.codec, std::min(e.sum_elems, e.tile_elems)))
       throw Failure{CSD_EINVAL,
-                    on.has_codec(e.codec, e.tile_elems)
-                        ? "a checksum of codes covers a multiple of 4096 elements"
+                    on.has_codec(e.codec, e.tile_elems) ? "a checksum of codes covers a multiple of 4096 elements"
+                    : e.codec == CSD_FP32
+                        ? "states can be kept as codes only, because its xclbin lacks the kernel for fp32,"
                         : "states can be kept as fp32 only, because its xclbin lacks the kernel for codes,",
                     0, static_cast<int32_t>(device[i])};
   }

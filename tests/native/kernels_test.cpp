@@ -1,5 +1,5 @@
 // The kernels and their C-simulation, for compilers and sanitizers: tests/sanitize.py builds and runs this, and so does
-// tests/test_kernels.py, once more with streams that are no threads' (SEQUENTIAL), as Vitis simulates them.
+// tests/smartssd/test_kernels.py, once more with streams that are no threads' (SEQUENTIAL), as Vitis simulates them.
 // That the numbers are right to the last bit is checked by pytest at length; here that they are at all.
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,48 +13,68 @@
 #include "codec.h"
 #include "float16.h"
 #include "kernel.h"
+#include "lion.h"
 
 namespace {
 
 constexpr uint32_t kWords = 700, kElems = 16 * 300 + 5, kEvery = 7;  // one gradient in seven is not zero
-const csd_hyper kHyper{CSD_ADAMW, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f}};
+const csd_hyper kAdamW{CSD_ADAMW, {0.999f, 0.9f, 0.1f, 0.999f, 0.001f, 0.01f, 1.0f, 1e-8f, 1.0f}};
+const csd_hyper kLion{CSD_LION, {0.999f, 0.01f, 0.9f, 0.1f, 0.99f, 0.01f, 0.0f, 0.0f, 1.0f}};
+
+// What follows the tile's ports in a kernel's arguments.
+struct Rest {
+  Word *grad, *entries, *segments, *param, *report;
+  uint32_t grad_words, entry_words, param_words;
+};
+
+void run(const csd_hyper &hyper, Word *t, const Rest &r) {
+  if (hyper.rule == CSD_LION)
+    csd_lion_update(t, t, r.grad, r.entries, r.segments, t, t, r.param, r.report, kWords, 2, 1, r.grad_words,
+                    r.entry_words, r.param_words, kLeastSumWords);
+  else
+    csd_adamw_update(t, t, t, nullptr, r.grad, r.entries, r.segments, t, t, t, nullptr, r.param, r.report, kWords, 3, 1,
+                     r.grad_words, r.entry_words, r.param_words, kLeastSumWords);
+}
 
 // One bf16 segment in the middle of a tile, its gradients dense or sparse.
-void check_kernel(bool sparse) {
+template <typename Rule, uint32_t sections>
+void check_kernel(const csd_hyper &hyper, bool sparse) {
   constexpr uint32_t kFirst = 20, kHalves = (kElems + 31) / 32, kSection = 16 * kWords;
-  alignas(64) static float tile[3 * kSection], expected[3 * kSection];
+  alignas(64) static float tile[sections * kSection], expected[sections * kSection];
   alignas(64) static uint16_t grad[32 * kHalves], param[32 * kHalves];
   alignas(64) static uint32_t entries[kElems];
-  alignas(64) csd_segment segment{kFirst, kElems, CSD_BF16, CSD_BF16, kHyper, sparse, 0};
+  alignas(64) csd_segment segment{kFirst, kElems, CSD_BF16, CSD_BF16, hyper, sparse, 0};
   alignas(64) struct {
     csd_report head;
     csd_sums sums[(kWords + kLeastSumWords - 1) / kLeastSumWords];
   } report;
-  for (size_t i = 0; i < 3 * kSection; i++) tile[i] = expected[i] = (float)(i % 1013) / 512;
+  for (size_t i = 0; i < sections * kSection; i++) tile[i] = expected[i] = (float)(i % 1013) / 512;
   uint32_t count = 0;
   for (uint32_t i = 0; i < kElems; i++) {
     const uint32_t e = 16 * kFirst + i;
     const float g = i % kEvery ? 0 : (float)(i % 11) - 5;
     grad[i] = f32_to_bf16(g);
     if (g != 0) entries[++count] = e | (uint32_t)grad[i] << 16;
-    float state[4] = {expected[e], expected[kSection + e], expected[2 * kSection + e]};
-    AdamW(kHyper).update(state, g);
-    for (uint32_t section = 0; section < 3; section++) expected[section * kSection + e] = state[section];
+    float state[4] = {};
+    for (uint32_t section = 0; section < sections; section++) state[section] = expected[section * kSection + e];
+    Rule(hyper).update(state, g);
+    for (uint32_t section = 0; section < sections; section++) expected[section * kSection + e] = state[section];
   }
   entries[0] = count;
 
   auto words = [](void *memory) { return static_cast<Word *>(memory); };
-  Word *const t = words(tile), *const s = words(&segment), *const p = words(param), *const r = words(&report);
-  csd_adamw_update(t, t, t, nullptr, sparse ? nullptr : words(grad), sparse ? words(entries) : nullptr, s, t, t, t,
-                   nullptr, p, r, kWords, 3, 1, sparse ? 0 : kHalves, sparse ? count / 16 + 1 : 0, kHalves,
-                   kLeastSumWords);
+  run(hyper, words(tile),
+      {sparse ? nullptr : words(grad), sparse ? words(entries) : nullptr, words(&segment), words(param), words(&report),
+       sparse ? 0 : kHalves, sparse ? count / 16 + 1 : 0, kHalves});
   CHECK(memcmp(tile, expected, sizeof tile) == 0);
   for (uint32_t i = 0; i < kElems; i++) CHECK(param[i] == f32_to_bf16(expected[16 * kFirst + i]));
   CHECK(report.head.version == kKernelVersion && report.head.n_words == kWords && report.head.nonfinite == 0);
   CHECK(report.head.bad_entries == 0);
   const csd_sums &untouched = report.sums[9];  // chunks of 64 words; the segment ends in word 321
-  for (uint32_t section = 0; section < 4; section++) CHECK(untouched.in[section] == untouched.out[section]);
-  CHECK(untouched.in[0] != 0 && untouched.in[3] == 0);
+  for (uint32_t section = 0; section < 4; section++) {
+    CHECK(untouched.in[section] == untouched.out[section]);
+    CHECK((untouched.in[section] != 0) == (section < sections));
+  }
 }
 
 // Codes of `elems` elements and of a peak, as the kernel's ports see them: sections of whole pages.
@@ -209,8 +229,10 @@ void check_subnormals() {
 }  // namespace
 
 int main() {
-  check_kernel(false);
-  check_kernel(true);
+  for (const bool sparse : {false, true}) {
+    check_kernel<AdamW, 3>(kAdamW, sparse);
+    check_kernel<Lion, 2>(kLion, sparse);
+  }
   check_coded_kernel();
 #ifndef SEQUENTIAL
   check_streams();

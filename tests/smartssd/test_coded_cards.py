@@ -12,9 +12,13 @@ import numpy as np
 import torch
 from csd_optim import CSDStoreError, CSDValueError, bindings
 from csd_optim.bindings import HYPER, PARAM, PIECE, DeviceConfig
+from csd_optim.devices.xclbin import find_kernels
 
 TILE, TILES, SIZES, PAGE = 8192, 4, [12000, 70, 64, 10000], 4096
-XCLBIN = os.environ["CSD_OPTIM_XCLBIN"]
+
+def open_card(xclbin=None, seconds=30):
+    program = find_kernels(xclbin)
+    return bindings.card_open("0", program.path, program.kernels, seconds)
 
 def name(device, tile):
     return f"device {device}"
@@ -132,7 +136,7 @@ def test_the_bits_of_a_file(p2p):
     """Every dtype, with and without AMSGrad, dense and sparse gradients, and none; a step that is undone."""
     script(
         """
-        card = bindings.card_open("0", XCLBIN, 30)
+        card = open_card()
         for dtype in torch.float32, torch.float16, torch.bfloat16:
             for states in 3, 4:
                 runs = [Run(c, dtype, states, p2p=sys.argv[1]) for c in (None, card)]
@@ -160,7 +164,7 @@ def test_edited_states(p2p):
     """What somebody wrote is what the step begins with, whether or not there is a gradient, and again after an undo."""
     script(
         """
-        card = bindings.card_open("0", XCLBIN, 30)
+        card = open_card()
         for dtype in torch.float32, torch.bfloat16:
             runs = [Run(c, dtype, 4, p2p=sys.argv[1]) for c in (None, card)]
             for without in [], [0], [0, 1, 2, 3]:
@@ -185,7 +189,7 @@ def test_damaged_codes():
     """Of whichever section, and where the host would have put edits in them."""
     script(
         """
-        card = bindings.card_open("0", XCLBIN, 30)
+        card = open_card()
         starts = [0, 4, 6, 8, 10, 11, 13]  # pages of the sections in a slot, which has 14 of them
         for edits in False, True:
             for section, start in enumerate(starts):
@@ -220,7 +224,7 @@ def test_a_card_that_fails(fault, error, says):
     script(
         """
         import csd_optim
-        run = Run(bindings.card_open("0", XCLBIN, 1.5))
+        run = Run(open_card(seconds=1.5))
         run.step()
         refused(getattr(csd_optim, sys.argv[1]), sys.argv[2], run.step)
         run.close()
@@ -237,15 +241,14 @@ def test_a_card_without_the_kernel_refuses_codes():
     script(
         """
         from pathlib import Path
-        from csd_optim.devices.xclbin import KERNELS, find_kernels, write_emulated
-        card = bindings.card_open("0", XCLBIN, 30)
+        from csd_optim.devices.xclbin import KERNELS, write_emulated
+        card = open_card()
         refused(CSDValueError, "covers a multiple of 4096 elements on device 0", lambda: Run(card, sum_elems=1024))
         bindings.card_close(card, "0")
         older = Path("older.xclbin").resolve()
         only = {"csd_adamw_update": KERNELS["csd_adamw_update"]}
         write_emulated(older, "xilinx_u2_gen3x4_xdma_emulated", 2 << 30, only)
-        assert find_kernels(older) == older
-        card = bindings.card_open("0", older, 30)
+        card = open_card(older)
         refused(CSDValueError, "lacks the kernel for codes, on device 0", lambda: Run(card))
         Run(card, torch.float32, codec="fp32").close()
         """

@@ -334,27 +334,6 @@ def test_an_xclbin_comes_back(tmp_path):
     assert read_xclbin(tmp_path / "other").uuid != read.uuid
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_arguments_are_those_of_the_kernel(kernel):
-    """The table in xclbin.py against the C++ that is synthesised, and against the words of csd_kernel.h."""
-    source = (ROOT / "hls_kernels" / f"{kernel}.cpp").read_text()
-    arguments = re.search(rf"void {kernel}\(([^)]*)\)", source)[1].split(",")
-    buffers = [a.split("*")[1].strip() for a in arguments if "*" in a]
-    scalars = [a.split()[-1] for a in arguments if "*" not in a]
-    assert all(re.match(r"\s*(const )?Word \*", a) for a in arguments[: len(buffers)])
-    assert all(a.split()[0] == "uint32_t" for a in arguments[len(buffers) :])
-    assert KERNELS[kernel] == Kernel(tuple(buffers), tuple(scalars))
-
-    header = (ROOT / "native" / "include" / "csd_kernel.h").read_text()
-    described = re.search(rf"{kernel}\(([^)]*)\)", header)[1].replace("//", " ")
-    expanded = re.sub(
-        r"(\w+)_0 \.\. \1_(\d)",
-        lambda m: ", ".join(f"{m[1]}_{i}" for i in range(int(m[2]) + 1)),
-        " ".join(described.split()),
-    )
-    assert [a.strip() for a in expanded.split(",")] == [*buffers, *scalars]
-
-
 def test_only_what_is_needed_is_read(tmp_path):
     path = tmp_path / "large.xclbin"
     write_emulated(path, "a_platform", 1 << 30)

@@ -5,8 +5,6 @@ between what is written, and each port for itself. Subnormal numbers are zero to
 """
 
 import itertools
-import os
-import platform
 import re
 import shutil
 import subprocess
@@ -21,7 +19,7 @@ from csd_optim._emulator import ffi, lib
 from support.comparing import bits
 
 from csd_optim import bindings
-from csd_optim.devices.xclbin import INSTALLED
+from csd_optim.devices import xclbin
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "hls_kernels"
@@ -50,6 +48,13 @@ REPORT = np.dtype(
 )
 SUMS = np.dtype([("in", "u4", 4), ("out", "u4", 4), ("reserved", "u4", 8)])
 LEAST_SUM = 64  # words that a checksum covers
+
+
+# Number → sections that the rule updates, as rules.h has them.
+UPDATED = {
+    bindings.RULES[name.lower()]: int(n)
+    for name, n in re.findall(r"RULE\(CSD_(\w+), \w+, (\d)", (NATIVE[0] / "rules.h").read_text())
+}
 
 
 def hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8, step=3, grad_scale=1.0, amsgrad=False):
@@ -128,6 +133,16 @@ def expect(state, parts, isa):
     return state, params
 
 
+def csim(kernel, inputs, grad, entries, segments, outputs, param, report, *numbers):
+    """One run of a kernel, with addresses: None, or why it does not come to its end. For sections that there are not,
+    it is given null."""
+    ports = sum(name.startswith("tile_in") for name in xclbin.KERNELS[kernel].buffers)
+    tiles = ([*addresses, *[ffi.NULL] * (ports - len(addresses))] for addresses in (inputs, outputs))
+    buffers = [*next(tiles), grad, entries, segments, *next(tiles), param, report]
+    why = lib.csd_csim_run(kernel.encode(), ffi.new("void *[]", buffers), ffi.new("uint32_t[]", numbers))
+    return None if why == ffi.NULL else ffi.string(why).decode()
+
+
 def sums_of(rows, sum_words):
     """CRC-32C of each `sum_words` words of each section: [chunks, 4], zero where there is no section."""
     chunk = LANES * sum_words
@@ -139,7 +154,16 @@ def sums_of(rows, sum_words):
 
 
 def simulate(
-    state, parts, *, entries=(), bad_entries=0, in_place=False, isa=None, exact_nan=False, sum_words=LEAST_SUM
+    state,
+    parts,
+    *,
+    kernel="csd_adamw_update",
+    entries=(),
+    bad_entries=0,
+    in_place=False,
+    isa=None,
+    exact_nan=False,
+    sum_words=LEAST_SUM,
 ):
     """Runs the kernel on a tile, checks everything that comes out and returns it.
 
@@ -171,15 +195,13 @@ def simulate(
     table, report = Memory(len(parts), segments.view(np.uint32)), Memory(1 + -(-n_words // sum_words))
     buffer = Memory(len(entries) // LANES, entries)
 
-    def ports(memories):
-        return [m.address() for m in memories] + [ffi.NULL] * (4 - sections)
-
-    why = lib.csd_csim_update(
-        *ports(inputs),
+    why = csim(
+        kernel,
+        [m.address() for m in inputs],
         grad.address(),
         buffer.address(),
         table.address(),
-        *ports(outputs),
+        [m.address() for m in outputs],
         param.address(),
         report.address(),
         n_words,
@@ -190,7 +212,7 @@ def simulate(
         len(param_words) // LANES,
         sum_words,
     )
-    assert why == ffi.NULL, ffi.string(why).decode()
+    assert why is None, why
 
     for m in (grad, table, buffer, *(() if in_place else inputs)):
         m.assert_only_written()
@@ -202,7 +224,7 @@ def simulate(
     after = np.stack([m.words[span] for m, span in zip(outputs, sections_at, strict=True)])
     touched = np.zeros(after.shape, bool)
     for p in parts:
-        touched[: 4 if p.hyper["rule"] == bindings.RULES["amsgrad"] else 3, p.span] = True
+        touched[: UPDATED[int(p.hyper["rule"])], p.span] = True
     assert np.array_equal(after[~touched], tile[~touched])
     state_after = torch.from_numpy(after.view(np.float32))
     raw = (lambda t: t.view(torch.int32)) if exact_nan else bits
@@ -273,7 +295,7 @@ def random_hyper(rng, amsgrad):
     )
 
 
-def random_parts(rng, n_words, sections, sparse=None):
+def random_parts(rng, n_words, sections, sparse=None, hypers=random_hyper):
     """Segments with and without gaps between them, of awkward lengths."""
     parts, at = [], 0
     while True:
@@ -282,7 +304,7 @@ def random_parts(rng, n_words, sections, sparse=None):
         if at + words_for(elems) > n_words:
             return parts
         grad = torch.from_numpy(rng.standard_normal(elems).astype(np.float32)).to(DTYPES[rng.integers(3)])
-        parts.append(Part(at, grad, DTYPES[rng.integers(3)], random_hyper(rng, sections == 4)))
+        parts.append(Part(at, grad, DTYPES[rng.integers(3)], hypers(rng, sections == 4)))
         if sparse and rng.random() < 0.6:
             kept = torch.from_numpy(rng.random(elems) < rng.choice([0, 0.05, 0.5, 1]))
             grad = grad.to(HALVES[rng.integers(2)])
@@ -554,11 +576,10 @@ def run_segment(grad_words, param_words, misplaced=0):
     segments[0] = (0, 200 * LANES, 0, 0, hyper(), 0, 0)
     tile, grad, param = Memory(600), Memory(200), Memory(200)
     table, report = Memory(1, segments.view(np.uint32)), Memory(2)
-    ports = [*[tile.address()] * 3, ffi.NULL]
-    inputs = (grad.address() + misplaced, ffi.NULL, table.address())
+    tiles = [tile.address()] * 3
+    inputs = (tiles, grad.address() + misplaced, ffi.NULL, table.address())
     counts = (200, 3, 1, grad_words, 0, param_words, 200)
-    why = lib.csd_csim_update(*ports, *inputs, *ports, param.address(), report.address(), *counts)
-    return None if why == ffi.NULL else ffi.string(why).decode()
+    return csim("csd_adamw_update", *inputs, tiles, param.address(), report.address(), *counts)
 
 
 def test_a_run_that_cannot_end_says_where_it_stands():
@@ -573,12 +594,26 @@ def test_a_run_that_cannot_end_says_where_it_stands():
     assert run_segment(200, 200, misplaced=4) == "an address is not a multiple of 64 bytes"
 
 
+WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-label",
+]  # for HLS: test_kernel_sources.py
+DRIVEN = ["csd_adamw_update", "csd_lion_update", "csd_adamw_8bit_update"]  # by tests/native/kernels_test.cpp
+
+
+def driving(kernels):
+    """The sources of the program that drives kernels."""
+    return [*(kernels / f"{kernel}.cpp" for kernel in DRIVEN), ROOT / "tests" / "native" / "kernels_test.cpp"]
+
+
 def compile_and_run(compiler, directory, headers, *flags):
     program = directory / "kernels_test"
-    sources = [*KERNELS.glob("*.cpp"), ROOT / "tests" / "native" / "kernels_test.cpp"]
     includes = [f"-I{d}" for d in (*NATIVE, KERNELS, headers)]
-    command = [compiler, "-O1", "-ffp-contract=off", "-pthread", *flags, *includes, *WARNINGS, *sources, "-o", program]
-    subprocess.run(command, check=True)
+    command = [compiler, "-O1", "-ffp-contract=off", "-pthread", *flags, *includes, *WARNINGS]
+    subprocess.run([*command, *driving(KERNELS), "-o", program], check=True)
     assert subprocess.run([program], check=True, capture_output=True, text=True).stdout == "kernels: done\n"
 
 
@@ -599,9 +634,8 @@ def run_natively(directory, in_flight, header, **depths):
         assert found == 1
     (kernels / header).write_text(text)
     includes = [f"-I{d}" for d in (*NATIVE, kernels, kernels / "csim")]
-    sources = [*kernels.glob("*.cpp"), ROOT / "tests" / "native" / "kernels_test.cpp"]
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-pthread", "-w", f"-DCSD_IN_FLIGHT={in_flight}"]
-    subprocess.run(["g++", *flags, *includes, *sources, "-o", directory / "program"], check=True)
+    subprocess.run(["g++", *flags, *includes, *driving(kernels), "-o", directory / "program"], check=True)
     return subprocess.run([directory / "program"], capture_output=True, text=True)
 
 
@@ -612,252 +646,3 @@ def test_too_few_sums_on_their_way_are_found(tmp_path):
     without, within = (run_natively(tmp_path, in_flight, "stages.h", kFifoSums=1) for in_flight in (0, 64))
     assert without.stdout == "kernels: done\n"
     assert "deadlock: read_section waits for room in crc_in_0" in within.stderr
-
-
-# ---- As Vitis reads it -------------------------------------------------------------
-
-WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-label"]  # pragmas: the test below
-
-
-@pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_compiles_as_vitis_would(compiler, tmp_path):
-    """C++14 with GNU's extensions, against what Vitis declares; stages are calls, each after those it reads from."""
-    if not shutil.which(compiler):
-        pytest.skip(f"{compiler} is not installed")
-    compile_and_run(compiler, tmp_path, KERNELS / "vitis_check", "-std=gnu++14", "-faligned-new", "-DSEQUENTIAL")
-
-
-DIRECTIVES = [  # of UG1399; a compiler ignores what it does not know
-    r"INTERFACE m_axi port = \w+ bundle = gmem\d max_(\w+)_burst_length = \d+ num_(read|write)_outstanding = \d+",
-    r"INTERFACE (s_axilite|ap_ctrl_chain) port = \w+ bundle = control",
-    r"DATAFLOW",
-    r"PIPELINE II = \d( style = (stp|flp|frp))?",
-    r"UNROLL",
-    r"INLINE( off)?",
-    r"LOOP_TRIPCOUNT min = \d+ max = \d+",
-    r"ALLOCATION operation instances = \w+ limit = \d+",
-]
-
-
-def test_directives_are_ones_that_there_are():
-    for path in (*KERNELS.glob("*.cpp"), KERNELS / "stages.h", KERNELS / "codes.h", KERNELS / "word.h"):
-        for directive in re.findall(r"^\s*#pragma (.*)$", path.read_text(), re.M):
-            known = any(re.fullmatch(f"HLS {d}", directive) for d in DIRECTIVES)
-            assert known or (path.suffix == ".h" and directive == "once"), directive
-
-
-def test_each_stage_stays_a_module_of_its_own():
-    """A function that is not told otherwise is inlined if it is small, and is no process of the dataflow then."""
-    stages = "".join((KERNELS / name).read_text() for name in ("stages.h", "codes.h"))
-    for top, inner, n in (
-        ("csd_adamw_update", {"store"}, 9),
-        ("csd_adamw_8bit_update", {"store", "store_ratios", "store_roots", "read_section", "write_section"}, 18),
-    ):
-        names = set(re.findall(r"CSD_STAGE\((\w+)", (KERNELS / f"{top}.cpp").read_text())) | inner
-        assert len(names) == n
-        for name in names:
-            assert re.search(rf"^inline \w+ {name}\([^)]*\) {{\n#pragma HLS INLINE off$", stages, re.M), name
-
-
-LANES_OF = {  # stage → (header, what it does with a lane)
-    "update": (
-        "stages.h",
-        """
-#include "adamw.h"
-#include "float16.h"
-extern "C" void lane(float (*e)[4], const csd_hyper *h, const uint16_t *grad, uint16_t *param) {
-  AdamW(*h).update(*e, f16_to_f32(*grad));
-  *param = f32_to_f16((*e)[0]);
-}
-""",
-    ),
-    "update_codes": (
-        "codes.h",
-        """
-#include "adamw.h"
-#include "codec.h"
-extern "C" void lane(const csd_hyper *h, const uint16_t *grad, const uint32_t *code, float *out) {
-  const float u = decode_root(code[0], code[1]), p = decode_root(code[2], code[3]);
-  const float master = code[4] ? decode_master(code[5], code[6], code[7]) : bits_float(code[5]);
-  float e[4] = {master, decode_exp_avg(code[8], u, code[0]), u * u, p * p};
-  AdamW(*h).update(e, f16_to_f32(*grad));
-  out[0] = e[0], out[1] = e[1], out[2] = sqrtf(e[2]), out[3] = sqrtf(e[3]);
-}
-""",
-    ),
-    "encode": (
-        "codes.h",
-        """
-#include "codec.h"
-extern "C" void lane(const float *in, const uint32_t *group, uint32_t *code) {
-  const Chance chance = chance_of(mix_bits(group[0]));
-  code[0] = encode_root(in[0], group[1], chance.root);
-  code[1] = encode_ratio(in[1], decode_root(code[0], group[1]), code[0], chance.ratio);
-  code[2] = encode_root(in[2], group[2], nearest().root);
-  const SplitMaster split = encode_master(in[3], chance, group[3]);
-  code[3] = split.param, code[4] = split.correction;
-}
-""",
-    ),
-}
-INSTRUCTIONS = {"mul": "imull", "fmul": "mulss", "fadd": "addss", "fsub": "subss", "fdiv": "divss", "fsqrt": "sqrtss"}
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="counts instructions of x86-64")
-@pytest.mark.parametrize("stage", LANES_OF)
-def test_operators_are_limited_to_what_the_arithmetic_needs(stage, tmp_path):
-    """Each one serves two lanes; counted in what a compiler makes of a lane."""
-    header, lane = LANES_OF[stage]
-    (tmp_path / "lane.cpp").write_text(lane)
-    flags = ["-std=gnu++14", "-O1", "-ffp-contract=off", "-fno-math-errno", "-mno-avx", "-S", "-o", "-"]
-    command = ["g++", *flags, f"-I{ROOT / 'native' / 'include'}", tmp_path / "lane.cpp"]
-    code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    text = (KERNELS / header).read_text()
-    (body,) = re.findall(rf"^inline void {stage}\(.*?^}}", text, re.M | re.S)
-    limits = dict(re.findall(r"ALLOCATION operation instances = (\w+) limit = (\d+)", body))
-    per_lane = {op: len(re.findall(rf"\b{instruction}\b", code)) for op, instruction in INSTRUCTIONS.items()}
-    assert limits == {op: str(n * LANES // 2) for op, n in per_lane.items() if n}
-
-
-LISTENS = """
-proc heard {args} { puts $args }
-foreach name {open_project set_top add_files open_solution set_part create_clock} {
-    interp alias {} $name {} heard $name
-}
-proc csynth_design {} {
-    file mkdir csynth/solution/syn/report
-    set report [open csynth/solution/syn/report/csynth.rpt w]
-    puts $report "the report"
-    close $report
-}
-source [lindex $argv 0]
-"""
-
-
-def test_csynth_script(tmp_path):
-    """Under a Tcl that knows Vitis' commands by name: what it is told is there, and the report is printed."""
-    if not shutil.which("tclsh"):
-        pytest.skip("tclsh is not installed")
-    (tmp_path / "listens.tcl").write_text(LISTENS)
-    shutil.copytree(KERNELS, tmp_path / "hls_kernels", ignore=shutil.ignore_patterns("build"))
-    script = tmp_path / "hls_kernels" / "csynth.tcl"
-    command = ["tclsh", tmp_path / "listens.tcl", script]
-    environment = {**os.environ, "KERNEL": "", "PART": "", "FREQUENCY": "250"}
-    heard = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.splitlines()
-    assert heard[-1] == ""
-    assert heard[-2] == "the report"
-    told = dict(line.split(" ", 1) for line in heard[:-2])
-    assert told["set_top"] == "csd_adamw_update"
-    assert told["set_part"] == "xcku5p-ffvb676-2-e"
-    assert told["create_clock"] == "-period 250MHz"
-    source, _, flags = told["add_files"].partition(" -cflags ")
-    assert Path(source).name == "csd_adamw_update.cpp"
-    assert Path(source).is_file()
-    assert flags.startswith("{-std=gnu++14 ")
-    assert script.parent.joinpath("build", "csynth").is_dir()
-
-
-# ---- What is built for the card ----------------------------------------------------
-
-
-def kernel_sources():
-    """Kernel → (its arguments, {port: bundle}), from the sources."""
-    kernels = {}
-    for path in sorted(KERNELS.glob("*.cpp")):
-        text = path.read_text()
-        name, arguments = re.search(r"^void (\w+)\(([^)]*)\)", text, re.M).groups()
-        ports = re.findall(r"#pragma HLS INTERFACE m_axi port = (\w+) bundle = (\w+)", text)
-        control = re.findall(r"#pragma HLS INTERFACE s_axilite port = (\w+) bundle = control", text)
-        arguments = [(a.split()[-1].lstrip("*"), "*" in a) for a in arguments.split(",")]
-        assert path.stem == name
-        assert sorted(port for port, _ in ports) == sorted(a for a, pointer in arguments if pointer)
-        assert control == [*(a for a, _ in arguments), "return"]
-        kernels[name] = ([a for a, _ in arguments], dict(ports))
-    return kernels
-
-
-def test_arguments_are_those_of_the_contract():
-    contract = (ROOT / "native" / "include" / "csd_kernel.h").read_text()
-    described = {}
-    for name, arguments in re.findall(r"^//   (csd_adamw\w*_update)\(([^)]*)\)", contract, re.M):
-        arguments = re.sub(r"//|\s", "", arguments).split(",")
-        described[name] = [
-            f"{a.split('_0..')[0]}_{k}" if ".." in a else a
-            for a in arguments
-            for k in range(int(a[-1]) + 1 if ".." in a else 1)
-        ]
-    assert described == {name: arguments for name, (arguments, _) in kernel_sources().items()}
-
-
-def test_reads_and_writes_do_not_wait_for_each_other():
-    """A bundle has one reader and one writer: its two channels are all there is to share."""
-    for _, ports in kernel_sources().values():
-        outputs = {p for p in ports if p.startswith("tile_out") or p in ("param", "report")}
-        for group in (outputs, ports.keys() - outputs):
-            bundles = [ports[p] for p in group]
-            assert len(set(bundles)) == len(bundles)
-
-
-def test_every_port_is_connected_to_the_bank():
-    lines = [line.partition("#")[0].strip() for line in (KERNELS / "connectivity.cfg").read_text().splitlines()]
-    lines = [line for line in lines if line]
-    expected, masters = ["[connectivity]"], 0
-    for name, (arguments, ports) in kernel_sources().items():
-        expected += [f"nk={name}:1:{name}_1", *(f"sp={name}_1.{a}:bank0" for a in arguments if a in ports)]
-        masters += len(set(ports.values()))
-    assert masters <= 15  # as many as a bank takes (UG1393)
-    assert sorted(lines) == sorted(expected)
-    assert lines[0] == "[connectivity]"
-
-
-def dry_run(*arguments):
-    """The commands that make would run: those of v++, as lists of words, and the others."""
-    make = ["make", "--no-print-directory", "-n", "-C", KERNELS, "BUILD=nowhere", *arguments]
-    lines = subprocess.run(make, check=True, capture_output=True, text=True).stdout.splitlines()
-    commands = [line.split() for line in lines]
-    return [c for c in commands if c[0] == "v++"], [c for c in commands if c[0] != "v++"]
-
-
-@pytest.mark.parametrize("target", ["hw", "hw_emu", "sw_emu"])
-def test_makefile(target):
-    commands, _ = dry_run(f"TARGET={target}", "FREQUENCY=250")
-    *all_compiles, link = commands
-    platform = "xilinx_u2_gen3x4_xdma_gc_2_202110_1"
-    for command in commands:
-        assert command[command.index("--target") + 1] == target
-        assert command[command.index("--platform") + 1] == platform
-        assert "unsafe" not in " ".join(command)
-    for name, compiles in zip(sorted(kernel_sources()), sorted(all_compiles, key=lambda c: c[-1]), strict=True):
-        assert compiles[1] == "--compile"
-        assert compiles[compiles.index("--kernel") + 1] == name
-        assert compiles[compiles.index("--hls.clock") + 1] == f"250000000:{name}"
-        assert compiles[-3:] == ["-o", f"nowhere/{name}.xo", f"{name}.cpp"]
-        for include in (word[2:] for word in compiles if word.startswith("-I")):
-            assert (KERNELS / include).is_dir()
-            assert not (KERNELS / include / "hls_stream.h").exists()  # Vitis' own is wanted there
-    assert link[1] == "--link"
-    assert link[link.index("--kernel_frequency") + 1] == "250"
-    assert link[link.index("--config") + 1] == "connectivity.cfg"
-    objects = [f"nowhere/{name}.xo" for name in kernel_sources()]
-    assert link[link.index("-o") + 1] == "nowhere/csd_optim.xclbin"
-    assert sorted(link[link.index("-o") + 2 :]) == sorted(objects)
-
-
-def test_installs_where_the_kernels_are_looked_for():
-    *_, command = dry_run("install")[1]
-    assert command == ["install", "-D", "-m", "644", "nowhere/csd_optim.xclbin", INSTALLED]
-
-
-def test_csynth_is_told_part_and_frequency():
-    (command,) = dry_run("csynth", "FREQUENCY=250", "HLS=vitis-run --mode hls --tcl")[1]
-    asked = "KERNEL=csd_adamw_update PART=xcku5p-ffvb676-2-e FREQUENCY=250 vitis-run --mode hls --tcl csynth.tcl"
-    assert " ".join(command) == asked
-    (command,) = dry_run("csynth", "KERNEL=csd_adamw_8bit_update")[1]
-    assert command[0] == "KERNEL=csd_adamw_8bit_update"
-
-
-def test_an_unknown_target_is_refused():
-    make = ["make", "-n", "-C", KERNELS, "TARGET=gpu"]
-    result = subprocess.run(make, capture_output=True, text=True)
-    assert result.returncode != 0
-    assert "TARGET is gpu; it is hw, hw_emu or sw_emu" in result.stderr

@@ -1,0 +1,72 @@
+#include "card_kernels.h"
+
+#include <ctype.h>
+
+#include <algorithm>
+#include <string_view>
+
+#include "csd.h"
+#include "rules.h"
+
+namespace csd {
+namespace {
+
+constexpr int kPortsOfCodes = 3;
+constexpr uint32_t kSectionsOfCodes = 5;  // of 16-bit parameters
+
+struct Row {
+  uint32_t rule;
+  std::string_view type;
+  uint32_t updated, most;
+  bool codes;
+};
+#define CSD_ROW(number, type, updated, most, codes) {number, #type, updated, most, codes},
+constexpr Row kRows[] = {CSD_RULES(CSD_ROW)};
+#undef CSD_ROW
+
+std::string name_of(std::string_view type, const char *end) {
+  std::string name = "csd_";
+  for (const char c : type) name += static_cast<char>(tolower(c));
+  return name + end;
+}
+
+std::vector<Kernel> make_kernels() {
+  std::vector<Kernel> kernels;
+  for (const Row &first : kRows) {
+    const std::string name = name_of(first.type, "_update");
+    const auto same = [&name](const Kernel &kernel) { return kernel.name == name; };
+    if (std::any_of(kernels.begin(), kernels.end(), same)) continue;
+    Kernel kernel{name, CSD_FP32, 0, {}, first.updated};
+    for (const Row &row : kRows) {
+      if (row.type == first.type) kernel.ports = std::max(kernel.ports, static_cast<int>(row.most));
+      // Adam's type has AdamW's rules, too: see adam.h.
+      if (row.type == first.type || (first.type == "Adam" && row.type == "AdamW")) kernel.rules.push_back(row.rule);
+    }
+    kernels.push_back(kernel);
+    if (first.codes)
+      kernels.push_back({name_of(first.type, "_8bit_update"), CSD_8BIT, kPortsOfCodes, kernel.rules, kSectionsOfCodes});
+  }
+  return kernels;
+}
+
+}  // namespace
+
+int Kernel::index(KernelArg arg) const noexcept {
+  const int with_one_port = static_cast<int>(arg);
+  return with_one_port + (ports - 1) * ((arg > KernelArg::tile_in) + (arg > KernelArg::tile_out));
+}
+
+bool Kernel::has_rule(uint32_t rule) const noexcept {
+  return std::find(rules.begin(), rules.end(), rule) != rules.end();
+}
+
+bool Kernel::takes(uint32_t of, uint32_t n) const noexcept {
+  return codec == of && (codec != CSD_FP32 || n <= static_cast<uint32_t>(ports));
+}
+
+const std::vector<Kernel> &all_kernels() {
+  static const std::vector<Kernel> all = make_kernels();
+  return all;
+}
+
+}  // namespace csd
