@@ -1,8 +1,8 @@
 """Every optimizer, each beside the class of torch whose place it takes: bench/step.py --optimizer.
 
-The two take turns: ours over 16-bit parameters, with its states on the devices; torch's over as many fp32 parameters
-in memory, fused if it can be, else foreach. Lion, which torch has not, is beside the paper's algorithm in torch
-operations.
+The two take turns: ours over 16-bit parameters, with its states on the devices, followed by what it could be at best;
+torch's over as many fp32 parameters in memory, fused if it can be, else foreach. Lion, which torch has not, is beside
+the paper's algorithm in torch operations.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from csd_optim import CSDSGD, CSDAdagrad, CSDAdam, CSDLion, CSDRMSprop
 from csd_optim.cli.benchmark import DTYPES, TENSOR, WARM_UP, scratch
 from csd_optim.devices.spec import DeviceSpec
+from csd_optim.optim.optimizer import CSDOptimizer
 
 Row = dict[str, Any]
 
@@ -67,7 +68,14 @@ def fastest(pair: Pair) -> dict[str, bool]:
     return {how: True} if how else {}
 
 
-def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: int, dtype: str) -> Row:
+class Limit(NamedTuple):
+    """What a step of ours is beside, measured right after each."""
+
+    what: str
+    seconds: Callable[[CSDOptimizer], float]
+
+
+def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: int, dtype: str, limit: Limit) -> Row:
     """Steps of ours until the last state is in its place, and of torch's in memory, by turns."""
     pair = PAIRS[name]
     sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
@@ -77,6 +85,7 @@ def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: i
     how = fastest(pair)
     theirs = pair.theirs(tensors[1], **pair.kwargs, **how)
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    limits = []
     with pair.ours(tensors[0], devices=[scratch(s) for s in specs], **pair.kwargs) as opt:
         for i in range(WARM_UP + runs):
             for who in ("ours", "theirs") if i % 2 else ("theirs", "ours"):  # whoever comes second may have it better
@@ -86,8 +95,11 @@ def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: i
                     stats = opt.stats()  # waits for the last states
                 else:
                     theirs.step()
+                elapsed = time.perf_counter() - start
+                least = limit.seconds(opt) if who == "ours" else None
                 if i >= WARM_UP:
-                    seconds[who].append(time.perf_counter() - start)
+                    seconds[who].append(elapsed)
+                    limits += [least] if least else []
     reference = "Lion in torch's foreach operations"
     if how:
         reference = f"torch.optim.{type(theirs).__name__}({', '.join(how)}=True)"
@@ -97,5 +109,8 @@ def row(name: str, specs: Sequence[DeviceSpec], place: str, params: int, runs: i
         "params": params,
         "seconds": seconds["ours"],
         "bytes_per_param": {k: stats[f"{k}_bytes"] / params for k in ("push", "pull", "flash_read", "flash_write")},
-        "ratio_to": {f"{reference} on fp32 parameters in memory": ratios},
+        "ratio_to": {
+            limit.what: [least / s for least, s in zip(limits, seconds["ours"], strict=True)],
+            f"{reference} on fp32 parameters in memory": ratios,
+        },
     }

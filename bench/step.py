@@ -18,7 +18,8 @@ run: by their ratio, not by absolute times, two machines or two minutes can be c
            states; and without, by turns
     ram    after each step, as much memory read and written back in place
     null   Python and the engine alone: 1000 small parameters
-    rules  the optimizers that --optimizer names, on a file and in memory, each beside torch's: rules.py
+    rules  the optimizers that --optimizer names, on a file and in memory, each beside the same limits and beside
+           torch's: rules.py
     peer   others do the same work in an interpreter of their own, by turns with CSDAdam; those that use a disk, with
            CSDAdam's 8-bit states, too
 
@@ -51,6 +52,7 @@ from csd_optim.cli import benchmark, measure
 from csd_optim.cli.benchmark import DTYPES, MEMORY_BYTES, WARM_UP
 from csd_optim.devices import machine
 from csd_optim.devices.spec import DeviceSpec, parse_devices
+from csd_optim.optim.optimizer import CSDOptimizer
 
 Row = dict[str, Any]
 BURST = 4  # steps without a pause between them
@@ -95,7 +97,7 @@ def main() -> None:
     if "null" in arguments.backends:
         rows.append(overhead_row(arguments.runs))
     if "rules" in arguments.backends:
-        rows += rules_rows(arguments, {f"{arguments.devices} file(s)": on_disk, "in memory": parse_devices("ram:")})
+        rows += rules_rows(arguments, on_disk)
     say("")
     for row in rows:
         say(describe(row))
@@ -256,7 +258,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def replay_step(opt: CSDAdam) -> None:
+def replay_step(opt: CSDOptimizer) -> None:
     """The requests of a step, in its order and through its buffers, without the update."""
     engine = opt._engine
     assert engine is not None
@@ -360,16 +362,28 @@ def ram_row(arguments: argparse.Namespace, specs: list[DeviceSpec], dtype: str) 
     }
 
 
-def rules_rows(arguments: argparse.Namespace, places: dict[str, list[DeviceSpec]]) -> list[Row]:
-    """Each optimizer that was named, in each place, beside torch's."""
+def rules_rows(arguments: argparse.Namespace, specs: list[DeviceSpec]) -> list[Row]:
+    """Each optimizer that was named, on files and in memory, beside the limit of each, and beside torch's."""
+    memory, threads = measure.Memory(arguments.memory), bindings.threads_used()
+
+    def in_memory(opt: CSDOptimizer) -> float:
+        sections = len(opt._state_map.by_index[0].sections)
+        moved = (8 * sections + 2 * DTYPES[arguments.dtype].itemsize) * arguments.params
+        return moved / statistics.median(memory.rate(threads) for _ in range(3))
+
+    requests = rules.Limit("the same requests without the update", lambda opt: timed(lambda: replay_step(opt)))
+    places = {
+        f"{len(specs)} file(s)": (specs, requests),
+        "in memory": (parse_devices("ram:"), rules.Limit("memory read and written back in place", in_memory)),
+    }
     rows = []
     for name in arguments.optimizer:
-        for place, specs in places.items():
+        for place, (devices, limit) in places.items():
             pair = rules.PAIRS[name]
             ours, theirs = (partial(make, **pair.kwargs) for make in (pair.ours, pair.theirs))
-            difference = benchmark.verify(specs, DTYPES[arguments.dtype], ours, theirs)
-            say(f"verified {name} on {specs[0]} against torch: largest relative difference {difference:.1e}")
-            rows.append(rules.row(name, specs, place, arguments.params, arguments.runs, arguments.dtype))
+            difference = benchmark.verify(devices, DTYPES[arguments.dtype], ours, theirs)
+            say(f"verified {name} on {devices[0]} against torch: largest relative difference {difference:.1e}")
+            rows.append(rules.row(name, devices, place, arguments.params, arguments.runs, arguments.dtype, limit))
     return rows
 
 
