@@ -69,7 +69,7 @@ class AtOnce:
         self._fd = os.open("/dev/zero", os.O_RDWR | os.O_CLOEXEC)
         cache = 0 if in_memory else extent.n_tiles * extent.slot_bytes if kept else NO_CACHE
         fd = self._store.io_fd if self._store else self._fd
-        config = DeviceConfig("file", fd, DEFAULT_BUFFERS, block_bytes, cache_bytes=cache)
+        config = DeviceConfig("ram" if in_memory else "file", fd, DEFAULT_BUFFERS, block_bytes, cache_bytes=cache)
         self._engine = None
         try:
             offset = self._store.allocate(extent.device_bytes(0)) if self._store else 0

@@ -96,7 +96,7 @@ class OpenDevices:
         """For the native engine."""
         return [
             DeviceConfig(
-                "xrt" if spec.card else "file",
+                spec.backend,
                 store.io_fd,
                 spec.buffers,
                 spec.block_bytes,
@@ -122,7 +122,8 @@ class OpenDevices:
 
     def share_memory(self, extent: Extent) -> None:
         """Where `auto` has turned memory into caches of drives: each gets its part, by the states that it has."""
-        if all(spec.is_placed for spec in self.specs) and (cache := sum(spec.cache_bytes for spec in self.specs)):
+        cache = sum(spec.cache_bytes for spec in self.specs)
+        if cache > 0 and all(spec.is_placed for spec in self.specs):
             states = [extent.device_bytes(d) for d in range(len(self.specs))]
             parts = [cache * n // max(1, sum(states)) for n in states]
             self.specs = [replace(spec, cache_bytes=n) for spec, n in zip(self.specs, parts, strict=True)]

@@ -141,7 +141,8 @@ typedef struct csd_pace csd_pace;
 enum csd_p2p { CSD_P2P_AUTO = 0, CSD_P2P_ON = 1, CSD_P2P_OFF = 2 };
 
 typedef struct csd_device {
-  /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "ram": in memory; "null": nowhere */
+  /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "null": nowhere;
+   * "ram": in memory, updated in place; or with `buffers`, in the slots of `fd`, a file of memory (memfd_create) */
   const char *backend;
   int32_t fd;           /* file, xrt: open for reading and writing, belongs to the caller, outlives the engine */
   uint32_t buffers;     /* file, xrt: tile buffers, allocated once and fixed; with 1, nothing overlaps */

@@ -110,7 +110,7 @@ void Engine::reorder_buffers() {
 void Engine::release_buffer(Job &job, bool keep) {
   Lane &l = lane(job);
   Tile *const tile = keep ? job.tile : nullptr;
-  job.buffer.value() = {job.at(), tile, needed_in(l, tile), l.freed++};
+  job.buffer.value() = {job.buffer.value().at, tile, needed_in(l, tile), l.freed++};
   const Buffer &free = *l.free.insert(std::move(job.buffer)).position;
   job.tile->kept = keep ? &free : nullptr;
   l.on_way--;

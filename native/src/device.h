@@ -140,6 +140,10 @@ class Device {
     return static_cast<void>(n), static_cast<void>(tile), static_cast<void>(section), std::vector<float *>{};
   }
 
+  // Where a tile's next slot lies, if a step can make it there: then that stands for a buffer. Null: it needs one.
+  // Throws Failure.
+  virtual float *next_slot_in_memory(const Tile &) { return nullptr; }
+
   // Is what was stored from a buffer there to be updated again, until another tile is loaded?
   virtual bool keeps_buffers() const { return false; }
   virtual uint64_t memory_bytes() const { return 0; }  // of these and whatever else is fixed
@@ -168,11 +172,12 @@ class Device {
 };
 
 // Runs `update` on one of these threads, and calls `done` with what it returns or throws.
-void submit_update(std::function<Failure()> update, Updated done, Pool &threads = Pool::updates());
+void submit_update(std::function<Failure()> update, Updated done, Pool &threads = Pool::updates(),
+                   bool can_wait = false);
 
-// The updater of every device whose update runs on the CPU.
-void update_on_cpu(Device &, const Tile &tile, float *buffer, Work &work, Updated done,
-                   Pool &threads = Pool::updates());
+// The updater of every device whose update runs on the CPU. `can_wait`: until nothing else is there to be updated.
+void update_on_cpu(Device &, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads = Pool::updates(),
+                   bool can_wait = false);
 
 // Did somebody write states of a parameter that has codes (csd_param.edited)? Encodes those of elements
 // [first, first + n) of it; where there are none, `codes` stay.

@@ -263,8 +263,8 @@ class Updater {
 
 }  // namespace
 
-void submit_update(std::function<Failure()> update, Updated done, Pool &threads) {
-  threads.submit([update = std::move(update), done = std::move(done)] {
+void submit_update(std::function<Failure()> update, Updated done, Pool &threads, bool can_wait) {
+  auto task = [update = std::move(update), done = std::move(done)] {
     Failure failure;
     try {
       failure = update();
@@ -272,15 +272,17 @@ void submit_update(std::function<Failure()> update, Updated done, Pool &threads)
       failure = caught();
     }
     done(std::move(failure));
-  });
+  };
+  threads.submit(std::move(task), can_wait);
 }
 
-void update_on_cpu(Device &device, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads) {
+void update_on_cpu(Device &device, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads,
+                   bool can_wait) {
   const auto update = [&device, &tile, buffer, &work] {
     provide_entries(tile, work);
     return Updater(device, tile, reinterpret_cast<char *>(buffer), work).update();
   };
-  submit_update(update, std::move(done), threads);
+  submit_update(update, std::move(done), threads, can_wait);
 }
 
 bool is_edited(const csd_param &p) {

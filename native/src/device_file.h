@@ -10,7 +10,7 @@ namespace csd {
 
 class FileDevice : public Device {
  public:
-  FileDevice(const csd_device &d, Pool &io) : fd_(d.fd), block_(d.block_bytes), io_(io) {}
+  FileDevice(const csd_device &d, Pool &io) : fd_(d.fd), io_(io), block_(d.block_bytes) {}
 
   bool resident() const override { return false; }
   int map(const Tile &) override;
@@ -22,13 +22,15 @@ class FileDevice : public Device {
   // The I/O threads of the file system that the device's file is on; null if the device's options are wrong.
   static Pool *io_of(const csd_device &);
 
+ protected:
+  const int fd_;
+  Pool &io_;
+
  private:
   template <typename Io>
   void in_blocks(uint64_t bytes, Done, Io);
 
-  const int fd_;
   const uint64_t block_;
-  Pool &io_;
 };
 
 }  // namespace csd

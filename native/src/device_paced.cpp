@@ -167,6 +167,7 @@ class PacedDevice : public Device {
   std::vector<float *> allocate(uint32_t n, uint64_t tile, uint64_t section) override {
     return device_->allocate(n, tile, section);
   }
+  float *next_slot_in_memory(const Tile &tile) override { return device_->next_slot_in_memory(tile); }
   uint64_t memory_bytes() const override { return device_->memory_bytes(); }
   uint64_t huge_bytes() const override { return device_->huge_bytes(); }
   uint32_t numa() const override { return device_->numa(); }

@@ -1,9 +1,19 @@
-// ram: tiles in host memory, updated in place by the CPU. Nothing can fail in mid-step, so one slot is enough.
+// ram: tiles in host memory, updated by the CPU: in place, or from one slot to the other.
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <vector>
+
 #include "device.h"
+#include "device_file.h"
+#include "memory.h"
 
 namespace csd {
 namespace {
 
+// In place. Nothing can fail in mid-step, so one slot is enough.
 class RamDevice : public Device {
  public:
   bool resident() const override { return true; }
@@ -12,8 +22,85 @@ class RamDevice : public Device {
   }
 };
 
+// Beside devices that can fail, so that a step can be undone. The slots lie in a file of memory, of which windows are
+// mappings, as of any file. But nothing is read and written: a step copies a tile to its next slot, and updates it there.
+class SlotsInMemory : public FileDevice {
+ public:
+  SlotsInMemory(const csd_device &d, Pool &io) : FileDevice(d, io) {}
+  SlotsInMemory(const SlotsInMemory &) = delete;
+  SlotsInMemory &operator=(const SlotsInMemory &) = delete;
+  ~SlotsInMemory() override {
+    for (const auto &[at, bytes] : mappings_) munmap(at, bytes);
+  }
+
+  // What there is one slot of would be half new if a step failed: that goes by way of a buffer.
+  float *next_slot_in_memory(const Tile &tile) override {
+    return tile.n_slots == 1 ? nullptr : reinterpret_cast<float *>(slot(tile, tile.next_slot()));
+  }
+
+  std::vector<float *> allocate(uint32_t n, uint64_t bytes, uint64_t) override {
+    memory_ = {};
+    memory_ = HugeMemory(bytes * n);  // touched where there is one slot only
+    std::vector<float *> all;
+    for (uint32_t i = 0; i < n; i++) all.push_back(memory_.floats() + i * bytes / sizeof(float));
+    return all;
+  }
+
+  void load(const Tile &tile, float *buffer, uint64_t from, Done done) override {
+    const char *const at = slot(tile, tile.slot);
+    io_.submit([at, to = reinterpret_cast<char *>(buffer), from, bytes = tile.layout.bytes(), done = std::move(done)] {
+      memcpy(to + from, at + from, bytes - from);
+      done(0);
+    });
+  }
+
+  void store(const Tile &tile, const float *buffer, Done done) override {
+    char *const at = slot(tile, tile.next_slot());
+    io_.submit(
+        [at, from = reinterpret_cast<const char *>(buffer), bytes = tile.layout.bytes(), done = std::move(done)] {
+          if (at != from) memcpy(at, from, bytes);
+          done(0);
+        });
+  }
+
+  void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
+    // A drive whose tile waits to be updated has nothing to do; memory has not either, but loses nothing by it.
+    update_on_cpu(*this, tile, buffer, work, std::move(done), Pool::updates(), true);
+  }
+
+ private:
+  char *slot(const Tile &tile, uint32_t s) {
+    const uint64_t at = tile.slot_offset(s);
+    if (mappings_.empty() || mappings_.back().bytes < at + tile.layout.bytes()) map_all();
+    return static_cast<char *>(mappings_.back().at) + at;
+  }
+
+  // The file grows when parameters join. What was mapped before may be in use.
+  void map_all() {
+    struct stat st{};
+    if (fstat(fd_, &st) != 0) throw Failure{CSD_EIO, "states in memory", errno};
+    const auto bytes = static_cast<uint64_t>(st.st_size);
+    mappings_.reserve(mappings_.size() + 1);
+    void *const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+    if (at == MAP_FAILED) throw Failure{CSD_ENOMEM, "states in memory cannot be mapped", errno};
+    madvise(at, bytes, MADV_HUGEPAGE);
+    mappings_.push_back({at, bytes});
+  }
+
+  struct Mapping {
+    void *at;
+    uint64_t bytes;
+  };
+  std::vector<Mapping> mappings_;  // the last one is of all of the file
+  HugeMemory memory_;
+};
+
 }  // namespace
 
-std::unique_ptr<Device> make_ram_device(const csd_device &) { return std::make_unique<RamDevice>(); }
+std::unique_ptr<Device> make_ram_device(const csd_device &d) {
+  if (d.buffers == 0) return std::make_unique<RamDevice>();
+  Pool *const io = FileDevice::io_of(d);
+  return io ? std::make_unique<SlotsInMemory>(d, *io) : nullptr;
+}
 
 }  // namespace csd

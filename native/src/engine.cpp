@@ -134,6 +134,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     job.work.from_windows = job.tile->edited;
     job.work.is_new = is_new(*job.tile, params);
     if (job.tile->codes) use_first_section(*job.tile, params);
+    job.in_memory = lane(job).device->next_slot_in_memory(*job.tile);
     job.shown = job.tile->shown;
     job.place = lane(job).jobs.size();
     job_of_tile_[tiles[i]] = &job;

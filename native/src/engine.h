@@ -81,7 +81,8 @@ class Engine {
   struct Job {
     Tile *tile;
     FreeBuffers::node_type buffer;  // empty on a resident device
-    float *at() { return buffer ? buffer.value().at : nullptr; }
+    float *in_memory = nullptr;     // where the next slot lies: see Device::next_slot_in_memory()
+    float *at() { return in_memory || !buffer ? in_memory : buffer.value().at; }
     Work work{};
     uint32_t shown = 0;         // the slot that the windows showed when the step began
     Clock::time_point began{};  // the read, update or write that is under way

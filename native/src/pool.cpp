@@ -26,18 +26,19 @@ void Pool::start() {
   add_threads();
 }
 
-void Pool::submit(Task task) {
+void Pool::submit(Task task, bool can_wait) {
   std::list<Task> one;
   one.push_back(std::move(task));
-  submit(std::move(one));
+  submit(std::move(one), can_wait);
 }
 
-void Pool::submit(std::list<Task> tasks) {
+void Pool::submit(std::list<Task> tasks, bool can_wait) {
   if (tasks.empty()) return;
   std::lock_guard lock(mutex_);
   add_threads();
   for (size_t i = 0; i < tasks.size(); i++) wake_.notify_one();
-  tasks_.splice(tasks_.end(), tasks);
+  std::list<Task> &to = can_wait ? waiting_ : tasks_;
+  to.splice(to.end(), tasks);
 }
 
 void Pool::add_threads() {
@@ -81,7 +82,7 @@ void Pool::work() {
   const FloatMode mode(Subnormals::zero);
   std::unique_lock lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return !tasks_.empty() || running_ > wanted_; });
+    wake_.wait(lock, [this] { return !tasks_.empty() || !waiting_.empty() || running_ > wanted_; });
     if (running_ > wanted_) {
       running_--;
       wake_.notify_one();
@@ -89,7 +90,8 @@ void Pool::work() {
       return;
     }
     std::list<Task> task;
-    task.splice(task.end(), tasks_, tasks_.begin());
+    std::list<Task> &from = tasks_.empty() ? waiting_ : tasks_;
+    task.splice(task.end(), from, from.begin());
     lock.unlock();
     task.front()();
     task.clear();

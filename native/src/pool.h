@@ -25,11 +25,13 @@ class Pool {
 
   // Throws std::system_error if not a single thread can be had. From then on submit() does not throw for want of one.
   void start();
-  void submit(Task task);              // which throws nothing
-  void submit(std::list<Task> tasks);  // all of them. Once a thread runs, this throws nothing
-  void resize(uint32_t threads);       // from the next task on
-  void stop();                         // nothing is queued any more; for pools that are not the process's own
-  void grow(uint32_t threads);         // unless there are as many
+  // In the order in which they come, but what can wait after all that cannot. Tasks throw nothing; once a thread runs,
+  // this throws nothing either.
+  void submit(Task task, bool can_wait = false);
+  void submit(std::list<Task> tasks, bool can_wait = false);
+  void resize(uint32_t threads);  // from the next task on
+  void stop();                    // nothing is queued any more; for pools that are not the process's own
+  void grow(uint32_t threads);    // unless there are as many
   uint32_t size() noexcept;
 
   // Updates on any CPU this process may run on, or on those of a NUMA node (see numa.h) if it has any there: as many
@@ -44,7 +46,7 @@ class Pool {
   void work();
   std::mutex mutex_;
   std::condition_variable wake_, stopped_;
-  std::list<Task> tasks_;
+  std::list<Task> tasks_, waiting_;  // these, and then those that can wait
   const std::optional<cpu_set_t> cpus_;
   uint32_t wanted_, running_ = 0;
 };

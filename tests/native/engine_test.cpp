@@ -240,6 +240,7 @@ csd_device file(const File &f, uint32_t buffers = 3, int64_t cache_bytes = 0) {
   return {"file", f.fd, buffers, 4096, nullptr, 0, nullptr, 0, cache_bytes};
 }
 csd_device ram() { return {"ram", -1, 0, 0}; }
+csd_device in_slots(const File &f, uint32_t buffers) { return {"ram", f.fd, buffers, 4096}; }
 csd_device null() { return {"null", -1, 0, 0}; }
 
 // About a millisecond per tile for each of what it does.
@@ -258,8 +259,9 @@ bool finite(const std::vector<float> &values) {
 }
 
 void many_steps() {
-  const File a, b, c, d;
-  Model files({file(a), file(b, 8), file(c, 4)}), mixed({ram(), file(d)}), memory({ram(), ram()}), nothing({null()});
+  const File a, b, c, d, e;
+  Model files({file(a), file(b, 8), file(c, 4)}), mixed({ram(), file(d), in_slots(e, 3)}), memory({ram(), ram()}),
+      nothing({null()});
   for (int step = 0; step < 40; step++) {
     if (step == 20)
       for (Model *m : {&files, &mixed, &memory, &nothing}) m->extend();
@@ -454,9 +456,10 @@ void taken_back() {
 void guesses() {
   for (const uint32_t dtype : {CSD_F32, CSD_F16, CSD_BF16})
     for (const uint32_t sections : {3u, 4u}) {
-      const File a, b, c;
+      const File a, b, c, d;
       const csd_device slow = paced(file(c, 3));
-      Model m({file(a, 3), file(b, 4, 12 * kTile), slow}, sections, dtype), same({ram()}, sections, dtype);
+      Model m({file(a, 3), file(b, 4, 12 * kTile), slow, in_slots(d, 3)}, sections, dtype),
+          same({ram()}, sections, dtype);
       for (Model *model : {&m, &same}) OK(model->step());
       for (uint32_t i = 0; i < 16; i++) {
         m.same_order = i % 5 != 0;
@@ -563,8 +566,9 @@ void order_of_a_release() {
 void as_pushed() {
   for (const uint32_t dtype : {CSD_F32, CSD_BF16})
     for (const uint32_t buffers : {1u, 4u}) {
-      const File a, b;
-      Model m({file(a, buffers), file(b, buffers, 3 * 12 * kTile)}, 3, dtype), same({ram()}, 3, dtype);
+      const File a, b, c;
+      Model m({file(a, buffers), file(b, buffers, 3 * 12 * kTile), in_slots(c, buffers)}, 3, dtype),
+          same({ram()}, 3, dtype);
       csd_event events[3 * kTiles];
       csd_engine_events(m.engine, events, 0);
       for (uint32_t i = 0; i < 8; i++) {
