@@ -65,7 +65,7 @@ class DeviceSpec:
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
     depth: int = DEFAULT_DEPTH  # requests in flight on its file system, if no other device there asks for more
-    chosen: frozenset[str] = frozenset()  # by the user, of block, depth and cache
+    chosen: frozenset[str] = frozenset()  # by the user, of block and depth
     cache_bytes: int = 0  # memory, beside the buffers, for what the next step need not read; or NO_CACHE
     numa: int | None = None  # the node of its buffers and update threads, or ANY_NODE; None: the drive's
     tbw_bytes: int | None = None  # the drive's rating: bytes that it takes in its life
@@ -144,7 +144,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
             raise CSDValueError(f"Invalid device: {text!r}; {name} is {option.what}, got {value!r}") from None
     values["pace"] = Pace(**{f.name: values.pop(f.name) for f in fields(Pace) if f.name in values})
     scratch = values.pop("scratch", False)
-    values["chosen"] = frozenset({"block", "depth", "cache"} & options.keys())
+    values["chosen"] = frozenset({"block", "depth"} & options.keys())
     if not backend.place:
         if place:
             raise CSDValueError(f"Invalid device: {text!r}; {backend.name}: takes no place")
@@ -203,7 +203,7 @@ def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
     for spec in specs:
         if not (spec.kind.in_memory or spec.kind.has_file) or spec.kind.on_card:
             raise CSDValueError(f"Invalid devices: 'auto' places states in directories and in ram:, not on '{spec}'")
-        if spec.share is not None or "cache" in spec.chosen:
+        if spec.share is not None or spec.cache_bytes > 0:
             raise CSDValueError(f"Invalid devices: 'auto' chooses share and cache, and '{spec}' says one of them")
         if spec.pace != UNPACED and math.isinf(spec.pace.params_per_second):
             raise CSDValueError(f"Invalid devices: 'auto' cannot tell from its pace how fast '{spec}' is")
@@ -213,7 +213,7 @@ def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
     if any(spec.durable for spec in specs):
         files = [spec for spec in specs if not spec.kind.in_memory]
         each = sum(rooms.values()) // len(files)
-        return [replace(spec, is_placed=True, cache_bytes=each) for spec in files]
+        return [replace(spec, is_placed=True, cache_bytes=each or spec.cache_bytes) for spec in files]
     return [replace(s, is_placed=True, room_bytes=rooms.get(id(s), s.room_bytes)) for s in specs]
 
 

@@ -95,7 +95,7 @@ class Placement:
             host *= len(extent.sections) / 3
             drive = 0.0 if spec.kind.in_memory else (read + slot) / self._rates[d]
             found.append(Candidate(drive, host, room))
-        cache = sum(spec.cache_bytes for spec in self._specs)
+        cache = sum(max(0, spec.cache_bytes) for spec in self._specs)
         if cache > 0:  # memory for drives, which share_memory() gives out as they have states: all save the same time
             saved = cache / sum((read + slot) / c.seconds for c in found)
             found = [replace(c, saved=saved) for c in found]
@@ -131,7 +131,7 @@ class Placement:
         for device in devices:
             if not device["limited_by"]:
                 device["limited_by"] = "speed" if device["seconds"] > 0.9 * seconds else "host"
-        cache = sum(spec.cache_bytes for spec in self._specs)
+        cache = sum(max(0, spec.cache_bytes) for spec in self._specs)
         return {"seconds": seconds, "host_seconds": host, "cache_bytes": cache, "devices": devices}
 
     def announce(self) -> None:

@@ -154,7 +154,7 @@ def tune_devices(
             "'auto' among devices measures drives, and CSD_OPTIM_PROBE=0 says not to: name shares instead"
         )
     shares_open = new and len(tried) == len(specs) > 1 and all(s.share is None for s in specs) and not places
-    said = all({"block", "depth"} <= specs[d].chosen for d in tried) and not shares_open
+    said = all(specs[d].chosen == {"block", "depth"} for d in tried) and not shares_open
     unasked = not settings.tries_drives() or said or nbytes < TUNE_BYTES * len(specs)
     if not tried or (unasked and not places):
         return [*specs], None, {}

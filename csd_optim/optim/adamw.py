@@ -91,8 +91,9 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
         weight_decay: None is 1e-2, as AdamW has it, or 0 with ``decoupled_weight_decay=False``, as Adam has it.
         decoupled_weight_decay: False makes it :class:`torch.optim.Adam`: weight decay is added to the gradient.
         devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (one in a nameless
-            file, gone with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. None reads
-            ``CSD_OPTIM_DEVICES``, else ``"file:"``.
+            file, gone with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. With ``"auto"`` among
+            them, each has the part with which all end a step at once. None reads ``CSD_OPTIM_DEVICES``, else
+            ``"file:"``.
         grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
         topk: send this share of each gradient, the entries of largest magnitude, and zeros for the rest: 0.01 is 1 %.
             Parameters with less than two dimensions or 4096 elements go dense, unless their parameter group has a

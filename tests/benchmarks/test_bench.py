@@ -143,6 +143,22 @@ def test_overlap(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_placement(tmp_path):
+    """Whose divisions have to end with the same states, or nothing is reported."""
+    done = run("bench.placement", "--quick", "--runs=5", f"--directory={tmp_path}", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.placement/1"
+    rows = {row["what"]: row for row in result["rows"]}
+    assert all(len(row["seconds"]) == len(row["times_as_fast"]) == 5 for row in rows.values())
+    assert rows["half in ram"]["shares"] == pytest.approx([0.5, 0.5], abs=0.02)
+    placed = rows["auto, 2/3 fit"]
+    assert 0 < placed["shares"][0] <= 2 / 3
+    assert placed["predicted"] >= 24 * 4e5 / 3 / 300e6  # what does not fit is on the drive
+    assert len(rows["auto, cache"]["shares"]) == 1
+    assert "goal, half in ram: 1.9 times" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_memory(tmp_path):
     done = run("bench.memory", "--quick", f"--directory={tmp_path}", "--json")
     result = json.loads(done.stdout)
