@@ -27,8 +27,8 @@ struct Lion {
     float &master = state[0], &exp_avg = state[1];
     const float g = grad * grad_scale;
     const float between = exp_avg * beta1 + g * one_minus_beta1;
-    // As torch.sign: that of a zero is zero, and a nan stays.
-    const float sign = between > 0 ? 1.0f : between < 0 ? -1.0f : between;
+    // As torch.sign: that of a zero is zero, and so is that of a nan.
+    const float sign = between > 0 ? 1.0f : between < 0 ? -1.0f : 0.0f;
     master = master * decay - lr * sign;
     exp_avg = exp_avg * beta2 + g * one_minus_beta2;
   }
