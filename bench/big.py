@@ -214,7 +214,8 @@ def watched(name: str, size: Size, directory: Path, limit: int, began: float, sa
         run.ending = f"kill -9 in the middle of step {max(run.losses)}"
         say(f"  {run.ending}")
     if child.exitcode and not run.ending:
-        run.ending = "killed by the kernel, as it took too much" if child.exitcode == -signal.SIGKILL else "it failed"
+        killed = child.exitcode == -signal.SIGKILL
+        run.ending = "killed by the kernel, as it took too much" if killed else f"exit status {child.exitcode}"
     return run
 
 
@@ -228,9 +229,6 @@ def describe_step(run: Run, size: Size) -> str:
 def check(runs: dict[str, Run], size: Size) -> None:
     """Raises SystemExit unless all happened that is claimed."""
     whole, killed, resumed = (runs[name] for name in ("CSDAdam", "killed", "resumed"))
-    for run in (whole, resumed):
-        if run.ending:
-            raise SystemExit(f"{run.name}: {run.ending}")
     adamw = runs["AdamW"]
     if not (adamw.losses and ("memory" in adamw.ending or "kernel" in adamw.ending)):  # not for some other reason
         raise SystemExit(f"AdamW did not run out of memory in its first step: {adamw.ending or 'it did not fail'}")
@@ -277,6 +275,8 @@ def main() -> None:
             runs[name] = run = watched(name, size, stores, most, began, say)
             if name == "AdamW":
                 say(f"  limited by {run.facts['limit']}\n  loss {run.losses.get(1)}; then {run.ending}")
+            elif run.ending and name != "killed":
+                raise SystemExit(f"{name}: {run.ending}")
             if name == "CSDAdam":
                 shutil.rmtree(stores, ignore_errors=True)  # the next one begins anew
     finally:
