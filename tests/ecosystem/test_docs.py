@@ -33,7 +33,12 @@ from csd_optim.cli import benchmark, facts
 from csd_optim.trainers import log_stats, scalars
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "hls_kernels/README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "hls_kernels/README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
 
 CARD, RUNS_THIS, VITIS = "needs a SmartSSD", "is what runs this test", "needs Vitis"
 NOT_RUN = {  # how a command, or the first line of a Python snippet, begins: why
@@ -547,13 +552,14 @@ def without_a_compiler(reading):
 
 # ---- Python --------------------------------------------------------------------------------
 
+RECIPES = [s for s in snippets("python") if s.page.parent.name == "recipes"]  # test_recipes.py
 ON_RANKS = [s for s in snippets("python") if s.page.name == "distributed.md" and 'torch.load("state.pt"' not in s.text]
 
 
 @pytest.mark.filterwarnings("ignore:there is no store")
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@each(s for s in snippets("python") if s not in ON_RANKS and not why_not(s.text))
+@each(s for s in snippets("python") if s not in [*ON_RANKS, *RECIPES] and not why_not(s.text))
 def test_python(snippet, tmp_path, run):
     if "resume=True" in snippet.text:
         return crashes_and_goes_on(snippet, tmp_path)
@@ -735,5 +741,7 @@ def test_paths(page):
 
 
 def test_the_index_has_every_page():
-    linked = set(re.findall(r"\]\(([\w.-]+\.md)\)", (ROOT / "docs/README.md").read_text()))
-    assert linked == {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", (docs / "README.md").read_text()))
+    pages = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
+    assert {link for link in linked if not link.startswith("../")} == pages - {"README.md"}

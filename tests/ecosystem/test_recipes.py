@@ -1,0 +1,154 @@
+"""The recipes do what they say: each script is run as it stands, with a tiny model where it names a large one.
+
+`/mnt` is a temporary directory. A script that says it goes on after a crash is stopped in the middle and run again, and
+has to come to the bits of one that was not.
+"""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from test_docs import ROOT, on_page
+from trainers import library, llama
+
+from csd_optim import CSDAdam
+
+RECIPES = sorted(page.stem for page in ROOT.glob("docs/recipes/*.md"))
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Runs one in a directory: its names. `constants` take the place of what it says of these. `stop`: called after as
+    many steps of CSDAdam, counted within this run.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, where="first", stop=None, **constants):
+        snippet, directory, steps = on_page(f"docs/recipes/{name}.md"), tmp_path / where, []
+        for folder in ("data", "nvme0", "nvme1"):
+            (directory / folder).mkdir(parents=True, exist_ok=True)
+        (directory / "data/train.txt").write_text("what a model may learn; " * 200)
+        example = json.dumps({"prompt": "how many?", "answer": "forty-two"})
+        (directory / "data/train.jsonl").write_text(f"{example}\n" * 10)
+        text, step = snippet.text, CSDAdam.step
+        for line in [line for line in text.splitlines() if " = " in line and line.partition(" = ")[0].isupper()]:
+            names, values = (part.split(", ") for part in line.split("  #")[0].split(" = "))
+            new = [str(constants.get(n, v)) for n, v in zip(names, values, strict=True)]
+            text = text.replace(line, f"{', '.join(names)} = {', '.join(new)}")
+
+        def counted(optimizer, *arguments, **named):
+            result = step(optimizer, *arguments, **named)
+            steps.append(optimizer)
+            if stop and len(steps) == stop[0]:
+                stop[1]()
+            return result
+
+        names = {"__name__": "__main__"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CSDAdam, "step", counted)
+            try:
+                type(snippet)(snippet.page, snippet.line, snippet.language, text).execute(names, directory)
+            except Stopped:
+                steps[-1].close()  # as a process does that dies: what is committed is there
+        return {**names, "steps": len(steps), "directory": directory}
+
+    return run
+
+
+def stopped():
+    raise Stopped
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """transformers, with a model and a tokenizer that need no download."""
+    transformers = library("transformers")
+
+    class Tokenizer:
+        def __call__(self, text, return_tensors):
+            return type("Encoded", (), {"input_ids": torch.tensor([[ord(c) % 20 for c in text]])})
+
+    def from_pretrained(name, dtype):
+        return llama().to(dtype)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: Tokenizer())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
+def test_finetune(recipe, hub):
+    ran = recipe("finetune", LENGTH=32)
+    assert ran["steps"] == -(-(24 * 200 // 32) // 16)
+    assert ran["trainer"].optimizer.optimizer.stats()["params"] == sum(p.numel() for p in ran["model"].parameters())
+    ran["trainer"].optimizer.optimizer.close()
+    assert (ran["directory"] / "data/model/model.safetensors").exists()
+    assert all((ran["directory"] / f"nvme{i}/csd_optim.store").stat().st_size > 0 for i in range(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*is smaller than the logging interval")
+def test_lightning(recipe):
+    library("lightning")
+    ran = recipe("lightning")
+    assert ran["steps"] == ran["trainer"].global_step == 16
+    assert (ran["directory"] / "nvme0/csd_optim.store").stat().st_size > 0
+
+
+@pytest.mark.filterwarnings("ignore:there is no store")
+def test_sft(recipe, hub):
+    goes_on(recipe, "sft", STEPS=4, BATCH=2)
+
+
+@pytest.mark.filterwarnings("ignore:there is no store")
+def test_several_optimizers(recipe):
+    goes_on(recipe, "several-optimizers", STEPS=6)
+
+
+@pytest.mark.filterwarnings("ignore:there is no store")
+def test_from_deepspeed(recipe):
+    ran = recipe("from-deepspeed")
+    assert ran["steps"] == 20
+    assert (ran["directory"] / "data/step-20/device-0/csd_optim.store").exists()
+
+
+@pytest.mark.filterwarnings("ignore:there is no store")
+def test_scheduler(recipe):
+    """Told to stop, it ends its step, and exits with the status that it says."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            recipe("scheduler", stop=(3, lambda: os.kill(os.getpid(), signal.SIGTERM)), STEPS=6)
+        assert ended.value.code == 75
+        again = recipe("scheduler", STEPS=6)
+        whole = recipe("scheduler", "whole", STEPS=6)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (again["steps"], whole["steps"]) == (3, 6)
+    assert_same(again["model"], whole["model"])
+
+
+def goes_on(recipe, name, **constants):
+    first = recipe(name, stop=(3, stopped), **constants)
+    again, whole = recipe(name, **constants), recipe(name, "whole", **constants)
+    assert (first["steps"], again["steps"], whole["steps"]) == (3, constants["STEPS"] - 3, constants["STEPS"])
+    assert_same(again["model"], whole["model"])
+
+
+def assert_same(model, other):
+    params = [*model.parameters()]
+    assert all(map(torch.equal, params, other.parameters()))
+    assert all(p.isfinite().all() for p in params)
+
+
+def test_each_recipe_is_run():
+    tests = {name.removeprefix("test_").replace("_", "-") for name in globals() if name.startswith("test_")}
+    assert set(RECIPES) <= tests
