@@ -109,3 +109,11 @@ def test_the_class_is_named_where_users_find_it(installed, tmp_path):
     )
     wanted = "<class 'csd_optim.CSDAdam'> True [b'ccsd_optim', b'CSDAdam']\n"
     assert run(installed, program, tmp_path) == wanted
+
+
+def test_a_clone_beside_a_script_is_not_the_package(tmp_path):
+    """As csd_optim is installed here, which may be editable: a directory of that name has no __init__.py."""
+    (tmp_path / "csd_optim").mkdir()
+    script = tmp_path / "train.py"
+    script.write_text("import csd_optim\nprint(csd_optim.CSDError.__name__)\n")
+    assert subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout == "CSDError\n"

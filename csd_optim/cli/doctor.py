@@ -118,7 +118,8 @@ def examine_directory(spec: DeviceSpec, share: int | None) -> list[Finding]:
     """`share`: bytes that a store is going to take on this file system, None if nobody knows."""
     entry = describe_device(spec, {})
     if "problem" in entry:
-        return [Finding("directory", BAD, entry["problem"])]
+        remedy = "" if spec.card else "name a directory that you may write to"
+        return [Finding("directory", BAD, entry["problem"], remedy)]
     if "storage" not in entry:
         return [Finding("directory", OK, "memory: nothing to look at")]
     place, store = entry["storage"], entry["store"]

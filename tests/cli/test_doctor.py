@@ -179,6 +179,7 @@ def test_command(run, tmp_path, monkeypatch):
     code, out, _ = run("doctor", tmp_path, "ram:", tmp_path / "no/where", "--params", "1000B")
     assert code == 1
     assert "no such directory" in out
+    assert "-> name a directory that you may write to" in out
     assert 'state_dtype="8bit"' in out
     assert FILE_NAME not in os.listdir(tmp_path)
 
