@@ -16,6 +16,7 @@ FLOORS = {  # of folders, and of the files beside them
     "trainers": 9,
     "optim": 8,
     "overlap": 7,
+    "serve": 7,
     "step": 6,
     "checkpoint": 6,
     "params": 5,

@@ -486,6 +486,30 @@ def plan(
             show_plan(found)
 
 
+@app.command()
+def serve(
+    devices: Annotated[
+        list[str],
+        typer.Argument(metavar="DEVICE...", help="Directories, or device strings with one; as of CSDAdam."),
+    ],
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where trainers come to; without HOST on all addresses.")
+    ],
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=86400, metavar="S", help="Seconds that a trainer may be silent in a step.")
+    ] = 600,
+) -> None:
+    """Keeps the optimizer's states here for trainers elsewhere, whose devices are serve://HOST:PORT.
+
+    On a private network only: nobody is asked for a password. SIGTERM or Ctrl-C ends it; started again, it goes on when
+    a trainer comes that resumes. Several optimizer ranks: torchrun ... -m csd_optim serve /mnt/nvme{rank} --listen ...
+    """
+    with reported():
+        from .serving import serve as serve_
+
+        serve_(devices, listen, timeout)
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def emu(
     command: Annotated[

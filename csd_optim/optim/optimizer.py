@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -46,6 +46,7 @@ from ..params.memory_warnings import COPIED, DECODED, warn_if_large
 from ..params.param_state import check_param
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
+from ..serve.trainer import address_of, served
 from ..signals import defer_signals
 from ..step.agreement import agree_on_step
 from ..step.joining import StepHook
@@ -165,7 +166,12 @@ class CSDOptimizer(Optimizer, Joinable):
         self.error_feedback = error_feedback
         self.topk_warmup = topk_warmup
         self.max_grad_norm = max_grad_norm
-        specs = parse_devices(devices)
+        specs: list[DeviceSpec] = []
+        if address := address_of(devices):
+            self._address = address
+            self.__class__ = served(type(self))  # from here on, what it takes to have the states elsewhere
+        else:
+            specs = parse_devices(devices)
         for spec in specs:
             if spec.kind.rules is not None and self._rule.name not in spec.kind.rules:
                 raise CSDValueError(
@@ -194,6 +200,7 @@ class CSDOptimizer(Optimizer, Joinable):
         self._state_map = StateMap(self._rule, ranks, sharded=sharded, state_dtype=state_dtype)
         self._runner = StepRunner(self._state_map, ranks)
         self._resume = Resume(self._state_map, ranks)
+        self._grad_factor = 1.0  # beside the loss scale: of trainers, where this is the optimizer of an owner
         self._descending = False  # what the ranks share of the step under way goes from the last to the first
         self._joined = False  # taking a step of the others: this rank has no more data
         self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
@@ -220,7 +227,9 @@ class CSDOptimizer(Optimizer, Joinable):
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
         kernel = kernel_for(self._rule.name, self.state_dtype)
         tile_elems, shadow = self._options["tile_size"], bool(self._options["shadow"])
-        engine = open_engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, ranks=ranks, kernels=[kernel])
+        self._attach(open_engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, ranks=ranks, kernels=[kernel]))
+
+    def _attach(self, engine: Engine) -> None:
         self._engine = engine
         # Dropped, or forgotten at exit: closes without a word.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
@@ -323,10 +332,10 @@ class CSDOptimizer(Optimizer, Joinable):
             if self._ranks:
                 agreed = agree_on_step(
                     self._ranks,
-                    engine,
-                    self._state_map,
+                    self._placed,
                     self.param_groups,
                     sharded=self.sharded,
+                    descending=engine.descending,
                     skips=self._skipped,
                     taken=self._runner.taken,
                     joined=self._joined,
@@ -335,7 +344,7 @@ class CSDOptimizer(Optimizer, Joinable):
                 )
                 self._skipped, self._descending, scale = agreed.skips, agreed.descending, agreed.scale
             if not self._skipped:
-                self._update(engine, 1.0 if scale is None else 1.0 / scale)
+                self._update(engine, self._grad_factor if scale is None else self._grad_factor / scale)
             self._seconds = time.perf_counter() - start
         return loss
 
@@ -584,6 +593,11 @@ class CSDOptimizer(Optimizer, Joinable):
         self._mode.arrive_at_once()
 
     # ---- the step ----------------------------------------------------------------
+
+    @property
+    def _placed(self) -> Container[int]:
+        """The ids of parameters that have taken part in a step."""
+        return self._state_map.param_states
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
         self._grad_scale = grad_scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,10 +11,8 @@ import torch
 
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import is_replicated
-from ..engine.engine import Engine
 from ..errors import CSDRankError
 from ..params.groups import Groups, members, name_of
-from ..params.state_map import StateMap
 from ..params.strides import flat
 from .joining import borrow
 
@@ -46,11 +45,11 @@ class StepAgreement:
 
 def agree_on_step(
     ranks: Ranks,
-    engine: Engine,
-    state_map: StateMap,
+    placed: Container[int],
     groups: Groups,
     *,
     sharded: bool,
+    descending: bool,
     skips: bool,
     taken: int,
     joined: bool,
@@ -59,17 +58,19 @@ def agree_on_step(
 ) -> StepAgreement:
     """Before anything is touched; a collective. `scale`: a GradScaler's, which ranks that have `joined` lack.
 
+    `placed`: the ids of parameters that have taken part before; `descending`: tiles would flow from the last on.
+
     Of parameters that take part for the first time, ranks that share them have to hold the same.
     Raises CSDRankError, on all ranks, if they cannot take this step together.
     """
 
     def is_bound(p: torch.Tensor) -> bool:
-        return id(p) in state_map.param_states
+        return id(p) in placed
 
     def say() -> list[_Vote]:
         names = _checksum([name for name, _ in alike])
         new = _checksum([name for name, p in alike if not is_bound(p)])
-        word = _Vote(skips, taken, joined, names, new, engine.descending, overlaps)
+        word = _Vote(skips, taken, joined, names, new, descending, overlaps)
         return [_Vote(*said) for said in ranks.gather(*word)]
 
     alike = _with_gradients(groups) if sharded else []

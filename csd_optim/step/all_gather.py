@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..accelerator import is_far
 from ..distributed.ranks import Ranks
+from ..distributed.sharding import Partition
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..params.grad_source import GradSource
-from ..params.param_state import ParamState
 from ..params.strides import flat, numel, same_order
 from ..store.layout import round_up
 
@@ -30,9 +30,23 @@ BUCKET_BYTES = 16 << 20  # of all ranks together
 IN_FLIGHT = 3  # buckets: one is filled, one travels, one is emptied
 
 
+class Shared(Protocol):
+    """A parameter whose updates ranks share: a ParamState, say."""
+
+    @property
+    def param(self) -> torch.Tensor: ...
+    @property
+    def part(self) -> Partition: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def local(self) -> torch.Tensor:
+        """The part of it that this rank updates."""
+
+
 @dataclass
 class _Piece:
-    param_state: ParamState
+    param_state: Shared
     first: int | None  # element of the share, as flat() has it; None: all of a share that is not dense
     n: int  # elements, of the largest share
     offset: int  # in the bucket, bytes
@@ -59,7 +73,8 @@ class ParamAllGather:
     It refers to the memory of their parameters as it is now.
     """
 
-    def __init__(self, ranks: Ranks, engine: Engine, param_states: Sequence[ParamState]) -> None:
+    def __init__(self, ranks: Ranks, engine: Engine | None, param_states: Sequence[Shared]) -> None:
+        """`engine`: whose tiles they lie in; None: all of them have their values when begin() is called."""
         self.ranks: Ranks = ranks
         self._engine = engine
         self.buckets: list[_Bucket] = []
@@ -67,9 +82,10 @@ class ParamAllGather:
             assert replicas
             alike = [b for b in param_states if b.local.device == device and b.part.replicas is replicas]
             self.buckets += _fill_buckets(alike, replicas)
-        pieces = Pieces(engine)
+        pieces = Pieces(engine) if engine else None
         for k, bucket in enumerate(self.buckets):
-            bucket.tiles = np.unique(np.concatenate([_tiles_of(p, pieces) for p in bucket.pieces]))
+            if pieces:
+                bucket.tiles = np.unique(np.concatenate([_tiles_of(p, pieces) for p in bucket.pieces]))
             self._bind(bucket, self.buckets[k - IN_FLIGHT] if k >= IN_FLIGHT else None)
         self.received_bytes: int = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
 
@@ -122,7 +138,8 @@ class ParamAllGather:
         """Lets go of the buckets that can; with `wait` of all, as soon as each can."""
         while self._to_leave:
             tiles = self._to_leave[0].tiles
-            if not self._missing.isdisjoint(tiles.tolist()) or not self._engine.params_ready(tiles, wait=wait):
+            missing = not self._missing.isdisjoint(tiles.tolist())
+            if missing or (self._engine and not self._engine.params_ready(tiles, wait=wait)):
                 return
             for piece in self._to_leave[0].pieces:
                 if source := self._sources.get(piece.param_state.index):
@@ -163,7 +180,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(list(to), list(sources), non_blocking=is_far(to[0]))
 
 
-def _fill_buckets(param_states: Sequence[ParamState], ranks: Ranks) -> list[_Bucket]:
+def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]:
     """Cuts these ranks' shares of parameters of one device into buckets.
 
     The same on every rank: by what they have in common.

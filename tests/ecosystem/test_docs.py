@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cards import needs_xrt
+from support.owners import Owners
 from support.ranks import on_ranks
 from torch import nn
 from trainers import library, llama, texts
@@ -60,6 +61,7 @@ NOT_RUN = {  # how a command, or the first line of a Python snippet, begins: why
     "sudo make -C hls_kernels": VITIS,
     "python -m bench.": "test_bench.py, test_kernel_model.py and test_accuracy.py run them, at tiny size",
     "mkdir -p ~/xrt": "leaves links in the home directory",
+    "csd-optim serve ": "serves until it is stopped; tests/serve/ has what it does",
     "sudo xbmgmt": CARD,
     "xbutil": CARD,
     "sudo xbutil": CARD,
@@ -329,6 +331,18 @@ def an_export(reading):
     yield
     assert all(map(torch.equal, names["parameters"], other.parameters()))
     assert all((opt.state[p]["exp_avg"] != 0).any() and opt.state[p]["step"] == 2 for p in names["parameters"])
+
+
+@starts("docs/optimizer-ranks.md", "serve://")
+def owners(reading):
+    with Owners(reading.directory) as there:
+
+        def served(*arguments, devices, **options):
+            return CSDAdam(*arguments, devices=devices.replace("serve://storage0:29600", there.address), **options)
+
+        reading.names["CSDAdam"] = served
+        with trains(reading):
+            yield
 
 
 @starts("docs/plan.md", "engine_rate(")

@@ -1,0 +1,97 @@
+"""`csd-optim serve`: this process becomes an optimizer rank; under torchrun, as many as it has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ..devices.spec import parse_devices
+from ..distributed.ranks import Ranks, all_ranks_or_none, ranks_of
+from ..errors import CSDOSError, CSDValueError
+from ..optim.adagrad import CSDAdagrad
+from ..optim.adamw import CSDAdam
+from ..optim.lion import CSDLion
+from ..optim.rmsprop import CSDRMSprop
+from ..optim.sgd import CSDSGD
+from ..serve.owner import Owner
+from ..serve.service import Service
+from ..serve.wire import CONNECT_TIMEOUT, DEFAULT_TIMEOUT, connect, is_wildcard, listen
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    kind.__name__: kind for kind in (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion)
+}
+
+
+def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT) -> None:
+    """Returns when it was asked to stop, by SIGTERM or Ctrl-C, and all is durable.
+
+    Raises CSDValueError, CSDOSError if it cannot begin; CSDRankError if another optimizer rank is gone.
+    """
+    host, port = parse_listen(address)
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    ranks = ranks_of(None)
+    with all_ranks_or_none(ranks):
+        specs = parse_devices(devices)
+        if temporary := [str(spec) for spec in specs if not spec.durable]:
+            raise CSDValueError(f"Invalid device: {temporary[0]!r}; optimizer ranks keep states in named directories")
+    reach, port, store = _meet(host, port, ranks)
+    owner = Owner(OPTIMIZERS, devices, ranks)
+    service = Service(
+        owner,
+        ranks,
+        lambda: connect(reach, port, CONNECT_TIMEOUT),
+        host="" if is_wildcard(host) else reach,
+        timeout=timeout,
+        say=_say,
+    )
+
+    def stop(*_: Any) -> None:
+        service.stopping = True
+
+    before = [(s, signal.signal(s, stop)) for s in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        if owner.rank == 0:
+            shown = f"{'[' + host + ']' if ':' in host else host}:{port}"
+            _say(
+                f"{owner.owners} optimizer rank{'s' * (owner.owners > 1)} with {', '.join(map(str, specs))}, at {shown}"
+            )
+        service.run()
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+        del store
+
+
+def _meet(host: str, port: int, ranks: Ranks | None) -> tuple[str, int, Any]:
+    """Where owner 0 can be reached, and on it the store itself."""
+    store: Any = None
+    with all_ranks_or_none(ranks):
+        if ranks is None or ranks.rank == 0:
+            try:
+                store, port = listen(host, port)
+            except OSError as e:
+                raise CSDOSError(e.errno, f"cannot listen on {host or '*'}:{port}: {e.strerror}") from e
+    if ranks:
+        port = ranks.gather(port)[0][0]
+    reach = host
+    if is_wildcard(host):
+        reach = os.environ.get("MASTER_ADDR", "127.0.0.1") if ranks else "127.0.0.1"
+    return reach, port, store
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """`HOST:PORT`; without HOST, all addresses. Raises CSDValueError."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise CSDValueError(f"Invalid --listen: {text!r}; write HOST:PORT, such as 10.0.0.1:29600")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

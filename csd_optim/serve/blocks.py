@@ -1,0 +1,182 @@
+"""Who has which block of a parameter, and how blocks travel: in buckets, several under way.
+
+A parameter is known by its number, counted over all groups. Each trainer says which block of each parameter it pushes
+and pulls; owners divide rows (of dimension 0) as the ranks of DDP do. What two of them have in common travels, split by
+rows, so that no bucket is much larger than it has to be. Both sides work that out from the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ..distributed.sharding import Partition, rows_of
+from ..errors import CSDRankError
+from ..store.layout import round_up
+from .wire import Session
+
+ALIGN = 16  # bytes: any dtype may begin there
+BUCKET_BYTES = 16 << 20
+IN_FLIGHT = 3  # buckets to or from one other process
+
+
+class Block(NamedTuple):
+    """Of a tensor: where it begins in each dimension, and how large it is there."""
+
+    first: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def common(self, other: Block) -> Block:
+        """What both have; empty if nothing."""
+        first = tuple(map(max, self.first, other.first))
+        ends = [min(a + n, b + m) for a, n, b, m in zip(self.first, self.sizes, other.first, other.sizes, strict=True)]
+        return Block(first, tuple(max(0, end - f) for f, end in zip(first, ends, strict=True)))
+
+    def of(self, t: torch.Tensor, within: Block) -> torch.Tensor:
+        """This block of a tensor that is the block `within`: a view."""
+        for dim, (first, start, n) in enumerate(zip(self.first, within.first, self.sizes, strict=True)):
+            t = t.narrow(dim, first - start, n)
+        return t
+
+
+def whole(shape: Sequence[int]) -> Block:
+    return Block((0,) * len(shape), tuple(shape))
+
+
+def block_of(part: Partition, shape: Sequence[int]) -> Block:
+    """The block of a parameter of this shape that a trainer updates."""
+    first, sizes = getattr(part, "first", None), getattr(part, "sizes", None)
+    return whole(shape) if first is None or sizes is None else Block(tuple(first), tuple(sizes))
+
+
+def owned(shape: Sequence[int], owners: int, k: int) -> Block:
+    """The block that owner k keeps. Of what has no dimension every owner keeps all."""
+    if not shape:
+        return whole(shape)
+    first, rows = rows_of(shape[0], owners, k)
+    return Block((first, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
+
+
+class Part(NamedTuple):
+    """What a trainer has of a tensor and exchanges with all owners."""
+
+    key: int  # both sides know which tensor that is
+    shape: tuple[int, ...]  # of all of it
+    block: Block
+    dtype: torch.dtype  # as it travels
+
+
+class Piece(NamedTuple):
+    key: int
+    block: Block
+    offset: int  # in its bucket, bytes
+    dtype: torch.dtype  # as it travels
+
+
+Bucket = list[Piece]
+
+
+def with_owner(parts: Iterable[Part], owners: int, k: int) -> list[Bucket]:
+    """What goes between a trainer with these parts and owner k: cut by rows, one piece after another."""
+    out: list[Bucket] = []
+    room = 0
+    for part in parts:
+        block = part.block.common(owned(part.shape, owners, k))
+        if not block.numel:
+            continue
+        rows = block.sizes[0] if block.sizes else 1
+        row_bytes = block.numel // rows * part.dtype.itemsize
+        first = 0
+        while first < rows:
+            fits = room // row_bytes
+            if not fits:
+                out.append([])
+                room, fits = BUCKET_BYTES, max(1, BUCKET_BYTES // row_bytes)
+            n = min(fits, rows - first)
+            cut = Block((block.first[0] + first, *block.first[1:]), (n, *block.sizes[1:])) if block.sizes else block
+            out[-1].append(Piece(part.key, cut, round_up(_end(out[-1]), ALIGN), part.dtype))
+            room = max(0, BUCKET_BYTES - round_up(_end(out[-1]), ALIGN))
+            first += n
+    return out
+
+
+def _end(bucket: Bucket) -> int:
+    return bucket[-1].offset + bucket[-1].block.numel * bucket[-1].dtype.itemsize if bucket else 0
+
+
+ViewOf = Callable[[int, Block], torch.Tensor]  # of a part's key: this block of the tensor, in memory
+
+
+Guard = Callable[[], AbstractContextManager[None]]  # held while memory is read or written; may raise CSDRankError
+
+
+def send_buckets(session: Session, to: Mapping[int, list[Bucket]], view_of: ViewOf, guard: Guard = nullcontext) -> None:
+    """Sends each rank its buckets. Raises CSDRankError."""
+    under_way: deque[tuple[Any, torch.Tensor]] = deque()
+    for rank, bucket in _by_turns(to):
+        if len(under_way) >= IN_FLIGHT * len(to):
+            session.wait(under_way.popleft()[0])
+        buffer = torch.empty(_end(bucket), dtype=torch.uint8, device="cpu")
+        with guard():
+            for piece in bucket:
+                _room(buffer, piece).copy_(view_of(piece.key, piece.block))
+        under_way.append((session.send(buffer, rank), buffer))
+    for work, _ in under_way:
+        session.wait(work)
+
+
+def receive_buckets(
+    session: Session, sources: Mapping[int, list[Bucket]], view_of: ViewOf, guard: Guard = nullcontext
+) -> None:
+    """Receives what send_buckets() sends. Raises CSDRankError."""
+    under_way: deque[tuple[Any, torch.Tensor, Bucket]] = deque()
+
+    def arrive() -> None:
+        work, buffer, bucket = under_way.popleft()
+        session.wait(work)
+        with guard():
+            for piece in bucket:
+                view_of(piece.key, piece.block).copy_(_room(buffer, piece))
+
+    for rank, bucket in _by_turns(sources):
+        if len(under_way) >= IN_FLIGHT * len(sources):
+            arrive()
+        buffer = torch.empty(_end(bucket), dtype=torch.uint8, device="cpu")
+        under_way.append((session.receive(buffer, rank), buffer, bucket))
+    while under_way:
+        arrive()
+
+
+def _room(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+    n = piece.block.numel * piece.dtype.itemsize
+    return buffer[piece.offset : piece.offset + n].view(piece.dtype).view(piece.block.sizes)
+
+
+def _by_turns(lists: Mapping[int, list[Bucket]]) -> Iterable[tuple[int, Bucket]]:
+    for k in range(max(map(len, lists.values()), default=0)):
+        for rank, of_rank in lists.items():
+            if k < len(of_rank):
+                yield rank, of_rank[k]
+
+
+def check_cover(names: Sequence[str], shapes: Sequence[Sequence[int]], blocks: Sequence[Sequence[Block]]) -> None:
+    """`blocks`: of each trainer, of each parameter. Raises CSDRankError unless together they have all of each."""
+    for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        different = {of_trainer[i] for of_trainer in blocks if of_trainer[i].numel}
+        for block in different:
+            if len(block.sizes) != len(shape) or block.common(whole(shape)) != block or min(block.sizes, default=0) < 0:
+                raise CSDRankError(f"a trainer has a block of {name} that is not within its shape {tuple(shape)}")
+        if (have := sum(block.numel for block in different)) != math.prod(shape):
+            raise CSDRankError(
+                f"the trainers of a session have {have} elements of {name}, which has {math.prod(shape)}: all of them "
+                "train one model, each with a part of its own, or as replicas"
+            )

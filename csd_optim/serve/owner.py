@@ -1,0 +1,381 @@
+"""What one owner has of a model: an ordinary optimizer of this package, whose parameters are the rows that it keeps.
+
+With several owners a parameter is a DTensor divided by rows, so that each of them keeps what that rank of DDP keeps, in
+the same store. All methods but `receive` and `send` are collectives of the owners.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import shown_as
+from ..errors import CSDRankError, CSDStoreExistsError, CSDWarning
+from ..params.groups import members, plain, put_back
+from ..params.manifest import changed_by_resume
+from ..store.format import Record
+from .blocks import Block, Part, ViewOf, check_cover, owned, receive_buckets, send_buckets, whole, with_owner
+from .request import Group, Param, Request, check_same, read_hyper
+from .values import dtype_named, packed, unpacked
+from .wire import Session
+
+OF_TRAINERS = "trainers"  # the key of `user_state` under which those of several trainers are, in their order
+
+
+class Owner:
+    """`optimizers`: their classes by name; `devices`: this owner's, as an optimizer takes them."""
+
+    def __init__(
+        self, optimizers: Mapping[str, Callable[..., Any]], devices: Sequence[str | Path], ranks: Ranks | None
+    ) -> None:
+        self.optimizers, self._devices, self._ranks = optimizers, devices, ranks
+        self.rank, self.owners = (ranks.rank, ranks.size) if ranks else (0, 1)
+        self.optimizer: Any = None
+        self.request: Request | None = None  # that the optimizer was made of
+        self._blocks: list[list[Block]] = []  # of each trainer of the session, of each parameter
+        self._opened = False  # the session has said that these are its blocks
+        self._grads: dict[int, torch.Tensor] = {}  # memory for gradients, by number
+        # Groups have joined that no step was made with, say: the next session goes on from the store.
+        self.in_doubt = False
+        # What a session that is over still receives goes nowhere: held where memory of the optimizer is written.
+        self._lock = threading.Lock()
+        self.current: Session | None = None
+
+    # ---- sessions ------------------------------------------------------------------------
+
+    @property
+    def has_states(self) -> bool:
+        return self.optimizer is not None and bool(self.optimizer.state)
+
+    def check(self, request: Request) -> None:
+        """Before a session is granted, and the one before it over. Raises CSDStoreError, CSDStoreExistsError.
+
+        What only the store can tell is found out when it is opened.
+        """
+        if self.request is None or not self.has_states:
+            return
+        if request.mode == "new":
+            raise CSDStoreExistsError(
+                17,
+                f"the optimizer ranks have states of {self.request.optimizer} at step {self.optimizer.committed_step}: "
+                "go on with resume=True, or erase them with overwrite=True",
+            )
+        if request.mode == "resume" and not self.in_doubt:
+            check_same(self.request, request)
+
+    def begin(self, session: Session) -> None:
+        """From now on this is the session that counts."""
+        with self._lock:
+            self.current, self._opened = session, False
+
+    def rest(self) -> None:
+        """Between two sessions: everything is durable."""
+        with self._lock:
+            self.current = None
+        if self.optimizer is not None:
+            self.optimizer.synchronize()
+
+    def close(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.close()
+            self.optimizer = self.request = None
+            self._grads.clear()
+
+    # ---- what trainers ask for -------------------------------------------------------------
+
+    def open(self, request: Request, blocks: list[list[Block]]) -> dict[str, Any]:
+        """Goes on with what is in memory, or in the store; or makes a new one. Returns the reply."""
+        params = request.params
+        check_cover([p.name for p in params], [p.shape for p in params], blocks)
+        self._blocks, self._opened = blocks, True
+        notes: list[str] = []
+        goes_on = request.mode == "resume" and self.has_states and not self.in_doubt and self.request == request
+        if not goes_on:
+            self.close()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", CSDWarning)
+                self._make(request)
+            notes = [str(w.message) for w in caught if issubclass(w.category, CSDWarning)]
+        opt = self.optimizer
+        opt.synchronize()
+        groups = [plain(group) for group in opt.param_groups]
+        if goes_on:
+            there = Record(groups=groups, given=opt._initial_groups)
+            notes = [*changed_by_resume(opt._rule, [plain(group.hyper) for group in request.groups], there)]
+        user_state = opt.user_state
+        states = user_state.get(OF_TRAINERS, [user_state]) if user_state else []
+        return {
+            "recovered": self.has_states,
+            "committed_step": opt.committed_step,
+            "groups": groups,
+            "steps": [float(opt.state[p]["step"]) if p in opt.state else 0.0 for _, _, p in members(opt.param_groups)],
+            "user_states": packed(states),
+            "warnings": notes,
+        }
+
+    def _make(self, request: Request) -> None:
+        groups = [self._group(group) for group in request.groups]
+        options: dict[str, Any] = dict(request.options)
+        if "decoupled_weight_decay" in request.defaults:  # which makes it another rule; the rest groups have
+            options["decoupled_weight_decay"] = request.defaults["decoupled_weight_decay"]
+        mode = {} if request.mode == "new" else {request.mode: True}
+        self.optimizer = self.optimizers[request.optimizer](groups, devices=[*self._devices], **options, **mode)
+        self.request, self.in_doubt = request, False
+
+    def _group(self, group: Group) -> dict[str, Any]:
+        params = [self._param(p) for p in group.params]
+        named = any(p.named for p in group.params)
+        names = [p.name for p in group.params]
+        hyper = {name: value for name, value in group.hyper.items() if name not in ("foreach", "fused", "capturable")}
+        return {**hyper, "params": [*zip(names, params, strict=True)] if named else params}
+
+    def _param(self, p: Param) -> torch.nn.Parameter:
+        like = torch.empty_strided(p.shape, p.stride, dtype=p.dtype, device="meta")
+        if self._ranks is None or not p.shape:
+            return torch.nn.Parameter(torch.empty_like(like, device="cpu"), requires_grad=p.trains)
+        block = owned(p.shape, self.owners, self.rank)
+        local = torch.empty_like(block.of(like, whole(p.shape)), device="cpu")
+        return torch.nn.Parameter(self._divided(local, p.shape, p.stride), requires_grad=p.trains)
+
+    def _divided(self, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        """The tensor of which this owner has these rows."""
+        from torch.distributed.tensor import Shard
+
+        assert self._ranks
+        return shown_as(local, self._ranks.mesh, (Shard(0),), torch.Size(shape), stride)
+
+    def join(self, groups: Sequence[Group], blocks: list[list[Block]]) -> dict[str, Any]:
+        """Parameter groups that are new; if they are there already, a step has failed in which they were to join."""
+        assert self.request
+        params = [p for group in groups for p in group.params]
+        check_cover([p.name for p in params], [p.shape for p in params], blocks)
+        for group in groups:
+            self.optimizer.add_param_group(self._group(group))
+        self.request = replace(self.request, groups=(*self.request.groups, *groups))
+        self._blocks = [[*before, *new] for before, new in zip(self._blocks, blocks, strict=True)]
+        self.in_doubt = True
+        return {}
+
+    def step(self, message: dict[str, Any], received: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+        """One step. `received`: new values of parameters, by number; gradients are there."""
+        opt, params = self.optimizer, self._params()
+        self._take(received)
+        self._put_back(message["hyper"])
+        if message["user_states"] is not None:
+            states = [unpacked(state) for state in message["user_states"]]
+            opt.user_state = states[0] if len(states) == 1 else {OF_TRAINERS: states} if any(states) else {}
+        for p in params:
+            p.grad = None
+        for index in message["params"]:
+            p = params[index]
+            p.requires_grad_(True)
+            local = self._grads[index]
+            p.grad = self._divided(local, p.shape, p.stride()) if hasattr(p, "to_local") else local
+        opt._grad_factor = float(message["scale"])
+        opt.step()
+        self.in_doubt = False
+        return {"committed_step": opt.committed_step}
+
+    def load(self, message: dict[str, Any], received: Mapping[int, torch.Tensor], states: list[torch.Tensor]) -> None:
+        """States from trainers; `states`: those that the message names, in its order."""
+        opt, params = self.optimizer, self._params()
+        self._take(received)
+        self._put_back(message["hyper"])
+        of_states, entries = iter(states), {}
+        for index, step, names in message["states"]:
+            p = params[index]
+            entries[index] = {"step": torch.tensor(float(step))}
+            for name in names:
+                local = next(of_states)
+                entries[index][name] = self._divided(local, p.shape, p.stride()) if hasattr(p, "to_local") else local
+        groups = torch.optim.Optimizer.state_dict(opt)["param_groups"]
+        opt.load_state_dict({"state": entries, "param_groups": groups})
+        opt.synchronize()
+
+    def states(self) -> tuple[list[Any], list[torch.Tensor]]:
+        """What there is to be sent of each parameter, as a reply says it, and this owner's rows of that."""
+        said, tensors = [], []
+        for index, p in enumerate(self._params()):
+            if entry := self.optimizer.state.get(p):
+                names = [name for name in self.optimizer._rule.sections if name in entry]
+                said.append([index, float(entry["step"]), names])
+                tensors += [_local(entry[name]) for name in names]
+        return said, tensors
+
+    def _params(self) -> list[Any]:
+        return [p for _, _, p in members(self.optimizer.param_groups)]
+
+    def _put_back(self, hyper: Sequence[dict[str, Any]] | None) -> None:
+        for group, kept in zip(self.optimizer.param_groups, hyper or (), strict=bool(hyper)):
+            put_back(group, kept)
+
+    @torch.no_grad()
+    def _take(self, received: Mapping[int, torch.Tensor]) -> None:
+        params = self._params()
+        for index, values in received.items():
+            _local(params[index]).copy_(values)
+
+    # ---- what travels ------------------------------------------------------------------------
+
+    def receive(self, session: Session, message: dict[str, Any]) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+        """What follows a message of a step, or of states to load: gradients to where they belong, the rest is returned.
+
+        On any thread. Raises CSDRankError if the session is over.
+        """
+        if self.optimizer is None or self.request is None or not self._opened:
+            raise CSDRankError("a session begins with its model")
+        check_message(message, self.request, session.trainers)
+        params = self._params()
+        received: dict[int, torch.Tensor] = {}
+        states: list[torch.Tensor] = []
+        if message["op"] == "step":
+            dtypes = [dtype_named(name) for name in message["dtypes"]]
+            for index in message["params"]:
+                if index not in self._grads:
+                    self._grads[index] = torch.empty_like(_local(params[index]))
+            wire = dict(zip(message["params"], dtypes, strict=True))
+            self._receive(session, range(session.trainers), wire, self._grads)
+        elif message["op"] == "load":
+            parts, states = self._state_parts(message)
+            self._take_in(session, {0: with_owner(parts, self.owners, self.rank)}, dict(enumerate(states)), parts)
+        written = message["written"] if message["op"] in ("step", "load") else []
+        for index in written:
+            received[index] = torch.empty_like(_local(params[index]))
+        wire = {index: params[index].dtype for index in written}
+        self._receive(session, range(session.trainers), wire, received)
+        return received, states
+
+    def _state_parts(self, message: dict[str, Any]) -> tuple[list[Part], list[torch.Tensor]]:
+        params = self._params()
+        parts: list[Part] = []
+        states: list[torch.Tensor] = []
+        for index, _, names in message["states"]:
+            p = params[index]
+            dtype, shape = torch.complex64 if p.is_complex() else torch.float32, tuple(p.shape)
+            for _ in names:
+                parts.append(Part(len(parts), shape, whole(shape), dtype))
+                states.append(torch.empty(_local(p).shape, dtype=dtype, device="cpu"))
+        return parts, states
+
+    def _receive(
+        self,
+        session: Session,
+        trainers: Sequence[int],
+        wire: Mapping[int, torch.dtype],
+        into: Mapping[int, torch.Tensor],
+    ) -> None:
+        params = self._params()
+        parts = [self._parts_of(trainer, params, wire) for trainer in trainers]
+        sources = {t: with_owner(parts[t], self.owners, self.rank) for t in trainers}
+        self._take_in(
+            session,
+            sources,
+            into,
+            [Part(i, tuple(params[i].shape), whole(params[i].shape), d) for i, d in wire.items()],
+        )
+
+    def _take_in(
+        self, session: Session, sources: Mapping[int, Any], into: Mapping[int, torch.Tensor], parts: Sequence[Part]
+    ) -> None:
+        view_of = self._views(into, {part.key: part.shape for part in parts})
+        receive_buckets(session, sources, view_of, lambda: self._counts(session))
+
+    @contextlib.contextmanager
+    def _counts(self, session: Session) -> Iterator[None]:
+        """Nobody else becomes the current session within. Raises CSDRankError if this one is over."""
+        with self._lock:
+            if self.current is not session:
+                raise CSDRankError(f"session {session.number} is over")
+            yield
+
+    def _parts_of(self, trainer: int, params: Sequence[Any], wire: Mapping[int, torch.dtype]) -> list[Part]:
+        return [Part(i, tuple(params[i].shape), self._blocks[trainer][i], dtype) for i, dtype in wire.items()]
+
+    def send(self, session: Session, indices: Sequence[int]) -> None:
+        """Values of parameters, to each trainer its part. On any thread."""
+        params = self._params()
+        wire = {i: params[i].dtype for i in indices}
+        to = {t: with_owner(self._parts_of(t, params, wire), self.owners, self.rank) for t in range(session.trainers)}
+        view_of = self._views({i: _local(params[i]) for i in indices}, {i: tuple(params[i].shape) for i in indices})
+        send_buckets(session, to, view_of, lambda: self._counts(session))
+
+    def send_states(self, session: Session, to: int, tensors: Sequence[torch.Tensor], said: Sequence[Any]) -> None:
+        params = self._params()
+        of = [params[index] for index, _, names in said for _ in names]
+        parts = [
+            Part(k, tuple(p.shape), whole(p.shape), torch.complex64 if p.is_complex() else torch.float32)
+            for k, p in enumerate(of)
+        ]
+        view_of = self._views(dict(enumerate(tensors)), {part.key: part.shape for part in parts})
+        to_one = {to: with_owner(parts, self.owners, self.rank)}
+        send_buckets(session, to_one, view_of, lambda: self._counts(session))
+
+    def _views(self, rows: Mapping[int, torch.Tensor], shapes: Mapping[int, tuple[int, ...]]) -> ViewOf:
+        """Of what this owner has of tensors of these shapes."""
+        mine = {key: owned(shape, self.owners, self.rank) for key, shape in shapes.items()}
+
+        def view_of(key: int, block: Block) -> torch.Tensor:
+            return block.of(rows[key], mine[key])
+
+        return view_of
+
+
+def _local(t: Any) -> torch.Tensor:
+    """This owner's rows: writes to them count as writes to the parameter."""
+    local: torch.Tensor = t._local_tensor if hasattr(t, "to_local") else t
+    return local.detach()
+
+
+def read_blocks(message: dict[str, Any]) -> list[Block]:
+    """Of a trainer. Raises CSDRankError."""
+    try:
+        blocks = [Block(tuple(first), tuple(sizes)) for first, sizes in message["blocks"]]
+        if any(type(n) is not int or n < 0 for block in blocks for n in (*block.first, *block.sizes)):
+            raise ValueError("a number that is none")
+    except (KeyError, TypeError, ValueError) as e:
+        raise CSDRankError(f"the blocks of a trainer cannot be read: {e}") from e
+    return blocks
+
+
+def check_message(message: dict[str, Any], request: Request, trainers: int) -> None:
+    """Raises CSDRankError unless a message about parameters says all that it takes, before anything follows from it."""
+    n, op = len(request.params), message["op"]
+
+    def numbers(values: Any) -> list[int]:
+        if not isinstance(values, list) or not all(type(i) is int and 0 <= i < n for i in values):
+            raise ValueError(f"{values!r} for numbers of parameters")
+        if len({*values}) != len(values):
+            raise ValueError("a parameter twice")
+        return values
+
+    try:
+        if op in ("step", "pull"):
+            numbers(message["params"])
+        if op in ("step", "load"):
+            numbers(message["written"])
+            read_hyper(message["hyper"], len(request.groups))
+        if op == "step":
+            if len(message["dtypes"]) != len(message["params"]) or type(message["scale"]) is not float:
+                raise ValueError("dtypes or a scale that do not fit")
+            states = message["user_states"]
+            if states is not None and len([unpacked(state) for state in states]) != trainers:
+                raise ValueError(f"user_state of {len(states)} trainers")
+        if op == "load":
+            numbers([index for index, _, _ in message["states"]])
+            for _, step, names in message["states"]:
+                if not (isinstance(step, (int, float)) and step >= 0 and all(isinstance(name, str) for name in names)):
+                    raise ValueError(f"states {names!r} at step {step!r}")
+        if op == "save" and type(message["path"]) is not str:
+            raise ValueError(f"path {message['path']!r}")
+        if op == "state" and not (type(message["to"]) is int and 0 <= message["to"] < trainers):
+            raise ValueError(f"trainer {message['to']!r}")
+    except (KeyError, TypeError, ValueError) as e:
+        raise CSDRankError(f"a message ({op}) cannot be read: {type(e).__name__}: {e}") from e

@@ -1,0 +1,216 @@
+"""RemoteEngine: stands in a trainer where the engine of devices would be; the states are with the owners."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from .. import errors
+from ..distributed.ranks import Ranks, all_ranks_or_none
+from ..engine.engine import Engine
+from ..errors import CSDBusyError, CSDError, CSDOSError, CSDRankError, CSDRuntimeError, CSDValueError, CSDWarning
+from ..errors import users_stacklevel as stacklevel
+from .blocks import Block, Bucket, Part, ViewOf, receive_buckets, send_buckets, with_owner
+from .request import Request
+from .wire import (
+    CONNECT_TIMEOUT,
+    COUNTER,
+    LAST_WORDS,
+    REQUEST_BYTES,
+    Address,
+    Session,
+    answer_key,
+    connect,
+    gloo_group,
+    is_loopback,
+    parse,
+    ready_key,
+    request_key,
+)
+
+_addresses: set[tuple[str, int]] = set()  # that optimizers of this process are connected to
+
+
+class RemoteEngine(Engine):
+    """An engine without devices. Everything but `close()` is a collective of the trainers.
+
+    Raises CSDUnavailableError if nobody answers, CSDBusyError if another optimizer of this process is there already,
+    CSDRankError, and whatever the owners say of the request.
+    """
+
+    def __init__(self, address: Address, ranks: Ranks | None, request: Request) -> None:
+        super().__init__([])
+        self.address, self._ranks = address, ranks
+        self._session: Session | None = None
+        place = address.host, address.port
+        with all_ranks_or_none(ranks):
+            if place in _addresses:
+                raise CSDBusyError(
+                    16,
+                    f"another optimizer of this process has its states at {address}: each takes owners of its own, "
+                    "`csd-optim serve` on another port",
+                )
+        _addresses.add(place)
+        try:
+            self._join(request)
+        except BaseException:
+            self.abandon()
+            raise
+
+    # ---- what the optimizer asks any engine ----------------------------------------
+
+    @property
+    def durable(self) -> bool:
+        return True
+
+    @property
+    def closed(self) -> bool:
+        return self._session is None
+
+    @property
+    def idle(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        self.call({"op": "synchronize"})
+
+    def abandon(self) -> None:
+        """Forgets the session. The owners notice when the connection ends."""
+        _addresses.discard((self.address.host, self.address.port))
+        if self._session:
+            self._session.close()
+        self._session = None
+
+    def close(self) -> None:
+        """No collective, and nobody waits: the owners make durable what they have."""
+        session = self._session
+        if session is None or self.pid != os.getpid():
+            return
+        if self.leads:
+            with contextlib.suppress(CSDError):
+                session.say({"op": "close"}, *map(session.owner, range(session.owners)), timeout=LAST_WORDS)
+        self.abandon()
+
+    # ---- a session -------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Is this the trainer that speaks for all?"""
+        return self._ranks is None or self._ranks.rank == 0
+
+    def _join(self, request: Request) -> None:
+        address, ranks = self.address, self._ranks
+        rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
+        number = owners = 0
+        with all_ranks_or_none(ranks):
+            store = connect(address.host, address.port, min(address.timeout, CONNECT_TIMEOUT))
+            store.set_timeout(timedelta(seconds=address.timeout))
+            if rank == 0:
+                number, owners = self._ask(store, request)
+        if ranks:
+            number, owners = ranks.gather(number, owners)[0]
+        with all_ranks_or_none(ranks):
+            store.set(ready_key(number, rank), "1")
+            host = "127.0.0.1" if is_loopback(address.host) else ""
+            group = gloo_group(store, f"session{number}", rank, size + owners, host, address.timeout)
+        self._session = Session(group, number, size, owners, address.timeout)
+
+    def _ask(self, store: Any, request: Request) -> tuple[int, int]:
+        """The number of a session that was granted, and how many owners there are."""
+        data = json.dumps(request.message())
+        if len(data) > REQUEST_BYTES:
+            raise CSDValueError(f"what is to be said of the model has {len(data)} bytes; {REQUEST_BYTES} are the limit")
+        try:
+            number = store.add(COUNTER, 1)
+            store.set(request_key(number), data)
+            answer = parse(store.get(answer_key(number)))
+        except RuntimeError as e:
+            if isinstance(e, CSDError):
+                raise
+            raise CSDRankError(f"the optimizer ranks at {self.address} have not answered: {e}") from e
+        _raise_told(answer)
+        return number, int(answer["owners"])
+
+    def call(
+        self,
+        message: dict[str, Any],
+        *,
+        blocks: Sequence[Block] | None = None,
+        sends: Sequence[tuple[Sequence[Part], ViewOf]] = (),
+        patience: float | None = None,
+    ) -> dict[str, Any]:
+        """Has the owners do something, and returns their reply. `patience`: seconds for that.
+
+        `blocks`: of parameters that they do not know yet, in order. `sends`: what they get of this trainer.
+        Raises what they raised, and then nothing has changed; CSDRankError if the session is over.
+        """
+        self.check_open()
+        session = self._session
+        assert session is not None
+        try:
+            everybody = [session.owner(k) for k in range(session.owners)]
+            if self.leads:
+                session.say(message, *everybody)
+            if blocks is not None:
+                session.say({"blocks": blocks}, *everybody)
+            for parts, view_of in sends:
+                send_buckets(session, self._with_owners(session, parts), view_of)
+            reply = session.hear(session.owner(0), patience)
+            if "over" in reply:
+                raise CSDRankError(str(reply["over"]))
+        except CSDRankError as e:
+            self._over(e)
+        _raise_told(reply)
+        for text in reply.get("warnings", ()) if self.leads else ():
+            warnings.warn(str(text), CSDWarning, stacklevel())
+        self.committer.committed_step = int(reply.get("committed_step", self.committed_step))
+        return reply
+
+    def fetch(self, parts: Sequence[Part], view_of: ViewOf) -> None:
+        """What follows a reply: blocks from all owners, written to views of memory."""
+        session = self._session
+        assert session is not None
+
+        try:
+            receive_buckets(session, self._with_owners(session, parts), view_of)
+        except CSDRankError as e:
+            self._over(e)
+
+    @staticmethod
+    def _with_owners(session: Session, parts: Sequence[Part]) -> dict[int, list[Bucket]]:
+        """By an owner's rank: the buckets that go between it and this trainer."""
+        return {session.owner(k): with_owner(parts, session.owners, k) for k in range(session.owners)}
+
+    def _over(self, e: CSDRankError) -> Any:
+        self.abandon()
+        raise CSDRankError(
+            f"the session with the optimizer ranks at {self.address} is over: {e}. They keep what was committed: start "
+            "the training again with resume=True; if `csd-optim serve` has ended, start that first"
+        ) from e
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise CSDRuntimeError("this optimizer is closed, or its session with the optimizer ranks is over")
+        super().check_open()
+
+
+def error_message(e: BaseException) -> dict[str, Any]:
+    """An error for the other side."""
+    kind = next((c.__name__ for c in type(e).__mro__ if c.__name__ in vars(errors)), "CSDRankError")
+    text = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+    return {"error": kind, "errno": getattr(e, "errno", None) or 5, "text": text}
+
+
+def _raise_told(reply: dict[str, Any]) -> None:
+    if "error" not in reply:
+        return
+    kind = getattr(errors, str(reply["error"]), None)
+    if not (isinstance(kind, type) and issubclass(kind, CSDError)):
+        kind = CSDRankError
+    text = f"{reply.get('text')} (said by the optimizer ranks)"
+    raise kind(int(reply.get("errno", 5)), text) if issubclass(kind, CSDOSError) else kind(text)

@@ -1,0 +1,176 @@
+"""What trainers say of their model and optimizer when they ask for a session, and how owners read it."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError, CSDValueError
+from ..params.groups import Groups, name_of, plain
+from ..params.param_state import DTYPES
+from .values import dtype_named
+from .wire import PROTOCOL
+
+MOST_TRAINERS = 4096
+MODES = ("new", "resume", "overwrite")
+
+
+@dataclass(frozen=True)
+class Param:
+    name: str
+    named: bool  # by the user; else `name` is group and position
+    shape: tuple[int, ...]  # of all of it
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool  # it requires a gradient
+
+
+@dataclass(frozen=True)
+class Group:
+    hyper: dict[str, Any] = field(compare=False)  # as plain() has them
+    params: tuple[Param, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Of one session; two that are equal are of the same model and optimizer, whatever their hyperparameters."""
+
+    optimizer: str  # the name of its class here
+    defaults: dict[str, Any] = field(compare=False)
+    options: dict[str, Any]  # of the optimizer: state_dtype, shadow, tile_size
+    mode: str = field(compare=False)
+    trainers: int = field(compare=False)
+    who: str = field(compare=False)
+    groups: tuple[Group, ...]
+
+    @property
+    def params(self) -> list[Param]:
+        return [p for group in self.groups for p in group.params]
+
+    def message(self) -> dict[str, Any]:
+        return {"protocol": PROTOCOL, **asdict(self), "groups": [group_message(g) for g in self.groups]}
+
+
+def whoami() -> str:
+    return f"{platform.node()}, process {os.getpid()}"
+
+
+def describe_group(groups: Groups, k: int, hyperparameters: Sequence[str]) -> Group:
+    """Of an optimizer. Raises CSDRuntimeError, CSDValueError for what owners cannot serve."""
+    group = groups[k]
+    if group.get("topk"):
+        raise CSDValueError("Invalid topk of a group: optimizer ranks (serve://) take whole gradients")
+    params = []
+    for i, p in enumerate(group["params"]):
+        name = name_of(groups, k, i)
+        if is_lazy(p):
+            raise CSDRuntimeError(f"parameter {name} has no shape yet: run the model once before the optimizer is made")
+        if getattr(p, "_fsdp_flattened", False):
+            raise CSDRuntimeError(
+                f"optimizer ranks (serve://) do not serve FSDP1's flat parameters, such as {name}: use fully_shard"
+            )
+        params.append(
+            Param(name, bool(group.get("param_names")), tuple(p.shape), tuple(p.stride()), p.dtype, p.requires_grad)
+        )
+    return Group(plain(group, hyperparameters), tuple(params))
+
+
+def group_message(group: Group) -> dict[str, Any]:
+    params = [{**vars(p), "dtype": str(p.dtype).removeprefix("torch.")} for p in group.params]
+    return {"hyper": group.hyper, "params": params}
+
+
+def read_request(message: dict[str, Any], optimizers: Sequence[str]) -> Request:
+    """Raises CSDRankError for what is no request, or none that can be served."""
+    if message.get("protocol") != PROTOCOL:
+        raise CSDRankError(
+            f"trainers speak protocol {message.get('protocol')!r} and optimizer ranks {PROTOCOL}: install the same "
+            "csd_optim on both"
+        )
+    with _Reading():
+        if message["optimizer"] not in optimizers:
+            raise CSDRankError(f"optimizer ranks know no {message['optimizer']!r}, but {', '.join(optimizers)}")
+        if message["mode"] not in MODES:
+            raise ValueError(f"mode {message['mode']!r}")
+        if not (type(message["trainers"]) is int and 1 <= message["trainers"] <= MOST_TRAINERS):
+            raise ValueError(f"{message['trainers']!r} trainers")
+        options = {name: message["options"][name] for name in ("state_dtype", "shadow", "tile_size")}
+        return Request(
+            message["optimizer"],
+            _hyperparameters(message["defaults"]),
+            options,
+            message["mode"],
+            message["trainers"],
+            str(message["who"])[:200],
+            tuple(read_group(group) for group in message["groups"]),
+        )
+
+
+def read_group(message: dict[str, Any]) -> Group:
+    """Raises CSDRankError."""
+    with _Reading():
+        return Group(_hyperparameters(message["hyper"]), tuple(_read_param(p) for p in message["params"]))
+
+
+def _read_param(said: dict[str, Any]) -> Param:
+    shape, stride, dtype = tuple(said["shape"]), tuple(said["stride"]), dtype_named(said["dtype"])
+    if not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *stride)) or len(shape) != len(stride):
+        raise ValueError(f"shape {shape} and stride {stride}")
+    if math.prod(shape) * dtype.itemsize >= 1 << 48:
+        raise ValueError(f"shape {shape}")
+    if said["trains"] and dtype not in DTYPES:
+        raise ValueError(f"a parameter of dtype {dtype}")
+    return Param(str(said["name"])[:1000], bool(said["named"]), shape, stride, dtype, bool(said["trains"]))
+
+
+def read_hyper(said: Any, groups: int) -> None:
+    """Of all groups, or None. Raises ValueError, TypeError, AttributeError."""
+    if said is not None and len([_hyperparameters(group) for group in said]) != groups:
+        raise ValueError(f"hyperparameters of {len(said)} groups, not {groups}")
+
+
+def _hyperparameters(said: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, strings and lists of them; betas are a tuple, as torch has them."""
+    for value in said.values():
+        if not all(
+            isinstance(v, (int, float, str, type(None))) for v in (value if isinstance(value, list) else [value])
+        ):
+            raise ValueError(f"a hyperparameter {value!r}")
+    return {str(name): tuple(v) if isinstance(v, list) else v for name, v in said.items()}
+
+
+class _Reading:
+    """What is not as it should be in a message becomes a CSDRankError."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, e: BaseException | None, __: Any) -> None:
+        if isinstance(e, (KeyError, TypeError, ValueError, AttributeError)) and not isinstance(e, CSDRankError):
+            raise CSDRankError(f"what trainers have said cannot be read: {type(e).__name__}: {e}") from e
+
+
+def check_same(there: Request, here: Request) -> None:
+    """Raises CSDStoreError if `here`, of trainers, is another model than the one that owners have."""
+    if there.optimizer != here.optimizer:
+        raise CSDStoreError(f"optimizer ranks keep the states of a {there.optimizer}, not of a {here.optimizer}")
+    if len(there.groups) != len(here.groups):
+        raise CSDStoreError(f"optimizer ranks have {len(there.groups)} parameter groups, the model {len(here.groups)}")
+    for k, (a, b) in enumerate(zip(there.groups, here.groups, strict=True)):
+        if len(a.params) != len(b.params):
+            raise CSDStoreError(f"group {k} has {len(a.params)} parameters there and {len(b.params)} here")
+        for p, q in zip(a.params, b.params, strict=True):
+            if p.named and q.named and p.name != q.name:
+                raise CSDStoreError(f"a parameter of group {k} is {p.name} there and {q.name} here")
+            for what in ("shape", "dtype"):
+                if getattr(p, what) != getattr(q, what):
+                    raise CSDStoreError(
+                        f"{what} of parameter {q.name} is {getattr(p, what)} there and {getattr(q, what)} here"
+                    )

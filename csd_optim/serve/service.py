@@ -1,0 +1,356 @@
+"""The life of an owner: it waits for sessions, does what their trainers ask for, and outlives all of them.
+
+All owners do everything together. What ends a session, whichever of them notices, is said in a vote that goes before
+each thing they do: all of them have all that it takes, or none of them does it. A session that is asked for ends the
+one before it, unless what it asks for is refused.
+
+What waits for trainers does so on a thread of the session, as gloo cannot be told to give up: a session that is over
+leaves its thread behind, until the trainers are gone. What that still receives is thrown away (Owner.current).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..distributed.ranks import Ranks, all_ranks_or_none
+from ..errors import CSDError, CSDRankError, CSDRuntimeError
+from .blocks import Block
+from .owner import Owner, read_blocks
+from .remote import error_message
+from .request import Group, Request, read_group, read_request
+from .wire import (
+    COUNTER,
+    JOIN_TIMEOUT,
+    LAST_WORDS,
+    PATIENCE,
+    Session,
+    answer_key,
+    gloo_group,
+    parse,
+    ready_key,
+    request_key,
+)
+
+LOOK = 0.05  # seconds between looks for another session
+TELL = 10.0  # between two lines about progress
+OPS = ("open", "step", "pull", "join", "load", "state", "save", "synchronize", "close")
+GOES_ON, OVER, STOPS = range(3)  # votes
+
+
+class _Stop(Exception):
+    """An owner was asked to stop."""
+
+
+@dataclass
+class _Asked:
+    """What trainers want done, with all that it takes."""
+
+    message: dict[str, Any]
+    received: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters
+    states: list[torch.Tensor] = field(default_factory=list)
+    blocks: list[list[Block]] = field(default_factory=list)  # of each trainer
+    groups: list[Group] = field(default_factory=list)
+
+    @property
+    def op(self) -> str:
+        return str(self.message["op"])
+
+
+class Service:
+    """`connect`: makes another client of the store of owner 0. `host`: this owner's address for gloo, "" for any.
+
+    `timeout`: seconds that a trainer may be silent within a step. `say`: told each line for the terminal.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        ranks: Ranks | None,
+        connect: Callable[[], Any],
+        *,
+        host: str,
+        timeout: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._owner, self._ranks, self._connect = owner, ranks, connect
+        self._host, self._timeout = host, timeout
+        self._say = say if owner.rank == 0 else lambda _: None
+        self._store = connect()
+        # What owners tell each other there has keys that nobody meets by chance.
+        token = secrets.token_hex(8)
+        token = ranks.gather_objects(token)[0] if ranks else token
+        self._current, self._stop = f"{token}/current", f"{token}/stop"
+        self._looked_at = 0  # the last session that owner 0 has granted or refused
+        self._served = 0  # the last that all owners came to
+        self.stopping = False  # set by a signal's handler
+
+    def run(self) -> None:
+        """Until an owner is asked to stop; then everything is durable and closed.
+
+        Raises CSDRankError if another owner is gone, CSDOSError if the last step cannot be made durable.
+        """
+        with contextlib.suppress(_Stop):
+            while True:
+                failure: BaseException | None = None
+                number = 0
+                try:
+                    number = self._next()
+                except _Stop as e:
+                    failure = e
+                if self._vote(number, failure):
+                    self._serve(number)
+        self._say("asked to stop")
+        self._owner.rest()
+        self._owner.close()
+
+    # ---- which session ---------------------------------------------------------------------
+
+    def _look(self) -> int:
+        """The number of the session that counts: owner 0 grants it. Raises _Stop if any owner is to."""
+        with self._with_owner_0():
+            if self.stopping:
+                self._store.set(self._stop, "1")
+            if self._store.check([self._stop]):
+                raise _Stop
+            if self._owner.rank == 0:
+                for number in range(self._looked_at + 1, self._store.add(COUNTER, 0) + 1):
+                    if self._store.check([request_key(number)]):  # else whoever counted has not said yet what it wants
+                        self._grant(number)
+            return int(self._store.get(self._current)) if self._store.check([self._current]) else 0
+
+    def _grant(self, number: int) -> None:
+        self._looked_at = number
+        try:
+            self._owner.check(self._request(number))
+        except CSDError as e:
+            self._say(f"session {number} is refused: {e}")
+            self._store.set(answer_key(number), json.dumps(error_message(e)))
+            self._store.delete_key(request_key(number))
+        else:
+            self._store.set(self._current, str(number))
+
+    def _request(self, number: int) -> Request:
+        """What trainers ask for. Raises CSDRankError if that cannot be read."""
+        if not self._store.check([request_key(number)]):
+            raise CSDRankError("what was asked for is gone")
+        return read_request(parse(self._store.get(request_key(number))), [*self._owner.optimizers])
+
+    @contextlib.contextmanager
+    def _with_owner_0(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as e:
+            if isinstance(e, CSDError):
+                raise
+            raise CSDRuntimeError(f"the first optimizer rank is gone: {e}") from e
+
+    def _next(self) -> int:
+        while (number := self._look()) == self._served:
+            time.sleep(LOOK)
+        return number
+
+    def _vote(self, number: int, failure: BaseException | None) -> bool:
+        """Do all owners go on with this session? A collective. Raises _Stop on all of them if one is to stop.
+
+        Raises CSDRankError if an owner is gone.
+        """
+        vote = STOPS if isinstance(failure, _Stop) else OVER if failure else GOES_ON
+        votes = self._ranks.gather(vote, number) if self._ranks else [(vote, number)]
+        if any(vote == STOPS for vote, _ in votes):
+            raise _Stop
+        return all((vote, of) == (GOES_ON, votes[0][1]) for vote, of in votes)
+
+    # ---- a session -------------------------------------------------------------------------
+
+    def _serve(self, number: int) -> None:
+        """From here to its end, in which all owners agree."""
+        self._served = number
+        begun, steps = time.monotonic(), 0
+        session: Session | None = None
+        failure: BaseException | None = None
+        asked: _Asked | None = None
+        try:
+            request = self._request(number)
+            session = self._join(request, number)
+            self._owner.begin(session)
+        except (CSDRankError, _Stop) as e:
+            failure = e
+        while self._vote(number, failure):
+            assert session
+            if asked is None and self._owner.rank == 0:
+                self._store.delete_key(request_key(number))  # which all owners have read
+            if asked:
+                failure = self._do(session, request, asked)
+                if asked.op == "step":
+                    steps += 1
+                if asked.op == "open" or time.monotonic() - begun > TELL:
+                    self._tell(request, number, (time.monotonic() - begun) / steps if steps else 0.0)
+                    begun, steps = time.monotonic(), 0
+            asked = None
+            if failure is None:
+                try:
+                    asked = self._await(self._hear(session), number)
+                except (CSDRankError, _Stop) as e:
+                    failure = e
+        why = str(failure or "another owner has lost its trainers")
+        self._say(f"session {number} is over: {why}")
+        if session:
+            _in_thread(partial(self._end, session, why))
+        try:
+            self._owner.rest()
+        except CSDError as e:
+            if self._ranks and self._ranks.lost:
+                raise
+            self._say(f"the last step is not durable yet: {e}")
+
+    def _join(self, request: Request, number: int) -> Session:
+        """Connects trainers and owners to each other."""
+        if self._owner.rank == 0:
+            self._store.set(answer_key(number), json.dumps({"owners": self._owner.owners}))
+        keys = [ready_key(number, trainer) for trainer in range(request.trainers)]
+        until = time.monotonic() + JOIN_TIMEOUT
+        while not self._store.check(keys):
+            self._check_counts(number)
+            if time.monotonic() > until:
+                raise CSDRankError("its trainers did not come")
+            time.sleep(LOOK)
+
+        def join() -> Session:
+            rank, size = request.trainers + self._owner.rank, request.trainers + self._owner.owners
+            group = gloo_group(self._connect(), f"session{number}", rank, size, self._host, self._timeout)
+            return Session(group, number, request.trainers, self._owner.owners, self._timeout)
+
+        session: Session = self._await(_in_thread(join), number)
+        return session
+
+    def _check_counts(self, number: int) -> None:
+        if self._look() != number:
+            raise CSDRankError("another session has taken over")
+
+    def _await(self, future: Future[Any], number: int) -> Any:
+        """What a thread of the session returns. Raises CSDRankError if the session is over, _Stop."""
+        while not wait([future], LOOK).done:
+            self._check_counts(number)
+        return future.result()
+
+    def _hear(self, session: Session) -> Future[_Asked]:
+        """The next message, and what follows it."""
+
+        def hear() -> _Asked:
+            asked = _Asked(session.hear(0, PATIENCE))
+            message, owner = asked.message, self._owner
+            if message.get("op") not in OPS:
+                raise CSDRankError("a message asks for nothing that optimizer ranks do")
+            if owner.current is not session:
+                raise CSDRankError("another session has taken over")
+            if asked.op == "close":
+                raise CSDRankError("its trainers have closed it")
+            if asked.op in ("open", "join"):
+                asked.groups = [read_group(group) for group in message.get("groups", ())]
+                asked.blocks = [read_blocks(session.hear(trainer)) for trainer in range(session.trainers)]
+            if asked.op != "open":
+                asked.received, asked.states = owner.receive(session, message)
+            return asked
+
+        return _in_thread(hear)
+
+    def _end(self, session: Session, why: str) -> None:
+        """Tells trainers that are still there."""
+        if self._owner.rank == 0:
+            for trainer in range(session.trainers):
+                with contextlib.suppress(CSDError):
+                    session.say({"over": why}, trainer, timeout=LAST_WORDS)
+        session.close()
+
+    def _do(self, session: Session, request: Request, asked: _Asked) -> BaseException | None:
+        """What all owners have decided to do. Returns why the session is over, if it is."""
+        owner, failure = self._owner, None
+        send: Callable[[], None] | None = None
+        try:
+            with all_ranks_or_none(self._ranks):
+                reply, send = self._done(session, request, asked)
+        except Exception as e:
+            if self._ranks and self._ranks.lost:
+                raise
+            reply, send = error_message(e), None
+            self._say(f"{asked.op} failed: {e}")
+            if not isinstance(e, CSDError):  # nobody has thought of that: the store is what counts
+                owner.in_doubt = True
+            failure = None if isinstance(e, CSDError) and asked.op != "open" else e
+
+        def answer() -> None:
+            if owner.rank == 0:
+                session.say(reply, *range(session.trainers))
+            if send:
+                send()
+
+        try:
+            self._await(_in_thread(answer), session.number)
+        except (CSDRankError, _Stop) as e:
+            return e
+        return failure
+
+    def _done(
+        self, session: Session, request: Request, asked: _Asked
+    ) -> tuple[dict[str, Any], Callable[[], None] | None]:
+        """The reply, and what sends that which follows it."""
+        owner, message = self._owner, asked.message
+        if asked.op == "open":
+            return owner.open(request, asked.blocks), None
+        if asked.op == "join":
+            owner.join(asked.groups, asked.blocks)
+        elif asked.op == "step":
+            reply = owner.step(message, asked.received)
+            return reply, lambda: owner.send(session, message["params"])
+        elif asked.op == "pull":
+            return {}, lambda: owner.send(session, message["params"])
+        elif asked.op == "state":
+            said, tensors = owner.states()
+            return {"states": said}, lambda: owner.send_states(session, message["to"], tensors, said)
+        elif asked.op == "load":
+            owner.load(message, asked.received, asked.states)
+        elif asked.op == "save":
+            owner.optimizer.save(str(message["path"]))
+        else:
+            owner.optimizer.synchronize()
+        return {"committed_step": owner.optimizer.committed_step}, None
+
+    def _tell(self, request: Request, number: int, seconds: float) -> None:
+        opt = self._owner.optimizer
+        if opt is None:
+            return
+        if seconds:
+            return self._say(
+                f"session {number}: step {opt.committed_step} is durable, {seconds:.3g} s from one to the next"
+            )
+        elements = sum(math.prod(p.shape) for p in request.params)
+        self._say(
+            f"session {number}: {request.trainers} trainer{'s' * (request.trainers > 1)} ({request.who}), "
+            f"{request.optimizer}, {elements} elements in {len(request.params)} parameters, step {opt.committed_step}"
+        )
+
+
+def _in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Runs it on a thread that nobody waits for at exit. What is no CSDError is a message that made no sense."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except Exception as e:  # a new one: `e` knows of frames, and they of connections that are to end
+            future.set_exception(CSDRankError(str(e) if isinstance(e, CSDRankError) else f"{type(e).__name__}: {e}"))
+
+    threading.Thread(target=run, daemon=True, name="csd_optim session").start()
+    return future

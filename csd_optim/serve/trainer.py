@@ -1,0 +1,512 @@
+"""What an optimizer does whose states are with optimizer ranks: `devices="serve://host:port"`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import settings
+from ..devices.spec import DeviceSpec
+from ..distributed.ranks import Ranks, all_ranks_or_none
+from ..distributed.sharding import Partition, whole_of
+from ..engine.engine import Engine
+from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError
+from ..params.groups import members, name_of, plain, put_back
+from ..params.param_state import DTYPES, check_param
+from ..step.all_gather import ParamAllGather
+from ..step.prepare import Participants, clip_scale, participants
+from ..store.file import Mode
+from .blocks import Block, Part, ViewOf, block_of, whole
+from .remote import RemoteEngine
+from .request import Group, Request, describe_group, group_message, whoami
+from .values import packed, unpacked
+from .wire import PATIENCE, SCHEME, Address, parse_address
+
+if TYPE_CHECKING:
+    from ..optim.optimizer import CSDOptimizer as _Optimizer
+else:
+    _Optimizer = object
+
+ELSEWHERE = (
+    "the states are with the optimizer ranks (serve://). Call consolidate_state_dict() on all trainers before, which "
+    "takes all states into the memory of one of them; or save(path), a snapshot on the owners' machines; or run "
+    "`csd-optim export` there (docs/optimizer-ranks.md)"
+)
+
+
+def address_of(devices: Any) -> Address | None:
+    """Where owners are, if that is what `devices` says, or CSD_OPTIM_DEVICES where it is None. Raises CSDValueError."""
+    named = settings.devices() if devices is None else [devices] if isinstance(devices, str) else devices
+    if not isinstance(named, (list, tuple)):
+        return None
+    served = [d for d in named if isinstance(d, str) and d.strip().lower().startswith(SCHEME)]
+    if served and len(named) > 1:
+        raise CSDValueError(f"Invalid devices: {served[0]!r} stands for all devices, so it is the only one")
+    return parse_address(served[0].strip()) if served else None
+
+
+@functools.cache
+def served(kind: type[Any]) -> type[Any]:
+    """The class of optimizers of this kind whose states are with owners; it is called the same."""
+    return type(kind.__name__, (_Trainer, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+@dataclass(eq=False)
+class _Param:
+    """A parameter, and the part of it that this trainer pushes and pulls."""
+
+    param: torch.Tensor
+    part: Partition
+    name: str
+    index: int  # over all groups: so owners know it
+    block: Block  # of the part
+    steps: float = 0.0
+    version: int = -1  # when the owners last had its value; -1: they have none of this parameter
+    pointer: int = -1
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The part as it is now."""
+        return self.part.of(self.param)
+
+    @property
+    def is_written(self) -> bool:
+        return (self.version, self.pointer) != (self.part.version(self.param), self.part.pointer(self.param))
+
+    def is_ours(self) -> None:
+        self.version, self.pointer = self.part.version(self.param), self.part.pointer(self.param)
+
+    def travels(self, dtype: torch.dtype) -> Part:
+        return Part(self.index, tuple(self.param.shape), self.block, dtype)
+
+
+class _Trainer(_Optimizer):
+    """Stands before an optimizer's class, see served(): the step is that of CSDOptimizer up to `_update`."""
+
+    _address: Address
+
+    # ---- construction ------------------------------------------------------------------
+
+    def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
+        if self.topk is not None:
+            raise CSDValueError("Invalid topk: to optimizer ranks (serve://) gradients go whole")
+        if ranks and not self.sharded:
+            raise CSDValueError("Invalid sharded: False; to optimizer ranks (serve://) each trainer pushes its share")
+        self._known: dict[int, _Param] = {}  # by id of the parameter
+        self._gathers: dict[tuple[Any, ...], ParamAllGather] = {}
+        self._groups_told = 0
+        self._hyper_told = self._user_states_told = ""  # as they were sent last, JSON
+        self._resumed = False  # and no step was made since
+        self._shown_whole = False  # consolidate_state_dict() was called
+        self._moved = (0, 0, 0)  # in the last step: elements updated, bytes pushed, bytes gathered
+        with all_ranks_or_none(ranks):
+            request = self._request(mode)
+        if ranks:
+            said = zlib.crc32(json.dumps({**request.message(), "who": ""}).encode())
+            if len({*ranks.gather(said)}) > 1:
+                raise CSDRankError("trainers do not have the same parameters, hyperparameters and options")
+        engine = RemoteEngine(self._address, ranks, request)
+        try:
+            self._know()
+            reply = engine.call({"op": "open"}, blocks=self._blocks(0), patience=PATIENCE)
+        except BaseException:
+            engine.abandon()
+            raise
+        self._groups_told = len(self.param_groups)
+        self._opened = reply
+        self._attach(engine)
+
+    def _request(self, mode: Mode) -> Request:
+        ours = (c for c in type(self).__mro__ if c.__module__.startswith("csd_optim") and c.__name__.startswith("CSD"))
+        kind = next(ours).__name__
+        return Request(
+            kind,
+            plain(self.defaults),
+            {"state_dtype": self.state_dtype, **self._options},
+            mode,
+            self._ranks.size if self._ranks else 1,
+            whoami(),
+            tuple(self._described(k) for k in range(len(self.param_groups))),
+        )
+
+    def _described(self, k: int) -> Group:
+        return describe_group(self.param_groups, k, self._rule.hyperparameters)
+
+    def _know(self) -> None:
+        """Notes parameters that are new. Raises CSDStoreError for one that takes the place of another kind."""
+        there = {known.index: known for known in self._known.values()}
+        known: dict[int, _Param] = {}
+        for index, (k, i, p) in enumerate(members(self.param_groups)):
+            if id(p) in known:
+                raise CSDValueError(f"parameter {name_of(self.param_groups, k, i)} is there twice")
+            if (before := there.get(index)) is not None and before.param is p:
+                known[id(p)] = before
+                continue
+            part = self._state_map.part_of(p)
+            new = _Param(p, part, name_of(self.param_groups, k, i), index, block_of(part, p.shape))
+            if before is not None:  # a trainer has exchanged it, as some do when they move a model
+                if (p.shape, p.dtype) != (before.param.shape, before.param.dtype) or new.block != before.block:
+                    raise CSDStoreError(
+                        f"parameter {new.name} is {tuple(p.shape)} {p.dtype} now; the optimizer ranks know it as "
+                        f"{tuple(before.param.shape)} {before.param.dtype}"
+                    )
+                new.steps = before.steps
+                self._state_map.state.pop(before.param, None)
+            known[id(p)] = new
+        if list(known) != list(self._known):
+            self._known = known
+            self._gathers.clear()
+
+    def _blocks(self, first_group: int) -> list[Block]:
+        return [self._known[id(p)].block for k, _, p in members(self.param_groups) if k >= first_group]
+
+    def _adopt_store(self) -> None:
+        reply = self._opened
+        if not reply["recovered"]:
+            return
+        for group, kept in zip(self.param_groups, reply["groups"], strict=True):
+            put_back(group, kept)
+        states = unpacked(reply["user_states"]) or [{}]
+        rank, size = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
+        self.user_state = states[rank] if len(states) == size else states[0]
+        for known, steps in zip(self._known.values(), reply["steps"], strict=True):
+            known.steps = float(steps)
+        self._resumed = True
+        self._pull()
+
+    def restore(self) -> None:
+        engine = self._live_engine
+        if self._resumed:
+            with engine.lock:
+                self._know()
+                for group, kept in zip(self.param_groups, self._opened["groups"], strict=False):
+                    put_back(group, kept)
+                self._pull()
+        elif self._opened["recovered"]:
+            raise CSDRuntimeError("restore() goes before the first step()")
+
+    def _pull(self) -> None:
+        """Gives parameters the values that the owners have of them; not those on the meta device."""
+        there = [known for known in self._known.values() if known.steps and not known.param.is_meta]
+        if there:
+            self._remote.call({"op": "pull", "params": [known.index for known in there]}, patience=PATIENCE)
+            self._receive(there)
+        self._show([known for known in self._known.values() if known.steps])
+
+    # ---- a step --------------------------------------------------------------------------
+
+    @property
+    def _remote(self) -> RemoteEngine:
+        assert isinstance(self._engine, RemoteEngine)
+        return self._engine
+
+    @property
+    def _placed(self) -> Any:
+        return {key for key, known in self._known.items() if known.version != -1}
+
+    def _update(self, engine: Engine, grad_scale: float) -> None:
+        remote = self._remote
+        self._grad_scale = grad_scale
+        with all_ranks_or_none(self._ranks):
+            self._know()
+            taking_part = participants(self.param_groups, type(self).__name__, self._for_sparse)
+            grads = self._grads(taking_part)
+            user_state = packed(self.user_state)
+            hyper = [plain(group, self._rule.hyperparameters) for group in self.param_groups]
+        if self.max_grad_norm is not None:
+            scale, self._grad_norm = clip_scale(self.param_groups, self._state_map, grad_scale, self.max_grad_norm)
+            grad_scale *= scale
+        entries = [self._known[id(p)] for p in taking_part.params]
+        written = [known.index for known in self._written(grads)]
+        user_states = [user_state]
+        if self._ranks:
+            said = self._ranks.gather_objects((list(grads), written, user_state))
+            if any(taken != said[0][0] for taken, _, _ in said):
+                raise CSDRankError("trainers have gradients of different parameters")
+            written = sorted({index for _, of_rank, _ in said for index in of_rank})
+            user_states = [of_rank for _, _, of_rank in said]
+        if not entries:
+            return
+        if len(self.param_groups) > self._groups_told:
+            self._join()
+        hyper_now, states_now = json.dumps(hyper), json.dumps(user_states)
+        message = {
+            "op": "step",
+            "scale": grad_scale,
+            "params": [known.index for known in entries],
+            "dtypes": [str(self._wire(known)).removeprefix("torch.") for known in entries],
+            "written": written,
+            "hyper": None if hyper_now == self._hyper_told else hyper,
+            "user_states": None if states_now == self._user_states_told else user_states,
+        }
+        self._hyper_told = self._user_states_told = ""  # unless all goes well
+        by_index = {known.index: known for known in self._known.values()}
+        pushed = [known.travels(self._wire(known)) for known in entries]
+        remote.call(
+            message,
+            sends=[
+                (pushed, _views({known.index: (grads[known.index], known.block) for known in entries})),
+                self._values([by_index[index] for index in written]),
+            ],
+        )
+        self._hyper_told, self._user_states_told, self._resumed = hyper_now, states_now, False
+        for known in entries:
+            known.steps += 1
+        self._runner.taken += 1
+        gathered = self._receive(entries)
+        for index in written:
+            by_index[index].is_ours()
+        self._show(entries)
+        self._moved = (
+            sum(known.block.numel for known in entries),
+            sum(part.block.numel * part.dtype.itemsize for part in pushed),
+            gathered,
+        )
+
+    def _grads(self, taking_part: Participants) -> dict[int, torch.Tensor]:
+        """This trainer's part of each gradient, by number. Raises CSDTypeError, CSDValueError if one cannot be sent."""
+        grads = {}
+        for p, g in zip(taking_part.params, taking_part.grads, strict=True):
+            known = self._known[id(p)]
+            check_param(p, known.name)
+            if p.is_meta:
+                raise CSDRuntimeError(f"parameter {known.name} is on the meta device: it has no data yet")
+            if g.shape != p.shape:
+                raise CSDValueError(
+                    f"the gradient of {known.name} has shape {tuple(g.shape)}, the parameter {tuple(p.shape)}"
+                )
+            if g.dtype is not p.dtype or g.dtype not in DTYPES:
+                raise CSDTypeError(f"the gradient of {known.name} is {g.dtype}, the parameter {p.dtype}")
+            self._wire(known)
+            grads[known.index] = known.part.of(g)
+        return grads
+
+    def _written(self, grads: dict[int, torch.Tensor]) -> list[_Param]:
+        """Those whose values the owners lack: of parameters with a gradient, and of those that they have had before."""
+        there = [known for known in self._known.values() if not known.param.is_meta and known.is_written]
+        return [known for known in there if known.index in grads or known.version != -1 or known.steps]
+
+    def _wire(self, known: _Param) -> torch.dtype:
+        """How a gradient travels. Raises CSDValueError for a `grad_dtype` that would not arrive as it is."""
+        dtype, wanted = known.param.dtype, self.grad_dtype
+        if wanted in (None, dtype, torch.float32) and not (wanted and dtype.is_complex):
+            return dtype
+        if dtype is not torch.float32:
+            raise CSDValueError(
+                f"Invalid grad_dtype: {wanted}; to optimizer ranks (serve://) it is the parameter's own, or one of 16 "
+                f"bits for fp32 parameters, and {known.name} is {dtype}"
+            )
+        assert wanted is not None
+        return wanted
+
+    def _join(self) -> None:
+        """Tells the owners of parameter groups that are new."""
+        first = self._groups_told
+        new = [group_message(self._described(k)) for k in range(first, len(self.param_groups))]
+        self._remote.call({"op": "join", "groups": new}, blocks=self._blocks(first))
+        self._groups_told = len(self.param_groups)
+
+    def _values(self, there: Sequence[_Param]) -> tuple[list[Part], ViewOf]:
+        """The parameters themselves, to be sent or received."""
+        parts = [known.travels(known.param.dtype) for known in there]
+        return parts, _views({known.index: (known.local, known.block) for known in there})
+
+    def _receive(self, there: Sequence[_Param]) -> int:
+        """New values of parameters, from owners and then from the other trainers. Returns bytes of the latter."""
+        with torch.no_grad():
+            self._remote.fetch(*self._values(there))
+            divided = (known for known in there if known.part.replicas)
+            shares = [_Share(known.param, known.part, known.local, known.index) for known in divided]
+            gathered = 0
+            if self._ranks and shares:
+                key = tuple((share.index, share.local.data_ptr()) for share in shares)
+                if key not in self._gathers:
+                    self._gathers.clear()
+                    self._gathers[key] = ParamAllGather(self._ranks, None, shares)
+                gather = self._gathers[key]
+                gather.begin()
+                gather.finish()
+                gathered = gather.received_bytes
+            torch.autograd.graph.increment_version([known.param for known in there])
+        for known in there:
+            known.is_ours()
+        return gathered
+
+    # ---- states, which are elsewhere -----------------------------------------------------
+
+    def _show(self, there: Sequence[_Param]) -> None:
+        """`state` has the count of steps, and of the rest tensors without data that nobody can save."""
+        for known in there:
+            group = next(g for g in self.param_groups if any(p is known.param for p in g["params"]))
+            entry = self._state_map.state[known.param]
+            if "step" not in entry:
+                for name in self._rule.sections_for(group):
+                    entry[name] = _without_data(known.param)
+                entry["step"] = torch.zeros(())
+            entry["step"].fill_(known.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with all states in memory: those of one trainer alone, or after consolidate_state_dict()."""
+        if self._ranks and not self._shown_whole:
+            raise CSDRuntimeError(f"of several trainers, none has a state dict: {ELSEWHERE}")
+        if not self._ranks:
+            self.consolidate_state_dict()
+        return super().state_dict()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        self._forget_consolidated()
+        engine = self._live_engine
+        with engine.lock:
+            reply = self._remote.call({"op": "state", "to": to})
+            if not self._ranks or self._ranks.rank == to:
+                whole_states = self._whole_states(reply["states"])
+                self._consolidated = self.register_state_dict_post_hook(
+                    lambda _, d: {**d, "state": whole_states}, prepend=True
+                )
+        self._shown_whole = True
+
+    def _forget_consolidated(self) -> None:
+        super()._forget_consolidated()
+        self._shown_whole = False
+
+    def _whole_states(self, said: list[Any]) -> dict[int, dict[str, torch.Tensor]]:
+        by_index = {known.index: known.param for known in self._known.values()}
+        states: dict[int, dict[str, torch.Tensor]] = {}
+        tensors: list[torch.Tensor] = []
+        for index, step, names in said:
+            p = by_index[index]
+            states[index] = {"step": torch.tensor(float(step))}
+            for name in names:
+                value = torch.empty(p.shape, dtype=torch.complex64 if p.is_complex() else torch.float32, device="cpu")
+                states[index][name] = value
+                tensors.append(value)
+        self._remote.fetch(*_wholes(tensors))
+        return states
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        engine = self._live_engine
+        with all_ranks_or_none(self._ranks):
+            self._know()
+            self._check_and_take(engine, state_dict)
+        given = {p: self._state_map.state.pop(p) for p in [*self._state_map.state]}
+        said, tensors = [], []
+        for known in self._known.values():
+            entry = given.get(known.param) or {}
+            known.steps = float(entry.get("step", 0))
+            if entry:
+                names = [name for name in self._rule.sections if isinstance(entry.get(name), torch.Tensor)]
+                said.append([known.index, known.steps, names])
+                for name in names:
+                    value = entry[name]
+                    tensors.append((whole_of(value) if hasattr(value, "full_tensor") else value.detach()).cpu())
+        loaded = {index for index, _, _ in said}
+        there = [known for known in self._known.values() if known.index in loaded]
+        if len(self.param_groups) > self._groups_told:
+            self._join()
+        self._remote.call(
+            {
+                "op": "load",
+                "states": said,
+                "written": [known.index for known in there],
+                "hyper": [plain(group, self._rule.hyperparameters) for group in self.param_groups],
+            },
+            sends=[_wholes(tensors if self._remote.leads else []), self._values(there)],
+            patience=PATIENCE,
+        )
+        for known in there:
+            known.is_ours()
+        self._show(there)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        raise CSDRuntimeError(f"nothing can be written to `state` here, but by load_state_dict(): {ELSEWHERE}")
+        yield
+
+    # ---- the rest ------------------------------------------------------------------------
+
+    def overlap(self, model: torch.nn.Module | None, **_: Any) -> None:
+        if model is not None:
+            raise CSDRuntimeError(
+                "overlap() hides steps of this machine's devices, not those of optimizer ranks (serve://)"
+            )
+
+    def stats(self) -> dict[str, Any]:
+        """What this trainer knows of the last step: the owners' terminals tell of devices."""
+        params, pushed, gathered = self._moved
+        return {
+            "params": params,
+            "push_bytes": pushed,
+            "gathered_bytes": gathered,
+            "seconds": {"step": self._seconds},
+            "skipped": self._skipped,
+            "grad_norm": self._grad_norm,
+            "devices": [],
+        }
+
+    def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
+        """A snapshot on the owners' machines, which is there when this returns, whatever `wait` and `progress` say."""
+        with self._settled(meets=True):
+            self._remote.call({"op": "save", "path": os.fspath(path)}, patience=PATIENCE)
+        done: Future[Path] = Future()
+        done.set_result(Path(path))
+        return done
+
+    def close(self) -> None:
+        """The last step of one trainer alone is durable then. Of several, call synchronize() on all of them before."""
+        engine = self._engine
+        if engine is not None and not engine.closed and engine.pid == os.getpid() and not self._ranks:
+            self.synchronize()
+        super().close()
+
+    def __repr__(self) -> str:
+        where = "closed" if self._engine is None or self._engine.closed else str(self._address)
+        return f"{torch.optim.Optimizer.__repr__(self)} on [{where}]"
+
+
+@dataclass
+class _Share:
+    """As ParamAllGather wants it."""
+
+    param: torch.Tensor
+    part: Partition
+    local: torch.Tensor
+    index: int
+
+
+def _views(there: dict[int, tuple[torch.Tensor, Block]]) -> ViewOf:
+    """Of tensors that are these blocks, by key."""
+
+    def view_of(key: int, block: Block) -> torch.Tensor:
+        tensor, within = there[key]
+        return block.of(tensor, within)
+
+    return view_of
+
+
+def _wholes(tensors: Sequence[torch.Tensor]) -> tuple[list[Part], ViewOf]:
+    """States, one after another: fp32, of the whole shape."""
+    parts = [
+        Part(k, tuple(t.shape), whole(t.shape), torch.complex64 if t.is_complex() else torch.float32)
+        for k, t in enumerate(tensors)
+    ]
+    return parts, _views({part.key: (t, part.block) for part, t in zip(parts, tensors, strict=True)})
+
+
+def _without_data(p: torch.Tensor) -> torch.Tensor:
+    shown = torch.empty(p.shape, dtype=torch.complex64 if p.is_complex() else torch.float32, device="meta")
+
+    def refuse(_: Any) -> Any:
+        raise CSDRuntimeError(f"this cannot be copied or saved: {ELSEWHERE}")
+
+    shown.__reduce_ex__ = refuse  # type: ignore[method-assign]
+    return shown

@@ -1,0 +1,207 @@
+"""What trainers and owners send each other: messages of JSON and blocks of tensors, over a gloo group of their own.
+
+Owner 0 has a TCPStore at the address that trainers know. Trainers ask there for a *session*; once it is granted, all
+trainers and all owners join one process group, trainers first. Nothing that is received is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from ..errors import CSDRankError, CSDUnavailableError, CSDValueError
+
+SCHEME = "serve://"
+PROTOCOL = 1  # of what is said below and in owner.py: both sides have the same
+MAGIC = 0x6373645F73657276  # begins each message
+MESSAGE, BULK = 0, 1  # tags of gloo: neither is ever taken for the other
+MESSAGE_BYTES = 64 << 20  # of JSON at most
+REQUEST_BYTES = 7 << 20  # the same of a request: a TCPStore takes 8 MiB
+DEFAULT_TIMEOUT = 600.0  # seconds that the other side may be silent within a step
+CONNECT_TIMEOUT = 60.0  # to reach owner 0
+LAST_WORDS = 2.0  # to hear why a session is over
+JOIN_TIMEOUT = 60.0  # seconds to connect to each other when all are known to be there
+# A trainer computes as long as it likes, and an owner reads as much as it has. If the other side's machine vanishes
+# without a word, what waits for it is given up by the next session; a thread of it may stay so long.
+PATIENCE = 24 * 3600.0
+
+COUNTER = "sessions"  # how many were asked for
+
+
+def request_key(session: int) -> str:
+    return f"request/{session}"
+
+
+def answer_key(session: int) -> str:
+    return f"answer/{session}"
+
+
+def ready_key(session: int, trainer: int) -> str:
+    return f"ready/{session}/{trainer}"
+
+
+class Address(NamedTuple):
+    """Where owners are, as a device string says it."""
+
+    text: str
+    host: str
+    port: int
+    timeout: float  # seconds
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse_address(text: str) -> Address:
+    """`serve://host:port` or `serve://host:port?timeout=60`. Raises CSDValueError."""
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        timeout = float(options.pop("timeout", DEFAULT_TIMEOUT))
+    except ValueError as e:
+        raise CSDValueError(f"Invalid device: {text!r}; {e}") from None
+    if not host or not port or parts.path or parts.username or parts.fragment:
+        raise CSDValueError(f"Invalid device: {text!r}; write serve://host:port")
+    if options:
+        raise CSDValueError(f"Invalid device: {text!r}; unknown option {next(iter(options))!r}, there is timeout")
+    if not 0.1 <= timeout <= PATIENCE:
+        raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {PATIENCE:.0f}")
+    return Address(text, host, port, timeout)
+
+
+def connect(host: str, port: int, timeout: float) -> TCPStore:
+    """A client of the store at an address. Raises CSDUnavailableError."""
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+    except RuntimeError as e:  # torch's DistError
+        raise CSDUnavailableError(
+            111, f"no optimizer ranks answer at {host}:{port}: is `csd-optim serve` running there? ({_first_line(e)})"
+        ) from e
+
+
+def listen(host: str, port: int) -> tuple[TCPStore, int]:
+    """The store of owner 0, and its port; `port` 0: any that is free. Raises OSError."""
+    # The store would listen on all addresses of the machine.
+    host = "" if is_wildcard(host) else host
+    sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = sock.getsockname()[1]
+    fd = sock.detach()
+    return TCPStore(host or "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd), port
+
+
+def gloo_group(store: Any, name: str, rank: int, size: int, host: str, timeout: float) -> Any:
+    """A process group that is nobody's default. `host`: the address of this machine to use, "" for gloo's own choice.
+
+    Raises CSDRankError if the others do not come.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout)
+    device = ProcessGroupGloo.create_device(hostname=host) if host else ProcessGroupGloo.create_default_device()
+    options._devices = [device]  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=JOIN_TIMEOUT))
+    with _lost("cannot be reached"):
+        return ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+
+
+def is_wildcard(host: str) -> bool:
+    """Does this name all addresses of the machine?"""
+    return host in ("", "0.0.0.0", "::", "*")
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+class Session:
+    """One of the processes of a session: trainers are ranks 0 to `trainers` - 1, owners follow."""
+
+    def __init__(self, group: Any, number: int, trainers: int, owners: int, timeout: float) -> None:
+        self._group = group
+        self.number, self.trainers, self.owners, self.timeout = number, trainers, owners, timeout
+
+    def close(self) -> None:
+        """Ends the connections, as soon as nothing waits for them; whoever still holds this object."""
+        self._group = None
+
+    def owner(self, k: int) -> int:
+        return self.trainers + k
+
+    @property
+    def _open(self) -> Any:
+        if self._group is None:
+            raise CSDRankError(f"session {self.number} is over")
+        return self._group
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = BULK) -> Any:
+        """Begins to send a dense CPU tensor (uint8, 1-D), to be left as it is until wait() has returned."""
+        with _lost(f"rank {to} is gone"):
+            return self._open.send([tensor], to, tag)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = BULK) -> Any:
+        with _lost(f"rank {source} is gone"):
+            return self._open.recv([tensor], source, tag)
+
+    def wait(self, work: Any, timeout: float | None = None) -> None:
+        """Raises CSDRankError if the other side is gone, or silent for so many seconds."""
+        with _lost("the other side is gone"):
+            work.wait(timedelta(seconds=self.timeout if timeout is None else timeout))
+
+    def say(self, message: dict[str, Any], *to: int, timeout: float | None = None) -> None:
+        """Sends a message, and waits until it is heard. Raises CSDValueError if it is too long."""
+        data = json.dumps(message).encode()
+        if len(data) > MESSAGE_BYTES:
+            raise CSDValueError(
+                f"a message to the optimizer ranks has {len(data)} bytes; {MESSAGE_BYTES} are the limit"
+            )
+        head = torch.tensor([MAGIC, self.number, len(data)], dtype=torch.int64, device="cpu")
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        works = [self.send(t, rank, MESSAGE) for rank in to for t in (head.view(torch.uint8), body)]
+        for work in works:
+            self.wait(work, timeout)
+
+    def hear(self, source: int, timeout: float | None = None) -> dict[str, Any]:
+        """The next message of a rank. Raises CSDRankError also if it is none of this session."""
+        head = torch.zeros(3, dtype=torch.int64, device="cpu")
+        self.wait(self.receive(head.view(torch.uint8), source, MESSAGE), timeout)
+        magic, session, n = head.tolist()
+        if magic != MAGIC or session != self.number or not 0 < n <= MESSAGE_BYTES:
+            raise CSDRankError(f"rank {source} of session {self.number} has sent what is no message")
+        body = torch.empty(n, dtype=torch.uint8, device="cpu")
+        self.wait(self.receive(body, source, MESSAGE))
+        return parse(body.numpy().tobytes())
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """A message. Raises CSDRankError if it is none."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise CSDRankError(f"what was received is no JSON: {e}") from None
+    if not isinstance(message, dict):
+        raise CSDRankError("what was received is no message")
+    return message
+
+
+@contextlib.contextmanager
+def _lost(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as e:
+        if isinstance(e, CSDRankError):
+            raise
+        raise CSDRankError(f"{what}: {_first_line(e)}") from e
+
+
+def _first_line(e: BaseException) -> str:
+    """torch appends where in its own code that was."""
+    text = str(e).partition("\n")[0].partition(" Exception raised from")[0]
+    return text.partition(". This is typically")[0][:300]

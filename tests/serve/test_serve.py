@@ -1,0 +1,386 @@
+"""Optimizer ranks: the states are with owners elsewhere, and everything is as if they were here."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from support.optimizers import PAIRS
+from support.owners import Owners
+from support.ranks import on_living_ranks
+from support.training import Training
+
+from csd_optim import (
+    CSDAdam,
+    CSDBusyError,
+    CSDError,
+    CSDRuntimeError,
+    CSDStoreError,
+    CSDStoreExistsError,
+    CSDUnavailableError,
+    CSDValueError,
+)
+from csd_optim.serve.wire import COUNTER, answer_key, connect, request_key
+from csd_optim.store.format import read_contents
+
+
+@pytest.fixture
+def owners(tmp_path):
+    with Owners(tmp_path) as there:
+        yield there
+
+
+def states_of(opt):
+    return {(k, n): t for k, entry in opt.state_dict()["state"].items() for n, t in entry.items()}
+
+
+def assert_alike(a, b, left_out=()):
+    """Parameters and states of two trainings, to the bit."""
+    for name in a.params:
+        if name not in left_out:
+            assert torch.equal(a.params[name], b.params[name]), name
+    there, here = states_of(a.opt), states_of(b.opt)
+    assert there.keys() == here.keys()
+    for key, value in there.items():
+        assert torch.equal(value, here[key]), key
+
+
+def local(path, **options):
+    path.mkdir(exist_ok=True)
+    return Training(str(path), **options)
+
+
+@pytest.mark.parametrize("of", PAIRS, ids=str)
+def test_one_trainer_has_the_bits_of_devices_of_its_own(owners, tmp_path, of):
+    ours, served = local(tmp_path / "own", of=of), Training(owners.address, of=of)
+    for _ in range(6):  # parameters have their first gradient, and a group joins, under way
+        ours.step()
+        served.step()
+    assert_alike(ours, served)
+    served.opt.close()
+    # Another process goes on with what the owners have in memory, with other parameters to begin with.
+    served = Training(owners.address, of=of, resume=True, seed=7, done=6)
+    assert (served.done, served.opt.committed_step) == (6, 6)
+    ours.step()
+    served.step()
+    assert_alike(ours, served, left_out=("never",))
+    served.opt.close()
+    # ... and with what is in the store.
+    owners.stop()
+    owners.start()
+    served = Training(owners.address, of=of, resume=True, seed=8, done=6)
+    for _ in range(2):
+        ours.step()
+        served.step()
+    assert_alike(ours, served, left_out=("never",))
+
+
+# ---- several trainers, several owners ------------------------------------------------------
+
+
+class Replicas:
+    """A model that all ranks have; gradients depend on the number of the step alone, as if they had been reduced."""
+
+    def __init__(self, devices, **options):
+        generator = torch.Generator().manual_seed(0)
+
+        def new(*shape, dtype=torch.float32):
+            return torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+
+        self.params = {
+            "matrix": new(37, 50),
+            "half": new(64, 33, dtype=torch.bfloat16),
+            "row": new(1, 7),
+            "scalar": new(),
+            "complex": new(9, dtype=torch.complex64),
+            "late": new(41),
+        }
+        self.opt = CSDAdam(self.params.items(), lr=0.1, devices=devices, tile_size=1024, **options)
+        self.done = self.opt.user_state.get("done", 0)
+
+    def step(self, rank=0, overflow=False):
+        generator = torch.Generator().manual_seed(self.done)
+        for name, p in self.params.items():
+            late = name == "late" and self.done < 2
+            p.grad = None if late else torch.randn(p.shape, generator=generator).to(p.dtype)
+        self.opt.param_groups[0]["lr"] = 0.1 * 0.9**self.done
+        self.done += 1
+        self.opt.user_state = {"done": self.done, "rank": rank, "rng": torch.arange(rank + 3)}
+        if overflow:
+            self.opt.found_inf, self.opt.grad_scale = torch.tensor(1.0), torch.tensor(8.0)
+        self.opt.step()
+        if overflow:
+            del self.opt.found_inf, self.opt.grad_scale
+
+    def image(self):
+        return [p.detach().clone() for p in self.params.values()]
+
+
+def here(rank, root, steps, options):
+    """On ranks, each with a directory of its own, as owners have them."""
+    Path(root).mkdir(exist_ok=True)
+    training = Replicas(f"{root}/owner-{rank}", **options)
+    for i in range(steps):
+        training.step(rank, overflow=i == 3 and rank == 1)
+    training.opt.synchronize()
+    training.opt.close()
+    return training.image()
+
+
+def there(rank, address, steps, options, resume=False):
+    training = Replicas(address, resume=resume, **options)
+    first, user_state = training.opt.committed_step, training.opt.user_state
+    for i in range(steps):
+        training.step(rank, overflow=i == 3 and rank == 1)
+    training.opt.synchronize()
+    training.opt.consolidate_state_dict()
+    states = training.opt.state_dict()["state"] if rank == 0 else None
+    training.opt._forget_consolidated()
+    with pytest.raises(CSDRuntimeError, match="consolidate_state_dict"):
+        training.opt.state_dict()
+    gathered = training.opt.stats()["gathered_bytes"]
+    training.opt.close()
+    return training.image(), first, user_state, states, gathered
+
+
+OPTIONS = ({}, {"max_grad_norm": 1.0, "betas": (0.8, 0.95)}, {"state_dtype": "8bit"})
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=("plain", "clipped", "8bit"))
+def test_trainers_and_owners_have_the_bits_and_the_stores_of_ranks(tmp_path, options):
+    own = on_living_ranks(2, here, str(tmp_path / "own"), 6, options, directory=tmp_path)
+    with Owners(tmp_path, 2) as owners:
+        served = on_living_ranks(2, there, owners.address, 6, options, directory=tmp_path)
+        for image, (theirs, *_) in zip(own, served, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(image, theirs, strict=True))
+        assert all(gathered for *_, gathered in served)
+        owners.stop()
+    # Each owner has the store of that rank: the same states on the same rows, in the same tiles.
+    for rank in range(2):
+        ours, theirs = (CSDAdam.load(tmp_path / which / f"owner-{rank}") for which in ("own", ""))
+        assert ours["state"].keys() == theirs["state"].keys()
+        for key, entry in ours["state"].items():
+            assert all(torch.equal(entry[name], theirs["state"][key][name]) for name in entry), (rank, key)
+        assert theirs["csd_optim"]["user_state"]["trainers"][1]["rank"] == 1
+        ours, theirs = (read_contents(tmp_path / which / f"owner-{rank}").manifest for which in ("own", ""))
+        assert {**ours, "extents": 0} == {**theirs, "extents": 0}
+    # ... so that ranks can go on from what owners have kept.
+    for rank in range(2):
+        shutil.rmtree(tmp_path / "own" / f"owner-{rank}")
+        shutil.move(tmp_path / f"owner-{rank}", tmp_path / "own" / f"owner-{rank}")
+    resumed = on_living_ranks(2, here, str(tmp_path / "own"), 0, {**options, "resume": True}, directory=tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(own[0], resumed[1], strict=True))
+
+
+def test_another_number_of_trainers_goes_on_where_the_last_have_left(tmp_path):
+    alone = Replicas(str(tmp_path / "alone"))
+    with Owners(tmp_path, 2) as owners:
+        pids = owners.pids
+        on_living_ranks(2, there, owners.address, 2, {}, directory=tmp_path)
+        for step, n in ((2, 3), (4, 2)):
+            of_ranks = on_living_ranks(n, there, owners.address, 2, {}, True, directory=tmp_path)
+            for rank, (_, first, user_state, *_) in enumerate(of_ranks):
+                assert first == user_state["done"] == step
+                assert user_state["rank"] == 0, rank  # theirs were as many as trainers before: they get the first one's
+        served = Replicas(owners.address, resume=True)
+        assert served.done == 6
+        served.step()
+        states = served.opt.state_dict()["state"]
+        assert owners.pids == pids
+    for _ in range(7):
+        alone.step()
+    assert all(torch.equal(a, b) for a, b in zip(alone.image(), served.image(), strict=True))
+    for key, entry in alone.opt.state_dict()["state"].items():
+        assert all(torch.equal(value, states[key][name]) for name, value in entry.items())
+
+
+# ---- what is refused -----------------------------------------------------------------------
+
+
+def test_what_is_no_request_is_refused_and_a_session_goes_on(owners):
+    training = Replicas(owners.address)
+    training.step()
+    pids = owners.pids
+    for strange in (b"\x80\x04\x95" + b"pickle" * 1000, b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 20), b"", bytes(64)):
+        with socket.create_connection(("127.0.0.1", owners.port)) as port, contextlib.suppress(ConnectionError):
+            port.sendall(strange)
+    store = connect("127.0.0.1", owners.port, 60)
+    for said, why in (
+        ("no JSON", "no JSON"),
+        ("[]", "no message"),
+        ("{}", "protocol None"),
+        (json.dumps({"protocol": 1}), "cannot be read"),
+        (json.dumps(a_request(optimizer="os.system")), "know no 'os.system'"),
+        (json.dumps(a_request(trainers=10**9)), "trainers"),
+        (json.dumps(a_request(shape=[1 << 40, 1 << 40])), "shape"),
+        (json.dumps(a_request(shape=[-1])), "shape"),
+        (json.dumps(a_request(dtype="_C")), "dtype"),
+        (json.dumps(a_request(mode="new")), "resume=True"),
+        (json.dumps(a_request(mode="resume")), "parameters there"),
+    ):
+        number = store.add(COUNTER, 1)
+        store.set(request_key(number), said)
+        answer = json.loads(store.get(answer_key(number)))
+        assert why in answer["text"], answer
+    training.step()  # nothing of that was any of its business
+    assert training.opt.committed_step >= 1
+    assert owners.pids == pids
+    # What somebody says within a session: it is over, and the next one finds everything as it was.
+    image = training.image()
+    for message in ({"op": "step"}, {"op": "exec"}, {"op": "pull", "params": [-1]}, {}, {"op": "save"}):
+        with pytest.raises(CSDError):
+            training.opt._engine.call(message)
+        training.opt.close()
+        training = Replicas(owners.address, resume=True)
+        assert (training.done, owners.pids) == (2, pids), owners.said
+        assert all(torch.equal(a, b) for a, b in zip(image, training.image(), strict=True))
+
+
+def a_request(mode="resume", optimizer="CSDAdam", trainers=1, shape=(3, 3), dtype="float32"):
+    p = {"name": "p", "named": True, "shape": shape, "stride": [1] * len(shape), "dtype": dtype, "trains": True}
+    options = {"state_dtype": "fp32", "shadow": True, "tile_size": None}
+    return {
+        "protocol": 1,
+        "optimizer": optimizer,
+        "defaults": {},
+        "options": options,
+        "mode": mode,
+        "trainers": trainers,
+        "who": "a test",
+        "groups": [{"hyper": {}, "params": [p]}],
+    }
+
+
+def test_another_model_and_a_store_that_nobody_wants_to_go_on_with_are_refused(owners):
+    Replicas(owners.address).opt.close()  # nothing came of that one
+    training = Replicas(owners.address)
+    with pytest.raises(CSDBusyError, match="another optimizer of this process"):
+        Replicas(owners.address)
+    training.step()
+    training.step()
+    image = training.image()
+    training.opt.close()
+    with pytest.raises(CSDStoreExistsError, match="resume=True"):
+        Replicas(owners.address)
+    other = torch.nn.Parameter(torch.zeros(5))
+    with pytest.raises(CSDStoreError, match="1 here"):
+        CSDAdam([other], devices=owners.address, resume=True)
+    owners.stop()  # ... and when they have not opened the store yet
+    owners.start()
+    with pytest.raises(CSDStoreExistsError):
+        Replicas(owners.address)
+    with pytest.raises(CSDStoreError, match="another model"):
+        CSDAdam([other], devices=owners.address, resume=True)
+    training = Replicas(owners.address, resume=True)
+    assert training.done == 2
+    assert all(torch.equal(a, b) for a, b in zip(image, training.image(), strict=True))
+    training.opt.close()
+    with CSDAdam([other], devices=owners.address, overwrite=True) as opt:
+        assert opt.committed_step == 0
+
+
+def test_arguments_that_owners_cannot_serve_are_refused(owners, tmp_path):
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    for options, why in (
+        ({"topk": 0.1}, "topk"),
+        ({"devices": [owners.address, str(tmp_path)]}, "only one"),
+        ({"devices": "serve://nobody"}, "serve://host:port"),
+        ({"devices": f"{owners.address}&p=1"}, "unknown option 'p'"),
+        ({"devices": "serve://127.0.0.1:29600?timeout=soon"}, "soon"),
+    ):
+        with pytest.raises(CSDValueError, match=why):
+            CSDAdam([p], **{"devices": owners.address, **options})
+    with pytest.raises(CSDValueError, match="topk"):
+        CSDAdam([{"params": [p], "topk": 0.1}], devices=owners.address)
+    with pytest.raises(CSDRuntimeError, match="run the model once"):
+        CSDAdam([torch.nn.UninitializedParameter()], devices=owners.address)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    with pytest.raises(CSDUnavailableError, match="csd-optim serve"):
+        CSDAdam([p], devices=f"serve://127.0.0.1:{port}?timeout=0.5")
+    with CSDAdam([p], devices=owners.address, grad_dtype=torch.bfloat16) as opt:
+        with pytest.raises(CSDRuntimeError, match="overlap"):
+            opt.overlap(torch.nn.Linear(1, 1))
+        with pytest.raises(CSDRuntimeError, match="load_state_dict"), opt.loading():
+            pass
+        with pytest.raises(CSDRuntimeError, match="pickled"):
+            opt.__getstate__()
+        p.grad = torch.ones(4, 4)
+        opt.user_state = {"what": object()}
+        with pytest.raises(TypeError, match=r"user_state\['what'\]"):
+            opt.step()
+        opt.user_state = {}
+        opt.step()
+        with pytest.raises(CSDRuntimeError, match="csd-optim export"):
+            torch.save(opt.state[p]["exp_avg"], tmp_path / "state.pt")
+
+
+# ---- the rest of an optimizer ------------------------------------------------------------------
+
+
+def test_parameters_set_and_state_dicts_loaded_are_the_owners(owners, tmp_path):
+    ours, served = Replicas(str(tmp_path / "own")), Replicas(owners.address)
+    for training in (ours, served):
+        training.step()
+        with torch.no_grad():
+            training.params["matrix"].mul_(0.5)
+            training.params["late"].fill_(2.0)  # which owners do not have yet
+        training.step()
+    assert_alike(ours, served)
+    state = {**ours.opt.state_dict()}
+    state["state"] = {k: {n: t + 1 for n, t in entry.items()} for k, entry in state["state"].items()}
+    for training in (ours, served):
+        training.opt.load_state_dict(state)
+        assert training.opt.committed_step == 3
+        training.step()
+        training.step()
+    assert_alike(ours, served)
+    path = tmp_path / "snapshot"
+    assert served.opt.save(path).result() == path
+    assert CSDAdam.load(path)["csd_optim"]["step"] == 5
+    served.opt.close()
+    served = Replicas(owners.address, resume=True)
+    for p in served.params.values():
+        p.data.zero_()
+    served.opt.restore()
+    assert_alike(ours, served)
+
+
+def test_the_environment_alone_is_enough(owners, monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_DEVICES", owners.address)
+    model = torch.nn.Linear(5, 3)
+    with CSDAdam(model.parameters(), lr=0.1) as opt:
+        for _ in range(3):
+            model(torch.ones(2, 5)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        assert str(opt).endswith(f"on [{owners.address}]")
+        opt.synchronize()
+        assert opt.committed_step == 3
+
+
+def sharded(rank, devices, steps):
+    """FSDP2: each trainer pushes its shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 21), torch.nn.ReLU(), torch.nn.Linear(21, 5)).to(torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    opt = CSDAdam(model.parameters(), lr=0.1, devices=devices.format(rank=rank), max_grad_norm=0.5)
+    for i in range(steps):
+        torch.manual_seed(10 * i + rank)
+        model(torch.randn(4, 9, dtype=torch.bfloat16)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return [p.full_tensor() for p in model.parameters()]
+
+
+def test_shards_of_fsdp2_have_the_bits_of_devices_of_their_own(owners, tmp_path):
+    places = f"{tmp_path}/{{rank}}", owners.address
+    ours, served = (on_living_ranks(2, sharded, devices, 3, directory=tmp_path)[0] for devices in places)
+    assert all(torch.equal(a, b) for a, b in zip(ours, served, strict=True))

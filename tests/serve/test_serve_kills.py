@@ -1,0 +1,230 @@
+"""Trainers, owners and connections that end in the middle of something: no step is lost, or mixed with another."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.forked import process
+from support.owners import STARTS, Owners
+from test_serve import Replicas
+
+from csd_optim import CSDRankError, CSDRuntimeError
+from csd_optim.serve.wire import BULK, Session
+
+STEPS = 3  # of a trainer that nobody kills
+
+
+def expected_of(directory, steps=60):
+    """Parameters after each step, of a training that nothing disturbs."""
+    training = Replicas(str(directory / "undisturbed"))
+    images = [training.image()]
+    for _ in range(steps):
+        training.step()
+        images.append(training.image())
+    training.opt.close()
+    return images
+
+
+PUSH = "its first push"
+
+
+def killed_at(call, number=signal.SIGKILL):
+    """Of what this process sends or receives for a session, the `call`-th (from 0) is where this signal comes."""
+    left = [call]
+
+    def counted(function, pushes):
+        def counting(session, tensor, rank, tag=BULK):
+            if left[0] == 0 or (left[0] == PUSH and pushes and tag == BULK):
+                left[0] = -1
+                os.kill(os.getpid(), number)
+            if left[0] != PUSH:
+                left[0] -= 1
+            return function(session, tensor, rank, tag)
+
+        return counting
+
+    send, receive = counted(Session.send, True), counted(Session.receive, False)
+    return mock.patch.multiple(Session, send=send, receive=receive)
+
+
+def train(rank, size, address, meet, call, number, images):
+    """STEPS steps from where the owners are, unless it is killed; leaves an error in a file."""
+    torch.set_num_threads(1)
+    try:
+        if size > 1:
+            dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
+        expected = torch.load(images)
+        with killed_at(call, number):
+            training = Replicas(address, resume=True)
+            assert_like(training, expected)
+            for _ in range(STEPS):
+                training.step(rank)
+                assert_like(training, expected)
+            training.opt.synchronize()
+    except CSDRankError as e:
+        Path(f"{meet}-{rank}").write_text(str(e))
+    except BaseException as e:
+        Path(f"{meet}-{rank}").write_text(f"{type(e).__name__}: {e}")
+        os._exit(3)
+    os._exit(0)
+
+
+def assert_like(training, expected):
+    for a, b in zip(training.image(), expected[training.done], strict=True):
+        assert torch.equal(a, b), training.done
+
+
+class Trainers:
+    """One session after another with these owners, each in processes of its own."""
+
+    def __init__(self, owners, directory, steps=60):
+        self.owners, self.directory, self.sessions = owners, directory, 0
+        self.images = directory / "expected.pt"
+        torch.save(expected_of(directory, steps), self.images)
+
+    def start(self, size, victim=0, call=-1, number=signal.SIGKILL):
+        self.sessions += 1
+        self.meet = f"{self.directory}/trainers-{self.sessions}"
+        return [
+            process(
+                train,
+                *(rank, size, self.owners.address, self.meet, call if rank == victim else -1, number, str(self.images)),
+                daemon=True,
+            )
+            for rank in range(size)
+        ]
+
+    def said(self, rank=0):
+        path = Path(f"{self.meet}-{rank}")
+        return path.read_text() if path.exists() else ""
+
+    def run(self, size, victim=0, call=-1):
+        """Was the victim killed?"""
+        ended = []
+        for p in self.start(size, victim, call):
+            p.join(STARTS)
+            ended.append(p.exitcode)
+        assert {*ended} <= {0, -signal.SIGKILL}, ([self.said(rank) for rank in range(size)], self.owners.said)
+        return ended[victim] == -signal.SIGKILL
+
+
+def kill_trainers(owners, directory, calls, size):
+    """A trainer killed at each of these calls; what it leaves is what the next one goes on from."""
+    trainers, pids, kills = Trainers(owners, directory, STEPS * (len(calls) + 2)), owners.pids, 0
+    assert not trainers.run(size)
+    for call in calls:
+        kills += trainers.run(size, victim=call % size, call=call)
+    assert not trainers.run(size)
+    assert owners.pids == pids
+    return kills
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_killed_trainer_costs_nothing(tmp_path, size):
+    with Owners(tmp_path, size) as owners:
+        calls = [0, 9, 12] if size == 1 else [3, 16]
+        assert kill_trainers(owners, tmp_path, calls, size) == len(calls)
+        owners.stop()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_hundred_killed_trainers_cost_nothing(tmp_path, size):
+    choose = random.Random(size)
+    with Owners(tmp_path, size) as owners:
+        calls = [*range(36 * size), *(choose.randrange(36 * size) for _ in range(80))]
+        assert kill_trainers(owners, tmp_path, calls, size) >= 100
+        owners.stop()
+
+
+@pytest.mark.parametrize("call", [PUSH, 9])  # 9: about to receive parameters
+def test_a_trainer_that_was_stopped_finds_that_another_has_taken_over(tmp_path, call):
+    with Owners(tmp_path) as owners:
+        trainers = Trainers(owners, tmp_path)
+        assert not trainers.run(1)
+        (stopped,) = trainers.start(1, call=call, number=signal.SIGSTOP)
+        until(lambda: Path(f"/proc/{stopped.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        meet = trainers.meet
+        assert not trainers.run(1)
+        os.kill(stopped.pid, signal.SIGCONT)
+        stopped.join(STARTS)
+        assert stopped.exitcode == 0, Path(f"{meet}-0").read_text()
+        assert "is over" in Path(f"{meet}-0").read_text()
+        assert not trainers.run(1)
+        owners.stop()
+
+
+def until(there):
+    end = time.monotonic() + STARTS
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def go_on_without_owners(owners, trainers, choose, kills):
+    """Owners killed at some moment, all of them or one, and started again: trainers that resume lose a step at most."""
+    for _ in range(kills):
+        (trainer,) = trainers.start(1)
+        if choose.random() < 0.8:  # after some moments, whatever it does then
+            time.sleep(0.3 * choose.random())
+        else:
+            trainer.join(STARTS)
+        owners.kill(*choose.choice([[], *([rank] for rank in range(owners.size))]))
+        trainer.join(STARTS)
+        if trainer.exitcode == 3:  # it came when nobody was there
+            assert "CSDUnavailableError" in trainers.said(), trainers.said()
+        owners.start()
+        assert not trainers.run(1)  # whatever it finds is a whole step
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_killed_owners_go_on_from_a_whole_step(tmp_path, size):
+    with Owners(tmp_path, size, timeout=10) as owners:
+        trainers = Trainers(owners, tmp_path)
+        assert not trainers.run(1)
+        training = Replicas(owners.address, resume=True)
+        assert training.done == STEPS
+        training.step()
+        owners.kill(size - 1)
+        with pytest.raises(CSDRankError, match="resume=True"):
+            training.step()
+        with pytest.raises(CSDRuntimeError, match="session"):
+            training.step()
+        for other in owners.processes[: size - 1]:
+            other.join(STARTS)
+            assert other.exitcode == 1, owners.said
+        owners.start()
+        assert not trainers.run(1)
+        go_on_without_owners(owners, trainers, random.Random(size), 1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 2])
+def test_owners_killed_again_and_again_go_on_from_a_whole_step(tmp_path, size):
+    with Owners(tmp_path, size, timeout=10) as owners:
+        go_on_without_owners(owners, Trainers(owners, tmp_path, 2 * STEPS * 51), random.Random(size), 50)
+
+
+def test_silence_ends_a_session(tmp_path):
+    with Owners(tmp_path) as owners:
+        training = Replicas(owners.address)
+        training.step()
+        training.opt._engine._session.timeout = 0.2
+        os.kill(owners.pids[0], signal.SIGSTOP)
+        with pytest.raises(CSDRankError, match="Timed out"):
+            training.step()
+        os.kill(owners.pids[0], signal.SIGCONT)
+        training = Replicas(owners.address, resume=True)
+        assert training.done in (1, 2)  # the owners may have had all of it
+    directory = tmp_path / "others"
+    directory.mkdir()
+    with Owners(directory, timeout=1) as owners:  # a trainer that stops within a push, and no other comes
+        (stopped,) = Trainers(owners, directory).start(1, call=PUSH, number=signal.SIGSTOP)
+        owners.until(r"session 1 is over: .*Timed out")
+        stopped.kill()

@@ -1,0 +1,91 @@
+"""Optimizer ranks (`csd-optim serve`) in processes of their own."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.forked import process
+
+STARTS = 60  # seconds that they may take
+
+
+class Owners:
+    """`size` of them, with a directory each below `directory`; ended with the `with`. They listen on a free port."""
+
+    def __init__(self, directory, size=1, timeout=60):
+        self.directory, self.size, self.timeout = Path(directory), size, timeout
+        self.stores = [str(self.directory / f"owner-{k}") for k in range(size)]
+        self.runs, self.processes = 0, []
+        self.start()
+
+    def start(self):
+        if self.processes:
+            self.kill()
+        self.runs += 1
+        self.log = self.directory / f"owners-{self.runs}.log"
+        meet = self.directory / f"owners-meet-{self.runs}"
+        for store in self.stores:
+            os.makedirs(store, exist_ok=True)
+        self.processes = [
+            process(_own, k, self.size, self.stores[k], str(meet), str(self.log), self.timeout, daemon=True)
+            for k in range(self.size)
+        ]
+        line = self.until(r"optimizer ranks? with .* at 127\.0\.0\.1:(\d+)")
+        self.port = int(line[1])
+
+    @property
+    def address(self):
+        return f"serve://127.0.0.1:{self.port}?timeout={self.timeout}"
+
+    @property
+    def said(self):
+        return self.log.read_text() if self.log.exists() else ""
+
+    def until(self, pattern):
+        """The first match of what they have said, when it is there."""
+        end = time.monotonic() + STARTS
+        while not (found := re.search(pattern, self.said)):
+            lives = time.monotonic() < end and all(p.is_alive() for p in self.processes)
+            assert lives, f"{pattern} is not in {self.said}"
+            time.sleep(0.01)
+        return found
+
+    @property
+    def pids(self):
+        assert all(p.is_alive() for p in self.processes), self.said
+        return [p.pid for p in self.processes]
+
+    def stop(self):
+        """As `kill` does it; all of them end well."""
+        for p in self.processes:
+            os.kill(p.pid, signal.SIGTERM)
+        for p in self.processes:
+            p.join(STARTS)
+        assert [p.exitcode for p in self.processes] == [0] * self.size, self.said
+
+    def kill(self, *ranks):
+        """These of them, or all."""
+        for p in [self.processes[rank] for rank in ranks] or self.processes:
+            p.kill()
+            p.join()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+
+def _own(rank, size, store, meet, log, timeout):
+    for fd in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), fd)
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
+    from csd_optim.cli.serving import serve
+
+    serve([store], "127.0.0.1:0", timeout)
