@@ -208,7 +208,9 @@ def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
         if spec.pace != UNPACED and math.isinf(spec.pace.params_per_second):
             raise CSDValueError(f"Invalid devices: 'auto' cannot tell from its pace how fast '{spec}' is")
     memory = [spec for spec in specs if spec.kind.in_memory]
-    left = available_memory() // 2 // (sum(spec.room_bytes is None for spec in memory) or 1)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # on this machine, each with as much
+    sharing = int(ranks) if ranks.isdecimal() and int(ranks) else 1
+    left = available_memory() // 2 // sharing // (sum(spec.room_bytes is None for spec in memory) or 1)
     rooms = {id(spec): left if spec.room_bytes is None else spec.room_bytes for spec in memory}
     if any(spec.durable for spec in specs):
         files = [spec for spec in specs if not spec.kind.in_memory]

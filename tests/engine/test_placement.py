@@ -187,9 +187,12 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
     assert now == kept
 
 
-def test_auto_alone(rates, monkeypatch):
-    """Half of the memory that is available, and the current directory."""
-    monkeypatch.setattr(spec, "available_memory", lambda: 2 * 10 * TILE_BYTES)
+@pytest.mark.parametrize("ranks", [None, 1, 4])
+def test_auto_alone(rates, monkeypatch, ranks):
+    """Half of the memory that is available, for all ranks of the machine, and the current directory."""
+    monkeypatch.setattr(spec, "available_memory", lambda: 2 * 10 * TILE_BYTES * (ranks or 1))
+    if ranks:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     with train("auto", steps=2)[1] as opt:
         assert [d["device"] for d in opt.stats()["placement"]["devices"]] == ["ram:", "file:"]
         assert tiles_of(opt) == [10, 38]
