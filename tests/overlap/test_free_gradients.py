@@ -9,7 +9,8 @@ import weakref
 
 import pytest
 import torch
-from support.twins import Training, assert_twins, checksum, steps_in_closures
+from support.between_steps import steps_in_closures
+from support.twins import Training, assert_twins, checksum
 from torch import nn
 
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDTypeError, CSDValueError

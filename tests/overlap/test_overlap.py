@@ -10,8 +10,28 @@ import weakref
 
 import pytest
 import torch
+from support.between_steps import (
+    SCRIPTS,
+    accumulates,
+    accumulates_otherwise_each_time,
+    changes_constants_after_backward,
+    checkpoints_activations,
+    clips,
+    edits_states,
+    evaluates,
+    grows,
+    looks_at_states,
+    never_clears,
+    scales_losses,
+    schedules,
+    skips_steps,
+    steps_in_closures,
+    ten_steps,
+    writes_parameters,
+    writes_past_torch,
+)
 from support.comparing import bits
-from support.twins import Training, assert_twins, checksum, steps_in_closures
+from support.twins import Training, assert_twins, checksum
 from torch import nn
 
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDValueError
@@ -22,11 +42,6 @@ from csd_optim.overlap.guess import Guess
 
 FORWARD, BACKWARD = {}, {"backward": True}
 both = pytest.mark.parametrize("overlap", [FORWARD, BACKWARD], ids=["forward", "backward"])
-
-
-def ten_steps(training):
-    for _ in range(6):
-        training.step()
 
 
 @both
@@ -40,209 +55,15 @@ def test_training(tmp_path, overlap, dtype, devices):
 @both
 @pytest.mark.parametrize(
     "options",
-    [{"amsgrad": True}, {"groups": True}, {"maximize": True}, {"max_grad_norm": 1.0}, {"state_dtype": "8bit"}],
+    [
+        *({"amsgrad": True}, {"groups": True}, {"maximize": True}, {"max_grad_norm": 1.0}, {"state_dtype": "8bit"}),
+        {"grad_dtype": torch.bfloat16},
+    ],
     ids=str,
 )
 def test_options(tmp_path, overlap, options):
     dtype = torch.bfloat16 if "state_dtype" in options else torch.float32
     assert_twins(tmp_path, overlap, ten_steps, dtype=dtype, **options).opt.close()
-
-
-# ---- what a program may do between two steps: each with its twin ----------------------------
-
-
-def clears_to_zeros(training):
-    for _ in range(4):
-        training.backward()
-        training.opt.step()
-        training.opt.zero_grad(set_to_none=False)
-
-
-def never_clears(training):
-    for _ in range(4):
-        training.backward()
-        training.opt.step()
-
-
-def model_clears(training):
-    for k in range(4):
-        training.backward()
-        training.opt.step()
-        training.model.zero_grad(set_to_none=k != 2)
-
-
-def accumulates(training):
-    for _ in range(4):
-        for _ in range(3):
-            training.backward()
-        training.opt.step()
-        training.opt.zero_grad()
-
-
-def accumulates_otherwise_each_time(training):
-    for passes in 1, 1, 2, 2, 1, 3:
-        for _ in range(passes):
-            training.backward()
-        training.opt.step()
-        training.opt.zero_grad()
-
-
-def clips(training):
-    for most in 1e9, 1e9, 1e-2, 1e-2, 1e9, 1e9:
-        training.backward()
-        torch.nn.utils.clip_grad_norm_(training.model.parameters(), most)
-        training.opt.step()
-        training.opt.zero_grad()
-
-
-def schedules(training):
-    scheduler = torch.optim.lr_scheduler.StepLR(training.opt, 2, 0.5)
-    for _ in range(6):
-        training.backward()
-        training.opt.step()
-        scheduler.step()
-        training.opt.zero_grad()
-
-
-def changes_constants_after_backward(training):
-    for lr in 1e-2, 1e-2, 3e-2, 3e-2, 1e-3:
-        training.backward()
-        training.opt.param_groups[0]["lr"] = lr
-        training.opt.step()
-        training.opt.zero_grad()
-
-
-def skips_steps(training):
-    for k in range(6):
-        training.backward()
-        if k not in (2, 3):
-            training.opt.step()
-        training.opt.zero_grad()
-
-
-def evaluates(training):
-    for _ in range(4):
-        training.step()
-        with torch.no_grad():
-            training.model(torch.ones(2, training.width).to(training.dtype))
-
-
-def looks_at_states(training):
-    for k in range(6):
-        training.backward()
-        if k % 2:  # between backward and step: a guess is given up
-            training.opt.state_dict()
-        training.opt.step()
-        training.opt.zero_grad()
-        if k % 3 == 0:
-            training.log.append([checksum(t) for entry in training.opt.state.values() for t in entry.values()])
-
-
-def edits_states(training):
-    p = next(training.model.parameters())
-    for k in range(6):
-        training.step()
-        kept = training.opt.state[p]["exp_avg"]
-        training.backward()
-        if k % 2:
-            with torch.no_grad():
-                kept.mul_(0.5)  # the tensor of before
-        training.opt.step()
-        training.opt.zero_grad()
-
-
-def writes_parameters(training):
-    for k in range(6):
-        training.backward()
-        if k % 2:
-            with torch.no_grad():
-                for p in training.model.parameters():
-                    p.clamp_(-0.1, 0.1)
-        training.opt.step()
-        training.opt.zero_grad()
-        if k % 3 == 1:
-            with torch.no_grad():
-                for p in training.model.parameters():
-                    p.mul_(0.5)
-
-
-def writes_past_torch(training):
-    for k in range(6):
-        training.backward()
-        for p in training.model.parameters():
-            p.data.mul_(0.5 if k % 2 else 1.0)
-        training.opt.step()
-        training.opt.zero_grad()
-
-
-def freezes(training):
-    bias = training.model[1].inner.bias
-    for k in range(6):
-        bias.requires_grad_(k % 3 != 1)
-        training.step()
-
-
-def goes_back_over_the_graph(training):
-    for _ in range(3):
-        x = torch.ones(2, training.width).to(training.dtype)
-        loss = training.model(x).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        training.opt.step()
-        training.opt.zero_grad()
-
-
-def scales_losses(training):
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    for k in range(6):
-        training.backward(scaler.scale(torch.tensor(1.0)).item() if k != 3 else float("inf"))
-        scaler.step(training.opt)
-        scaler.update()
-        training.opt.zero_grad()
-
-
-def checkpoints_activations(training):
-    def checkpointed(x, use_reentrant):
-        run = torch.utils.checkpoint.checkpoint
-        return run(
-            training.model[2:], run(training.model[:2], x, use_reentrant=use_reentrant), use_reentrant=use_reentrant
-        )
-
-    for k in range(6):
-        x = torch.ones(2, training.width).to(training.dtype).requires_grad_()
-        checkpointed(x, k >= 3).square().sum().backward()
-        training.opt.step()
-        training.opt.zero_grad()
-
-
-def grows(training):
-    training.step()
-    training.step()
-    new = nn.Parameter(torch.ones(3000, dtype=training.dtype))
-    training.model.register_parameter("new", new)
-    training.opt.add_param_group({"params": [new]})
-    for _ in range(4):
-        training.backward()
-        new.square().sum().backward()
-        training.opt.step()
-        training.opt.zero_grad()
-
-
-def takes_turns(training):
-    """Overlap that ends and begins again."""
-    how = training.overlap
-    for k in range(8):
-        training.step()
-        if how is not None and k % 2:
-            training.opt.overlap(None if k % 4 == 1 else training.model, **(how if k % 4 == 3 else {}))
-
-
-SCRIPTS = [
-    *(clears_to_zeros, never_clears, model_clears, accumulates, accumulates_otherwise_each_time, clips, schedules),
-    *(changes_constants_after_backward, skips_steps, steps_in_closures, evaluates, looks_at_states, edits_states),
-    *(writes_parameters, writes_past_torch, freezes, goes_back_over_the_graph, scales_losses),
-    *(checkpoints_activations, takes_turns),
-]
 
 
 @pytest.mark.parametrize(
@@ -661,7 +482,7 @@ def test_the_check_finds_who_does_not_wait(tmp_path, monkeypatch):
     ids=["Overlap.wait", "Flight.wait"],
 )
 def test_without_the_wait_twins_differ(tmp_path, monkeypatch, where, name):
-    monkeypatch.setattr(where, name, lambda *_: True)  # all has arrived
+    monkeypatch.setattr(where, name, lambda *_, **__: True)  # all has arrived
     with pytest.raises(AssertionError, match="another parameter was used"):
         assert_twins(tmp_path, FORWARD, ten_steps, latency="10ms")
 

@@ -6,88 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
+from support.between_steps import History
 from support.ranks import on_living_ranks
-from support.twins import assert_twins, checksum
-from torch import nn
+from support.twins import assert_twins
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from csd_optim.step.run import StepRunner
-
-
-class History:
-    """The same for both of the twins: what happens follows from the seed."""
-
-    def __init__(self, seed):
-        self.seed = seed
-
-    def __call__(self, training):
-        self.choose, self.training = random.Random(self.seed), training
-        scheduler = torch.optim.lr_scheduler.StepLR(training.opt, 3, 0.7)
-        for _ in range(self.choose.randint(5, 9)):
-            for _ in range(self.choose.choice([1, 1, 1, 2, 3])):
-                training.backward()
-                self.maybe(0.1, self.look, self.write_parameters, self.edit_state)
-            if self.choose.random() < 0.1:
-                training.opt.zero_grad()
-                continue
-            self.maybe(
-                0.2, self.clip, self.change_lr, self.write_parameters, self.scale_gradients, self.look, self.wait
-            )
-            training.opt.step()
-            self.maybe(0.2, self.look, self.evaluate, self.write_parameters, self.load, self.wait)
-            scheduler.step()
-            self.clear()
-            self.maybe(0.2, self.evaluate, self.edit_state, self.look)
-
-    def maybe(self, chance, *actions):
-        for action in actions:
-            if self.choose.random() < chance:
-                action()
-
-    def clear(self):
-        how = self.choose.choice(["opt", "opt", "model", "zeros"])
-        if how == "model":
-            self.training.model.zero_grad()
-        else:
-            self.training.opt.zero_grad(set_to_none=how == "opt")
-
-    def parameter(self):
-        return self.choose.choice(list(self.training.model.parameters()))
-
-    def clip(self):
-        nn.utils.clip_grad_norm_(self.training.model.parameters(), self.choose.choice([1e-2, 1.0, 1e9]))
-
-    def change_lr(self):
-        self.choose.choice(self.training.opt.param_groups)["lr"] *= self.choose.choice([0.5, 1.0, 2.0])
-
-    def write_parameters(self):
-        p = self.parameter()
-        with torch.no_grad():
-            (p if self.choose.random() < 0.5 else p.data).mul_(0.75)
-
-    def scale_gradients(self):
-        p = self.parameter()
-        if p.grad is not None:
-            p.grad.mul_(self.choose.choice([1.0, 0.5]))
-
-    def edit_state(self):
-        if state := self.training.opt.state.get(self.parameter()):
-            state["exp_avg"].mul_(0.5)
-
-    def look(self):
-        state = self.training.opt.state
-        self.training.log.append([checksum(t) for entry in state.values() for t in entry.values()])
-
-    def evaluate(self):
-        with torch.no_grad():
-            self.training.model(torch.ones(2, self.training.width).to(self.training.dtype))
-
-    def load(self):
-        self.training.opt.load_state_dict(self.training.opt.state_dict())
-
-    def wait(self):
-        self.training.opt.wait()
 
 
 @pytest.mark.parametrize("seed", range(24))

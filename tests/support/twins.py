@@ -20,13 +20,14 @@ class Seen(nn.Module):
         self.inner, self.log = inner, log
 
     def forward(self, x):
-        self.log.append([checksum(p) for p in self.inner.parameters()])
-        return self.inner(x)
+        # Looked at in the end: on an accelerator, to look is to wait for all that was queued before.
+        self.log.append([p.detach().clone() for p in self.inner.parameters()])
+        return self.inner(x.to(self.log[-1][0].device))
 
 
 def checksum(t):
     t = t.to_local() if hasattr(t, "to_local") else t
-    return zlib.crc32(bits(t).numpy().tobytes())
+    return zlib.crc32(bits(t.detach().cpu()).numpy().tobytes())
 
 
 class Training:
@@ -34,7 +35,8 @@ class Training:
 
     `named`: their states outlive the process. `patient`: each step is whole when the next backward begins, which then
     can begin the step after it, and that has copied its gradients when backward returns: a guess whose gradients change
-    before they are copied is right. `wrap`: makes the model what is trained, on this `rank`.
+    before they are copied is right. `wrap`: makes the model what is trained, on this `rank`. `place`: where its layers
+    are, by turns.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Training:
         named=False,
         wrap=lambda model: model,
         rank=0,
+        place=("cpu",),
         **options,
     ):
         torch.manual_seed(0)
         self.log = []
-        layers = [Seen(nn.Linear(width, width, dtype=dtype), self.log) for _ in range(depth)]
+        layers = [nn.Linear(width, width, dtype=dtype).to(place[k % len(place)]) for k in range(depth)]
+        layers = [Seen(layer, self.log) for layer in layers]
         self.model = wrap(nn.Sequential(*layers))
         names = [directory / f"csd{d}" for d in range(devices)]
         for name in names:
@@ -73,6 +77,7 @@ class Training:
             tile_size=1024,
             **options,
         )
+        self.kind = torch.device(place[0]).type
         self.width, self.dtype, self.steps, self.overlap, self.rank = width, dtype, 0, overlap, rank
         self.losses, self.patient = [], patient
         if overlap is not None:
@@ -90,7 +95,7 @@ class Training:
         early = self.patient and getattr(self.opt._mode, "_early", None)
         if early and (guess := early._guess):
             self.opt._engine.unchanged(guess.step.table)  # waits for the copies
-        self.losses.append(bits(loss.detach()).tolist())
+        self.losses.append(loss.detach())
         self.steps += 1
 
     def step(self):
@@ -101,7 +106,8 @@ class Training:
     def seen(self):
         """All that can be compared."""
         state = {k: [checksum(t) for t in entry.values()] for k, entry in self.opt.state_dict()["state"].items()}
-        return self.log, self.losses, self.parameters(), state
+        log = [[checksum(t) if isinstance(t, torch.Tensor) else t for t in entry] for entry in self.log]
+        return log, [checksum(loss) for loss in self.losses], self.parameters(), state
 
     def parameters(self):
         return [checksum(p) for p in self.model.parameters()]
@@ -120,13 +126,3 @@ def assert_twins(directory, overlap, script, **options):
     assert one[1:] == other[1:]
     trainings[1].opt.close()
     return trainings[0]
-
-
-def steps_in_closures(training):
-    def closure():
-        training.opt.zero_grad()
-        training.backward()
-        return 1.0
-
-    for _ in range(4):
-        assert training.opt.step(closure) == 1.0
