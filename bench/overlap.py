@@ -2,6 +2,7 @@
 
     python -m bench.overlap                   12.6 M parameters on a slow device, about ten minutes
     python -m bench.overlap --quick           half a minute, to see that it works
+    python -m bench.overlap --accelerator     parameters and gradients there; --emulated: on that of the tests
 
 Without an accelerator a model that takes as long as its step leaves no CPU for that. So the model stands in for one:
 each layer sleeps its share of forward (f) and backward (b = 2 f), uses all bytes of its parameter in forward, and makes
@@ -18,7 +19,10 @@ is to what could be reached: f + b + s, b + max(f, s), max(f + b, s). Further ro
 in every other one, so that what began in backward is begun anew; several backward passes in a step; little memory
 (hold). One row is a small GPT that computes, on the disk as it is: model and device share the cores there, so it shows
 that the bits are the same, and claims nothing. Nothing is reported unless all parameters are the same, whatever the
-mode.
+mode. Each row has the seconds that step() held the program, too.
+
+On an accelerator a step begins in step() whatever the mode, so that only none and forward are timed, and no GPT. The
+emulated one copies with the CPU, and when it is told to: what it shows is what waits for what, and no rate of a link.
 
 --json prints schema csd_optim.bench.overlap/1.
 """
@@ -26,6 +30,7 @@ mode.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
@@ -42,6 +47,7 @@ from torch.nn import functional
 from bench.demo import FULL, GPT, QUICK
 from bench.step import machine_facts, say, span
 from csd_optim import CSDAdam
+from csd_optim.accelerator import kind
 from csd_optim.devices import machine
 
 Row = dict[str, Any]
@@ -106,16 +112,21 @@ class Training:
             self.batch = text[:, :-1], text[:, 1:]
         else:
             self.model = nn.Sequential(*(Layer(arguments.params // LAYERS, each, 2 * each) for _ in range(LAYERS)))
+        self.place = "cpu"
+        if arguments.accelerator:
+            self.place = kind()
+            self.model.to(self.place)
         self.is_gpt, self.passes, self.norms = bool(size), passes, case.get("norms", [])
         self.opt = CSDAdam(self.model.parameters(), lr=1e-3, devices=[f"file:{place}?{pace}"], tile_size=TILE)
         how = MODES[mode]
         if how is not None:
             self.opt.overlap(self.model, **(how | ({"hold": case["hold"]} if "hold" in case and how else {})))
         self.iterations = 0
+        self.held = 0.0  # seconds of step(), since turn() began
 
     def loss(self) -> torch.Tensor:
         if not self.is_gpt:
-            return self.model(torch.zeros(()))  # type: ignore[no-any-return]
+            return self.model(torch.zeros((), device=self.place))  # type: ignore[no-any-return]
         inputs, targets = self.batch
         return functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
 
@@ -125,7 +136,9 @@ class Training:
         if self.norms:
             norm = self.norms[self.iterations % len(self.norms)]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+        began = time.perf_counter()
         self.opt.step()
+        self.held += time.perf_counter() - began
         self.opt.zero_grad()
         self.iterations += 1
 
@@ -139,21 +152,27 @@ class Training:
         self.opt.zero_grad()
         return elapsed
 
-    def turn(self) -> float:
-        """Seconds of an iteration."""
+    def turn(self) -> tuple[float, float]:
+        """Seconds of an iteration, and of step() in it."""
         self.iteration()
-        began = time.perf_counter()
+        began, self.held = time.perf_counter(), 0.0
         for _ in range(IN_A_ROW - 1):
             self.iteration()
-        elapsed = (time.perf_counter() - began) / (IN_A_ROW - 1)
+        elapsed = time.perf_counter() - began
         self.opt.synchronize()
-        return elapsed
+        return elapsed / (IN_A_ROW - 1), self.held / (IN_A_ROW - 1)
 
 
 def main() -> None:
     arguments = parse()
     arguments.directory.mkdir(parents=True, exist_ok=True)
+    if arguments.emulated:
+        emulated = importlib.import_module("tests.support.emulated")
+        emulated.load()
+        emulated.set_schedule("at once")
     facts = {**machine_facts(), "storage": machine.storage(arguments.directory)}
+    if arguments.accelerator:
+        facts["accelerator"] = "emulated" if arguments.emulated else kind()
     say(f"{arguments.params / 1e6:.1f} M fp32 parameters, {arguments.rate} each way, {arguments.runs} runs")
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
     step = bare(arguments)
@@ -167,8 +186,11 @@ def main() -> None:
 
 
 def cases(arguments: argparse.Namespace) -> Iterable[Row]:
+    modes = ["none", "forward"] if arguments.accelerator else list(MODES)
     for share in arguments.times:
-        yield {"what": f"f + b = {share:.2f} of s", "share": share, "modes": list(MODES)}
+        yield {"what": f"f + b = {share:.2f} of s", "share": share, "modes": modes}
+    if arguments.accelerator:
+        return
     others = ["none", "backward"]
     yield {"what": "clipped in each step", "share": 1.0, "modes": others, "norms": [ALWAYS]}
     yield {"what": "a small GPT", "share": 1.0, "modes": list(MODES), "gpt": QUICK if arguments.quick else FULL}
@@ -206,7 +228,7 @@ def by_turns(arguments: argparse.Namespace, case: Row, s: float) -> list[Row]:
                 training.iteration()
             training.opt.synchronize()
         model: list[float] = []
-        seconds: dict[str, list[float]] = {mode: [] for mode in trainings}
+        seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in trainings}
         for _ in range(arguments.runs):
             model.append(trainings["none"].passes_alone())
             for mode, training in trainings.items():
@@ -218,18 +240,20 @@ def by_turns(arguments: argparse.Namespace, case: Row, s: float) -> list[Row]:
         ideal = {"none": f + b + s, "forward": b + max(f, s), "backward": max(f + b, s)}
         rows = []
         for mode, training in trainings.items():
-            row = {
+            all_seconds, held = map(list, zip(*seconds[mode], strict=True))
+            row: Row = {
                 "what": case["what"],
                 "mode": mode,
-                "seconds": seconds[mode],
+                "seconds": all_seconds,
+                "step_seconds": held,
                 "ratio_to": {},
                 "overlap": training.opt.stats().get("overlap"),
             }
             if not training.is_gpt:
                 row |= {"model_seconds": model, "reachable_seconds": before + ideal[mode]}
-                row["ratio_to"]["what could be reached"] = [t / row["reachable_seconds"] for t in seconds[mode]]
+                row["ratio_to"]["what could be reached"] = [t / row["reachable_seconds"] for t in all_seconds]
             if mode != "none":
-                row["ratio_to"]["none"] = [t / u for t, u in zip(seconds[mode], seconds["none"], strict=True)]
+                row["ratio_to"]["none"] = [t / u for t, (u, _) in zip(all_seconds, seconds["none"], strict=True)]
             rows.append(row)
             say(describe(row))
             training.opt.close()
@@ -247,6 +271,7 @@ def verify(trainings: dict[str, Training]) -> None:
 
 def describe(row: Row) -> str:
     parts = [f"{row['what']}, {row['mode']}: {span(row['seconds'], 3)} s an iteration"]
+    parts.append(f"{span(row['step_seconds'], 3)} of it in step()")
     parts += [", ".join(f"{span(values, 2)} of {name}" for name, values in row["ratio_to"].items())]
     if row["overlap"] and row["overlap"]["redone"]:
         parts.append(f"begun anew: {row['overlap']['redone']}")
@@ -260,11 +285,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--times", type=float, nargs="+", default=TIMES, help="f + b, in units of s")
     parser.add_argument("--runs", type=int, default=5, help="turns, at least 5")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where the states go")
+    parser.add_argument("--accelerator", action="store_true", help="parameters and gradients are there")
+    parser.add_argument("--emulated", action="store_true", help="the same on the emulated one")
     parser.add_argument("--quick", action="store_true", help="fewer parameters and rows")
     parser.add_argument("--json", action="store_true", help="print everything on stdout")
     arguments = parser.parse_args()
     if arguments.runs < 5:
         parser.error("--runs: at least 5")
+    arguments.accelerator |= arguments.emulated
+    if arguments.accelerator and not arguments.emulated and not kind():
+        parser.error("--accelerator: torch has none here")
     if arguments.quick:
         arguments.params, arguments.times = min(arguments.params, LAYERS << 15), [1.0]
     return arguments

@@ -1,4 +1,4 @@
-"""bench/accelerator.py at tiny size, and the check for somebody with a GPU: that they run. Never how fast."""
+"""Benchmarks of accelerators at tiny size, and the check for somebody with a GPU: that they run. Never how fast."""
 
 import json
 import runpy
@@ -22,6 +22,16 @@ def test_bench(tmp_path, monkeypatch, capsys):
     assert [row["part"] for row in result["rows"]] == ["link"] * 3 + ["selection"] * 2 + ["step"] * 4
     assert all(len(row["rates"]) == 5 for row in result["rows"])
     assert "have the bits of the CPU" in err
+
+
+def test_bench_of_overlap(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(TESTS.parent)
+    options = ["--accelerator", "--quick", "--params=1e5", "--runs=5", f"--directory={tmp_path}", "--json"]
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    runpy.run_module("bench.overlap", run_name="__main__", alter_sys=True)
+    result = json.loads(capsys.readouterr().out)
+    assert [row["mode"] for row in result["rows"]] == ["none", "forward"]
+    assert all(len(row["seconds"]) == len(row["step_seconds"]) == 5 for row in result["rows"])
 
 
 def test_all_results_are_in_one_archive(tmp_path):
