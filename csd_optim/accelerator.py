@@ -70,13 +70,18 @@ def wait_for(event: Any) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def is_captured(device: torch.device) -> bool:
+    """Is the stream that is current there being captured in a graph? False of devices that are not ours."""
+    if not is_ours(device):
+        return False
+    stream = torch.accelerator.current_stream(device)
+    return bool(getattr(stream, "is_capturing", bool)())  # torch 2.7 does not say
+
+
 def check_not_capturing(tensors: Iterable[torch.Tensor]) -> None:
     """Raises CSDRuntimeError if the stream that is current for one of these is being captured in a graph."""
     far = next((t for t in tensors if is_far(t)), None)
-    if far is None or not is_ours(far.device):
-        return
-    stream = torch.accelerator.current_stream(far.device)
-    if getattr(stream, "is_capturing", bool)():  # torch 2.7 does not say
+    if far is not None and is_captured(far.device):
         raise CSDRuntimeError(
             "step() cannot be captured in a graph: devices and host take part in it. Capture forward and backward, "
             "and call step() after the replay"

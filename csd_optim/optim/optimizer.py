@@ -510,7 +510,7 @@ class CSDOptimizer(Optimizer, Joinable):
         With `backward` a step begins in backward, as soon as gradients are final: a guess that no more of them come,
         and that learning rates, clipping and loss scale stay as they were. step() compares, and keeps it or begins
         anew; nothing changes before. `hold`: host memory for what is ready before step(), such as "1GB", the default,
-        or in bytes.
+        or in bytes. With gradients on an accelerator steps begin in step().
 
         With `free_gradients` the step itself runs in backward: each gradient is used when it is there, and its memory
         is free again. So gradients take `hold` at most, "512MB" unless given, and the largest one. Parameters change in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..accelerator import is_captured, wait_for
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..errors import CSDError, CSDRuntimeError
@@ -26,6 +28,9 @@ class Flight:
     """Waits for one step on a thread of its own, and makes it whole there; or puts everything back.
 
     Until it has landed, only that thread and wait() use the engine. It holds the gradients until they have been used.
+
+    What travels by images is copied there, too: of an accelerator, on streams of the ring. Who waits for a parameter
+    stands still until the last copy to it was begun; then his stream waits for that one, and not the host.
     """
 
     def __init__(
@@ -49,8 +54,11 @@ class Flight:
         self.failure: BaseException | None = None  # parameters and states are those before the step: see give_up()
         self.landed_at: float = 0.0
         self._tiles = launch()
-        self._takes_part = np.zeros(engine.n_tiles, bool)  # each tile
+        self._takes_part, self._is_image, self._pulled = (np.zeros(engine.n_tiles, bool) for _ in range(3))  # each tile
         self._takes_part[self._tiles] = True
+        self._is_image[step.images] = True
+        self._arrivals: dict[int, Any] = {}  # events, by row: the last copies to parameters on an accelerator
+        self._news = threading.Condition()  # of tiles that were pulled, and of the end
         engine.landing = self._landed = threading.Event()
         try:
             threading.Thread(target=self._land, name="csd_optim lands a step").start()
@@ -61,19 +69,40 @@ class Flight:
     def landed(self) -> bool:
         return self._landed.is_set()
 
-    def wait(self, rows: Sequence[int]) -> bool:
-        """Returns whether these parameters have arrived, which are rows of the step's table; no: it has failed."""
+    def wait(self, rows: Sequence[int], *, on_host: bool = False) -> bool:
+        """Returns whether these parameters have arrived, which are rows of the step's table; no: it has failed.
+
+        On an accelerator they have for what is queued on the current stream from now on; `on_host`: on any stream.
+        """
         self._check_process()
         tiles = self._pieces.tiles_of(rows)
+        tiles = tiles[self._takes_part[tiles]]  # others are as they were
+        images = tiles[self._is_image[tiles]]
+        with self._news:
+            self._news.wait_for(lambda: self._pulled[images].all() or self.landed)
         try:
-            self._engine.params_ready(tiles[self._takes_part[tiles]], wait=True)  # others are as they were
+            self._engine.params_ready(tiles[~self._is_image[tiles]], wait=True)
         except CSDError:  # it has failed; or it has just landed, and all have arrived
             self.join()
-            if self.failure:
-                return False
+        if self.landed and self.failure:
+            return False
         for row in rows:
             self._is_used(row)
+            if event := self._arrivals.get(row):
+                self._wait_for_copy(event, on_host=on_host)
         return True
+
+    @staticmethod
+    def _wait_for_copy(event: Any, *, on_host: bool) -> None:
+        if is_captured(event.device):
+            raise CSDRuntimeError(
+                "a graph is captured that uses a parameter which the last step() is still updating: call wait() of the "
+                "optimizer before the capture"
+            )
+        if on_host:
+            wait_for(event)
+        else:
+            torch.accelerator.current_stream(event.device).wait_event(event)
 
     def owes(self, row: int) -> bool:
         """Is the parameter's gradient needed until the step is whole, as Top-K owes what it did not send?"""
@@ -91,8 +120,9 @@ class Flight:
             self._engine.check_open()
 
     def _land(self) -> None:
+        ring = self.step.ring
         try:
-            with torch.no_grad():
+            with torch.no_grad(), ring.beside() if ring else contextlib.nullcontext():
                 self._wait_for_use()
                 with self._engine.lock:
                     self._runner.land(self._engine, self.step, self._record)
@@ -103,7 +133,9 @@ class Flight:
         finally:
             self._held.clear()
             self.landed_at = time.perf_counter()
-            self._landed.set()
+            with self._news:
+                self._landed.set()
+                self._news.notify_all()
 
     def _wait_for_use(self) -> None:
         """Lets go of gradients as soon as they have been used. Raises CSDRuntimeError if somebody changed one before.
@@ -112,6 +144,9 @@ class Flight:
         """
         last = last_places(self._pieces, self._engine.n_params, self._tiles)
         try:
+            if self.step.ring is not None:
+                self.step.ring.run(self._engine, self.step.images, self.step.prepared, self._is_pulled)
+                self.step.ring.wait_for_copies()
             for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
                 if not len(batch):
                     continue
@@ -130,8 +165,22 @@ class Flight:
                 self._runner.give_up(self._engine, self.step)
             raise
 
+    def _is_pulled(self, tile: int) -> None:
+        """The last copies to the parameters of an image were begun."""
+        rows = [row for row in self._engine.pieces_of(tile)["param"].tolist() if row in self._held]
+        for row in rows:
+            if (source := self.step.prepared.get(row)) and source.arrives:
+                self._arrivals[row] = source.arrives
+        with self._news:
+            self._pulled[tile] = True
+            self._news.notify_all()
+        for row in rows:
+            if self._pulled[self._pieces.tiles_of([row])].all():
+                self._is_used(row)
+
     def _is_used(self, row: int) -> None:
         """The gradient is not needed any more, unless it was changed before this, or the step owes something of it."""
         held = self._held.get(row)
         if held and held[0]._version == held[1] and not self.owes(row):
             self._held.pop(row, None)
+            self.step.prepared.pop(row, None)

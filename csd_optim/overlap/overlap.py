@@ -141,6 +141,7 @@ class Overlap(BesideModel):
             self._early_elems = sum(map(engine.elems_of, guess.pushed))
             launch = partial(guess.keep, step, record, engine.flowing(np.sort(guess.tiles)))
         self._runner.in_flight = self._runner.moved = True
+        give_back = {row: source for row, source in step.prepared.items() if source.back}
         try:
             self._flight = Flight(self._runner, engine, step, record, launch, self._pieces_now())
         except BaseException as failure:
@@ -148,7 +149,7 @@ class Overlap(BesideModel):
                 self._runner.give_up(engine, step)
             return self._is_over(step, failure)
         self._at_once = [b.index for b in step.plan.param_states if id(b.param) not in reached]
-        self._to_give_back = {row: source for row, source in step.prepared.items() if source.back}
+        self._to_give_back = give_back
         self._runner.is_ours(step)
         self.active: bool = True
         if self._check:
@@ -222,8 +223,8 @@ class Overlap(BesideModel):
 
     # ---- waiting ---------------------------------------------------------------
 
-    def wait(self, params: Iterable[torch.Tensor]) -> None:
-        """Returns when these parameters have arrived. Raises what land() raises."""
+    def wait(self, params: Iterable[torch.Tensor], *, on_host: bool = False) -> None:
+        """Returns when these parameters have arrived. Raises what land() raises. `on_host`: see Arrivals."""
         places = self._state_map.param_states
         rows = [places[id(p)].index for p in params if id(p) in places]
         if self._noting is not None:
@@ -232,7 +233,7 @@ class Overlap(BesideModel):
         if (flight := self._flight) is None:
             return
         began = time.perf_counter()
-        if flight.landed or (rows and not flight.wait(rows)):
+        if flight.landed or (rows and not flight.wait(rows, on_host=on_host)):
             self.land()
         for row in rows if self._under_way else ():
             self._under_way.pop(self._state_map.by_index[row].local.untyped_storage().data_ptr(), None)

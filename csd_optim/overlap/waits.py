@@ -12,7 +12,8 @@ that somebody has kept are out of reach: `ps = list(model.parameters())`, and C+
 
 `torch.compile` looks at Python once and never runs these nets again. Below a CompiledCall that is right, and they leave
 no trace in the graph. Elsewhere, in a compiled function that calls the model, what was traced gives up its parameters:
-they leave `Nets.reached`, and no later step lets them arrive after it has returned.
+they leave `Nets.reached`, and no later step lets them arrive after it has returned. So does what is captured in a CUDA
+graph, a replay of which runs no Python at all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from ..accelerator import is_captured, is_far
 from ..errors import CSDRuntimeError
 from .fsdp import GatherNet, groups_of, is_fsdp, is_fsdp1, ours_of, unit
 
@@ -36,11 +38,14 @@ class Arrivals(Protocol):
 
     active: bool  # may anything have to be waited for, or is the order of use being noted? A plain attribute
 
-    def wait(self, params: Iterable[torch.Tensor]) -> None:
+    def wait(self, params: Iterable[torch.Tensor], *, on_host: bool = False) -> None:
         """Return when these have arrived; raise what made the step fail.
 
         Called only while `active`: with a module's parameters when it is entered, and with single ones when they are
         read. Many come again and again; all of `params` are the optimizer's. Any thread may call it.
+
+        On an accelerator they have arrived for what is queued on the current stream from now on; `on_host`: wherever it
+        is queued.
         """
 
     def settle(self) -> None:
@@ -60,7 +65,7 @@ class Landed:
 
     active = False
 
-    def wait(self, params: Iterable[torch.Tensor]) -> None:
+    def wait(self, params: Iterable[torch.Tensor], *, on_host: bool = False) -> None:
         pass
 
     def settle(self) -> None:
@@ -118,6 +123,9 @@ class Net:
         if torch.compiler.is_dynamo_compiling():
             give_up(self)
             return False
+        if self.params and is_far(self.params[0]) and is_captured(self.params[0].device):
+            give_up(self)  # who replays the graph asks nobody
+            return False
         return self.arrivals.active
 
     def wait_for(self, values: Iterable[object]) -> None:
@@ -129,7 +137,7 @@ class Net:
 
 
 def give_up(net: Net) -> bool:
-    """A net is being traced where no CompiledCall is around it, so it is not going to wait."""
+    """A net is being traced where no CompiledCall is around it, or captured: it is not going to wait."""
     net.reach.give_up(net.params)
     return True
 
@@ -292,7 +300,7 @@ class Nets:
 
     `params` are the optimizer's; those of them that are not in `reached`, by id, can be read without anybody noticing,
     so they have to arrive before `step()` returns: parameters that the model does not have, those of a ScriptModule or
-    of FSDP1, and what was traced into the graph of a compiled function. The set may shrink during a forward.
+    of FSDP1, what was traced into the graph of a compiled function, or captured. The set may shrink during a forward.
     Raises CSDRuntimeError if another optimizer's nets are around one of the modules.
     """
 

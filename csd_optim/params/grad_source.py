@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class GradSource:
     # A strided parameter, and `param` to copy there, by give_back().
     back: tuple[torch.Tensor, torch.Tensor] | None = None
     topk: TopK | None = None  # None: dense
+    arrives: Any = None  # event: the last copy to a parameter on an accelerator that was begun
 
     @property
     def is_far(self) -> bool:

@@ -83,11 +83,11 @@ class StepRunner:
     # ---- a step that lands later: see overlap/ -----------------------------------------
 
     def can_land_later(self, engine: Engine, step: PreparedStep) -> bool:
-        """Can the devices do it without this thread? They reach all gradients and parameters, and nobody else waits.
+        """Can it go on without this thread? Nobody else waits for what it updates.
 
         Among ranks it has to be one that take_back() undoes.
         """
-        can = bool(len(step.tiles)) and not step.images and step.gather is None
+        can = bool(len(step.tiles)) and step.gather is None
         return can and (self._ranks is None or self._can_take_back(engine, step))
 
     def _can_take_back(self, engine: Engine, step: PreparedStep) -> bool:
@@ -98,7 +98,7 @@ class StepRunner:
         return not (owes or written)
 
     def launch(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
-        """Begins the step, and returns its tiles in the order in which they flow. land() is to follow."""
+        """Begins the step, and returns its tiles in the order in which they flow. Images, and land(), are to follow."""
         try:
             return self._begin(engine, step, record)
         except BaseException:
@@ -187,6 +187,8 @@ class StepRunner:
         self.in_flight = self.moved = True
         for tile in tiles[~np.isin(tiles, step.images)].tolist():
             engine.push(tile)
+        if step.ring is not None:
+            step.ring.begin(step.prepared)
         return tiles
 
     def undo(self, engine: Engine, step: PreparedStep) -> None:

@@ -7,8 +7,9 @@ are updated. Of gradients with Top-K only the entries travel, selected on the st
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +63,8 @@ class StagingRing:
             )
             for _ in range(slots)
         ]
-        self._streams: dict[torch.device, tuple[Any, Any]] = {}  # to the host, and back
+        self._streams: dict[torch.device, tuple[Any, ...]] = {}  # to the host, back, and that of beside()
+        self._far: set[torch.device] = set()  # of the step under way
         self._sparse = SparseTiles()
 
     def _buffer(self, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -72,28 +74,58 @@ class StagingRing:
     def bytes(self) -> int:
         return sum(t.nbytes for slot in self.slots for t in (slot.grad, slot.param, slot.entries))
 
-    def run(
-        self, engine: Engine, tiles: Iterable[int], sources: dict[int, GradSource], pulled: Callable[[int], None] | None
-    ) -> None:
-        """Pushes and pulls `tiles` of the step under way. `sources` holds the parameters that have a gradient.
+    def begin(self, sources: Mapping[int, GradSource]) -> None:
+        """Goes before run(), on the thread whose current streams make gradients and read parameters.
 
-        `pulled` is called with each tile when its parameters can be used. To be followed by feed_back() when the step
-        is whole, or by forget().
+        `sources` holds the parameters that have a gradient.
         """
         self.forget()
-        far = {t.device for s in sources.values() for t in (s.grad, s.param) if is_far(t)}
-        for device in far:
+        self._far = {t.device for s in sources.values() for t in (s.grad, s.param) if is_far(t)}
+        for device in self._far:
             if device not in self._streams:
-                self._streams[device] = torch.Stream(device), torch.Stream(device)
-        to_host, back = ({d: self._streams[d][way] for d in far} for way in (0, 1))
-        for streams in (to_host, back):  # gradients must be there, and nobody may read the old parameters any more
-            for device, stream in streams.items():
+                self._streams[device] = torch.Stream(device), torch.Stream(device), torch.Stream(device)
+        for device in self._far:  # gradients must be there, and nobody may read the old parameters any more
+            for stream in self._streams[device]:
                 stream.wait_stream(torch.accelerator.current_stream(device))
+
+    def run(
+        self,
+        engine: Engine,
+        tiles: Iterable[int],
+        sources: Mapping[int, GradSource],
+        pulled: Callable[[int], None] | None,
+    ) -> None:
+        """Pushes and pulls `tiles` of the step under way. `sources`: as of begin().
+
+        `pulled` is called with each tile when its parameters can be used, on the current streams. To be followed by
+        feed_back() when the step is whole, or by forget().
+        """
+        to_host, back = ({d: self._streams[d][way] for d in self._far} for way in (0, 1))
         try:
             self._runner(engine, tiles, sources, to_host, back, pulled)
         finally:
             _join(to_host)
             _join(back)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """For a thread that runs the step beside the program: within, its current streams are none of the program's.
+
+        What that queues from now on is not waited for, and waits for nothing here. In the end all has happened that was
+        begun within.
+        """
+        with contextlib.ExitStack() as entered:
+            for device in self._far:
+                entered.enter_context(on(self._streams[device][2]))
+            try:
+                yield
+            finally:
+                self.wait_for_copies()
+
+    def wait_for_copies(self) -> None:
+        """Returns when what was queued on the current streams has happened, such as the copies of run()."""
+        for device in self._far:
+            wait_for(recorded(torch.accelerator.current_stream(device)))
 
     def feed_back(self) -> None:
         """The step is whole: what it did not send is owed, and the residuals say so."""
@@ -112,7 +144,7 @@ class StagingRing:
         self,
         engine: Engine,
         tiles: Iterable[int],
-        sources: dict[int, GradSource],
+        sources: Mapping[int, GradSource],
         to_host: Streams,
         back: Streams,
         pulled: Callable[[int], None] | None,
@@ -154,7 +186,7 @@ class StagingRing:
                     pulled(tile)
 
     def _fill(
-        self, slot: StagingBuffer, engine: Engine, tile: int, sources: dict[int, GradSource], streams: Streams
+        self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource], streams: Streams
     ) -> None:
         """Begins to copy into the slot: a tile's gradients, or their entries, and parameters that the device reads."""
         copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # stream, to, from
@@ -190,10 +222,10 @@ class StagingRing:
 
     @staticmethod
     def _empty(
-        slot: StagingBuffer, pieces: np.ndarray[Any, Any], sources: dict[int, GradSource], streams: Streams
+        slot: StagingBuffer, pieces: np.ndarray[Any, Any], sources: Mapping[int, GradSource], streams: Streams
     ) -> None:
-        """Begins to copy a tile's parameters out of the slot."""
-        used = {}
+        """Begins to copy a tile's parameters out of the slot. Torch does not count that: whose step it is does."""
+        used, copied = {}, list[tuple[GradSource, Any]]()
         for param, _, first, tile_first, n in pieces.tolist():
             source = sources.get(param)
             if source is None:
@@ -201,10 +233,14 @@ class StagingRing:
             stream = streams.get(source.param.device)
             with on(stream):
                 image = slot.param[4 * tile_first :].view(source.param.dtype)[:n]
-                source.param[first : first + n].copy_(image, non_blocking=stream is not None)
+                source.param.data[first : first + n].copy_(image, non_blocking=stream is not None)
             if stream is not None:
                 used[stream.device] = stream
-        slot.under_way = [recorded(stream) for stream in used.values()]
+                copied.append((source, stream.device))
+        events = {device: recorded(stream) for device, stream in used.items()}
+        for source, device in copied:
+            source.arrives = events[device]
+        slot.under_way = [*events.values()]
 
 
 def _join(streams: Streams) -> None:

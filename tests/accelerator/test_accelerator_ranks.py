@@ -3,6 +3,8 @@
 They talk by gloo, through host memory. Oracle: the same ranks with parameters on the CPU, to the last bit.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -103,13 +105,18 @@ def test_shards_are_updated(everywhere, topk):
     everywhere(shards, DTYPES[2], topk)
 
 
-def fsdp2(rank, device):
+def fsdp2(rank, device, overlap):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
     for part in (model[0], model):
         fully_shard(part, mesh=init_device_mesh(device, (2,)))
-    optimizer = CSDAdam(model.parameters(), lr=1e-2, devices="file:", tile_size=1024, max_grad_norm=1.0)
-    for k in range(3):
+    model[0].set_modules_to_forward_prefetch([model])
+    slow = f"file:{device}-{rank}?scratch=1&cache=off&latency=1ms"  # so that a missing wait shows
+    Path(f"{device}-{rank}").mkdir(exist_ok=True)
+    optimizer = CSDAdam(model.parameters(), lr=1e-2, devices=slow, tile_size=1024, max_grad_norm=1.0)
+    if overlap and device != "cpu":
+        optimizer.overlap(model)
+    for k in range(4):
         model(randn((16, 40), 2 * k + rank).to(device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -119,11 +126,12 @@ def fsdp2(rank, device):
 def fsdp2_through_host(rank, schedules, directory):
     emulated.load()
     through_host.join(directory, rank, 2)
-    on_both(rank, schedules, fsdp2)
+    for overlap in False, True:
+        on_both(rank, schedules, fsdp2, overlap)
 
 
 @pytest.mark.one_schedule
 def test_fsdp2(request, tmp_path, emulated_only):
-    """Its own streams gather parameters and reduce gradients, beside those of the step."""
+    """Its own streams gather parameters and reduce gradients, beside those of the step. With overlap, and without."""
     schedules = request.config.getoption("--accelerator").split(",")
     on_ranks(2, fsdp2_through_host, schedules, tmp_path, directory=tmp_path)

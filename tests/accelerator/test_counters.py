@@ -7,6 +7,7 @@ import torch
 from support import emulated
 from support.backends import TILE
 from support.on_accelerator import DEVICE
+from torch import nn
 
 from csd_optim import CSDAdam
 from csd_optim.accelerator import wait_for
@@ -66,7 +67,7 @@ def test_gradients_do_not_queue_behind_parameters():
     with CSDAdam([p], devices="ram:", tile_size=TILE) as optimizer:
         p.grad = torch.randn_like(p)
         optimizer.step()
-        [(to_host, back)] = optimizer._runner.ring._streams.values()
+        [(to_host, back, _)] = optimizer._runner.ring._streams.values()
         assert to_host != back
         assert torch.accelerator.current_stream() not in (to_host, back)
 
@@ -84,8 +85,9 @@ class Watched:
         return bool(self.seen[0] == 1)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.one_schedule  # late: nothing runs that nobody waits for
-def test_a_commit_waits_for_nobody_else(tmp_path, schedule):
+def test_a_commit_waits_for_nobody_else(tmp_path, schedule, overlap):
     """It carries what Top-K owes. Neither another stream nor the next forward, on the current one, is in its way."""
     if schedule != "late":
         pytest.skip("only `late` lets nothing else happen")
@@ -93,6 +95,8 @@ def test_a_commit_waits_for_nobody_else(tmp_path, schedule):
     p = torch.randn(TILES * TILE, device=DEVICE).requires_grad_()
     group = {"params": [p], "topk": 0.1}
     with CSDAdam([group], devices=[str(tmp_path / "a"), str(tmp_path / "b")], tile_size=TILE) as optimizer:
+        if overlap:
+            optimizer.overlap(nn.ParameterList([p]))
         for _ in range(2):
             elsewhere = Watched(other)
             p.grad = torch.randn_like(p)

@@ -37,13 +37,16 @@ def in_sparse(old, new, tests="topk or lifetimes"):
     return Mutant("step/sparse.py", old, new, tests)
 
 
+def in_flight(old, new="pass", tests="accelerator_overlap"):
+    return Mutant("overlap/flight.py", old, new, tests)
+
+
 def in_commits(old, new, tests="store_has"):
     return Mutant("engine/residuals.py", old, new, tests)
 
 
 ON, ON_NONE = "with on(stream):\n                ", "with on(None):\n                "
 EVENTS = "slot.under_way = [recorded(stream) for stream in used.values()]"
-USED = "used[stream.device] = stream\n        "
 HOST = "_ in copies):\n            "
 JOIN = "_join(to_host)\n            _join(back)"
 ELSE = "except BaseException:\n            raise\n        else:\n            "
@@ -54,7 +57,7 @@ MUTANTS = {
     "gradients are not waited for": in_staging("stream.wait_stream(torch.accelerator.current_stream(device))"),
     "tiles are pushed before they arrive": in_staging("slot.wait()\n                engine.push", "engine.push"),
     "no event after copies to the host": in_staging(f"if used:\n            {EVENTS}"),
-    "no event after copies back": in_staging(USED + EVENTS, USED + "slot.under_way = []"),
+    "no event after copies back": in_staging("= [*events.values()]", "= []"),
     "a stream fills what is still emptied": in_staging("stream.wait_event(event)"),
     "the host fills what is still emptied": in_staging(HOST + "slot.wait()", HOST + "pass"),
     "copies to the host on the current stream": in_staging(ON + "to.copy_", ON_NONE + "to.copy_"),
@@ -64,7 +67,7 @@ MUTANTS = {
     "nobody joins after what is owed": in_staging("self.forget()\n            _join(to_host)", "self.forget()"),
     "shares leave before they are there": in_staging("_join(back)\n                    pulled", "pulled", "shares"),
     "one stream for both ways": in_staging(
-        "torch.Stream(device), torch.Stream(device)", "(torch.Stream(device),) * 2", "counters"
+        "torch.Stream(device), torch.Stream(device), torch.Stream(device)", "(torch.Stream(device),) * 3", "counters"
     ),
     "selection on the current stream": in_sparse(
         SELECTS.format("streams.get(piece.grad.device)"), SELECTS.format("None")
@@ -80,6 +83,39 @@ MUTANTS = {
     ),
     "what is owed is written before it arrives": in_commits("wait_for(arrives)", "pass"),
     "what is owed arrives in a buffer in use": in_commits("range(2 if far else 1)", "range(1)"),
+    "overlap: no stream waits for copies": in_flight(
+        "torch.accelerator.current_stream(event.device).wait_event(event)"
+    ),
+    "overlap: copies that have not begun are not waited for": in_flight(
+        "self._news.wait_for(lambda: self._pulled[images].all() or self.landed)"
+    ),
+    "overlap: gradients go with the first of their tiles": in_flight(
+        "[self._pieces.tiles_of([row])].all()", "[self._pieces.tiles_of([row])].any()"
+    ),
+    "overlap: changed gradients are not noticed": in_flight("if grad._version != version]", "if False]", "changed"),
+    "overlap: a capture waits": in_flight("if is_captured(event.device)", "if False", "capture"),
+    "overlap: a captured forward is waited for": Mutant(
+        "overlap/waits.py", "and is_captured(self.params[0].device)", "and False", "captured"
+    ),
+    "overlap: it has landed before its copies": in_staging(
+        "wait_for(recorded(torch.accelerator.current_stream(device)))", tests="accelerator_overlap"
+    ),
+    "overlap: it has landed before what is owed": in_staging(
+        "finally:\n                self.wait_for_copies()", "finally:\n                pass", "topk_owes or dropped"
+    ),
+    "overlap: on streams of the program": in_staging(
+        "entered.enter_context(on(self._streams[device][2]))", tests="counters"
+    ),
+    "overlap: torch counts the copies": in_staging(
+        "source.param.data[first", "source.param[first", "accelerator_overlap"
+    ),
+    "overlap: what is strided goes back before it is there": Mutant(
+        "overlap/overlap.py",
+        "[*self._at_once, *self._to_give_back], self",
+        "[*self._at_once], self",
+        "overlap and layouts",
+    ),
+    "overlap: streams of FSDP2 do not wait": Mutant("overlap/fsdp.py", ", on_host=True", "", "fsdp2"),
     "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),
     "captured steps go on": Mutant("accelerator.py", 'getattr(stream, "is_capturing", bool)()', "False", "refusals"),
 }

@@ -27,9 +27,10 @@ STEPS = [
     Step("environment", [sys.executable, "-m", "torch.utils.collect_env"]),
     Step("tests", [*TESTS, "--durations=20"]),
     # torch's own check of accesses from several streams; it knows CUDA only.
-    Step("streams", [*TESTS, "-k", "dense or lifetimes"], "nvidia-smi", {"TORCH_CUDA_SANITIZER": "1"}),
+    Step("streams", [*TESTS, "-k", "dense or lifetimes or overlap"], "nvidia-smi", {"TORCH_CUDA_SANITIZER": "1"}),
     Step("memory", ["compute-sanitizer", "--tool", "memcheck", *TESTS, "-k", "test_layouts"], "compute-sanitizer"),
     Step("bench", [sys.executable, "-m", "bench.accelerator", "--json"]),
+    Step("overlap", [sys.executable, "-m", "bench.overlap", "--accelerator", "--quick", "--json"]),
     Step("timeline", [sys.executable, "-m", "bench.accelerator", "--quick"], "", {"CSD_OPTIM_TRACE": "trace.json"}),
 ]
 

@@ -1,0 +1,286 @@
+"""With overlap on an accelerator every value that a program reads is the one that it would be without.
+
+What a program may do between two steps is that of tests/overlap/. What each layer computes with is copied when it is
+used, on its own stream, and looked at in the end: looking at once would be a wait that a missing one hides behind.
+"""
+
+import gc
+import random
+import threading
+
+import pytest
+import torch
+from support import emulated
+from support.between_steps import SCRIPTS, History, evaluates, looks_at_states, never_clears, ten_steps
+from support.on_accelerator import DEVICE, DTYPES, keep_busy
+from support.twins import Training, assert_twins
+
+from csd_optim import CSDOSError, CSDRuntimeError
+from csd_optim.engine.engine import Engine
+from csd_optim.step import sparse
+from csd_optim.step.run import StepRunner
+
+pytestmark = pytest.mark.accelerator
+
+EVERYWHERE = [*(f"{DEVICE}:{i}" for i in range(torch.accelerator.device_count())), "cpu"]
+LARGE = 80  # width of layers: then they are large enough for Top-K
+
+
+def twins(directory, script, overlap=None, **options):
+    return assert_twins(directory, overlap or {}, script, **{"place": [DEVICE], **options})
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_twins(tmp_path, script):
+    twins(tmp_path, script).opt.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_history(tmp_path, seed):
+    choose = random.Random(seed)
+    options = {"dtype": choose.choice(DTYPES), "devices": choose.choice([1, 2]), "groups": choose.random() < 0.3}
+    options |= {"max_grad_norm": choose.choice([None, 0.5]), "topk": choose.choice([None, None, 0.05])}
+    options |= {"state_dtype": choose.choice(["fp32", "8bit"]), "latency": choose.choice(["50us", "1ms"])}
+    options |= {"place": choose.choice([[DEVICE], EVERYWHERE]), "width": LARGE if options["topk"] else 48}
+    twins(tmp_path, History(seed), **options).opt.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_several_devices_and_the_host(tmp_path, dtype, devices):
+    twins(tmp_path, ten_steps, place=EVERYWHERE, dtype=dtype, devices=devices).opt.close()
+
+
+@pytest.mark.parametrize("script", [never_clears, looks_at_states])
+def test_what_topk_owes(tmp_path, script, monkeypatch):
+    """Is noted before gradients go, also where several tiles were selected at once."""
+    monkeypatch.setattr(sparse, "ROWS", 2)
+    twins(tmp_path, script, topk=0.05, width=LARGE).opt.close()
+
+
+def test_a_step_that_would_begin_in_backward_begins_in_step(tmp_path):
+    training = twins(tmp_path, ten_steps, {"backward": True})
+    assert training.opt.stats()["overlap"]["early_params"] == 0
+    training.opt.close()
+
+
+@pytest.mark.parametrize("script", [ten_steps, evaluates])
+def test_what_waits_passes_the_check(tmp_path, script, monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
+    twins(tmp_path, script).opt.close()
+
+
+def strided(training):
+    """Gradients, and a parameter that is there when step() returns: it is not in the order of its states."""
+    for k in range(4):
+        if k == 2:
+            weight = training.model[1].inner.weight
+            weight.data = weight.data.t().contiguous().t()
+        training.backward()
+        for p in training.model.parameters():
+            p.grad = torch.stack([p.grad, p.grad], -1)[..., 0]
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def test_layouts(tmp_path):
+    twins(tmp_path, strided).opt.close()
+
+
+# ---- streams ---------------------------------------------------------------------------------
+
+
+def reads_on_other_streams(training):
+    """Each waits for itself: what one has waited for another has not. When all has landed, nobody has to."""
+    main, sides = torch.accelerator.current_stream(), [torch.Stream(DEVICE) for _ in range(2)]
+    first = training.model[0].inner
+    for k in range(4):
+        training.backward()
+        training.opt.step()
+        for side in sides:
+            side.wait_stream(main)
+            with side:
+                training.log.append([first.weight.detach().clone()])
+                if k % 2:
+                    training.opt.wait()
+        training.log.append([first.weight.detach().clone()])
+        for side in sides:
+            main.wait_stream(side)
+        training.opt.zero_grad()
+
+
+def test_other_streams(tmp_path):
+    twins(tmp_path, reads_on_other_streams).opt.close()
+
+
+def steps_on_a_side_stream(training):
+    side = torch.Stream(DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        ten_steps(training)
+    side.synchronize()
+
+
+def test_a_side_stream(tmp_path):
+    twins(tmp_path, steps_on_a_side_stream).opt.close()
+
+
+def drops_gradients(training):
+    """At once, and others have their memory, and write to it."""
+    for _ in range(4):
+        training.backward()
+        keep_busy()
+        training.opt.step()
+        sizes = [p.numel() for p in list.copy(training.opt.param_groups[0]["params"])]
+        training.opt.zero_grad()
+        others = [torch.full((n,), torch.nan, dtype=training.dtype, device=DEVICE) for n in sizes for _ in range(2)]
+    del others
+
+
+@pytest.mark.parametrize("topk", [None, 0.05])
+def test_gradients_are_dropped_at_once(tmp_path, topk):
+    twins(tmp_path, drops_gradients, topk=topk, width=LARGE, latency="1ms").opt.close()
+
+
+def test_gradients_live_until_they_are_used(tmp_path):
+    training = Training(tmp_path, {}, place=[DEVICE], width=80)
+    training.step()
+    training.opt.wait()
+    without = torch.accelerator.memory_allocated()
+    training.backward()
+    training.losses.clear()
+    gc.collect()
+    with_gradients = torch.accelerator.memory_allocated()
+    training.opt.step()
+    training.opt.zero_grad()
+    for layer in training.model:
+        layer.inner.weight  # noqa: B018
+        layer.inner.bias  # noqa: B018
+    assert torch.accelerator.memory_allocated() <= without + (with_gradients - without) // 2
+    training.opt.close()
+
+
+# ---- what it is for --------------------------------------------------------------------------
+
+
+def test_step_returns_before_parameters_arrive(tmp_path, monkeypatch):
+    training = Training(tmp_path, {}, place=[DEVICE])
+    training.step()
+    training.opt.wait()
+    real, goes_on = Engine.pull, threading.Event()
+    monkeypatch.setattr(Engine, "pull", lambda engine: goes_on.wait() and real(engine))
+    try:
+        training.step()
+        assert not training.opt._mode._flight._pulled.any()
+    finally:
+        goes_on.set()
+    training.opt.close()
+
+
+# ---- what does not go well -------------------------------------------------------------------
+
+
+def test_a_gradient_changed_after_step_is_an_error(tmp_path):
+    training = Training(tmp_path, {}, place=[DEVICE], latency="50ms")
+    training.step()
+    before = training.parameters()
+    training.backward()
+    grad = training.model[0].inner.weight.grad
+    training.opt.step()
+    grad.mul_(2)
+    with pytest.raises(CSDRuntimeError, match=r"gradient of .* was changed after step"):
+        training.opt.wait()
+    assert training.parameters() == before
+    training.opt.wait()  # said once
+    training.step()
+    training.opt.close()
+
+
+@pytest.mark.parametrize("topk", [None, 0.1])
+@pytest.mark.parametrize(("call", "number"), [("push", 1), ("push", 20), ("pull", 1), ("pull", 12), ("pull", 25)])
+def test_a_step_that_fails_under_way(tmp_path, call, number, topk, monkeypatch):
+    """Is undone, with its copies under way; told once, to who waits; and the next one is right."""
+
+    def fails(training):
+        training.step()
+        training.opt.wait()
+        before = training.parameters()
+        if training.overlap is not None:
+            real, calls = getattr(Engine, call), []
+
+            def breaks(*arguments):
+                calls.append(arguments)
+                if len(calls) == number:
+                    raise CSDOSError(5, "broken")
+                return real(*arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Engine, call, breaks)
+                training.backward()
+                training.opt.step()
+                training.opt.zero_grad()
+                with pytest.raises(CSDOSError, match="broken"):
+                    training.opt.wait()
+            training.log.clear()
+            training.losses.clear()
+            training.steps -= 1
+            assert training.parameters() == before
+        else:
+            training.log.clear()
+            training.losses.clear()
+        training.step()
+        training.step()
+
+    twins(tmp_path, fails, topk=topk, width=LARGE).opt.close()
+
+
+def test_dropped_or_closed_while_a_step_is_under_way(tmp_path):
+    for k in range(2):
+        training = Training(tmp_path, {}, place=[DEVICE])
+        training.step()
+        training.step()
+        if k:
+            training.opt.close()
+        del training.opt
+        gc.collect()
+        training.model(torch.ones(2, training.width))  # nobody waits for ever
+
+
+@pytest.mark.one_schedule
+def test_a_captured_forward_gets_its_parameters_within_step(tmp_path, emulated_only):
+    """A replay asks nobody."""
+    training = Training(tmp_path, {}, place=[DEVICE])
+    training.step()
+    training.opt.wait()
+    x, (captured, *others) = torch.ones(1, training.width, device=DEVICE), [layer.inner for layer in training.model]
+    with emulated.capturing():
+        captured(x)
+    training.step()
+    reached, flight = training.opt._mode._nets.reached, training.opt._mode._flight
+    assert reached == {id(p) for layer in others for p in layer.parameters()}
+    rows = [b.index for b in training.opt._state_map.by_index if id(b.param) not in reached]
+    assert len(rows) == 2
+    assert flight is None or flight._pulled[flight._pieces.tiles_of(rows)].all()
+    training.opt.close()
+
+
+@pytest.mark.one_schedule
+def test_a_capture_does_not_wait_for_what_is_under_way(tmp_path, emulated_only, monkeypatch):
+    training, goes_on, land = Training(tmp_path, {}, place=[DEVICE]), threading.Event(), StepRunner.land
+
+    def waits(*arguments):
+        copied.set()
+        goes_on.wait()
+        land(*arguments)
+
+    copied = threading.Event()
+    monkeypatch.setattr(StepRunner, "land", waits)
+    try:
+        training.step()
+        copied.wait()
+        with emulated.capturing(), pytest.raises(CSDRuntimeError, match="before the capture"):
+            training.model[0].inner.weight  # noqa: B018
+    finally:
+        goes_on.set()
+    training.step()
+    training.opt.close()
