@@ -1,6 +1,6 @@
 # make demo       trains a small GPT with CSDAdam on four emulated CSDs, with fp32 and 8-bit states, beside AdamW
 # make emu-demo   the same on two SmartSSDs: real Xilinx runtime, emulated cards (apt-get install libxrt1)
-# make demo-big   trains 1.6 B parameters of a Hugging Face model in 12 GB, where AdamW is refused: 5 to 10 minutes
+# make demo-big   trains 1.5 B parameters of a Hugging Face model in 12 GB, where AdamW is refused: 5 to 10 minutes
 # make test       what CI runs: tests, sanitizers, lint, types, docs
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
 # make docs       the pages as a site, build/site/index.html
