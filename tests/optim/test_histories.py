@@ -121,7 +121,7 @@ class Twins:
 SOAK = [pytest.mark.soak] if on_cards() else []
 SEEDS = [pytest.param(seed, ADAMW, id=str(seed), marks=SOAK if seed >= 10 else []) for seed in range(40)]
 OTHERS = [
-    pytest.param(seed, *of.values, id=f"{of.id} {seed}", marks=of.marks)
+    pytest.param(seed, *of.values, id=f"{of.id} {seed}", marks=[*of.marks, *(SOAK if seed else [])])
     for of in rules([*FULL, SGD])
     for seed in range(3)
 ]
