@@ -36,15 +36,17 @@ class Owner:
     def __init__(
         self, optimizers: Mapping[str, Callable[..., Any]], devices: Sequence[str | Path], ranks: Ranks | None
     ) -> None:
-        self.optimizers, self._devices, self._ranks = optimizers, devices, ranks
-        self.rank, self.owners = (ranks.rank, ranks.size) if ranks else (0, 1)
+        self.optimizers: Mapping[str, Callable[..., Any]] = optimizers
+        self._devices, self._ranks = devices, ranks
+        self.rank: int = ranks.rank if ranks else 0
+        self.owners: int = ranks.size if ranks else 1
         self.optimizer: Any = None
         self.request: Request | None = None  # that the optimizer was made of
         self._blocks: list[list[Block]] = []  # of each trainer of the session, of each parameter
         self._opened = False  # the session has said that these are its blocks
         self._grads: dict[int, torch.Tensor] = {}  # memory for gradients, by number
         # Groups have joined that no step was made with, say: the next session goes on from the store.
-        self.in_doubt = False
+        self.in_doubt: bool = False
         # What a session that is over still receives goes nowhere: held where memory of the optimizer is written.
         self._lock = threading.Lock()
         self.current: Session | None = None

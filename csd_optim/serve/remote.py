@@ -45,7 +45,8 @@ class RemoteEngine(Engine):
 
     def __init__(self, address: Address, ranks: Ranks | None, request: Request) -> None:
         super().__init__([])
-        self.address, self._ranks = address, ranks
+        self.address: Address = address
+        self._ranks = ranks
         self._session: Session | None = None
         place = address.host, address.port
         with all_ranks_or_none(ranks):

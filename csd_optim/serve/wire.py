@@ -126,7 +126,10 @@ class Session:
 
     def __init__(self, group: Any, number: int, trainers: int, owners: int, timeout: float) -> None:
         self._group = group
-        self.number, self.trainers, self.owners, self.timeout = number, trainers, owners, timeout
+        self.number: int = number
+        self.trainers: int = trainers
+        self.owners: int = owners
+        self.timeout: float = timeout
 
     def close(self) -> None:
         """Ends the connections, as soon as nothing waits for them; whoever still holds this object."""
