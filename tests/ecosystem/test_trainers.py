@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from support.memory import LIMIT, memory_limit
+from support.owners import Owners
 from test_scripts import LanguageModel, next_token_loss
 from torch.optim import AdamW
 from trainers import (
@@ -103,6 +104,20 @@ def test_the_same_on_named_devices(trainer, option, tmp_path):
         warnings.filterwarnings("ignore", "there is no store", CSDWarning)
         whole = trainer(CSDAdam, options, tmp_path)
     assert_same_bits(trainer(CSDAdam, options, tmp_path, resume=True), whole)
+
+
+@pytest.mark.parametrize("trainer", [hugging_face_class, accelerate], ids=lambda trainer: trainer.__name__)
+def test_the_same_on_optimizer_ranks_by_the_environment_alone(trainer, tmp_path, monkeypatch):
+    whole = uninterrupted(trainer)[0]
+    with Owners(tmp_path) as owners:
+        monkeypatch.setenv("CSD_OPTIM_DEVICES", owners.address)
+        run, resumed = trainer(CSDAdam, {}, tmp_path), trainer(CSDAdam, {"overwrite": True}, tmp_path, resume=True)
+        owners.stop()
+    assert run.losses == whole.losses
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]
+    for name, p in whole.params.items():
+        assert torch.equal(run.params[name], p), name
+        assert torch.equal(resumed.params[name], p), name
 
 
 def test_16_bit_parameters(tmp_path):
