@@ -138,7 +138,7 @@ def test_a_killed_trainer_costs_nothing(tmp_path, size):
 def test_two_hundred_killed_trainers_cost_nothing(tmp_path, size):
     choose = random.Random(size)
     with Owners(tmp_path, size) as owners:
-        calls = [*range(36 * size), *(choose.randrange(36 * size) for _ in range(80))]
+        calls = [*range(24), *(choose.randrange(24) for _ in range(86))]
         assert kill_trainers(owners, tmp_path, calls, size) >= 100
         owners.stop()
 
