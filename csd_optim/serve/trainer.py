@@ -508,5 +508,9 @@ def _without_data(p: torch.Tensor) -> torch.Tensor:
     def refuse(_: Any) -> Any:
         raise CSDRuntimeError(f"this cannot be copied or saved: {ELSEWHERE}")
 
+    def stay(*_: Any, **__: Any) -> torch.Tensor:
+        return shown
+
     shown.__reduce_ex__ = refuse  # type: ignore[method-assign]
+    shown.to = stay  # type: ignore[method-assign]  # Lightning moves `state` when it has resumed, and at its end
     return shown

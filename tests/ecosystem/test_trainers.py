@@ -106,7 +106,7 @@ def test_the_same_on_named_devices(trainer, option, tmp_path):
     assert_same_bits(trainer(CSDAdam, options, tmp_path, resume=True), whole)
 
 
-@pytest.mark.parametrize("trainer", [hugging_face_class, accelerate], ids=lambda trainer: trainer.__name__)
+@pytest.mark.parametrize("trainer", [hugging_face_class, accelerate, lightning])
 def test_the_same_on_optimizer_ranks_by_the_environment_alone(trainer, tmp_path, monkeypatch):
     whole = uninterrupted(trainer)[0]
     with Owners(tmp_path) as owners:
