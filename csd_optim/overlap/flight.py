@@ -30,7 +30,8 @@ class Flight:
     Until it has landed, only that thread and wait() use the engine. It holds the gradients until they have been used.
 
     What travels by images is copied there, too: of an accelerator, on streams of the ring. Who waits for a parameter
-    stands still until the last copy to it was begun; then his stream waits for that one, and not the host.
+    stands still until it has been copied. A stream that waited in his stead would be the current one, and whoever has a
+    reference may use the parameter on another.
     """
 
     def __init__(
@@ -69,11 +70,8 @@ class Flight:
     def landed(self) -> bool:
         return self._landed.is_set()
 
-    def wait(self, rows: Sequence[int], *, on_host: bool = False) -> bool:
-        """Returns whether these parameters have arrived, which are rows of the step's table; no: it has failed.
-
-        On an accelerator they have for what is queued on the current stream from now on; `on_host`: on any stream.
-        """
+    def wait(self, rows: Sequence[int]) -> bool:
+        """Returns whether these parameters have arrived, which are rows of the step's table; no: it has failed."""
         self._check_process()
         tiles = self._pieces.tiles_of(rows)
         tiles = tiles[self._takes_part[tiles]]  # others are as they were
@@ -89,20 +87,17 @@ class Flight:
         for row in rows:
             self._is_used(row)
             if event := self._arrivals.get(row):
-                self._wait_for_copy(event, on_host=on_host)
+                self._wait_for_copy(event)
         return True
 
     @staticmethod
-    def _wait_for_copy(event: Any, *, on_host: bool) -> None:
+    def _wait_for_copy(event: Any) -> None:
         if is_captured(event.device):
             raise CSDRuntimeError(
                 "a graph is captured that uses a parameter which the last step() is still updating: call wait() of the "
                 "optimizer before the capture"
             )
-        if on_host:
-            wait_for(event)
-        else:
-            torch.accelerator.current_stream(event.device).wait_event(event)
+        wait_for(event)
 
     def owes(self, row: int) -> bool:
         """Is the parameter's gradient needed until the step is whole, as Top-K owes what it did not send?"""

@@ -68,7 +68,7 @@ class GatherNet:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.arrivals.active:
-            self.arrivals.wait(ours_of(self.group, self.ours), on_host=True)  # they are read on streams of FSDP2's
+            self.arrivals.wait(ours_of(self.group, self.ours))
         return self.unshard(*args, **kwargs)
 
     def is_intact(self) -> bool:

@@ -231,7 +231,7 @@ class StepsInBackward(BesideModel):
 
     # ---- what is asked of a step under way -----------------------------------------
 
-    def wait(self, params: Iterable[torch.Tensor], *, on_host: bool = False) -> None:
+    def wait(self, params: Iterable[torch.Tensor]) -> None:
         """Somebody is about to read these: see Arrivals. Raises CSDRuntimeError if one may have changed."""
         if any(id(p) in self._taken for p in params):
             self.settle()

@@ -98,7 +98,7 @@ class BesideModel(InStep):
         """Each parameter that requires a gradient, once: a group may list it twice."""
         return list({id(p): p for _, _, p in members(self._groups()) if p.requires_grad}.values())
 
-    def wait(self, params: Iterable[torch.Tensor], *, on_host: bool = False) -> None:
+    def wait(self, params: Iterable[torch.Tensor]) -> None:
         raise NotImplementedError
 
     def _spread_nets(self) -> None:

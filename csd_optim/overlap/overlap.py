@@ -223,8 +223,8 @@ class Overlap(BesideModel):
 
     # ---- waiting ---------------------------------------------------------------
 
-    def wait(self, params: Iterable[torch.Tensor], *, on_host: bool = False) -> None:
-        """Returns when these parameters have arrived. Raises what land() raises. `on_host`: see Arrivals."""
+    def wait(self, params: Iterable[torch.Tensor]) -> None:
+        """Returns when these parameters have arrived. Raises what land() raises."""
         places = self._state_map.param_states
         rows = [places[id(p)].index for p in params if id(p) in places]
         if self._noting is not None:
@@ -233,7 +233,7 @@ class Overlap(BesideModel):
         if (flight := self._flight) is None:
             return
         began = time.perf_counter()
-        if flight.landed or (rows and not flight.wait(rows, on_host=on_host)):
+        if flight.landed or (rows and not flight.wait(rows)):
             self.land()
         for row in rows if self._under_way else ():
             self._under_way.pop(self._state_map.by_index[row].local.untyped_storage().data_ptr(), None)

@@ -38,14 +38,11 @@ class Arrivals(Protocol):
 
     active: bool  # may anything have to be waited for, or is the order of use being noted? A plain attribute
 
-    def wait(self, params: Iterable[torch.Tensor], *, on_host: bool = False) -> None:
-        """Return when these have arrived; raise what made the step fail.
+    def wait(self, params: Iterable[torch.Tensor]) -> None:
+        """Return when these have arrived, for whatever thread and stream; raise what made the step fail.
 
         Called only while `active`: with a module's parameters when it is entered, and with single ones when they are
         read. Many come again and again; all of `params` are the optimizer's. Any thread may call it.
-
-        On an accelerator they have arrived for what is queued on the current stream from now on; `on_host`: wherever it
-        is queued.
         """
 
     def settle(self) -> None:
@@ -65,7 +62,7 @@ class Landed:
 
     active = False
 
-    def wait(self, params: Iterable[torch.Tensor], *, on_host: bool = False) -> None:
+    def wait(self, params: Iterable[torch.Tensor]) -> None:
         pass
 
     def settle(self) -> None:

@@ -63,7 +63,8 @@ class StagingRing:
             )
             for _ in range(slots)
         ]
-        self._streams: dict[torch.device, tuple[Any, ...]] = {}  # to the host, back, and that of beside()
+        self._streams: dict[torch.device, tuple[Any, ...]] = {}  # to the host, and back
+        self._beside: dict[torch.device, Any] = {}  # made when first needed
         self._far: set[torch.device] = set()  # of the step under way
         self._sparse = SparseTiles()
 
@@ -83,7 +84,7 @@ class StagingRing:
         self._far = {t.device for s in sources.values() for t in (s.grad, s.param) if is_far(t)}
         for device in self._far:
             if device not in self._streams:
-                self._streams[device] = torch.Stream(device), torch.Stream(device), torch.Stream(device)
+                self._streams[device] = torch.Stream(device), torch.Stream(device)
         for device in self._far:  # gradients must be there, and nobody may read the old parameters any more
             for stream in self._streams[device]:
                 stream.wait_stream(torch.accelerator.current_stream(device))
@@ -116,7 +117,9 @@ class StagingRing:
         """
         with contextlib.ExitStack() as entered:
             for device in self._far:
-                entered.enter_context(on(self._streams[device][2]))
+                if device not in self._beside:
+                    self._beside[device] = torch.Stream(device)
+                entered.enter_context(on(self._beside[device]))
             try:
                 yield
             finally:

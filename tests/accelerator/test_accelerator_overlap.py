@@ -109,8 +109,23 @@ def reads_on_other_streams(training):
         training.opt.zero_grad()
 
 
-def test_other_streams(tmp_path):
-    twins(tmp_path, reads_on_other_streams).opt.close()
+def reads_here_and_uses_there(training):
+    """The other stream waits for this one before the parameter is read here, and not again."""
+    main, side = torch.accelerator.current_stream(), torch.Stream(DEVICE)
+    for k in range(4):
+        training.backward()
+        training.opt.step()
+        side.wait_stream(main)
+        weight = training.model[0].inner.weight if k % 2 else next(training.model.parameters())
+        with side:
+            training.log.append([weight.detach().clone()])
+        side.synchronize()  # now, and not when somebody looks
+        training.opt.zero_grad()
+
+
+@pytest.mark.parametrize("script", [reads_on_other_streams, reads_here_and_uses_there])
+def test_other_streams(tmp_path, script):
+    twins(tmp_path, script).opt.close()
 
 
 def steps_on_a_side_stream(training):

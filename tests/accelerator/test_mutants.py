@@ -67,7 +67,7 @@ MUTANTS = {
     "nobody joins after what is owed": in_staging("self.forget()\n            _join(to_host)", "self.forget()"),
     "shares leave before they are there": in_staging("_join(back)\n                    pulled", "pulled", "shares"),
     "one stream for both ways": in_staging(
-        "torch.Stream(device), torch.Stream(device), torch.Stream(device)", "(torch.Stream(device),) * 3", "counters"
+        "torch.Stream(device), torch.Stream(device)", "(torch.Stream(device),) * 2", "counters"
     ),
     "selection on the current stream": in_sparse(
         SELECTS.format("streams.get(piece.grad.device)"), SELECTS.format("None")
@@ -83,8 +83,9 @@ MUTANTS = {
     ),
     "what is owed is written before it arrives": in_commits("wait_for(arrives)", "pass"),
     "what is owed arrives in a buffer in use": in_commits("range(2 if far else 1)", "range(1)"),
-    "overlap: no stream waits for copies": in_flight(
-        "torch.accelerator.current_stream(event.device).wait_event(event)"
+    "overlap: copies are not waited for": in_flight("wait_for(event)"),
+    "overlap: the current stream waits for copies, and no other": in_flight(
+        "wait_for(event)", "torch.accelerator.current_stream(event.device).wait_event(event)", "other_streams"
     ),
     "overlap: copies that have not begun are not waited for": in_flight(
         "self._news.wait_for(lambda: self._pulled[images].all() or self.landed)"
@@ -104,7 +105,7 @@ MUTANTS = {
         "finally:\n                self.wait_for_copies()", "finally:\n                pass", "topk_owes or dropped"
     ),
     "overlap: on streams of the program": in_staging(
-        "entered.enter_context(on(self._streams[device][2]))", tests="counters"
+        "entered.enter_context(on(self._beside[device]))", tests="counters"
     ),
     "overlap: torch counts the copies": in_staging(
         "source.param.data[first", "source.param[first", "accelerator_overlap"
@@ -115,7 +116,6 @@ MUTANTS = {
         "[*self._at_once], self",
         "overlap and layouts",
     ),
-    "overlap: streams of FSDP2 do not wait": Mutant("overlap/fsdp.py", ", on_host=True", "", "fsdp2"),
     "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),
     "captured steps go on": Mutant("accelerator.py", 'getattr(stream, "is_capturing", bool)()', "False", "refusals"),
 }

@@ -46,7 +46,7 @@ class Late:
     def settle(self):
         self.land()
 
-    def wait(self, params, *, on_host=False):
+    def wait(self, params):
         assert self.active
         params = list(params)
         self.waits.append([id(p) for p in params])
