@@ -146,7 +146,7 @@ def planned_placement(
     As Placement.describe(), and `rooms`, bytes of each device; `drives_alone`: seconds of a step without memory, None:
     there is none, or no room. Raises CSDError.
     """
-    specs = parse_devices([AUTO, *(names or ["ram:", "file:"])])
+    specs = parse_devices([AUTO, *(names or settings.devices())])
     places = [s.directory and (s.directory if s.directory.is_dir() else s.directory.parent) for s in specs]
     if missing := next((s for s, place in zip(specs, places, strict=True) if place and not place.is_dir()), None):
         raise CSDValueError(f"{missing}: no such directory")

@@ -39,9 +39,25 @@ def updater() -> dict[str, Any]:
 
 
 def available_memory() -> int:
-    """Bytes that can be had without swapping."""
+    """Bytes that can be had without swapping, nor being killed for them: a container may have less than its machine."""
     text = dict(_fields("/proc/meminfo")).get("MemAvailable", "")
-    return int(text.split()[0]) << 10 if text else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    available = int(text.split()[0]) << 10 if text else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in text_of("/proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            root, limit, used = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):  # version 1
+            root, limit, used = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        at = root / group.lstrip("/")  # which a container may not see, but what is above it
+        for directory in (at, *(d for d in at.parents if d.is_relative_to(root))):
+            most, taken = text_of(directory / limit), text_of(directory / used)
+            if most.isdigit() and taken.isdigit():
+                counts = dict(line.partition(" ")[::2] for line in text_of(directory / "memory.stat").splitlines())
+                cached = sum(int(counts.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+                available = min(available, max(0, int(most) - int(taken) + cached))
+    return available
 
 
 def storage(directory: Path) -> dict[str, Any]:

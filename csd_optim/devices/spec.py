@@ -165,11 +165,12 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
         devices = [devices]
     elif not isinstance(devices, Iterable):
         raise CSDTypeError(f"devices is a device string or a list of them, got {type(devices).__name__}")
-    named = [*devices]
-    is_auto = AUTO in named
-    if named == [AUTO]:
-        named += ["ram:", "file:"]
-    specs = [parse_device(fill_in(d) if isinstance(d, str) else d) for d in named if d != AUTO]
+    devices = [*devices]
+    named = [d for d in devices if not _is_auto(d)]
+    is_auto = len(named) < len(devices)
+    if is_auto and not named:
+        named = ["ram:", "file:"]
+    specs = [parse_device(fill_in(d) if isinstance(d, str) else d) for d in named]
     if not specs:
         raise CSDValueError("Invalid devices: []; name at least one, or leave the argument out")
     if is_auto:
@@ -194,6 +195,10 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
     return specs
 
 
+def _is_auto(device: object) -> bool:
+    return isinstance(device, str) and device.strip().lower() == AUTO
+
+
 def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
     """Devices that are to have the shares that are best. Raises CSDValueError where that cannot be known.
 
@@ -208,6 +213,8 @@ def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
         if spec.pace != UNPACED and math.isinf(spec.pace.params_per_second):
             raise CSDValueError(f"Invalid devices: 'auto' cannot tell from its pace how fast '{spec}' is")
     memory = [spec for spec in specs if spec.kind.in_memory]
+    if len(memory) == len(specs):  # in place, and in half of the room
+        raise CSDValueError("Invalid devices: 'auto' needs a drive beside memory; for memory alone write 'ram:'")
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # on this machine, each with as much
     sharing = int(ranks) if ranks.isdecimal() and int(ranks) else 1
     left = available_memory() // 2 // sharing // (sum(spec.room_bytes is None for spec in memory) or 1)

@@ -128,9 +128,13 @@ class Engine:
             sum_elems=SUM_ELEMS,
             mapped=0 if self.devices.resident else bindings.mappings(),
         )
-        extent, placement = plan(shares=self.devices.shares), self.devices.placement
+        extent = plan(shares=self.devices.shares)
+        placement = self.devices.placement if extent.n_tiles else None  # empty parameters are nowhere
         if placement:
-            extent = placement.divide(plan(shares=placement.shares(extent)))
+            shares = placement.shares(extent)
+            extent = placement.divide(plan(shares=shares))
+            if self.handle is None:  # what joins first may have so few tiles that not every device gets one
+                self.devices.share_memory([share * extent.n_tiles * extent.slot_bytes for share in shares])
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
         with self.devices.room_for(extent) as offsets:
             self._add(extent, offsets, None)
@@ -147,7 +151,6 @@ class Engine:
     ) -> None:
         """`offsets`: where it begins in each store (bytes). `tiles`: None if they are new; else as of tiles_of()."""
         if self.handle is None:
-            self.devices.share_memory(extent)
             self._create()
         states, sums = tiles or (None, None)
         buffers = bindings.engine_extend(
@@ -188,6 +191,7 @@ class Engine:
         self.slots = extents[0].slots if extents else self.slots
         if self.mode == "resume":
             self.devices.tune(sum(e.slots * e.slot_bytes * e.n_tiles for e in extents), new=False)
+        self.devices.share_memory([sum(e.slot_bytes * e.tiles_of(d) for e in extents) for d in range(len(recovered))])
         row = [0] * len(recovered)
         for e, extent in enumerate(extents):
             states = np.zeros(extent.n_tiles, TILE_STATE)

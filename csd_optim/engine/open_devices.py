@@ -16,7 +16,7 @@ from ..store.format import Contents
 from ..store.layout import Extent
 from ..store.sections import FP32, elem_bytes
 from .open_card import open_card
-from .placing import Placement, rooms
+from .placing import Placement, check_memory, rooms
 from .tuning import HUGE_PAGE, node_of, tune_devices
 
 log: logging.Logger = logging.getLogger("csd_optim")
@@ -120,12 +120,15 @@ class OpenDevices:
             places = [s.path if s and spec.directory else None for s, spec in zip(self.stores, self.specs, strict=True)]
             self.placement = Placement(self.specs, rates, rooms(self.specs, places))
 
-    def share_memory(self, extent: Extent) -> None:
-        """Where `auto` has turned memory into caches of drives: each gets its part, by the states that it has."""
+    def share_memory(self, states: Sequence[float]) -> None:
+        """Where `auto` has turned memory into caches of drives: each gets its part, by the states that it has.
+
+        `states`: bytes of these, in one slot. Raises CSDMemoryError: there is less memory than those would fill.
+        """
         cache = sum(spec.cache_bytes for spec in self.specs)
-        if cache > 0 and all(spec.is_placed for spec in self.specs):
-            states = [extent.device_bytes(d) for d in range(len(self.specs))]
-            parts = [cache * n // max(1, sum(states)) for n in states]
+        if cache > 0 and any(states) and all(spec.is_placed for spec in self.specs):
+            parts = [int(cache * n / sum(states)) for n in states]
+            check_memory(min(cache, int(sum(states))))
             self.specs = [replace(spec, cache_bytes=n) for spec, n in zip(self.specs, parts, strict=True)]
 
     def announce(self, extent: Extent) -> None:

@@ -47,17 +47,25 @@ class Placement:
         """The extent with its tiles where they are to be. Raises CSDOSError, CSDMemoryError: no room."""
         tiles, _ = self._place(extent, extent.n_tiles, extent.tile_elems)
         in_memory = sum(n for n, spec in zip(tiles, self._specs, strict=True) if spec.kind.in_memory)
-        nbytes, there = extent.slots * extent.slot_bytes * in_memory, available_memory()
-        if nbytes > there:
-            raise CSDMemoryError(
-                f"{nbytes / 1e9:.3f} GB of states would be in memory, of which {there / 1e9:.3f} GB are available: "
-                "name a smaller room for ram:"
-            )
+        needed = extent.slots * extent.slot_bytes * in_memory
+        if self._taken:  # of the first, share_memory() asks
+            there = [e.n_tiles * e.slot_bytes for e in self.extents]
+            needed += self._cached(sum(there) + extent.n_tiles * extent.slot_bytes) - self._cached(sum(there))
+        check_memory(needed)
         return replace(
             extent,
             shares=tuple(max(round(n / extent.n_tiles, 4), 1e-4) for n in tiles),
             devices=devices_of([max(n, 1e-9) for n in tiles], extent.n_tiles),
         )
+
+    @property
+    def extents(self) -> list[Extent]:
+        """Those that were placed."""
+        return [extent for extent, *_ in self._taken]
+
+    def _cached(self, nbytes: int) -> int:
+        """How many of so many bytes of states memory keeps for drives."""
+        return min(nbytes, sum(max(0, spec.cache_bytes) for spec in self._specs))
 
     def take(self, extent: Extent) -> None:
         """An extent is where divide() has put it."""
@@ -109,7 +117,7 @@ class Placement:
         it is busy by itself; `params_per_second`, None: as fast as the host; `limited_by` its "room" or its "speed",
         or by the "host".
         """
-        of_all = sum(sum(extent.numels) for extent, *_ in self._taken)
+        of_all = sum(sum(extent.numels) for extent in self.extents)
         host = sum(n * c.host for _, tiles, candidates in self._taken for n, c in zip(tiles, candidates, strict=True))
         devices: list[dict[str, Any]] = []
         for d, spec in enumerate(self._specs):
@@ -131,7 +139,7 @@ class Placement:
         for device in devices:
             if not device["limited_by"]:
                 device["limited_by"] = "speed" if device["seconds"] > 0.9 * seconds else "host"
-        cache = sum(max(0, spec.cache_bytes) for spec in self._specs)
+        cache = self._cached(sum(extent.n_tiles * extent.slot_bytes for extent in self.extents))
         return {"seconds": seconds, "host_seconds": host, "cache_bytes": cache, "devices": devices}
 
     def announce(self) -> None:
@@ -148,6 +156,15 @@ class Placement:
         if found["cache_bytes"]:
             log.info("auto: %.3f GB of memory keep what need not be read then", found["cache_bytes"] / 1e9)
         log.info("auto: a step is predicted to take %.3f s", found["seconds"])
+
+
+def check_memory(nbytes: int) -> None:
+    """Raises CSDMemoryError if so many bytes of states cannot be had without swapping."""
+    if nbytes and nbytes > (there := available_memory()):
+        raise CSDMemoryError(
+            f"{nbytes / 1e9:.3f} GB of states would be in memory, of which {there / 1e9:.3f} GB are available: "
+            "name a smaller room for ram:"
+        )
 
 
 def rooms(specs: Sequence[DeviceSpec], places: Sequence[Path | None]) -> list[int]:

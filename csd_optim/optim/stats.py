@@ -65,7 +65,7 @@ def describe(
         totals["grad_norm"] = grad_norm
     if overlap is not None:
         totals["overlap"] = overlap
-    if engine.devices.placement and engine.extents:
+    if engine.devices.placement and engine.devices.placement.extents:
         totals["placement"] = engine.devices.placement.describe()
     busiest = {kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in KINDS}
     return {**totals, "seconds": {**busiest, "step": seconds}, "devices": devices}

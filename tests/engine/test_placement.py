@@ -11,7 +11,7 @@ import torch
 
 from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDValueError
 from csd_optim.bindings import Pace
-from csd_optim.devices import spec
+from csd_optim.devices import machine, spec
 from csd_optim.devices.placement import Candidate, place, step_seconds
 from csd_optim.devices.spec import parse_devices
 from csd_optim.engine import placing
@@ -166,11 +166,12 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
         said = opt.stats()["placement"]
         assert [d["device"] for d in said["devices"]] == drives
         assert tiles_of(opt) == [16, 32]
-        assert sum(s.cache_bytes for s in opt._engine.devices.specs) == said["cache_bytes"] == 3_000_000
-        assert [s.cache_bytes for s in opt._engine.devices.specs] == [1_000_000, 2_000_000]  # as they have states
+        assert said["cache_bytes"] == 48 * 12 * TILE  # more they do not need
+        assert sum(s.cache_bytes for s in opt._engine.devices.specs) == pytest.approx(3e6, abs=3)
+        assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], rel=1e-3)
         assert opt.stats()["flash_read_bytes"] == 0  # all of it fits there, and in the buffers
         assert said["seconds"] == pytest.approx(48 * 12 * TILE / 3e9, rel=0.01)  # what is written remains
-        assert "auto: 0.003 GB of memory keep what need not be read then" in caplog.text
+        assert "auto: 0.002 GB of memory keep what need not be read then" in caplog.text
         trained = p.detach().clone()
     kept = [read_contents(tmp_path / f"csd{d}" / FILE_NAME).manifest["extents"][0]["tile_numbers"] for d in range(2)]
     # Drives that are as fast as each other now have what they had.
@@ -179,12 +180,56 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
     with CSDAdam([q], devices=["auto", "ram:?room=3MB", *again], tile_size=TILE, resume=True) as opt:
         assert torch.equal(q, trained)
         assert tiles_of(opt) == [16, 32]
-        assert [s.cache_bytes for s in opt._engine.devices.specs] == [1_000_000, 2_000_000]
+        assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], abs=3)
         q.grad = torch.ones_like(q)
         opt.step()
         assert "placement" not in opt.stats()  # it was not chosen here
     now = [read_contents(tmp_path / f"csd{d}" / FILE_NAME).manifest["extents"][0]["tile_numbers"] for d in range(2)]
     assert now == kept
+
+
+def test_a_small_extent_that_is_first_does_not_take_the_cache(tmp_path, rates):
+    """Its one tile is on one drive. What joins then is on both, and so is what memory keeps for them."""
+    drives = [str(tmp_path / "csd0"), str(tmp_path / "csd1")]
+    p, q = (torch.nn.Parameter(torch.ones(n)) for n in (16, 48 * TILE))
+    with CSDAdam([p], devices=["auto", "ram:?room=3MB", *drives], tile_size=TILE) as opt:
+        p.grad = torch.ones_like(p)
+        opt.step()
+        opt.add_param_group({"params": [q]})
+        for _ in range(3):
+            p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+            opt.step()
+        assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], rel=1e-3)
+        assert opt.stats()["flash_read_bytes"] == 0  # of either
+    p, q = (torch.nn.Parameter(torch.zeros_like(x)) for x in (p, q))
+    groups = [{"params": [p]}, {"params": [q]}]
+    with CSDAdam(groups, devices=["auto", "ram:?room=3MB", *drives], tile_size=TILE, resume=True) as opt:
+        assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], rel=0.05)
+
+
+@pytest.mark.parametrize("devices", [["ram:?room=1MB", "file:"], ["ram:?room=1MB", "durable"]])
+def test_empty_parameters_are_nowhere(tmp_path, monkeypatch, rates, devices):
+    monkeypatch.chdir(tmp_path)
+    with train(["auto", *devices], n=0)[1] as opt:
+        assert "placement" not in opt.stats()
+        opt.add_param_group({"params": [q := torch.nn.Parameter(torch.ones(48 * TILE))]})
+        q.grad = torch.ones_like(q)
+        opt.step()
+        placement = opt.stats()["placement"]
+        assert sum(d["params"] for d in placement["devices"]) == 48 * TILE
+        assert placement["cache_bytes"] == (1_000_000 if "durable" in devices else 0)
+
+
+def test_a_drive_without_room_has_nothing_and_is_resumed(tmp_path, rates):
+    drives = [f"file:{tmp_path / 'csd0'}?room=4kB", str(tmp_path / "csd1")]
+    p, opt = train(["auto", *drives], steps=2)
+    with opt:
+        assert tiles_of(opt) == [0, 48]
+        assert opt.stats()["placement"]["devices"][0]["limited_by"] == "room"
+    q = torch.nn.Parameter(torch.zeros_like(p))
+    with CSDAdam([q], devices=["auto", *drives], tile_size=TILE, resume=True) as opt:
+        assert torch.equal(p, q)
+        assert tiles_of(opt) == [0, 48]
 
 
 @pytest.mark.parametrize("ranks", [None, 1, 4])
@@ -227,6 +272,60 @@ def test_more_memory_than_there_is(rates, monkeypatch):
         opt.step()
 
 
+def test_a_cache_that_is_more_memory_than_there_is(tmp_path, rates, monkeypatch):
+    """48 tiles would be 2.4 MB of it, at once or when they join, and for whoever resumes."""
+    monkeypatch.setattr(placing, "available_memory", lambda: 1_000_000)
+    devices = ["auto", "ram:?room=100GB", str(tmp_path / "csd1")]
+    refused = pytest.raises(CSDMemoryError, match=r"0.002 GB of states would be in memory, .* a smaller room")
+    p, opt = train(devices, steps=0)
+    p.grad = torch.ones_like(p)
+    before = p.detach().clone()
+    with opt, refused:
+        opt.step()
+    assert torch.equal(p, before)
+    p, opt = train(devices, n=TILE, steps=1)
+    with opt:
+        opt.add_param_group({"params": [q := torch.nn.Parameter(torch.ones(48 * TILE))]})
+        q.grad = torch.ones_like(q)
+        with refused:
+            opt.step()
+        monkeypatch.setattr(placing, "available_memory", lambda: 10_000_000)
+        opt.step()
+    monkeypatch.setattr(placing, "available_memory", lambda: 1_000_000)
+    with refused:
+        CSDAdam([{"params": [p]}, {"params": [q]}], devices=devices, tile_size=TILE, resume=True)
+    devices[1] = "ram:?room=1MB"
+    CSDAdam([{"params": [p]}, {"params": [q]}], devices=devices, tile_size=TILE, resume=True).close()
+
+
+CONTAINERS = {
+    "version 2": ("0::/a/b", "/sys/fs/cgroup/a/memory.max", "/sys/fs/cgroup/a/memory.current"),
+    "version 2, from within": ("0::/", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    "version 1, from within": (
+        "4:cpu:/x\n3:memory:/docker/1f\n0::/",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_memory_of_a_container(monkeypatch, container):
+    """Its machine may have more: what counts is its limit, and what of that is not used or can be dropped."""
+    groups, limit, used = CONTAINERS[container]
+    files = {
+        "/proc/meminfo": "MemTotal: 64000000 kB\nMemAvailable:   32000000 kB",
+        "/proc/self/cgroup": groups,
+        limit: "4000000000",
+        used: "3000000000",
+        limit.rpartition("/")[0] + "/memory.stat": "anon 1\ninactive_file 500000000\nactive_file 100000000",
+    }
+    monkeypatch.setattr(machine, "text_of", lambda path: files.get(str(path), ""))
+    assert machine.available_memory() == 1_600_000_000
+    files[limit] = "max"
+    assert machine.available_memory() == 32_000_000 << 10
+
+
 def test_probes_are_forbidden(monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_PROBE", "0")
     with train(["auto", "ram:?update=100M/s", "file:?mixed=1GB/s"])[1]:
@@ -251,11 +350,22 @@ def test_probes_are_forbidden(monkeypatch):
         (["ram:?room=1GB"], "'ram:.room=1GB'; room is for devices beside 'auto'"),
         (["auto", "ram:?room=much"], "room is a number of bytes such as 20GB"),
         (["auto", "auto", "/none/a", "/none/a"], "is named twice"),
+        (["auto", "ram:?room=1GB"], "'auto' needs a drive beside memory; for memory alone write 'ram:'"),
     ],
 )
 def test_what_auto_cannot_be_beside(devices, message):
     with pytest.raises(CSDValueError, match=message):
         parse_devices(devices)
+
+
+def test_as_it_may_be_written(monkeypatch):
+    expected = parse_devices("auto")
+    assert [str(s) for s in expected] == ["ram:", "file:"]
+    for devices in ("Auto", [" auto "], ["auto", "AUTO"], ("auto", "ram:", "file:"), iter(["auto"])):
+        assert [str(s) for s in parse_devices(devices)] == ["ram:", "file:"]
+    monkeypatch.setenv("CSD_OPTIM_DEVICES", "auto, ram:?room=20GB, /none/a")
+    (spec,) = parse_devices(None)
+    assert (str(spec), spec.cache_bytes, spec.is_placed) == ("/none/a", 20_000_000_000, True)
 
 
 def test_a_directory_of_that_name():
@@ -266,7 +376,7 @@ def test_a_directory_of_that_name():
 # ---- the command ---------------------------------------------------------------------------
 
 
-def test_plan_place(run, tmp_path, rates):
+def test_plan_place(run, tmp_path, rates, monkeypatch):
     devices = ["ram:?update=200M/s&room=1.6GB", f"file:{tmp_path}?scratch=1&mixed=3GB/s"]
     code, out, _ = run("plan", "--place", "--params=100M", *devices)
     assert code == 0
@@ -278,6 +388,11 @@ def test_plan_place(run, tmp_path, rates):
     assert found["schema"] == "csd_optim.placement/1"
     assert found["seconds"] == pytest.approx(100e6 / (125e6 + 200e6), rel=0.01)
     assert found["drives_alone"] == pytest.approx(100e6 / 125e6, rel=0.01)
+    monkeypatch.setenv("CSD_OPTIM_DEVICES", ",".join(["auto", *devices]))
+    for names in ((), ("auto", *devices)):
+        code, out, _ = run("plan", "--place", "--params=100M", *names)
+        assert code == 0
+        assert "61.5%" in out
     code, out, err = run("plan", "--place", "--params=100M", f"{tmp_path}/none/at/all")
     assert code == 1
     assert "no such directory" in err
