@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from ..optim.rmsprop import CSDRMSprop
 from ..optim.sgd import CSDSGD
 from ..serve.owner import Owner
 from ..serve.service import Service
-from ..serve.wire import CONNECT_TIMEOUT, DEFAULT_TIMEOUT, connect, is_wildcard, listen
+from ..serve.wire import CONNECT_TIMEOUT, DEFAULT_TIMEOUT, connect, is_here, is_wildcard, listen
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (CSDAdam, CSDSGD, CSDAdagrad, CSDRMSprop, CSDLion)
@@ -46,7 +47,8 @@ def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT) ->
         owner,
         ranks,
         lambda: connect(reach, port, CONNECT_TIMEOUT),
-        host="" if is_wildcard(host) else reach,
+        # On the machines of the other owners this may be owner 0's address, or one of their own.
+        host=host if not is_wildcard(host) and is_here(host) else "",
         timeout=timeout,
         say=_say,
     )
@@ -77,11 +79,11 @@ def _meet(host: str, port: int, ranks: Ranks | None) -> tuple[str, int, Any]:
                 store, port = listen(host, port)
             except OSError as e:
                 raise CSDOSError(e.errno, f"cannot listen on {host or '*'}:{port}: {e.strerror}") from e
-    if ranks:
-        port = ranks.gather(port)[0][0]
     reach = host
     if is_wildcard(host):
         reach = os.environ.get("MASTER_ADDR", "127.0.0.1") if ranks else "127.0.0.1"
+    if ranks:
+        reach, port = ranks.gather_objects((reach, port))[0]
     return reach, port, store
 
 
@@ -94,4 +96,5 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a log whose disk is full is no reason to end
+        print(line, file=sys.stderr, flush=True)

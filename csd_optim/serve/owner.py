@@ -169,6 +169,7 @@ class Owner:
     def step(self, message: dict[str, Any], received: Mapping[int, torch.Tensor]) -> dict[str, Any]:
         """One step. `received`: new values of parameters, by number; gradients are there."""
         opt, params = self.optimizer, self._params()
+        self.in_doubt = True  # until the step is made: values, hyperparameters and user_state go with it
         self._take(received)
         self._put_back(message["hyper"])
         if message["user_states"] is not None:
@@ -240,9 +241,10 @@ class Owner:
         states: list[torch.Tensor] = []
         if message["op"] == "step":
             dtypes = [dtype_named(name) for name in message["dtypes"]]
-            for index in message["params"]:
-                if index not in self._grads:
-                    self._grads[index] = torch.empty_like(_local(params[index]))
+            with self._counts(session):  # else they are of another model by now
+                for index in message["params"]:
+                    if index not in self._grads:
+                        self._grads[index] = torch.empty_like(_local(params[index]))
             wire = dict(zip(message["params"], dtypes, strict=True))
             self._receive(session, range(session.trainers), wire, self._grads)
         elif message["op"] == "load":

@@ -117,7 +117,8 @@ class RemoteEngine(Engine):
             number, owners = ranks.gather(number, owners)[0]
         with all_ranks_or_none(ranks):
             store.set(ready_key(number, rank), "1")
-            host = "127.0.0.1" if is_loopback(address.host) else ""
+            loopback = "::1" if ":" in address.host else "127.0.0.1"
+            host = loopback if is_loopback(address.host) else ""
             group = gloo_group(store, f"session{number}", rank, size + owners, host, address.timeout)
         self._session = Session(group, number, size, owners, address.timeout)
 

@@ -19,6 +19,7 @@ from .values import dtype_named
 from .wire import PROTOCOL
 
 MOST_TRAINERS = 4096
+MOST_DIMS = 64  # as torch
 MODES = ("new", "resume", "overwrite")
 
 
@@ -121,7 +122,9 @@ def read_group(message: dict[str, Any]) -> Group:
 
 def _read_param(said: dict[str, Any]) -> Param:
     shape, stride, dtype = tuple(said["shape"]), tuple(said["stride"]), dtype_named(said["dtype"])
-    if not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *stride)) or len(shape) != len(stride):
+    if len(shape) > MOST_DIMS or len(shape) != len(stride):
+        raise ValueError(f"a shape of {len(shape)} and a stride of {len(stride)} dimensions")
+    if not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, *stride)):
         raise ValueError(f"shape {shape} and stride {stride}")
     if math.prod(shape) * dtype.itemsize >= 1 << 48:
         raise ValueError(f"shape {shape}")
@@ -161,6 +164,10 @@ def check_same(there: Request, here: Request) -> None:
     """Raises CSDStoreError if `here`, of trainers, is another model than the one that owners have."""
     if there.optimizer != here.optimizer:
         raise CSDStoreError(f"optimizer ranks keep the states of a {there.optimizer}, not of a {here.optimizer}")
+    for what in ("decoupled_weight_decay", "state_dtype"):  # which a store has for good
+        a, b = ({**of.defaults, **of.options}.get(what) for of in (there, here))
+        if a != b:
+            raise CSDStoreError(f"{what} of the optimizer is {a} there and {b} here")
     if len(there.groups) != len(here.groups):
         raise CSDStoreError(f"optimizer ranks have {len(there.groups)} parameter groups, the model {len(here.groups)}")
     for k, (a, b) in enumerate(zip(there.groups, here.groups, strict=True)):

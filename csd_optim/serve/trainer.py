@@ -30,7 +30,7 @@ from .blocks import Block, Part, ViewOf, block_of, whole
 from .remote import RemoteEngine
 from .request import Group, Request, describe_group, group_message, whoami
 from .values import packed, unpacked
-from .wire import PATIENCE, SCHEME, Address, parse_address
+from .wire import PATIENCE, SCHEME, USER_STATE_BYTES, Address, parse_address
 
 if TYPE_CHECKING:
     from ..optim.optimizer import CSDOptimizer as _Optimizer
@@ -70,6 +70,8 @@ class _Param:
     name: str
     index: int  # over all groups: so owners know it
     block: Block  # of the part
+    shape: torch.Size  # as the owners know it: what is done to `param` may change it
+    dtype: torch.dtype
     steps: float = 0.0
     version: int = -1  # when the owners last had its value; -1: they have none of this parameter
     pointer: int = -1
@@ -149,16 +151,18 @@ class _Trainer(_Optimizer):
         for index, (k, i, p) in enumerate(members(self.param_groups)):
             if id(p) in known:
                 raise CSDValueError(f"parameter {name_of(self.param_groups, k, i)} is there twice")
-            if (before := there.get(index)) is not None and before.param is p:
+            before = there.get(index)
+            if before is not None and before.param is p and (p.shape, p.dtype) == (before.shape, before.dtype):
                 known[id(p)] = before
                 continue
             part = self._state_map.part_of(p)
-            new = _Param(p, part, name_of(self.param_groups, k, i), index, block_of(part, p.shape))
+            block = block_of(part, p.shape)
+            new = _Param(p, part, name_of(self.param_groups, k, i), index, block, p.shape, p.dtype)
             if before is not None:  # a trainer has exchanged it, as some do when they move a model
-                if (p.shape, p.dtype) != (before.param.shape, before.param.dtype) or new.block != before.block:
+                if (p.shape, p.dtype, block) != (before.shape, before.dtype, before.block):
                     raise CSDStoreError(
                         f"parameter {new.name} is {tuple(p.shape)} {p.dtype} now; the optimizer ranks know it as "
-                        f"{tuple(before.param.shape)} {before.param.dtype}"
+                        f"{tuple(before.shape)} {before.dtype}: convert the model before the optimizer is made"
                     )
                 new.steps = before.steps
                 self._state_map.state.pop(before.param, None)
@@ -240,6 +244,10 @@ class _Trainer(_Optimizer):
         if len(self.param_groups) > self._groups_told:
             self._join()
         hyper_now, states_now = json.dumps(hyper), json.dumps(user_states)
+        if len(states_now) > USER_STATE_BYTES:  # the same on all trainers: none of them has sent anything
+            raise CSDValueError(
+                f"user_state of all trainers has {len(states_now)} bytes as JSON; {USER_STATE_BYTES} are the limit"
+            )
         message = {
             "op": "step",
             "scale": grad_scale,
@@ -357,7 +365,8 @@ class _Trainer(_Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with all states in memory: those of one trainer alone, or after consolidate_state_dict()."""
-        if self._ranks and not self._shown_whole:
+        # Accelerate asks right after it was made: there is nothing yet that could be missing.
+        if self._ranks and not self._shown_whole and any(known.steps for known in self._known.values()):
             raise CSDRuntimeError(f"of several trainers, none has a state dict: {ELSEWHERE}")
         if not self._ranks:
             self.consolidate_state_dict()
@@ -366,6 +375,8 @@ class _Trainer(_Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         self._forget_consolidated()
         engine = self._live_engine
+        with all_ranks_or_none(self._ranks):
+            self._know()
         with engine.lock:
             reply = self._remote.call({"op": "state", "to": to})
             if not self._ranks or self._ranks.rank == to:
@@ -455,8 +466,11 @@ class _Trainer(_Optimizer):
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
         """A snapshot on the owners' machines, which is there when this returns, whatever `wait` and `progress` say."""
+        there = os.fsdecode(path)
+        if not os.path.isabs(there):
+            raise CSDValueError(f"Invalid path: {there!r}; the owners' machines know absolute ones only")
         with self._settled(meets=True):
-            self._remote.call({"op": "save", "path": os.fspath(path)}, patience=PATIENCE)
+            self._remote.call({"op": "save", "path": there}, patience=PATIENCE)
         done: Future[Path] = Future()
         done.set_result(Path(path))
         return done

@@ -24,6 +24,7 @@ PROTOCOL = 1  # of what is said below and in owner.py: both sides have the same
 MAGIC = 0x6373645F73657276  # begins each message
 MESSAGE, BULK = 0, 1  # tags of gloo: neither is ever taken for the other
 MESSAGE_BYTES = 64 << 20  # of JSON at most
+USER_STATE_BYTES = MESSAGE_BYTES // 2  # of all trainers: a message has other things to say, too
 REQUEST_BYTES = 7 << 20  # the same of a request: a TCPStore takes 8 MiB
 DEFAULT_TIMEOUT = 600.0  # seconds that the other side may be silent within a step
 CONNECT_TIMEOUT = 60.0  # to reach owner 0
@@ -108,8 +109,17 @@ def gloo_group(store: Any, name: str, rank: int, size: int, host: str, timeout: 
     device = ProcessGroupGloo.create_device(hostname=host) if host else ProcessGroupGloo.create_default_device()
     options._devices = [device]  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=JOIN_TIMEOUT))
-    with _lost("cannot be reached"):
+    with _lost("trainers and optimizer ranks do not reach each other (is GLOO_SOCKET_IFNAME their network?)"):
         return ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+
+
+def is_here(host: str) -> bool:
+    """Is this an address of this machine?"""
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True
 
 
 def is_wildcard(host: str) -> bool:

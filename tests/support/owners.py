@@ -14,10 +14,14 @@ STARTS = 60  # seconds that they may take
 
 
 class Owners:
-    """`size` of them, with a directory each below `directory`; ended with the `with`. They listen on a free port."""
+    """`size` of them, with a directory each below `directory`; ended with the `with`.
 
-    def __init__(self, directory, size=1, timeout=60):
+    They listen on a free port, each at the one of `hosts` that is its own.
+    """
+
+    def __init__(self, directory, size=1, timeout=60, hosts=("127.0.0.1",)):
         self.directory, self.size, self.timeout = Path(directory), size, timeout
+        self.hosts = [*hosts, *[hosts[-1]] * (size - len(hosts))]
         self.stores = [str(self.directory / f"owner-{k}") for k in range(size)]
         self.runs, self.processes = 0, []
         self.start()
@@ -31,15 +35,17 @@ class Owners:
         for store in self.stores:
             os.makedirs(store, exist_ok=True)
         self.processes = [
-            process(_own, k, self.size, self.stores[k], str(meet), str(self.log), self.timeout, daemon=True)
+            process(
+                _own, k, self.size, self.stores[k], str(meet), str(self.log), self.timeout, self.hosts[k], daemon=True
+            )
             for k in range(self.size)
         ]
-        line = self.until(r"optimizer ranks? with .* at 127\.0\.0\.1:(\d+)")
+        line = self.until(r"optimizer ranks? with .* at \S+:(\d+)")
         self.port = int(line[1])
 
     @property
     def address(self):
-        return f"serve://127.0.0.1:{self.port}?timeout={self.timeout}"
+        return f"serve://{self.hosts[0]}:{self.port}?timeout={self.timeout}"
 
     @property
     def said(self):
@@ -80,7 +86,7 @@ class Owners:
         self.kill()
 
 
-def _own(rank, size, store, meet, log, timeout):
+def _own(rank, size, store, meet, log, timeout, host):
     for fd in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), fd)
     torch.set_num_threads(1)
@@ -88,4 +94,4 @@ def _own(rank, size, store, meet, log, timeout):
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
     from csd_optim.cli.serving import serve
 
-    serve([store], "127.0.0.1:0", timeout)
+    serve([store], f"{host}:0", timeout)
