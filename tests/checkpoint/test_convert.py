@@ -18,6 +18,7 @@ from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDStoreExistsError, C
 from csd_optim.checkpoint import convert
 from csd_optim.checkpoint.verify import verify
 from csd_optim.store.format import FILE_NAME
+from csd_optim.store.report import REPORT_NAME
 
 TILE = 4096
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.complex64]
@@ -82,7 +83,7 @@ def test_goes_on_as_if_it_had_been_loaded(made, wanted, options, tmp_path, run):
         if "topk" not in options:  # it selects within the tiles, which are others
             assert_same_bits(everything(train(again, 2, 4)), everything(train(other, 2, 4)))
     assert {*os.listdir(tmp_path)} == {*"abcde"}
-    assert all(os.listdir(place) == [FILE_NAME] for place in new)
+    assert all({*os.listdir(place)} == {FILE_NAME, REPORT_NAME} for place in new)
 
 
 def test_states_that_are_mixed(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +24,12 @@ def raises(rank):
 
 
 def killed(rank):
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        Path("connected").touch()
+        return
+    while not Path("connected").exists():  # the other would not get to its call
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hangs(rank):
