@@ -7,8 +7,9 @@
     CompiledCall    around what `torch.compile` made of a module: all parameters below it arrive first
     WaitingList     in `group["params"]`
 
-While nothing is under way each of them is one test of a flag. No lock of ours is held while somebody waits. References
-that somebody has kept are out of reach: `ps = list(model.parameters())`, and C++ that is handed a WaitingList itself.
+While nothing is under way each of them is one test of a flag, and on an accelerator whether a graph is captured. No
+lock of ours is held while somebody waits. References that somebody has kept are out of reach:
+`ps = list(model.parameters())`, and C++ that is handed a WaitingList itself.
 
 `torch.compile` looks at Python once and never runs these nets again. Below a CompiledCall that is right, and they leave
 no trace in the graph. Elsewhere, in a compiled function that calls the model, what was traced gives up its parameters:

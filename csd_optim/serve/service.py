@@ -16,7 +16,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..errors import CSDError, CSDRankError, CSDRuntimeError
+from ..errors import CSDError, CSDRankError
 from .blocks import Block
 from .owner import Owner, read_blocks
 from .remote import error_message
@@ -38,6 +38,7 @@ from .wire import (
     Session,
     answer_key,
     gloo_group,
+    lost,
     parse,
     ready_key,
     request_key,
@@ -119,7 +120,7 @@ class Service:
 
     def _look(self) -> int:
         """The number of the session that counts: owner 0 grants it. Raises _Stop if any owner is to."""
-        with self._with_owner_0():
+        with lost("the first optimizer rank is gone"):
             if self.stopping:
                 self._store.set(self._stop, "1")
             if self._store.check([self._stop]):
@@ -146,15 +147,6 @@ class Service:
         if not self._store.check([request_key(number)]):
             raise CSDRankError("what was asked for is gone")
         return read_request(parse(self._store.get(request_key(number))), [*self._owner.optimizers])
-
-    @contextlib.contextmanager
-    def _with_owner_0(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as e:
-            if isinstance(e, CSDError):
-                raise
-            raise CSDRuntimeError(f"the first optimizer rank is gone: {e}") from e
 
     def _next(self) -> int:
         while (number := self._look()) == self._served:

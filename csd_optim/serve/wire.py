@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from ..errors import CSDRankError, CSDUnavailableError, CSDValueError
+from ..errors import CSDError, CSDRankError, CSDUnavailableError, CSDValueError
 
 SCHEME = "serve://"
 PROTOCOL = 1  # of what is said below and in owner.py: both sides have the same
@@ -109,7 +109,7 @@ def gloo_group(store: Any, name: str, rank: int, size: int, host: str, timeout: 
     device = ProcessGroupGloo.create_device(hostname=host) if host else ProcessGroupGloo.create_default_device()
     options._devices = [device]  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=JOIN_TIMEOUT))
-    with _lost("trainers and optimizer ranks do not reach each other (is GLOO_SOCKET_IFNAME their network?)"):
+    with lost("trainers and optimizer ranks do not reach each other (is GLOO_SOCKET_IFNAME their network?)"):
         return ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
 
 
@@ -156,16 +156,16 @@ class Session:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = BULK) -> Any:
         """Begins to send a dense CPU tensor (uint8, 1-D), to be left as it is until wait() has returned."""
-        with _lost(f"rank {to} is gone"):
+        with lost(f"rank {to} is gone"):
             return self._open.send([tensor], to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = BULK) -> Any:
-        with _lost(f"rank {source} is gone"):
+        with lost(f"rank {source} is gone"):
             return self._open.recv([tensor], source, tag)
 
     def wait(self, work: Any, timeout: float | None = None) -> None:
         """Raises CSDRankError if the other side is gone, or silent for so many seconds."""
-        with _lost("the other side is gone"):
+        with lost("the other side is gone"):
             work.wait(timedelta(seconds=self.timeout if timeout is None else timeout))
 
     def say(self, message: dict[str, Any], *to: int, timeout: float | None = None) -> None:
@@ -205,11 +205,12 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _lost(what: str) -> Iterator[None]:
+def lost(what: str) -> Iterator[None]:
+    """torch's errors of a store or a group become CSDRankError: `what` is gone. Others pass."""
     try:
         yield
     except RuntimeError as e:
-        if isinstance(e, CSDRankError):
+        if isinstance(e, CSDError):
             raise
         raise CSDRankError(f"{what}: {_first_line(e)}") from e
 

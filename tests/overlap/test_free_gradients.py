@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from support.between_steps import steps_in_closures
+from support.between_steps import freezes, steps_in_closures
 from support.twins import Training, assert_twins, checksum
 from torch import nn
 
@@ -118,13 +118,6 @@ def ties_weights(training):
     if training.overlap is not None:
         training.opt.overlap(training.model, **training.overlap)
     steps(training)
-
-
-def freezes(training):
-    bias = training.model[1].inner.bias
-    for k in range(5):
-        bias.requires_grad_(k % 3 != 1)
-        training.step()
 
 
 def grows(training):
