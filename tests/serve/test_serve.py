@@ -428,26 +428,3 @@ def test_the_environment_alone_is_enough(owners, monkeypatch):
         assert str(opt).endswith(f"on [{owners.address}]")
         opt.synchronize()
         assert opt.committed_step == 3
-
-
-def sharded(rank, devices, steps):
-    """FSDP2: each trainer pushes its shard."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(9, 21), torch.nn.ReLU(), torch.nn.Linear(21, 5)).to(torch.bfloat16)
-    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    opt = CSDAdam(model.parameters(), lr=0.1, devices=devices.format(rank=rank), max_grad_norm=0.5)
-    for i in range(steps):
-        torch.manual_seed(10 * i + rank)
-        model(torch.randn(4, 9, dtype=torch.bfloat16)).square().sum().backward()
-        opt.step()
-        opt.zero_grad()
-    return [p.full_tensor() for p in model.parameters()]
-
-
-def test_shards_of_fsdp2_have_the_bits_of_devices_of_their_own(owners, tmp_path):
-    places = f"{tmp_path}/{{rank}}", owners.address
-    ours, served = (on_living_ranks(2, sharded, devices, 3, directory=tmp_path)[0] for devices in places)
-    assert all(torch.equal(a, b) for a, b in zip(ours, served, strict=True))

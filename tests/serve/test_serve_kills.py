@@ -34,15 +34,29 @@ def expected_of(directory, steps=60):
 PUSH = "its first push"
 
 
-def killed_at(call, number=signal.SIGKILL):
-    """Of what this process sends or receives for a session, the `call`-th (from 0) is where this signal comes."""
+HALF_OPEN = "nobody hears that its connections end"
+
+
+def end(how, meet):
+    """By a signal; or killed as a machine vanishes: a child has the connections, and says nothing."""
+    if how == HALF_OPEN:
+        child = os.fork()
+        if not child:
+            signal.pause()
+        Path(f"{meet}-child").write_text(str(child))
+        how = signal.SIGKILL
+    os.kill(os.getpid(), how)
+
+
+def ended_at(call, how, meet):
+    """Of what this process sends or receives for a session, the `call`-th (from 0) is where it ends so."""
     left = [call]
 
     def counted(function, pushes):
         def counting(session, tensor, rank, tag=BULK):
             if left[0] == 0 or (left[0] == PUSH and pushes and tag == BULK):
                 left[0] = -1
-                os.kill(os.getpid(), number)
+                end(how, meet)
             if left[0] != PUSH:
                 left[0] -= 1
             return function(session, tensor, rank, tag)
@@ -53,14 +67,14 @@ def killed_at(call, number=signal.SIGKILL):
     return mock.patch.multiple(Session, send=send, receive=receive)
 
 
-def train(rank, size, address, meet, call, number, images):
+def train(rank, size, address, meet, call, how, images):
     """STEPS steps from where the owners are, unless it is killed; leaves an error in a file."""
     torch.set_num_threads(1)
     try:
         if size > 1:
             dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
         expected = torch.load(images)
-        with killed_at(call, number):
+        with ended_at(call, how, meet):
             training = Replicas(address, resume=True)
             assert_like(training, expected)
             for _ in range(STEPS):
@@ -88,13 +102,13 @@ class Trainers:
         self.images = directory / "expected.pt"
         torch.save(expected_of(directory, steps), self.images)
 
-    def start(self, size, victim=0, call=-1, number=signal.SIGKILL):
+    def start(self, size, victim=0, call=-1, how=signal.SIGKILL):
         self.sessions += 1
         self.meet = f"{self.directory}/trainers-{self.sessions}"
         return [
             process(
                 train,
-                *(rank, size, self.owners.address, self.meet, call if rank == victim else -1, number, str(self.images)),
+                *(rank, size, self.owners.address, self.meet, call if rank == victim else -1, how, str(self.images)),
                 daemon=True,
             )
             for rank in range(size)
@@ -143,12 +157,12 @@ def test_two_hundred_killed_trainers_cost_nothing(tmp_path, size):
         owners.stop()
 
 
-@pytest.mark.parametrize("call", [PUSH, 9])  # 9: about to receive parameters
-def test_a_trainer_that_was_stopped_finds_that_another_has_taken_over(tmp_path, call):
-    with Owners(tmp_path) as owners:
+@pytest.mark.parametrize(("call", "owners"), [(PUSH, 2), (9, 1)])  # 9: about to receive parameters
+def test_a_trainer_that_was_stopped_finds_that_another_has_taken_over(tmp_path, call, owners):
+    with Owners(tmp_path, owners) as owners:
         trainers = Trainers(owners, tmp_path)
         assert not trainers.run(1)
-        (stopped,) = trainers.start(1, call=call, number=signal.SIGSTOP)
+        (stopped,) = trainers.start(1, call=call, how=signal.SIGSTOP)
         until(lambda: Path(f"/proc/{stopped.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         meet = trainers.meet
         assert not trainers.run(1)
@@ -157,6 +171,22 @@ def test_a_trainer_that_was_stopped_finds_that_another_has_taken_over(tmp_path, 
         assert stopped.exitcode == 0, Path(f"{meet}-0").read_text()
         assert "is over" in Path(f"{meet}-0").read_text()
         assert not trainers.run(1)
+        owners.stop()
+
+
+def test_a_connection_that_nobody_has_ended_keeps_nobody_out(tmp_path):
+    with Owners(tmp_path, 2) as owners:
+        trainers = Trainers(owners, tmp_path)
+        assert not trainers.run(1)
+        (gone,) = trainers.start(1, call=PUSH, how=HALF_OPEN)
+        gone.join(STARTS)
+        assert gone.exitcode == -signal.SIGKILL
+        child = int(Path(f"{trainers.meet}-child").read_text())
+        try:
+            assert not trainers.run(1)  # while the owners still wait for the rest of that push
+            assert "session 2 is over: another session has taken over" in owners.said
+        finally:
+            os.kill(child, signal.SIGKILL)
         owners.stop()
 
 
@@ -225,6 +255,6 @@ def test_silence_ends_a_session(tmp_path):
     directory = tmp_path / "others"
     directory.mkdir()
     with Owners(directory, timeout=1) as owners:  # a trainer that stops within a push, and no other comes
-        (stopped,) = Trainers(owners, directory).start(1, call=PUSH, number=signal.SIGSTOP)
+        (stopped,) = Trainers(owners, directory).start(1, call=PUSH, how=signal.SIGSTOP)
         owners.until(r"session 1 is over: .*Timed out")
         stopped.kill()
