@@ -18,7 +18,7 @@ from ..planning import advice
 from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES
 from . import benchmark
 from .doctor import Finding, Status
-from .top import trainer
+from .top import process
 
 LONG = 16  # parameters; more are listed in part
 
@@ -119,8 +119,8 @@ def store_there_text(described: dict[str, Any] | None) -> str:
 def show_top(found: list[dict[str, Any]]) -> Group:
     """For each training a line, and a table of its devices."""
     shown: list[RenderableType] = []
-    for who in dict.fromkeys(map(trainer, found)):
-        devices = [d for d in found if trainer(d) == who]
+    for who in dict.fromkeys(map(process, found)):
+        devices = [d for d in found if process(d) == who]
         shown += [describe_training(devices), top_table(devices)]
     return Group(*shown)
 
@@ -128,7 +128,10 @@ def show_top(found: list[dict[str, Any]]) -> Group:
 def describe_training(devices: list[dict[str, Any]]) -> str:
     """Of one process, or of the one that was there last."""
     d = devices[0]
-    rank = f", rank {d['rank']} of {d['world_size']}" if d["world_size"] > 1 else ""
+    kind = "rank" if d["trainers"] is None else "owner"
+    rank = f", {kind} {d['rank']} of {d['world_size']}" if d["world_size"] > 1 else ""
+    if d["trainers"] is not None:
+        rank += f", of {d['trainers']} trainer{'s' * (d['trainers'] > 1)}"
     who = "no process trains here now" if d["pid"] is None else f"process {d['pid']}"
     text = f"[bold]{who}{rank}[/]: step {d['committed_step'] if d['step'] is None else d['step']}, "
     text += f"committed {min(e['committed_step'] for e in devices)}"
@@ -150,6 +153,9 @@ WAITING = {
     "read": "reads",
     "update": "the update",
     "write": "writes",
+    "ranks": "ranks that are not shown, gradients or the model",
+    "network": "gradients and parameters on their way",
+    "trainers": "trainers",
 }
 
 

@@ -60,12 +60,12 @@ class Top:
             now, before = drive_counts(directory), self._before[i]
             self._before[i] = now
             found.append({"directory": str(directory), **described(directory), **rates(before, now)})
-        waits = {trainer(d): waits_for([e for e in found if trainer(e) == trainer(d)]) for d in found}
-        return [{**d, "waits_for": waits[trainer(d)]} for d in found]
+        waits = {d["store_id"]: waits_for([e for e in found if e["store_id"] == d["store_id"]]) for d in found}
+        return [{**d, "waits_for": waits[d["store_id"]]} for d in found]
 
 
-def trainer(described: dict[str, Any]) -> tuple[Any, ...]:
-    """What devices of the same optimizer have in common."""
+def process(described: dict[str, Any]) -> tuple[Any, ...]:
+    """What devices of the same optimizer in the same process have in common; its ranks share the store_id alone."""
     return described["pid"], described["rank"], described["store_id"]
 
 
@@ -78,14 +78,16 @@ def described(directory: Path) -> dict[str, Any]:
     report, block = read_report(directory) or {}, blocks[0][1] if blocks else None
     if block is None or report.get("store_id") != block.store_id.hex():
         report = {}  # of a store that was there before
-    keys = ("step", "at", "step_seconds", "iteration_seconds", "params", "seconds", "flash_read_bytes")
-    known = {key: report.get(key) for key in (*keys, "flash_write_bytes", "written_bytes", "tbw_bytes", "backend")}
+    keys = ("step", "at", "step_seconds", "iteration_seconds", "transfer_seconds", "params", "seconds", "backend")
+    of_drive = ("flash_read_bytes", "flash_write_bytes", "written_bytes", "tbw_bytes")
+    known = {key: report.get(key) for key in (*keys, *of_drive)}
     tbw, written, trained = (report.get(key) for key in ("tbw_bytes", "written_bytes", "training_seconds"))
     return {
         "store_id": block.store_id.hex() if block else None,
         "device": block.device if block else 0,
         "rank": report.get("rank", 0),
         "world_size": report.get("world_size", 1),
+        "trainers": report.get("trainers"),
         "pid": pid,
         "committed_step": block.step if block else 0,
         **known,
@@ -103,14 +105,24 @@ def rates(before: DriveCounts | None, now: DriveCounts | None) -> dict[str, Any]
 
 
 def waits_for(devices: Iterable[dict[str, Any]]) -> str | None:
-    """What would make the last iteration shorter, of the devices of one optimizer: "read", "update" or "write", with
-    the device's directory; "gradients", which came more slowly than devices take them; or "model". None: not known.
+    """What would make the last iteration shorter, of the devices of one optimizer, on all its ranks: a rank waits for
+    the slowest one.
+
+    "read", "update" or "write", with the device's directory; "gradients", which came more slowly than devices take
+    them; or "model". Of owners: "network", between them and trainers, or "trainers". "ranks": something else than the
+    ranks among `devices`. None: not known.
     """
     known = [d for d in devices if d["seconds"] and d["pid"] is not None]
-    if not known or not known[0]["iteration_seconds"]:
+    if not known or not all(d["iteration_seconds"] for d in known):
         return None
-    step, iteration = known[0]["step_seconds"], known[0]["iteration_seconds"]
-    if step < 0.5 * iteration:
-        return "model"
+    step, iteration = (max(d[f"{what}_seconds"] for d in known) for what in ("step", "iteration"))
     most, kind, directory = max((s, kind, d["directory"]) for d in known for kind, s in d["seconds"].items())
-    return f"{kind} {directory}" if most > WAITS * step else "gradients"
+    served = known[0]["trainers"] is not None  # then gradients are there before a step begins
+    if step >= 0.5 * iteration and (served or most > WAITS * step):
+        return f"{kind} {directory}"
+    if len({d["rank"] for d in known}) < known[0]["world_size"]:
+        return "ranks"
+    if served:
+        moving = max(d["transfer_seconds"] for d in known)
+        return "network" if moving > iteration - step - moving else "trainers"
+    return "gradients" if step >= 0.5 * iteration else "model"

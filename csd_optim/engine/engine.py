@@ -69,6 +69,7 @@ class Engine:
         self.committer: Committer = Committer(self)
         self.handle: Any = None  # of the native engine, from the first extent on
         self._trace: Trace | None = None
+        self.served: dict[str, float] = {}  # of an owner: what `csd-optim top` is told of its trainers
         self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward, to be traced
         self._began = self._ended = 0.0  # the step to be traced: when
         self._undone = False  # the same

@@ -49,6 +49,7 @@ class Reports:
             "devices": len(counted),
             "rank": rank,
             "world_size": world_size,
+            **engine.served,
         }
         self._step, self._ended = engine.step, ended
         for d, store in stores.items():

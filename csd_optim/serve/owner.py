@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,6 +46,7 @@ class Owner:
         self._blocks: list[list[Block]] = []  # of each trainer of the session, of each parameter
         self._opened = False  # the session has said that these are its blocks
         self._grads: dict[int, torch.Tensor] = {}  # memory for gradients, by number
+        self._moving = 0.0  # seconds since the last step in which trainers sent to or received from this owner
         # Groups have joined that no step was made with, say: the next session goes on from the store.
         self.in_doubt: bool = False
         # What a session that is over still receives goes nowhere: held where memory of the optimizer is written.
@@ -183,7 +185,9 @@ class Owner:
             local = self._grads[index]
             p.grad = self._divided(local, p.shape, p.stride()) if hasattr(p, "to_local") else local
         opt._grad_factor = float(message["scale"])
+        opt._engine.served = {"trainers": len(self._blocks), "transfer_seconds": self._moving}
         opt.step()
+        self._moving = 0.0
         self.in_doubt = False
         return {"committed_step": opt.committed_step}
 
@@ -227,6 +231,12 @@ class Owner:
             _local(params[index]).copy_(values)
 
     # ---- what travels ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._moving += time.perf_counter() - began
 
     def receive(self, session: Session, message: dict[str, Any]) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
         """What follows a message of a step, or of states to load: gradients to where they belong, the rest is returned.
@@ -290,7 +300,8 @@ class Owner:
         self, session: Session, sources: Mapping[int, Any], into: Mapping[int, torch.Tensor], parts: Sequence[Part]
     ) -> None:
         view_of = self._views(into, {part.key: part.shape for part in parts})
-        receive_buckets(session, sources, view_of, lambda: self._counts(session))
+        with self._timed():
+            receive_buckets(session, sources, view_of, lambda: self._counts(session))
 
     @contextlib.contextmanager
     def _counts(self, session: Session) -> Iterator[None]:
@@ -309,7 +320,8 @@ class Owner:
         wire = {i: params[i].dtype for i in indices}
         to = {t: with_owner(self._parts_of(t, params, wire), self.owners, self.rank) for t in range(session.trainers)}
         view_of = self._views({i: _local(params[i]) for i in indices}, {i: tuple(params[i].shape) for i in indices})
-        send_buckets(session, to, view_of, lambda: self._counts(session))
+        with self._timed():
+            send_buckets(session, to, view_of, lambda: self._counts(session))
 
     def send_states(self, session: Session, to: int, tensors: Sequence[torch.Tensor], said: Sequence[Any]) -> None:
         params = self._params()

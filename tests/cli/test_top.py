@@ -6,6 +6,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.owners import Owners
+from support.ranks import on_living_ranks
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from csd_optim import CSDAdam
 from csd_optim.cli import top
@@ -83,6 +87,61 @@ def test_what_is_told_counts_for_its_store_only(run, training):
     assert "step 1, committed 1; it tells nothing" in " ".join(out.split())
 
 
+def under_ddp(rank, places):
+    model = DDP(torch.nn.Linear(40, 50))
+    with CSDAdam(model.parameters(), devices=places[rank], tile_size=4096) as opt:
+        for _ in range(3):
+            model(torch.ones(2, 40)).sum().backward()
+            opt.step()
+        opt.synchronize()
+        dist.barrier()
+        found = Top(places).look()
+        dist.barrier()
+        return os.getpid(), opt.stats()["params"], found
+
+
+def test_ranks(run, tmp_path):
+    places = [tmp_path / f"nvme{rank}" for rank in range(2)]
+    ranks = on_living_ranks(2, under_ddp, places, directory=tmp_path)
+    assert sum(params for _, params, _ in ranks) == 41 * 50
+    for _, _, found in ranks:
+        assert [(d["rank"], d["world_size"], d["step"], d["committed_step"]) for d in found] == [
+            (0, 2, 3, 3),
+            (1, 2, 3, 3),
+        ]
+        assert [(d["pid"], d["params"]) for d in found] == [(pid, params) for pid, params, _ in ranks]
+        assert found[0]["store_id"] == found[1]["store_id"]
+        assert found[0]["waits_for"] == found[1]["waits_for"] is not None
+        assert all(d["trainers"] is None and d["transfer_seconds"] is None for d in found)
+    code, out, _ = run("top", *places, "--interval", 0.1)
+    assert code == 0
+    for rank in range(2):
+        assert f"no process trains here now, rank {rank} of 2: step 3, committed 3; a step" in " ".join(out.split())
+
+
+def test_owners(run, tmp_path):
+    params = [torch.nn.Parameter(torch.randn(60, 70))]
+    with Owners(tmp_path, 2) as owners:
+        with CSDAdam(params, devices=owners.address, tile_size=1024) as opt:
+            train(opt, params, 3)
+            code, out, _ = run("top", *owners.stores, "--json", "-n", 1, "--interval", 0.1)
+            assert code == 0
+            found = json.loads(out)["devices"]
+            for k, d in enumerate(found):
+                assert (d["rank"], d["world_size"], d["pid"], d["trainers"]) == (k, 2, owners.pids[k], 1)
+                assert (d["step"], d["committed_step"], d["params"]) == (3, 3, 2100)
+                assert 0 < d["transfer_seconds"] < d["iteration_seconds"]
+            assert found[0]["waits_for"] == found[1]["waits_for"] is not None
+            code, out, _ = run("top", *owners.stores, "--interval", 0.1)
+            assert code == 0
+            for k, pid in enumerate(owners.pids):
+                assert f"process {pid}, owner {k} of 2, of 1 trainer: step 3, committed 3; a" in " ".join(out.split())
+        owners.stop()
+    code, out, _ = run("top", *owners.stores, "--interval", 0.1)
+    assert code == 0
+    assert "no process trains here now, owner 1 of 2, of 1 trainer: step 3, committed 3" in " ".join(out.split())
+
+
 def test_where_no_store_is(run, tmp_path):
     code, _, err = run("top", tmp_path)
     assert code == 1
@@ -117,11 +176,43 @@ def test_a_shorter_report_takes_the_place_of_a_longer_one(tmp_path):
     ],
 )
 def test_what_a_step_waits_for(step, seconds, said):
-    def device(name, seconds):
-        parts = dict(zip(("read", "update", "write"), seconds, strict=True))
-        return {"directory": name, "pid": 1, "step_seconds": step, "iteration_seconds": 10.0, "seconds": parts}
+    assert top.waits_for([device("first", step, (0.1, 0.1, 0.1)), device("second", step, seconds)]) == said
 
-    assert top.waits_for([device("first", (0.1, 0.1, 0.1)), device("second", seconds)]) == said
+
+@pytest.mark.parametrize(
+    ("world_size", "steps", "slowest", "said"),
+    [
+        (2, (1.0, 9.0), 8.9, "write second"),  # of which the first has nothing
+        (2, (9.0, 9.0), 8.9, "write second"),  # which the first waits for in its step
+        (2, (9.0, 9.0), 3.0, "gradients"),
+        (2, (1.0, 2.0), 1.9, "model"),
+        (3, (9.0, 9.0), 3.0, "ranks"),
+        (3, (1.0, 2.0), 1.9, "ranks"),
+        (3, (9.0, 9.0), 8.9, "write second"),
+    ],
+)
+def test_what_ranks_wait_for(world_size, steps, slowest, said):
+    first = device("first", steps[0], (0.1, 0.1, 0.1), world_size=world_size)
+    second = device("second", steps[1], (0.1, 0.1, slowest), world_size=world_size, rank=1, pid=2)
+    assert top.waits_for([first, second]) == said
+    assert top.waits_for([first, second | {"pid": None}]) == "ranks"
+
+
+@pytest.mark.parametrize(
+    ("step", "moving", "said"),
+    [(9.0, 0.5, "read second"), (4.0, 3.5, "network"), (4.0, 2.0, "trainers")],
+)
+def test_what_owners_wait_for(step, moving, said):
+    owners = {"world_size": 2, "trainers": 4}
+    first = device("first", 1.0, (0.1, 0.1, 0.1), transfer_seconds=0.1, **owners)
+    second = device("second", step, (4.0, 3.0, 3.5), transfer_seconds=moving, rank=1, pid=2, **owners)
+    assert top.waits_for([first, second]) == said
+
+
+def device(name, step, seconds, **other):
+    parts = dict(zip(("read", "update", "write"), seconds, strict=True))
+    told = {"directory": name, "step_seconds": step, "iteration_seconds": 10.0, "seconds": parts}
+    return {**told, "pid": 1, "rank": 0, "world_size": 1, "trainers": None, **other}
 
 
 def test_rates_are_those_between_two_looks():
