@@ -56,7 +56,9 @@ def sharded(*dims):
 
 def divided(net):
     """Tensor parallelism; what is not named is there whole."""
-    return parallelize_module(net, init_device_mesh("cpu", (2,)), {"body": ColwiseParallel(), "late": RowwiseParallel()})
+    return parallelize_module(
+        net, init_device_mesh("cpu", (2,)), {"body": ColwiseParallel(), "late": RowwiseParallel()}
+    )
 
 
 def divided_and_sharded(net):
