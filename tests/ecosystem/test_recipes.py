@@ -15,6 +15,7 @@ from trainers import library, llama
 
 from csd_optim import CSDAdam
 
+ALPHABET = "adefhlmnortwy -;?#$"  # of what is learned; the model has 20 tokens
 RECIPES = sorted(page.stem for page in ROOT.glob("docs/recipes/*.md"))
 
 
@@ -34,7 +35,7 @@ def recipe(tmp_path, monkeypatch):
         for folder in ("data", "nvme0", "nvme1"):
             (directory / folder).mkdir(parents=True, exist_ok=True)
         (directory / "data/train.txt").write_text("what a model may learn; " * 200)
-        example = json.dumps({"prompt": "how many?", "answer": "forty-two"})
+        example = json.dumps({"prompt": "how many?", "completion": "forty-two"})
         (directory / "data/train.jsonl").write_text(f"{example}\n" * 10)
         text, step = snippet.text, CSDAdam.step
         for line in [line for line in text.splitlines() if " = " in line and line.partition(" = ")[0].isupper()]:
@@ -70,15 +71,16 @@ def hub(monkeypatch):
     """transformers, with a model and a tokenizer that need no download."""
     transformers = library("transformers")
 
-    class Tokenizer:
-        def __call__(self, text, return_tensors):
-            return type("Encoded", (), {"input_ids": torch.tensor([[ord(c) % 20 for c in text]])})
+    tokenizers = library("tokenizers")
+    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(ALPHABET)}, "?"))
+    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="#", eos_token="$")
 
     def from_pretrained(name, dtype):
         return llama().to(dtype)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: Tokenizer())
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -106,6 +108,19 @@ def test_lightning(recipe):
 @pytest.mark.filterwarnings("ignore:there is no store")
 def test_sft(recipe, hub):
     goes_on(recipe, "sft", STEPS=4, BATCH=2)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
+def test_trl(recipe, hub, capsys):
+    library("trl")
+    ran = recipe("trl", STEPS=3)
+    assert ran["steps"] == ran["trainer"].state.global_step == 3
+    assert capsys.readouterr().out.count("'csd_optim/flash_write_bytes'") == 3
+    assert all(labels.count(-100) == len("how many?") for labels in ran["trainer"].train_dataset["labels"])
+    ran["trainer"].optimizer.optimizer.close()
+    assert (ran["directory"] / "data/model/model.safetensors").exists()
+    assert (ran["directory"] / "nvme0/csd_optim.store").stat().st_size > 0
 
 
 @pytest.mark.filterwarnings("ignore:there is no store")
