@@ -568,6 +568,7 @@ def without_a_compiler(reading):
 
 RECIPES = [s for s in snippets("python") if s.page.parent.name == "recipes"]  # test_recipes.py
 ON_RANKS = [s for s in snippets("python") if s.page.name == "distributed.md" and 'torch.load("state.pt"' not in s.text]
+SCRIPTS = [s for s in [*ON_RANKS, *RECIPES] if s.text.startswith("# ") and "init_process_group()" in s.text]
 
 
 @pytest.mark.filterwarnings("ignore:there is no store")
@@ -602,7 +603,7 @@ def free_ports(n):
 
 
 @pytest.mark.filterwarnings("ignore:there is no store")
-@each(s for s in ON_RANKS if s.text.startswith("# "))
+@each(SCRIPTS)
 def test_script_on_two_ranks(snippet, tmp_path):
     checkpoint = "/mnt/shared/checkpoint" in snippet.text
     for first, again in on_ranks(2, script, snippet, tmp_path, free_ports(2), directory=tmp_path):

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 import torch
-from test_docs import ROOT, on_page
+from test_docs import ROOT, SCRIPTS, on_page
 from trainers import library, llama
 
 from csd_optim import CSDAdam
@@ -166,4 +166,5 @@ def assert_same(model, other):
 
 def test_each_recipe_is_run():
     tests = {name.removeprefix("test_").replace("_", "-") for name in globals() if name.startswith("test_")}
+    tests |= {snippet.page.stem for snippet in SCRIPTS}  # by test_docs.py
     assert set(RECIPES) <= tests
