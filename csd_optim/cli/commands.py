@@ -21,7 +21,7 @@ import typer
 
 from .. import settings
 from ..devices import emulation
-from ..devices.units import parse_bytes, parse_rate
+from ..devices.units import parse_bytes, parse_link, parse_rate
 from .io import message, print_json, progress, reported
 
 app: typer.Typer = typer.Typer(
@@ -413,6 +413,13 @@ def plan(
     tbw: Annotated[
         str | None, typer.Option(help="What a device is rated to take: 600TB.", show_default="7PB for smartssd")
     ] = None,
+    trainers: Annotated[
+        int | None, typer.Option(min=1, help="With optimizer ranks: how many trainers.", show_default=False)
+    ] = None,
+    owners: Annotated[int, typer.Option(min=1, help="Optimizer ranks, with these devices each.")] = 1,
+    trainer_link: Annotated[str, typer.Option(help="A trainer's network, each way.")] = "100Gb/s",
+    owner_link: Annotated[str, typer.Option(help="An owner's network, each way.")] = "100Gb/s",
+    route: Annotated[str, typer.Option(help="How gradients get there: kept, slices, star, or auto.")] = "auto",
     place: Annotated[
         bool, typer.Option("--place", help="Which part of the states 'auto' would give each device, and why.")
     ] = False,
@@ -432,13 +439,16 @@ def plan(
         raise typer.BadParameter("plots a sweep: add --sweep devices=1..16", param_hint="--plot")
     if place and (sweep or n_devices):
         raise typer.BadParameter("is for devices that are named, and measured", param_hint="--place")
+    if trainers and (sweep or place):
+        raise typer.BadParameter("has neither --sweep nor --place", param_hint="--trainers")
     with reported():
         from ..engine import at_once
-        from ..planning import advice, model
+        from ..planning import advice, model, ranks
         from . import benchmark
         from .facts import measured_request, planned_placement
         from .optimizers import described
         from .output import show_placement, show_plan
+        from .plan_ranks import show_ranks
 
         planned, sections, hyper = described(optimizer, state_dtype)
         smartssd = model.smartssd(state_dtype, len(sections))
@@ -477,6 +487,14 @@ def plan(
         if not cpu:
             rate = at_once.engine_rate(benchmark.DTYPES[dtype], state_dtype, sections, hyper)
             request = replace(request, host=replace(request.host, update=rate), cpu_measured=True)
+        if trainers:
+            fleet = ranks.Fleet(trainers, owners, parse_link(trainer_link), parse_link(owner_link))
+            found = ranks.plan_ranks(request, fleet, route)
+            if as_json:
+                print_json("plan_ranks", **found)
+            else:
+                show_ranks(found)
+            return
         found = advice.plan(request, counts)
         if plot:
             advice.plot(found, plot)

@@ -41,6 +41,17 @@ def parse_rate(text: str, unit: str = "B") -> float:
         raise CSDValueError(f"Invalid rate: {text!r}; write for example 1.5G{unit}/s") from None
 
 
+def parse_link(text: str) -> float:
+    """`25Gb/s`, `400Mbit/s` → bytes per second; `3GB/s` too, with a large B. Raises CSDValueError."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGT]?)(b|bit|B)/s\s*", text)
+    try:
+        assert match is not None
+        rate = float(match[1]) * _UNITS[f"{match[2].upper()}B"]
+    except (AssertionError, ValueError):
+        raise CSDValueError(f"Invalid rate: {text!r}; write for example 25Gb/s, or 3GB/s for bytes") from None
+    return rate if match[3] == "B" else rate / 8
+
+
 def parse_seconds(text: str) -> float:
     """`100us`, `1.5 ms`, `2s` → seconds. Raises CSDValueError."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*(s|ms|us)\s*", text)

@@ -1,0 +1,257 @@
+"""`csd-optim plan --trainers`: the simulation against closed formulas, against what was measured, and the command."""
+
+import itertools
+import json
+import math
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from csd_optim import CSDValueError
+from csd_optim.devices.units import parse_link
+from csd_optim.planning import ranks
+from csd_optim.planning.advice import Request
+from csd_optim.planning.model import Device, Host
+from csd_optim.planning.ranks import DRIVES, LINKS, Fleet, Stage, at_least, iteration, plan_ranks, simulate
+
+GBIT = 1e9 / 8
+PAGE = Path(__file__).parents[2] / "docs/optimizer-ranks.md"
+
+
+def request(params=7e9, devices=4, drive=5e9, cpu=1.4e9, **gpu):
+    """Drives of `drive` bytes per second, read and written at once."""
+    return Request(int(params), devices, Host(update=cpu), drive=Device(drive, drive, drive, on_host=True), **gpu)
+
+
+FREE = {"drive": math.inf, "cpu": math.inf}  # owners that take no time
+
+
+# ---- closed formulas -----------------------------------------------------------------
+
+
+def moved(way, n, m, s):
+    """Bytes of a step that pass a trainer and an owner, each way, of s bytes of parameters."""
+    among, share, star = s * (n - 1) / n, s / n, n * s / m
+    return {
+        "adamw": (2 * among, 0),
+        "local": (3 * among, 0),
+        "kept": (3 * among + share, s / m),
+        "slices": (2 * among + share, s / m),
+        "star": (s, star),
+    }[way]
+
+
+@pytest.mark.parametrize("way", ranks.WAYS)
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (4, 1), (8, 3), (125, 16)])
+def test_bytes_per_link(way, n, m):
+    found = plan_ranks(request(1e9), Fleet(n, m, 3e9, 12e9))
+    row = next(row for row in found["ways"] if row["way"] == way)
+    trainer, owner = moved(way, n, m, 2e9)
+    wanted = {"trainer out": trainer, "trainer in": trainer, "owner in": owner, "owner out": owner}
+    assert {link: row["bytes"].get(link, 0) for link in LINKS} == pytest.approx(wanted)
+    assert row["busy"]["trainer out"] == pytest.approx(trainer / 3e9)
+    assert row["busy"].get("owner in", 0) == pytest.approx(owner / 12e9)
+    machines = {"adamw": None, "local": n}.get(way, m)
+    assert row["busy"].get(DRIVES) == (pytest.approx(24e9 / (machines * 20e9)) if machines else None)
+
+
+@pytest.mark.parametrize("way", ranks.WAYS)
+def test_no_simulation_is_below_the_formula(way):
+    fleets = [Fleet(*f) for f in itertools.product((1, 3, 64), (1, 4), (1e9, 50e9), (1e9, 50e9))]
+    for fleet, backward, drive in itertools.product(fleets, (0, 3.0), (1e9, math.inf)):
+        r = request(1e9, drive=drive, forward=backward / 2, backward=backward)
+        least = at_least(way, r, fleet) * (1 - 1e-9)
+        assert least <= iteration(way, r, fleet, flowing=True) <= iteration(way, r, fleet) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("way", ranks.WAYS)
+@pytest.mark.parametrize(
+    ("bound", "fleet", "made"),
+    [
+        ("trainer", Fleet(8, 2, 1e8, 1e12), FREE),
+        ("owner", Fleet(8, 2, 1e12, 1e8), FREE),
+        (DRIVES, Fleet(8, 2, 1e12, 1e12), {"drive": 1e8}),
+        ("update", Fleet(8, 2, 1e12, 1e12), {"cpu": 1e7, "drive": math.inf}),
+        ("compute", Fleet(8, 2, 1e12, 1e12), {"forward": 10.0, "backward": 20.0} | FREE),
+    ],
+)
+def test_simulation_is_the_formula_where_one_thing_dominates(way, bound, fleet, made):
+    r = request(1e9, **made)
+    busy = ranks.busy(way, r, fleet)
+    name = max(busy, key=lambda name: busy[name])
+    if not name.startswith(bound):
+        assert way in ranks.BESIDE  # which have no owners
+        return
+    assert iteration(way, r, fleet, flowing=True) == pytest.approx(at_least(way, r, fleet), rel=0.05)
+
+
+# ---- the simulation ------------------------------------------------------------------
+
+
+def test_simulation_by_hand():
+    fleet = Fleet(2, 1, 1.0, 1.0)
+    a, b = Stage("a", {"trainer out": 4.0}, {}), Stage("b", {"owner in": 8.0}, {"update": 2.0})
+    assert simulate([a], fleet, [0, 0]) == 4  # one after another
+    assert simulate([a], fleet, [0, 10]) == 12  # the second comes late
+    assert simulate([a, b], fleet, [0, 0]) == 10  # the second waits for the owner from 4 to 6
+    assert simulate([a, replace(b, waits_for_all=True)], fleet, [0, 0]) == 12
+    back = Stage("c", {"trainer out": 4.0}, {})  # as the link is busy with other buckets: 0 to 4, then 4 to 8
+    assert simulate([a, back], fleet, [0, 0]) == 8
+    assert simulate([a, Stage("d", {"trainer in": 4.0}, {})], fleet, [0, 0]) == 6  # it works both ways at once
+
+
+def test_what_waits():
+    """Owners that agree first update when all is there; trainers push in backward, or after it."""
+    r, fleet = request(1e9, forward=1.0, backward=4.0, drive=3e9, cpu=math.inf), Fleet(4, 2, 1e12, 1e12)
+    update = 12e9 * 2 / (2 * 4 * 3e9)
+    assert iteration("slices", r, fleet) == pytest.approx(1 + 4 + update, rel=0.01)
+    assert iteration("slices", r, fleet, flowing=True) == pytest.approx(1 + 4, rel=0.02)
+    assert iteration("kept", r, fleet, flowing=True) == pytest.approx(1 + 4 + update, rel=0.01)
+    assert iteration("slices", replace(r, accumulate=3), fleet) == pytest.approx(15 + update, rel=0.01)
+
+
+def test_measured_on_paced_links():
+    """Four trainers of 400 Mb/s, 20 MB, nothing to update: a prototype's times, which nothing was fitted to."""
+    r = request(10e6, **FREE)
+    for way, owner_link, measured in [
+        ("adamw", 0.4, 0.64),
+        ("slices", 0.4, 0.82),
+        ("slices", 1.6, 0.82),
+        ("star", 0.4, 2.12),
+        ("star", 1.6, 0.50),
+    ]:
+        found = iteration(way, r, Fleet(4, 1, 0.4 * GBIT, owner_link * GBIT), flowing=True)
+        assert 0.75 * measured <= found <= measured
+
+
+# ---- what is advised -----------------------------------------------------------------
+
+
+def test_how_many_owners_are_enough():
+    r, fleet = request(7e9, forward=2.0, backward=4.0), Fleet(8, 1, 100 * GBIT, 100 * GBIT)
+    for route, how in itertools.product(ranks.ROUTES, ("built", "flowing")):
+        enough, flowing = plan_ranks(r, fleet, route)["enough_owners"][how], how == "flowing"
+        without = iteration(
+            route, request(7e9, forward=2.0, backward=4.0, **FREE), Fleet(8, 1, 100 * GBIT, 1e30), flowing
+        )
+        slower, faster = (iteration(route, r, replace(fleet, owners=n), flowing) for n in (enough - 1, enough))
+        assert faster <= ranks.HIDDEN * without < slower
+    assert ranks.enough_owners("slices", request(1e12, drive=1e6), fleet) is None
+
+
+def test_break_even_against_drives_in_the_trainers():
+    r, fleet = request(7e9), Fleet(8, 4, 100 * GBIT, 100 * GBIT)
+    found = plan_ranks(r, fleet, "slices")["break_even"]
+    local = iteration("local", r, fleet)
+    slower, faster = (iteration("slices", r, replace(fleet, owners=found["owners"] + k)) for k in (-1, 0))
+    assert faster <= local < slower
+    ours = iteration("slices", r, fleet)
+    few, many = (iteration("local", replace(r, devices=found["drives_per_trainer"] + k), fleet) for k in (-1, 0))
+    assert many <= ours < few
+    # A third pass of the trainers' links is what no drive makes good.
+    assert plan_ranks(r, Fleet(8, 4, GBIT, 100 * GBIT), "slices")["break_even"]["drives_per_trainer"] is None
+
+
+def test_auto_takes_the_fastest():
+    r = request(7e9)
+    for fleet in (Fleet(8, 2, GBIT, 100 * GBIT), Fleet(125, 4, 100 * GBIT, 10 * GBIT), Fleet(1, 1, 1e30, 1e30)):
+        rows = {row["way"]: row for row in plan_ranks(r, fleet)["ways"]}
+        (chosen,) = (way for way, row in rows.items() if row["chosen"])
+        assert rows[chosen]["iteration"] == min(rows[way]["iteration"] for way in ranks.ROUTES)
+
+
+@pytest.mark.parametrize(
+    ("r", "fleet", "route", "said"),
+    [
+        (request(), Fleet(0, 1, 1, 1), "auto", "trainers: 0"),
+        (request(), Fleet(1, 0, 1, 1), "auto", "owners: 0"),
+        (request(), Fleet(1, 1, 0, 1), "auto", "trainer_link 0"),
+        (request(), Fleet(1, 1, 1, -1), "auto", "owner_link -1"),
+        (request(), Fleet(1, 1, 1, 1), "ring", "route: 'ring'"),
+        (replace(request(), topk=0.01), Fleet(1, 1, 1, 1), "auto", "topk: 0.01"),
+        (replace(request(), devices=0), Fleet(1, 1, 1, 1), "auto", "devices: 0"),
+    ],
+)
+def test_refused(r, fleet, route, said):
+    with pytest.raises(CSDValueError, match=re.escape(said)):
+        plan_ranks(r, fleet, route)
+
+
+# ---- the command ---------------------------------------------------------------------
+
+COMMAND = "plan --params 7B --devices 4 --cpu 1.4G/s --trainers 8 --owners 2 --trainer-link 25Gb/s --owner-link 100Gb/s"
+
+
+def test_links_are_parsed():
+    assert parse_link("25Gb/s") == 25 * GBIT == parse_link("25 Gbit/s")
+    assert (parse_link("3GB/s"), parse_link("400Mb/s"), parse_link("1kb/s")) == (3e9, 50e6, 125)
+    for text in ("25Gbps", "25G", "Gb/s", "1.2.3Gb/s", "25gb"):
+        with pytest.raises(CSDValueError, match="25Gb/s"):
+            parse_link(text)
+
+
+def test_command_for_programs(run):
+    code, out, err = run(*shlex.split(COMMAND), "--json")
+    assert (code, err.strip()) == (0, "")
+    found = json.loads(out, parse_constant=pytest.fail)  # no Infinity, no NaN
+    assert found["schema"] == "csd_optim.plan_ranks/1"
+    asked = found["request"]
+    assert (asked["trainers"], asked["owners"], asked["devices"], asked["params"]) == (8, 2, 4, 7e9)
+    assert (asked["trainer_link"], asked["owner_link"]) == (25 * GBIT, 100 * GBIT)
+    assert [row["way"] for row in found["ways"]] == list(ranks.WAYS)
+    wanted = plan_ranks(Request(int(7e9), 4, Host(update=1.4e9)), Fleet(8, 2, 25 * GBIT, 100 * GBIT))
+    assert found["ways"] == json.loads(json.dumps(wanted["ways"]))
+
+
+def test_command_for_people(run):
+    code, out, err = run(*shlex.split(COMMAND), "--route", "star", "--forward", "2", "--backward", "4")
+    assert (code, err.strip()) == (0, "")
+    for text in (
+        "8 trainers, 2 owners",
+        "25 Gb/s each way; forward 2 s, backward 4 s",
+        "owners, slices: after reduce-scatter ",
+        "forward and backward",
+        "56.0 GB",
+        "route   star",
+    ):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ("--sweep devices=1..3", 2, "neither --sweep nor --place"),
+        ("--trainer-link 25Gbps", 1, "Invalid rate: '25Gbps'"),
+        ("--route ring", 1, "Invalid route"),
+        ("--topk 0.01", 1, "Invalid topk"),
+    ],
+)
+def test_wrong_commands(run, arguments, status, said):
+    code, out, err = run(*shlex.split(COMMAND), *shlex.split(arguments))
+    assert (code, out) == (status, "")
+    assert said in " ".join(err.split())
+
+
+ROW = re.compile(r"^\| `(--params [^`]+)` \| (.+) \|$", re.M)
+
+
+@pytest.mark.parametrize(("options", "cells"), ROW.findall(PAGE.read_text()))
+def test_the_table_of_the_page(run, options, cells):
+    code, out, _ = run("plan", *shlex.split(options), "--cpu", "1.4G/s", "--json")
+    assert code == 0
+    rows = {row["way"]: row for row in json.loads(out)["ways"]}
+    wanted = [f"{rows[way]['iteration']:.1f}" for way in ranks.BESIDE]
+    wanted += [f"{rows[way]['iteration']:.1f}, {rows[way]['iteration_flowing']:.1f}" for way in ranks.ROUTES]
+    assert cells.split(" | ") == wanted
+
+
+def test_the_page_has_a_table():
+    assert [re.search("--trainers ([0-9]+)", options)[1] for options, _ in ROW.findall(PAGE.read_text())] == [
+        "8",
+        "125",
+        "125",
+        "1000",
+    ]
