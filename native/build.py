@@ -18,6 +18,7 @@ SOURCES = [
     "transfer",
     "updater",
     "topk",
+    "summands",
     "crc32c",
     "memory",
     "numa",

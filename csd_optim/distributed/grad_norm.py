@@ -12,16 +12,16 @@ from .ranks import device_of
 from .sharding import Partition
 
 
-def global_norm(params: Iterable[tuple[torch.Tensor, Partition]]) -> float:
-    """The 2-norm of the gradients of these parameters, which may have none, as if they were one vector; in fp32.
+def global_norm(grads: Iterable[tuple[torch.Tensor | None, Partition]]) -> float:
+    """The 2-norm of all gradients, as if they were one vector; in fp32.
 
+    `grads`: what this process has of each (None: there is none), and how its parameter is divided.
     A collective of those process groups over which parameters are divided.
     """
     norms: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    for p, part in params:
+    for g, part in grads:
         there = norms.setdefault(part.groups(), [])
-        if p.grad is not None:
-            g = part.local(p.grad)
+        if g is not None:
             there.append(torch.linalg.vector_norm(g, dtype=torch.complex64 if g.is_complex() else torch.float32))
     totals = [_over_groups(groups, _together(there)) for groups, there in norms.items()]
     return float(_together(totals))

@@ -51,10 +51,12 @@ from ..signals import defer_signals
 from ..step.agreement import agree_on_step
 from ..step.joining import StepHook
 from ..step.prepare import (
+    NO_SUMS,
     GradOptions,
     Participants,
     PreparedStep,
     StepPlan,
+    Sums,
     add_residuals,
     apply_outside_writes,
     bind,
@@ -200,7 +202,9 @@ class CSDOptimizer(Optimizer, Joinable):
         self._state_map = StateMap(self._rule, ranks, sharded=sharded, state_dtype=state_dtype)
         self._runner = StepRunner(self._state_map, ranks)
         self._resume = Resume(self._state_map, ranks)
-        self._grad_factor = 1.0  # beside the loss scale: of trainers, where this is the optimizer of an owner
+        # Where this is the optimizer of an owner: a factor of trainers, beside the loss scale, and their gradients.
+        self._grad_factor = 1.0
+        self._sums: Sums = NO_SUMS
         self._descending = False  # what the ranks share of the step under way goes from the last to the first
         self._joined = False  # taking a step of the others: this rank has no more data
         self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
@@ -611,7 +615,9 @@ class CSDOptimizer(Optimizer, Joinable):
             if self.max_grad_norm is None:
                 step = self._prepare(engine, taking_part, grad_scale)
         if self.max_grad_norm is not None:  # a collective: not where a rank may have raised
-            scale, self._grad_norm = clip_scale(self.param_groups, self._state_map, grad_scale, self.max_grad_norm)
+            scale, self._grad_norm = clip_scale(
+                self.param_groups, self._state_map, grad_scale, self.max_grad_norm, self._sums
+            )
             with all_ranks_or_none(self._ranks):
                 step = self._prepare(engine, taking_part, grad_scale * scale)
         if self._mode.launch(step, record):
@@ -655,7 +661,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @property
     def _grad_options(self) -> GradOptions:
-        return GradOptions(self.grad_dtype, self.topk, self.topk_warmup, self.error_feedback)
+        return GradOptions(self.grad_dtype, self.topk, self.topk_warmup, self.error_feedback, self._sums)
 
     def _prepare(self, engine: Engine, taking_part: Participants, grad_scale: float) -> PreparedStep | None:
         """A step that is ready to run; None: there is no gradient."""

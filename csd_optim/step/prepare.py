@@ -11,9 +11,10 @@ The update rule is handed in: nothing here knows what it computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +25,14 @@ from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
 from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
 from ..distributed.grad_norm import global_norm
+from ..distributed.sharding import Partition
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError
 from ..params.grad_source import GradSource
 from ..params.groups import Groups, members
 from ..params.param_state import ParamState
 from ..params.state_map import StateMap
+from ..params.summed import Summand, table_of, total
 from ..params.update_rule import UpdateRule
 from .all_gather import ParamAllGather
 from .staging import StagingRing
@@ -39,6 +42,11 @@ from .staging import StagingRing
 EDIT_BYTES = 256 << 20
 
 
+# Of parameters, by id: gradients of which theirs is the sum. What they have in `grad` stands for it.
+Sums = Mapping[int, Sequence[Summand]]
+NO_SUMS: Sums = MappingProxyType({})
+
+
 class GradOptions(NamedTuple):
     """How gradients travel: the optimizer's arguments of these names, as they are in this step."""
 
@@ -46,6 +54,7 @@ class GradOptions(NamedTuple):
     topk: float | None
     topk_warmup: int
     error_feedback: bool
+    sums: Sums = NO_SUMS
 
 
 class Participants(NamedTuple):
@@ -98,6 +107,7 @@ class PreparedStep:
     unscaled: bool  # gradients can be told from the scale: what is sent whole is owed no more
     # What somebody set parameters to whose masters only the step finds out about, by row: an undone step gives it back
     set_to: dict[int, torch.Tensor] = field(default_factory=dict)
+    summands: list[np.ndarray[Any, Any]] = field(default_factory=list)  # to which the table refers
     whole: bool = False
     # How it flows: see StepRunner.make_ready()
     tiles: np.ndarray[Any, Any] = field(init=False)
@@ -128,12 +138,23 @@ def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participant
     return Participants(params, grads, groups_of)
 
 
-def clip_scale(groups: Groups, state_map: StateMap, grad_scale: float, max_norm: float) -> tuple[float, float]:
+def clip_scale(
+    groups: Groups, state_map: StateMap, grad_scale: float, max_norm: float, sums: Sums = NO_SUMS
+) -> tuple[float, float]:
     """What brings the gradients down to `max_norm`, and their norm. As torch.nn.utils.clip_grad_norm_, but in fp32.
 
     A collective of the process groups over which parameters are divided.
     """
-    norm = global_norm((p, state_map.part(p)) for _, _, p in members(groups)) * abs(grad_scale)
+
+    def grads() -> Iterator[tuple[torch.Tensor | None, Partition]]:
+        for _, _, p in members(groups):
+            part = state_map.part(p)
+            if id(p) in sums:
+                yield total(sums[id(p)], part.local(p)), part  # one after another: all of them are seldom in memory
+            else:
+                yield None if p.grad is None else part.local(p.grad), part
+
+    norm = global_norm(grads()) * abs(grad_scale)
     return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm, norm
 
 
@@ -250,13 +271,24 @@ def prepare(
     _tell_codes(bound.coded, steps, table)
     sources = _reach(plan, grads, table, options.grad_dtype)
     may_owe = options.error_feedback and bool(engine.residuals)
+    summands = _sum(plan, options.sums, table)
     owing = np.array([may_owe and b.residual is not None for b in plan.param_states])
     topk = ratios(plan.params, owing, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
     owed = _compress(plan, grads, steps, topk, table, sources, options)
     by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
     unscaled = bool(inverse_of(grad_scale))
     return PreparedStep(
-        plan, by_row, steps, table, hypers, sources, bound.written, owed, options.error_feedback, unscaled
+        plan,
+        by_row,
+        steps,
+        table,
+        hypers,
+        sources,
+        bound.written,
+        owed,
+        options.error_feedback,
+        unscaled,
+        summands=summands,
     )
 
 
@@ -330,6 +362,18 @@ def _reach(
         row["grad_dtype"], row["param_dtype"] = DTYPE_CODES[source.grad_dtype], DTYPE_CODES[source.param.dtype]
     table["grad"][plan.rows] = np.array(pointers, np.uint64)
     return sources
+
+
+def _sum(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Says in the table which gradients are sums, and returns of what, to be kept until the step is over."""
+    tables = []
+    for param_state in plan.param_states:
+        if summands := sums.get(id(param_state.param)):
+            row = table[param_state.index]
+            tables.append(table_of(summands))
+            row["grad_dtype"] = DTYPE_CODES[torch.float32]
+            row["summands"], row["n_summands"] = tables[-1].ctypes.data, len(summands)
+    return tables
 
 
 def _tell_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> None:

@@ -237,6 +237,16 @@ enum csd_master {
   CSD_UNCOMPARED = 5
 };
 
+/* One of several gradients whose sum a parameter's gradient is: of all its elements, where csd_param.grad has them. */
+typedef struct csd_summand {
+  const void *values;
+  uint32_t dtype; /* csd_dtype; of entries 16 bits */
+  /* 0: `values` are one per element. Else entries (Top-K, csd_kernel.h): those of each `run_elems` elements, as of a
+   * tile by themselves, have so many words, from a new multiple of that on. Who is no entry of a block counts zero. */
+  uint32_t run_words;
+  uint64_t run_elems;
+} csd_summand;
+
 /* One parameter of this step. `grad` NULL: it has none, and keeps every bit. */
 typedef struct csd_param {
   const void *grad; /* read; alive until csd_engine_finish */
@@ -260,6 +270,11 @@ typedef struct csd_param {
    * them, rounded to nearest, also where there is no gradient. A master that the parameter is not the rounded of stays
    * all the same, but with CSD_UNLESS_SET */
   const float *edited[4];
+  /* The gradient is the sum of `n_summands`, taken in fp32 in their order: then `grad` is any address, and `grad_dtype`
+   * CSD_F32, which is what a device gets. Nothing of it is kept: a tile's update sums as it goes. Not with Top-K, images
+   * or gradients that are named by tile. Both are read like `grad`; 0: it is at `grad`. */
+  const csd_summand *summands;
+  uint64_t n_summands;
 } csd_param;
 
 /* In which order the tiles of a device flow. */
@@ -496,6 +511,10 @@ int32_t csd_isa_used(void);
 /* Update threads shared by all engines of the process; as many as the CPUs it may run on unless set. */
 int csd_threads_use(uint32_t n, csd_error *error);
 uint32_t csd_threads_used(void);
+
+/* The sum alone, on the calling thread: of elements [first, first + n) of `n_summands` gradients, at least one. */
+int csd_sum(const csd_summand *summands, uint64_t n_summands, int32_t isa, uint64_t first, uint64_t n, float *sum,
+            csd_error *error);
 
 /* How many of the `n` gradients of a piece Top-K sends: max(1, n * ratio, rounded to nearest even); 0 of 0. */
 uint64_t csd_topk_count(double ratio, uint64_t n);

@@ -8,6 +8,7 @@
 #include "float16.h"
 #include "memory.h"
 #include "pool.h"
+#include "summands.h"
 #include "topk.h"
 #include "updater.h"
 
@@ -19,10 +20,11 @@ constexpr uint64_t kBlock = 16 * 1024;
 
 float *floats(char *section, uint64_t first) { return reinterpret_cast<float *>(section) + first; }
 
-// What a step does to elements [first, first + n) of a piece, and where their gradients and parameters are.
+// What a step does to elements [first, first + n) of a piece, and where their gradients and parameters are. `scratch`: for
+// gradients that are not there as they are.
 template <typename Span>
 Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, Work &work, Entries &entries,
-             uint16_t *dense) {
+             float *scratch) {
   const csd_param &p = work.params[piece.param];
   const uint64_t in_piece = first - piece.tile_first;
   Span span{};
@@ -31,9 +33,16 @@ Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &til
   span.param = param_at(piece, work, in_piece);
   span.param_dtype = p.param_dtype;
   if (is_sparse(p)) {
+    auto *const dense = reinterpret_cast<uint16_t *>(scratch);
     entries.expand(first, n, dense);
     span.grad = dense;
     span.grad_dtype = p.topk_dtype;
+  } else if (p.n_summands) {
+    sum_up(p.summands, p.n_summands, piece.param_first + in_piece, n, scratch,
+           used_isa.load(std::memory_order_relaxed));
+    span.grad = scratch;
+    span.grad_dtype = p.grad_dtype;
+    work.pushed += dtype_bytes(p.grad_dtype) * n;
   } else {
     span.grad = grad_at(piece, tile, work, in_piece);
     span.grad_dtype = p.grad_dtype;
@@ -48,8 +57,8 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
                   Work &work, Entries &entries) {
   const csd_param &p = work.params[piece.param];
   if (!grad_of(piece, tile, work)) return;
-  alignas(64) uint16_t dense[kBlock];
-  auto span = span_of<Span>(piece, first, n, tile, work, entries, dense);
+  alignas(64) float scratch[kBlock];
+  auto span = span_of<Span>(piece, first, n, tile, work, entries, scratch);
   span.unless_set = p.master == CSD_UNLESS_SET;
   for (uint32_t s = 0; s < tile.layout.n(); s++) span.state[s] = floats(sections[s], first);
   if (p.master == CSD_IN_PARAM) {
@@ -145,8 +154,8 @@ void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
     if (own && checks) take_checks(static_cast<const uint16_t *>(own), n, checks);
     return;
   }
-  alignas(64) uint16_t dense[kBlock];
-  auto span = span_of<CodedSpan>(piece, first, n, tile, work, entries, dense);
+  alignas(64) float scratch[kBlock];
+  auto span = span_of<CodedSpan>(piece, first, n, tile, work, entries, scratch);
   span.codes = codes;
   span.key = key_of(p, in_param);
   if (own && !work.grad_image) span.param = nullptr;  // it is there already

@@ -22,6 +22,7 @@
 #include "crc32c.h"
 #include "csd_kernel.h"
 #include "device_file.h"
+#include "summands.h"
 #include "topk.h"
 #include "updater.h"
 
@@ -288,8 +289,10 @@ class XrtDevice : public FileDevice {
                                    sparse,
                                    coded ? key_of(param, p->param_first) : 0};
       if (!sparse) {
-        memcpy(frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words, grad_at(*p, tile, work, 0),
-               p->elems * dtype_bytes(param.grad_dtype));
+        char *const to = frame.grad.bytes() + uint64_t{kWordBytes} * load.grad_words;
+        if (param.n_summands)
+          sum_up(param.summands, param.n_summands, p->param_first, p->elems, reinterpret_cast<float *>(to), used_isa);
+        else memcpy(to, grad_at(*p, tile, work, 0), p->elems * dtype_bytes(param.grad_dtype));
         load.grad_words += words(p->elems, param.grad_dtype);
       }
       load.param_words += words(p->elems, param.param_dtype);

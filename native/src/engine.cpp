@@ -7,6 +7,7 @@
 
 #include "memory.h"
 #include "pool.h"
+#include "summands.h"
 #include "topk.h"
 #include "updater.h"
 
@@ -68,6 +69,11 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
                (params[i].topk == 0 || params[i].topk_dtype == CSD_F16 || params[i].topk_dtype == CSD_BF16)))
       throw Failure{CSD_EINVAL, "Top-K of parameter " + std::to_string(i) +
                                     " is not a share from 0 to 1, or sends no values of 16 bits"};
+    else if (params[i].grad && params[i].n_summands) {
+      check_summands(params[i].summands, params[i].n_summands);
+      if (params[i].grad_dtype != CSD_F32 || params[i].topk != 0)
+        throw Failure{CSD_EINVAL, "parameter " + std::to_string(i) + " is summed, which is in fp32 and without Top-K"};
+    }
   std::vector<bool> named(tiles_.size());
   for (uint32_t i = 0; i < n_tiles; i++) {
     if (tiles[i] >= tiles_.size()) throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i])};
@@ -291,6 +297,10 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
   if (!grad && std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
                            [this](const csd_piece &p) { return params_[p.param].in_image; }))
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has parameters in an image, and no image"};
+  if (grad && std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
+                          [this](const csd_piece &p) { return params_[p.param].n_summands; }))
+    throw Failure{CSD_EINVAL,
+                  "tile " + std::to_string(tile) + " has summed gradients, and no place for them in an image"};
   if (order_ == CSD_AS_PUSHED) lane(*job).pushed.push_back(job);
   job->work.grad_image = grad;
   job->work.param_image = param;
@@ -306,9 +316,11 @@ void Engine::push_grads(uint32_t tile, const void *const *grads) {
   const Tile &t = *job.tile;
   if (guess_ && !released_) throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
   for (uint64_t i = 0; i < t.n_pieces; i++)
-    if (const csd_param &row = params_[t.pieces[i].param]; is_sparse(row) || row.in_image || (grads[i] && !row.grad))
-      throw Failure{CSD_EINVAL, "parameter " + std::to_string(t.pieces[i].param) +
-                                    " has Top-K, lies in an image, or has a gradient here and none in the step"};
+    if (const csd_param &row = params_[t.pieces[i].param];
+        is_sparse(row) || row.n_summands || row.in_image || (grads[i] && !row.grad))
+      throw Failure{CSD_EINVAL,
+                    "parameter " + std::to_string(t.pieces[i].param) +
+                        " has Top-K, is summed, lies in an image, or has a gradient here and none in the step"};
   job.grads.assign(grads, grads + t.n_pieces);
   if (order_ == CSD_AS_PUSHED) lane(job).pushed.push_back(&job);
   job.work.grads = job.grads.data();

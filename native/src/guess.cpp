@@ -20,7 +20,7 @@ const char *bytes_at(const void *from, uint32_t dtype, uint64_t element) {
 
 // Do they say the same, wherever their gradients and parameters lie?
 bool same_row(const csd_param &a, csd_param b) {
-  static_assert(sizeof b == 96, "no bytes that belong to no field");
+  static_assert(sizeof b == 112, "no bytes that belong to no field");
   if (!a.grad != !b.grad || !a.param != !b.param) return false;
   b.grad = a.grad, b.param = a.param;
   return memcmp(&a, &b, sizeof b) == 0;
@@ -66,9 +66,10 @@ void Engine::push_early(uint32_t tile, const void *const *grads, void *hold) {
   if (!hold) throw Failure{CSD_EINVAL, "no memory to hold tile " + std::to_string(tile)};
   for (uint64_t i = 0; i < t.n_pieces; i++)
     if (const csd_param &row = params_[t.pieces[i].param];
-        is_sparse(row) || row.in_image || !grads[i] != !row.grad || (row.grad && !row.param))
-      throw Failure{CSD_EINVAL, "parameter " + std::to_string(t.pieces[i].param) +
-                                    " has Top-K, a gradient here and none in the step, or nowhere to be"};
+        is_sparse(row) || row.n_summands || row.in_image || !grads[i] != !row.grad || (row.grad && !row.param))
+      throw Failure{CSD_EINVAL,
+                    "parameter " + std::to_string(t.pieces[i].param) +
+                        " has Top-K, is summed, has a gradient here and none in the step, or nowhere to be"};
   // All that may fail comes first.
   std::list<Pool::Task> copies, give;
   copies.push_back([this, &job, from = std::vector<const void *>(grads, grads + t.n_pieces)] { copy(job, from); });

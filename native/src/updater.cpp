@@ -8,6 +8,7 @@
 #include "codec.h"
 #include "float16.h"
 #include "rules.h"
+#include "summands.h"
 #include "topk.h"
 
 #if defined(__x86_64__)
@@ -18,15 +19,16 @@
 #define CSD_X86 0
 #endif
 
-// updater_loop.h, codec_loop.h and topk_loop.h are compiled once per instruction set. The compiler vectorises the rule; only the
-// 16-bit conversions, for which it has no pattern, are spelled in intrinsics. -ffp-contract=off and IEEE division and
-// square root make all of them compute the same bits.
+// updater_loop.h, codec_loop.h, summands_loop.h and topk_loop.h are compiled once per instruction set. The compiler
+// vectorises the rule; only the 16-bit conversions, for which it has no pattern, are spelled in intrinsics.
+// -ffp-contract=off and IEEE division and square root make all of them compute the same bits.
 
 #define CSD_SIMD 0
 namespace csd::scalar {
 #include "updater_loop.h"
 // use it
 #include "codec_loop.h"
+#include "summands_loop.h"
 #include "topk_loop.h"
 }  // namespace csd::scalar
 #undef CSD_SIMD
@@ -43,6 +45,7 @@ namespace csd::avx2 {
 #include "updater_loop.h"
 // use it
 #include "codec_loop.h"
+#include "summands_loop.h"
 #include "topk_loop.h"
 }  // namespace csd::avx2
 #if defined(__clang__)
@@ -63,6 +66,7 @@ namespace csd::avx512 {
 #include "updater_loop.h"
 // use it
 #include "codec_loop.h"
+#include "summands_loop.h"
 #include "topk_loop.h"
 }  // namespace csd::avx512
 #if defined(__clang__)
@@ -105,6 +109,10 @@ SectionRange sections_of(uint32_t rule) noexcept {
     default:
       return {};
   }
+}
+
+void add_dense(const void *values, uint32_t dtype, uint64_t n, bool first, float *sum, int32_t isa) {
+  CSD_IN(isa, add_dense(values, dtype, n, first, sum));
 }
 
 uint64_t update(const Span &span, int32_t isa) { return CSD_IN(isa, update(span)); }
