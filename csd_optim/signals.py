@@ -1,13 +1,22 @@
-"""Ctrl-C, and every other signal that Python code handles, waits until a step is whole."""
+"""Ctrl-C, and every other signal that Python code handles, waits until a step is whole.
+
+But not for long if that waits for other machines, see interruptible().
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+GRACE = 5.0  # seconds that whoever waits for other machines still has after Ctrl-C
 
 _ALL = sorted(signal.valid_signals())
 
@@ -27,11 +36,13 @@ def defer_signals() -> Iterator[None]:
 def _held(number: int, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     holding = True
     arrived: list[FrameType | None] = []
+    raises = _raises(handler)
 
     def hold(signum: int, frame: FrameType | None) -> None:
         # Forwards once the step is over: another handler's exception may come before this one is taken out again.
         arrived.append(frame) if holding else handler(signum, frame)
 
+    hold.raises = raises  # type: ignore[attr-defined]
     try:
         signal.signal(number, hold)
         yield
@@ -40,3 +51,61 @@ def _held(number: int, handler: Callable[[int, FrameType | None], Any]) -> Itera
         signal.signal(number, handler)
         if arrived:
             handler(number, arrived[-1])
+
+
+def _raises(handler: Any) -> bool:
+    """Is this what makes KeyboardInterrupt of Ctrl-C, now or at the end of a step?"""
+    return handler is signal.default_int_handler or getattr(handler, "raises", False)
+
+
+@contextlib.contextmanager
+def interruptible(give_up: Callable[[], None]) -> Iterator[None]:
+    """While the main thread waits within, outside of Python, no handler of a signal runs. This is called then.
+
+    On another thread, GRACE seconds after Ctrl-C or when it comes once more, if that raises KeyboardInterrupt.
+    """
+    if threading.current_thread() is not threading.main_thread() or not _raises(signal.getsignal(signal.SIGINT)):
+        yield
+        return
+    watcher = _watcher(os.getpid())
+    before = signal.set_wakeup_fd(watcher.heard, warn_on_full_buffer=False)
+    try:
+        with watcher.lock:
+            watcher.give_up, watcher.tells = give_up, before
+        yield
+    finally:
+        with watcher.lock:
+            watcher.give_up = watcher.since = None
+        signal.set_wakeup_fd(before)
+
+
+class _Watcher:
+    """Of a process: a thread that gets the numbers of signals as they come."""
+
+    def __init__(self) -> None:
+        self._hears, self.heard = os.pipe()
+        os.set_blocking(self.heard, False)
+        self.lock = threading.Lock()
+        self.give_up: Callable[[], None] | None = None
+        self.since: float | None = None  # when Ctrl-C came
+        self.tells = -1  # whoever wants to hear of signals, too: asyncio, say
+        threading.Thread(target=self._run, daemon=True, name="csd_optim signals").start()
+
+    def _run(self) -> None:
+        while True:
+            since = self.since
+            left = None if since is None else max(0.0, since + GRACE - time.monotonic())
+            came = os.read(self._hears, 64) if select.select([self._hears], [], [], left)[0] else b""
+            with self.lock, contextlib.suppress(OSError):
+                if self.give_up and signal.SIGINT in came and self.since is None and GRACE:
+                    self.since = time.monotonic()
+                elif self.give_up and (signal.SIGINT in came or (not came and self.since == since)):
+                    self.give_up()
+                    self.give_up = self.since = None
+                if came and self.tells >= 0:
+                    os.write(self.tells, came)
+
+
+@functools.cache
+def _watcher(_: int) -> _Watcher:
+    return _Watcher()

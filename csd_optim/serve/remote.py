@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..errors import CSDBusyError, CSDError, CSDOSError, CSDRankError, CSDRuntimeError, CSDValueError, CSDWarning
 from ..errors import users_stacklevel as stacklevel
+from ..signals import interruptible
 from .blocks import Block, Bucket, Part, ViewOf, receive_buckets, send_buckets, with_owner
 from .request import Request
 from .wire import (
@@ -152,9 +153,7 @@ class RemoteEngine(Engine):
         Raises what they raised, and then nothing has changed; CSDRankError if the session is over.
         """
         self.check_open()
-        session = self._session
-        assert session is not None
-        try:
+        with self._exchange() as session:
             everybody = [session.owner(k) for k in range(session.owners)]
             if self.leads:
                 session.say(message, *everybody)
@@ -165,8 +164,6 @@ class RemoteEngine(Engine):
             reply = session.hear(session.owner(0), patience)
             if "over" in reply:
                 raise CSDRankError(str(reply["over"]))
-        except CSDRankError as e:
-            self._over(e)
         _raise_told(reply)
         for text in reply.get("warnings", ()) if self.leads else ():
             warnings.warn(str(text), CSDWarning, stacklevel())
@@ -175,18 +172,30 @@ class RemoteEngine(Engine):
 
     def fetch(self, parts: Sequence[Part], view_of: ViewOf) -> None:
         """What follows a reply: blocks from all owners, written to views of memory."""
-        session = self._session
-        assert session is not None
-
-        try:
+        with self._exchange() as session:
             receive_buckets(session, self._with_owners(session, parts), view_of)
-        except CSDRankError as e:
-            self._over(e)
 
     @staticmethod
     def _with_owners(session: Session, parts: Sequence[Part]) -> dict[int, list[Bucket]]:
         """By an owner's rank: the buckets that go between it and this trainer."""
         return {session.owner(k): with_owner(parts, session.owners, k) for k in range(session.owners)}
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[Session]:
+        """What is raised within is the end of the session: nobody knows what was sent by then."""
+        session = self._session
+        assert session is not None
+        try:
+            with interruptible(session.abort):
+                yield session
+        except CSDValueError:  # a message that is too long to be sent
+            raise
+        except CSDRankError as e:
+            self._over(e)
+        except BaseException:  # Ctrl-C, say
+            session.abort()
+            self.abandon()
+            raise
 
     def _over(self, e: CSDRankError) -> Any:
         self.abandon()

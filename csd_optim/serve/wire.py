@@ -22,7 +22,7 @@ from ..errors import CSDError, CSDRankError, CSDUnavailableError, CSDValueError
 SCHEME = "serve://"
 PROTOCOL = 1  # of what is said below and in owner.py: both sides have the same
 MAGIC = 0x6373645F73657276  # begins each message
-MESSAGE, BULK = 0, 1  # tags of gloo: neither is ever taken for the other
+MESSAGE, BULK, NOTHING = 0, 1, 2  # tags of gloo: none is ever taken for another, and nobody sends the last one
 MESSAGE_BYTES = 64 << 20  # of JSON at most
 USER_STATE_BYTES = MESSAGE_BYTES // 2  # of all trainers: a message has other things to say, too
 REQUEST_BYTES = 7 << 20  # the same of a request: a TCPStore takes 8 MiB
@@ -167,6 +167,13 @@ class Session:
         """Raises CSDRankError if the other side is gone, or silent for so many seconds."""
         with lost("the other side is gone"):
             work.wait(timedelta(seconds=self.timeout if timeout is None else timeout))
+
+    def abort(self) -> None:
+        """Of a trainer: ends the connections whoever waits for them, and so the session. The others notice at once."""
+        group, self._group = self._group, None
+        for k in range(self.owners if group else 0):
+            with contextlib.suppress(RuntimeError):  # gloo has one way: whoever waits too long closes all of them
+                group.recv([torch.empty(1)], self.owner(k), NOTHING).wait(timedelta(milliseconds=1))
 
     def say(self, message: dict[str, Any], *to: int, timeout: float | None = None) -> None:
         """Sends a message, and waits until it is heard. Raises CSDValueError if it is too long."""

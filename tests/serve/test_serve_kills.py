@@ -14,7 +14,7 @@ from support.forked import process
 from support.owners import STARTS, Owners
 from test_serve import Replicas
 
-from csd_optim import CSDRankError, CSDRuntimeError
+from csd_optim import CSDRankError, CSDRuntimeError, signals
 from csd_optim.serve.wire import BULK, Session
 
 STEPS = 3  # of a trainer that nobody kills
@@ -48,7 +48,7 @@ def end(how, meet):
     os.kill(os.getpid(), how)
 
 
-def ended_at(call, how, meet):
+def ended_at(call, how, meet=None):
     """Of what this process sends or receives for a session, the `call`-th (from 0) is where it ends so."""
     left = [call]
 
@@ -187,6 +187,28 @@ def test_a_connection_that_nobody_has_ended_keeps_nobody_out(tmp_path):
             assert "session 2 is over: another session has taken over" in owners.said
         finally:
             os.kill(child, signal.SIGKILL)
+        owners.stop()
+
+
+def test_ctrl_c_within_a_step(tmp_path, monkeypatch):
+    expected = expected_of(tmp_path, 3)
+    with Owners(tmp_path, 2) as owners:
+        training = Replicas(owners.address)
+        with ended_at(PUSH, signal.SIGINT), pytest.raises(KeyboardInterrupt):
+            training.step()
+        training.step()  # that one was whole, and nothing is over
+        assert_like(training, expected)
+        monkeypatch.setattr(signals, "GRACE", 0.0)
+        os.kill(owners.pids[1], signal.SIGSTOP)
+        with ended_at(0, signal.SIGINT), pytest.raises(KeyboardInterrupt):
+            training.step()
+        with pytest.raises(CSDRuntimeError, match="session"):
+            training.step()
+        os.kill(owners.pids[1], signal.SIGCONT)
+        owners.until("session 1 is over: (?!another session)")  # they have noticed
+        training = Replicas(owners.address, resume=True)
+        assert training.done in (2, 3)
+        assert_like(training, expected)
         owners.stop()
 
 
