@@ -12,12 +12,16 @@ from .ranks import device_of
 from .sharding import Partition
 
 
-def global_norm(grads: Iterable[tuple[torch.Tensor | None, Partition]]) -> float:
-    """The 2-norm of all gradients, as if they were one vector; in fp32.
+def global_norm(params: Iterable[tuple[torch.Tensor, Partition]]) -> float:
+    """The 2-norm of the gradients of these parameters, which may have none, as if they were one vector; in fp32.
 
-    `grads`: what this process has of each (None: there is none), and how its parameter is divided.
     A collective of those process groups over which parameters are divided.
     """
+    return norm_of((None if p.grad is None else part.local(p.grad), part) for p, part in params)
+
+
+def norm_of(grads: Iterable[tuple[torch.Tensor | None, Partition]]) -> float:
+    """The same of what this process has of each gradient (None: there is none)."""
     norms: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for g, part in grads:
         there = norms.setdefault(part.groups(), [])

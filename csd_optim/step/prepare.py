@@ -24,7 +24,7 @@ from ..accelerator import check_not_capturing
 from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
 from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
-from ..distributed.grad_norm import global_norm
+from ..distributed.grad_norm import norm_of
 from ..distributed.sharding import Partition
 from ..engine.engine import Engine
 from ..errors import CSDRuntimeError
@@ -154,7 +154,7 @@ def clip_scale(
             else:
                 yield None if p.grad is None else part.local(p.grad), part
 
-    norm = global_norm(grads()) * abs(grad_scale)
+    norm = norm_of(grads()) * abs(grad_scale)
     return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm, norm
 
 
