@@ -180,6 +180,15 @@ def test_top(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_imports():
+    result = json.loads(run("bench.imports", "--quick", "--json").stdout)
+    assert result["schema"] == "csd_optim.bench.imports/1"
+    [(torch, ours, package, command)] = zip(*result["cpu_seconds"].values(), strict=True)
+    assert 0 < package < torch  # which it does not import
+    assert ours > 0
+    assert command > 0
+
+
 def test_big(tmp_path):
     """In a process that AdamW would not fit into; and what is killed goes on with the same parameters."""
     pytest.importorskip("transformers", reason="pip install csd_optim[bench]")
