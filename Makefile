@@ -97,8 +97,15 @@ gpu-check: $(VENV)/.installed
 sanitize: $(VENV)/.installed
 	$(BIN)/python tests/sanitize.py
 
+# What is missing is said at once, and not in the middle of a build.
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@command -v $(firstword $(CXX)) >/dev/null || missing="$$missing g++"; \
+	$(PYTHON) -c 'import ensurepip' 2>/dev/null || missing="$$missing $(notdir $(PYTHON))-venv"; \
+	$(PYTHON) -c 'from sysconfig import get_path as p; open(p("include") + "/Python.h")' 2>/dev/null \
+	    || missing="$$missing $(notdir $(PYTHON))-dev"; \
+	[ -z "$$missing" ] || { echo "Missing:$$missing. As root: apt install$$missing. Without root: ask for them, or name" \
+	    "another Python that has headers, as conda and uv install it: make PYTHON=~/miniconda3/bin/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(NATIVE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \

@@ -24,6 +24,7 @@ from ..devices.spec import DeviceSpec
 from ..devices.sysfs import text_of
 from ..engine.tuning import Scratch, rate
 from ..planning.model import slot_bytes
+from ..store.file import how_to_own
 from ..store.layout import max_mappings
 from .facts import describe_device
 
@@ -118,7 +119,7 @@ def examine_directory(spec: DeviceSpec, share: int | None) -> list[Finding]:
     """`share`: bytes that a store is going to take on this file system, None if nobody knows."""
     entry = describe_device(spec, {})
     if "problem" in entry:
-        remedy = "" if spec.card else "name a directory that you may write to"
+        remedy = how_to_own(spec.directory) if spec.directory and not spec.card else ""
         return [Finding("directory", BAD, entry["problem"], remedy)]
     if "storage" not in entry:
         return [Finding("directory", OK, "memory: nothing to look at")]

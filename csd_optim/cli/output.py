@@ -163,7 +163,7 @@ def top_table(devices: list[dict[str, Any]]) -> Table:
     """Rates of the drive now; the last step; wear."""
     made = Table(box=box.SIMPLE_HEAD)
     heads = ("drive reads", "writes", "queue", "step: read", "update", "write", "Mparam/s", "written", "lasts")
-    made.add_column("device")
+    made.add_column("device", overflow="fold")  # not cut: the ends of directories tell them apart
     for head in heads:
         made.add_column(head, justify="right")
     for d in devices:

@@ -37,6 +37,11 @@ STATE = "optimizer state (AdamW's is 24 bytes per parameter, 32 with amsgrad, ha
 Mode = Literal["new", "overwrite", "resume", "read"]
 
 
+def how_to_own(directory: Path | str) -> str:
+    """What to do about one that the user may not write to."""
+    return f"name a directory that you may write to, or make this one yours: sudo install -d -o $USER {directory}"
+
+
 def lock_owner(stat: os.stat_result) -> int | None:
     """The process that owns a store's file, None if none is seen. Only looks: takes no lock, not for an instant."""
     inode = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
@@ -153,7 +158,9 @@ class StoreFile:
             if isinstance(e, CSDOSError) or not isinstance(e, OSError):
                 raise
             where = directory.resolve() if directory else "memory"
-            raise CSDOSError(e.errno, f"cannot open a store in {where}: {e.strerror}") from e
+            refused = directory and durable and mode != "read" and e.errno == errno.EACCES
+            advice = f"; {how_to_own(where)}" if refused else ""
+            raise CSDOSError(e.errno, f"cannot open a store in {where}: {e.strerror}{advice}") from e
 
     def _open_scratch(self, directory: Path) -> Path:
         try:

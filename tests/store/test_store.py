@@ -163,6 +163,18 @@ def test_directory_that_cannot_be_had(tmp_path):
         CSDAdam(parameters((5,)), devices=[str(tmp_path / "file")])
 
 
+@pytest.mark.parametrize("what", ["mkdir", "open"])
+def test_directory_of_somebody_else(what, tmp_path, monkeypatch):
+    def denied(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    place = tmp_path / "nvme0"
+    monkeypatch.setattr(os, what, denied)
+    with pytest.raises(CSDOSError, match=f"{place}: Permission denied; name .* sudo install -d -o .USER {place}$") as e:
+        CSDAdam([torch.nn.Parameter(torch.ones(3))], devices=place)
+    assert e.value.errno == errno.EACCES
+
+
 def test_a_refused_overwrite_erases_nothing(tmp_path):
     before = store_of(tmp_path / "a").read_bytes()
     with CSDAdam(parameters((5,)), devices=[str(tmp_path / "b")]) as busy:
