@@ -62,10 +62,11 @@ check: $(VENV)/.installed docs
 pytest: together alone accelerated
 
 together: $(VENV)/.installed
-	$(BIN)/python -m pytest --durations 20 -n 3 --dist loadfile -m "not serial"
+	$(BIN)/python -m pytest --durations 20 -n 2 --dist loadfile -m "not serial"
 
+# Of the files that have some: to collect all the others takes longer than many of these tests.
 alone: $(VENV)/.installed
-	$(BIN)/python -m pytest --durations 20 -m serial
+	$(BIN)/python -m pytest --durations 20 -m serial $$(grep -rl --include=*.py "pytest.mark.serial" tests)
 
 # On an accelerator: a real one if there is one, else the emulated one, which the first of these builds.
 accelerated: $(VENV)/.installed

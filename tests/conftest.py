@@ -1,5 +1,6 @@
 """Fixtures: every back end, files that go away with the test, the command line."""
 
+import gc
 import os
 import signal
 
@@ -37,7 +38,7 @@ def pytest_addoption(parser):
         "--xrt",
         nargs="?",
         const=",".join(XRT_BACKENDS),
-        help="on cards, and only the tests that run on every back end; --xrt=xrts: on three cards alone",
+        help="on cards, and only the tests that run on every back end; --xrt=xrts: on two cards alone",
     )
     parser.addoption(
         "--accelerator",
@@ -52,7 +53,7 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    """`backend`: each in turn: one file, three named files, memory, memory beside a file; or one card, and three."""
+    """`backend`: each in turn: one file, three named files, memory, memory beside a file; or one card, and two."""
     if "backend" in metafunc.fixturenames:
         on = metafunc.config.getoption("--xrt")
         metafunc.parametrize("backend", on.split(",") if on else BACKENDS)
@@ -77,6 +78,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if assumed() != "fp32" and (marker := item.get_closest_marker("fp32_states")):
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+
+
+def pytest_collection_finish():
+    """What is there now stays, a million objects: no collection of garbage need look at them."""
+    gc.freeze()
 
 
 # ---- fixtures -----------------------------------------------------------------------

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from support.forked import python
 
 from csd_optim import CSDUnavailableError
@@ -21,22 +23,21 @@ from csd_optim.devices import emulation
 
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS = 300  # for any command; none takes half of it
-TORCH = ["constructor", "training_loops", "state_dict", "outside_writes", "closing"]
-RESUME = ["resume", "user_state", "resume_refused", "edited_states", "without_shadow", "dropped"]
-# Name: files of tests/, and on which cards: one, three, or both. The longest on three alone; the code that they test is
-# the same on one. Few, because a process takes as long to start as a dozen tests; one for all the files of "adamw",
-# "torch" and "topk" was seen to end in the middle, without a word.
+# Name: files of tests/, those that only `make soak` adds, and on which cards: one, two, or both. The suites of one kind
+# of card are those that wait longest; the code that they test is the same on one. What soak adds tests what torch sees
+# of an optimizer, which is far from any card. Few, because a process takes as long to start as a dozen tests; one for
+# "adamw", "torch" and "topk" was seen to end in the middle, without a word.
+TORCH = ["optim/test_state_dict.py", "optim/test_outside_writes.py"]
+FAR = ["optim/test_constructor.py", "optim/test_training_loops.py", "optim/test_closing.py"]
+RESUME = [f"optim/test_{name}.py" for name in ("resume", "user_state", "edited_states", "without_shadow", "dropped")]
+ENGINE = ["engine/test_engine.py", "optim/test_histories.py", "step/test_signals.py", "overlap/test_devices.py"]
 SUITES = {
-    "adamw": (["optim/test_adamw.py"], "xrts"),
-    "torch": ([f"optim/test_{name}.py" for name in TORCH], "xrts"),
-    "topk": (["compression/test_topk.py", "optim/test_pytorch_suite.py"], "xrts"),
-    "resume": ([f"optim/test_{name}.py" for name in RESUME], "xrts"),
-    "engine": (
-        ["engine/test_engine.py", "optim/test_histories.py", "step/test_signals.py", "overlap/test_devices.py"],
-        "xrt,xrts",
-    ),
+    "adamw": (["optim/test_adamw.py"], [], "xrts"),
+    "torch": (TORCH, FAR, "xrts"),
+    "topk": (["compression/test_topk.py"], ["optim/test_pytorch_suite.py"], "xrts"),
+    "resume": (RESUME, ["optim/test_resume_refused.py"], "xrts"),
+    "engine": (ENGINE, [], "xrt,xrts"),
 }
-SOAK_SUITES = SUITES | {"resume": (SUITES["resume"][0], "xrt,xrts")}
 
 
 def why_no_cards():
@@ -50,28 +51,27 @@ needs_xrt = pytest.mark.skipif(why_no_cards() is not None, reason=str(why_no_car
 
 
 def sample(items):
-    """Of each test as few cases as have each value of each `parametrize`; all combinations of them are for other back
-    ends, for the kernel alone (test_kernels.py), and for `make soak`."""
+    """Each test in one case at least, and each value of each argument in one case of some test of the same file.
+
+    Where there is a choice, the values that had fewest cases so far. All combinations of them are for other back ends,
+    for the kernel alone (test_kernels.py), and for `make soak`.
+    """
+    simple = (str, int, float, torch.dtype)  # of these, what is equal is the same in all tests
 
     def values(item):
-        if not hasattr(item, "callspec"):
-            return {item.name}
-        # Each case has the very objects that were parametrized; some of them cannot be printed.
-        params = {name: id(value) for name, value in item.callspec.params.items()}
-        names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-        names = [set(n.replace(",", " ").split() if isinstance(n, str) else n) for n in names]
-        names += [{name} for name in params if not any(name in together for together in names)]
-        return {tuple(sorted((name, params[name]) for name in together & params.keys())) for together in names}
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        return {(item.path, name, v if isinstance(v, simple) else id(v)) for name, v in params.items()}
 
-    tests, chosen = {}, set()
+    tests, chosen, taken = {}, set(), Counter()
     for item in items:
-        tests.setdefault((item.path, item.originalname), []).append(item)
+        tests.setdefault((item.path, item.originalname), {})[item] = values(item)
     for cases in tests.values():
-        missing = set().union(*map(values, cases))
-        while missing:
-            best = max(cases, key=lambda case: len(values(case) & missing))
+        while not chosen & cases.keys() or any(not taken[value] for case in cases.values() for value in case):
+            best = max(
+                cases, key=lambda case: (sum(not taken[v] for v in cases[case]), -sum(taken[v] for v in cases[case]))
+            )
+            taken.update(cases[best])
             chosen.add(best)
-            missing -= values(best)
     return [item for item in items if item in chosen]
 
 
@@ -161,7 +161,9 @@ def main(directory, soak, *asked):
 
 def run(directory, soak, asked):
     for suite in asked:
-        files, on = (SOAK_SUITES if int(soak) else SUITES)[suite]
+        files, more, on = SUITES[suite]
+        if int(soak):
+            files, on = files + more, "xrt,xrts" if suite == "resume" else on
         command = [sys.executable, "-m", "pytest", "-v", "--durations=5", f"--xrt={on}", "-p", "no:cacheprovider"]
         command += ["--soak"] * int(soak) + [str(TESTS / file) for file in files]
         done = emulated(*command, cards=3, seconds=4 * SECONDS)
