@@ -8,6 +8,9 @@ import pytest
 from support.cards import emulated_python, needs_xrt
 from support.forked import module, python, running
 
+from bench import paced_network
+from csd_optim.planning.ranks import LINKS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -333,6 +336,43 @@ def test_distributed(tmp_path):
             gathered = 2 * (1 - share) if what == "CSDAdam, DDP sharded" else 0
             assert each["gathered"] == pytest.approx(gathered, rel=0.02)
     assert done.stderr.count("verified: off AdamW's by") == len(ours)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("network", ["loopback", "paced"])
+def test_optimizer_ranks(tmp_path, network):
+    """All ways end with the same parameters, or nothing is reported; of a paced network bytes are as they should be."""
+    if network == "paced" and (missing := paced_network.missing()):
+        pytest.skip(missing)
+    more = ["--unpaced"] if network == "loopback" else []
+    done = run("bench.optimizer_ranks", "--quick", f"--directory={tmp_path}", "--json", *more)
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.optimizer_ranks/1"
+    assert result["machine"]["network"].startswith("loopback, unpaced" if more else "network namespaces")
+    rows = {row["way"]: row for row in result["rows"]}
+    assert list(rows) == ["adamw", "zero", "local", "kept"]
+    assert all(len(row["seconds"]) == len(row["after_backward"]) == 5 for row in rows.values())
+    assert "ours those of one process, to the last bit" in done.stderr
+    for way, row in rows.items():
+        assert bool(row["predicted"]) == (network == "paced" and way != "zero")
+        assert all(ratio == pytest.approx(1, abs=0.03) for ratio in row.get("bytes_ratio", {}).values())
+    assert set(rows["kept"].get("bytes_ratio", {})) == ({*LINKS} if network == "paced" else set())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_optimizer_ranks_while_trainers_are_killed(tmp_path):
+    done = run("bench.optimizer_ranks", "--kills", "--quick", "--unpaced", f"--directory={tmp_path}", "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "csd_optim.bench.optimizer_ranks_kills/1"
+    rows = {row["way"]: row for row in result["rows"]}
+    assert list(rows) == ["adamw", "local", "kept"]
+    for way, row in rows.items():
+        assert row["steps"] == 8
+        assert row["kills"] >= len(row["steps_lost"]) == len(row["seconds_to_next_step"])
+        assert max(row["steps_lost"], default=0) <= {"adamw": 3}.get(way, 1)
+        assert row["goodput"] == pytest.approx(8 * row["step_seconds"] / row["seconds"])
+    assert all(row["kills"] for row in rows.values())
+    assert "ours have the parameters of as many steps" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,240 @@
+"""Optimizer ranks on networks and drives that keep a pace, beside ways without them. From the project's root:
+
+    python -m bench.optimizer_ranks             5 M parameters, 4 trainers: about five minutes
+    python -m bench.optimizer_ranks --kills     what is left of the time if trainers are killed
+    python -m bench.optimizer_ranks --quick     a few seconds, to see that it works
+
+    adamw     DDP and torch's fused AdamW, states in each trainer's memory
+    zero      DDP and ZeroRedundancyOptimizer(AdamW), in memory
+    local     DDP and CSDAdam, each trainer has its share on drives of its own, as many as an owner has
+    kept ...  the routes to owners (csd-optim serve): those that --routes names
+
+Trainers and owners are machines of a network of namespaces (bench/paced_network.py): bytes really move, by TCP, at
+the pace of `--trainer-link` and of 1, 2, 4 times that for owners; drives keep theirs, `--drive`. Where there can be no
+such network everything is on loopback and nothing of it is paced but the drives: said in the output, and then times say
+little. All processes share this machine's cores either way.
+
+An iteration is forward and backward (no seconds, or --backward) with DDP's hooks, and step(). All ways must end with
+the same parameters on all trainers, ours with those of one process that was given the mean gradient, to the last bit,
+or nothing is reported. Bytes are those that the kernel counts at the interfaces, beside those of the formulas, and
+times are beside what `csd-optim plan --trainers` predicts.
+
+--json prints schema csd_optim.bench.optimizer_ranks/1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench import paced_network, ranks_kills
+from bench.paced_network import Network
+from bench.ranks_training import Trainers, drive_strings, owners, places_of, reference
+from bench.step import machine_facts, say, span
+from csd_optim.devices import machine
+from csd_optim.devices.units import parse_link, parse_rate
+from csd_optim.planning import ranks
+from csd_optim.planning.advice import Request
+from csd_optim.planning.model import Device, Host
+from csd_optim.planning.ranks import Fleet
+
+Row = dict[str, Any]
+WARM_UP = 2  # iterations: DDP finds its buckets, states are made
+WITHIN = 0.02  # of the formula, bytes are good
+SAME_BITS = ("local", *ranks.ROUTES)  # as the reference; AdamW in bf16 rounds otherwise
+
+
+def main() -> None:
+    arguments = parse()
+    why_not = "--unpaced" if arguments.unpaced else paced_network.missing()
+    if not why_not:
+        paced_network.enter("bench.optimizer_ranks")
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    facts = {
+        **machine_facts(),
+        "storage": machine.storage(arguments.directory),
+        "network": f"loopback, unpaced: {why_not}" if why_not else "network namespaces, veth and tbf",
+        **{k: getattr(arguments, k) for k in ("params", "trainers", "owners", "trainer_link", "drive", "backward")},
+    }
+    say("  ".join(f"{k}: {v}" for k, v in facts.items()))
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        network = None if why_not else made_network(arguments)
+        measure = ranks_kills.measure if arguments.kills else measure_all
+        rows = measure(arguments, network, Path(directory).absolute())
+    if arguments.json:
+        schema = f"csd_optim.bench.optimizer_ranks{'_kills' * arguments.kills}/1"
+        json.dump({"schema": schema, "machine": facts, "rows": rows}, sys.stdout, indent=1)
+        print()
+
+
+def machines(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Names of the trainers', and of the owners'."""
+    return [f"trainer{k}" for k in range(arguments.trainers)], [f"owner{k}" for k in range(arguments.owners)]
+
+
+def made_network(arguments: argparse.Namespace) -> Network:
+    return Network({name: arguments.trainer_link for names in machines(arguments) for name in names})
+
+
+# ------------------------------------------------------------------------------------------------------- measuring
+
+
+def measure_all(arguments: argparse.Namespace, network: Network | None, directory: Path) -> list[Row]:
+    """Each way in turn, on trainers that stay. SystemExit: results differ."""
+    trainers_at, owners_at = machines(arguments)
+    trainers = Trainers(places_of(network, trainers_at), f"file://{directory}/meeting")
+    host = network.address(owners_at[0]) if network else "127.0.0.1"
+    rows = []
+    for way in ("adamw", "zero"):
+        rows.append(measured(way, {"devices": None}, trainers, network, arguments))
+    for drives in arguments.drives:
+        here = [drive_strings(directory / f"local{drives}/{name}", arguments.device, drives) for name in trainers_at]
+        rows.append(measured("local", {"devices": here, "drives": drives}, trainers, network, arguments))
+        there = directory / f"owners{drives}"
+        with owners(there, places_of(network, owners_at), arguments.device, drives, host) as address:
+            for times in arguments.owner_link if network else [1]:
+                if network:
+                    for name in owners_at:
+                        network.pace(name, times * arguments.trainer_link)
+                for route in arguments.routes:
+                    at = {
+                        "devices": f"{address}&route={route}" if route != "kept" else address,
+                        "drives": drives,
+                        "owner_link": times,
+                    }
+                    rows.append(measured(route, at, trainers, network, arguments))
+    trainers.end()
+    total = WARM_UP + arguments.runs
+    wanted = reference(arguments.params, arguments.trainers, total)
+    for row in rows:
+        alike = {wanted} if row["way"] in SAME_BITS else {row["checksums"][0]}
+        if {*row["checksums"]} != alike:
+            raise SystemExit(f"{describe(row)}\n    has other parameters than it should have: nothing is reported")
+        del row["checksums"]
+    say(f"verified: {total} steps, the same parameters on all trainers; ours those of one process, to the last bit")
+    if not network:
+        return rows
+    off = [row for row in rows if any(abs(ratio - 1) > WITHIN for ratio in row.get("bytes_ratio", {}).values())]
+    say(f"bytes are within {WITHIN:.0%} of the formulas: {'no, see ' + str(len(off)) + ' rows' if off else 'all'}")
+    ratios = [statistics.median(row["seconds"]) / row["predicted"] for row in rows if row["predicted"]]
+    say(f"measured, of the prediction: {span(ratios, 2)}")
+    return rows
+
+
+def measured(way: str, at: Row, trainers: Trainers, network: Network | None, arguments: argparse.Namespace) -> Row:
+    """One row: an optimizer of its own, warmed up, timed, and closed."""
+    devices = at.pop("devices")
+    options = {"tile_size": arguments.tile, "overwrite": True} if way in SAME_BITS else {}
+    same = {"params": arguments.params, "backward": arguments.backward, "way": way, **options}
+    trainers.tell("open", *({**same, "devices": here} for here in (devices if way == "local" else [devices])))
+    trainers.tell("steps", WARM_UP)
+    before = network.counters() if network else {}
+    times = trainers.tell("steps", arguments.runs)
+    after = network.counters() if network else {}
+    slowest = [[max(step) for step in zip(*of_step, strict=True)] for of_step in zip(*times, strict=True)]
+    row: Row = {
+        "way": way,
+        **at,
+        "seconds": [iteration for iteration, _ in slowest],
+        "after_backward": [step for _, step in slowest],
+        "checksums": trainers.tell("close", None),
+        "predicted": None,
+    }
+    if network and way in ranks.WAYS:
+        request, fleet = planned(arguments, at.get("drives", 1), at.get("owner_link", 1))
+        row["predicted"] = ranks.iteration(way, request, fleet)
+        row["predicted_flowing"] = ranks.iteration(way, request, fleet, flowing=True)
+        formula: dict[str, float] = dict.fromkeys(ranks.LINKS, 0.0)
+        for stage in ranks.WAYS[way](request, fleet, False):
+            for link, n in stage.bytes.items():
+                formula[link] += n
+        row["bytes_ratio"] = {}
+    if network:
+        row["bytes"] = {}
+        for kind, names in zip(("trainer", "owner"), machines(arguments), strict=True):
+            for direction, n in zip(("out", "in"), paced_network.moved(before, after, names), strict=True):
+                link = f"{kind} {direction}"
+                row["bytes"][link] = n / arguments.runs
+                if way in ranks.WAYS and formula[link]:
+                    row["bytes_ratio"][link] = n / arguments.runs / formula[link]
+    say(describe(row))
+    return row
+
+
+def planned(arguments: argparse.Namespace, drives: int, owner_link: float) -> tuple[Request, Fleet]:
+    """What the model is asked about a row."""
+    r = Request(
+        params=arguments.params,
+        devices=drives,
+        host=Host(update=math.inf),  # the drives' pace is far below what a CPU updates
+        drive=Device(arguments.drive, arguments.drive, arguments.drive, on_host=True),
+        backward=arguments.backward,
+    )
+    links = (arguments.trainer_link, owner_link * arguments.trainer_link)
+    return r, Fleet(arguments.trainers, arguments.owners, *links)
+
+
+# --------------------------------------------------------------------------------------------------------- showing
+
+
+def describe(row: Row) -> str:
+    at = ", ".join(
+        text
+        for text, there in (
+            (f"{row.get('drives')} drive(s)", "drives" in row),
+            (f"owners' link {row.get('owner_link')}x", "owner_link" in row),
+        )
+        if there
+    )
+    lines = [f"{row['way']:>7} {at:>30}: {span(row['seconds'], 3)} s, after backward {span(row['after_backward'], 3)}"]
+    if row["predicted"]:
+        ratio = statistics.median(row["seconds"]) / row["predicted"]
+        lines.append(f"predicted {row['predicted']:.3f}, {ratio:.2f} of that; flowing {row['predicted_flowing']:.3f}")
+    if "bytes" in row:
+        each = [
+            f"{link} {n / 1e6:.2f}"
+            + (f" ({row['bytes_ratio'][link]:.3f})" if link in row.get("bytes_ratio", {}) else "")
+            for link, n in row["bytes"].items()
+        ]
+        lines.append(f"MB of a step (of the formula): {', '.join(each)}")
+    return "\n            ".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=5e6, help="number of parameters (default 5e6), bf16")
+    parser.add_argument("--trainers", type=int, choices=(1, 2, 4, 8), default=4)
+    parser.add_argument("--owners", type=int, default=1)
+    parser.add_argument("--routes", nargs="+", choices=list(ranks.ROUTES), default=["kept"])
+    parser.add_argument("--trainer-link", type=parse_link, default=50e6, help="such as 400Mb/s, the default")
+    parser.add_argument("--owner-link", type=float, nargs="+", default=[1, 2, 4], help="times a trainer's")
+    parser.add_argument("--drives", type=int, nargs="+", default=[1, 2, 4], help="of an owner, or of a trainer")
+    parser.add_argument("--drive", type=parse_rate, default=300e6, help="read and written together (default 300MB/s)")
+    parser.add_argument("--backward", type=float, default=0.0, help="seconds that it takes")
+    parser.add_argument("--runs", type=int, default=5, help="timed iterations, at least 5")
+    parser.add_argument("--kills", action="store_true", help="goodput while trainers are killed, instead of the rest")
+    parser.add_argument("--mtbf", type=float, default=10, help="--kills: mean steps between two of them")
+    parser.add_argument("--steps", type=int, default=40, help="--kills: that each way trains")
+    parser.add_argument("--every", type=int, nargs="+", default=[5, 20], help="--kills: steps between checkpoints")
+    parser.add_argument("--unpaced", action="store_true", help="on loopback, even where a network can be made")
+    parser.add_argument("--directory", type=Path, default=Path("build/bench"), help="where the drives are")
+    parser.add_argument("--quick", action="store_true", help="few parameters on two trainers, one link and drive")
+    parser.add_argument("--json", action="store_true", help="print everything on stdout")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.params, arguments.trainers, arguments.owner_link, arguments.drives = 4e5, 2, [1], [1]
+        arguments.mtbf, arguments.steps, arguments.every = 4, 8, [3]
+    arguments.params, arguments.runs = int(arguments.params), max(5, arguments.runs)
+    arguments.device = f"file:{{}}?mixed={int(arguments.drive)}B/s&cache=off"
+    arguments.tile = max(4096, arguments.params // 64)
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Machines of a made-up network: network namespaces on a bridge, each with a link that keeps a pace in both directions.
+
+No root is needed where users may have namespaces of their own: `unshare -rn` makes one, and everything in it goes when
+the last process there ends. `tbf` on both ends of a veth paces what a machine sends and what it gets; the bytes are
+those that the kernel counts at the bridge's end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+NEW_NETWORK, NEW_NAME = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
+INSIDE = "CSD_OPTIM_BENCH_NETWORK"  # set where this process is in a namespace that it may fill
+ALONE = ("unshare", "--map-root-user", "--net", "--mount")
+TOOLS = ("unshare", "mount", "ip", "tc")
+BURST = 256 << 10  # bytes: more than the kernel puts in one piece, or it would be cut into frames, with a header each
+QUEUE_MS = 1000  # what waits longer is dropped, and sent again: that would be counted twice
+SUBNET = "10.77.0"
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def missing() -> str:
+    """Why there can be no paced network here; empty: there can be."""
+    if lacking := [tool for tool in TOOLS if not shutil.which(tool, path=_path())]:
+        return f"{', '.join(lacking)} not found (apt install util-linux iproute2)"
+    link = "ip link add name csd0 type veth peer name csd1"
+    trial = (
+        f"mount --bind /dev/null /etc/hosts && {link} && tc qdisc add dev csd0 root tbf rate 1mbit burst 9kb latency 1s"
+    )
+    command = [*ALONE, "sh", "-c", trial]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
+    return f"no namespaces with paced links here: {done.stderr.strip()}" if done.returncode else ""
+
+
+def enter(module: str) -> None:
+    """Begins this program, `python -m module`, again in a namespace; returns there."""
+    if os.environ.get(INSIDE) != str(os.getpid()):
+        os.environ[INSIDE] = str(os.getpid())  # which stays as it is
+        os.execvpe("unshare", [*ALONE, sys.executable, "-m", module, *sys.argv[1:]], _environment())
+
+
+def _path() -> str:
+    return os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # where `ip` is, which users do not have
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": _path()}
+
+
+class Network:
+    """`rates`: of machines by name (13 letters at most), bytes per second each way."""
+
+    def __init__(self, rates: dict[str, float]) -> None:
+        self._namespaces: dict[str, int] = {}  # open files
+        self._addresses = {name: f"{SUBNET}.{k}" for k, name in enumerate(rates, 1)}
+        with tempfile.NamedTemporaryFile("w") as hosts:  # gloo and TCPStore look for names, and nobody else answers
+            hosts.write("127.0.0.1 localhost\n" + "".join(f"{a} {name}\n" for name, a in self._addresses.items()))
+            hosts.flush()
+            _run(["mount", "--bind", hosts.name, "/etc/hosts"])
+        _run(["mount", "--bind", "/dev/null", "/etc/resolv.conf"])
+        _ip("link add name bridge type bridge mcast_snooping 0; link set bridge up; link set lo up")
+        for name, rate in rates.items():
+            # A process that stays in its new namespace until its input ends.
+            with subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=_unshare) as there:
+                self._namespaces[name] = os.open(f"/proc/{there.pid}/ns/net", os.O_RDONLY)
+                _ip(
+                    f"link add name {name} type veth peer name eth0 netns {there.pid}; link set {name} master bridge up"
+                )
+                inside = f"addr add {self._addresses[name]}/24 dev eth0; link set eth0 up; link set lo up"
+                self._within(name, ["ip", "-batch", "-"], inside)
+            self.pace(name, rate)
+
+    def address(self, name: str) -> str:
+        return self._addresses[name]
+
+    def pace(self, name: str, rate: float) -> None:
+        paced = f"root tbf rate {int(rate * 8)}bit burst {BURST} latency {QUEUE_MS}ms"
+        _run(["tc", *f"qdisc replace dev {name} {paced}".split()])
+        self._within(name, ["tc", *f"qdisc replace dev eth0 {paced}".split()])
+
+    def move_in(self, name: str) -> None:
+        """This process goes to that machine, with what it will start."""
+        _join(self._namespaces[name])
+        if libc.unshare(NEW_NAME):
+            raise OSError(ctypes.get_errno(), "unshare")
+        socket.sethostname(name)
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+    def counters(self) -> dict[str, tuple[int, int]]:
+        """Bytes that each machine has sent and received so far, frames' headers included."""
+        found = {}
+        for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+            name, _, numbers = line.partition(":")
+            if (name := name.strip()) in self._namespaces:  # whose other end receives what it sends
+                each = numbers.split()
+                found[name] = (int(each[0]), int(each[8]))
+        return found
+
+    def _within(self, name: str, command: list[str], lines: str = "") -> None:
+        _run(command, lines, self._namespaces[name])
+
+
+def _ip(lines: str) -> None:
+    _run(["ip", "-batch", "-"], lines)
+
+
+def _run(command: list[str], lines: str = "", namespace: int | None = None) -> None:
+    text = "".join(f"{line.strip()}\n" for line in lines.split(";"))
+    join = None if namespace is None else lambda: _join(namespace)
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, check=False, preexec_fn=join, env=_environment()
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()} ({lines})")
+
+
+def _unshare() -> None:
+    if libc.unshare(NEW_NETWORK):
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def _join(namespace: int) -> None:
+    if libc.setns(namespace, NEW_NETWORK):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def moved(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]], names: Iterable[str]) -> list[int]:
+    """Bytes that the one of these machines that did most of it has sent, and received."""
+    return [max(after[name][k] - before[name][k] for name in names) for k in (0, 1)]
