@@ -431,13 +431,18 @@ class CSDOptimizer(Optimizer, Joinable):
             with engine.writing([b.index for b in self._state_map.param_states.values()]):
                 yield
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Until the next step(), state_dict() of rank `to` has the states of all ranks: whole, as torch's has them.
 
         A collective, for torch.save() on one rank and for trainers that know it from ZeroRedundancyOptimizer. That
         rank needs memory for all of the states, the others for the largest one. Changes nothing of FSDP1's.
+
+        `to=None`: state_dict() of each rank has its own part. Only with optimizer ranks it has to be asked for that,
+        once, under DDP: there all ranks call state_dict() from then on.
         """
         self._forget_consolidated()
+        if to is None:
+            return
         whole: dict[int, dict[str, Any]] = {}
         self._settle(meets=True)
         with all_ranks_or_none(self._ranks):
@@ -448,7 +453,14 @@ class CSDOptimizer(Optimizer, Joinable):
                 if self._ranks and self._ranks.rank == to:
                     whole.setdefault(k, {})[name] = value
         if whole:
-            self._consolidated = self.register_state_dict_post_hook(lambda _, d: {**d, "state": whole}, prepend=True)
+            self._show_consolidated(whole)
+
+    def _show_consolidated(self, states: dict[int, dict[str, Any]]) -> None:
+        def put(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            # Whoever asks for it may put other keys there: torch.distributed.checkpoint does.
+            return {**state_dict, "state": {k: {**entry} for k, entry in states.items()}}
+
+        self._consolidated = self.register_state_dict_post_hook(put, prepend=True)
 
     def _forget_consolidated(self) -> None:
         if self._consolidated:

@@ -14,6 +14,7 @@ WORTH_A_WARNING = 1 << 30  # bytes of state
 LOADED = 'came from memory; torch.load(file, map_location="cpu", mmap=True) leaves it in the file'
 REPLACED = "had been replaced by tensors in memory, and goes back to the devices"
 DECODED = "is decoded: 8-bit states take as much memory as fp32 ones when they are looked at; opt.save() takes none"
+FETCHED = "is fetched from the optimizer ranks (serve://) for a state dict; opt.save() takes none"
 COPIED = "is read: a copy of the optimizer, or its pickle, takes as much memory"
 
 

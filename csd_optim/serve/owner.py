@@ -258,8 +258,13 @@ class Owner:
             wire = dict(zip(message["params"], dtypes, strict=True))
             self._receive(session, range(session.trainers), wire, self._grads)
         elif message["op"] == "load":
-            parts, states = self._state_parts(message)
-            self._take_in(session, {0: with_owner(parts, self.owners, self.rank)}, dict(enumerate(states)), parts)
+            said = message["states"]
+            parts = self._state_parts(said, None)
+            states = [torch.empty(_local(params[i]).shape, dtype=d, device="cpu") for i, d in self._dtypes(said)]
+            sources = {
+                t: with_owner(self._state_parts(said, t), self.owners, self.rank) for t in range(session.trainers)
+            }
+            self._take_in(session, sources, dict(enumerate(states)), parts)
         written = message["written"] if message["op"] in ("step", "load") else []
         for index in written:
             received[index] = torch.empty_like(_local(params[index]))
@@ -267,17 +272,17 @@ class Owner:
         self._receive(session, range(session.trainers), wire, received)
         return received, states
 
-    def _state_parts(self, message: dict[str, Any]) -> tuple[list[Part], list[torch.Tensor]]:
+    def _dtypes(self, said: Sequence[Any]) -> list[tuple[int, torch.dtype]]:
+        """Of states as a message names them, one after another: the number of the parameter, and their dtype."""
         params = self._params()
-        parts: list[Part] = []
-        states: list[torch.Tensor] = []
-        for index, _, names in message["states"]:
-            p = params[index]
-            dtype, shape = torch.complex64 if p.is_complex() else torch.float32, tuple(p.shape)
-            for _ in names:
-                parts.append(Part(len(parts), shape, whole(shape), dtype))
-                states.append(torch.empty(_local(p).shape, dtype=dtype, device="cpu"))
-        return parts, states
+        of = [index for index, _, names in said for _ in names]
+        return [(index, torch.complex64 if params[index].is_complex() else torch.float32) for index in of]
+
+    def _state_parts(self, said: Sequence[Any], trainer: int | None) -> list[Part]:
+        """The parts of these states that a trainer has; None: all of each."""
+        params = self._params()
+        blocks = self._blocks[trainer] if trainer is not None else [whole(p.shape) for p in params]
+        return [Part(k, tuple(params[i].shape), blocks[i], dtype) for k, (i, dtype) in enumerate(self._dtypes(said))]
 
     def _receive(
         self,
@@ -323,16 +328,17 @@ class Owner:
         with self._timed():
             send_buckets(session, to, view_of, lambda: self._counts(session))
 
-    def send_states(self, session: Session, to: int, tensors: Sequence[torch.Tensor], said: Sequence[Any]) -> None:
-        params = self._params()
-        of = [params[index] for index, _, names in said for _ in names]
-        parts = [
-            Part(k, tuple(p.shape), whole(p.shape), torch.complex64 if p.is_complex() else torch.float32)
-            for k, p in enumerate(of)
-        ]
-        view_of = self._views(dict(enumerate(tensors)), {part.key: part.shape for part in parts})
-        to_one = {to: with_owner(parts, self.owners, self.rank)}
-        send_buckets(session, to_one, view_of, lambda: self._counts(session))
+    def send_states(
+        self, session: Session, to: int | None, tensors: Sequence[torch.Tensor], said: Sequence[Any]
+    ) -> None:
+        """All of them to one trainer, or to each of them its part."""
+        view_of = self._views(
+            dict(enumerate(tensors)), {part.key: part.shape for part in self._state_parts(said, None)}
+        )
+        trainers = range(session.trainers) if to is None else [to]
+        parts = {t: self._state_parts(said, t if to is None else None) for t in trainers}
+        lists = {t: with_owner(of_trainer, self.owners, self.rank) for t, of_trainer in parts.items()}
+        send_buckets(session, lists, view_of, lambda: self._counts(session))
 
     def _views(self, rows: Mapping[int, torch.Tensor], shapes: Mapping[int, tuple[int, ...]]) -> ViewOf:
         """Of what this owner has of tensors of these shapes."""
@@ -391,7 +397,7 @@ def check_message(message: dict[str, Any], request: Request, trainers: int) -> N
                     raise ValueError(f"states {names!r} at step {step!r}")
         if op == "save" and type(message["path"]) is not str:
             raise ValueError(f"path {message['path']!r}")
-        if op == "state" and not (type(message["to"]) is int and 0 <= message["to"] < trainers):
+        if op == "state" and message["to"] not in (None, *range(trainers)):
             raise ValueError(f"trainer {message['to']!r}")
     except (KeyError, TypeError, ValueError) as e:
         raise CSDRankError(f"a message ({op}) cannot be read: {type(e).__name__}: {e}") from e

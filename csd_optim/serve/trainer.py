@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,17 @@ import torch
 from .. import settings
 from ..devices.spec import DeviceSpec
 from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..distributed.sharding import Partition, whole_of
+from ..distributed.sharding import Partition, is_replicated
 from ..engine.engine import Engine
 from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError
 from ..params.groups import members, name_of, plain, put_back
+from ..params.memory_warnings import FETCHED, warn_if_large
 from ..params.param_state import DTYPES, check_param
 from ..step.all_gather import ParamAllGather
 from ..step.prepare import Participants, clip_scale, participants
 from ..store.file import Mode
-from .blocks import Block, Part, ViewOf, block_of, whole
+from .blocks import Block, Part, ViewOf, block_of
+from .blocks import whole as all_of
 from .remote import RemoteEngine
 from .request import Group, Request, describe_group, group_message, whoami
 from .values import packed, unpacked
@@ -39,8 +41,8 @@ else:
 
 ELSEWHERE = (
     "the states are with the optimizer ranks (serve://). Call consolidate_state_dict() on all trainers before, which "
-    "takes all states into the memory of one of them; or save(path), a snapshot on the owners' machines; or run "
-    "`csd-optim export` there (docs/optimizer-ranks.md)"
+    "takes all states into the memory of one of them, or consolidate_state_dict(None), which takes of each trainer its "
+    "part; or save(path), a snapshot on the owners' machines; or run `csd-optim export` there (docs/optimizer-ranks.md)"
 )
 
 
@@ -109,7 +111,9 @@ class _Trainer(_Optimizer):
         self._groups_told = 0
         self._hyper_told = self._user_states_told = ""  # as they were sent last, JSON
         self._resumed = False  # and no step was made since
-        self._shown_whole = False  # consolidate_state_dict() was called
+        self._consolidates = False  # consolidate_state_dict() was called, and no step since
+        self._asked_together = False  # state_dict() is called on all trainers, under DDP, too
+        self._fetched: dict[int, dict[str, torch.Tensor]] | None = None  # by it: this trainer's part of states
         self._moved = (0, 0, 0)  # in the last step: elements updated, bytes pushed, bytes gathered
         with all_ranks_or_none(ranks):
             request = self._request(mode)
@@ -364,64 +368,79 @@ class _Trainer(_Optimizer):
             entry["step"].fill_(known.steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with all states in memory: those of one trainer alone, or after consolidate_state_dict()."""
-        # Accelerate asks right after it was made: there is nothing yet that could be missing.
-        if self._ranks and not self._shown_whole and any(known.steps for known in self._known.values()):
-            raise CSDRuntimeError(f"of several trainers, none has a state dict: {ELSEWHERE}")
-        if not self._ranks:
-            self.consolidate_state_dict()
+        """As torch's, with this trainer's part of all states in memory, which all trainers fetch together.
+
+        Where all of them hold the same plain parameters, as under DDP, libraries ask one of them alone, and what it
+        gets has no data: call consolidate_state_dict() before, or once consolidate_state_dict(None).
+        """
+        alike = bool(self._ranks) and all(is_replicated(known.param) for known in self._known.values())
+        fetches = not alike or self._asked_together
+        if fetches and not self._consolidates and any(known.steps for known in self._known.values()):
+            self.consolidate_state_dict(None)
         return super().state_dict()
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
         self._forget_consolidated()
+        self._asked_together |= to is None
         engine = self._live_engine
         with all_ranks_or_none(self._ranks):
             self._know()
         with engine.lock:
-            reply = self._remote.call({"op": "state", "to": to})
-            if not self._ranks or self._ranks.rank == to:
-                whole_states = self._whole_states(reply["states"])
-                self._consolidated = self.register_state_dict_post_hook(
-                    lambda _, d: {**d, "state": whole_states}, prepend=True
-                )
-        self._shown_whole = True
+            said = self._remote.call({"op": "state", "to": to})["states"]
+            if to is None or not self._ranks or self._ranks.rank == to:
+                states = self._fetch_states(said, whole=to is not None)
+                self._fetched = states if to is None else None
+                self._show_consolidated(states)
+        self._consolidates = True
 
     def _forget_consolidated(self) -> None:
         super()._forget_consolidated()
-        self._shown_whole = False
+        self._consolidates, self._fetched = False, None
 
-    def _whole_states(self, said: list[Any]) -> dict[int, dict[str, torch.Tensor]]:
-        by_index = {known.index: known.param for known in self._known.values()}
+    def _fetch_states(self, said: list[Any], *, whole: bool) -> dict[int, dict[str, torch.Tensor]]:
+        """What the owners send of these states: `whole`, or this trainer's part, as `state` shows it elsewhere."""
+        by_index = {known.index: known for known in self._known.values()}
         states: dict[int, dict[str, torch.Tensor]] = {}
-        tensors: list[torch.Tensor] = []
+        there: list[tuple[_Param, torch.Tensor]] = []
         for index, step, names in said:
-            p = by_index[index]
+            known = by_index[index]
+            dtype = _dtype_of_states(known.dtype)
             states[index] = {"step": torch.tensor(float(step))}
             for name in names:
-                value = torch.empty(p.shape, dtype=torch.complex64 if p.is_complex() else torch.float32, device="cpu")
-                states[index][name] = value
-                tensors.append(value)
-        self._remote.fetch(*_wholes(tensors))
+                if whole:
+                    value = states[index][name] = torch.empty(known.shape, dtype=dtype, device="cpu")
+                else:
+                    value = torch.empty_like(known.local, dtype=dtype, device="cpu")
+                    states[index][name] = known.part.show(value)
+                there.append((known, value))
+        self._remote.fetch(*_states(there, whole=whole))
+        warn_if_large(sum(value.nbytes for _, value in there), FETCHED)
         return states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As elsewhere. What state_dict() shows without data stays as it is with the owners."""
         engine = self._live_engine
+        shown = self._state_map.state
+        as_they_are = _values_of(state_dict["state"]) == _values_of(shown)
+        if self._ranks and len({*self._ranks.gather(as_they_are)}) > 1:
+            raise CSDRankError("some trainers load states, others what stands for those of the owners")
         with all_ranks_or_none(self._ranks):
             self._know()
-            self._check_and_take(engine, state_dict)
-        given = {p: self._state_map.state.pop(p) for p in [*self._state_map.state]}
-        said, tensors = [], []
-        for known in self._known.values():
-            entry = given.get(known.param) or {}
-            known.steps = float(entry.get("step", 0))
-            if entry:
-                names = [name for name in self._rule.sections if isinstance(entry.get(name), torch.Tensor)]
-                said.append([known.index, known.steps, names])
-                for name in names:
-                    value = entry[name]
-                    tensors.append((whole_of(value) if hasattr(value, "full_tensor") else value.detach()).cpu())
-        loaded = {index for index, _, _ in said}
-        there = [known for known in self._known.values() if known.index in loaded]
+            self._check_and_take(engine, {**state_dict, "state": {}} if as_they_are else state_dict)
+        given, self._state_map.state = self._state_map.state, shown
+        if not as_they_are:
+            self._send_states([(known, entry) for known in self._known.values() if (entry := given.get(known.param))])
+
+    def _send_states(self, entries: Sequence[tuple[_Param, Mapping[str, Any]]]) -> None:
+        """Of each trainer its part of these states, which are all that there are. Durable with the owners then."""
+        said, sent = [], []
+        for known, entry in entries:
+            names = [name for name in self._rule.sections if isinstance(entry.get(name), torch.Tensor)]
+            said.append([known.index, float(entry.get("step", 0)), names])
+            sent += [(known, known.part.of_state(entry[name]).detach()) for name in names]
+        if self._ranks and len({*self._ranks.gather(zlib.crc32(json.dumps(said).encode()))}) > 1:
+            raise CSDRankError("trainers load states of different parameters, or of different steps")
+        there = [known for known, _ in entries]
         if len(self.param_groups) > self._groups_told:
             self._join()
         self._remote.call(
@@ -431,17 +450,30 @@ class _Trainer(_Optimizer):
                 "written": [known.index for known in there],
                 "hyper": [plain(group, self._rule.hyperparameters) for group in self.param_groups],
             },
-            sends=[_wholes(tensors if self._remote.leads else []), self._values(there)],
+            sends=[_states(sent), self._values(there)],
             patience=PATIENCE,
         )
+        self._state_map.state.clear()
+        for known in self._known.values():
+            known.steps = 0.0
+        for known, entry in entries:
+            known.steps = float(entry.get("step", 0))
         for known in there:
             known.is_ours()
         self._show(there)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        raise CSDRuntimeError(f"nothing can be written to `state` here, but by load_state_dict(): {ELSEWHERE}")
-        yield
+        """What is written within to the tensors of state_dict(), before or here, goes to the owners.
+
+        Durable at the end, as a whole or not at all. All trainers call it.
+        """
+        if self._fetched is None:
+            self.consolidate_state_dict(None)
+        states = self._fetched or {}
+        with all_ranks_or_none(self._ranks):
+            yield
+        self._send_states([(known, states[known.index]) for known in self._known.values() if known.index in states])
 
     # ---- the rest ------------------------------------------------------------------------
 
@@ -507,17 +539,26 @@ def _views(there: dict[int, tuple[torch.Tensor, Block]]) -> ViewOf:
     return view_of
 
 
-def _wholes(tensors: Sequence[torch.Tensor]) -> tuple[list[Part], ViewOf]:
-    """States, one after another: fp32, of the whole shape."""
+def _states(there: Sequence[tuple[_Param, torch.Tensor]], *, whole: bool = False) -> tuple[list[Part], ViewOf]:
+    """States, one after another: fp32, of the part of each parameter that this trainer has, or of all of it."""
     parts = [
-        Part(k, tuple(t.shape), whole(t.shape), torch.complex64 if t.is_complex() else torch.float32)
-        for k, t in enumerate(tensors)
+        Part(k, tuple(known.shape), all_of(known.shape) if whole else known.block, _dtype_of_states(known.dtype))
+        for k, (known, _) in enumerate(there)
     ]
-    return parts, _views({part.key: (t, part.block) for part, t in zip(parts, tensors, strict=True)})
+    return parts, _views({part.key: (t, part.block) for part, (_, t) in zip(parts, there, strict=True)})
+
+
+def _dtype_of_states(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex64 if dtype.is_complex else torch.float32
+
+
+def _values_of(state: Mapping[Any, Any]) -> set[int]:
+    """Which tensors there are in `state`, but for steps."""
+    return {id(v) for entry in state.values() for name, v in entry.items() if name != "step"}
 
 
 def _without_data(p: torch.Tensor) -> torch.Tensor:
-    shown = torch.empty(p.shape, dtype=torch.complex64 if p.is_complex() else torch.float32, device="meta")
+    shown = torch.empty(p.shape, dtype=_dtype_of_states(p.dtype), device="meta")
 
     def refuse(_: Any) -> Any:
         raise CSDRuntimeError(f"this cannot be copied or saved: {ELSEWHERE}")
