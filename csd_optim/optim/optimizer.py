@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..accelerator import check_not_capturing
+from ..accelerator import check_not_capturing, is_far
 from ..bindings import DTYPE_CODES
 from ..checkpoint import files
 from ..checkpoint import snapshot as checkpoint
@@ -526,7 +526,7 @@ class CSDOptimizer(Optimizer, Joinable):
         With `backward` a step begins in backward, as soon as gradients are final: a guess that no more of them come,
         and that learning rates, clipping and loss scale stay as they were. step() compares, and keeps it or begins
         anew; nothing changes before. `hold`: host memory for what is ready before step(), such as "1GB", the default,
-        or in bytes. With gradients on an accelerator steps begin in step().
+        or in bytes; of parameters on an accelerator it is pinned.
 
         With `free_gradients` the step itself runs in backward: each gradient is used when it is there, and its memory
         is free again. So gradients take `hold` at most, "512MB" unless given, and the largest one. Parameters change in
@@ -543,7 +543,8 @@ class CSDOptimizer(Optimizer, Joinable):
         if backward and free_gradients:
             raise CSDValueError("free_gradients=True runs the step in backward by itself: leave out backward=True")
         nbytes = parse_bytes(("512MB" if free_gradients else "1GB") if hold is None else str(hold))
-        lent = torch.empty(nbytes if backward else 0, dtype=torch.uint8, device="cpu")
+        pinned = backward and any(is_far(p) for _, _, p in members(self.param_groups))
+        lent = torch.empty(nbytes if backward else 0, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         engine = self._live_engine
         if model is not None and self._ranks:
             check_ranks(self.param_groups, self._state_map, backward=backward or free_gradients)

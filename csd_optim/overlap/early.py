@@ -6,10 +6,13 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..accelerator import is_far, recorded
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..errors import CSDError
@@ -41,15 +44,20 @@ class EarlySteps:
     ) -> None:
         """`foresee`: a bound method of something that may go away.
 
-        `may_begin`: None: no step may begin now. `hold`: host memory (uint8, 1-D) for what is ready before step().
+        `may_begin`: None: no step may begin now. `hold`: host memory (uint8, 1-D) for what is ready before step(); of
+        parameters on an accelerator pinned.
         """
         self._engine = engine
         self.redone: Counter[str] = Counter()  # wrong guesses, by what was wrong
         self._state_map, self._may_begin, self._hold = state_map, may_begin, hold
         self._foresee = weakref.WeakMethod(foresee)  # type: ignore[arg-type]
+        # Before the finalizer that closes the engine: the last that is made comes first.
+        self._if_dropped = weakref.finalize(foresee.__self__, self._give_up)  # type: ignore[attr-defined]
+        self._brings = ThreadPoolExecutor(1, "csd_optim brings gradients")  # a thread when it is first needed
         self._guess: Guess | None = None
         self._fired: Counter[int] = Counter()  # by id of the parameter: gradients accumulated since the last step
         self._expected: Counter[int] = Counter()  # the same, in the last step: then a gradient is final
+        self._made: dict[int, Any] = {}  # events, likewise: after them final gradients on an accelerator are there
         self._share = FIRST_SHARE
         self._began: float | None = None  # when, the guess that the last step kept, or the one under way
         self._stepped = 0.0  # when
@@ -65,9 +73,16 @@ class EarlySteps:
     def end(self) -> None:
         """No further step begins early."""
         self.undo("other calls")
+        self._if_dropped.detach()
+        self._brings.shutdown(wait=False)
         for hook in self._hooks:
             hook.remove()
         self._engine.lent, self._hold = None, self._hold.new_empty(0)  # not when the collector comes by
+
+    def _give_up(self) -> None:
+        """The optimizer is gone, and its engine about to be closed, perhaps on the thread that brings gradients."""
+        if guess := self._guess:
+            guess.give_up()
 
     # ---- in backward -----------------------------------------------------------
 
@@ -75,6 +90,8 @@ class EarlySteps:
         """A gradient was added to what the parameter has. A guess that fails was none: no CSDError leaves backward."""
         self._fired[id(p)] += 1
         fired, expected = self._fired[id(p)], self._expected[id(p)]
+        if fired == expected and is_far(p):
+            self._made[id(p)] = recorded(torch.accelerator.current_stream(p.device))
         if self._guess and fired > expected:
             self.undo("more backward passes")
         elif fired == expected and (self._guess or self._engine.idle):  # the step before is whole, and committed
@@ -105,7 +122,7 @@ class EarlySteps:
         with defer_signals():  # that it has begun is noted
             early, late = spread(engine.flowing(np.sort(step.tiles)), self._share)
             self._began = time.perf_counter()
-            self._guess = Guess(engine, self._state_map, step, record, early, late, pieces, self._hold)
+            self._guess = Guess(engine, self._state_map, step, record, early, late, pieces, self._hold, self._brings)
         for param_state in step.plan.param_states:  # those that were final before it could begin
             self._tell(param_state.param)
         return True
@@ -113,13 +130,13 @@ class EarlySteps:
     def _tell(self, p: torch.Tensor) -> None:
         """Hands a gradient to the guess, if it is final."""
         if self._guess and p.grad is not None and self._fired[id(p)] == self._expected[id(p)]:
-            self._guess.is_final(self._state_map.param_states[id(p)].index, p.grad)
+            self._guess.is_final(self._state_map.param_states[id(p)].index, p.grad, self._made.get(id(p)))
 
     # ---- in step() -------------------------------------------------------------
 
     def before_step(self) -> None:
         """From here on gradients are those of the next step."""
-        self._expected, self._fired, self._in_vain = self._fired, Counter(), False
+        self._expected, self._fired, self._made, self._in_vain = self._fired, Counter(), {}, False
         self._pause = max(0, self._pause - (self._guess is None))
 
     def check(self, taking_part: Participants) -> None:
@@ -167,4 +184,5 @@ class EarlySteps:
         """They are cleared, and no step is to have them."""
         self.undo("cleared gradients")
         self._fired.clear()
+        self._made.clear()
         self._in_vain = False

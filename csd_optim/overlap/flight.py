@@ -125,8 +125,12 @@ class Flight:
             for param_state in self.step.written:  # those that the step was to take over count as written still
                 param_state.version = -1
             self.failure = failure
+            with torch.no_grad(), self._engine.lock:
+                if self._engine.stepping:  # there were no streams for it
+                    self._runner.give_up(self._engine, self.step)
         finally:
             self._held.clear()
+            self.step.held.clear()
             self.landed_at = time.perf_counter()
             with self._news:
                 self._landed.set()
@@ -139,9 +143,10 @@ class Flight:
         """
         last = last_places(self._pieces, self._engine.n_params, self._tiles)
         try:
-            if self.step.ring is not None:
-                self.step.ring.run(self._engine, self.step.images, self.step.prepared, self._is_pulled)
-                self.step.ring.wait_for_copies()
+            step = self.step
+            if step.ring is not None:
+                step.ring.run(self._engine, step.images, step.prepared, self._is_pulled, step.held)
+                step.ring.wait_for_copies()
             for batch in np.array_split(np.arange(len(self._tiles)), BATCHES):
                 if not len(batch):
                     continue

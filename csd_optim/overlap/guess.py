@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,12 @@ from ..bindings import SAME_ORDER
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..errors import CSDError
+from ..params.param_state import ParamState
 from ..params.state_map import StateMap
+from ..params.strides import same_order
 from ..step.prepare import PreparedStep
 from ..store.format import Record
+from .early_images import EarlyImages
 
 
 class Guess:
@@ -34,11 +38,12 @@ class Guess:
         late: np.ndarray[Any, Any],
         pieces: Pieces,
         hold: torch.Tensor,
+        brings: Executor,
     ) -> None:
         """Begins `step`, in which the parameters stand for their gradients.
 
         `early`: tiles that are pushed as soon as their gradients are final, as long as `hold` (uint8, 1-D) has room;
-        `late`: those that step() pushes. Both uint32, in the order in which they are to flow.
+        `late`: those that step() pushes. Both uint32, in the order in which they are to flow. `brings`: one thread.
         Raises what Engine.begin() raises.
         """
         self.step: PreparedStep = step
@@ -46,13 +51,17 @@ class Guess:
         self._engine, self._state_map = engine, state_map
         self._hold, self._taken = hold, 0  # bytes
         self._grads: dict[int, torch.Tensor] = {}  # final ones, by row
+        self._made: dict[int, Any] = {}  # events, by row: after them gradients on an accelerator are there
+        self._images = EarlyImages(engine, state_map, step, brings)
         self._tiles_of: dict[int, list[int]] = {}  # that may be pushed, by row
         self._missing = dict.fromkeys(early.tolist(), 0)  # of each of them: gradients that are not final
         rows, tiles = pieces.all["param"], pieces.all["tile"]
-        awaited = (step.table["grad"][rows] != 0) & np.isin(tiles, early)
+        can = [tile for tile in early.tolist() if tile not in self._images.tiles or self._images.can(tile)]
+        awaited = (step.table["grad"][rows] != 0) & np.isin(tiles, can)
         for row, tile in {*zip(rows[awaited].tolist(), tiles[awaited].tolist(), strict=True)}:
             self._tiles_of.setdefault(row, []).append(tile)
             self._missing[tile] += 1
+        self._far = {row for row, source in step.prepared.items() if source.is_far}
         self._writes_before = self._writes()
         tiles = np.concatenate([early, late])
         self.tiles: np.ndarray[Any, Any] = engine.begin(step.table, step.hypers, tiles, record, order=SAME_ORDER)
@@ -60,26 +69,36 @@ class Guess:
 
     # ---- in backward -----------------------------------------------------------
 
-    def is_final(self, row: int, grad: torch.Tensor) -> None:
-        """This is a parameter's gradient. Raises CSDError if the step has failed."""
-        param_state = self._state_map.by_index[row]
+    def is_final(self, row: int, grad: torch.Tensor, made: Any) -> None:
+        """This is a parameter's gradient; on an accelerator, after the event `made`.
+
+        Raises CSDError if the step has failed.
+        """
         if row not in self._tiles_of or row in self._grads:
             return
-        if grad.dtype is not param_state.direct or not grad.is_contiguous() or grad.is_neg():
+        if not _is_plain(grad, self._state_map.by_index[row]):
             return  # step() finds a way for it
         self._grads[row] = grad
+        if made is not None:
+            self._made[row] = made
         for tile in self._tiles_of[row]:
             self._missing[tile] -= 1
             if not self._missing[tile]:
                 self._push(tile)
 
     def _push(self, tile: int) -> None:
-        size = self._engine.hold_bytes(tile)
+        is_image = tile in self._images.tiles
+        size = self._images.hold_bytes(tile) if is_image else self._engine.hold_bytes(tile)
         if self._taken + size > len(self._hold):
             return
         rows = self._engine.pieces_of(tile)["param"].tolist()
-        grads = [self._grads[row].data_ptr() if row in self._grads else 0 for row in rows]
-        self._engine.push_early(tile, grads, self._hold.data_ptr() + self._taken)
+        if is_image:
+            grads = {row: self._grads[row] for row in rows if row in self._grads}
+            made = [self._made[row] for row in grads if row in self._made]
+            self._images.push(tile, grads, made, self._hold[self._taken : self._taken + size])
+        else:
+            addresses = [self._grads[row].data_ptr() if row in self._grads else 0 for row in rows]
+            self._engine.push_early(tile, addresses, self._hold.data_ptr() + self._taken)
         self._taken += size
         self.pushed.append(tile)
 
@@ -101,7 +120,7 @@ class Guess:
 
     def wrong(self, step: PreparedStep) -> str:
         """What makes it wrong: `step` is what it should have been; or nothing. Raises CSDError if it has failed."""
-        if step.plan is not self.step.plan or step.prepared:
+        if step.plan is not self.step.plan or step.prepared.keys() != self._far:
             return "parameters that take part"
         if not np.array_equal(step.hypers, self.step.hypers):
             return "constants"
@@ -109,7 +128,8 @@ class Guess:
         if not all(np.array_equal(step.table[name], self.step.table[name]) for name in but_grad):
             return "constants"
         # All bytes: torch does not count what is written through `grad.data` or NumPy.
-        return "" if self._engine.unchanged(step.table) else "gradients"
+        unchanged = self._images.unchanged(step) and self._engine.unchanged(step.table)
+        return "" if unchanged else "gradients"
 
     def keep(self, step: PreparedStep, record: Record | None, order: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """It was right: parameters get what is held, and the rest follows in `order`. Returns all tiles.
@@ -118,12 +138,27 @@ class Guess:
         """
         self._engine.committer.reserve(record)
         self._engine.release(step.table, order)
-        for tile in order[~np.isin(order, self.pushed)].tolist():
+        for tile in order[~np.isin(order, [*self.pushed, *self._images.tiles])].tolist():
             self._engine.push(tile)
+        step.held = self._images.held(order.tolist())
         return self.tiles
+
+    def give_up(self) -> None:
+        """From now on the engine is no longer used, which somebody closes."""
+        self._images.give_up()
 
     def undo(self) -> None:
         """It was wrong, or failed: as if it had never begun."""
+        self._images.give_up()
         if self._engine.stepping:
             with contextlib.suppress(CSDError):  # what made it fail, if anything did
                 self._engine.finish(keep=False)
+
+
+def _is_plain(grad: torch.Tensor, param_state: ParamState) -> bool:
+    """Has its memory what is to be pushed, in this order?"""
+    if param_state.direct:
+        return grad.dtype is param_state.direct and grad.is_contiguous() and not grad.is_neg()
+    p = param_state.local
+    right = grad.layout is torch.strided and grad.dtype is p.dtype and grad.device == p.device
+    return right and same_order(grad.stride(), param_state.stride, p.shape) and not grad.is_neg()

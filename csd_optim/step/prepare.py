@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..accelerator import check_not_capturing
+from ..accelerator import check_not_capturing, is_far
 from ..bindings import DTYPE_CODES, HYPER, NEW, PARAM
 from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import inverse_of
@@ -35,7 +35,7 @@ from ..params.state_map import StateMap
 from ..params.summed import Summand, table_of, total
 from ..params.update_rule import UpdateRule
 from .all_gather import ParamAllGather
-from .staging import StagingRing
+from .staging import StagingBuffer, StagingRing
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
 # it; more goes to the devices at once, and is committed there by itself.
@@ -112,6 +112,7 @@ class PreparedStep:
     # How it flows: see StepRunner.make_ready()
     tiles: np.ndarray[Any, Any] = field(init=False)
     images: list[int] = field(init=False)  # tiles that travel by them
+    held: dict[int, StagingBuffer] = field(default_factory=dict)  # of those, what was pushed in backward: see Guess
     ring: StagingRing | None = field(init=False)
     gather: ParamAllGather | None = field(init=False)
 
@@ -303,17 +304,21 @@ def foresee(
 ) -> PreparedStep | None:
     """The step after that of `plan` if the same parameters take part in it, which stand for their gradients here.
 
-    None: something has changed since, or gradients take more than to be pushed as they are. Raises as prepare().
+    None: something has changed since, or gradients take more than to be pushed, or copied, as they are. Raises as
+    prepare().
     """
     if plan.changes != state_map.changes or not state_map.intact() or state_map.unfilled:
         return None
-    if any(b.is_written for b in state_map.param_states.values()) or not all(b.direct for b in plan.param_states):
+    if any(b.is_written for b in state_map.param_states.values()):
+        return None
+    if not all(b.direct or (is_far(b.local) and b.local.dtype in DTYPE_CODES) for b in plan.param_states):
         return None
     group_of = {id(p): k for k, _, p in members(groups)}
     stand_ins = [b.local for b in plan.param_states]
     taking_part = Participants(plan.params, stand_ins, [group_of.get(id(p), 0) for p in plan.params])
     step = prepare(engine, rule, BoundStep(plan, taking_part, [], [], state_map.coded), groups, grad_scale, options)
-    return None if step.prepared or step.table["topk"].any() else step
+    rounded = any(source.back or source.grad_dtype is not source.grad.dtype for source in step.prepared.values())
+    return None if rounded or step.table["topk"].any() else step
 
 
 def _hypers(

@@ -95,18 +95,62 @@ class StagingRing:
         tiles: Iterable[int],
         sources: Mapping[int, GradSource],
         pulled: Callable[[int], None] | None,
+        held: Mapping[int, StagingBuffer] | None = None,
     ) -> None:
         """Pushes and pulls `tiles` of the step under way. `sources`: as of begin().
 
-        `pulled` is called with each tile when its parameters can be used, on the current streams. To be followed by
-        feed_back() when the step is whole, or by forget().
+        `pulled` is called with each tile when its parameters can be used, on the current streams. `held`: tiles that
+        were pushed before, from these buffers, in the order in which they are wanted. To be followed by feed_back()
+        when the step is whole, or by forget().
         """
-        to_host, back = ({d: self._streams[d][way] for d in self._far} for way in (0, 1))
+        to_host, back = self._ways()
         try:
-            self._runner(engine, tiles, sources, to_host, back, pulled)
+            self._runner(engine, tiles, sources, to_host, back, pulled, held or {})
         finally:
             _join(to_host)
             _join(back)
+
+    def _ways(self) -> tuple[Streams, Streams]:
+        """Of the step under way: streams to the host, and back."""
+        return {d: self._streams[d][0] for d in self._far}, {d: self._streams[d][1] for d in self._far}
+
+    # ---- a step that begins in backward: see overlap/early_images.py -----------------------------------
+
+    def fill(
+        self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource], after: Iterable[Any]
+    ) -> None:
+        """Begins to copy a tile's gradients, dense ones, and the parameters that a device reads, into the slot.
+
+        `sources`: as of begin(), or those of this tile alone. `after`: events after which the gradients are there.
+        """
+        to_host, _ = self._ways()
+        for event in after:
+            to_host[event.device].wait_event(event)
+        self._fill(slot, engine, tile, sources, to_host)
+
+    def equal(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Are all bytes of these tensors the same? Of each pair, the first in a slot, the second anywhere.
+
+        The second are those that the current streams, at begin(), have made. Compared where they lie.
+        """
+        to_host, _ = self._ways()
+        differ: dict[torch.device, torch.Tensor] = {}
+        for kept, there in pairs:
+            if not is_far(there):
+                if not torch.equal(_bits(kept), _bits(there)):
+                    return False
+                continue
+            with on(to_host[there.device]):
+                differs = (_bits(kept.to(there.device, non_blocking=True)) != _bits(there)).any()
+                differ[there.device] = differs | differ.get(there.device, differs)
+        for device, found in differ.items():
+            answer = self._buffer(1, torch.bool)
+            with on(to_host[device]):
+                answer.copy_(found, non_blocking=True)
+            wait_for(recorded(to_host[device]))
+            if answer.item():
+                return False
+        return True
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -151,17 +195,32 @@ class StagingRing:
         to_host: Streams,
         back: Streams,
         pulled: Callable[[int], None] | None,
+        held: Mapping[int, StagingBuffer],
     ) -> None:
         todo: dict[int, deque[int]] = {}
         for tile in tiles:
-            todo.setdefault(engine.device_of(tile), deque()).append(tile)
+            if tile not in held:
+                todo.setdefault(engine.device_of(tile), deque()).append(tile)
         out_on = dict.fromkeys(todo, 0)
         free, travelling = deque(self.slots), deque[tuple[int, StagingBuffer]]()
-        out: dict[int, StagingBuffer] = {}
+        out = dict(held)
 
-        def is_updated() -> bool:
-            return any(engine.params_ready(np.array([tile], np.uint32), wait=False) for tile in out)
+        def is_updated(tile: int) -> bool:
+            return engine.params_ready(np.array([tile], np.uint32), wait=False)
 
+        def comes_back(tile: int) -> None:
+            slot = out.pop(tile)
+            self._empty(slot, engine.pieces_of(tile), sources, back)
+            if tile not in held:
+                out_on[engine.device_of(tile)] -= 1
+                free.append(slot)
+            if pulled:
+                _join(back)
+                pulled(tile)
+
+        updated = {engine.pull() for tile in held if is_updated(tile)}  # others were perhaps, meanwhile
+        for tile in [tile for tile in held if tile in updated]:
+            comes_back(tile)
         while todo or travelling or out:
             while todo and free:
                 # The device with the fewest tiles out goes first: a slow one must not hold all slots.
@@ -173,20 +232,13 @@ class StagingRing:
                 self._fill(slot, engine, tile, sources, to_host)
                 travelling.append((tile, slot))
             # While the next gradients are under way, parameters that wait to go back do so.
-            if travelling and (travelling[0][1].arrived() or not is_updated()):
+            if travelling and (travelling[0][1].arrived() or not any(map(is_updated, out))):
                 tile, slot = travelling.popleft()
                 slot.wait()
                 engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr(), *slot.words())
                 out[tile] = slot
             else:
-                tile = engine.pull()
-                slot = out.pop(tile)
-                out_on[engine.device_of(tile)] -= 1
-                self._empty(slot, engine.pieces_of(tile), sources, back)
-                free.append(slot)
-                if pulled:
-                    _join(back)
-                    pulled(tile)
+                comes_back(engine.pull())
 
     def _fill(
         self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource], streams: Streams
@@ -244,6 +296,11 @@ class StagingRing:
         for source, device in copied:
             source.arrives = events[device]
         slot.under_way = [*events.values()]
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: as numbers, NaN is not what it is, and 0 is -0."""
+    return t.view({2: torch.int16, 4: torch.int32}[t.itemsize])
 
 
 def _join(streams: Streams) -> None:

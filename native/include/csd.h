@@ -348,7 +348,8 @@ uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems,
  *
  * Until it is released, it writes nothing but the tiles' other slots, and memory that the caller lends. What is read of
  * the host is copied before, and compared by csd_engine_unchanged; but for what was written to states (`edited`,
- * csd_engine_edited), of which the caller knows. */
+ * csd_engine_edited), of which the caller knows. Tiles with images are pushed as always, also before the release: their
+ * images are the caller's, and so is the comparison. */
 
 /* Memory for csd_engine_push_early, in this step; 0: the tile is not part of it. */
 uint64_t csd_engine_hold_bytes(csd_engine *engine, uint32_t tile);

@@ -286,7 +286,8 @@ Engine::Job &Engine::to_push(uint32_t tile) {
 void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries) {
   Lock lock(mutex_);
   Job *const job = &to_push(tile);
-  if (guess_ && !released_) throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
+  if (guess_ && !released_ && !grad)
+    throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
   if (!grad != !param) throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has half an image"};
   const bool sparse = std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
                                   [this](const csd_piece &p) { return is_sparse(params_[p.param]); });

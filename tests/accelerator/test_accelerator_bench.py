@@ -30,7 +30,7 @@ def test_bench_of_overlap(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench", *options])
     runpy.run_module("bench.overlap", run_name="__main__", alter_sys=True)
     result = json.loads(capsys.readouterr().out)
-    assert [row["mode"] for row in result["rows"]] == ["none", "forward"]
+    assert [row["mode"] for row in result["rows"]] == ["none", "forward", "backward"]
     assert all(len(row["seconds"]) == len(row["step_seconds"]) == 5 for row in result["rows"])
 
 

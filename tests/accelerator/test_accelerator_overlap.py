@@ -11,7 +11,22 @@ import threading
 import pytest
 import torch
 from support import emulated
-from support.between_steps import SCRIPTS, History, evaluates, looks_at_states, never_clears, ten_steps
+from support.between_steps import (
+    SCRIPTS,
+    History,
+    accumulates_otherwise_each_time,
+    checkpoints_activations,
+    clips,
+    evaluates,
+    looks_at_states,
+    never_clears,
+    scales_losses,
+    skips_steps,
+    takes_turns,
+    ten_steps,
+    writes_parameters,
+    writes_past_torch,
+)
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
 from support.twins import Training, assert_twins
 
@@ -19,10 +34,13 @@ from csd_optim import CSDOSError, CSDRuntimeError
 from csd_optim.engine.engine import Engine
 from csd_optim.step import sparse
 from csd_optim.step.run import StepRunner
+from csd_optim.step.staging import StagingBuffer, StagingRing
 
 pytestmark = pytest.mark.accelerator
 
 EVERYWHERE = [*(f"{DEVICE}:{i}" for i in range(torch.accelerator.device_count())), "cpu"]
+BACKWARD = {"backward": True}
+OFTEN = checkpoints_activations, never_clears, scales_losses, takes_turns, writes_parameters
 LARGE = 80  # width of layers: then they are large enough for Top-K
 
 
@@ -35,6 +53,58 @@ def test_twins(tmp_path, script):
     twins(tmp_path, script).opt.close()
 
 
+@pytest.mark.parametrize(
+    "script",
+    [script if script in OFTEN else pytest.param(script, marks=pytest.mark.soak) for script in SCRIPTS],
+    ids=lambda script: script.__name__,
+)
+def test_twins_that_begin_in_backward(tmp_path, script):
+    twins(tmp_path, script, BACKWARD, patient=True, latency="100us").opt.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ([DEVICE], {}),
+        ([DEVICE], {"dtype": torch.bfloat16, "state_dtype": "8bit"}),
+        (EVERYWHERE, {"groups": True}),
+        (EVERYWHERE, {"dtype": torch.bfloat16, "devices": 3}),
+    ],
+    ids=str,
+)
+def test_a_guess_is_right(tmp_path, place, options):
+    """What was copied in backward are the gradients, and comes back as it is."""
+    early = []
+
+    def script(training):
+        mode = training.opt._mode
+        if training.overlap is not None:
+            training.opt.register_step_post_hook(lambda *_: early.append(mode.stats()["early_params"]))
+        ten_steps(training)
+
+    training = twins(tmp_path, script, BACKWARD, patient=True, latency="100us", place=place, **options)
+    assert training.opt.stats()["overlap"]["redone"] == {}
+    assert sum(early) > 0
+    training.opt.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "why", "options"),
+    [
+        (clips, "gradients", {}),
+        (writes_past_torch, "gradients", {"dtype": torch.bfloat16, "state_dtype": "8bit"}),  # codes read parameters
+        (skips_steps, "cleared gradients", {}),
+        (accumulates_otherwise_each_time, "more backward passes", {}),
+        (looks_at_states, "other calls", {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_guess_is_wrong(tmp_path, script, why, options):
+    training = twins(tmp_path, script, BACKWARD, patient=True, latency="100us", **options)
+    assert training.opt.stats()["overlap"]["redone"][why] > 0
+    training.opt.close()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_history(tmp_path, seed):
     choose = random.Random(seed)
@@ -42,13 +112,14 @@ def test_random_history(tmp_path, seed):
     options |= {"max_grad_norm": choose.choice([None, 0.5]), "topk": choose.choice([None, None, 0.05])}
     options |= {"state_dtype": choose.choice(["fp32", "8bit"]), "latency": choose.choice(["50us", "1ms"])}
     options |= {"place": choose.choice([[DEVICE], EVERYWHERE]), "width": LARGE if options["topk"] else 48}
-    twins(tmp_path, History(seed), **options).opt.close()
+    overlap = BACKWARD if seed % 2 else {}
+    twins(tmp_path, History(seed), overlap, patient=choose.random() < 0.5, **options).opt.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("devices", [1, 3])
-def test_several_devices_and_the_host(tmp_path, dtype, devices):
-    twins(tmp_path, ten_steps, place=EVERYWHERE, dtype=dtype, devices=devices).opt.close()
+@pytest.mark.parametrize(("devices", "overlap"), [(1, BACKWARD), (3, {})], ids=str)
+def test_several_devices_and_the_host(tmp_path, dtype, devices, overlap):
+    twins(tmp_path, ten_steps, overlap, place=EVERYWHERE, dtype=dtype, devices=devices).opt.close()
 
 
 @pytest.mark.parametrize("script", [never_clears, looks_at_states])
@@ -56,12 +127,6 @@ def test_what_topk_owes(tmp_path, script, monkeypatch):
     """Is noted before gradients go, also where several tiles were selected at once."""
     monkeypatch.setattr(sparse, "ROWS", 2)
     twins(tmp_path, script, topk=0.05, width=LARGE).opt.close()
-
-
-def test_a_step_that_would_begin_in_backward_begins_in_step(tmp_path):
-    training = twins(tmp_path, ten_steps, {"backward": True})
-    assert training.opt.stats()["overlap"]["early_params"] == 0
-    training.opt.close()
 
 
 @pytest.mark.parametrize("script", [ten_steps, evaluates])
@@ -136,8 +201,11 @@ def steps_on_a_side_stream(training):
     side.synchronize()
 
 
-def test_a_side_stream(tmp_path):
-    twins(tmp_path, steps_on_a_side_stream).opt.close()
+@pytest.mark.parametrize("overlap", [{}, BACKWARD], ids=str)
+def test_a_side_stream(tmp_path, overlap):
+    training = twins(tmp_path, steps_on_a_side_stream, overlap, patient=bool(overlap))
+    assert training.opt.stats()["overlap"]["redone"] == {}
+    training.opt.close()
 
 
 def drops_gradients(training):
@@ -247,6 +315,63 @@ def test_a_step_that_fails_under_way(tmp_path, call, number, topk, monkeypatch):
         training.step()
 
     twins(tmp_path, fails, topk=topk, width=LARGE).opt.close()
+
+
+@pytest.mark.parametrize("what", ["cleared", "dropped", "closed"])
+def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatch):
+    """Its copies arrive when the next one is under way, or the engine is gone."""
+    arrives, pushed = threading.Event(), []
+    wait, push = StagingBuffer.wait, Engine.push
+    training = Training(tmp_path, BACKWARD, place=[DEVICE], patient=True, latency="100us")
+    for _ in range(3):
+        training.step()
+    training.opt.wait()
+    brings = training.opt._mode._early._brings
+    with monkeypatch.context() as patch:
+        patch.setattr(StagingBuffer, "wait", lambda slot: arrives.wait() and wait(slot))
+        patch.setattr(Engine, "push", lambda *arguments: pushed.append(arguments) or push(*arguments))
+        training.patient = False
+        try:
+            training.backward()
+            assert training.opt._mode._early._guess
+            if what == "cleared":
+                training.opt.zero_grad()
+                training.backward()
+            elif what == "closed":
+                training.opt.close()
+            else:
+                del training.opt
+                gc.collect()
+        finally:
+            arrives.set()
+        if what == "cleared":
+            training.opt.step()
+            assert dict(training.opt.stats()["overlap"]["redone"]) == {"cleared gradients": 1}
+            training.opt.close()
+        else:
+            brings.shutdown()
+            assert pushed == []
+
+
+def test_a_step_without_streams_is_undone(tmp_path, monkeypatch):
+    training = Training(tmp_path, {}, place=[DEVICE])
+    training.step()
+    training.opt.wait()
+    before, states = training.parameters(), training.seen()[3]
+
+    def fails(ring):
+        raise RuntimeError("no more streams")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StagingRing, "beside", fails)
+        training.step()
+        with pytest.raises(RuntimeError, match="no more streams"):
+            training.opt.wait()
+    assert (training.parameters(), training.seen()[3]) == (before, states)
+    training.step()
+    training.opt.wait()
+    assert training.parameters() != before
+    training.opt.close()
 
 
 def test_dropped_or_closed_while_a_step_is_under_way(tmp_path):

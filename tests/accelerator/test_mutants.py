@@ -41,6 +41,14 @@ def in_flight(old, new="pass", tests="accelerator_overlap"):
     return Mutant("overlap/flight.py", old, new, tests)
 
 
+def in_guesses(old, new="pass", tests="overlap and guess"):
+    return Mutant("overlap/early_images.py", old, new, tests)
+
+
+def in_comparisons(old, new="pass"):
+    return in_staging(old, new, "overlap and guess")
+
+
 def in_commits(old, new, tests="store_has"):
     return Mutant("engine/residuals.py", old, new, tests)
 
@@ -65,7 +73,7 @@ MUTANTS = {
     "nobody joins": in_staging("torch.accelerator.current_stream(device).wait_stream(stream)"),
     "nobody joins after a failure": in_staging("finally:\n            " + JOIN, ELSE + JOIN, "fails"),
     "nobody joins after what is owed": in_staging("self.forget()\n            _join(to_host)", "self.forget()"),
-    "shares leave before they are there": in_staging("_join(back)\n                    pulled", "pulled", "shares"),
+    "shares leave before they are there": in_staging("_join(back)\n                pulled", "pulled", "shares"),
     "one stream for both ways": in_staging(
         "torch.Stream(device), torch.Stream(device)", "(torch.Stream(device),) * 2", "counters"
     ),
@@ -104,6 +112,25 @@ MUTANTS = {
     "overlap: it has landed before what is owed": in_staging(
         "finally:\n                self.wait_for_copies()", "finally:\n                pass", "topk_owes or dropped"
     ),
+    "overlap: without streams a step is not undone": in_flight(
+        "if self._engine.stepping:", "if False:", "without_streams"
+    ),
+    "a guess: gradients are copied before they are made": in_comparisons("to_host[event.device].wait_event(event)"),
+    "a guess: no event when a gradient is made": Mutant(
+        "overlap/early.py", "if fired == expected and is_far(p)", "if False", "overlap and guess"
+    ),
+    "a guess: tiles are pushed before they arrive": in_guesses("slot.wait()"),
+    "a guess: what was given up is pushed": in_guesses("if self._goes_on", "if True"),
+    "a guess: it is not known what was given up": in_guesses("self._goes_on = False"),
+    "a guess: dropped ones go on": Mutant("overlap/early.py", "guess.give_up()", "pass", "overlap and guess"),
+    "a guess: compared before gradients are what they are": in_guesses(
+        "self._step.ring.begin(step.prepared)  # its", "pass  # its"
+    ),
+    "a guess: compared before all is copied": in_guesses("self.wait()\n        self._step", "self._step"),
+    "a guess: compared on the current stream": in_comparisons("with on(to_host[there.device])", "with on(None)"),
+    "a guess: the answer is read before it is there": in_comparisons("wait_for(recorded(to_host[device]))"),
+    "a guess: parameters of codes are not compared": in_guesses("if source.is_read:", "if False:"),
+    "a guess: all gradients are right": in_guesses("self._step.ring.equal(", "True or self._step.ring.equal("),
     "overlap: on streams of the program": in_staging(
         "entered.enter_context(on(self._beside[device]))", tests="counters"
     ),

@@ -687,6 +687,15 @@ void guesses_gone_wrong() {
   CHECK(csd_engine_finish(m.engine, 1, &m.error) == CSD_ESTATE && strstr(m.error.text, "never released"));
   nothing_changed();
 
+  // An image is the caller's: what is pushed with one may be pulled.
+  OK(m.begin_guess());
+  OK(m.push_early(0, 2));
+  OK(csd_engine_push(m.engine, 3, hold.data(), hold.data() + 4 * kTile, nullptr, 0, &m.error));
+  OK(csd_engine_pull(m.engine, &tile, &m.error));
+  CHECK(tile == 3 && m.params == before);
+  OK(csd_engine_finish(m.engine, 0, &m.error));
+  CHECK(m.params == before && m.state() == state);
+
   OK(m.begin_guess());
   OK(m.push_early(0, 2));
   CHECK(csd_engine_release(m.engine, m.table.data(), 1, nullptr, 0, &m.error) == CSD_EINVAL);

@@ -94,6 +94,7 @@ class Training:
         loss.backward()
         early = self.patient and getattr(self.opt._mode, "_early", None)
         if early and (guess := early._guess):
+            guess._images.wait()
             self.opt._engine.unchanged(guess.step.table)  # waits for the copies
         self.losses.append(loss.detach())
         self.steps += 1
