@@ -41,29 +41,32 @@ __all__ = [
     "CSDUnavailableError",
     "CSDValueError",
     "CSDWarning",
+    "push",
 ]
 
 if TYPE_CHECKING:
     from .optim.adagrad import CSDAdagrad
     from .optim.adamw import CSDAdam
     from .optim.lion import CSDLion
+    from .optim.push import push
     from .optim.rmsprop import CSDRMSprop
     from .optim.sgd import CSDSGD
 
     __version__: str
 else:
-    _OPTIMIZERS = {
+    _LATER = {
         "CSDAdagrad": "adagrad",
         "CSDAdam": "adamw",
         "CSDLion": "lion",
         "CSDRMSprop": "rmsprop",
         "CSDSGD": "sgd",
+        "push": "push",
     }
 
     def __getattr__(name: str) -> Any:
         """What takes a while comes when it is first asked for: the optimizers, and torch with them."""
-        if name in _OPTIMIZERS:
-            value = getattr(import_module(f".optim.{_OPTIMIZERS[name]}", __name__), name)
+        if name in _LATER:
+            value = getattr(import_module(f".optim.{_LATER[name]}", __name__), name)
         elif name == "__version__":
             from importlib.metadata import version
 

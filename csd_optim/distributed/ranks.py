@@ -89,6 +89,16 @@ class Ranks:
         with self._noting_loss():
             return gather(out, own, group=self.group, async_op=True)
 
+    def all_to_all(self, out: torch.Tensor, out_bytes: list[int], own: torch.Tensor, own_bytes: list[int]) -> Any:
+        """Begins to send rank k the k-th part of `own` (uint8, 1-D), of `own_bytes[k]`; `out` is what comes."""
+        with self._noting_loss():
+            return dist.all_to_all_single(out, own, out_bytes, own_bytes, group=self.group, async_op=True)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Begins to sum everybody's tensors, in place."""
+        with self._noting_loss():
+            return dist.all_reduce(tensor, group=self.group, async_op=True)
+
     def exchange(self, rows: torch.Tensor) -> list[Any]:
         """Begins to fill a contiguous tensor of a row per rank: each rank has its own there, and gets the others'."""
         if rows.device.type != "cpu":

@@ -46,6 +46,7 @@ from ..params.memory_warnings import COPIED, DECODED, warn_if_large
 from ..params.param_state import check_param
 from ..params.state_map import StateMap
 from ..params.update_rule import UpdateRule
+from ..serve.early import mean_of
 from ..serve.trainer import address_of, served
 from ..signals import defer_signals
 from ..step.agreement import agree_on_step
@@ -590,6 +591,10 @@ class CSDOptimizer(Optimizer, Joinable):
         """Raises CSDValueError if gradients cannot be freed in backward."""
         if why := cannot_free(self.param_groups, self._grad_options, self.max_grad_norm):
             raise CSDValueError(f"overlap(free_gradients=True) is not possible: {why}")
+
+    def _take_bucket(self, bucket: Any) -> Any:
+        """What push() does with a bucket of DDP's: the mean over the ranks, as without it."""
+        return mean_of(self._ranks, bucket.buffer())
 
     def wait(self) -> None:
         """Returns when all parameters of this process are those of the last step. Raises CSDOSError if that failed.

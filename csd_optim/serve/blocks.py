@@ -18,7 +18,7 @@ import torch
 from ..distributed.sharding import Partition, rows_of
 from ..errors import CSDRankError
 from ..store.layout import round_up
-from .wire import Session
+from .wire import BULK, Session
 
 ALIGN = 16  # bytes: any dtype may begin there
 BUCKET_BYTES = 16 << 20
@@ -103,13 +103,14 @@ def with_owner(parts: Iterable[Part], owners: int, k: int) -> list[Bucket]:
                 room, fits = BUCKET_BYTES, max(1, BUCKET_BYTES // row_bytes)
             n = min(fits, rows - first)
             cut = Block((block.first[0] + first, *block.first[1:]), (n, *block.sizes[1:])) if block.sizes else block
-            out[-1].append(Piece(part.key, cut, round_up(_end(out[-1]), ALIGN), part.dtype))
-            room = max(0, BUCKET_BYTES - round_up(_end(out[-1]), ALIGN))
+            out[-1].append(Piece(part.key, cut, round_up(end_of(out[-1]), ALIGN), part.dtype))
+            room = max(0, BUCKET_BYTES - round_up(end_of(out[-1]), ALIGN))
             first += n
     return out
 
 
-def _end(bucket: Bucket) -> int:
+def end_of(bucket: Bucket) -> int:
+    """The size of a bucket's buffer, bytes."""
     return bucket[-1].offset + bucket[-1].block.numel * bucket[-1].dtype.itemsize if bucket else 0
 
 
@@ -119,23 +120,29 @@ ViewOf = Callable[[int, Block], torch.Tensor]  # of a part's key: this block of 
 Guard = Callable[[], AbstractContextManager[None]]  # held while memory is read or written; may raise CSDRankError
 
 
-def send_buckets(session: Session, to: Mapping[int, list[Bucket]], view_of: ViewOf, guard: Guard = nullcontext) -> None:
+def send_buckets(
+    session: Session, to: Mapping[int, list[Bucket]], view_of: ViewOf, guard: Guard = nullcontext, tag: int = BULK
+) -> None:
     """Sends each rank its buckets. Raises CSDRankError."""
     under_way: deque[tuple[Any, torch.Tensor]] = deque()
     for rank, bucket in _by_turns(to):
         if len(under_way) >= IN_FLIGHT * len(to):
             session.wait(under_way.popleft()[0])
-        buffer = torch.empty(_end(bucket), dtype=torch.uint8, device="cpu")
+        buffer = torch.empty(end_of(bucket), dtype=torch.uint8, device="cpu")
         with guard():
             for piece in bucket:
-                _room(buffer, piece).copy_(view_of(piece.key, piece.block))
-        under_way.append((session.send(buffer, rank), buffer))
+                room_of(buffer, piece).copy_(view_of(piece.key, piece.block))
+        under_way.append((session.send(buffer, rank, tag), buffer))
     for work, _ in under_way:
         session.wait(work)
 
 
 def receive_buckets(
-    session: Session, sources: Mapping[int, list[Bucket]], view_of: ViewOf, guard: Guard = nullcontext
+    session: Session,
+    sources: Mapping[int, list[Bucket]],
+    view_of: ViewOf,
+    guard: Guard = nullcontext,
+    tag: int = BULK,
 ) -> None:
     """Receives what send_buckets() sends. Raises CSDRankError."""
     under_way: deque[tuple[Any, torch.Tensor, Bucket]] = deque()
@@ -145,18 +152,19 @@ def receive_buckets(
         session.wait(work)
         with guard():
             for piece in bucket:
-                view_of(piece.key, piece.block).copy_(_room(buffer, piece))
+                view_of(piece.key, piece.block).copy_(room_of(buffer, piece))
 
     for rank, bucket in _by_turns(sources):
         if len(under_way) >= IN_FLIGHT * len(sources):
             arrive()
-        buffer = torch.empty(_end(bucket), dtype=torch.uint8, device="cpu")
-        under_way.append((session.receive(buffer, rank), buffer, bucket))
+        buffer = torch.empty(end_of(bucket), dtype=torch.uint8, device="cpu")
+        under_way.append((session.receive(buffer, rank, tag), buffer, bucket))
     while under_way:
         arrive()
 
 
-def _room(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+def room_of(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Where a piece is in its bucket's buffer (uint8, 1-D): a view of the piece's dtype and sizes."""
     n = piece.block.numel * piece.dtype.itemsize
     return buffer[piece.offset : piece.offset + n].view(piece.dtype).view(piece.block.sizes)
 

@@ -23,6 +23,7 @@ from ..errors import CSDRankError, CSDStoreExistsError, CSDWarning
 from ..params.groups import members, plain, put_back
 from ..params.manifest import changed_by_resume
 from ..store.format import Record
+from .arrivals import Arrivals
 from .blocks import Block, Part, ViewOf, check_cover, owned, receive_buckets, send_buckets, whole, with_owner
 from .request import Group, Param, Request, check_same, read_hyper
 from .values import dtype_named, packed, unpacked
@@ -50,8 +51,9 @@ class Owner:
         # Groups have joined that no step was made with, say: the next session goes on from the store.
         self.in_doubt: bool = False
         # What a session that is over still receives goes nowhere: held where memory of the optimizer is written.
-        self._lock = threading.Lock()
+        self.changed = threading.Condition()  # notified of another session, and of gradients that have come
         self.current: Session | None = None
+        self.arrivals: Arrivals | None = None  # of the session, if gradients come before the step
 
     # ---- sessions ------------------------------------------------------------------------
 
@@ -77,13 +79,15 @@ class Owner:
 
     def begin(self, session: Session) -> None:
         """From now on this is the session that counts."""
-        with self._lock:
-            self.current, self._opened = session, False
+        with self.changed:
+            self.current, self.arrivals, self._opened = session, None, False
+            self.changed.notify_all()
 
     def rest(self) -> None:
         """Between two sessions: everything is durable."""
-        with self._lock:
-            self.current = None
+        with self.changed:
+            self.current = self.arrivals = None
+            self.changed.notify_all()
         if self.optimizer is not None:
             self.optimizer.synchronize()
 
@@ -156,6 +160,12 @@ class Owner:
         assert self._ranks
         return shown_as(local, self._ranks.mesh, (Shard(0),), torch.Size(shape), stride)
 
+    def listen(self, session: Session) -> None:
+        """From now on gradients of this session may come before their step."""
+        with self.changed:
+            self.check_counts(session)
+            self.arrivals = self.arrivals or Arrivals(self, session)
+
     def join(self, groups: Sequence[Group], blocks: list[list[Block]]) -> dict[str, Any]:
         """Parameter groups that are new; if they are there already, a step has failed in which they were to join."""
         assert self.request
@@ -170,7 +180,7 @@ class Owner:
 
     def step(self, message: dict[str, Any], received: Mapping[int, torch.Tensor]) -> dict[str, Any]:
         """One step. `received`: new values of parameters, by number; gradients are there."""
-        opt, params = self.optimizer, self._params()
+        opt, params = self.optimizer, self.params
         self.in_doubt = True  # until the step is made: values, hyperparameters and user_state go with it
         self._take(received)
         self._put_back(message["hyper"])
@@ -193,7 +203,7 @@ class Owner:
 
     def load(self, message: dict[str, Any], received: Mapping[int, torch.Tensor], states: list[torch.Tensor]) -> None:
         """States from trainers; `states`: those that the message names, in its order."""
-        opt, params = self.optimizer, self._params()
+        opt, params = self.optimizer, self.params
         self._take(received)
         self._put_back(message["hyper"])
         of_states, entries = iter(states), {}
@@ -210,14 +220,15 @@ class Owner:
     def states(self) -> tuple[list[Any], list[torch.Tensor]]:
         """What there is to be sent of each parameter, as a reply says it, and this owner's rows of that."""
         said, tensors = [], []
-        for index, p in enumerate(self._params()):
+        for index, p in enumerate(self.params):
             if entry := self.optimizer.state.get(p):
                 names = [name for name in self.optimizer._rule.sections if name in entry]
                 said.append([index, float(entry["step"]), names])
                 tensors += [_local(entry[name]) for name in names]
         return said, tensors
 
-    def _params(self) -> list[Any]:
+    @property
+    def params(self) -> list[Any]:
         return [p for _, _, p in members(self.optimizer.param_groups)]
 
     def _put_back(self, hyper: Sequence[dict[str, Any]] | None) -> None:
@@ -226,7 +237,7 @@ class Owner:
 
     @torch.no_grad()
     def _take(self, received: Mapping[int, torch.Tensor]) -> None:
-        params = self._params()
+        params = self.params
         for index, values in received.items():
             _local(params[index]).copy_(values)
 
@@ -246,17 +257,16 @@ class Owner:
         if self.optimizer is None or self.request is None or not self._opened:
             raise CSDRankError("a session begins with its model")
         check_message(message, self.request, session.trainers)
-        params = self._params()
+        params = self.params
         received: dict[int, torch.Tensor] = {}
         states: list[torch.Tensor] = []
         if message["op"] == "step":
-            dtypes = [dtype_named(name) for name in message["dtypes"]]
-            with self._counts(session):  # else they are of another model by now
-                for index in message["params"]:
-                    if index not in self._grads:
-                        self._grads[index] = torch.empty_like(_local(params[index]))
-            wire = dict(zip(message["params"], dtypes, strict=True))
-            self._receive(session, range(session.trainers), wire, self._grads)
+            self.room_for(session, message["params"])
+            backwards = dict(zip(message["params"], message["pushed"], strict=True))
+            dtypes = dict(zip(message["params"], map(dtype_named, message["dtypes"]), strict=True))
+            follow = {index: dtype for index, dtype in dtypes.items() if not backwards[index]}
+            self._receive(session, range(session.trainers), follow, self._grads)
+            self._wait_for({index: backward for index, backward in backwards.items() if backward})
         elif message["op"] == "load":
             said = message["states"]
             parts = self._state_parts(said, None)
@@ -272,15 +282,35 @@ class Owner:
         self._receive(session, range(session.trainers), wire, received)
         return received, states
 
+    def room_for(self, session: Session, indices: Sequence[int]) -> Mapping[int, torch.Tensor]:
+        """Where gradients go. Raises CSDRankError if the session is over: else they are of another model by now."""
+        with self.counts(session):
+            for index in indices:
+                if index not in self._grads:
+                    self._grads[index] = torch.empty_like(_local(self.params[index]))
+            return self._grads
+
+    def _wait_for(self, pushed: Mapping[int, int]) -> None:
+        """Returns when what trainers have pushed in these backwards is here. Raises CSDRankError if it is not."""
+        if not pushed:
+            return
+        if self.arrivals is None:
+            raise CSDRankError("a step of gradients that nobody has pushed")
+        mine = {index: owned(tuple(self.params[index].shape), self.owners, self.rank) for index in pushed}
+        expected = [
+            {index: blocks[index].common(block).numel for index, block in mine.items()} for blocks in self._blocks
+        ]
+        self.arrivals.wait(pushed, expected)
+
     def _dtypes(self, said: Sequence[Any]) -> list[tuple[int, torch.dtype]]:
         """Of states as a message names them, one after another: the number of the parameter, and their dtype."""
-        params = self._params()
+        params = self.params
         of = [index for index, _, names in said for _ in names]
         return [(index, torch.complex64 if params[index].is_complex() else torch.float32) for index in of]
 
     def _state_parts(self, said: Sequence[Any], trainer: int | None) -> list[Part]:
         """The parts of these states that a trainer has; None: all of each."""
-        params = self._params()
+        params = self.params
         blocks = self._blocks[trainer] if trainer is not None else [whole(p.shape) for p in params]
         return [Part(k, tuple(params[i].shape), blocks[i], dtype) for k, (i, dtype) in enumerate(self._dtypes(said))]
 
@@ -291,7 +321,7 @@ class Owner:
         wire: Mapping[int, torch.dtype],
         into: Mapping[int, torch.Tensor],
     ) -> None:
-        params = self._params()
+        params = self.params
         parts = [self._parts_of(trainer, params, wire) for trainer in trainers]
         sources = {t: with_owner(parts[t], self.owners, self.rank) for t in trainers}
         self._take_in(
@@ -304,43 +334,45 @@ class Owner:
     def _take_in(
         self, session: Session, sources: Mapping[int, Any], into: Mapping[int, torch.Tensor], parts: Sequence[Part]
     ) -> None:
-        view_of = self._views(into, {part.key: part.shape for part in parts})
+        view_of = self.views(into, {part.key: part.shape for part in parts})
         with self._timed():
-            receive_buckets(session, sources, view_of, lambda: self._counts(session))
+            receive_buckets(session, sources, view_of, lambda: self.counts(session))
 
     @contextlib.contextmanager
-    def _counts(self, session: Session) -> Iterator[None]:
+    def counts(self, session: Session) -> Iterator[None]:
         """Nobody else becomes the current session within. Raises CSDRankError if this one is over."""
-        with self._lock:
-            if self.current is not session:
-                raise CSDRankError(f"session {session.number} is over")
+        with self.changed:
+            self.check_counts(session)
             yield
+
+    def check_counts(self, session: Session) -> None:
+        """Raises CSDRankError if this session is over. Called with `changed` held."""
+        if self.current is not session:
+            raise CSDRankError(f"session {session.number} is over")
 
     def _parts_of(self, trainer: int, params: Sequence[Any], wire: Mapping[int, torch.dtype]) -> list[Part]:
         return [Part(i, tuple(params[i].shape), self._blocks[trainer][i], dtype) for i, dtype in wire.items()]
 
     def send(self, session: Session, indices: Sequence[int]) -> None:
         """Values of parameters, to each trainer its part. On any thread."""
-        params = self._params()
+        params = self.params
         wire = {i: params[i].dtype for i in indices}
         to = {t: with_owner(self._parts_of(t, params, wire), self.owners, self.rank) for t in range(session.trainers)}
-        view_of = self._views({i: _local(params[i]) for i in indices}, {i: tuple(params[i].shape) for i in indices})
+        view_of = self.views({i: _local(params[i]) for i in indices}, {i: tuple(params[i].shape) for i in indices})
         with self._timed():
-            send_buckets(session, to, view_of, lambda: self._counts(session))
+            send_buckets(session, to, view_of, lambda: self.counts(session))
 
     def send_states(
         self, session: Session, to: int | None, tensors: Sequence[torch.Tensor], said: Sequence[Any]
     ) -> None:
         """All of them to one trainer, or to each of them its part."""
-        view_of = self._views(
-            dict(enumerate(tensors)), {part.key: part.shape for part in self._state_parts(said, None)}
-        )
+        view_of = self.views(dict(enumerate(tensors)), {part.key: part.shape for part in self._state_parts(said, None)})
         trainers = range(session.trainers) if to is None else [to]
         parts = {t: self._state_parts(said, t if to is None else None) for t in trainers}
         lists = {t: with_owner(of_trainer, self.owners, self.rank) for t, of_trainer in parts.items()}
-        send_buckets(session, lists, view_of, lambda: self._counts(session))
+        send_buckets(session, lists, view_of, lambda: self.counts(session))
 
-    def _views(self, rows: Mapping[int, torch.Tensor], shapes: Mapping[int, tuple[int, ...]]) -> ViewOf:
+    def views(self, rows: Mapping[int, torch.Tensor], shapes: Mapping[int, tuple[int, ...]]) -> ViewOf:
         """Of what this owner has of tensors of these shapes."""
         mine = {key: owned(shape, self.owners, self.rank) for key, shape in shapes.items()}
 
@@ -387,6 +419,8 @@ def check_message(message: dict[str, Any], request: Request, trainers: int) -> N
         if op == "step":
             if len(message["dtypes"]) != len(message["params"]) or type(message["scale"]) is not float:
                 raise ValueError("dtypes or a scale that do not fit")
+            if len(message["pushed"]) != len(message["params"]) or not all(type(n) is int for n in message["pushed"]):
+                raise ValueError("backwards that do not fit")
             states = message["user_states"]
             if states is not None and len([unpacked(state) for state in states]) != trainers:
                 raise ValueError(f"user_state of {len(states)} trainers")

@@ -17,6 +17,7 @@ from ..errors import CSDBusyError, CSDError, CSDOSError, CSDRankError, CSDRuntim
 from ..errors import users_stacklevel as stacklevel
 from ..signals import interruptible
 from .blocks import Block, Bucket, Part, ViewOf, receive_buckets, send_buckets, with_owner
+from .early import Early, Route
 from .request import Request
 from .wire import (
     CONNECT_TIMEOUT,
@@ -49,6 +50,7 @@ class RemoteEngine(Engine):
         self.address: Address = address
         self._ranks = ranks
         self._session: Session | None = None
+        self.early: Early | None = None  # if gradients leave in backward
         place = address.host, address.port
         with all_ranks_or_none(ranks):
             if place in _addresses:
@@ -86,7 +88,9 @@ class RemoteEngine(Engine):
         _addresses.discard((self.address.host, self.address.port))
         if self._session:
             self._session.close()
-        self._session = None
+        if self.early:
+            self.early.stop()
+        self._session = self.early = None
 
     def close(self) -> None:
         """No collective, and nobody waits: the owners make durable what they have."""
@@ -153,7 +157,7 @@ class RemoteEngine(Engine):
         Raises what they raised, and then nothing has changed; CSDRankError if the session is over.
         """
         self.check_open()
-        with self._exchange() as session:
+        with self.exchange() as session:
             everybody = [session.owner(k) for k in range(session.owners)]
             if self.leads:
                 session.say(message, *everybody)
@@ -172,8 +176,13 @@ class RemoteEngine(Engine):
 
     def fetch(self, parts: Sequence[Part], view_of: ViewOf) -> None:
         """What follows a reply: blocks from all owners, written to views of memory."""
-        with self._exchange() as session:
+        with self.exchange() as session:
             receive_buckets(session, self._with_owners(session, parts), view_of)
+
+    def begin_early(self, route: Route) -> None:
+        """From now on gradients may leave in backward, which the owners know."""
+        assert self._session
+        self.early = Early(self._session, self._ranks, route)
 
     @staticmethod
     def _with_owners(session: Session, parts: Sequence[Part]) -> dict[int, list[Bucket]]:
@@ -181,7 +190,7 @@ class RemoteEngine(Engine):
         return {session.owner(k): with_owner(parts, session.owners, k) for k in range(session.owners)}
 
     @contextlib.contextmanager
-    def _exchange(self) -> Iterator[Session]:
+    def exchange(self) -> Iterator[Session]:
         """What is raised within is the end of the session: nobody knows what was sent by then."""
         session = self._session
         assert session is not None

@@ -46,7 +46,7 @@ from .wire import (
 
 LOOK = 0.05  # seconds between looks for another session
 TELL = 10.0  # between two lines about progress
-OPS = ("open", "step", "pull", "join", "load", "state", "save", "synchronize", "close")
+OPS = ("open", "listen", "step", "pull", "join", "load", "state", "save", "synchronize", "close")
 GOES_ON, OVER, STOPS = range(3)  # votes
 
 
@@ -230,6 +230,8 @@ class Service:
     def _check_counts(self, number: int) -> None:
         if self._look() != number:
             raise CSDRankError("another session has taken over")
+        if (arrivals := self._owner.arrivals) and arrivals.failure:
+            raise arrivals.failure
 
     def _await(self, future: Future[Any], number: int) -> Any:
         """What a thread of the session returns. Raises CSDRankError if the session is over, _Stop."""
@@ -303,6 +305,8 @@ class Service:
             return owner.open(request, asked.blocks), None
         if asked.op == "join":
             owner.join(asked.groups, asked.blocks)
+        elif asked.op == "listen":
+            owner.listen(session)
         elif asked.op == "step":
             reply = owner.step(message, asked.received)
             return reply, lambda: owner.send(session, message["params"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from .. import settings
 from ..devices.spec import DeviceSpec
+from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.sharding import Partition, is_replicated
 from ..engine.engine import Engine
@@ -25,10 +27,11 @@ from ..params.groups import members, name_of, plain, put_back
 from ..params.memory_warnings import FETCHED, warn_if_large
 from ..params.param_state import DTYPES, check_param
 from ..step.all_gather import ParamAllGather
-from ..step.prepare import Participants, clip_scale, participants
+from ..step.prepare import Participants, clip_to, participants
 from ..store.file import Mode
 from .blocks import Block, Part, ViewOf, block_of
 from .blocks import whole as all_of
+from .early import mean_of, slices
 from .remote import RemoteEngine
 from .request import Group, Request, describe_group, group_message, whoami
 from .values import packed, unpacked
@@ -114,6 +117,7 @@ class _Trainer(_Optimizer):
         self._consolidates = False  # consolidate_state_dict() was called, and no step since
         self._asked_together = False  # state_dict() is called on all trainers, under DDP, too
         self._fetched: dict[int, dict[str, torch.Tensor]] | None = None  # by it: this trainer's part of states
+        self._route = "kept"  # of the last step
         self._moved = (0, 0, 0)  # in the last step: elements updated, bytes pushed, bytes gathered
         with all_ranks_or_none(ranks):
             request = self._request(mode)
@@ -229,20 +233,21 @@ class _Trainer(_Optimizer):
             self._know()
             taking_part = participants(self.param_groups, type(self).__name__, self._for_sparse)
             grads = self._grads(taking_part)
+            pushed = self._pushed(taking_part)
             user_state = packed(self.user_state)
             hyper = [plain(group, self._rule.hyperparameters) for group in self.param_groups]
-        if self.max_grad_norm is not None:
-            scale, self._grad_norm = clip_scale(self.param_groups, self._state_map, grad_scale, self.max_grad_norm)
-            grad_scale *= scale
         entries = [self._known[id(p)] for p in taking_part.params]
         written = [known.index for known in self._written(grads)]
         user_states = [user_state]
         if self._ranks:
-            said = self._ranks.gather_objects((list(grads), written, user_state))
-            if any(taken != said[0][0] for taken, _, _ in said):
-                raise CSDRankError("trainers have gradients of different parameters")
+            said = self._ranks.gather_objects((pushed, written, user_state))
+            if any(of_rank != pushed for of_rank, _, _ in said):
+                raise CSDRankError("trainers have gradients of different parameters, or not all have pushed the same")
             written = sorted({index for _, of_rank, _ in said for index in of_rank})
             user_states = [of_rank for _, _, of_rank in said]
+        if self.max_grad_norm is not None:
+            norm = self._norm(entries, pushed) * abs(grad_scale)
+            grad_scale, self._grad_norm = grad_scale * clip_to(norm, self.max_grad_norm), norm
         if not entries:
             return
         if len(self.param_groups) > self._groups_told:
@@ -257,17 +262,19 @@ class _Trainer(_Optimizer):
             "scale": grad_scale,
             "params": [known.index for known in entries],
             "dtypes": [str(self._wire(known)).removeprefix("torch.") for known in entries],
+            "pushed": [pushed[known.index] for known in entries],
             "written": written,
             "hyper": None if hyper_now == self._hyper_told else hyper,
             "user_states": None if states_now == self._user_states_told else user_states,
         }
         self._hyper_told = self._user_states_told = ""  # unless all goes well
         by_index = {known.index: known for known in self._known.values()}
-        pushed = [known.travels(self._wire(known)) for known in entries]
+        parts = [known.travels(self._wire(known)) for known in entries]
+        follow = [part for part in parts if not pushed[part.key]]
         remote.call(
             message,
             sends=[
-                (pushed, _views({known.index: (grads[known.index], known.block) for known in entries})),
+                (follow, _views({known.index: (grads[known.index], known.block) for known in entries})),
                 self._values([by_index[index] for index in written]),
             ],
         )
@@ -281,9 +288,72 @@ class _Trainer(_Optimizer):
         self._show(entries)
         self._moved = (
             sum(known.block.numel for known in entries),
-            sum(part.block.numel * part.dtype.itemsize for part in pushed),
+            sum(part.block.numel * part.dtype.itemsize for part in parts),
             gathered,
         )
+        self._route = "slices" if any(pushed.values()) else "kept"
+
+    # ---- gradients that leave in backward: see push() ---------------------------------------
+
+    def _take_bucket(self, bucket: Any) -> Any:
+        engine = self._engine
+        if self._address.route == "kept" or engine is None or engine.closed:
+            return mean_of(self._ranks, bucket.buffer())  # step() says that it is closed
+        remote = self._remote
+        if remote.early is None:
+            with all_ranks_or_none(self._ranks), engine.lock:
+                remote.call({"op": "listen"})
+            remote.begin_early(slices)
+        assert remote.early
+        return remote.early.take(bucket, self._leaves)
+
+    def _leaves(self, p: torch.Tensor, grad: torch.Tensor) -> Part | None:
+        """What this trainer pushes of a gradient in DDP's bucket; None: owners do not know the parameter.
+
+        The same on all trainers.
+        """
+        known, told = (
+            self._known.get(id(p)),
+            sum(len(group["params"]) for group in self.param_groups[: self._groups_told]),
+        )
+        if known is None or known.param is not p or known.index >= told or not grad.numel():
+            return None
+        if not is_replicated(p) or (grad.dtype, grad.shape) != (known.dtype, known.shape):
+            return None
+        return known.travels(self._wire(known))
+
+    def _pushed(self, taking_part: Participants) -> dict[int, int]:
+        """By number of a parameter the backward in which its gradient has left; 0: it leaves in the step.
+
+        Raises CSDRankError if the session is over, CSDRuntimeError if a gradient is not what has left.
+        """
+        known = [self._known[id(p)] for p in taking_part.params]
+        early = self._remote.early
+        if early is None:
+            return dict.fromkeys((k.index for k in known), 0)
+        with self._remote.exchange():
+            early.settle()
+        unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
+        return {
+            k.index: early.left(k.index, k.name, g, joined=self._joined, unscaled=unscaled)
+            for k, g in zip(known, taking_part.grads, strict=True)
+        }
+
+    def _norm(self, entries: Sequence[_Param], pushed: dict[int, int]) -> float:
+        """Of all gradients; a collective, the same on all trainers."""
+        norm = global_norm((known.param, known.part) for known in entries if not pushed[known.index])
+        early = self._remote.early
+        if early is None or not any(pushed.values()):
+            return norm
+        counts = [k for k in entries if pushed[k.index] and (k.shape or not self._ranks or not self._ranks.rank)]
+        square = sum(early.square(known.index) for known in counts)
+        squares = self._ranks.gather_objects(square) if self._ranks else [square]
+        return math.sqrt(sum(squares) + norm**2)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if isinstance(self._engine, RemoteEngine) and self._engine.early:
+            self._engine.early.forget()
+        super().zero_grad(set_to_none)
 
     def _grads(self, taking_part: Participants) -> dict[int, torch.Tensor]:
         """This trainer's part of each gradient, by number. Raises CSDTypeError, CSDValueError if one cannot be sent."""
@@ -487,6 +557,7 @@ class _Trainer(_Optimizer):
         """What this trainer knows of the last step: the owners' terminals tell of devices."""
         params, pushed, gathered = self._moved
         return {
+            "route": self._route,
             "params": params,
             "push_bytes": pushed,
             "gathered_bytes": gathered,

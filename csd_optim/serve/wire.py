@@ -23,6 +23,7 @@ SCHEME = "serve://"
 PROTOCOL = 1  # of what is said below and in owner.py: both sides have the same
 MAGIC = 0x6373645F73657276  # begins each message
 MESSAGE, BULK, NOTHING = 0, 1, 2  # tags of gloo: none is ever taken for another, and nobody sends the last one
+PUSH, PUSHED = 3, 4  # the same of gradients that leave before the step: see arrivals.py
 MESSAGE_BYTES = 64 << 20  # of JSON at most
 USER_STATE_BYTES = MESSAGE_BYTES // 2  # of all trainers: a message has other things to say, too
 REQUEST_BYTES = 7 << 20  # the same of a request: a TCPStore takes 8 MiB
@@ -33,6 +34,8 @@ JOIN_TIMEOUT = 60.0  # seconds to connect to each other when all are known to be
 # A trainer computes as long as it likes, and an owner reads as much as it has. If the other side's machine vanishes
 # without a word, what waits for it is given up by the next session; a thread of it may stay so long.
 PATIENCE = 24 * 3600.0
+
+ROUTES = ("kept", "slices")  # of gradients: see docs/optimizer-ranks.md
 
 COUNTER = "sessions"  # how many were asked for
 
@@ -56,27 +59,33 @@ class Address(NamedTuple):
     host: str
     port: int
     timeout: float  # seconds
+    route: str  # one of ROUTES; "": none was named
 
     def __str__(self) -> str:
         return self.text
 
 
 def parse_address(text: str) -> Address:
-    """`serve://host:port` or `serve://host:port?timeout=60`. Raises CSDValueError."""
+    """`serve://host:port` or `serve://host:port?timeout=60&route=slices`. Raises CSDValueError."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         timeout = float(options.pop("timeout", DEFAULT_TIMEOUT))
+        route = options.pop("route", "")
     except ValueError as e:
         raise CSDValueError(f"Invalid device: {text!r}; {e}") from None
     if not host or not port or parts.path or parts.username or parts.fragment:
         raise CSDValueError(f"Invalid device: {text!r}; write serve://host:port")
     if options:
-        raise CSDValueError(f"Invalid device: {text!r}; unknown option {next(iter(options))!r}, there is timeout")
+        raise CSDValueError(
+            f"Invalid device: {text!r}; unknown option {next(iter(options))!r}, there are timeout and route"
+        )
+    if route not in ("", *ROUTES):
+        raise CSDValueError(f"Invalid device: {text!r}; there is no route {route!r}, but {', '.join(ROUTES)}")
     if not 0.1 <= timeout <= PATIENCE:
         raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {PATIENCE:.0f}")
-    return Address(text, host, port, timeout)
+    return Address(text, host, port, timeout, route)
 
 
 def connect(host: str, port: int, timeout: float) -> TCPStore:
@@ -175,7 +184,7 @@ class Session:
             with contextlib.suppress(RuntimeError):  # gloo has one way: whoever waits too long closes all of them
                 group.recv([torch.empty(1)], self.owner(k), NOTHING).wait(timedelta(milliseconds=1))
 
-    def say(self, message: dict[str, Any], *to: int, timeout: float | None = None) -> None:
+    def say(self, message: dict[str, Any], *to: int, timeout: float | None = None, tag: int = MESSAGE) -> None:
         """Sends a message, and waits until it is heard. Raises CSDValueError if it is too long."""
         data = json.dumps(message).encode()
         if len(data) > MESSAGE_BYTES:
@@ -184,19 +193,19 @@ class Session:
             )
         head = torch.tensor([MAGIC, self.number, len(data)], dtype=torch.int64, device="cpu")
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        works = [self.send(t, rank, MESSAGE) for rank in to for t in (head.view(torch.uint8), body)]
+        works = [self.send(t, rank, tag) for rank in to for t in (head.view(torch.uint8), body)]
         for work in works:
             self.wait(work, timeout)
 
-    def hear(self, source: int, timeout: float | None = None) -> dict[str, Any]:
+    def hear(self, source: int, timeout: float | None = None, tag: int = MESSAGE) -> dict[str, Any]:
         """The next message of a rank. Raises CSDRankError also if it is none of this session."""
         head = torch.zeros(3, dtype=torch.int64, device="cpu")
-        self.wait(self.receive(head.view(torch.uint8), source, MESSAGE), timeout)
+        self.wait(self.receive(head.view(torch.uint8), source, tag), timeout)
         magic, session, n = head.tolist()
         if magic != MAGIC or session != self.number or not 0 < n <= MESSAGE_BYTES:
             raise CSDRankError(f"rank {source} of session {self.number} has sent what is no message")
         body = torch.empty(n, dtype=torch.uint8, device="cpu")
-        self.wait(self.receive(body, source, MESSAGE))
+        self.wait(self.receive(body, source, tag))
         return parse(body.numpy().tobytes())
 
 

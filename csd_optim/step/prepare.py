@@ -156,7 +156,12 @@ def clip_scale(
                 yield None if p.grad is None else part.local(p.grad), part
 
     norm = norm_of(grads()) * abs(grad_scale)
-    return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm, norm
+    return clip_to(norm, max_norm), norm
+
+
+def clip_to(norm: float, max_norm: float) -> float:
+    """What brings gradients of this norm down to `max_norm`; NaN for one that is none."""
+    return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm
 
 
 # ---- places ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from support.owners import Owners
 from support.ranks import on_living_ranks
 from support.training import Training
 
+import csd_optim
 from csd_optim import (
     CSDAdam,
     CSDBusyError,
@@ -85,10 +86,25 @@ def test_one_trainer_has_the_bits_of_devices_of_its_own(owners, tmp_path, of):
 # ---- several trainers, several owners ------------------------------------------------------
 
 
-class Replicas:
-    """A model that all ranks have; gradients depend on the number of the step alone, as if they had been reduced."""
+class Model(torch.nn.Module):
+    """The derivative of its loss is what it is called with."""
 
-    def __init__(self, devices, **options):
+    def __init__(self, params):
+        super().__init__()
+        self.names, self.params = [*params], torch.nn.ParameterList(params.values())
+
+    def forward(self, derivative):
+        named = zip(self.names, self.params, strict=True)
+        return sum((p * derivative[name].conj()).real.sum() for name, p in named if name in derivative)
+
+
+class Replicas:
+    """A model that all ranks have; gradients depend on the number of the step alone, as if they had been reduced.
+
+    `pushes`: they come from DistributedDataParallel, which hands them to csd_optim.push.
+    """
+
+    def __init__(self, devices, pushes=False, **options):
         generator = torch.Generator().manual_seed(0)
 
         def new(*shape, dtype=torch.float32):
@@ -104,12 +120,27 @@ class Replicas:
         }
         self.opt = CSDAdam(self.params.items(), lr=0.1, devices=devices, tile_size=1024, **options)
         self.done = self.opt.user_state.get("done", 0)
+        self.ddp = None
+        if pushes:
+            # Parameters without a gradient; buckets of another size in the first step than later.
+            self.ddp = torch.nn.parallel.DistributedDataParallel(
+                Model(self.params), find_unused_parameters=True, bucket_cap_mb=0.005
+            )
+            self.ddp.register_comm_hook(self.opt, csd_optim.push)
+
+    def backward(self, derivative):
+        if self.ddp is not None:
+            self.opt.zero_grad()
+            return self.ddp(derivative).backward()
+        for name, p in self.params.items():
+            p.grad = derivative.get(name)
 
     def step(self, rank=0, overflow=False):
         generator = torch.Generator().manual_seed(self.done)
-        for name, p in self.params.items():
-            late = name == "late" and self.done < 2
-            p.grad = None if late else torch.randn(p.shape, generator=generator).to(p.dtype)
+        derivative = {n: torch.randn(p.shape, generator=generator).to(p.dtype) for n, p in self.params.items()}
+        if self.done < 2:
+            del derivative["late"]
+        self.backward(derivative)
         self.opt.param_groups[0]["lr"] = 0.1 * 0.9**self.done
         self.done += 1
         self.opt.user_state = {"done": self.done, "rank": rank, "rng": torch.arange(rank + 3)}
@@ -134,8 +165,8 @@ def here(rank, root, steps, options):
     return training.image()
 
 
-def there(rank, address, steps, options, resume=False):
-    training = Replicas(address, resume=resume, **options)
+def there(rank, address, steps, options, resume=False, pushes=False):
+    training = Replicas(address, pushes, resume=resume, **options)
     first, user_state = training.opt.committed_step, training.opt.user_state
     training.opt.load_state_dict(training.opt.state_dict())  # as Accelerate does with what it gets
     for i in range(steps):
@@ -146,19 +177,21 @@ def there(rank, address, steps, options, resume=False):
     training.opt._forget_consolidated()
     with pytest.raises(CSDRuntimeError, match="consolidate_state_dict"):
         torch.save(training.opt.state_dict(), "states.pt")
-    gathered = training.opt.stats()["gathered_bytes"]
+    stats = training.opt.stats()
+    assert stats["route"] == ("slices" if pushes else "kept")
     training.opt.close()
-    return training.image(), first, user_state, states, gathered
+    return training.image(), first, user_state, states, stats["gathered_bytes"]
 
 
-OPTIONS = ({}, {"max_grad_norm": 1.0, "betas": (0.8, 0.95)}, {"state_dtype": "8bit"})
+OPTIONS = {"plain": {}, "clipped": {"max_grad_norm": 1.0, "betas": (0.8, 0.95)}, "8bit": {"state_dtype": "8bit"}}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=("plain", "clipped", "8bit"))
-def test_trainers_and_owners_have_the_bits_and_the_stores_of_ranks(tmp_path, options):
+@pytest.mark.parametrize(("which", "route"), [*((which, "kept") for which in OPTIONS), ("plain", "slices")])
+def test_trainers_and_owners_have_the_bits_and_the_stores_of_ranks(tmp_path, which, route):
+    options, pushes = OPTIONS[which], route != "kept"
     own = on_living_ranks(2, here, str(tmp_path / "own"), 6, options, directory=tmp_path)
     with Owners(tmp_path, 2) as owners:
-        served = on_living_ranks(2, there, owners.address, 6, options, directory=tmp_path)
+        served = on_living_ranks(2, there, owners.address, 6, options, False, pushes, directory=tmp_path)
         for image, (theirs, *_) in zip(own, served, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(image, theirs, strict=True))
         assert all(gathered for *_, gathered in served)

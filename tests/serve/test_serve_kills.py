@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -15,7 +16,7 @@ from support.owners import STARTS, Owners
 from test_serve import Replicas
 
 from csd_optim import CSDRankError, CSDRuntimeError, signals
-from csd_optim.serve.wire import BULK, Session
+from csd_optim.serve.wire import BULK, PUSHED, Session
 
 STEPS = 3  # of a trainer that nobody kills
 
@@ -45,7 +46,7 @@ def end(how, meet):
             signal.pause()
         Path(f"{meet}-child").write_text(str(child))
         how = signal.SIGKILL
-    os.kill(os.getpid(), how)
+    signal.pthread_kill(threading.get_ident(), how)  # not some other thread, while this one goes on
 
 
 def ended_at(call, how, meet=None):
@@ -54,7 +55,7 @@ def ended_at(call, how, meet=None):
 
     def counted(function, pushes):
         def counting(session, tensor, rank, tag=BULK):
-            if left[0] == 0 or (left[0] == PUSH and pushes and tag == BULK):
+            if left[0] == 0 or (left[0] == PUSH and pushes and tag in (BULK, PUSHED)):
                 left[0] = -1
                 end(how, meet)
             if left[0] != PUSH:
@@ -67,15 +68,15 @@ def ended_at(call, how, meet=None):
     return mock.patch.multiple(Session, send=send, receive=receive)
 
 
-def train(rank, size, address, meet, call, how, images):
+def train(rank, size, route, address, meet, call, how, images):
     """STEPS steps from where the owners are, unless it is killed; leaves an error in a file."""
     torch.set_num_threads(1)
     try:
-        if size > 1:
+        if size > 1 or route != "kept":
             dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
         expected = torch.load(images)
         with ended_at(call, how, meet):
-            training = Replicas(address, resume=True)
+            training = Replicas(f"{address}&route={route}", route != "kept", resume=True)
             assert_like(training, expected)
             for _ in range(STEPS):
                 training.step(rank)
@@ -84,6 +85,8 @@ def train(rank, size, address, meet, call, how, images):
     except CSDRankError as e:
         Path(f"{meet}-{rank}").write_text(str(e))
     except BaseException as e:
+        if isinstance(e, RuntimeError) and "gloo" in str(e):  # DDP has lost another trainer
+            os._exit(0)
         Path(f"{meet}-{rank}").write_text(f"{type(e).__name__}: {e}")
         os._exit(3)
     os._exit(0)
@@ -97,8 +100,8 @@ def assert_like(training, expected):
 class Trainers:
     """One session after another with these owners, each in processes of its own."""
 
-    def __init__(self, owners, directory, steps=60):
-        self.owners, self.directory, self.sessions = owners, directory, 0
+    def __init__(self, owners, directory, steps=60, route="kept"):
+        self.owners, self.directory, self.sessions, self.route = owners, directory, 0, route
         self.images = directory / "expected.pt"
         torch.save(expected_of(directory, steps), self.images)
 
@@ -108,7 +111,8 @@ class Trainers:
         return [
             process(
                 train,
-                *(rank, size, self.owners.address, self.meet, call if rank == victim else -1, how, str(self.images)),
+                *(rank, size, self.route, self.owners.address, self.meet),
+                *(call if rank == victim else -1, how, str(self.images)),
                 daemon=True,
             )
             for rank in range(size)
@@ -128,39 +132,41 @@ class Trainers:
         return ended[victim] == -signal.SIGKILL
 
 
-def kill_trainers(owners, directory, calls, size):
+def kill_trainers(owners, directory, calls, size, route):
     """A trainer killed at each of these calls; what it leaves is what the next one goes on from."""
-    trainers, pids, kills = Trainers(owners, directory, STEPS * (len(calls) + 2)), owners.pids, 0
+    trainers, pids, kills = Trainers(owners, directory, STEPS * (len(calls) + 2), route), owners.pids, 0
     assert not trainers.run(size)
     for call in calls:
-        kills += trainers.run(size, victim=call % size, call=call)
+        kills += trainers.run(size, victim=size - 1 if call == PUSH else call % size, call=call)
     assert not trainers.run(size)
     assert owners.pids == pids
     return kills
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_killed_trainer_costs_nothing(tmp_path, size):
+@pytest.mark.parametrize(("size", "route"), [(1, "kept"), (2, "kept"), (2, "slices")])
+def test_a_killed_trainer_costs_nothing(tmp_path, size, route):
     with Owners(tmp_path, size) as owners:
-        calls = [0, 9, 12] if size == 1 else [3, 16]
-        assert kill_trainers(owners, tmp_path, calls, size) == len(calls)
+        calls = [0, 9, 12] if size == 1 else [3, 16] if route == "kept" else [PUSH, 40]  # 40: in a later step
+        assert kill_trainers(owners, tmp_path, calls, size, route) == len(calls)
         owners.stop()
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("route", ["kept", "slices"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_two_hundred_killed_trainers_cost_nothing(tmp_path, size):
-    choose = random.Random(size)
+def test_two_hundred_killed_trainers_cost_nothing(tmp_path, size, route):
+    choose, most = random.Random(size), 24 if route == "kept" else 48
     with Owners(tmp_path, size) as owners:
-        calls = [*range(24), *(choose.randrange(24) for _ in range(86))]
-        assert kill_trainers(owners, tmp_path, calls, size) >= 100
+        calls = [*range(most), *(choose.randrange(most) for _ in range(110 - most))]
+        assert kill_trainers(owners, tmp_path, calls, size, route) >= 100
         owners.stop()
 
 
-@pytest.mark.parametrize(("call", "owners"), [(PUSH, 2), (9, 1)])  # 9: about to receive parameters
-def test_a_trainer_that_was_stopped_finds_that_another_has_taken_over(tmp_path, call, owners):
-    with Owners(tmp_path, owners) as owners:
-        trainers = Trainers(owners, tmp_path)
+# 9: about to receive parameters
+@pytest.mark.parametrize(("call", "size", "route"), [(PUSH, 2, "kept"), (9, 1, "kept"), (PUSH, 1, "slices")])
+def test_a_trainer_that_was_stopped_finds_that_another_has_taken_over(tmp_path, call, size, route):
+    with Owners(tmp_path, size) as owners:
+        trainers = Trainers(owners, tmp_path, route=route)
         assert not trainers.run(1)
         (stopped,) = trainers.start(1, call=call, how=signal.SIGSTOP)
         until(lambda: Path(f"/proc/{stopped.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
@@ -274,9 +280,11 @@ def test_silence_ends_a_session(tmp_path):
         os.kill(owners.pids[0], signal.SIGCONT)
         training = Replicas(owners.address, resume=True)
         assert training.done in (1, 2)  # the owners may have had all of it
-    directory = tmp_path / "others"
-    directory.mkdir()
-    with Owners(directory, timeout=1) as owners:  # a trainer that stops within a push, and no other comes
-        (stopped,) = Trainers(owners, directory).start(1, call=PUSH, how=signal.SIGSTOP)
-        owners.until(r"session 1 is over: .*Timed out")
+
+
+@pytest.mark.parametrize("route", ["kept", "slices"])
+def test_silence_within_a_push_ends_a_session(tmp_path, route):
+    with Owners(tmp_path, timeout=1) as owners:  # and no other comes
+        (stopped,) = Trainers(owners, tmp_path, route=route).start(1, call=PUSH, how=signal.SIGSTOP)
+        owners.until(r"session 1 is over: .*([Tt]imed out|timeout)")
         stopped.kill()

@@ -1,0 +1,102 @@
+"""Gradients that trainers push before they ask for a step: an owner receives them at any time, and notes what has come.
+
+Of each trainer in the order in which it has sent: so a later backward's take the place of those that no step was made
+with. A step names the backward of each gradient, and waits until all trainers' parts of just that one are there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CSDRankError
+from .blocks import Block, Part, receive_buckets, with_owner
+from .values import dtype_named
+from .wire import PATIENCE, PUSH, PUSHED, Session
+
+if TYPE_CHECKING:
+    from .owner import Owner
+
+
+class Arrivals:
+    """Of one session: a thread for each trainer, which ends when that is gone, or the session over."""
+
+    def __init__(self, owner: Owner, session: Session) -> None:
+        self._owner, self._session = owner, session
+        # Of each trainer, by number of the parameter: the backward, and how many elements of it have come.
+        self._come: list[dict[int, tuple[int, int]]] = [{} for _ in range(session.trainers)]
+        self.failure: CSDRankError | None = None  # what came was nothing to go on with
+        for trainer in range(session.trainers):
+            threading.Thread(target=self._listen, args=(trainer,), daemon=True, name="csd_optim arrivals").start()
+
+    def _listen(self, trainer: int) -> None:
+        session = self._session
+        try:
+            while True:
+                message = session.hear(trainer, PATIENCE, tag=PUSH)
+                try:
+                    self._take(trainer, message)
+                except Exception as e:
+                    with self._owner.changed:
+                        self.failure = CSDRankError(f"what trainer {trainer} has pushed: {e}")
+                        self._owner.changed.notify_all()
+                    return
+        except CSDRankError:
+            return  # it is gone, which others notice
+
+    def _take(self, trainer: int, message: dict[str, Any]) -> None:
+        owner, session = self._owner, self._session
+        backward, parts = self._read(message)
+        into = owner.room_for(session, [part.key for part in parts])
+        buckets = with_owner(parts, owner.owners, owner.rank)
+        view_of = owner.views(into, {part.key: part.shape for part in parts})
+        receive_buckets(session, {trainer: buckets}, view_of, lambda: owner.counts(session), PUSHED)
+        with owner.changed:
+            come = self._come[trainer]
+            for piece in (piece for bucket in buckets for piece in bucket):
+                of, elements = come.get(piece.key, (backward, 0))
+                come[piece.key] = (backward, piece.block.numel + (elements if of == backward else 0))
+            owner.changed.notify_all()
+
+    def _read(self, message: dict[str, Any]) -> tuple[int, list[Part]]:
+        """Raises CSDRankError if this is no push."""
+        params = self._owner.params
+        try:
+            backward, parts = message["backward"], []
+            for index, first, rows, dtype in message["parts"]:
+                if not all(type(n) is int and n >= 0 for n in (backward, index, first, rows)):
+                    raise ValueError("a number that is none")
+                shape = tuple(params[index].shape)
+                if first + rows > (shape[0] if shape else 1):
+                    raise ValueError(f"rows {first} to {first + rows} of shape {shape}")
+                tail = len(shape) - 1
+                block = Block((first, *[0] * tail), (rows, *shape[1:])) if shape else Block((), ())
+                parts.append(Part(index, shape, block, dtype_named(dtype)))
+        except (KeyError, TypeError, ValueError, IndexError) as e:
+            raise CSDRankError(f"it cannot be read: {type(e).__name__}: {e}") from e
+        if len({part.key for part in parts}) != len(parts):
+            raise CSDRankError("a parameter is there twice")
+        return backward, parts
+
+    def wait(self, pushed: Mapping[int, int], expected: Sequence[Mapping[int, int]]) -> None:
+        """Returns when of each of these parameters the gradient of this backward has come.
+
+        `expected`: of each trainer, how many elements. Raises CSDRankError if they do not come, or the session is over.
+        """
+
+        def lacking() -> str:
+            for trainer, (elements_of, come) in enumerate(zip(expected, self._come, strict=True)):
+                for index, elements in elements_of.items():
+                    if elements and come.get(index) != (pushed[index], elements):
+                        return f"gradient {index} of trainer {trainer}"
+            return ""
+
+        session, changed = self._session, self._owner.changed
+        with changed:
+            while what := lacking():
+                self._owner.check_counts(session)
+                if self.failure:
+                    raise self.failure
+                if not changed.wait(session.timeout):
+                    raise CSDRankError(f"{what} has not come: Timed out after {session.timeout:g} s")

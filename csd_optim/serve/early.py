@@ -1,0 +1,357 @@
+"""Gradients of a trainer that leave before its step(): bucket by bucket, as DDP has them, while backward goes on.
+
+A bucket is cut into rounds, and what there is of a parameter in a round is a `Strip`. A *route* is what becomes of a
+round: it takes what it needs out of DDP's bucket, which is somebody else's memory again afterwards, and says what this
+trainer pushes. A thread does that, one round after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import rows_of
+from ..errors import CSDRankError, CSDRuntimeError
+from ..store.layout import round_up
+from .blocks import ALIGN, Block, Part, Piece, end_of, owned, room_of, send_buckets, whole, with_owner
+from .wire import PUSH, PUSHED, Session
+
+ROUND_BYTES = 16 << 20  # of all trainers' shares
+ROUNDS = 3  # under way
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which halves are summed
+
+CHANGED = (
+    "it left in backward, as push is DDP's communication hook, and `.grad` has been this trainer's own since then, not "
+    "the mean over all: clip by the optimizer's max_grad_norm=, and let GradScaler unscale in its step(); or take "
+    "serve://...?route=kept (docs/optimizer-ranks.md)"
+)
+
+
+class Leaving(NamedTuple):
+    """A gradient in DDP's bucket that goes to the owners."""
+
+    part: Part  # of this trainer
+    param: torch.Tensor
+    grad: torch.Tensor  # of the parameter's shape
+
+
+class Strip(NamedTuple):
+    """Some rows of each trainer's share of a gradient: as many of the k-th as it has there."""
+
+    key: int  # of the parameter
+    shape: tuple[int, ...]
+    wire: torch.dtype  # in which it goes to owners
+    grad: torch.Tensor
+    first: int
+    rows: int
+
+    def block(self, trainers: int, k: int) -> Block:
+        share = owned(self.shape, trainers, k)
+        if not self.shape:
+            return share
+        first = min(self.first, share.sizes[0])
+        rows = min(self.rows, share.sizes[0] - first)
+        return Block((share.first[0] + first, *share.first[1:]), (rows, *share.sizes[1:]))
+
+
+class Push(NamedTuple):
+    """What a trainer pushes of a strip."""
+
+    strip: Strip
+    block: Block  # of the parameter
+    values: torch.Tensor
+
+
+# Called by the hook; what it returns is called by the thread.
+Route = Callable[[Sequence[Strip], "Ranks | None"], Callable[[], list[Push]]]
+
+
+def rounds_of(leaving: Iterable[Leaving], trainers: int) -> list[list[Strip]]:
+    """The same on all trainers."""
+    out: list[list[Strip]] = []
+    room = 0
+    for part, _, grad in leaving:
+        rows = rows_of(part.shape[0], trainers, 0)[1] if part.shape else 1
+        row_bytes = trainers * grad.element_size() * math.prod(part.shape[1:])
+        first = 0
+        while first < rows:
+            if room < row_bytes:
+                out.append([])
+                room = ROUND_BYTES
+            n = min(max(1, room // row_bytes), rows - first)
+            out[-1].append(Strip(part.key, part.shape, part.dtype, grad, first, n))
+            room -= n * row_bytes
+            first += n
+    return out
+
+
+def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Push]]:
+    """Each trainer gets from all others what they have of its share, and pushes the mean.
+
+    Every trainer divides its own by their number, as DDP does; halves are summed in fp32 and rounded once, in the order
+    of ranks: the same bits whoever is late, and DDP's if there are two.
+    """
+    size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
+    layouts = [_layout(strips, size, k) for k in range(size)]
+    bytes_of = [round_up(end_of(layout), ALIGN) for layout in layouts]
+    own = torch.empty(sum(bytes_of), dtype=torch.uint8, device=strips[0].grad.device)
+    for layout, room in zip(layouts, torch.split(own, bytes_of), strict=True):
+        for piece in layout:
+            grad = strips[piece.key].grad
+            room_of(room, piece).copy_(piece.block.of(grad, whole(grad.shape)))
+            if size > 1:
+                room_of(room, piece).mul_(1 / size)
+    received, under_way = own, []
+    if ranks:
+        received = own.new_empty(size * bytes_of[rank])
+        under_way = [ranks.all_to_all(received, [bytes_of[rank]] * size, own, bytes_of)]
+
+    def pushes() -> list[Push]:
+        if ranks:
+            ranks.wait(under_way)
+        rooms = torch.split(received, [bytes_of[rank]] * size)
+        return [
+            Push(strips[piece.key], piece.block, in_order(room_of(room, piece) for room in rooms))
+            for piece in layouts[rank]
+        ]
+
+    return pushes
+
+
+def _layout(strips: Sequence[Strip], trainers: int, k: int) -> list[Piece]:
+    """Where what trainer k gets of these strips lies in a buffer. Keys: their numbers."""
+    pieces: list[Piece] = []
+    for i, strip in enumerate(strips):
+        block = strip.block(trainers, k)
+        if block.numel:
+            pieces.append(Piece(i, block, round_up(end_of(pieces), ALIGN), strip.grad.dtype))
+    return pieces
+
+
+def in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Their sum, in the dtype that they have. The first one is written to, or goes."""
+    total: torch.Tensor | None = None
+    dtype = torch.float32
+    for value in values:
+        if total is None:
+            dtype = value.dtype
+            total = value.to(WIDE.get(dtype, dtype))
+        else:
+            total.add_(value)
+    assert total is not None
+    return total.to(dtype)
+
+
+class _Thread:
+    """Pushes to the owners of a session, one round after another. Nobody waits for it at exit."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._window = threading.Semaphore(ROUNDS)
+        self.failure: CSDRankError | None = None  # why nothing can be pushed any more
+        threading.Thread(target=self._run, daemon=True, name="csd_optim push").start()
+
+    def _run(self) -> None:
+        while job := self._jobs.get():
+            job()
+            del job
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def flush(self) -> None:
+        """Returns when all is pushed. Raises CSDRankError if it could not be."""
+        done: Future[None] = Future()
+        self._jobs.put(lambda: done.set_result(None))
+        done.result()
+        if self.failure:
+            raise self.failure
+
+    def put(self, backward: int, pushes: Callable[[], list[Push]]) -> Future[dict[int, float]]:
+        """Returns what has the sum of squares of what is pushed, by parameter; NaN where a value is not finite.
+
+        When that is there, all trainers have reduced this round; it may still be under way to the owners.
+        """
+        self._window.acquire()
+        reduced: Future[dict[int, float]] = Future()
+
+        def job() -> None:
+            try:
+                try:
+                    here = pushes()
+                    reduced.set_result({push.strip.key: _square(push.values) for push in here})
+                except Exception as e:
+                    reduced.set_exception(e)
+                    return
+                if here and not self.failure:
+                    try:
+                        self._push(backward, here)
+                    except CSDRankError as e:
+                        self.failure = e
+            finally:
+                self._window.release()
+
+        self._jobs.put(job)
+        return reduced
+
+    def _push(self, backward: int, pushes: list[Push]) -> None:
+        session = self._session
+        parts = [Part(strip.key, strip.shape, block, strip.wire) for strip, block, _ in pushes]
+        values = {strip.key: (values, block) for strip, block, values in pushes}
+        to = {session.owner(k): with_owner(parts, session.owners, k) for k in range(session.owners)}
+        to = {rank: buckets for rank, buckets in to.items() if buckets}
+        session.say({"backward": backward, "parts": [part_message(part) for part in parts]}, *to, tag=PUSH)
+
+        def view_of(key: int, block: Block) -> torch.Tensor:
+            there, within = values[key]
+            return block.of(there, within)
+
+        send_buckets(session, to, view_of, tag=PUSHED)
+
+
+def _square(values: torch.Tensor) -> float:
+    dtype = torch.complex64 if values.is_complex() else torch.float32
+    square = float(torch.linalg.vector_norm(values, dtype=dtype)) ** 2
+    # The norm of large values may overflow, which makes none of them an overflow.
+    return square if math.isfinite(square) or bool(values.isfinite().all()) else math.nan
+
+
+def part_message(part: Part) -> list[Any]:
+    """Some rows of a parameter, for arrivals.py: number, first row, rows and dtype."""
+    first, rows = (part.block.first[0], part.block.sizes[0]) if part.shape else (0, 1)
+    return [part.key, first, rows, str(part.dtype).removeprefix("torch.")]
+
+
+@dataclass
+class _Left:
+    """A gradient that has left."""
+
+    backward: int
+    square: float = 0.0  # of what this trainer has pushed of it
+    written: tuple[int, int] | None = None  # version and place of `.grad` at the end of backward; None: before
+
+
+class Early:
+    """What leaves in the backwards of one session. `take` and `settle` are collectives of the trainers."""
+
+    def __init__(self, session: Session, ranks: Ranks | None, route: Route) -> None:
+        self._ranks, self._route = ranks, route
+        self._trainers = session.trainers
+        self._thread = _Thread(session)
+        self._backward = 0  # counts those that have begun
+        self._left: dict[int, _Left] = {}
+        self._under_way: list[Future[dict[int, float]]] = []
+        self._of_backward: list[Leaving] = []
+
+    def stop(self) -> None:
+        self._thread.stop()
+
+    def take(self, bucket: Any, travels: Callable[[torch.Tensor, torch.Tensor], Part | None]) -> Any:
+        """What a communication hook of DDP does with a bucket, and returns.
+
+        `travels`: what this trainer pushes of a parameter with a gradient; None: that is reduced as DDP does it.
+        Raises CSDRankError if the other trainers are gone.
+        """
+        if bucket.index() == 0:
+            self._backward += 1
+            self._under_way, self._of_backward = [], []
+        leaving, others = [], []
+        for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            part = travels(p, grad)
+            if part is None:
+                others.append(grad)
+            else:
+                leaving.append(Leaving(part, p, grad))
+        for part, _, _ in leaving:
+            self._left[part.key] = _Left(self._backward)
+        self._of_backward += leaving
+        for strips in rounds_of(leaving, self._trainers):
+            self._under_way.append(self._thread.put(self._backward, self._route(strips, self._ranks)))
+        future = mean_of(self._ranks, bucket.buffer(), others if leaving else None)
+        if bucket.is_last():
+            self._end()
+        return future
+
+    def _end(self) -> None:
+        """All trainers have reduced all; what has left may be under way to the owners."""
+        finite = True
+        for reduced in self._under_way:
+            for index, square in reduced.result().items():
+                finite = finite and not math.isnan(square)
+                self._left[index].square += square
+        if self._ranks:
+            finite = all(there for (there,) in self._ranks.gather(finite))
+        there, self._under_way, self._of_backward = self._of_backward, [], []
+        if there and not finite:  # GradScaler of each trainer looks at its own gradients
+            there[0].grad[(0,) * there[0].grad.dim()] = math.nan
+
+        def note() -> None:
+            for part, p, _ in there:
+                self._left[part.key].written = _written(p.grad)
+
+        # DDP gives `.grad` its values in a callback of its own, which follows the one that is queued here.
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        with contextlib.suppress(RuntimeError):  # this rank is out of data (Join), and there is no backward
+            engine.queue_callback(lambda: engine.queue_callback(note))
+
+    def forget(self) -> None:
+        """Gradients are no more: what is there at the next step has not left."""
+        self._left.clear()
+
+    def settle(self) -> None:
+        """Returns when all has left. Raises CSDRankError if it could not."""
+        self._thread.flush()
+
+    def left(self, index: int, name: str, grad: torch.Tensor, *, joined: bool, unscaled: bool) -> int:
+        """The backward in which this gradient has left; 0 if it has not.
+
+        `joined`: the gradient is another trainer's; `unscaled`: by GradScaler. Raises CSDRuntimeError if it is not what
+        left then.
+        """
+        left = self._left.get(index)
+        if left is None:
+            return 0
+        if not joined and left.written is None:
+            raise CSDRuntimeError(f"the backward that the gradient of {name} is of has not come to its end")
+        if not joined and (unscaled or left.written != _written(grad)):
+            raise CSDRuntimeError(f"the gradient of {name} was changed, which the step would not notice: {CHANGED}")
+        return left.backward
+
+    def square(self, index: int) -> float:
+        """The sum of squares of what this trainer has pushed of a gradient."""
+        return self._left[index].square
+
+
+def _written(grad: torch.Tensor | None) -> tuple[int, int]:
+    return (-1, 0) if grad is None else (grad._version, grad.data_ptr())
+
+
+def mean_of(ranks: Ranks | None, buffer: torch.Tensor, views: Sequence[torch.Tensor] | None = None) -> Any:
+    """A future of `buffer`, with the mean over the ranks as DDP makes it; with `views` only in these parts of it."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    if ranks is None or (views is not None and not views):
+        future.set_result(buffer)
+        return future
+    there = buffer if views is None else torch.cat([view.reshape(-1) for view in views])
+    there.mul_(1 / ranks.size)
+    begun = ranks.all_reduce(there).get_future()
+    if views is None:
+        return begun.then(lambda done: done.value()[0])
+
+    def put_back(done: Any) -> torch.Tensor:
+        done.wait()
+        for view, values in zip(views, torch.split(there, [view.numel() for view in views]), strict=True):
+            view.copy_(values.view(view.shape))
+        return buffer
+
+    return begun.then(put_back)

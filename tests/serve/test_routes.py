@@ -1,0 +1,239 @@
+"""What leaves in backward is what the step is made of, or the step says that it is not."""
+
+import contextlib
+
+import pytest
+import torch
+from support.owners import Owners
+from support.ranks import on_living_ranks
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from csd_optim import CSDAdam, CSDRuntimeError, CSDTypeError, CSDValueError, push
+
+
+@pytest.fixture(scope="module")
+def owners(tmp_path_factory):
+    with Owners(tmp_path_factory.mktemp("owners")) as there:
+        yield there
+
+
+def net(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5)).to(dtype)
+
+
+class Reduced:
+    """A model under DDP; `devices`: owners, whose hook pushes, or a directory."""
+
+    def __init__(self, devices, dtype=torch.float32, **options):
+        self.model = net(dtype=dtype)
+        served = devices.startswith("serve:")
+        overwrite = {"overwrite": True} if served else {}
+        self.opt = CSDAdam(self.model.parameters(), lr=0.05, devices=devices, **overwrite, **options)
+        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=served)
+        if served:
+            self.ddp.register_comm_hook(self.opt, push)
+
+    def backward(self, rank, i, sync=True, factor=1.0):
+        torch.manual_seed(100 * i + rank)
+        with contextlib.nullcontext() if sync else self.ddp.no_sync():
+            loss = self.ddp(torch.randn(4, 7, dtype=self.model[0].weight.dtype)).square().sum() * factor
+            loss.backward()
+        return loss
+
+    def step(self):
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def image(self):
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+def trained(rank, devices, dtype):
+    """Steps that are made, and backwards that none is made of."""
+    training = Reduced(devices.format(rank=rank), dtype)
+    for i in range(5):
+        if i == 2:  # abandoned
+            training.backward(rank, 50)
+            training.opt.zero_grad()
+        if i == 3:  # accumulated
+            training.backward(rank, 51, sync=False)
+        training.backward(rank, i)
+        training.step()
+    training.opt.synchronize()
+    if devices.startswith("serve:"):
+        assert training.opt.stats()["route"] == "slices"
+    training.opt.close()
+    return training.image()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_two_trainers_have_the_bits_of_ddp(owners, tmp_path, dtype):
+    places = f"{tmp_path}/{{rank}}", owners.address
+    ours, served = (on_living_ranks(2, trained, devices, dtype, directory=tmp_path) for devices in places)
+    for image in served:
+        assert all(torch.equal(a, b) for a, b in zip(ours[0], image, strict=True))
+
+
+def by_hand(rank, address, size):
+    """One step of SGD by hand beside: halves are summed in fp32, in the order of ranks, and rounded once."""
+    training = Reduced(address, torch.bfloat16)
+    training.backward(rank, 0)
+    own = [p.grad.clone() / size for p in training.model.parameters()]
+    left = [training.opt._remote.early.square(i) for i in range(len(own))]
+    training.opt.close()
+    everybody = [None] * size
+    torch.distributed.all_gather_object(everybody, (own, left))
+    sums = [torch.stack([own[i].float() for own, _ in everybody]) for i in range(len(own))]
+    for i, each in enumerate(sums):
+        total = each[0].clone()
+        for value in each[1:]:
+            total += value
+        square = sum(left[i] for _, left in everybody)
+        assert square == pytest.approx(float(total.bfloat16().float().square().sum()), rel=1e-5)
+    return trained(rank, address, torch.bfloat16)
+
+
+def test_three_trainers_have_the_same_bits_every_time(owners, tmp_path):
+    once = on_living_ranks(3, by_hand, owners.address, 3, directory=tmp_path)
+    again = on_living_ranks(3, trained, owners.address, torch.bfloat16, directory=tmp_path)
+    for image in [*once, *again]:
+        assert all(torch.equal(a, b) for a, b in zip(once[0], image, strict=True))
+
+
+def refused(rank, address):
+    """A gradient that is not what has left."""
+    training = Reduced(address)
+    params = [*training.model.parameters()]
+
+    def write_one():
+        with torch.no_grad():
+            params[0].grad.add_(1)
+
+    def exchange_one():
+        params[0].grad = params[0].grad.clone()
+
+    for change in (lambda: torch.nn.utils.clip_grad_norm_(params, 1e9), write_one, exchange_one):
+        training.backward(rank, 0)
+        change()
+        with pytest.raises(CSDRuntimeError, match="max_grad_norm"):
+            training.opt.step()
+        training.opt.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(training.backward(rank, 0)).detach()
+    scaler.unscale_(training.opt)
+    with pytest.raises(CSDRuntimeError, match="max_grad_norm"):
+        scaler.step(training.opt)
+    del training.opt.grad_scale, training.opt.found_inf  # which GradScaler leaves there
+    training.opt.zero_grad()
+    if rank == 0:  # one trainer's is enough, and none goes on without it
+        training.backward(rank, 0)
+        write_one()
+    else:
+        training.backward(rank, 0)
+    with pytest.raises(RuntimeError, match="was changed"):
+        training.opt.step()
+    training.opt.zero_grad()
+    before = training.image()
+    training.backward(rank, 0)
+    training.step()
+    assert training.opt.stats()["route"] == "slices"
+    assert not torch.equal(before[0], params[0])
+    # What no DDP has reduced leaves in the step.
+    for p in params:
+        p.grad = torch.ones_like(p)
+    training.step()
+    assert training.opt.stats()["route"] == "kept"
+    training.opt.close()
+
+
+def test_a_gradient_that_is_not_what_has_left_is_refused(owners, tmp_path):
+    on_living_ranks(2, refused, owners.address, directory=tmp_path)
+
+
+def scaled(rank, devices, clipped):
+    """With GradScaler; one rank overflows, in one step."""
+    options = {"max_grad_norm": 0.3} if clipped else {}
+    training = Reduced(devices.format(rank=rank), torch.float16, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    said = []
+    for i in range(5):
+        overflows = i == 1 and rank == 1
+        training.backward(rank, i, factor=scaler.get_scale() * (1e9 if overflows else 1.0))
+        scaler.scale(torch.zeros(()))
+        scaler.step(training.opt)
+        scaler.update()
+        training.opt.zero_grad()
+        said.append((training.opt.stats()["skipped"], scaler.get_scale(), training.opt._grad_norm))
+    training.opt.close()
+    return training.image(), said
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_loss_scale_and_clipping(owners, tmp_path, clipped):
+    places = f"{tmp_path}/{{rank}}", owners.address
+    ours, served = (on_living_ranks(2, scaled, devices, clipped, directory=tmp_path) for devices in places)
+    for image, said in served:
+        for (skipped, scale, norm), (skipped_here, scale_here, norm_here) in zip(ours[0][1], said, strict=True):
+            assert (skipped, scale) == (skipped_here, scale_here)
+            assert norm is None or norm == pytest.approx(norm_here, rel=1e-5)
+        for a, b, there in zip(ours[0][0], image, served[0][0], strict=True):
+            assert torch.equal(b, there)
+            if clipped:  # the norm is summed in another order
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+            else:
+                assert torch.equal(a, b)
+    assert [skipped for skipped, *_ in ours[0][1]] == [False, True, False, False, False]
+
+
+def uneven(rank, devices):
+    """Join: rank 1 runs out of data."""
+    training = Reduced(devices.format(rank=rank))
+    with Join([training.ddp, training.opt]):
+        for i in range(4 - 2 * rank):
+            training.backward(rank, i)
+            training.step()
+    training.opt.synchronize()
+    training.opt.close()
+    return training.image()
+
+
+def test_trainers_that_are_out_of_data(owners, tmp_path):
+    places = f"{tmp_path}/{{rank}}", owners.address
+    ours, served = (on_living_ranks(2, uneven, devices, directory=tmp_path) for devices in places)
+    for image in served:
+        assert all(torch.equal(a, b) for a, b in zip(ours[0], image, strict=True))
+
+
+def beside_others(rank, address):
+    """The hook with devices of this machine, with the route that is kept, and for a model of several optimizers."""
+    images = []
+    for devices in ("ram:", f"{address}&route=kept", address):
+        served = devices.startswith("serve:")
+        model, ddp = net(), None
+        mine = [*model[0].parameters()]
+        other = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        opt = CSDAdam(mine, lr=0.1, devices=devices, **({"overwrite": True} if served else {}))
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(opt, push)
+        for i in range(3):
+            torch.manual_seed(10 * i + rank)
+            ddp(torch.randn(4, 7)).square().sum().backward()
+            opt.step()
+            other.step()
+            model.zero_grad()
+        assert not served or opt.stats()["route"] == ("slices" if devices == address else "kept")
+        opt.close()
+        images.append([p.detach().clone() for p in model.parameters()])
+    with pytest.raises(CSDTypeError, match="register_comm_hook"):
+        push(other, None)
+    with pytest.raises(CSDValueError, match="no route 'scenic'"):
+        CSDAdam(mine, devices=f"{address}&route=scenic")
+    return images
+
+
+def test_the_hook_beside_what_it_does_not_push(owners, tmp_path):
+    for images in on_living_ranks(2, beside_others, owners.address, directory=tmp_path):
+        for image in images[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(images[0], image, strict=True))
