@@ -58,9 +58,10 @@ class Finding:
 
 
 def examine_machine() -> list[Finding]:
-    here = machine.machine()
+    here, updater = machine.machine(), machine.updater()
     found = [
-        check_updater(machine.updater(), settings.isa(), platform.machine()),
+        check_updater(updater, settings.isa(), platform.machine()),
+        *check_quota(machine.cpu_quota(), updater["threads"]),
         check_memory(here["memory_bytes"], os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         check_huge_pages(here["huge_pages"]),
         check_mappings(max_mappings()),
@@ -80,6 +81,14 @@ def check_updater(updater: dict[str, Any], asked: str | None, cpu: str) -> Findi
         return Finding("CPU updater", SLOW, text, "unset CSD_OPTIM_ISA")
     about = "this CPU has neither AVX-512 nor AVX2" if cpu == "x86_64" else f"vectorized by the compiler only on {cpu}"
     return Finding("CPU updater", SLOW, f"{text}: {about}", "see with csd-optim bench whether the CPU is the limit")
+
+
+def check_quota(quota: float | None, threads: int) -> Iterator[Finding]:
+    """`quota`: of machine.cpu_quota()."""
+    if quota is not None:
+        text = f"of {quota:g} CPUs: this cgroup's limit"
+        remedy = f"CSD_OPTIM_THREADS={max(1, int(quota))}: more threads are stopped in the middle of an update"
+        yield Finding("CPU time", SLOW, text, remedy) if quota < threads else Finding("CPU time", OK, text)
 
 
 def check_memory(usable: int, there: int) -> Finding:
@@ -132,6 +141,7 @@ def examine_directory(spec: DeviceSpec, share: int | None) -> list[Finding]:
     for block in blocks:
         disk = health.describe_disk(block)
         found += check_disk(disk)
+        found += check_limits(disk["name"], machine.io_limits(text_of(block / "dev")))
         found += check_smart(disk, health.smart(disk["name"]))
     if not blocks and place["filesystem"] not in MEMORY_FILE_SYSTEMS:
         found.append(Finding("drive", UNKNOWN, "the system does not say what is below this file system"))
@@ -198,6 +208,14 @@ def check_disk(disk: dict[str, Any]) -> Iterator[Finding]:
         )
 
 
+def check_limits(name: str, limits: dict[str, int]) -> Iterator[Finding]:
+    """`limits`: of machine.io_limits()."""
+    if limits:
+        text = ", ".join(f"{kind} {rate / 1e9:.2f} GB/s" for kind, rate in limits.items())
+        remedy = "raise what the container may read and write, or give it another drive"
+        yield Finding(f"drive {name}, limit", SLOW, f"{text}: this cgroup's limit", remedy)
+
+
 def check_smart(disk: dict[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
     """`said`: of health.smart()."""
     what = f"drive {disk['name']}, health"
@@ -227,15 +245,24 @@ def check_smart(disk: dict[str, Any], said: dict[str, Any]) -> Iterator[Finding]
 # ---- a probe -----------------------------------------------------------------------------------
 
 
-def probe(directory: Path, seconds: float, tick: Callable[[], None]) -> list[float]:
+def probe(directory: Path, seconds: float, tick: Callable[[], None]) -> tuple[list[float], tuple[float, float] | None]:
     """Bytes per second, read and written together as a step does, in TURNS turns of `seconds` altogether.
 
-    On a nameless scratch file. `tick`: called after each turn. Raises CSDOSError.
+    And health.heat_of() the drive that came nearest to its limit meanwhile. On a nameless scratch file. `tick`: called
+    after each turn. Raises CSDOSError.
     """
     free = machine.storage(directory)["free_bytes"]
+    blocks = health.disks_below(directory.stat().st_dev)
+    heat: list[tuple[float, float]] = []
+
+    def turned() -> None:
+        heat.extend(filter(None, map(health.heat_of, blocks)))
+        tick()
+
     with Scratch(directory, min(PROBE_BYTES, free // 4), PROBE_BLOCK) as scratch:
         scratch.fill(seconds=seconds / 10)
-        return list(_turns(scratch, seconds, tick))
+        rates = list(_turns(scratch, seconds, turned))
+    return rates, max(heat, key=lambda h: (h[0] - h[1], h[0]), default=None)
 
 
 def _turns(scratch: Scratch, seconds: float, tick: Callable[[], None]) -> Iterator[float]:
@@ -248,14 +275,22 @@ def _turns(scratch: Scratch, seconds: float, tick: Callable[[], None]) -> Iterat
         tick()
 
 
-def check_rates(rates: Sequence[float], seconds: float) -> Finding:
-    """Whether a drive became slower: the median of the last third of the turns against that of the first."""
+def check_rates(rates: Sequence[float], seconds: float, heat: tuple[float, float] | None) -> Finding:
+    """Whether a drive became slower: the median of the last third of the turns against that of the first.
+
+    `heat`: of probe().
+    """
     third = len(rates) // 3
     first, last = statistics.median(rates[:third]), statistics.median(rates[-third:])
+    what, hot = f"{seconds:.0f} s of work", heat is not None and heat[0] >= heat[1]
+    warm = f", {heat[0]:.0f} °C" + (f" of {heat[1]:.0f} at most" if heat[1] < math.inf else "") if heat else ""
     if last >= FELL * first:
-        return Finding(f"{seconds:.0f} s of work", OK, f"{last / 1e9:.2f} GB/s, read and written together")
-    text = f"falls from {first / 1e9:.2f} to {last / 1e9:.2f} GB/s: its fast cache is full, or it is too hot"
-    return Finding(f"{seconds:.0f} s of work", SLOW, text, "training gets the second figure; cool it")
+        text = f"{last / 1e9:.2f} GB/s, read and written together{warm}"
+        return Finding(what, SLOW, text, "cool it: it will slow down") if hot else Finding(what, OK, text)
+    cold = heat is not None and not hot and heat[1] < math.inf
+    why = "it is too hot" if hot else "its fast cache is full" if cold else "its fast cache is full, or it is too hot"
+    text = f"falls from {first / 1e9:.2f} to {last / 1e9:.2f} GB/s: {why}{warm}"
+    return Finding(what, SLOW, text, "training gets the second figure" + ("" if cold else "; cool it"))
 
 
 # ---- all of it ---------------------------------------------------------------------------------
@@ -274,8 +309,8 @@ def examine(
         found[str(spec)] = of_this = examine_directory(spec, share)
         if seconds and spec.directory and not any(f.status == BAD for f in of_this):
             at = spec.directory if spec.directory.is_dir() else spec.directory.parent
-            rates = probe(at, seconds, lambda at=at: tick(f"measuring {at}"))  # type: ignore[misc]
-            of_this.append(check_rates(rates, seconds))
+            rates, heat = probe(at, seconds, lambda at=at: tick(f"measuring {at}"))  # type: ignore[misc]
+            of_this.append(check_rates(rates, seconds, heat))
     return found
 
 

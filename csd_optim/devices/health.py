@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -36,7 +37,7 @@ def disks_below(device: int, sysfs: Path = Path("/sys")) -> list[Path]:
 def describe_disk(block: Path) -> dict[str, Any]:
     """Of a disk in sysfs: name, model, whether it turns; `link`, `best_link`: PCIe's (GT/s, lanes), None of others;
     `celsius`: None where no sensor tells."""
-    sensors = [number_of(at) / 1000 for at in sorted((block / "device").glob("**/hwmon*/temp1_input"))]
+    heat = heat_of(block)
     return {
         "name": block.name,
         "model": text_of(block / "device/model"),
@@ -44,8 +45,19 @@ def describe_disk(block: Path) -> dict[str, Any]:
         "removable": text_of(block / "removable") == "1" or "/usb" in str(block),
         "link": link_of(block, "current"),
         "best_link": link_of(block, "max"),
-        "celsius": sensors[0] if sensors else None,
+        "celsius": heat[0] if heat else None,
     }
+
+
+def heat_of(block: Path) -> tuple[float, float] | None:
+    """Degrees Celsius of a disk in sysfs, and those at which it warns and slows down (inf: it does not say).
+
+    None where no sensor tells.
+    """
+    for at in sorted((block / "device").glob("**/hwmon*/temp1_input")):
+        most = number_of(at.with_name("temp1_max")) / 1000
+        return number_of(at) / 1000, most if most > 0 else math.inf
+    return None
 
 
 def link_of(block: Path, which: str) -> tuple[float, int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +16,20 @@ from .. import bindings
 from .health import disks_below
 from .sysfs import text_of
 
+CGROUPS = Path("/sys/fs/cgroup")
+MEMORY_LIMIT = {2: "memory.max", 1: "memory.limit_in_bytes"}  # by version
+MEMORY_USED = {2: "memory.current", 1: "memory.usage_in_bytes"}
+
 
 def machine() -> dict[str, Any]:
     """Processor, cores and memory (bytes) that this process may use, versions."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    group = text_of("/proc/self/cgroup").rpartition("::")[2]
-    limit = text_of(f"/sys/fs/cgroup{group.rstrip('/')}/memory.max")
+    limits = (text_of(at / MEMORY_LIMIT[version]) for at, version in control_groups("memory"))
     model = next((v for k, v in _fields("/proc/cpuinfo") if k in ("model name", "Model")), "")
     return {
         "cpu": model or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": min(memory, int(limit)) if limit.isdigit() else memory,
+        "memory_bytes": min([memory, *(int(limit) for limit in limits if limit.isdigit())]),
         "huge_pages": text_of("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2].partition("]")[0],
         "kernel": platform.release(),
         "python": platform.python_version(),
@@ -42,22 +46,56 @@ def available_memory() -> int:
     """Bytes that can be had without swapping, nor being killed for them: a container may have less than its machine."""
     text = dict(_fields("/proc/meminfo")).get("MemAvailable", "")
     available = int(text.split()[0]) << 10 if text else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for directory, version in control_groups("memory"):
+        most, taken = text_of(directory / MEMORY_LIMIT[version]), text_of(directory / MEMORY_USED[version])
+        if most.isdigit() and taken.isdigit():
+            counts = dict(line.partition(" ")[::2] for line in text_of(directory / "memory.stat").splitlines())
+            cached = sum(int(counts.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+            available = min(available, max(0, int(most) - int(taken) + cached))
+    return available
+
+
+def cpu_quota() -> float | None:
+    """CPUs' worth of time that this process's control groups let it have; None: no less than the CPUs it may run on."""
+    granted = []
+    for directory, version in control_groups("cpu"):
+        if version == 2:
+            quota, _, period = text_of(directory / "cpu.max").partition(" ")
+        else:
+            quota, period = text_of(directory / "cpu.cfs_quota_us"), text_of(directory / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():
+            granted.append(int(quota) / int(period))
+    return min(granted, default=None)
+
+
+def io_limits(disk: str) -> dict[str, int]:
+    """Bytes per second that this process's control groups let it "read" and "write" at the most, as far as they say.
+
+    `disk`: as in "254:0". Of requests per second nothing is said.
+    """
+    found: dict[str, int] = {}
+    for directory, version in control_groups("blkio"):
+        for kind in ("read", "write"):
+            file, limit = f"blkio.throttle.{kind}_bps_device", r"(\d+)"
+            if version == 2:
+                file, limit = "io.max", rf".*\b{kind[0]}bps=(\d+)"
+            if match := re.search(f"^{disk} {limit}", text_of(directory / file), re.MULTILINE):
+                found[kind] = min(int(match[1]), found.get(kind, int(match[1])))
+    return found
+
+
+def control_groups(controller: str) -> Iterator[tuple[Path, int]]:
+    """Directories of the control groups that this process is in, from its own upwards as far as a container sees them.
+
+    With each its version: one of version 1 is there for this `controller`, such as "memory"; of version 2 for all.
+    """
     for line in text_of("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
-        if not controllers:
-            root, limit, used = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):  # version 1
-            root, limit, used = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        root, version = (CGROUPS / controller, 1) if controllers else (CGROUPS, 2)
         at = root / group.lstrip("/")  # which a container may not see, but what is above it
-        for directory in (at, *(d for d in at.parents if d.is_relative_to(root))):
-            most, taken = text_of(directory / limit), text_of(directory / used)
-            if most.isdigit() and taken.isdigit():
-                counts = dict(line.partition(" ")[::2] for line in text_of(directory / "memory.stat").splitlines())
-                cached = sum(int(counts.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
-                available = min(available, max(0, int(most) - int(taken) + cached))
-    return available
+        yield from ((d, version) for d in (at, *(d for d in at.parents if d.is_relative_to(root))))
 
 
 def storage(directory: Path) -> dict[str, Any]:

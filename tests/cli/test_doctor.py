@@ -1,13 +1,14 @@
 """`csd-optim doctor`: what each check says of facts that are right and wrong, and the command as a whole."""
 
 import json
+import math
 import os
 
 import pytest
 
 from csd_optim.cli import doctor
 from csd_optim.cli.doctor import BAD, OK, SLOW, UNKNOWN
-from csd_optim.devices import health
+from csd_optim.devices import health, machine
 from csd_optim.devices.spec import parse_devices
 from csd_optim.params.groups import CODECS
 from csd_optim.store.file import FILE_NAME
@@ -48,8 +49,19 @@ STORE = {"owner": None, "step": 7, "clean": True, "torn": False}
         (doctor.check_store(STORE | {"owner": 12}), OK, "in use by process 12"),
         (doctor.check_store(STORE | {"torn": True}), BAD, "snapshot"),
         (doctor.check_store(STORE | {"problem": "no superblock"}), BAD, "no superblock"),
-        (doctor.check_rates([2e9] * 10 + [1.6e9] * 10, 60), OK, "1.60 GB/s"),
-        (doctor.check_rates([2e9] * 10 + [1.4e9] * 10, 60), SLOW, "falls from 2.00 to 1.40 GB/s"),
+        (doctor.check_rates([2e9] * 10 + [1.6e9] * 10, 60, None), OK, "1.60 GB/s"),
+        (doctor.check_rates([2e9] * 10 + [1.6e9] * 10, 60, (70.0, 83.0)), OK, "together, 70 °C of 83 at most"),
+        (doctor.check_rates([2e9] * 10 + [1.6e9] * 10, 60, (83.0, 83.0)), SLOW, "it will slow down"),
+        (doctor.check_rates([2e9] * 10 + [1.4e9] * 10, 60, None), SLOW, "falls from 2.00 to 1.40 GB/s"),
+        (doctor.check_rates([2e9] * 10 + [1.4e9] * 10, 60, (99.0, math.inf)), SLOW, "or it is too hot, 99 °C ->"),
+        (doctor.check_rates([2e9] * 10 + [1.4e9] * 10, 60, (84.0, 83.0)), SLOW, "GB/s: it is too hot, 84 °C of 83"),
+        (doctor.check_rates([2e9] * 10 + [1.4e9] * 10, 60, (60.0, 83.0)), SLOW, "cache is full, 60 °C of 83"),
+        *((found, OK, "of 2 CPUs") for found in doctor.check_quota(2.0, 2)),
+        *(
+            (found, SLOW, "of 1.5 CPUs: this cgroup's limit -> CSD_OPTIM_THREADS=1")
+            for found in doctor.check_quota(1.5, 2)
+        ),
+        *((found, SLOW, "write 0.10 GB/s: this") for found in doctor.check_limits("sda", {"write": 10**8})),
     ],
     ids=lambda value: value.what if isinstance(value, doctor.Finding) else None,
 )
@@ -147,6 +159,7 @@ def test_disk_in_sysfs(tmp_path):
     (block.parent / "hwmon2").mkdir()
     for name, text in {
         "queue/rotational": "0", "../model": "Some SSD   ", "../hwmon2/temp1_input": "41850",
+        "../hwmon2/temp1_max": "82850",
         "../device/current_link_speed": "8.0 GT/s PCIe", "../device/current_link_width": "4",
         "../device/max_link_speed": "16.0 GT/s PCIe", "../device/max_link_width": "4",
     }.items():  # fmt: skip
@@ -156,6 +169,37 @@ def test_disk_in_sysfs(tmp_path):
     [found] = health.disks_below(os.makedev(259, 1), tmp_path)
     assert found == block
     assert health.describe_disk(found) == DISK | {"link": (8.0, 4), "celsius": 41.85}
+    assert health.heat_of(found) == (41.85, 82.85)
+    (block / "../hwmon2/temp1_max").unlink()
+    assert health.heat_of(found) == (41.85, math.inf)
+
+
+GROUPS = {
+    "version 2": {
+        "/proc/self/cgroup": "0::/a/b",
+        "/sys/fs/cgroup/a/b/cpu.max": "max 100000",
+        "/sys/fs/cgroup/a/cpu.max": "150000 100000",
+        "/sys/fs/cgroup/a/b/io.max": "8:0 rbps=5 wbps=6 riops=max wiops=max\n254:0 rbps=max wbps=100 riops=7 wiops=max",
+        "/sys/fs/cgroup/a/io.max": "254:0 rbps=900 wbps=200 riops=max wiops=max",
+    },
+    "version 1": {
+        "/proc/self/cgroup": "7:blkio:/x\n1:cpu,cpuacct:/x\n0::/",
+        "/sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "150000",
+        "/sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000",
+        "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+        "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+        "/sys/fs/cgroup/blkio/x/blkio.throttle.read_bps_device": "8:0 5\n254:0 900",
+        "/sys/fs/cgroup/blkio/x/blkio.throttle.write_bps_device": "254:0 100",
+    },
+}
+
+
+@pytest.mark.parametrize("version", GROUPS)
+def test_limits_of_control_groups(version, monkeypatch):
+    monkeypatch.setattr(machine, "text_of", lambda path: GROUPS[version].get(str(path), ""))
+    assert machine.cpu_quota() == 1.5
+    assert machine.io_limits("254:0") == {"read": 900, "write": 100}
+    assert machine.io_limits("254:1") == {}
 
 
 @pytest.mark.parametrize("state_dtype", list(CODECS))
