@@ -1,0 +1,237 @@
+"""The update rules in torch's operations, for states on an accelerator: with the bits of native/include/rules.h.
+
+There as here each operation is rounded to nearest fp32 by itself, in the same order, and subnormal numbers are zero. A
+kernel of torch does one operation, and so cannot fuse a product with a sum. What it does with subnormal numbers is up
+to the device: so they become zero here, before and after each operation that they may come from. Its fp32 square root
+need not be the nearest number (on CPUs it is MKL's): it is taken in fp64, and rounded once. That is the nearest one, as
+a root of 24 bits is 4 ulps of fp64 or more from where fp32 rounds the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..bindings import GRAD_SCALE, RULES
+
+SMALLEST = 2.0**-126  # of the normal fp32 numbers
+LARGEST_SUBNORMAL = SMALLEST - 2.0**-149
+TRIED = 1 << 14  # numbers, of each operation
+
+Constants = Sequence[float]
+States = Sequence[torch.Tensor]
+
+
+@dataclass
+class Scratch:
+    """Memory that update() needs beside the states: `n` elements of each tensor. Not `exact`: roots are fp32's own."""
+
+    g: torch.Tensor  # fp32, as the next three
+    a: torch.Tensor
+    b: torch.Tensor
+    spare: torch.Tensor
+    wide: torch.Tensor | None  # fp64
+
+    @classmethod
+    def of(cls, n: int, device: torch.device, *, exact: bool = True) -> Scratch:
+        g, a, b, spare = (torch.empty(n, dtype=torch.float32, device=device) for _ in range(4))
+        return cls(g, a, b, spare, torch.empty(n, dtype=torch.float64, device=device) if exact else None)
+
+    def first(self, n: int) -> Scratch:
+        """As many elements of each."""
+        return Scratch(self.g[:n], self.a[:n], self.b[:n], self.spare[:n], None if self.wide is None else self.wide[:n])
+
+
+class _Rounded:
+    """Operations on fp32 tensors of one size. Each writes to `out`, and returns it."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._spare, self._wide = scratch.spare, scratch.wide
+
+    def flush(self, x: torch.Tensor) -> torch.Tensor:
+        """Subnormal numbers become zero, with their sign."""
+        torch.ops.aten.hardshrink.out(x, LARGEST_SUBNORMAL, out=self._spare)
+        return torch.copysign(self._spare, x, out=x)
+
+    def times(self, x: torch.Tensor, y: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
+        return self.flush(torch.mul(x, y, out=out))
+
+    def plus(self, x: torch.Tensor, y: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
+        return self.flush(torch.add(x, y, out=out))
+
+    def minus(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return self.flush(torch.sub(x, y, out=out))
+
+    def over(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return self.flush(torch.div(x, y, out=out))
+
+    def root(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if self._wide is None:
+            return torch.sqrt(x, out=out)
+        return out.copy_(torch.sqrt(self._wide.copy_(x), out=self._wide))
+
+    def decay(self, g: torch.Tensor, weight_decay: float, weight: torch.Tensor, a: torch.Tensor) -> None:
+        """As decayed_grad() of weight_decay.h."""
+        if weight_decay:
+            self.plus(g, self.times(weight, weight_decay, a), g)
+
+    def average(self, x: torch.Tensor, keep: float, y: torch.Tensor, add: float, a: torch.Tensor) -> None:
+        """x * keep + y * add, in x."""
+        self.times(x, keep, x)
+        self.plus(x, self.times(y, add, a), x)
+
+    def square_average(self, x: torch.Tensor, keep: float, g: torch.Tensor, add: float, a: torch.Tensor) -> None:
+        """x * keep + add * g * g, in x."""
+        self.times(x, keep, x)
+        self.times(g, add, a)
+        self.plus(x, self.times(a, g, a), x)
+
+
+# Each: operations, constants, states, scaled gradient, two more tensors.
+Rule = Callable[[_Rounded, Constants, States, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def _descend(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """What follows the decay: adamw.h."""
+    master, exp_avg, exp_avg_sq = s[:3]
+    o.average(exp_avg, c[1], g, c[2], a)
+    o.square_average(exp_avg_sq, c[3], g, c[4], a)
+    b.copy_(torch.maximum(s[3], exp_avg_sq, out=s[3]) if len(s) > 3 else exp_avg_sq)
+    o.root(o.flush(b), b)
+    o.plus(o.times(b, c[6], b), c[7], b)
+    o.minus(master, o.over(o.times(exp_avg, c[5], a), b, a), master)
+
+
+def _adamw(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    o.times(s[0], c[0], s[0])
+    _descend(o, c, s, g, a, b)
+
+
+def _adam(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    o.decay(g, c[0], s[0], a)
+    _descend(o, c, s, g, a, b)
+
+
+def _sgd(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, _: torch.Tensor) -> None:
+    o.decay(g, c[1], s[0], a)
+    o.minus(s[0], o.times(g, c[0], a), s[0])
+
+
+def _sgd_momentum(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, _: torch.Tensor) -> None:
+    o.decay(g, c[1], s[0], a)
+    o.average(s[1], c[2], g, c[3], a)
+    o.minus(s[0], o.times(s[1], c[0], a), s[0])
+
+
+def _sgd_nesterov(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, _: torch.Tensor) -> None:
+    o.decay(g, c[1], s[0], a)
+    o.average(s[1], c[2], g, c[3], a)
+    o.plus(g, o.times(s[1], c[2], a), g)
+    o.minus(s[0], o.times(g, c[0], a), s[0])
+
+
+def _adagrad(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    o.decay(g, c[1], s[0], a)
+    o.plus(s[1], o.times(g, g, a), s[1])
+    o.plus(o.root(s[1], b), c[2], b)
+    o.minus(s[0], o.over(o.times(g, c[0], a), b, a), s[0])
+
+
+def _rmsprop(*, average: int | None = None, momentum: int | None = None) -> Rule:
+    """`average`, `momentum`: which of the states it is, if the rule has it."""
+
+    def rule(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        o.decay(g, c[1], s[0], a)
+        o.square_average(s[1], c[2], g, c[3], a)
+        if average is None:
+            o.root(s[1], b)
+        else:
+            o.average(s[average], c[2], g, c[3], a)
+            o.root(o.minus(s[1], o.times(s[average], s[average], a), b), b)
+        o.plus(b, c[5], b)
+        if momentum is None:
+            o.minus(s[0], o.over(o.times(g, c[0], a), b, a), s[0])
+        else:
+            moved = o.times(s[momentum], c[4], s[momentum])
+            o.plus(moved, o.over(g, b, a), moved)
+            o.minus(s[0], o.times(moved, c[0], a), s[0])
+
+    return rule
+
+
+def _lion(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    b.copy_(s[1])
+    o.average(b, c[2], g, c[3], a)
+    o.times(torch.sign(b, out=b), c[1], b)
+    o.minus(o.times(s[0], c[0], s[0]), b, s[0])
+    o.average(s[1], c[4], g, c[5], a)
+
+
+# By the number of a rule: what it does, and which states it reads. Others keep every bit. The fourth of AMSGrad is
+# compared, and not computed with: it is no operand that becomes zero.
+_RULES: dict[int, tuple[Rule, tuple[int, ...]]] = {
+    RULES[name]: rule
+    for name, rule in {
+        "adamw": (lambda o, c, s, *t: _adamw(o, c, s[:3], *t), (0, 1, 2)),
+        "amsgrad": (_adamw, (0, 1, 2)),
+        "adam": (lambda o, c, s, *t: _adam(o, c, s[:3], *t), (0, 1, 2)),
+        "adam_amsgrad": (_adam, (0, 1, 2)),
+        "sgd": (_sgd, (0,)),
+        "sgd_momentum": (_sgd_momentum, (0, 1)),
+        "sgd_nesterov": (_sgd_nesterov, (0, 1)),
+        "adagrad": (_adagrad, (0, 1)),
+        "rmsprop": (_rmsprop(), (0, 1)),
+        "rmsprop_centered": (_rmsprop(average=2), (0, 1, 2)),
+        "rmsprop_momentum": (_rmsprop(momentum=2), (0, 1, 2)),
+        "rmsprop_both": (_rmsprop(average=2, momentum=3), (0, 1, 2, 3)),
+        "rmsprop_uncentered": (_rmsprop(momentum=3), (0, 1, 3)),
+        "lion": (_lion, (0, 1)),
+    }.items()
+}
+
+
+def update(rule: int, constants: Constants, states: States, grad: torch.Tensor, scratch: Scratch) -> None:
+    """One step of a rule: csd_hyper's number and constants. Allocates nothing, waits for nothing.
+
+    `states`: 1-D fp32 of one size, the master first, in place; `grad`: as many elements, of any dtype.
+    """
+    g, a, b = scratch.g, scratch.a, scratch.b
+    o = _Rounded(scratch)
+    c = [0.0 if abs(x) < SMALLEST else float(x) for x in constants]
+    apply, read = _RULES[rule]
+    for k in read:
+        o.flush(states[k])
+    g.copy_(grad)
+    o.times(o.flush(g), c[GRAD_SCALE], g)
+    apply(o, c, states, g, a, b)
+
+
+def other_roundings(device: torch.device) -> list[str]:
+    """The operations of update() that a device does not round as the CPU does, which is as IEEE 754 says; by trying."""
+    host = torch.device("cpu")
+    generator = torch.Generator(host).manual_seed(0)
+    of_host: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": host}
+    size = torch.exp2(60 * torch.randn(TRIED, **of_host).clamp(-1, 1))
+    x, y = (torch.randn(TRIED, **of_host) * size for _ in range(2))
+    tried: dict[str, Callable[[_Rounded, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "multiplication": lambda o, x, y: o.times(x, y, x),
+        "addition": lambda o, x, y: o.plus(x, y, x),
+        "subtraction": lambda o, x, y: o.minus(x, y, x),
+        "division": lambda o, x, y: o.over(x, y, x),
+        "square root": lambda o, x, _: o.root(x.abs(), x),
+        "rounding to fp16": lambda _, x, __: x.half().float(),
+        "rounding to bf16": lambda _, x, __: x.bfloat16().float(),
+    }
+
+    def found(what: str, where: torch.device) -> torch.Tensor:
+        of_both = x.to(where, copy=True), y.to(where, copy=True)
+        return tried[what](_Rounded(Scratch.of(TRIED, where)), *of_both).cpu().view(torch.int32)
+
+    try:
+        Scratch.of(1, device)
+    except (TypeError, RuntimeError):  # such as on MPS
+        return ["square root, for which fp64 is missing there"]
+    return [what for what in tried if not torch.equal(found(what, device), found(what, host))]
