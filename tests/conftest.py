@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from support import cards, emulated
-from support.backends import BACKENDS, XRT_BACKENDS, device_strings, on_cards
+from support.backends import BACKENDS, NEAR, XRT_BACKENDS, device_strings, on_cards
 from support.states import assume, assumed
 
 from csd_optim.cli import commands as cli
@@ -53,10 +53,12 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    """`backend`: each in turn: one file, three named files, memory, memory beside a file; or one card, and two."""
+    """`backend`: each in turn: one file, three named files, memory, memory beside a file, and where there is an
+    accelerator its memory beside a file; or one card, and two."""
     if "backend" in metafunc.fixturenames:
         on = metafunc.config.getoption("--xrt")
-        metafunc.parametrize("backend", on.split(",") if on else BACKENDS)
+        near = [NEAR] if metafunc.config.getoption("--accelerator") else []
+        metafunc.parametrize("backend", on.split(",") if on else [*BACKENDS, *near])
 
 
 def pytest_collection_modifyitems(config, items):

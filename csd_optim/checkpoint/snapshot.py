@@ -178,7 +178,7 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
 
     Raises CSDRuntimeError, CSDStoreExistsError, CSDOSError before anything is made.
     """
-    if temporary := [str(spec) for spec in engine.devices.specs if not spec.durable]:
+    if temporary := [str(spec) for spec in engine.specs if not spec.durable]:
         raise CSDRuntimeError(
             f"{temporary[0]} keeps its state for this process only, and there is no store to copy; "
             "name directories as devices, or use state_dict()"

@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,14 @@ from ..devices import smartssd as cards
 from ..devices.backends import DEFAULT_BLOCK
 from ..devices.spec import AUTO, DeviceSpec, days_left, parse_devices
 from ..devices.xclbin import Xclbin, find_kernels
+from ..engine.on_accelerator import OnAccelerator
 from ..engine.placing import Placement, rooms
 from ..engine.tuning import Scratch, rate, tune
 from ..errors import CSDError, CSDOSError, CSDStoreError, CSDValueError
 from ..planning import advice
 from ..store.file import lock_owner
 from ..store.format import CLEAN, FILE_NAME, RESIDUAL_BYTES, UNDER_WAY, read_contents, rows_with_residual, store_file
-from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES, plan_extent
+from ..store.layout import MEMORY_STATE_BYTES, STORE_BYTES, Extent, plan_extent
 from ..store.sections import FP32, PARAM_DTYPES, elem_bytes, sections_of, size_of
 from . import measure
 from .io import message, progress
@@ -141,32 +141,44 @@ def measured_request(request: advice.Request, names: list[str]) -> advice.Reques
 def planned_placement(
     names: list[str] | None, params: int, dtype: torch.dtype, state_dtype: str, sections: Sequence[str]
 ) -> dict[str, Any]:
-    """What `auto` would choose for so many parameters on these devices, after measuring drives and the CPU.
+    """What `auto` would choose for so many parameters on these devices, after measuring those, the CPU and the link.
 
     As Placement.describe(), and `rooms`, bytes of each device; `drives_alone`: seconds of a step without memory, None:
     there is none, or no room. Raises CSDError.
     """
-    specs = parse_devices([AUTO, *(names or settings.devices())])
+    named = parse_devices([AUTO, *(names or settings.devices())])
+    near = next((s for s in named if s.kind.on_accelerator), None)
+    specs = [s for s in named if s is not near]
     places = [s.directory and (s.directory if s.directory.is_dir() else s.directory.parent) for s in specs]
     if missing := next((s for s, place in zip(specs, places, strict=True) if place and not place.is_dir()), None):
         raise CSDValueError(f"{missing}: no such directory")
     tried = {d: place for d, place in enumerate(places) if place and specs[d].pace == UNPACED}
     tuned = dict(zip(tried, tune([*tried.values()]), strict=True)) if tried else {}
 
-    def placed(chosen: dict[int, DeviceSpec]) -> dict[str, Any]:
+    def placed(chosen: dict[int, DeviceSpec], near: DeviceSpec | None = None) -> dict[str, Any]:
         there = rooms([*chosen.values()], [places[d] for d in chosen])
         rates = {i: tuned[d].bytes_per_second for i, d in enumerate(chosen) if d in tuned}
         placement = Placement([*chosen.values()], rates, there)
         param_dtype = None if state_dtype == FP32 else dtype
         how: dict[str, Any] = {"sections": sections, "codec": state_dtype, "param_dtype": param_dtype}
-        plan = partial(plan_extent, [params], len(chosen), **how)
-        placement.take(placement.divide(plan(shares=placement.shares(plan()))))
+        left = params
+
+        def plan(shares: Sequence[float] | None = None) -> Extent:
+            return plan_extent([left], len(chosen), shares=shares, **how)
+
+        if near and state_dtype == FP32:
+            placement.beside = OnAccelerator(near, [*chosen.values()])
+            left -= round(params * placement.part_beside(plan(), dtype.itemsize))
+            placement.beside.params = params - left
+            there.insert(0, near.room_bytes or 0)
+        if left:
+            placement.take(placement.divide(plan(placement.shares(plan()))))
         return placement.describe() | {"rooms": there}
 
-    found = placed(dict(enumerate(specs)))
+    found = placed(dict(enumerate(specs)), near)
     drives = {d: replace(spec, cache_bytes=0) for d, spec in enumerate(specs) if spec.directory}
     alone = None
-    if drives and (len(drives) < len(specs) or found["cache_bytes"]):
+    if drives and (len(drives) < len(named) or found["cache_bytes"]):
         with contextlib.suppress(CSDOSError):
             alone = placed(drives)["seconds"]
     return found | {"drives_alone": alone}

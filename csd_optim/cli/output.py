@@ -436,6 +436,8 @@ def show_placement(params: int, found: dict[str, Any]) -> None:
     rows = [
         ("a step", f"{found['seconds']:.2f} s, as predicted; the CPU updates for {found['host_seconds']:.2f} s of it")
     ]
+    if found.get("link_seconds"):
+        rows.append(("link", f"busy for {found['link_seconds']:.2f} s of it, between the accelerator and host memory"))
     if found["cache_bytes"]:
         rows.append(
             ("memory", f"{short(found['cache_bytes'])}, for what drives then need not read: the store is durable")

@@ -97,6 +97,12 @@ _UPDATE_PACE = (
     Option("update", "parameters per second such as 240M/s", _rate("")),
     Option("link", _PACE, _rate("B")),
 )
+# Of an accelerator nothing is paced: this is what `auto` believes instead of measuring it.
+_ACCELERATOR_OPTIONS = (
+    Option("update", "parameters per second such as 5G/s", _rate(""), "known_update"),
+    Option("link", _PACE, _rate("B"), "known_link"),
+    Option("exact", "0 or 1", _yes),
+)
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,7 @@ class Backend:
     has_file: bool = False  # its state lies in a file, so that it can be durable and must be moved
     on_card: bool = False  # the FPGA of a card updates, with the kernels of an xclbin; else the CPU does, if anything
     in_memory: bool = False  # its state lies in host memory, where a step can be in place
+    on_accelerator: bool = False  # it lies where the parameters are, and torch updates it: no device of the engine's
     keeps_state: bool = True  # no: it only stands for one that does, for timing
     rules: frozenset[str] | None = None  # that its kernels are made for (UpdateRule.name); None: all
     block_bytes: int = DEFAULT_BLOCK  # of one I/O request, where nobody says otherwise
@@ -145,6 +152,14 @@ BACKENDS = {
             "",
             _UPDATE_PACE + _ANY_OPTIONS + _PLACED_OPTIONS,
             in_memory=True,
+        ),
+        Backend(
+            "gpu",
+            "states in the memory of the parameters' accelerator, updated there by torch",
+            "gpu:",
+            "",
+            _ACCELERATOR_OPTIONS + _ANY_OPTIONS + _PLACED_OPTIONS,
+            on_accelerator=True,
         ),
         Backend(
             "null",

@@ -17,6 +17,10 @@ xrt:0?xclbin=PATH&p2p=0&timeout=60       the kernels' file; state by way of host
 auto                         not a device, but a word beside some: which part each gets is chosen, by how fast they are
 ram:?room=20GB               with auto: so many bytes at most; also for file:
 ram:                         state in host memory, updated in place (beside other devices: in two slots, like a file's)
+gpu:                         state in the memory of the parameters' accelerator, updated there; of whole parameters
+gpu:?room=4GB                so many bytes of states at most, and beside other devices as much as that
+gpu:?exact=0                 also where the accelerator rounds otherwise than the CPU
+gpu:?update=5G/s&link=25GB/s with auto: what is known of the accelerator and its link, and is not measured then
 null:                        keeps and computes nothing; times everything else
 
 file:/mnt/nvme0?read=2.9GB/s&write=1.6GB/s&latency=100us    paced: its state flows no faster than that, as if the drive
@@ -73,6 +77,10 @@ class DeviceSpec:
     is_placed: bool = False  # its share is chosen, see placement.py
     room_bytes: int | None = None  # that it may then have of states; None: all that is free
     pace: Pace = UNPACED
+    # gpu only
+    exact: bool = True  # the bits of other devices, or an error
+    known_update: float | None = None  # parameters per second; None: to be measured
+    known_link: float | None = None  # bytes per second each way, between host and accelerator; None: likewise
     # xrt only
     card: str = ""  # XRT's index or a PCIe address
     xclbin: Path | None = None  # None: where it is looked for
@@ -173,9 +181,10 @@ def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[s
     specs = [parse_device(fill_in(d) if isinstance(d, str) else d) for d in named]
     if not specs:
         raise CSDValueError("Invalid devices: []; name at least one, or leave the argument out")
+    _check_accelerator(specs)
     if is_auto:
         specs = _placed(specs)
-    elif limited := next((s for s in specs if s.room_bytes is not None), None):
+    elif limited := next((s for s in specs if s.room_bytes is not None and not s.kind.on_accelerator), None):
         raise CSDValueError(f"Invalid device: '{limited}'; room is for devices beside 'auto', which chooses shares")
     cards = [s.card for s in specs if s.card]
     if twice := next((card for card in cards if cards.count(card) > 1), None):
@@ -199,6 +208,18 @@ def _is_auto(device: object) -> bool:
     return isinstance(device, str) and device.strip().lower() == AUTO
 
 
+def _check_accelerator(specs: list[DeviceSpec]) -> None:
+    """Raises CSDValueError if an accelerator cannot keep states beside these."""
+    near = [s for s in specs if s.kind.on_accelerator]
+    if len(near) > 1:
+        raise CSDValueError("Invalid devices: gpu: is named twice; it is the accelerator of each parameter")
+    if near and (kept := next((s for s in specs if s.durable), None)):
+        raise CSDValueError(
+            f"Invalid devices: '{near[0]}' beside '{kept}', which commits each step: what is in an accelerator's "
+            "memory would be missing there. Take scratch devices (file:/mnt/nvme0?scratch=1) and save state_dict()"
+        )
+
+
 def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
     """Devices that are to have the shares that are best. Raises CSDValueError where that cannot be known.
 
@@ -206,15 +227,21 @@ def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
     what they then need not read.
     """
     for spec in specs:
-        if not (spec.kind.in_memory or spec.kind.has_file) or spec.kind.on_card:
+        if spec.kind.on_accelerator and spec.room_bytes is None:
+            raise CSDValueError(
+                f"Invalid devices: 'auto' and '{spec}' without room; how much of its memory the model and its "
+                "activations leave, only you know: gpu:?room=4GB"
+            )
+        if not (spec.kind.in_memory or spec.kind.has_file or spec.kind.on_accelerator) or spec.kind.on_card:
             raise CSDValueError(f"Invalid devices: 'auto' places states in directories and in ram:, not on '{spec}'")
         if spec.share is not None or spec.cache_bytes > 0:
             raise CSDValueError(f"Invalid devices: 'auto' chooses share and cache, and '{spec}' says one of them")
         if spec.pace != UNPACED and math.isinf(spec.pace.params_per_second):
             raise CSDValueError(f"Invalid devices: 'auto' cannot tell from its pace how fast '{spec}' is")
     memory = [spec for spec in specs if spec.kind.in_memory]
-    if len(memory) == len(specs):  # in place, and in half of the room
-        raise CSDValueError("Invalid devices: 'auto' needs a drive beside memory; for memory alone write 'ram:'")
+    if not any(spec.kind.has_file for spec in specs):  # in place, and in half of the room
+        alone = "['gpu:?room=4GB', 'ram:']" if len(memory) < len(specs) else "'ram:'"
+        raise CSDValueError(f"Invalid devices: 'auto' needs a drive beside memory; for memory alone write {alone}")
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # on this machine, each with as much
     sharing = int(ranks) if ranks.isdecimal() and int(ranks) else 1
     left = available_memory() // 2 // sharing // (sum(spec.room_bytes is None for spec in memory) or 1)

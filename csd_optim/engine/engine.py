@@ -25,6 +25,7 @@ from ..store.layout import SUM_ELEMS, Extent, extents_of, plan_extent
 from ..store.sections import FP32, elem_bytes
 from .committer import Committer
 from .decoded import Decoded
+from .on_accelerator import OnAccelerator
 from .open_devices import OpenDevices
 from .trace import Span, Trace
 from .windows import Windows
@@ -68,9 +69,11 @@ class Engine:
         self.decoded: Decoded = Decoded(self)
         self.committer: Committer = Committer(self)
         self.handle: Any = None  # of the native engine, from the first extent on
+        self.accelerator: OnAccelerator | None = None  # whose parameters have no element on the devices here
         self._trace: Trace | None = None
         self.served: dict[str, float] = {}  # of an owner: what `csd-optim top` is told of its trainers
         self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward, to be traced
+        self.near_spans: list[Span] | None = [] if settings.trace() else None  # updates on the accelerator, likewise
         self._began = self._ended = 0.0  # the step to be traced: when
         self._undone = False  # the same
 
@@ -81,6 +84,18 @@ class Engine:
         if not (self.devices.reaches_params and params and all(self.devices.stores)):
             return False
         return bool(self.windows.loose[self.tiles_of_params(params)].all()) and not self.committer.uncommitted
+
+    @property
+    def specs(self) -> list[DeviceSpec]:
+        """What the user has named, the accelerator first."""
+        if not self.accelerator:
+            return self.devices.specs
+        return [self.accelerator.spec, *([] if self.accelerator.alone else self.devices.specs)]
+
+    @property
+    def copies(self) -> int:
+        """Of states that a step changes: so many it needs at the same time, to be undone."""
+        return 1 if self.devices.resident else self.slots
 
     @property
     def n_params(self) -> int:
@@ -112,9 +127,7 @@ class Engine:
         self.check_open()
         self.committer.before_extend()
         self.windows.synced &= codec != FP32  # codes have no windows to write to
-        if not self.extents:
-            nbytes = self.slots * elem_bytes(sections, codec, param_dtype) * sum(numels)
-            self.devices.tune(int(nbytes), new=True)
+        self._tune(numels, sections, codec, param_dtype)
         plan = partial(
             plan_extent,
             numels,
@@ -143,9 +156,30 @@ class Engine:
             placement.take(extent)
             placement.announce()
             self.devices.shares = extent.shares
-        if extent is self.extents[0]:
+        if extent.n_tiles and not any(e.n_tiles for e in self.extents[:-1]):
             self.devices.announce(extent)
         return extent
+
+    def _tune(
+        self, numels: Sequence[int], sections: Sequence[str], codec: str, param_dtype: torch.dtype | None
+    ) -> None:
+        """Has drives tried out, before the first states are to be there."""
+        if not any(e.n_tiles for e in self.extents) and self.devices.placement is None:
+            nbytes = self.slots * elem_bytes(sections, codec, param_dtype) * sum(numels)
+            self.devices.tune(int(nbytes), new=True)
+
+    def part_on_accelerator(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:
+        """How much of such parameters `auto` wants on the accelerator; None: there is no `auto`. Raises as extend().
+
+        `param_bytes`: of an element of them, on average.
+        """
+        if self.accelerator is None or not self.accelerator.spec.is_placed or not sum(numels):
+            return None
+        self._tune(numels, sections, FP32, None)
+        assert self.devices.placement
+        self.devices.placement.beside = self.accelerator
+        extent = plan_extent(numels, len(self.devices.specs), sections=sections, slots=self.slots)
+        return self.devices.placement.part_beside(extent, param_bytes)
 
     def _add(
         self, extent: Extent, offsets: list[int], tiles: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None
@@ -179,7 +213,8 @@ class Engine:
     def _create(self) -> None:
         self.handle = bindings.engine_create(self.devices.configs(), self.name_device)
         if path := settings.trace():
-            self._trace = Trace(path, list(map(str, self.devices.specs)))
+            near = [str(self.accelerator.spec)] if self.accelerator else []
+            self._trace = Trace(path, [*map(str, self.devices.specs), *near])
             bindings.engine_events(self.handle)  # from now on they are kept
 
     def adopt_commit(self, found: Sequence[Contents], order: Sequence[int]) -> None:
@@ -302,7 +337,8 @@ class Engine:
             bindings.engine_wait_writes(self.handle, self.name_device)
             events = bindings.engine_events(self.handle)
             name = "undone" if self._undone else f"step {self.step}"
-            self._trace.step(name, self._began, self._ended or time.perf_counter(), events, self.model_spans or [])
+            end = self._ended or time.perf_counter()
+            self._trace.step(name, self._began, end, events, self.model_spans or [], self.near_spans or [])
             self._began = 0.0
 
     def push(self, tile: int, grad: int = 0, param: int = 0, entries: int = 0, n_entries: int = 0) -> None:
@@ -347,6 +383,21 @@ class Engine:
         """
         bindings.engine_release(self.handle, params, order, self.name_device)
         self.guessed = False
+
+    def begin_without_tiles(self) -> None:
+        """Begins a step all of which is on the accelerator. To be followed by end_without_tiles()."""
+        self.check_open()
+        self.check_whole()
+        self._trace_step()
+        self._began, self._ended, self._undone = time.perf_counter(), 0.0, False
+
+    def end_without_tiles(self) -> None:
+        self._ended = time.perf_counter()
+        self.step += 1
+
+    def tear(self) -> None:
+        """A step that cannot be undone has changed states in place, and has not come to its end."""
+        self._torn = True
 
     def finish(self, keep: bool = True) -> None:
         """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""

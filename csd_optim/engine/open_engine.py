@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Sequence
-from typing import get_args
+from typing import Any, get_args
 
-from ..devices.spec import DeviceSpec
+import torch
+
+from ..accelerator import kind
+from ..devices.spec import DeviceSpec, parse_device
 from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..errors import CSDStoreError, CSDValueError
+from ..errors import CSDStoreError, CSDUnavailableError, CSDValueError
 from ..store.file import Mode
 from .durable import DurableCommitter
 from .engine import Engine
+from .on_accelerator import OnAccelerator
 from .resume import recover
 
 
@@ -30,7 +35,9 @@ def open_engine(
     want the same.
     """
     durable = any(s.durable for s in specs)
-    in_memory = all(s.kind.in_memory for s in specs)
+    near = [s for s in specs if s.kind.on_accelerator]
+    beside = [s for s in specs if not s.kind.on_accelerator]
+    in_memory = all(s.kind.in_memory for s in beside)
     said = ranks.gather(durable, get_args(Mode).index(mode), in_memory) if ranks else [(durable, 0, in_memory)]
     if len({(d, m) for d, m, _ in said}) > 1:
         raise CSDValueError(
@@ -38,6 +45,8 @@ def open_engine(
             "resume or none"
         )
     with all_ranks_or_none(ranks):
+        if near and not kind():
+            raise CSDUnavailableError(errno.ENODEV, f"{near[0]}: torch {torch.__version__} has no accelerator here")
         if mode in ("resume", "read") and (temporary := [str(s) for s in specs if not s.durable]):
             raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
     engine = None
@@ -45,7 +54,12 @@ def open_engine(
         with all_ranks_or_none(ranks):
             # In memory nothing fails; but a step that fails on another rank's disk has to be undone there, too.
             in_place = all(in_memory for _, _, in_memory in said)
-            engine = Engine(specs, mode=mode, tile_elems=tile_elems, shadow=shadow, in_place=in_place, kernels=kernels)
+            # What has nothing has to have a place, too: the steps of parameters, for one.
+            of_engine = beside or [parse_device("ram:")]
+            how: dict[str, Any] = {"mode": mode, "tile_elems": tile_elems, "shadow": shadow, "kernels": kernels}
+            engine = Engine(of_engine, in_place=in_place, **how)
+            if near:
+                engine.accelerator = OnAccelerator(near[0], beside)
         if durable:
             engine.committer = committer = DurableCommitter(engine, ranks)
             if mode in ("resume", "read"):

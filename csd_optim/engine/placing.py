@@ -21,6 +21,7 @@ from ..store.format import devices_of
 from ..store.layout import Extent
 from ..store.sections import FP32
 from .at_once import engine_rate
+from .on_accelerator import OnAccelerator
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
@@ -31,8 +32,14 @@ class Placement:
     """Divides extents among devices, so that all are through with a step at the same time.
 
     `rates`: bytes per second, read plus written, that unpaced drives were measured to move, by device. `rooms`: bytes
-    that each device can have of states in all, as rooms() tells.
+    that each device can have of states in all, as rooms() tells. `beside`: where states can be that are on none of
+    them.
     """
+
+    beside: OnAccelerator | None = None
+    _near: Candidate | None = None  # what was chosen by: of one element there, and of one that crosses the link
+    _link = 0.0
+    _is_full = False  # there is no room for more there
 
     def __init__(self, specs: Sequence[DeviceSpec], rates: Mapping[int, float], rooms: Sequence[int]) -> None:
         self._specs, self._rates, self._rooms = specs, rates, [*rooms]
@@ -58,6 +65,24 @@ class Placement:
             devices=devices_of([max(n, 1e-9) for n in tiles], extent.n_tiles),
         )
 
+    def part_beside(self, extent: Extent, param_bytes: float) -> float:
+        """How much of an extent is to be on the accelerator. Raises CSDOSError: no room.
+
+        `param_bytes`: of an element of a parameter, which crosses the link, as its gradient does the other way.
+        """
+        assert self.beside
+        rates, elems = self.beside.rates(), extent.n_tiles * extent.tile_elems / PARTS
+        room = int(self.beside.room / (extent.slots * 4 * len(extent.sections) * elems))
+        # What is measured is AdamW's; other rules go through as many bytes as they have states.
+        near = Candidate(elems / rates.update * len(extent.sections) / 3, room=max(0, room))
+        others = [replace(c, link=elems * param_bytes / rates.link) for c in self.candidates(extent, elems)]
+        tiles = place(PARTS, [near, *others])
+        if tiles is None:
+            raise self._no_room(extent)
+        self._near = replace(near, seconds=near.seconds / elems)
+        self._link, self._is_full = param_bytes / rates.link, tiles[0] == near.room
+        return tiles[0] / PARTS
+
     @property
     def extents(self) -> list[Extent]:
         """Those that were placed."""
@@ -78,14 +103,21 @@ class Placement:
         candidates = self.candidates(extent, elems)
         tiles = place(n, candidates)
         if tiles is None:
-            rooms = ", ".join(f"{s} {r / 1e9:.3f} GB" for s, r in zip(self._specs, self._rooms, strict=True))
-            nbytes = extent.slots * extent.slot_bytes * extent.n_tiles
-            raise CSDOSError(
-                errno.ENOSPC,
-                f"the states of these {sum(extent.numels) / 1e6:.1f} M parameters take {nbytes / 1e9:.3f} GB, and "
-                f"there is room for {sum(self._rooms) / 1e9:.3f} GB ({rooms}): name more devices, or a larger room",
-            )
+            raise self._no_room(extent)
         return tiles, candidates
+
+    def _no_room(self, extent: Extent) -> CSDOSError:
+        there = [*zip(self._specs, self._rooms, strict=True)]
+        if self.beside:
+            there.insert(0, (self.beside.spec, int(self.beside.room)))
+        rooms = ", ".join(f"{spec} {room / 1e9:.3f} GB" for spec, room in there)
+        nbytes = extent.slots * extent.slot_bytes * extent.n_tiles
+        return CSDOSError(
+            errno.ENOSPC,
+            f"the states of these {sum(extent.numels) / 1e6:.1f} M parameters take {nbytes / 1e9:.3f} GB, and "
+            f"there is room for {sum(room for _, room in there) / 1e9:.3f} GB ({rooms}): "
+            "name more devices, or a larger room",
+        )
 
     def candidates(self, extent: Extent, elems: float) -> list[Candidate]:
         """The devices, for tiles of an extent that have so many elements."""
@@ -112,12 +144,14 @@ class Placement:
     def describe(self) -> dict[str, Any]:
         """What was chosen, and why: plain values.
 
-        `seconds`: that a step is predicted to take. `host_seconds`: that the update threads are busy. `cache_bytes`:
+        `seconds`: that a step is predicted to take. `host_seconds`: that the update threads are busy. `link_seconds`:
+        that the link to the accelerator is, where there is one among the devices. `cache_bytes`:
         memory for what drives then need not read. Of each of the `devices`: `params`; `share`, of all; `seconds`, that
         it is busy by itself; `params_per_second`, None: as fast as the host; `limited_by` its "room" or its "speed",
-        or by the "host".
+        or by the "host" or the "link" to the accelerator, for which the others wait.
         """
-        of_all = sum(sum(extent.numels) for extent in self.extents)
+        near = self.beside.params if self.beside else 0
+        of_all = near + sum(sum(extent.numels) for extent in self.extents)
         host = sum(n * c.host for _, tiles, candidates in self._taken for n, c in zip(tiles, candidates, strict=True))
         devices: list[dict[str, Any]] = []
         for d, spec in enumerate(self._specs):
@@ -130,17 +164,24 @@ class Placement:
                     "device": str(spec),
                     "params": round(params),
                     "share": params / of_all,
-                    "seconds": max(moves - own[0][2].saved, moves / 2),
+                    "seconds": max(moves - own[0][2].saved, moves / 2) if own else 0.0,
                     "params_per_second": rate,
                     "limited_by": "room" if any(n == c.room for _, n, c in own) else "",
                 }
             )
-        seconds = max([host, *(d["seconds"] for d in devices)])
+        link = self._link * (of_all - near)
+        if self.beside and self._near:
+            about: dict[str, Any] = {"params": near, "share": near / of_all, "seconds": near * self._near.seconds}
+            about |= {"params_per_second": 1 / self._near.seconds, "limited_by": "room" if self._is_full else ""}
+            devices.insert(0, {"device": str(self.beside.spec), **about})
+        seconds = max([host, link, *(d["seconds"] for d in devices)])
+        shared = "link" if link > host else "host"
         for device in devices:
             if not device["limited_by"]:
-                device["limited_by"] = "speed" if device["seconds"] > 0.9 * seconds else "host"
+                device["limited_by"] = "speed" if device["seconds"] > 0.9 * seconds else shared
         cache = self._cached(sum(extent.n_tiles * extent.slot_bytes for extent in self.extents))
-        return {"seconds": seconds, "host_seconds": host, "cache_bytes": cache, "devices": devices}
+        found = {"seconds": seconds, "host_seconds": host, "cache_bytes": cache, "devices": devices}
+        return found | ({"link_seconds": link} if self.beside else {})
 
     def announce(self) -> None:
         """Logs what was chosen, and why."""

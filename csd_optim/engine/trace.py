@@ -1,8 +1,8 @@
 """A timeline of what devices do: CSD_OPTIM_TRACE=step.json, to be looked at in https://ui.perfetto.dev or chrome://tracing.
 
 The file is a JSON array of events (the "Trace Event Format"): an optimizer is a process, its tracks are its steps,
-forward and backward with overlap(), and what each device reads, updates and writes at the same time. It is written step
-by step; both viewers also take what a killed process has left of it.
+forward and backward with overlap(), and what each device, and the accelerator, reads, updates and writes at the same
+time. It is written step by step; both viewers also take what a killed process has left of it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,25 @@ class Trace:
         log.info("timeline of each step: %s", self.path)
         self._file.write("[\n")
 
-    def step(self, name: str, begin: float, end: float, events: np.ndarray[Any, Any], model: list[Span]) -> None:
+    def step(
+        self,
+        name: str,
+        begin: float,
+        end: float,
+        events: np.ndarray[Any, Any],
+        model: list[Span],
+        near: list[Span],
+    ) -> None:
         """One step, from begin to end (seconds of CLOCK_MONOTONIC), and its events (dtype EVENT).
 
-        `model`: what the model has done meanwhile, which is taken out of there.
+        `model`: what the model has done meanwhile, which is taken out of there; `near`: likewise what was updated on
+        the accelerator, which is the last of the devices.
         """
         self._write(STEPS, name, begin, end)
         while model:
             self._write(MODEL, *model.pop(0))
+        while near:
+            self._write((len(self._devices) - 1, EVENT_KINDS.index("update")), *near.pop(0))
         for device, tile, kind, _, *times in np.sort(events, order="begin").tolist():
             self._write((device, kind), f"tile {tile}", *times)
         self._file.flush()

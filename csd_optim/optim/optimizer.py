@@ -500,7 +500,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     def __repr__(self) -> str:
         engine = self._engine
-        devices = ", ".join(map(str, engine.devices.specs)) if engine and not engine.closed else "closed"
+        devices = ", ".join(map(str, engine.specs)) if engine and not engine.closed else "closed"
         return f"{super().__repr__()} on [{devices}]"
 
     # ---- overlap -----------------------------------------------------------------
@@ -537,9 +537,9 @@ class CSDOptimizer(Optimizer, Joinable):
         Where ranks train together all of them call it, for FSDP2, DTensors or sharded=False. If a step fails on one of
         them, the others use what it made until the next step(), which raises on all, with that step undone on all.
 
-        Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`, `shadow=False`), which
-        `backward` and `free_gradients` need, and for what `free_gradients` cannot do; CSDRuntimeError for these two
-        where ranks train together, or if they share updates.
+        Raises CSDValueError with `gpu:` among the devices, if a device has no second copy of the states (`ram:`,
+        `null:`, `shadow=False`), which `backward` and `free_gradients` need, and for what `free_gradients` cannot do;
+        CSDRuntimeError for these two where ranks train together, or if they share updates.
         """
         if backward and free_gradients:
             raise CSDValueError("free_gradients=True runs the step in backward by itself: leave out backward=True")
@@ -547,6 +547,11 @@ class CSDOptimizer(Optimizer, Joinable):
         pinned = backward and any(is_far(p) for _, _, p in members(self.param_groups))
         lent = torch.empty(nbytes if backward else 0, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         engine = self._live_engine
+        if model is not None and engine.accelerator:
+            raise CSDValueError(
+                f"overlap() is not for {engine.accelerator.spec}: states on the accelerator are updated there in "
+                "step(), which waits for other devices"
+            )
         if model is not None and self._ranks:
             check_ranks(self.param_groups, self._state_map, backward=backward or free_gradients)
         if model is not None and (backward or free_gradients) and (engine.slots == 1 or engine.devices.resident):
@@ -774,6 +779,7 @@ class CSDOptimizer(Optimizer, Joinable):
         so it is where the machine has one only, or the system does not tell which is the drive's, or allows it).
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
+        ``state_bytes``, of ``gpu:``: of states on the accelerator, and of the copy of them while a step runs.
         ``placement``, where ``auto`` has made the store: what was chosen, see Placement.describe().
         ``overlap``, with overlap(): ``waited``, seconds that others waited for the step, or that backward did, with
         free_gradients; ``early_params``, elements updated before step(); ``redone``, of all steps, guesses that were
@@ -794,6 +800,7 @@ class CSDOptimizer(Optimizer, Joinable):
             skipped=self._skipped,
             grad_norm=self._grad_norm,
             overlap=self._mode.stats(),
+            near=self._runner.near,
         )
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..devices.spec import days_left
 from ..engine.engine import Engine
+from ..step.near_updates import NearUpdates
 
 KINDS = ("read", "update", "write")
 
@@ -22,6 +23,7 @@ def describe(
     skipped: bool,
     grad_norm: float | None,
     overlap: dict[str, Any] | None,
+    near: NearUpdates | None,
 ) -> dict[str, Any]:
     """`counted`: what the engine says of each device.
 
@@ -54,6 +56,21 @@ def describe(
         for spec, d in zip(engine.devices.specs, counted, strict=False)
     ]
     link, flash = ("push_bytes", "pull_bytes"), ("flash_read_bytes", "flash_write_bytes", "written_bytes")
+    if engine.accelerator:
+        spec, nothing = engine.accelerator.spec, dict.fromkeys(("push_bytes", "pull_bytes", "flash_read_bytes"), 0)
+        done = near.counted() if happened and near else {"params": 0, "nonfinite_grads": 0, "seconds": 0.0}
+        of_kinds = {"read": 0.0, "update": done.pop("seconds"), "write": 0.0}
+        about = {"device": str(spec), "backend": spec.backend, "share": spec.share or 1.0, **done, **nothing}
+        about |= {
+            "flash_write_bytes": 0,
+            "written_bytes": 0,
+            "buffer_bytes": 0,
+            "state_bytes": engine.accelerator.nbytes,
+        }
+        unknown = ("direct_io", "p2p", "huge_pages", "numa_node", "block_bytes", "depth", "days_left")
+        # Alone it stands for all, and the device that the engine has beside it for nothing.
+        beside = [] if engine.accelerator.alone else devices
+        devices = [{**about, **dict.fromkeys(unknown), "seconds": of_kinds}, *beside]
     totals: dict[str, Any] = {
         name: sum(d[name] for d in devices) for name in (*link, *flash, "params", "nonfinite_grads", "buffer_bytes")
     }
@@ -65,7 +82,8 @@ def describe(
         totals["grad_norm"] = grad_norm
     if overlap is not None:
         totals["overlap"] = overlap
-    if engine.devices.placement and engine.devices.placement.extents:
-        totals["placement"] = engine.devices.placement.describe()
+    placement = engine.devices.placement
+    if placement and (placement.extents or (placement.beside and placement.beside.params)):
+        totals["placement"] = placement.describe()
     busiest = {kind: max((d["seconds"][kind] for d in devices), default=0.0) for kind in KINDS}
     return {**totals, "seconds": {**busiest, "step": seconds}, "devices": devices}

@@ -21,6 +21,7 @@ from .strides import flat, numel, ordered, same_order
 DTYPES = (*DTYPE_CODES, torch.complex64)
 # Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.
 RESEED_CHUNK = 1 << 22
+CPU = torch.device("cpu")
 MOST_RATIO = 15.5  # of exp_avg to the root of exp_avg_sq, that 8-bit states hold
 
 
@@ -40,10 +41,11 @@ class ParamState:
     stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
     windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself. Of codes only step and residual
     shown: dict[str, torch.Tensor]  # the same as `state` shows them
-    own_master: torch.Tensor  # the engine's place for the master, used unless in_place; meta of codes
+    own_master: torch.Tensor  # the place for the master, used unless in_place; meta of codes, and if there is none yet
     numel: int  # fp32 values; a complex number counts two
     in_place: bool  # the parameter is its own master and the only one, windows["master"] an alias of it
     reachable: bool  # the devices can take the master from a parameter
+    home: torch.device = CPU  # where its states are: in host memory, as the devices show them, or on its accelerator
     decoded: Decoded | None = None  # its states, if the devices keep them as codes
     kept_dtype: torch.dtype | None = None  # then the parameter's, which is part of them
     is_master: bool = False  # an fp32 parameter in host memory, of codes anywhere: the master as a step begins
@@ -65,6 +67,11 @@ class ParamState:
         None: nothing.
         """
         return self.windows.get("residual")
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Are its states there, as tensors of torch's, and no element of it on the devices?"""
+        return self.home != CPU
 
     @property
     def master(self) -> torch.Tensor:
@@ -111,6 +118,13 @@ class ParamState:
     def is_ours(self) -> None:
         """Parameter and master belong together as they are now: what is written from here on is written by others."""
         self.version = self.version_now
+
+    def let_go(self) -> int:
+        """Of its states on the accelerator, which another place takes over. Returns how many bytes they had."""
+        nbytes = sum(w.nbytes for key, w in self.windows.items() if key != "step" and w is not self.local)
+        self.windows, self.shown = {"step": self.windows["step"]}, {"step": self.shown["step"]}
+        self.own_master = self.own_master.to("meta")
+        return nbytes
 
     def move_to(self, p: torch.Tensor, part: Partition) -> None:
         """Another parameter takes the place: that of a model which was exchanged. To be looked at next."""
@@ -171,6 +185,11 @@ class ParamState:
             )
         if p.shape != shape or numel(p) != self.numel:
             raise CSDValueError(f"parameter {self.name} is {tuple(p.shape)} {p.dtype} now, its state {tuple(shape)}")
+        if self.on_accelerator and p.device != self.home:
+            raise CSDRuntimeError(
+                f"parameter {self.name} is on {p.device} now, and its states are on {self.home}, where gpu: keeps "
+                "them: move it back, or load its state dict into another optimizer"
+            )
         fresh = self.pointer == -1
         if self.pointer != self.pointer_now:
             self.version = -1  # it counts as written until a step has come to its end
@@ -186,10 +205,12 @@ class ParamState:
         if self.decoded and self.decoded.resident:
             self.decoded.lies_at(self.index, flat(p) if self.direct else None, fresh=fresh)
         if self.in_place:
-            self.in_place = reachable and p.dtype is torch.float32
+            self.in_place = in_order and p.is_contiguous() and p.dtype is torch.float32 and p.device == self.home
             if self.in_place:
                 self.set_window("master", p)
             else:  # no longer: what it was moves to the engine, with the bits that the parameter may have lost
+                if self.own_master.is_meta:
+                    self.own_master = torch.empty_like(self.own_master, device=self.home)
                 self.set_window("master", self.own_master.copy_(self.windows["master"]))
 
     def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> int:
@@ -264,7 +285,7 @@ class ParamState:
         master = flat(self.master)
         p = flat(ordered(self.local, self.stride))
         for first in range(0, self.numel, RESEED_CHUNK):
-            chunk, now = master[first : first + RESEED_CHUNK], p[first : first + RESEED_CHUNK].cpu()
+            chunk, now = master[first : first + RESEED_CHUNK], p[first : first + RESEED_CHUNK].to(master.device)
             same = chunk.to(now.dtype) == now
             if always or not same.all():
                 chunk.copy_(torch.where(same, chunk, now.float()))

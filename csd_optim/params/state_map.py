@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, product
 from operator import is_
 from typing import Any
 
@@ -15,15 +15,19 @@ import torch
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
-from ..errors import CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
+from ..engine.on_accelerator import Joining
+from ..errors import CSDMemoryError, CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
 from ..store.sections import EIGHT_BIT, FP32
 from .decoded_entry import DecodedEntry
 from .groups import Groups, members, name_of
 from .manifest import manifest
 from .memory_warnings import LOADED, REPLACED, bytes_in_memory, warn_if_large
-from .param_state import MOST_RATIO, ParamState, check_entry, check_param
+from .param_state import CPU, MOST_RATIO, ParamState, check_entry, check_param
 from .strides import flat, numel
 from .update_rule import UpdateRule
+
+# Parameters with states of one kind: names of the sections, codec, dtype.
+Alike = dict[tuple[Any, ...], list[tuple[str, torch.Tensor, Partition]]]
 
 CODES_WAITING = 64 << 20  # bytes of fp32 states that are loaded at a time, to become codes
 
@@ -60,7 +64,7 @@ class StateMap:
 
     def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
         """Gives parameters, named by their id, a place on the devices, to be filled."""
-        alike: dict[tuple[Any, ...], list[tuple[str, torch.Tensor, Partition]]] = {}
+        alike: Alike = {}
         initial: dict[int, dict[str, float]] = {}
         for k, i, p in members(groups):
             if id(p) not in joining:
@@ -73,20 +77,72 @@ class StateMap:
             kind = self.rule.sections_for(groups[k], entry), *self.codec_of(groups[k], p)
             alike.setdefault(kind, []).append((name, p, self.part_of(p)))
             initial[id(p)] = self.rule.initial_for(groups[k])
+        near = self._on_accelerator(engine, alike)
         try:
-            for (sections, codec, dtype), new in alike.items():
-                numels = [numel(part.of(p)) for _, p, part in new]
+            for ((sections, codec, dtype), together), there in product(alike.items(), (True, False)):
+                new = [of_one for of_one in together if (id(of_one[1]) in near) == there]
+                if not new:
+                    continue
+                # The engine counts the steps of what is on the accelerator, and has no element of it.
+                numels = [0 if there else numel(part.of(p)) for _, p, part in new]
                 engine.extend(numels, sections, codec=codec, param_dtype=dtype)
                 for name, p, part in new:
                     local = torch.empty_like(part.of(p), device="meta")
-                    param_state = self._give(
-                        engine, p, part, name, len(engine.extents) - 1, local.shape, local.stride(), initial[id(p)]
-                    )
+                    where = (len(engine.extents) - 1, local.shape, local.stride(), initial[id(p)])
+                    param_state = self._give(engine, p, part, name, *where, near[id(p)][1] if there else None)
+                    if there and engine.accelerator:
+                        engine.accelerator.take(near[id(p)][0])
                     param_state.look(grad_dtype)
                     self.unfilled[param_state] = True
         finally:  # also of what has its place when there is none for the rest
             self._said = None
             self.describe(engine, groups)
+
+    def _on_accelerator(self, engine: Engine, alike: Alike) -> dict[int, tuple[Joining, dict[str, torch.Tensor]]]:
+        """Parameters (by id) that are to have their states there, and these by name.
+
+        Raises CSDMemoryError, and what OnAccelerator.choose() raises, before anything is touched.
+        """
+        near: dict[int, tuple[Joining, dict[str, torch.Tensor]]] = {}
+        if engine.accelerator is None:
+            return near
+        try:
+            for (sections, codec, _), new in alike.items():
+                joining = [self._joining(engine, name, part.of(p), sections, codec) for name, p, part in new]
+                numels = [j.elems for j in joining]
+                param_bytes = sum(j.elems * j.param_bytes for j in joining) / max(1, sum(numels))
+                part_there = engine.part_on_accelerator(numels, sections, param_bytes) if codec == FP32 else None
+                chosen = engine.accelerator.choose(joining, part_there, [j for j, _ in near.values()])
+                for (_, p, part), j, is_chosen in zip(new, joining, chosen, strict=True):
+                    if not is_chosen:
+                        continue
+                    local = part.of(p)
+                    dtype = torch.complex64 if p.is_complex() else torch.float32
+                    near[id(p)] = (
+                        j,
+                        {
+                            name: torch.zeros_like(
+                                local, dtype=dtype, device="meta" if k == 0 and j.in_place else j.device
+                            )
+                            for k, name in enumerate(sections)
+                        },
+                    )
+        except torch.OutOfMemoryError as e:
+            raise CSDMemoryError(f"{engine.accelerator.spec}: no memory for states on the accelerator: {e}") from None
+        return near
+
+    @staticmethod
+    def _joining(engine: Engine, name: str, local: torch.Tensor, sections: Sequence[str], codec: str) -> Joining:
+        in_place = engine.devices.resident and local.dtype is torch.float32 and local.is_contiguous()
+        return Joining(
+            name,
+            local.device,
+            numel(local),
+            local.element_size() // (2 if local.is_complex() else 1),
+            4 * numel(local) * (len(sections) - in_place) * engine.copies,
+            in_place=in_place,
+            is_coded=codec != FP32,
+        )
 
     def codec_of(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, torch.dtype | None]:
         """How the states of a parameter of this group are kept, and its dtype if that matters; see Engine.extend()."""
@@ -113,17 +169,24 @@ class StateMap:
         shape: Sequence[int],
         stride: tuple[int, ...],
         initial: dict[str, float],
+        states: dict[str, torch.Tensor] | None = None,
     ) -> ParamState:
-        """Gives a parameter the next place of an extent. `shape`, `stride`, `initial`: of its part's states."""
+        """Gives a parameter the next place of an extent. `shape`, `stride`, `initial`: of its part's states.
+
+        `states`: these, where they are on its accelerator.
+        """
         place = engine.extents[extent]
         i = len(self.by_index) - place.first_param
         dtype = torch.complex64 if p.is_complex() else torch.float32
         windows = {"step": torch.from_numpy(engine.steps[extent])[i]}
         coded = place.codec != FP32
         for s in (*range(1, len(place.sections)), 0):  # the master last, as `state` shows it
-            if not coded:
+            if states:
+                windows[place.sections[s]] = states[place.sections[s]]
+            elif not coded:
                 windows[place.sections[s]] = engine.windows.window(place, i, s, dtype).as_strided(shape, stride)
         own_master = torch.empty_strided(shape, stride, dtype=dtype, device="meta") if coded else windows["master"]
+        resident = engine.devices.resident
         param_state = ParamState(
             p,
             part,
@@ -136,8 +199,9 @@ class StateMap:
             own_master=own_master,
             numel=numel(own_master),
             # In host memory, need not be kept twice.
-            in_place=not coded and engine.devices.resident and p.dtype is torch.float32,
-            reachable=engine.devices.reaches_params,
+            in_place=own_master.is_meta if states else resident and not coded and p.dtype is torch.float32,
+            reachable=engine.devices.reaches_params and not states,
+            home=part.of(p).device if states else CPU,
             decoded=engine.decoded if coded else None,
             kept_dtype=p.dtype if coded else None,
             initial=initial,
@@ -184,7 +248,8 @@ class StateMap:
             for param_state, fresh in self.unfilled.items():
                 self.unfilled[param_state] = param_state.is_new = False
                 entry = self.state.get(param_state.param) or {}
-                lost += param_state.fill(entry, seed=engine.devices.keeps_state, fresh=fresh)
+                seed = engine.devices.keeps_state or param_state.on_accelerator
+                lost += param_state.fill(entry, seed=seed, fresh=fresh)
                 # Where nothing is committed, codes need not wait for those of all others: only till there are many.
                 waiting += 4 * len(param_state.sections) * param_state.numel if param_state.decoded else 0
                 if waiting > CODES_WAITING and not engine.durable:
@@ -242,6 +307,8 @@ class StateMap:
             ):
                 self.param_states.pop(id(p)).alive = False  # needs more room than it has
                 engine.drop_residual(param_state.index)
+                if param_state.on_accelerator and engine.accelerator:
+                    engine.accelerator.give_back(param_state.numel, engine.copies * param_state.let_go())
                 param_state = None
             if param_state is None:
                 if entry:

@@ -27,7 +27,7 @@ from ..compression.selection import inverse_of
 from ..distributed.grad_norm import norm_of
 from ..distributed.sharding import Partition
 from ..engine.engine import Engine
-from ..errors import CSDRuntimeError
+from ..errors import CSDRuntimeError, CSDValueError
 from ..params.grad_source import GradSource
 from ..params.groups import Groups, members
 from ..params.param_state import ParamState
@@ -35,6 +35,7 @@ from ..params.state_map import StateMap
 from ..params.summed import Summand, table_of, total
 from ..params.update_rule import UpdateRule
 from .all_gather import ParamAllGather
+from .near_updates import NearUpdates
 from .staging import StagingBuffer, StagingRing
 
 # Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
@@ -115,6 +116,7 @@ class PreparedStep:
     held: dict[int, StagingBuffer] = field(default_factory=dict)  # of those, what was pushed in backward: see Guess
     ring: StagingRing | None = field(init=False)
     gather: ParamAllGather | None = field(init=False)
+    near: NearUpdates | None = None  # on the accelerator
 
 
 def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participants:
@@ -280,6 +282,12 @@ def prepare(
     summands = _sum(plan, options.sums, table)
     owing = np.array([may_owe and b.residual is not None for b in plan.param_states])
     topk = ratios(plan.params, owing, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
+    if sparse := next(
+        (b for b, ratio in zip(plan.param_states, topk, strict=True) if ratio and b.on_accelerator), None
+    ):
+        raise CSDValueError(
+            f"topk of parameter {sparse.name}: gpu: has its states, and nothing is sent; leave topk out"
+        )
     owed = _compress(plan, grads, steps, topk, table, sources, options)
     by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
     unscaled = bool(inverse_of(grad_scale))
@@ -439,10 +447,11 @@ def add_residuals(engine: Engine, state_map: StateMap, step: PreparedStep) -> No
 
 def apply_outside_writes(engine: Engine, step: PreparedStep) -> None:
     """What was written to parameters since the last step becomes their masters. Raises CSDOSError."""
-    written, taking_part = step.written, {b.index for b in step.plan.param_states}
+    taking_part = {b.index for b in step.plan.param_states}
+    written = [b for b in step.written if engine.devices.keeps_state or b.on_accelerator]
     if not engine.devices.resident:  # there no step is undone
         step.set_to = {b.index: b.local.detach().clone() for b in written if b.compares and b.index in taking_part}
-    if not written or not engine.devices.keeps_state:
+    if not written:
         return
     always = not engine.windows.synced
     if not engine.durable or 4 * sum(b.numel for b in written) > EDIT_BYTES:

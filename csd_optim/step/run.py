@@ -22,6 +22,7 @@ from ..params.state_map import StateMap
 from ..params.strides import flat
 from ..store.format import Record
 from .all_gather import ParamAllGather
+from .near_updates import NearUpdate, NearUpdates
 from .prepare import PreparedStep, StepPlan
 from .staging import BUFFERS_PER_DEVICE, StagingRing
 
@@ -34,6 +35,7 @@ class StepRunner:
         self.ring: StagingRing | None = None  # made when first needed
         self.taken: int = 0  # steps, that ranks have to agree about
         self.moved: bool = False  # tiles, in the last step
+        self.near: NearUpdates | None = None  # of the last step
         self.in_flight: bool = False  # last states may still be on their way
 
     def make_ready(self, engine: Engine, step: PreparedStep) -> None:
@@ -42,6 +44,7 @@ class StepRunner:
         step.images = self._images(engine, step)
         step.ring = self._ring(engine, step.prepared) if step.images else None
         step.gather = self._gather(engine, step.plan)
+        step.near = self._near(engine, step)
 
     def run(self, engine: Engine, step: PreparedStep, record: Record | None, *, descending: bool) -> None:
         """Takes the step, and commits it with `record`. On any failure, of any rank, all is put back.
@@ -57,6 +60,10 @@ class StepRunner:
     def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
         """The step is whole: what it owes is noted, and it is committed."""
         step.whole = True
+        self.near = step.near
+        if step.near:
+            self.moved = True
+            step.near.end()
         self._state_map.filled()
         self.taken += 1
         try:
@@ -159,6 +166,11 @@ class StepRunner:
                 try:
                     if len(step.tiles):
                         tiles = self._begin(engine, step, record)
+                    elif step.near:
+                        engine.begin_without_tiles()
+                    if step.near:  # while the first tiles are read; and from now on it goes by itself
+                        step.near.launch(timed=engine.near_spans is not None)
+                    if len(step.tiles):
                         if ring is not None:
                             ring.run(engine, images, prepared, gather.pulled if gather else None)
                         if gather:
@@ -169,12 +181,16 @@ class StepRunner:
                     if gather:
                         gather.finish()
             done = True
+            if step.near and engine.near_spans is not None:
+                engine.near_spans.append(step.near.span)
             if engine.stepping:
                 engine.finish()
+            elif step.near:
+                engine.end_without_tiles()
             elif self._ranks:
                 engine.step += 1  # that of the others
         except BaseException:
-            if engine.stepping or done:
+            if engine.stepping or done or (step.near and step.near.launched):
                 self.undo(engine, step)
             if gather and not done:
                 gather.again()
@@ -202,6 +218,23 @@ class StepRunner:
             engine.finish(keep=False)
         if step.ring is not None:
             step.ring.forget()
+        if step.near and step.near.launched:
+            if step.near.undoes:
+                step.near.undo()
+            else:
+                engine.tear()
+
+    def _near(self, engine: Engine, step: PreparedStep) -> NearUpdates | None:
+        """What it does on the accelerator. None: nothing. Raises CSDMemoryError."""
+        updates = []
+        for b in step.plan.param_states:
+            if b.on_accelerator and b.numel:
+                rule, constants = step.hypers[step.table["hyper"][b.index]].tolist()
+                updates.append(NearUpdate(b, step.prepared[b.index], rule, constants))
+        if not updates:
+            return None
+        assert engine.accelerator
+        return NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=engine.copies > 1)
 
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
         """Tiles that travel by images: with gradients on a GPU, or to be rounded. Prepares whatever lies in them."""
@@ -255,6 +288,8 @@ class StepRunner:
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
                 if took_part[row] and in_tile < elems:
                     written[row].append((first, min(n, elems - in_tile)))
+        for u in step.near.updates if step.near and step.near.launched and step.near.undoes else ():
+            written[u.param_state.index] = [(0, u.param_state.numel)]
         for row, spans in written.items():
             param_state = self._state_map.by_index[row]
             with param_state.decoding():

@@ -33,10 +33,15 @@ def made(device, dtype, strided):
     return [(p.t().contiguous().t() if strided and p.dim() == 2 else p).requires_grad_() for p in params]
 
 
-def shares(rank, device, dtype, strided, topk):
+def devices_for(device, near):
+    """Beside a file, where parameters on the CPU have all of their states."""
+    return ["gpu:", "file:"] if near and device != "cpu" else "file:"
+
+
+def shares(rank, device, dtype, strided, topk, near=False):
     """Replicas: each rank updates its share, and all of them have all after each step."""
     params = made(device, dtype, strided)
-    optimizer = CSDAdam(params, lr=1e-2, devices="file:", tile_size=TILE, topk=topk)
+    optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, near), tile_size=TILE, topk=topk)
     seen = []
     for k in range(3):
         for i, p in enumerate(params):
@@ -72,13 +77,20 @@ def everywhere(request, tmp_path):
 
 @pytest.mark.one_schedule
 @pytest.mark.parametrize(
-    ("dtype", "strided", "topk"), [(DTYPES[0], False, None), (DTYPES[2], True, None), (DTYPES[2], False, 0.1)], ids=str
+    ("dtype", "strided", "topk", "near"),
+    [
+        (DTYPES[0], False, None, False),
+        (DTYPES[2], True, None, False),
+        (DTYPES[2], False, 0.1, False),
+        (DTYPES[2], True, None, True),
+    ],
+    ids=str,
 )
-def test_shares_are_gathered(everywhere, dtype, strided, topk):
-    everywhere(shares, dtype, strided, topk)
+def test_shares_are_gathered(everywhere, dtype, strided, topk, near):
+    everywhere(shares, dtype, strided, topk, near)
 
 
-def shards(rank, device, dtype, topk):
+def shards(rank, device, dtype, topk, near=False):
     """What FSDP2 makes: each rank updates its rows, and the norm is that of all."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, device)
 
@@ -87,7 +99,8 @@ def shards(rank, device, dtype, topk):
         return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
 
     params = [nn.Parameter(sharded(randn(shape, i))) for i, shape in enumerate([(8, 3), (40, 100), (2, TILE), (4096,)])]
-    optimizer = CSDAdam(params, lr=1e-2, devices="file:", tile_size=TILE, topk=topk, max_grad_norm=1.0)
+    options = {"tile_size": TILE, "topk": topk, "max_grad_norm": 1.0}
+    optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, near), **options)
     for k in range(3):
         for i, p in enumerate(params):
             p.grad = sharded(randn(p.shape, 100 * k + i))
@@ -95,14 +108,14 @@ def shards(rank, device, dtype, topk):
         for p in params:
             p.grad = None
     states = [t for p in params for t in optimizer.state[p].values()]
-    assert all(t.device.type == "cpu" for t in optimizer.state[params[0]].values())
+    assert near or all(t.device.type == "cpu" for t in optimizer.state[params[0]].values())
     return [(t.to_local() if isinstance(t, DTensor) else t).detach().cpu() for t in (*params, *states)]
 
 
 @pytest.mark.one_schedule
-@pytest.mark.parametrize("topk", [None, 0.1])
-def test_shards_are_updated(everywhere, topk):
-    everywhere(shards, DTYPES[2], topk)
+@pytest.mark.parametrize(("topk", "near"), [(None, False), (0.1, False), (None, True)])
+def test_shards_are_updated(everywhere, topk, near):
+    everywhere(shards, DTYPES[2], topk, near)
 
 
 def fsdp2(rank, device, overlap):

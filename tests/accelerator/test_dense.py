@@ -114,7 +114,7 @@ def test_grad_dtype_rounds_the_gradient(devices):
         ours.step()
         reference.step()
     assert_matches(ours, reference)
-    assert ours.stats()["push_bytes"] == 2 * (3 * TILE + 5 + 17)
+    assert ours.stats()["push_bytes"] == 2 * (17 + (0 if devices[0].startswith("gpu:") else 3 * TILE + 5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,7 +130,7 @@ def test_max_grad_norm(devices, dtype):
         assert ours.stats()["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     # The norm is summed in another order there than here.
     for p, q in zip(params_of(ours), params_of(reference), strict=True):
-        torch.testing.assert_close(ours.state[p]["master"], q.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.state[p]["master"].cpu(), q.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from support.backends import TILE
-from support.on_accelerator import DEVICE, DTYPES, SCRATCH, keep_busy
+from support.on_accelerator import DEVICE, DTYPES, NEAR, SCRATCH, keep_busy
 from torch import nn
 
 from csd_optim import CSDAdam
@@ -45,6 +45,8 @@ def bits(params, optimizer):
 
 
 def on_the_cpu(n_params, steps, n=N, **options):
+    if "gpu:" in options.get("devices", ()):
+        options["devices"] = "ram:"
     params, optimizer = made(["cpu"] * n_params, n, **options)
     for k in range(steps) if isinstance(steps, int) else steps:
         for p, grad in zip(params, grads(params, k), strict=True):
@@ -60,11 +62,12 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default streams", "side streams"])
 @pytest.mark.parametrize("current", DEVICES)
-def test_all_devices_and_the_host_in_one_optimizer(current, side_stream):
+@pytest.mark.parametrize("devices", [["file:", "file:"], NEAR[1]], ids=str)
+def test_all_devices_and_the_host_in_one_optimizer(devices, current, side_stream):
     """Whichever is the current device."""
     places = [*DEVICES, "cpu", *DEVICES]
     before = torch.accelerator.current_device_index(), [torch.accelerator.current_stream(d) for d in DEVICES]
-    params, optimizer = made(places)
+    params, optimizer = made(places, devices=devices)
     try:
         for device in DEVICES if side_stream else ():
             torch.accelerator.set_stream(torch.Stream(device))
@@ -86,8 +89,12 @@ def strided(grad):
     return torch.stack([grad, grad], 1).view(-1)[::2]
 
 
-@pytest.mark.parametrize("devices", SCRATCH[:3], ids=str)
-@pytest.mark.parametrize("kind", ["dense", "Top-K", "strided"])
+@pytest.mark.parametrize(
+    ("devices", "kind"),
+    [(d, kind) for d in SCRATCH[:3] for kind in ("dense", "Top-K", "strided")]
+    + [(d, kind) for d in NEAR for kind in ("dense", "strided")],
+    ids=str,
+)
 def test_gradients_are_freed_at_once(devices, kind):
     """And their memory is somebody else's, who writes to it."""
     options = {"devices": devices, "group": {"topk": 0.1} if kind == "Top-K" else {}}
@@ -180,9 +187,10 @@ def test_step_in_a_hook_of_backward():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_steps_in_other_threads():
+@pytest.mark.parametrize("devices", [["file:", "file:"], NEAR[1]], ids=str)
+def test_steps_in_other_threads(devices):
     """Each has current streams of its own; whoever goes on waits for those."""
-    params, optimizer = made([DEVICE] * 3)
+    params, optimizer = made([DEVICE] * 3, devices=devices)
     for k in range(3):
         failures = []
 
@@ -205,10 +213,10 @@ def test_steps_in_other_threads():
     assert_same(bits(params, optimizer), on_the_cpu(3, 3))
 
 
-@pytest.mark.parametrize("topk", [None, 0.1])
-def test_the_optimizer_is_dropped_right_after_its_step(topk):
+@pytest.mark.parametrize(("topk", "devices"), [(None, "ram:"), (0.1, "ram:"), (None, "gpu:")])
+def test_the_optimizer_is_dropped_right_after_its_step(topk, devices):
     """Its copies are still under way, and what pinned memory it had is somebody else's."""
-    options = {"group": {"topk": topk}, "devices": "ram:"}
+    options = {"group": {"topk": topk}, "devices": devices}
     params, optimizer = made([DEVICE] * 3, **options)
     for p, grad in zip(params, grads(params, 0), strict=True):
         p.grad = grad.to(DEVICE)
@@ -221,7 +229,7 @@ def test_the_optimizer_is_dropped_right_after_its_step(topk):
     others = [torch.full((4 * TILE,), 0x7F, dtype=torch.uint8).pin_memory() for _ in range(16)]
     found = [p.detach().cpu() for p in params]
     del others
-    expected, reference = made(["cpu"] * 3, **options)
+    expected, reference = made(["cpu"] * 3, **{**options, "devices": "ram:"})
     for p, grad in zip(expected, grads(expected, 0), strict=True):
         p.grad = grad
     reference.step()

@@ -49,6 +49,10 @@ def in_comparisons(old, new="pass"):
     return in_staging(old, new, "overlap and guess")
 
 
+def in_near(old, new, tests="near"):
+    return Mutant("step/near_updates.py", old, new, tests)
+
+
 def in_commits(old, new, tests="store_has"):
     return Mutant("engine/residuals.py", old, new, tests)
 
@@ -143,6 +147,13 @@ MUTANTS = {
         "[*self._at_once], self",
         "overlap and layouts",
     ),
+    "gpu: on a stream of its own": in_near(
+        "for u in self.updates:\n            self._update(u)",
+        "with torch.Stream(self.updates[0].source.param.device):\n            [self._update(u) for u in self.updates]",
+    ),
+    "gpu: states are not put back": in_near("state.copy_(kept)", "pass", "near and fails"),
+    "gpu: states of before are those of after": in_near("state.clone() for", "state for", "near and fails"),
+    "gpu: somebody waits": in_near("if timed:\n                wait_for(first)", "wait_for(first)", "near and nothing"),
     "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),
     "captured steps go on": Mutant("accelerator.py", 'getattr(stream, "is_capturing", bool)()', "False", "refusals"),
 }

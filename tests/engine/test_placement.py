@@ -36,10 +36,12 @@ def test_as_good_as_an_exhaustive_search(seed):
     choose = random.Random(seed)
     n, count = choose.randint(1, 14), choose.randint(1, 4)
     saved = choose.choice([0.0, choose.random()])
+    link = choose.choice([0.0, choose.uniform(0.01, 0.3)])
     candidates = [
         Candidate(
             seconds=choose.choice([0.0, choose.uniform(0.01, 1)]) if not saved else choose.uniform(0.01, 1),
             host=choose.choice([0.0, choose.uniform(0.001, 0.5)]),
+            link=choose.choice([0.0, link]),
             room=choose.choice([1 << 62, choose.randint(0, n)]),
             saved=saved,
         )
@@ -397,6 +399,20 @@ def test_plan_place(run, tmp_path, rates, monkeypatch):
     assert code == 1
     assert "no such directory" in err
     assert run("plan", "--place", "--params=1M", "--devices=2")[0] == 2
+    devices.insert(0, "gpu:?room=480MB&update=1G/s&link=1GB/s")
+    code, out, _ = run("plan", "--place", "--params=100M", *devices)
+    assert code == 0
+    assert all(text in " ".join(out.split()) for text in ("480.0 MB", "20.0%", "link busy for 0.16 s of it"))
+    code, out, _ = run("plan", "--place", "--params=100M", "--json", *devices)
+    found = json.loads(out)
+    assert [d["limited_by"] for d in found["devices"]] == ["room", "speed", "speed"]
+    assert found["devices"][0]["params"] == pytest.approx(20e6, rel=0.01)
+    assert sum(d["params"] for d in found["devices"]) == 100e6
+    assert found["link_seconds"] == pytest.approx(80e6 * 2 / 1e9, rel=0.01)
+    assert found["seconds"] == pytest.approx(max(80e6 / (125e6 + 200e6), 0.16), rel=0.01)
+    code, out, err = run("plan", "--place", "--params=100M", "gpu:?room=1GB", *devices[1:])
+    assert code == 1
+    assert "there is no accelerator here to be measured" in err
     code, out, err = run("bench", "auto")
     assert code == 1
     assert "'auto' is for training" in err

@@ -8,6 +8,7 @@ from csd_optim.accelerator import kind
 DEVICE = kind()  # "" where there is none; then tests that use it are not run
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SCRATCH = [["file:"], ["ram:"], ["ram:", "file:"], ["file:"] * 3]
+NEAR = [["gpu:"], ["gpu:", "file:"]]  # states there, of some of the parameters or of all
 
 
 def leaf(*shape, dtype=torch.float32, device=DEVICE):

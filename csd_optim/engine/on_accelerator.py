@@ -1,0 +1,182 @@
+"""Which parameters have their states in the memory of their accelerator: whole ones, as many as `gpu:` may have."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..accelerator import kind, on, recorded, wait_for
+from ..devices.spec import DeviceSpec
+from ..errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
+from .at_once import ADAMW_STEP
+from .torch_rules import Scratch, other_roundings, update
+
+log: logging.Logger = logging.getLogger("csd_optim")
+
+CHUNK = 1 << 22  # elements that are updated at a time: 100 MB of scratch, and launches that cost nothing beside them
+LINK_BYTES = 64 << 20  # that are copied each way, to measure that
+ROUNDS = 3
+
+
+class Joining(NamedTuple):
+    """A parameter that takes part for the first time."""
+
+    name: str
+    device: torch.device
+    elems: int
+    param_bytes: int  # of one of them
+    nbytes: int  # of its states there, and of a copy where a step can be undone
+    in_place: bool  # it is its own master
+    is_coded: bool
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of an accelerator: what is known or measured."""
+
+    update: float  # parameters per second, of AdamW
+    link: float  # bytes per second each way, both at the same time, to host memory and from there
+
+
+class OnAccelerator:
+    """What an engine has on accelerators, which is no device of its own. `others`: the devices beside."""
+
+    def __init__(self, spec: DeviceSpec, others: Sequence[DeviceSpec]) -> None:
+        self.spec = spec
+        self.alone: bool = not others
+        shares = [1.0 if s.share is None else s.share for s in (spec, *others)]
+        self._share = shares[0] / sum(shares)
+        self.params: int = 0  # elements of parameters that are there
+        self.nbytes: int = 0  # of their states
+
+    @property
+    def room(self) -> float:
+        """Bytes that are left."""
+        return float("inf") if self.spec.room_bytes is None else self.spec.room_bytes - self.nbytes
+
+    def choose(
+        self, joining: Sequence[Joining], part: float | None = None, before: Sequence[Joining] = ()
+    ) -> list[bool]:
+        """Which of them are to be there. `part`: of their elements, at most; None: as its share and room say.
+
+        `before`: those that were chosen already, and did not take their room yet.
+
+        Alone, all of them: raises CSDRuntimeError, CSDValueError, CSDMemoryError if that cannot be.
+        """
+        room = self.room - sum(j.nbytes for j in before)
+        if self.alone:
+            for j in joining:
+                if j.device.type == "cpu":
+                    raise CSDRuntimeError(
+                        f"parameter {j.name} is on the CPU, and {self.spec} keeps states where the parameter is: name "
+                        "a device beside it, such as ram:"
+                    )
+                if j.is_coded:
+                    raise CSDValueError(f"{self.spec} keeps fp32 states, and those of {j.name} are to be 8bit")
+            chosen = [True] * len(joining)
+        else:
+            if part is None:
+                as_it_fits = self.spec.share is None and self.spec.room_bytes is not None
+                part = 1.0 if as_it_fits else self._share
+            chosen = [False] * len(joining)
+            elems = part * sum(j.elems for j in joining)
+            left = room
+            # The largest first: so what is left over is small.
+            for i in sorted(range(len(joining)), key=lambda i: -joining[i].elems):
+                j = joining[i]
+                if j.elems and j.device.type != "cpu" and not j.is_coded and j.elems <= elems and j.nbytes <= left:
+                    chosen[i], elems, left = True, elems - j.elems, left - j.nbytes
+        there = [j for j, is_chosen in zip(joining, chosen, strict=True) if is_chosen]
+        if (needed := sum(j.nbytes for j in there)) > room:
+            raise CSDMemoryError(
+                f"{needed / 1e9:.3f} GB of states would be on the accelerator, and {self.spec} has room for "
+                f"{room / 1e9:.3f} GB: name a device beside it, such as ram:"
+            )
+        for device in {j.device for j in there}:
+            self._check(device)
+        elems = sum(j.elems for j in there)
+        log.info("%s gets the states of %.1f M parameters: %.3f GB", self.spec, elems / 1e6, needed / 1e9)
+        return chosen
+
+    def take(self, joined: Joining) -> None:
+        """It is there now."""
+        self.params += joined.elems
+        self.nbytes += joined.nbytes
+
+    def give_back(self, elems: int, nbytes: int) -> None:
+        """A parameter of so many elements is there no more."""
+        self.params -= elems
+        self.nbytes -= nbytes
+
+    def _check(self, device: torch.device) -> None:
+        """Raises CSDRuntimeError if the bits there would not be those of other devices, and have to be."""
+        if self.spec.exact and (others := _other_roundings(device)):
+            raise CSDRuntimeError(
+                f"{device} rounds otherwise than the CPU: {', '.join(others)}. So states there would not have the bits "
+                "of other devices; gpu:?exact=0 allows that"
+            )
+
+    def rates(self) -> Rates:
+        """Measured, where they are not known. Raises CSDUnavailableError, CSDMemoryError."""
+        return rates_of(self.spec)
+
+
+@functools.cache
+def _other_roundings(device: torch.device) -> list[str]:
+    return other_roundings(device)
+
+
+def rates_of(spec: DeviceSpec) -> Rates:
+    """Of the current accelerator, but for what `spec` says of it. Raises CSDUnavailableError if there is none."""
+    known = spec.known_update, spec.known_link
+    if None in known and not kind():
+        raise CSDUnavailableError(
+            errno.ENODEV,
+            f"{spec}: there is no accelerator here to be measured; say what is known: gpu:?update=5G/s&link=25GB/s",
+        )
+    return Rates(known[0] or _update_rate(spec.exact), known[1] or _link_rate())
+
+
+@functools.cache
+def _update_rate(exact: bool) -> float:
+    """Parameters per second of AdamW, with 16-bit parameters, as the step does it."""
+    device = torch.device(kind(), torch.accelerator.current_device_index())
+    scratch = Scratch.of(CHUNK, device, exact=exact)
+    states = [torch.zeros(CHUNK, dtype=torch.float32, device=device) for _ in range(3)]
+    grad, param = (torch.full((CHUNK,), 1e-3, dtype=torch.bfloat16, device=device) for _ in range(2))
+    stream, seconds = torch.accelerator.current_stream(device), []
+    for _ in range(ROUNDS):
+        wait_for(recorded(stream))
+        start = time.perf_counter()
+        update(*ADAMW_STEP, states, grad, scratch)
+        param.copy_(states[0])
+        wait_for(recorded(stream))
+        seconds.append(time.perf_counter() - start)
+    return CHUNK / min(seconds)
+
+
+@functools.cache
+def _link_rate() -> float:
+    """Bytes per second each way."""
+    device = torch.device(kind(), torch.accelerator.current_device_index())
+    here = [torch.ones(LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+    there = [torch.ones(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams, seconds = (torch.Stream(device), torch.Stream(device)), []
+    for _ in range(ROUNDS):
+        wait_for(recorded(torch.accelerator.current_stream(device)))
+        start = time.perf_counter()
+        with on(streams[0]):
+            here[0].copy_(there[0], non_blocking=True)
+        with on(streams[1]):
+            there[1].copy_(here[1], non_blocking=True)
+        for stream in streams:
+            wait_for(recorded(stream))
+        seconds.append(time.perf_counter() - start)
+    return LINK_BYTES / min(seconds)

@@ -1,0 +1,477 @@
+"""`gpu:`: states in the memory of the accelerator, updated there, with the bits of states in host memory."""
+
+import copy
+import io
+import json
+
+import pytest
+import torch
+from support import emulated
+from support.backends import TILE
+from support.on_accelerator import DEVICE, DTYPES, NEAR, keep_busy
+from support.optimizers import ADAMW, FULL
+
+from csd_optim import CSDSGD, CSDAdam, CSDMemoryError, CSDOSError, CSDRuntimeError, CSDTornError, CSDValueError
+from csd_optim.devices.spec import parse_devices
+from csd_optim.engine import on_accelerator
+from csd_optim.engine.engine import Engine
+from csd_optim.engine.torch_rules import other_roundings, update
+from csd_optim.step import near_updates
+
+pytestmark = pytest.mark.accelerator
+one_schedule = pytest.mark.one_schedule
+
+SHAPES = [(), (5, 7), (0,), (2, TILE), (3 * TILE + 5,), (40, 60)]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """A parameter of a few tiles takes several of them."""
+    monkeypatch.setattr(near_updates, "CHUNK", TILE)
+
+
+def randn(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(device, shapes=SHAPES, dtypes=DTYPES):
+    params = [randn(shape, i).to(device, dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)]
+    params[-1] = params[-1].t()  # strided, so that a copy of it is what is updated
+    return [p.requires_grad_() for p in params]
+
+
+def set_grads(params, k):
+    for i, p in enumerate(params):
+        p.grad = randn(p.shape, 100 * k + i).to(p.device, p.dtype)
+
+
+def step(optimizer, k):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    set_grads(params, k)
+    keep_busy()
+    optimizer.step()
+    for p in params:
+        p.grad.fill_(torch.nan)  # it is the program's again
+
+
+def bits(optimizer):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [t.detach().cpu().clone() for p in params for _, t in [("", p), *sorted(optimizer.state[p].items())]]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def on_the_cpu(steps, pair=ADAMW, lr=1e-2):
+    params = made("cpu")
+    optimizer = pair.ours(params, devices="ram:", tile_size=TILE, lr=lr, **pair.kwargs)
+    for k in steps:
+        step(optimizer, k)
+    return bits(optimizer)
+
+
+@pytest.mark.parametrize("devices", NEAR, ids=str)
+@pytest.mark.parametrize("pair", [ADAMW, *FULL], ids=str)
+def test_bits_of_states_in_memory(pair, devices):
+    params = made(DEVICE)
+    optimizer = pair.ours(params, devices=devices, tile_size=TILE, lr=1e-2, **pair.kwargs)
+    for k in range(3):
+        step(optimizer, k)
+    assert same(bits(optimizer), on_the_cpu(range(3), pair))
+    where = {t.device.type for p in params for name, t in optimizer.state[p].items() if name != "step"}
+    assert where == ({DEVICE} if len(devices) == 1 else {DEVICE, "cpu"})
+
+
+class Broken(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("call", ["begin", "pull", "finish", "launch"])
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_step_that_fails(call, k, monkeypatch):
+    """Parameters and states are those before it, wherever these are; also if it would have been the first."""
+    params = made(DEVICE)
+    optimizer = CSDAdam(params, devices=NEAR[1], tile_size=TILE, lr=1e-2)
+    for earlier in range(k):
+        step(optimizer, earlier)
+    before = [p.detach().cpu() for p in params]
+
+    def breaks(*arguments, **named):
+        raise Broken
+
+    real = Engine.finish
+    calls = []
+
+    def fails_once(engine, keep=True):
+        calls.append(keep)
+        if len(calls) == 1:
+            raise Broken
+        return real(engine, keep)
+
+    with monkeypatch.context() as patch:
+        if call == "launch":
+            patch.setattr(near_updates, "update", lambda *a: breaks() if len(calls) > 2 else calls.append(update(*a)))
+        else:
+            patch.setattr(Engine, call, fails_once if call == "finish" else breaks)
+        with pytest.raises(Broken):
+            step(optimizer, 7)
+    assert same([p.detach().cpu() for p in params], before)
+    if k:
+        assert same(bits(optimizer), on_the_cpu([0]))
+    step(optimizer, 2)
+    assert same(bits(optimizer), on_the_cpu([*range(k), 2]))
+
+
+@one_schedule
+def test_a_step_in_place_that_fails_says_so(monkeypatch):
+    optimizer = CSDAdam(made(DEVICE), devices="gpu:", lr=1e-2)
+    step(optimizer, 0)
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr(near_updates, "update", lambda *a: calls.append(update(*a)) if len(calls) < 3 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(optimizer, 1)
+    with pytest.raises(CSDTornError, match="an earlier step was cut short"):
+        step(optimizer, 2)
+
+
+@one_schedule
+@pytest.mark.parametrize("devices", NEAR, ids=str)
+def test_what_is_written_counts(devices):
+    """To parameters, and to states; and what is read is what they are."""
+
+    def run(device, devices):
+        params = made(device)
+        optimizer = CSDAdam(params, devices=devices, tile_size=TILE, lr=1e-2)
+        for k in range(4):
+            step(optimizer, k)
+            with torch.no_grad():
+                params[3][0] = k
+                params[4].mul_(2)
+                optimizer.state[params[1]]["exp_avg"].add_(1)
+                optimizer.state[params[4]]["exp_avg_sq"] = torch.ones_like(params[4], dtype=torch.float32)
+        params[0].data = params[0].data.bfloat16()  # was fp32, and its own master where it is in place
+        step(optimizer, 4)
+        return bits(optimizer)
+
+    assert same(run(DEVICE, devices), run("cpu", "ram:"))
+
+
+@one_schedule
+@pytest.mark.parametrize("devices", NEAR, ids=str)
+def test_state_dicts(devices):
+    """From memory to the accelerator and back, by way of torch.save; and copies of the optimizer."""
+
+    def go_on(device, devices, saved, params_before):
+        params = made(device)
+        with torch.no_grad():
+            for p, q in zip(params, params_before, strict=True):
+                p.copy_(q)
+        optimizer = CSDAdam(params, devices=devices, tile_size=TILE, lr=1e-2)
+        optimizer.load_state_dict(saved)
+        step(optimizer, 5)
+        buffer = io.BytesIO()
+        torch.save(optimizer.state_dict(), buffer)
+        buffer.seek(0)
+        return params, optimizer, torch.load(buffer, map_location="cpu")
+
+    start = CSDAdam(made("cpu"), devices="ram:", tile_size=TILE, lr=1e-2)
+    step(start, 0)
+    saved, params = start.state_dict(), [p for g in start.param_groups for p in g["params"]]
+    expected = go_on("cpu", "ram:", saved, params)
+    there = go_on(DEVICE, devices, saved, params)
+    assert same(bits(there[1]), bits(expected[1]))
+    twin = copy.deepcopy(there[1])
+    step(twin, 6)
+    back = go_on("cpu", "ram:", there[2], there[0])
+    assert same(bits(back[1]), bits(go_on("cpu", "ram:", expected[2], expected[0])[1]))
+    step(expected[1], 6)
+    assert same(bits(twin), bits(expected[1]))
+
+
+@one_schedule
+def test_a_state_that_is_needed_later_has_room_of_its_own():
+    """A momentum that is loaded: states move to another place, and their memory is given back."""
+
+    def run(device, devices):
+        params = made(device, dtypes=DTYPES[1:])
+        optimizer = CSDSGD(params, devices=devices, tile_size=TILE, lr=1e-2)
+        step(optimizer, 0)
+        saved = optimizer.state_dict()
+        for i, entry in saved["state"].items():
+            entry["momentum_buffer"] = randn(params[i].shape, i).to(device)
+        saved["param_groups"][0]["momentum"] = 0.9
+        optimizer.load_state_dict(saved)
+        step(optimizer, 1)
+        return optimizer
+
+    near = run(DEVICE, "gpu:")
+    assert same(bits(near), bits(run("cpu", "ram:")))
+    elems = sum(p.numel() for p in near.param_groups[0]["params"])
+    assert near.stats()["devices"][0]["state_bytes"] == 8 * elems
+    assert near.stats()["params"] == elems
+
+
+@one_schedule
+@pytest.mark.parametrize("devices", NEAR, ids=str)
+def test_stats_and_timeline(devices, tmp_path, monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "trace.json"))
+    params = made(DEVICE)
+    elems = sum(p.numel() for p in params)
+    with CSDAdam(params, devices=devices, tile_size=TILE) as optimizer:
+        assert f"on [{', '.join(devices)}]" in repr(optimizer)
+        for k in range(2):
+            set_grads(params, k)
+            params[4].grad[:3] = torch.inf
+            optimizer.step()
+        stats = optimizer.stats()
+        assert [d["device"] for d in stats["devices"]] == devices
+        near = stats["devices"][0]
+        assert stats["params"] == elems
+        assert near["params"] == (elems if len(devices) == 1 else elems - stats["devices"][1]["params"])
+        assert 0.4 * elems < near["params"]
+        assert stats["nonfinite_grads"] == 3
+        assert near["push_bytes"] == near["pull_bytes"] == 0
+        sent = sum(p.numel() * p.element_size() for p in params if optimizer.state[p]["master"].is_cpu)
+        assert stats["push_bytes"] == stats["pull_bytes"] == sent
+    events = json.loads((tmp_path / "trace.json").read_text())
+    (track,) = (e["tid"] for e in events if "gpu:" in e.get("args", {}).get("name", ""))
+    near = [e for e in events if e["ph"] == "X" and e["tid"] == track]
+    steps = [e for e in events if e["ph"] == "X" and e["name"].startswith("step ")]
+    assert len(near) == len(steps) == 2  # each within its step
+    assert all(e["name"].endswith(" parameters") for e in near)
+    for of_near, of_step in zip(near, steps, strict=True):
+        assert of_step["ts"] <= of_near["ts"]
+        assert of_near["ts"] + of_near["dur"] <= of_step["ts"] + of_step["dur"] + 1
+
+
+@one_schedule
+def test_the_host_waits_for_nothing(emulated_only):
+    """A step with all states there only queues, as torch's do."""
+    optimizer = CSDAdam(made(DEVICE), devices="gpu:")
+    step(optimizer, 0)
+    set_grads(optimizer.param_groups[0]["params"], 1)
+    _, waited = emulated.counts()
+    optimizer.step()
+    assert emulated.counts()[1] == waited
+
+
+# ---- who is there ----------------------------------------------------------------------------
+
+
+@one_schedule
+def test_what_fits_is_there_the_largest_first():
+    """24 B for an element beside a file, whose steps are undone; in place 12 B, or 8 B where it is its own master."""
+    params = [torch.randn(n, device=DEVICE).requires_grad_() for n in (1000, 3000, 2000, 500)]
+    for devices, expected in (
+        ([f"gpu:?room={24 * 3500}", "file:"], {3000, 500}),
+        ([f"gpu:?room={8 * 3500}", "ram:"], {3000, 500}),
+        (["gpu:", "file:"], {3000}),
+        (["gpu:?share=3", "file:"], {3000, 1000, 500}),
+        (["gpu:?share=9&room=24kB", "file:"], {1000}),
+        ([f"gpu:?room={8 * 6500}"], {1000, 3000, 2000, 500}),
+    ):
+        optimizer = CSDAdam(params, devices=devices)
+        set_grads(params, 0)
+        optimizer.step()
+        assert {p.numel() for p in params if not optimizer.state[p]["exp_avg"].is_cpu} == expected, devices
+        assert optimizer.stats()["devices"][0]["params"] == sum(expected)
+
+
+@one_schedule
+def test_no_room(emulated_only):
+    params = [torch.randn(n, device=DEVICE).requires_grad_() for n in (1000, 3000)]
+    before = [p.detach().clone() for p in params]
+    optimizer = CSDAdam(params, devices="gpu:?room=8kB")
+    set_grads(params, 0)
+    with pytest.raises(CSDMemoryError, match=r"0.000 GB of states would be on the accelerator, and gpu:.room=8kB has"):
+        optimizer.step()
+    assert same(before, [p.detach() for p in params])
+    assert not optimizer.state
+
+
+@one_schedule
+def test_memory_that_is_not_there(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("out of it")
+
+    params = made(DEVICE)
+    optimizer = CSDAdam(params, devices=NEAR[1])
+    set_grads(params, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", full)
+        with pytest.raises(CSDMemoryError, match="no memory for states on the accelerator"):
+            optimizer.step()
+    step(optimizer, 0)
+    before = bits(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(near_updates.Scratch, "of", full)
+        with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
+            step(optimizer, 1)
+    assert same(bits(optimizer), before)
+    step(optimizer, 2)
+    assert same(bits(optimizer), on_the_cpu([0, 2], lr=1e-3))
+
+
+@one_schedule
+def test_other_roundings_are_found(monkeypatch):
+    """On what is here, on a device whose quotients are a little off, and on one without fp64."""
+    here, divides, makes = torch.device(DEVICE), torch.div, torch.empty
+
+    def is_off(x, y, *, out):
+        divides(x, y, out=out)
+        return out if out.is_cpu else out.mul_(1 + 2**-23)
+
+    def has_no_fp64(*size, dtype, device):
+        if dtype is torch.float64:
+            raise TypeError("no fp64")
+        return makes(*size, dtype=dtype, device=device)
+
+    assert other_roundings(here) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "div", is_off)
+        assert other_roundings(here) == ["division"]
+    monkeypatch.setattr(torch, "empty", has_no_fp64)
+    assert other_roundings(here) == ["square root, for which fp64 is missing there"]
+
+
+@one_schedule
+def test_another_rounding_has_to_be_allowed(monkeypatch):
+    monkeypatch.setattr(on_accelerator, "_other_roundings", lambda _: ["square root", "division"])
+    params = made(DEVICE)
+    optimizer = CSDAdam(params, devices="gpu:")
+    set_grads(params, 0)
+    with pytest.raises(
+        CSDRuntimeError, match=r"rounds otherwise than the CPU: square root, division\. .* gpu:.exact=0"
+    ):
+        optimizer.step()
+    optimizer = CSDAdam(params, devices="gpu:?exact=0", lr=1e-2)
+    for k in range(2):
+        step(optimizer, k)
+    for a, b in zip(bits(optimizer), on_the_cpu(range(2)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6 if a.dtype is torch.float32 else 1e-2, atol=1e-6)
+
+
+# ---- auto ------------------------------------------------------------------------------------
+
+
+def placed(*devices, n=48):
+    """So many parameters of a tile, trained, and what was said of that."""
+    params = [randn((TILE,), i).to(DEVICE, torch.bfloat16).requires_grad_() for i in range(n)]
+    with CSDAdam(params, devices=["auto", *devices], tile_size=TILE) as optimizer:
+        for k in range(2):
+            set_grads(params, k)
+            optimizer.step()
+        stats = optimizer.stats()
+        assert [d["params"] for d in stats["placement"]["devices"]] == [d["params"] for d in stats["devices"]]
+        assert [d["device"] for d in stats["placement"]["devices"]] == [d["device"] for d in stats["devices"]]
+        return [p.detach().cpu() for p in params], stats
+
+
+@one_schedule
+@pytest.mark.parametrize(
+    ("near", "file", "there", "seconds", "limits"),
+    [
+        # Of 48 tiles a third is what it does at 1 M/s beside 2 M/s; as much as it has room for; and as leaves others
+        # so much that the link, 3 MB/s each way, is as busy as it is.
+        ("update=1M/s&room=1GB", "mixed=48MB/s", 16, 16 * TILE / 1e6, ["speed", "speed"]),
+        (f"update=9M/s&room={24 * 10 * TILE}", "mixed=48MB/s", 10, 38 * TILE / 2e6, ["room", "speed"]),
+        ("update=0.5M/s&link=3MB/s&room=1GB", "mixed=240MB/s", 12, 36 * TILE * 2 / 3e6, ["speed", "link"]),
+    ],
+)
+def test_auto(near, file, there, seconds, limits):
+    link = "" if "link" in near else "&link=1GB/s"
+    params, stats = placed(f"gpu:?{near}{link}", f"file:?{file}")
+    assert stats["devices"][0]["params"] == pytest.approx(there * TILE, abs=TILE)
+    assert stats["placement"]["seconds"] == pytest.approx(seconds, rel=0.1)
+    assert [d["limited_by"] for d in stats["placement"]["devices"]] == limits
+    assert same(params, placed("ram:?update=1G/s", "file:?mixed=10GB/s")[0])
+
+
+@one_schedule
+def test_rates_are_measured_once(monkeypatch):
+    monkeypatch.setattr(on_accelerator, "CHUNK", TILE)
+    monkeypatch.setattr(on_accelerator, "LINK_BYTES", 1 << 16)
+    for measure in (on_accelerator._update_rate, on_accelerator._link_rate):
+        measure.cache_clear()
+    for _ in range(2):
+        _, stats = placed("gpu:?room=1GB", "file:?mixed=1GB/s", n=8)
+        assert sum(d["params"] for d in stats["placement"]["devices"]) == 8 * TILE
+        assert 0 < stats["placement"]["devices"][0]["params_per_second"] < 1e12
+    assert on_accelerator._update_rate.cache_info().misses == on_accelerator._link_rate.cache_info().misses == 1
+    for measure in (on_accelerator._update_rate, on_accelerator._link_rate):
+        measure.cache_clear()
+
+
+@one_schedule
+def test_auto_without_room():
+    params = [torch.ones(TILE, device=DEVICE).requires_grad_() for _ in range(8)]
+    optimizer = CSDAdam(params, devices=["auto", "gpu:?room=1kB&update=1G/s&link=1GB/s", "file:?mixed=1GB/s&room=50kB"])
+    set_grads(params, 0)
+    with pytest.raises(CSDOSError, match=r"there is room for 0.000 GB \(gpu:.* 0.000 GB, file:.* 0.000 GB\)"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@one_schedule
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["gpu:", "gpu:"], "gpu: is named twice"),
+        (["gpu:", "/none/csd0"], "'gpu:' beside '/none/csd0', which commits each step: .* Take scratch devices"),
+        (["auto", "gpu:", "file:"], r"'auto' and 'gpu:' without room; .* gpu:\?room=4GB"),
+        (["auto", "gpu:?room=1GB", "ram:"], r"needs a drive beside memory; .* write \['gpu:.room=4GB', 'ram:'\]"),
+        (["auto", "gpu:?room=1GB&share=2", "file:"], "'auto' chooses share"),
+        (["gpu:?exact=2"], "exact is 0 or 1"),
+        (["gpu:0"], "takes no place"),
+    ],
+)
+def test_devices_that_are_refused(devices, message):
+    with pytest.raises(CSDValueError, match=message):
+        parse_devices(devices)
+
+
+@one_schedule
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topk": 0.1}, "topk of parameter 0.3: gpu: has its states, and nothing is sent"),
+        ({"state_dtype": "8bit"}, "keeps fp32 states, and those of 0.0 are to be 8bit"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    params = made(DEVICE)
+    optimizer = CSDAdam(params, devices="gpu:", **options)
+    set_grads(params, 0)
+    with pytest.raises(CSDValueError, match=message):
+        optimizer.step()
+
+
+@one_schedule
+def test_what_is_refused():
+    params = made("cpu")
+    optimizer = CSDAdam(params, devices="gpu:")
+    set_grads(params, 0)
+    with pytest.raises(CSDRuntimeError, match=r"parameter 0\.0 is on the CPU, and gpu: keeps states where"):
+        optimizer.step()
+    with pytest.raises(CSDValueError, match=r"overlap\(\) is not for gpu:"):
+        optimizer.overlap(torch.nn.Linear(1, 1))
+    with pytest.raises(CSDRuntimeError, match="gpu: keeps its state for this process only"):
+        optimizer.save("there")
+    model = torch.nn.Linear(3, 5).to(DEVICE)
+    optimizer = CSDAdam(model.parameters(), devices="gpu:")
+    for k in range(2):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if k == 0:
+            optimizer.step()
+            model.cpu()
+    for _ in range(2):
+        with pytest.raises(CSDRuntimeError, match=r"is on cpu now, and its states are on .*, where gpu: keeps them"):
+            optimizer.step()
+    model.to(DEVICE)
+    optimizer.step()
