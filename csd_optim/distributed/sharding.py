@@ -230,7 +230,7 @@ def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Partition
         return DTensorShard(p) if ranks is None or dim is None else ReplicaShare(p, ranks, dim)
     if is_lazy(p):
         return UNSHARDED
-    if getattr(p, "_fsdp_flattened", False):
+    if is_flat(p):
         return FSDP1Shard(ranks)
     if ranks is None or not sharded or p.dim() == 0:
         return UNSHARDED
@@ -239,7 +239,12 @@ def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Partition
 
 def is_replicated(p: torch.Tensor) -> bool:
     """Is it a plain parameter, that ranks may hold alike? Not a DTensor, nor a shard of FSDP1."""
-    return not hasattr(p, "to_local") and not getattr(p, "_fsdp_flattened", False)
+    return not hasattr(p, "to_local") and not is_flat(p)
+
+
+def is_flat(p: torch.Tensor) -> bool:
+    """Is it of FSDP1: its flat parameter, or what this rank has of one that it has flattened?"""
+    return getattr(p, "_fsdp_flattened", False)
 
 
 def rows_of(rows: int, n: int, k: int) -> tuple[int, int]:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..distributed.sharding import Partition, rows_of
-from ..errors import CSDRankError
+from ..distributed.ranks import Ranks
+from ..distributed.sharding import FSDP1Shard, Partition, rows_of
+from ..errors import CSDRankError, CSDRuntimeError
 from ..store.layout import round_up
 from .wire import BULK, Session
 
@@ -56,6 +57,27 @@ def block_of(part: Partition, shape: Sequence[int]) -> Block:
     """The block of a parameter of this shape that a trainer updates."""
     first, sizes = getattr(part, "first", None), getattr(part, "sizes", None)
     return whole(shape) if first is None or sizes is None else Block(tuple(first), tuple(sizes))
+
+
+class FlatShard(FSDP1Shard):
+    """Of FSDP1, for owners: what all ranks have of a flat parameter, one after another, is the whole.
+
+    That is what was flattened, padded at its end; with `use_orig_params` it is not padded, and some have nothing of it.
+    """
+
+    def __init__(self, p: torch.Tensor, ranks: Ranks, lengths: Sequence[int]) -> None:
+        """`lengths`: elements that each rank has. Raises CSDRuntimeError for NO_SHARD."""
+        if p.dim() != 1:
+            raise CSDRuntimeError(
+                f"optimizer ranks (serve://) do not serve parameters that FSDP1 does not shard, such as one of shape "
+                f"{tuple(p.shape)}: take DistributedDataParallel instead of NO_SHARD"
+            )
+        super().__init__(ranks)
+        self.param: torch.Tensor = p
+        self.lengths: tuple[int, ...] = tuple(lengths)
+        self.shape: torch.Size = torch.Size([sum(lengths)])
+        self.first: tuple[int] = (sum(lengths[: ranks.rank]),)
+        self.sizes: tuple[int] = (lengths[ranks.rank],)
 
 
 def owned(shape: Sequence[int], owners: int, k: int) -> Block:

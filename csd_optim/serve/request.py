@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -63,8 +63,13 @@ def whoami() -> str:
     return f"{platform.node()}, process {os.getpid()}"
 
 
-def describe_group(groups: Groups, k: int, hyperparameters: Sequence[str]) -> Group:
-    """Of an optimizer. Raises CSDRuntimeError, CSDValueError for what owners cannot serve."""
+def describe_group(
+    groups: Groups, k: int, hyperparameters: Sequence[str], shape_of: Callable[[torch.Tensor], torch.Size]
+) -> Group:
+    """Of an optimizer. `shape_of`: of all of a parameter, of which it may be a part.
+
+    Raises CSDRuntimeError, CSDValueError for what owners cannot serve.
+    """
     group = groups[k]
     if group.get("topk"):
         raise CSDValueError("Invalid topk of a group: optimizer ranks (serve://) take whole gradients")
@@ -73,12 +78,10 @@ def describe_group(groups: Groups, k: int, hyperparameters: Sequence[str]) -> Gr
         name = name_of(groups, k, i)
         if is_lazy(p):
             raise CSDRuntimeError(f"parameter {name} has no shape yet: run the model once before the optimizer is made")
-        if getattr(p, "_fsdp_flattened", False):
-            raise CSDRuntimeError(
-                f"optimizer ranks (serve://) do not serve FSDP1's flat parameters, such as {name}: use fully_shard"
-            )
+        shape = shape_of(p)
+        stride = p.stride() if shape == p.shape else torch.empty(shape, device="meta").stride()
         params.append(
-            Param(name, bool(group.get("param_names")), tuple(p.shape), tuple(p.stride()), p.dtype, p.requires_grad)
+            Param(name, bool(group.get("param_names")), tuple(shape), tuple(stride), p.dtype, p.requires_grad)
         )
     return Group(plain(group, hyperparameters), tuple(params))
 

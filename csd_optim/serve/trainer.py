@@ -20,7 +20,7 @@ from .. import settings
 from ..devices.spec import DeviceSpec
 from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..distributed.sharding import Partition, is_replicated
+from ..distributed.sharding import Partition, is_flat, is_replicated
 from ..engine.engine import Engine
 from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError
 from ..params.groups import members, name_of, plain, put_back
@@ -29,7 +29,7 @@ from ..params.param_state import DTYPES, check_param
 from ..step.all_gather import ParamAllGather
 from ..step.prepare import Participants, clip_to, participants
 from ..store.file import Mode
-from .blocks import Block, Part, ViewOf, block_of
+from .blocks import Block, FlatShard, Part, ViewOf, block_of
 from .blocks import whole as all_of
 from .early import mean_of, slices
 from .remote import RemoteEngine
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 else:
     _Optimizer = object
 
+OTHER_RANKS = (
+    "FSDP1 pads its flat parameters for a number of ranks: take the same as before, or another one that it pads to the "
+    "same size; with use_orig_params=True nothing is padded"
+)
 ELSEWHERE = (
     "the states are with the optimizer ranks (serve://). Call consolidate_state_dict() on all trainers before, which "
     "takes all states into the memory of one of them, or consolidate_state_dict(None), which takes of each trainer its "
@@ -75,8 +79,9 @@ class _Param:
     name: str
     index: int  # over all groups: so owners know it
     block: Block  # of the part
-    shape: torch.Size  # as the owners know it: what is done to `param` may change it
+    shape: torch.Size  # as the owners know it
     dtype: torch.dtype
+    here: torch.Size  # of `param`: what is done to it may change that
     steps: float = 0.0
     version: int = -1  # when the owners last had its value; -1: they have none of this parameter
     pointer: int = -1
@@ -87,6 +92,11 @@ class _Param:
         return self.part.of(self.param)
 
     @property
+    def is_absent(self) -> bool:
+        """Has this trainer nothing of a parameter of FSDP1? Then it has no gradient, and no entry in `state`."""
+        return isinstance(self.part, FlatShard) and not self.block.numel
+
+    @property
     def is_written(self) -> bool:
         return (self.version, self.pointer) != (self.part.version(self.param), self.part.pointer(self.param))
 
@@ -94,7 +104,7 @@ class _Param:
         self.version, self.pointer = self.part.version(self.param), self.part.pointer(self.param)
 
     def travels(self, dtype: torch.dtype) -> Part:
-        return Part(self.index, tuple(self.param.shape), self.block, dtype)
+        return Part(self.index, tuple(self.shape), self.block, dtype)
 
 
 class _Trainer(_Optimizer):
@@ -110,6 +120,7 @@ class _Trainer(_Optimizer):
         if ranks and not self.sharded:
             raise CSDValueError("Invalid sharded: False; to optimizer ranks (serve://) each trainer pushes its share")
         self._known: dict[int, _Param] = {}  # by id of the parameter
+        self._flat: dict[int, FlatShard] = {}  # likewise
         self._gathers: dict[tuple[Any, ...], ParamAllGather] = {}
         self._groups_told = 0
         self._hyper_told = self._user_states_told = ""  # as they were sent last, JSON
@@ -119,18 +130,23 @@ class _Trainer(_Optimizer):
         self._fetched: dict[int, dict[str, torch.Tensor]] | None = None  # by it: this trainer's part of states
         self._route = "kept"  # of the last step
         self._moved = (0, 0, 0)  # in the last step: elements updated, bytes pushed, bytes gathered
+        self._measure()
         with all_ranks_or_none(ranks):
             request = self._request(mode)
         if ranks:
             said = zlib.crc32(json.dumps({**request.message(), "who": ""}).encode())
             if len({*ranks.gather(said)}) > 1:
                 raise CSDRankError("trainers do not have the same parameters, hyperparameters and options")
-        engine = RemoteEngine(self._address, ranks, request)
+        engine: RemoteEngine | None = None
         try:
+            engine = RemoteEngine(self._address, ranks, request)
             self._know()
             reply = engine.call({"op": "open"}, blocks=self._blocks(0), patience=PATIENCE)
-        except BaseException:
-            engine.abandon()
+        except BaseException as e:
+            if engine:
+                engine.abandon()
+            if self._flat and isinstance(e, CSDStoreError):
+                raise CSDStoreError(f"{e}. {OTHER_RANKS}") from e
             raise
         self._groups_told = len(self.param_groups)
         self._opened = reply
@@ -150,27 +166,41 @@ class _Trainer(_Optimizer):
         )
 
     def _described(self, k: int) -> Group:
-        return describe_group(self.param_groups, k, self._rule.hyperparameters)
+        return describe_group(self.param_groups, k, self._rule.hyperparameters, self._shape_of)
+
+    def _shape_of(self, p: torch.Tensor) -> torch.Size:
+        """Of all of it, as the owners know it."""
+        return flat.shape if (flat := self._flat.get(id(p))) else p.shape
+
+    def _measure(self) -> None:
+        """Finds out which trainer has how much of FSDP1's parameters; a collective, if some are new."""
+        there = {id(p): p for _, _, p in members(self.param_groups) if is_flat(p)}
+        new = [p for key, p in there.items() if key not in self._flat or self._flat[key].param is not p]
+        if new and self._ranks:
+            lengths = self._ranks.gather(*(p.numel() for p in new))
+            for p, of_ranks in zip(new, zip(*lengths, strict=True), strict=True):
+                self._flat[id(p)] = FlatShard(p, self._ranks, of_ranks)
 
     def _know(self) -> None:
         """Notes parameters that are new. Raises CSDStoreError for one that takes the place of another kind."""
+        self._measure()
         there = {known.index: known for known in self._known.values()}
         known: dict[int, _Param] = {}
         for index, (k, i, p) in enumerate(members(self.param_groups)):
             if id(p) in known:
                 raise CSDValueError(f"parameter {name_of(self.param_groups, k, i)} is there twice")
             before = there.get(index)
-            if before is not None and before.param is p and (p.shape, p.dtype) == (before.shape, before.dtype):
+            if before is not None and before.param is p and (p.shape, p.dtype) == (before.here, before.dtype):
                 known[id(p)] = before
                 continue
-            part = self._state_map.part_of(p)
-            block = block_of(part, p.shape)
-            new = _Param(p, part, name_of(self.param_groups, k, i), index, block, p.shape, p.dtype)
+            part, shape = self._flat.get(id(p)) or self._state_map.part_of(p), self._shape_of(p)
+            block = block_of(part, shape)
+            new = _Param(p, part, name_of(self.param_groups, k, i), index, block, shape, p.dtype, p.shape)
             if before is not None:  # a trainer has exchanged it, as some do when they move a model
-                if (p.shape, p.dtype, block) != (before.shape, before.dtype, before.block):
+                if (p.shape, p.dtype, block) != (before.here, before.dtype, before.block):
                     raise CSDStoreError(
                         f"parameter {new.name} is {tuple(p.shape)} {p.dtype} now; the optimizer ranks know it as "
-                        f"{tuple(before.shape)} {before.dtype}: convert the model before the optimizer is made"
+                        f"{tuple(before.here)} {before.dtype}: convert the model before the optimizer is made"
                     )
                 new.steps = before.steps
                 self._state_map.state.pop(before.param, None)
@@ -236,15 +266,15 @@ class _Trainer(_Optimizer):
             pushed = self._pushed(taking_part)
             user_state = packed(self.user_state)
             hyper = [plain(group, self._rule.hyperparameters) for group in self.param_groups]
-        entries = [self._known[id(p)] for p in taking_part.params]
         written = [known.index for known in self._written(grads)]
         user_states = [user_state]
         if self._ranks:
             said = self._ranks.gather_objects((pushed, written, user_state))
-            if any(of_rank != pushed for of_rank, _, _ in said):
-                raise CSDRankError("trainers have gradients of different parameters, or not all have pushed the same")
+            differ = "trainers have gradients of different parameters, or not all have pushed the same"
+            pushed = self._agreed([of_rank for of_rank, _, _ in said], differ)
             written = sorted({index for _, of_rank, _ in said for index in of_rank})
             user_states = [of_rank for _, _, of_rank in said]
+        entries = [known for known in self._known.values() if known.index in pushed]
         if self.max_grad_norm is not None:
             norm = self._norm(entries, pushed) * abs(grad_scale)
             grad_scale, self._grad_norm = grad_scale * clip_to(norm, self.max_grad_norm), norm
@@ -274,7 +304,7 @@ class _Trainer(_Optimizer):
         remote.call(
             message,
             sends=[
-                (follow, _views({known.index: (grads[known.index], known.block) for known in entries})),
+                (follow, _views({k.index: (grads[k.index], k.block) for k in entries if k.index in grads})),
                 self._values([by_index[index] for index in written]),
             ],
         )
@@ -355,6 +385,19 @@ class _Trainer(_Optimizer):
             self._engine.early.forget()
         super().zero_grad(set_to_none)
 
+    def _agreed(self, said: Sequence[dict[int, Any]], differ: str) -> dict[int, Any]:
+        """What each trainer says of parameters, by number. Raises CSDRankError with that text if they `differ`.
+
+        What is absent on one of them may be missing there.
+        """
+        agreed = {index: value for of_rank in said for index, value in of_rank.items()}
+        lengths = {known.index: flat.lengths for key, known in self._known.items() if (flat := self._flat.get(key))}
+        for rank, of_rank in enumerate(said):
+            present = (index for index in agreed if index not in lengths or lengths[index][rank])
+            if any(of_rank.get(index) != agreed[index] for index in present):
+                raise CSDRankError(differ)
+        return dict(sorted(agreed.items()))
+
     def _grads(self, taking_part: Participants) -> dict[int, torch.Tensor]:
         """This trainer's part of each gradient, by number. Raises CSDTypeError, CSDValueError if one cannot be sent."""
         grads = {}
@@ -429,6 +472,8 @@ class _Trainer(_Optimizer):
     def _show(self, there: Sequence[_Param]) -> None:
         """`state` has the count of steps, and of the rest tensors without data that nobody can save."""
         for known in there:
+            if known.is_absent:
+                continue
             group = next(g for g in self.param_groups if any(p is known.param for p in g["params"]))
             entry = self._state_map.state[known.param]
             if "step" not in entry:
@@ -450,6 +495,7 @@ class _Trainer(_Optimizer):
         return super().state_dict()
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
+        to = None if self._flat else to  # only FSDP1 puts its shards together
         self._forget_consolidated()
         self._asked_together |= to is None
         engine = self._live_engine
@@ -475,14 +521,16 @@ class _Trainer(_Optimizer):
         for index, step, names in said:
             known = by_index[index]
             dtype = _dtype_of_states(known.dtype)
-            states[index] = {"step": torch.tensor(float(step))}
+            entry: dict[str, torch.Tensor] = {"step": torch.tensor(float(step))}
             for name in names:
                 if whole:
-                    value = states[index][name] = torch.empty(known.shape, dtype=dtype, device="cpu")
+                    value = entry[name] = torch.empty(known.shape, dtype=dtype, device="cpu")
                 else:
                     value = torch.empty_like(known.local, dtype=dtype, device="cpu")
-                    states[index][name] = known.part.show(value)
+                    entry[name] = known.part.show(value)
                 there.append((known, value))
+            if not known.is_absent:
+                states[index] = entry
         self._remote.fetch(*_states(there, whole=whole))
         warn_if_large(sum(value.nbytes for _, value in there), FETCHED)
         return states
@@ -503,20 +551,24 @@ class _Trainer(_Optimizer):
 
     def _send_states(self, entries: Sequence[tuple[_Param, Mapping[str, Any]]]) -> None:
         """Of each trainer its part of these states, which are all that there are. Durable with the owners then."""
-        said, sent = [], []
-        for known, entry in entries:
-            names = [name for name in self._rule.sections if isinstance(entry.get(name), torch.Tensor)]
-            said.append([known.index, float(entry.get("step", 0)), names])
-            sent += [(known, known.part.of_state(entry[name]).detach()) for name in names]
-        if self._ranks and len({*self._ranks.gather(zlib.crc32(json.dumps(said).encode()))}) > 1:
-            raise CSDRankError("trainers load states of different parameters, or of different steps")
-        there = [known for known, _ in entries]
+        states = {known.index: entry for known, entry in entries}
+        names = {i: [n for n in self._rule.sections if isinstance(e.get(n), torch.Tensor)] for i, e in states.items()}
+        said = {i: (float(entry.get("step", 0)), names[i]) for i, entry in states.items()}
+        if self._ranks:
+            said = self._agreed(self._ranks.gather_objects(said), "trainers load different states")
+        by_index = {known.index: known for known in self._known.values()}
+        there = [by_index[index] for index in said]
+        sent = []
+        for known in there:
+            entry = states.get(known.index, {})
+            parts = (known.part.of_state(entry[n]).detach() if entry else known.local for n in said[known.index][1])
+            sent += [(known, part) for part in parts]
         if len(self.param_groups) > self._groups_told:
             self._join()
         self._remote.call(
             {
                 "op": "load",
-                "states": said,
+                "states": [[index, step, names] for index, (step, names) in said.items()],
                 "written": [known.index for known in there],
                 "hyper": [plain(group, self._rule.hyperparameters) for group in self.param_groups],
             },
@@ -525,9 +577,7 @@ class _Trainer(_Optimizer):
         )
         self._state_map.state.clear()
         for known in self._known.values():
-            known.steps = 0.0
-        for known, entry in entries:
-            known.steps = float(entry.get("step", 0))
+            known.steps = said[known.index][0] if known.index in said else 0.0
         for known in there:
             known.is_ours()
         self._show(there)

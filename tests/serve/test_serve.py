@@ -28,6 +28,7 @@ from csd_optim import (
     CSDUnavailableError,
     CSDValueError,
 )
+from csd_optim.serve.blocks import FlatShard
 from csd_optim.serve.wire import COUNTER, answer_key, connect, is_here, request_key
 from csd_optim.store.format import read_contents
 
@@ -337,6 +338,8 @@ def test_arguments_that_owners_cannot_serve_are_refused(owners, tmp_path):
             CSDAdam([p], **{"devices": owners.address, **options})
     with pytest.raises(CSDValueError, match="topk"):
         CSDAdam([{"params": [p], "topk": 0.1}], devices=owners.address)
+    with pytest.raises(CSDRuntimeError, match="instead of NO_SHARD"):
+        FlatShard(p, None, [16, 16])
     with pytest.raises(CSDRuntimeError, match="run the model once"):
         CSDAdam([torch.nn.UninitializedParameter()], devices=owners.address)
     with socket.create_server(("127.0.0.1", 0)) as nobody:

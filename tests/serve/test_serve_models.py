@@ -1,6 +1,7 @@
 """Models as they are wrapped for several ranks, trained with all that a training does: the bits of directories."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.ranks import on_living_ranks
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ExponentialLR
 
-from csd_optim import CSDSGD, CSDAdam
+from csd_optim import CSDSGD, CSDAdam, CSDRankError, CSDStoreError
 
 STEPS = 6
 JOINS = 2  # before this step a group is added
@@ -69,6 +71,15 @@ def divided_and_sharded(net):
     return net
 
 
+def flattened(use_orig_params):
+    def wrap(net):
+        for name, layer in [*net.named_children()]:
+            setattr(net, name, FSDP(layer, use_orig_params=use_orig_params, device_id=torch.device("cpu")))
+        return net
+
+    return wrap
+
+
 # How many ranks, how they wrap the model, and how many of them have the same data.
 KINDS = {
     "DDP": (2, DDP, 1),
@@ -76,6 +87,8 @@ KINDS = {
     "HSDP": (4, sharded(2, 2), 1),
     "tensor parallel": (2, divided, 2),
     "FSDP2 and tensor parallel": (4, divided_and_sharded, 2),
+    "FSDP1": (2, flattened(False), 1),
+    "FSDP1 use_orig_params": (2, flattened(True), 1),
 }
 
 
@@ -83,6 +96,11 @@ KINDS = {
 def without_reducing(model):
     if isinstance(model, DDP):
         with model.no_sync():
+            yield
+    elif isinstance(model.head, FSDP):
+        with contextlib.ExitStack() as stack:
+            for layer in model.children():
+                stack.enter_context(layer.no_sync())
             yield
     elif hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(False)
@@ -112,7 +130,10 @@ def trains(rank, kind, devices, options):
             with contextlib.nullcontext() if part else without_reducing(model):
                 scaler.scale(model(x).square().mean()).backward()
         scaler.unscale_(second)
-        clip_grad_norm_(net.head.parameters(), 0.1)
+        if isinstance(net.head, FSDP):
+            net.head.clip_grad_norm_(0.1)
+        else:
+            clip_grad_norm_(net.head.parameters(), 0.1)
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -127,7 +148,27 @@ def trains(rank, kind, devices, options):
     states = [optimizer.state_dict()["state"] for optimizer in optimizers] if rank == 0 else None
     for optimizer in optimizers:
         optimizer.close()
-    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()], states, said
+    return whole(model), states, said
+
+
+def whole(model):
+    with FSDP.summon_full_params(model):
+        return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+
+
+def resumes(rank, kind, address):
+    net = Net()
+    with torch.no_grad():
+        for p in net.body.parameters():
+            p.zero_()
+    model = KINDS[kind][1](net)
+    try:
+        with CSDAdam(net.groups(2), devices=address, tile_size=1024, resume=True) as optimizer:
+            return whole(model), optimizer.committed_step
+    except CSDStoreError as e:
+        return str(e)
+    except CSDRankError:  # another rank has raised that
+        return ""
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +196,20 @@ def test_wrapped_models_have_the_bits_of_devices_of_their_own(kind, owners, tmp_
             assert all(torch.equal(value, states[k][name]) for name, value in entry.items()), k
     # Nothing that trainers have alike is sent twice, but for DTensors whose mesh does not divide them, nor say so.
     net = Net()
-    twice = {"tensor parallel": net.late.bias.nbytes, "FSDP2 and tensor parallel": net.head.weight.nbytes}.get(kind, 0)
+    more = {"tensor parallel": net.late.bias.nbytes, "FSDP2 and tensor parallel": net.head.weight.nbytes}.get(kind, 0)
+    if kind == "FSDP1":  # it pads two of them to even numbers
+        more = 2 + 4
     nbytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
-    assert sum(pushed for *_, said in theirs for *_, pushed in said) == nbytes + twice
+    assert sum(pushed for *_, said in theirs for *_, pushed in said) == nbytes + more
+    if kind.startswith("FSDP1"):
+        resumed = [on_living_ranks(n, resumes, kind, served[0], directory=tmp_path) for n in (2, 4)]
+        if kind == "FSDP1":
+            assert "there and (72,) here" in resumed[1][0]
+            assert "FSDP1 pads its flat parameters" in resumed.pop()[0]
+        for params, step in itertools.chain(*resumed):
+            assert step == STEPS - 1
+            assert all(torch.equal(a, b) for a, b in zip(params[:-1], theirs[0][0][:-1], strict=True))  # without `head`
+        return
     # One process goes on, however the model was divided.
     with (
         CSDAdam(net.groups(2), devices=served[0], tile_size=1024, resume=True) as first,
