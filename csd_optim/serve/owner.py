@@ -51,7 +51,7 @@ class Owner:
         # Groups have joined that no step was made with, say: the next session goes on from the store.
         self.in_doubt: bool = False
         # What a session that is over still receives goes nowhere: held where memory of the optimizer is written.
-        self.changed = threading.Condition()  # notified of another session, and of gradients that have come
+        self.changed: threading.Condition = threading.Condition()  # notified of another session, and of gradients that have come
         self.current: Session | None = None
         self.arrivals: Arrivals | None = None  # of the session, if gradients come before the step
 
