@@ -238,20 +238,29 @@ def shares_or_not(rank, size, options, bucket):
         return counted["gathered_bytes"]
 
 
-@pytest.mark.parametrize("bucket", [1 << 13, 1 << 24], ids=["many buckets", "one bucket"])
+SHARED = [
+    {},
+    {"grad_dtype": torch.bfloat16},
+    {"amsgrad": True},
+    {"max_grad_norm": 0.5},
+    {"maximize": True},
+    {"state_dtype": "8bit"},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("size", "options", "bucket"),
     [
-        {},
-        {"grad_dtype": torch.bfloat16},
-        {"amsgrad": True},
-        {"max_grad_norm": 0.5},
-        {"maximize": True},
-        {"state_dtype": "8bit"},
+        pytest.param(
+            *(size, options, bucket),
+            id=f"{size}-{''.join(options) or 'plain'}-{'many buckets' if bucket == 1 << 13 else 'one bucket'}",
+            marks=[pytest.mark.soak] * ((i + j + k) % 2),  # any two of the three are together every day
+        )
+        for i, size in enumerate([2, 4])
+        for j, options in enumerate(SHARED)
+        for k, bucket in enumerate([1 << 13, 1 << 24])
     ],
-    ids=lambda options: "".join(options) or "plain",
 )
-@pytest.mark.parametrize("size", [2, 4])
 def test_sharing_changes_no_bit(size, options, bucket, tmp_path):
     """With grad_dtype some tiles travel by images."""
     on_living_ranks(size, shares_or_not, size, options, bucket, directory=tmp_path)

@@ -458,17 +458,17 @@ def test_extents_of_a_process_fit_the_number_of_mappings_together(numels):
 
 
 def test_parameters_join_one_after_another(tmp_path):
-    """500 of them on 8 devices, each an extent of its own: windows onto all, a step of some, and then none is left."""
+    """200 of them on 8 devices, each an extent of its own: windows onto all, a step of some, and then none is left."""
     n = 65_536
     gc.collect()
     others = bindings.mappings()  # of states that some other test still holds
     engine = open_engine(parse_devices([f"file:{tmp_path}?scratch=1"] * 8))
-    extents = [engine.extend([n], STATES) for _ in range(500)]
-    assert 12_000 < bindings.mappings() <= max_mappings()
+    extents = [engine.extend([n], STATES) for _ in range(200)]
+    assert 200 * 8 * 3 <= bindings.mappings() <= max_mappings()
     stepping = extents[::60]
     tiles = np.concatenate([np.arange(e.first_tile, e.first_tile + e.n_tiles, dtype=np.uint32) for e in stepping])
     grad, param = torch.ones(n), torch.zeros(n)
-    engine.begin(step_table([grad] * 500, [param] * 500), ADAM, tiles)
+    engine.begin(step_table([grad] * 200, [param] * 200), ADAM, tiles)
     for tile in tiles:
         engine.push(int(tile))
     engine.finish()

@@ -9,8 +9,6 @@ import gc
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import warnings
 import weakref
 from functools import partial
@@ -21,6 +19,7 @@ import torch
 from support.backends import BACKENDS, device_strings
 from support.beside import everything
 from support.comparing import assert_same_bits
+from support.forked import printed
 from torch.optim import Adam, AdamW
 
 from csd_optim import CSDAdam, CSDOSError, CSDStoreError, CSDTypeError, CSDValueError, CSDWarning
@@ -334,8 +333,7 @@ with CSDAdam([torch.nn.Parameter(torch.ones(64, dtype=dtype))], devices="ram:", 
 )
 def test_memory_of_states_in_memory(dtype, each):
     """The parameter is not kept a second time."""
-    done = subprocess.run([sys.executable, "-c", RESIDENT, dtype], capture_output=True, text=True, check=True)
-    assert float(done.stdout) == pytest.approx(each, abs=0.2)
+    assert float(printed(RESIDENT, dtype)) == pytest.approx(each, abs=0.2)
 
 
 def test_null_moves_parameters_only():

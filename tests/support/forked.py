@@ -34,7 +34,8 @@ def process(function, *arguments, daemon=False):
     """
     wants = {"process", "on_ranks", "on_living_ranks"}
     tests = [name for name, module in sys.modules.items() if name.startswith("test_") and wants & vars(module).keys()]
-    processes.set_forkserver_preload(PRELOADED + tests)
+    drawing = [name for name in ("matplotlib.pyplot",) if name in sys.modules]  # as benches do
+    processes.set_forkserver_preload(PRELOADED + drawing + tests)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
     new = processes.Process(target=_begin, args=(function, *arguments), daemon=daemon)
