@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -43,6 +44,7 @@ from csd_optim.planning import ranks
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host
 from csd_optim.planning.ranks import Fleet
+from csd_optim.serve.wire import ROUTES
 
 Row = dict[str, Any]
 WARM_UP = 2  # iterations: DDP finds its buckets, states are made
@@ -60,6 +62,7 @@ def main() -> None:
         **machine_facts(),
         "storage": machine.storage(arguments.directory),
         "network": f"loopback, unpaced: {why_not}" if why_not else "network namespaces, veth and tbf",
+        "load": os.getloadavg()[0],  # processes that wanted a core before: figures of a busy machine say so
         **{k: getattr(arguments, k) for k in ("params", "trainers", "owners", "trainer_link", "drive", "backward")},
     }
     say("  ".join(f"{k}: {v}" for k, v in facts.items()))
@@ -211,7 +214,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=5e6, help="number of parameters (default 5e6), bf16")
     parser.add_argument("--trainers", type=int, choices=(1, 2, 4, 8), default=4)
     parser.add_argument("--owners", type=int, default=1)
-    parser.add_argument("--routes", nargs="+", choices=list(ranks.ROUTES), default=["kept"])
+    parser.add_argument("--routes", nargs="+", choices=list(ROUTES), default=list(ROUTES))
     parser.add_argument("--trainer-link", type=parse_link, default=50e6, help="such as 400Mb/s, the default")
     parser.add_argument("--owner-link", type=float, nargs="+", default=[1, 2, 4], help="times a trainer's")
     parser.add_argument("--drives", type=int, nargs="+", default=[1, 2, 4], help="of an owner, or of a trainer")

@@ -62,7 +62,8 @@ class Network:
         self._namespaces: dict[str, int] = {}  # open files
         self._addresses = {name: f"{SUBNET}.{k}" for k, name in enumerate(rates, 1)}
         with tempfile.NamedTemporaryFile("w") as hosts:  # gloo and TCPStore look for names, and nobody else answers
-            hosts.write("127.0.0.1 localhost\n" + "".join(f"{a} {name}\n" for name, a in self._addresses.items()))
+            for name, address in {"localhost": "127.0.0.1", **self._addresses}.items():
+                hosts.write(f"{address} {name}\n::ffff:{address} {name}\n")
             hosts.flush()
             _run(["mount", "--bind", hosts.name, "/etc/hosts"])
         _run(["mount", "--bind", "/dev/null", "/etc/resolv.conf"])

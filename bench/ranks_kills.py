@@ -85,7 +85,7 @@ def survived(
         lifetime = chance.expovariate(1 / arguments.mtbf)
         while len(done := [line for line in steps_in(log) if line[0] == run]) < int(lifetime) or not done:
             if any(process.exitcode for process in running):
-                raise SystemExit(f"{row['way']}: a trainer has ended by itself")
+                raise SystemExit(f"{row['way']}: a trainer has ended by itself: {Path(directory, 'said').read_text()}")
             if not any(process.is_alive() for process in running):
                 return judged(row, arguments.steps, start, kills, log)
             time.sleep(0.005)
@@ -144,6 +144,8 @@ def work(
     arguments: argparse.Namespace,
 ) -> None:
     """A trainer: goes on where training has been, to the last step."""
+    # What it says when another one is killed is no news.
+    os.dup2(os.open(directory / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     settle(place)
     dist.init_process_group("gloo", init_method=f"file://{directory}/meeting{run}", rank=rank, world_size=size)
     way, checkpoint = row["way"], directory / "checkpoint"
