@@ -47,11 +47,12 @@ class Owner:
         self._blocks: list[list[Block]] = []  # of each trainer of the session, of each parameter
         self._opened = False  # the session has said that these are its blocks
         self._grads: dict[int, torch.Tensor] = {}  # memory for gradients, by number
-        self._moving = 0.0  # seconds since the last step in which trainers sent to or received from this owner
+        self._moving = 0.0  # seconds since the last step in which this owner waited for what travels
         # Groups have joined that no step was made with, say: the next session goes on from the store.
         self.in_doubt: bool = False
         # What a session that is over still receives goes nowhere: held where memory of the optimizer is written.
-        self.changed: threading.Condition = threading.Condition()  # notified of another session, and of gradients that have come
+        # It is notified of another session, and of gradients that have come.
+        self.changed: threading.Condition = threading.Condition()
         self.current: Session | None = None
         self.arrivals: Arrivals | None = None  # of the session, if gradients come before the step
 
@@ -300,7 +301,8 @@ class Owner:
         expected = [
             {index: blocks[index].common(block).numel for index, block in mine.items()} for blocks in self._blocks
         ]
-        self.arrivals.wait(pushed, expected)
+        with self._timed():
+            self.arrivals.wait(pushed, expected)
 
     def _dtypes(self, said: Sequence[Any]) -> list[tuple[int, torch.dtype]]:
         """Of states as a message names them, one after another: the number of the parameter, and their dtype."""
