@@ -35,7 +35,7 @@ JOIN_TIMEOUT = 60.0  # seconds to connect to each other when all are known to be
 # without a word, what waits for it is given up by the next session; a thread of it may stay so long.
 PATIENCE = 24 * 3600.0
 
-ROUTES = ("kept", "slices")  # of gradients: see docs/optimizer-ranks.md
+ROUTES = ("kept", "slices", "auto")  # of gradients: see docs/optimizer-ranks.md
 
 COUNTER = "sessions"  # how many were asked for
 
@@ -59,7 +59,7 @@ class Address(NamedTuple):
     host: str
     port: int
     timeout: float  # seconds
-    route: str  # one of ROUTES; "": none was named
+    route: str  # one of ROUTES; what takes the hook has it only once that is registered
 
     def __str__(self) -> str:
         return self.text
@@ -72,7 +72,7 @@ def parse_address(text: str) -> Address:
         host, port = parts.hostname, parts.port
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         timeout = float(options.pop("timeout", DEFAULT_TIMEOUT))
-        route = options.pop("route", "")
+        route = options.pop("route", "auto")
     except ValueError as e:
         raise CSDValueError(f"Invalid device: {text!r}; {e}") from None
     if not host or not port or parts.path or parts.username or parts.fragment:
@@ -81,7 +81,7 @@ def parse_address(text: str) -> Address:
         raise CSDValueError(
             f"Invalid device: {text!r}; unknown option {next(iter(options))!r}, there are timeout and route"
         )
-    if route not in ("", *ROUTES):
+    if route not in ROUTES:
         raise CSDValueError(f"Invalid device: {text!r}; there is no route {route!r}, but {', '.join(ROUTES)}")
     if not 0.1 <= timeout <= PATIENCE:
         raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {PATIENCE:.0f}")
