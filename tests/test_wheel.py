@@ -50,8 +50,9 @@ def installed(tmp_path_factory, request):
     if not request.param:
         for part in "native", "hls_kernels":
             for path in (ROOT / part).rglob("*.*"):
-                if path.suffix in (".h", ".cpp", ".py"):
-                    assert (source / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+                inside = path.relative_to(ROOT)
+                if path.suffix in (".h", ".cpp", ".py") and "build" not in inside.parts:
+                    assert (source / inside).read_bytes() == path.read_bytes()
         built = source / f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/csd_optim"
         built.mkdir(parents=True)
         for name in "csd_optim._native", "csd_optim._emulator":
