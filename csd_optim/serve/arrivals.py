@@ -48,7 +48,10 @@ class Arrivals:
     def _take(self, trainer: int, message: dict[str, Any]) -> None:
         owner, session = self._owner, self._session
         backward, parts = self._read(message)
-        into = owner.room_for(session, [part.key for part in parts])
+        if message.get("apart"):
+            into = owner.rooms_apart(session, trainer, {part.key: part.dtype for part in parts})
+        else:
+            into = owner.room_for(session, [part.key for part in parts])
         buckets = with_owner(parts, owner.owners, owner.rank)
         view_of = owner.views(into, {part.key: part.shape for part in parts})
         receive_buckets(session, {trainer: buckets}, view_of, lambda: owner.counts(session), PUSHED)

@@ -1,8 +1,9 @@
 """Gradients of a trainer that leave before its step(): bucket by bucket, as DDP has them, while backward goes on.
 
-A bucket is cut into rounds, and what there is of a parameter in a round is a `Strip`. A *route* is what becomes of a
-round: it takes what it needs out of DDP's bucket, which is somebody else's memory again afterwards, and says what this
-trainer pushes. A thread does that, one round after another.
+A bucket is cut into rounds, and what there is of a parameter in a round is a `Strip`. slices() takes what it needs of a
+round out of DDP's bucket, which is somebody else's memory again afterwards, and says what this trainer pushes: the mean
+over all trainers of its share, or with the route star all of its own gradient. A thread does that, one round after
+another.
 """
 
 from __future__ import annotations
@@ -71,10 +72,6 @@ class Push(NamedTuple):
     values: torch.Tensor
 
 
-# Called by the hook; what it returns is called by the thread.
-Route = Callable[[Sequence[Strip], "Ranks | None"], Callable[[], list[Push]]]
-
-
 def rounds_of(leaving: Iterable[Leaving], trainers: int) -> list[list[Strip]]:
     """The same on all trainers."""
     out: list[list[Strip]] = []
@@ -98,7 +95,8 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
     """Each trainer gets from all others what they have of its share, and pushes the mean.
 
     Every trainer divides its own by their number, as DDP does; halves are summed in fp32 and rounded once, in the order
-    of ranks: the same bits whoever is late, and DDP's if there are two.
+    of ranks: the same bits whoever is late, and DDP's if there are two. Without `ranks`, of strips of one share, it
+    pushes its own as it is.
     """
     size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
     layouts = [_layout(strips, size, k) for k in range(size)]
@@ -154,8 +152,8 @@ def in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
 class _Thread:
     """Pushes to the owners of a session, one round after another. Nobody waits for it at exit."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, *, apart: bool) -> None:
+        self._session, self._apart = session, apart
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._window = threading.Semaphore(ROUNDS)
         self.failure: CSDRankError | None = None  # why nothing can be pushed any more
@@ -210,7 +208,8 @@ class _Thread:
         values = {strip.key: (values, block) for strip, block, values in pushes}
         to = {session.owner(k): with_owner(parts, session.owners, k) for k in range(session.owners)}
         to = {rank: buckets for rank, buckets in to.items() if buckets}
-        session.say({"backward": backward, "parts": [part_message(part) for part in parts]}, *to, tag=PUSH)
+        said = {"backward": backward, "apart": self._apart, "parts": [part_message(part) for part in parts]}
+        session.say(said, *to, tag=PUSH)
 
         def view_of(key: int, block: Block) -> torch.Tensor:
             there, within = values[key]
@@ -244,10 +243,12 @@ class _Left:
 class Early:
     """What leaves in the backwards of one session. `take` and `settle` are collectives of the trainers."""
 
-    def __init__(self, session: Session, ranks: Ranks | None, route: Route) -> None:
-        self._ranks, self._route = ranks, route
-        self._trainers = session.trainers
-        self._thread = _Thread(session)
+    def __init__(self, session: Session, ranks: Ranks | None, *, star: bool) -> None:
+        """`star`: each trainer pushes its own gradients, for the owners to sum."""
+        self._ranks = ranks
+        self._reducing = None if star else ranks
+        self._shares = 1 if star else session.trainers
+        self._thread = _Thread(session, apart=star)
         self._backward = 0  # counts those that have begun
         self._left: dict[int, _Left] = {}
         self._under_way: list[Future[dict[int, float]]] = []
@@ -275,8 +276,8 @@ class Early:
         for part, _, _ in leaving:
             self._left[part.key] = _Left(self._backward)
         self._of_backward += leaving
-        for strips in rounds_of(leaving, self._trainers):
-            self._under_way.append(self._thread.put(self._backward, self._route(strips, self._ranks)))
+        for strips in rounds_of(leaving, self._shares):
+            self._under_way.append(self._thread.put(self._backward, slices(strips, self._reducing)))
         future = mean_of(self._ranks, bucket.buffer(), others if leaving else None)
         if bucket.is_last():
             self._end()

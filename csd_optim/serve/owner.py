@@ -22,10 +22,14 @@ from ..distributed.sharding import shown_as
 from ..errors import CSDRankError, CSDStoreExistsError, CSDWarning
 from ..params.groups import members, plain, put_back
 from ..params.manifest import changed_by_resume
+from ..params.param_state import DTYPES
+from ..params.summed import Summand
+from ..step.prepare import NO_SUMS, Sums
 from ..store.format import Record
 from .arrivals import Arrivals
 from .blocks import Block, Part, ViewOf, check_cover, owned, receive_buckets, send_buckets, whole, with_owner
 from .request import Group, Param, Request, check_same, read_hyper
+from .star import Contributions, check_entries, entries_part
 from .values import dtype_named, packed, unpacked
 from .wire import Session
 
@@ -47,6 +51,7 @@ class Owner:
         self._blocks: list[list[Block]] = []  # of each trainer of the session, of each parameter
         self._opened = False  # the session has said that these are its blocks
         self._grads: dict[int, torch.Tensor] = {}  # memory for gradients, by number
+        self._contributions = Contributions()  # the same for those that are to be summed
         self._moving = 0.0  # seconds since the last step in which this owner waited for what travels
         # Groups have joined that no step was made with, say: the next session goes on from the store.
         self.in_doubt: bool = False
@@ -82,6 +87,7 @@ class Owner:
         """From now on this is the session that counts."""
         with self.changed:
             self.current, self.arrivals, self._opened = session, None, False
+            self._contributions.clear()
             self.changed.notify_all()
 
     def rest(self) -> None:
@@ -97,6 +103,7 @@ class Owner:
             self.optimizer.close()
             self.optimizer = self.request = None
             self._grads.clear()
+            self._contributions.clear()
 
     # ---- what trainers ask for -------------------------------------------------------------
 
@@ -190,17 +197,33 @@ class Owner:
             opt.user_state = states[0] if len(states) == 1 else {OF_TRAINERS: states} if any(states) else {}
         for p in params:
             p.grad = None
+        sums = self._sums(message)
         for index in message["params"]:
             p = params[index]
             p.requires_grad_(True)
-            local = self._grads[index]
+            local = _local(p) if "shares" in message else self._grads[index]
             p.grad = self._divided(local, p.shape, p.stride()) if hasattr(p, "to_local") else local
-        opt._grad_factor = float(message["scale"])
+        opt._grad_factor, opt._sums, opt.max_grad_norm = float(message["scale"]), sums, message.get("max_grad_norm")
         opt._engine.served = {"trainers": len(self._blocks), "transfer_seconds": self._moving}
-        opt.step()
+        try:
+            opt.step()
+        finally:
+            opt._sums = NO_SUMS
         self._moving = 0.0
         self.in_doubt = False
-        return {"committed_step": opt.committed_step}
+        return {"committed_step": opt.committed_step, "grad_norm": opt._grad_norm}
+
+    def _sums(self, message: dict[str, Any]) -> Sums:
+        """What the gradients of a step are the sums of; nothing if trainers have reduced them."""
+        sums: dict[int, list[Summand]] = {}
+        if "shares" not in message:
+            return sums
+        params, trainers = self.params, range(len(self._blocks))
+        for index, name, share in zip(message["params"], message["dtypes"], message["shares"], strict=True):
+            n, dtype = _local(params[index]).numel(), dtype_named(name)
+            if n:
+                sums[id(params[index])] = [self._contributions.summand(t, index, n, dtype, share) for t in trainers]
+        return sums
 
     def load(self, message: dict[str, Any], received: Mapping[int, torch.Tensor], states: list[torch.Tensor]) -> None:
         """States from trainers; `states`: those that the message names, in its order."""
@@ -262,11 +285,14 @@ class Owner:
         received: dict[int, torch.Tensor] = {}
         states: list[torch.Tensor] = []
         if message["op"] == "step":
-            self.room_for(session, message["params"])
             backwards = dict(zip(message["params"], message["pushed"], strict=True))
             dtypes = dict(zip(message["params"], map(dtype_named, message["dtypes"]), strict=True))
             follow = {index: dtype for index, dtype in dtypes.items() if not backwards[index]}
-            self._receive(session, range(session.trainers), follow, self._grads)
+            if "shares" in message:
+                self._receive_apart(session, follow, dict(zip(message["params"], message["shares"], strict=True)))
+            else:
+                self.room_for(session, message["params"])
+                self._receive(session, range(session.trainers), follow, self._grads)
             self._wait_for({index: backward for index, backward in backwards.items() if backward})
         elif message["op"] == "load":
             said = message["states"]
@@ -333,6 +359,47 @@ class Owner:
             [Part(i, tuple(params[i].shape), whole(params[i].shape), d) for i, d in wire.items()],
         )
 
+    def rooms_apart(
+        self, session: Session, trainer: int, wire: Mapping[int, torch.dtype]
+    ) -> Mapping[int, torch.Tensor]:
+        """Where whole gradients of one trainer go that are to be summed. Raises CSDRankError, as room_for()."""
+        rooms = {}
+        with self.counts(session):
+            for index, dtype in wire.items():
+                local = _local(self.params[index])
+                if dtype not in DTYPES or dtype.is_complex != local.is_complex():
+                    raise CSDRankError(f"gradients of {dtype} for a parameter of {local.dtype}")
+                rooms[index] = self._contributions.room(
+                    trainer, index, torch.empty_like(local, dtype=dtype, device="meta")
+                )
+        return rooms
+
+    def _receive_apart(self, session: Session, wire: Mapping[int, torch.dtype], shares: Mapping[int, float]) -> None:
+        """Gradients of trainers that are to be summed. `shares`: of Top-K; 0: all of it."""
+        params = self.params
+        into: dict[int, torch.Tensor] = {}
+        parts: dict[int, list[Part]] = {}
+        for trainer in range(session.trainers):
+            parts[trainer] = []
+            rooms = self.rooms_apart(session, trainer, {i: dtype for i, dtype in wire.items() if not shares[i]})
+            for index, dtype in wire.items():
+                key, shape = trainer * len(params) + index, tuple(params[index].shape)
+                part = Part(key, shape, whole(shape), dtype)
+                if share := shares[index]:
+                    part = entries_part(key, shape, self.owners, share)
+                    like = torch.empty(owned(part.shape, self.owners, self.rank).sizes, dtype=part.dtype, device="meta")
+                    with self.counts(session):
+                        into[key] = self._contributions.room(trainer, index, like)
+                else:
+                    into[key] = rooms[index]
+                parts[trainer].append(part)
+        sources = {trainer: with_owner(of_one, self.owners, self.rank) for trainer, of_one in parts.items()}
+        self._take_in(session, sources, into, [part for of_one in parts.values() for part in of_one])
+        for index, dtype in wire.items():
+            n = _local(params[index]).numel()
+            for trainer in range(session.trainers) if shares[index] and n else ():
+                check_entries(self._contributions.summand(trainer, index, n, dtype, shares[index]), n)
+
     def _take_in(
         self, session: Session, sources: Mapping[int, Any], into: Mapping[int, torch.Tensor], parts: Sequence[Part]
     ) -> None:
@@ -390,6 +457,20 @@ def _local(t: Any) -> torch.Tensor:
     return local.detach()
 
 
+def _check_shares(message: dict[str, Any], request: Request) -> None:
+    """Of gradients that are to be summed. Raises ValueError, TypeError."""
+    norm = message["max_grad_norm"]
+    if not (norm is None or (isinstance(norm, (int, float)) and norm > 0)):
+        raise ValueError(f"max_grad_norm {norm!r}")
+    of_params = zip(message["params"], message["dtypes"], message["shares"], message["pushed"], strict=True)
+    for index, name, share, pushed in of_params:
+        dtype, of = dtype_named(name), request.params[index].dtype
+        if not (isinstance(share, (int, float)) and 0 <= share <= 1):
+            raise ValueError(f"a share {share!r}")
+        if share and (pushed or dtype not in (torch.float16, torch.bfloat16) or of.is_complex):
+            raise ValueError(f"entries of {dtype} for a parameter of {of}")
+
+
 def read_blocks(message: dict[str, Any]) -> list[Block]:
     """Of a trainer. Raises CSDRankError."""
     try:
@@ -423,6 +504,8 @@ def check_message(message: dict[str, Any], request: Request, trainers: int) -> N
                 raise ValueError("dtypes or a scale that do not fit")
             if len(message["pushed"]) != len(message["params"]) or not all(type(n) is int for n in message["pushed"]):
                 raise ValueError("backwards that do not fit")
+            if "shares" in message:
+                _check_shares(message, request)
             states = message["user_states"]
             if states is not None and len([unpacked(state) for state in states]) != trainers:
                 raise ValueError(f"user_state of {len(states)} trainers")

@@ -17,7 +17,7 @@ from ..errors import CSDBusyError, CSDError, CSDOSError, CSDRankError, CSDRuntim
 from ..errors import users_stacklevel as stacklevel
 from ..signals import interruptible
 from .blocks import Block, Bucket, Part, ViewOf, receive_buckets, send_buckets, with_owner
-from .early import Early, Route
+from .early import Early
 from .request import Request
 from .wire import (
     CONNECT_TIMEOUT,
@@ -105,6 +105,12 @@ class RemoteEngine(Engine):
     # ---- a session -------------------------------------------------------------------
 
     @property
+    def owners(self) -> int:
+        """How many there are."""
+        assert self._session
+        return self._session.owners
+
+    @property
     def leads(self) -> bool:
         """Is this the trainer that speaks for all?"""
         return self._ranks is None or self._ranks.rank == 0
@@ -179,10 +185,10 @@ class RemoteEngine(Engine):
         with self.exchange() as session:
             receive_buckets(session, self._with_owners(session, parts), view_of)
 
-    def begin_early(self, route: Route) -> None:
+    def begin_early(self, *, star: bool) -> None:
         """From now on gradients may leave in backward, which the owners know."""
         assert self._session
-        self.early = Early(self._session, self._ranks, route)
+        self.early = Early(self._session, self._ranks, star=star)
 
     @staticmethod
     def _with_owners(session: Session, parts: Sequence[Part]) -> dict[int, list[Bucket]]:

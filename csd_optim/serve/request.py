@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from ..distributed.sharding import is_replicated
 from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError, CSDValueError
 from ..params.groups import Groups, name_of, plain
 from ..params.param_state import DTYPES
@@ -20,6 +21,7 @@ from .wire import PROTOCOL
 
 MOST_TRAINERS = 4096
 MOST_DIMS = 64  # as torch
+NO_TOPK = "to optimizer ranks (serve://) gradients go whole, but by ?route=star (docs/optimizer-ranks.md)"
 MODES = ("new", "resume", "overwrite")
 
 
@@ -64,20 +66,29 @@ def whoami() -> str:
 
 
 def describe_group(
-    groups: Groups, k: int, hyperparameters: Sequence[str], shape_of: Callable[[torch.Tensor], torch.Size]
+    groups: Groups,
+    k: int,
+    hyperparameters: Sequence[str],
+    shape_of: Callable[[torch.Tensor], torch.Size],
+    *,
+    star: bool,
 ) -> Group:
-    """Of an optimizer. `shape_of`: of all of a parameter, of which it may be a part.
+    """Of an optimizer. `shape_of`: of all of a parameter, of which it may be a part. `star`: owners sum gradients.
 
     Raises CSDRuntimeError, CSDValueError for what owners cannot serve.
     """
     group = groups[k]
-    if group.get("topk"):
-        raise CSDValueError("Invalid topk of a group: optimizer ranks (serve://) take whole gradients")
+    if group.get("topk") and not star:
+        raise CSDValueError(f"Invalid topk of a group: {NO_TOPK}")
     params = []
     for i, p in enumerate(group["params"]):
         name = name_of(groups, k, i)
         if is_lazy(p):
             raise CSDRuntimeError(f"parameter {name} has no shape yet: run the model once before the optimizer is made")
+        if star and not is_replicated(p):
+            raise CSDRuntimeError(
+                f"parameter {name} is divided among the trainers: ?route=star is for parameters that all of them have"
+            )
         shape = shape_of(p)
         stride = p.stride() if shape == p.shape else torch.empty(shape, device="meta").stride()
         params.append(

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.algorithms.join import JoinHook
 
 from .. import settings
 from ..devices.spec import DeviceSpec
 from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
-from ..distributed.sharding import Partition, is_flat, is_replicated
+from ..distributed.sharding import UNSHARDED, Partition, is_flat, is_replicated
 from ..engine.engine import Engine
 from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError
 from ..params.groups import members, name_of, plain, put_back
@@ -31,9 +32,10 @@ from ..step.prepare import Participants, clip_to, participants
 from ..store.file import Mode
 from .blocks import Block, FlatShard, Part, ViewOf, block_of
 from .blocks import whole as all_of
-from .early import mean_of, slices
+from .early import mean_of
 from .remote import RemoteEngine
-from .request import Group, Request, describe_group, group_message, whoami
+from .request import NO_TOPK, Group, Request, describe_group, group_message, whoami
+from .star import Entries, Selection, Source
 from .values import packed, unpacked
 from .wire import PATIENCE, SCHEME, USER_STATE_BYTES, Address, parse_address
 
@@ -80,6 +82,7 @@ class _Param:
     index: int  # over all groups: so owners know it
     block: Block  # of the part
     shape: torch.Size  # as the owners know it
+    stride: tuple[int, ...]
     dtype: torch.dtype
     here: torch.Size  # of `param`: what is done to it may change that
     steps: float = 0.0
@@ -115,8 +118,8 @@ class _Trainer(_Optimizer):
     # ---- construction ------------------------------------------------------------------
 
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
-        if self.topk is not None:
-            raise CSDValueError("Invalid topk: to optimizer ranks (serve://) gradients go whole")
+        if self.topk is not None and not self._is_star:
+            raise CSDValueError(f"Invalid topk: {NO_TOPK}")
         if ranks and not self.sharded:
             raise CSDValueError("Invalid sharded: False; to optimizer ranks (serve://) each trainer pushes its share")
         self._known: dict[int, _Param] = {}  # by id of the parameter
@@ -129,6 +132,7 @@ class _Trainer(_Optimizer):
         self._asked_together = False  # state_dict() is called on all trainers, under DDP, too
         self._fetched: dict[int, dict[str, torch.Tensor]] | None = None  # by it: this trainer's part of states
         self._route = "kept"  # of the last step
+        self._selection: Selection | None = None  # of Top-K
         self._moved = (0, 0, 0)  # in the last step: elements updated, bytes pushed, bytes gathered
         self._measure()
         with all_ranks_or_none(ranks):
@@ -150,6 +154,8 @@ class _Trainer(_Optimizer):
             raise
         self._groups_told = len(self.param_groups)
         self._opened = reply
+        if self._is_star:
+            self._selection = Selection(engine.owners)
         self._attach(engine)
 
     def _request(self, mode: Mode) -> Request:
@@ -166,7 +172,12 @@ class _Trainer(_Optimizer):
         )
 
     def _described(self, k: int) -> Group:
-        return describe_group(self.param_groups, k, self._rule.hyperparameters, self._shape_of)
+        return describe_group(self.param_groups, k, self._rule.hyperparameters, self._shape_of, star=self._is_star)
+
+    @property
+    def _is_star(self) -> bool:
+        """Do trainers send their own gradients, for the owners to sum?"""
+        return self._address.route == "star"
 
     def _shape_of(self, p: torch.Tensor) -> torch.Size:
         """Of all of it, as the owners know it."""
@@ -194,15 +205,16 @@ class _Trainer(_Optimizer):
                 known[id(p)] = before
                 continue
             part, shape = self._flat.get(id(p)) or self._state_map.part_of(p), self._shape_of(p)
+            part = UNSHARDED if self._is_star else part
             block = block_of(part, shape)
-            new = _Param(p, part, name_of(self.param_groups, k, i), index, block, shape, p.dtype, p.shape)
+            new = _Param(p, part, name_of(self.param_groups, k, i), index, block, shape, p.stride(), p.dtype, p.shape)
             if before is not None:  # a trainer has exchanged it, as some do when they move a model
                 if (p.shape, p.dtype, block) != (before.here, before.dtype, before.block):
                     raise CSDStoreError(
                         f"parameter {new.name} is {tuple(p.shape)} {p.dtype} now; the optimizer ranks know it as "
                         f"{tuple(before.here)} {before.dtype}: convert the model before the optimizer is made"
                     )
-                new.steps = before.steps
+                new.steps, new.stride = before.steps, before.stride
                 self._state_map.state.pop(before.param, None)
             known[id(p)] = new
         if list(known) != list(self._known):
@@ -264,6 +276,7 @@ class _Trainer(_Optimizer):
             taking_part = participants(self.param_groups, type(self).__name__, self._for_sparse)
             grads = self._grads(taking_part)
             pushed = self._pushed(taking_part)
+            selected = self._select(taking_part, grads, pushed, grad_scale)
             user_state = packed(self.user_state)
             hyper = [plain(group, self._rule.hyperparameters) for group in self.param_groups]
         written = [known.index for known in self._written(grads)]
@@ -275,7 +288,7 @@ class _Trainer(_Optimizer):
             written = sorted({index for _, of_rank, _ in said for index in of_rank})
             user_states = [of_rank for _, _, of_rank in said]
         entries = [known for known in self._known.values() if known.index in pushed]
-        if self.max_grad_norm is not None:
+        if self.max_grad_norm is not None and not self._is_star:
             norm = self._norm(entries, pushed) * abs(grad_scale)
             grad_scale, self._grad_norm = grad_scale * clip_to(norm, self.max_grad_norm), norm
         if not entries:
@@ -287,6 +300,8 @@ class _Trainer(_Optimizer):
             raise CSDValueError(
                 f"user_state of all trainers has {len(states_now)} bytes as JSON; {USER_STATE_BYTES} are the limit"
             )
+        parts = [known.travels(self._wire(known)) for known in entries]
+        tensors = {k.index: (grads[k.index], k.block) for k in entries if k.index in grads}
         message = {
             "op": "step",
             "scale": grad_scale,
@@ -299,16 +314,22 @@ class _Trainer(_Optimizer):
         }
         self._hyper_told = self._user_states_told = ""  # unless all goes well
         by_index = {known.index: known for known in self._known.values()}
-        parts = [known.travels(self._wire(known)) for known in entries]
+        if self._is_star:
+            message |= self._for_sum(entries, selected, grad_scale)
+            parts = [selected[part.key].part if part.key in selected else part for part in parts]
+            tensors |= {index: (entries.values, entries.part.block) for index, entries in selected.items()}
         follow = [part for part in parts if not pushed[part.key]]
-        remote.call(
+        reply = remote.call(
             message,
             sends=[
-                (follow, _views({k.index: (grads[k.index], k.block) for k in entries if k.index in grads})),
+                (follow, _views(tensors)),
                 self._values([by_index[index] for index in written]),
             ],
         )
         self._hyper_told, self._user_states_told, self._resumed = hyper_now, states_now, False
+        if self._selection:
+            self._grad_norm = reply["grad_norm"]
+            self._selection.end(feeds_back=self.error_feedback)
         for known in entries:
             known.steps += 1
         self._runner.taken += 1
@@ -321,7 +342,7 @@ class _Trainer(_Optimizer):
             sum(part.block.numel * part.dtype.itemsize for part in parts),
             gathered,
         )
-        self._route = "slices" if any(pushed.values()) else "kept"
+        self._route = "star" if self._is_star else "slices" if any(pushed.values()) else "kept"
 
     # ---- gradients that leave in backward: see push() ---------------------------------------
 
@@ -329,11 +350,15 @@ class _Trainer(_Optimizer):
         engine = self._engine
         if self._address.route == "kept" or engine is None or engine.closed:
             return mean_of(self._ranks, bucket.buffer())  # step() says that it is closed
+        if self._selection and self._selection.is_used(self.topk, self.param_groups):
+            # step() selects, from what DDP leaves as it is.
+            left = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            return mean_of(self._ranks, bucket.buffer(), [grad for p, grad in left if self._leaves(p, grad) is None])
         remote = self._remote
         if remote.early is None:
             with all_ranks_or_none(self._ranks), engine.lock:
                 remote.call({"op": "listen"})
-            remote.begin_early(slices)
+            remote.begin_early(star=self._is_star)
         assert remote.early
         return remote.early.take(bucket, self._leaves)
 
@@ -397,6 +422,31 @@ class _Trainer(_Optimizer):
             if any(of_rank.get(index) != agreed[index] for index in present):
                 raise CSDRankError(differ)
         return dict(sorted(agreed.items()))
+
+    def _select(
+        self, taking_part: Participants, grads: dict[int, torch.Tensor], pushed: dict[int, int], grad_scale: float
+    ) -> dict[int, Entries]:
+        """What is sent as entries (Top-K), by number of the parameter. Raises CSDValueError if a `topk` is none."""
+        if self._selection is None:
+            return {}
+        there = []
+        for p, group in zip(taking_part.params, taking_part.groups_of, strict=True):
+            known = self._known[id(p)]
+            if not pushed[known.index]:
+                step = int(known.steps) + 1
+                there.append(Source(known.index, known.param, known.stride, grads[known.index], group, step))
+        return self._selection.select(there, self.param_groups, self._grad_options, grad_scale)
+
+    def _for_sum(self, entries: Sequence[_Param], selected: dict[int, Entries], grad_scale: float) -> dict[str, Any]:
+        """What owners that sum gradients are told of a step: the mean is theirs to make, and the norm of it."""
+        sent = [selected.get(known.index) for known in entries]
+        dtypes = [e.dtype if e else self._wire(known) for known, e in zip(entries, sent, strict=True)]
+        return {
+            "scale": grad_scale / (self._ranks.size if self._ranks else 1),
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+            "shares": [e.share if e else 0.0 for e in sent],
+            "max_grad_norm": self.max_grad_norm,
+        }
 
     def _grads(self, taking_part: Participants) -> dict[int, torch.Tensor]:
         """This trainer's part of each gradient, by number. Raises CSDTypeError, CSDValueError if one cannot be sent."""
@@ -634,6 +684,11 @@ class _Trainer(_Optimizer):
         if engine is not None and not engine.closed and engine.pid == os.getpid() and not self._ranks:
             self.synchronize()
         super().close()
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        if self._is_star:
+            raise CSDRuntimeError("?route=star and Join do not go together: owners wait for gradients of all trainers")
+        return super().join_hook(**options)
 
     def __repr__(self) -> str:
         where = "closed" if self._engine is None or self._engine.closed else str(self._address)

@@ -35,7 +35,7 @@ JOIN_TIMEOUT = 60.0  # seconds to connect to each other when all are known to be
 # without a word, what waits for it is given up by the next session; a thread of it may stay so long.
 PATIENCE = 24 * 3600.0
 
-ROUTES = ("kept", "slices", "auto")  # of gradients: see docs/optimizer-ranks.md
+ROUTES = ("kept", "slices", "star", "auto")  # of gradients: see docs/optimizer-ranks.md
 
 COUNTER = "sessions"  # how many were asked for
 
@@ -66,7 +66,7 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str) -> Address:
-    """`serve://host:port` or `serve://host:port?timeout=60&route=slices`. Raises CSDValueError."""
+    """`serve://host:port` or `serve://host:port?timeout=60&route=star`. Raises CSDValueError."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port

@@ -143,7 +143,7 @@ def kill_trainers(owners, directory, calls, size, route):
     return kills
 
 
-@pytest.mark.parametrize(("size", "route"), [(1, "kept"), (2, "kept"), (2, "slices")])
+@pytest.mark.parametrize(("size", "route"), [(1, "kept"), (2, "kept"), (2, "slices"), (2, "star")])
 def test_a_killed_trainer_costs_nothing(tmp_path, size, route):
     with Owners(tmp_path, size) as owners:
         calls = [0, 9, 12] if size == 1 else [3, 16] if route == "kept" else [PUSH, 40]  # 40: in a later step
