@@ -1,7 +1,8 @@
 """What a step does on the accelerator: it updates parameters whose states are there, one after another.
 
 All of it is queued on the streams that are current, behind the backward pass and before whatever the program queues
-next: as with an optimizer of torch's, nobody has to wait. So it goes on beside the tiles of the devices.
+next: as with an optimizer of torch's, nobody has to wait. So it goes on beside the tiles of the devices; and it is
+queued bit by bit while these travel, as a thread that only queues does not feed them.
 """
 
 from __future__ import annotations
@@ -72,20 +73,20 @@ class NearUpdates:
         self._times = {d: (torch.Event(d, enable_timing=True), torch.Event(d, enable_timing=True)) for d in largest}
         self._began = 0.0
 
-    def launch(self, *, timed: bool = False) -> None:
-        """Queues all of it. `timed`: waits for backward before, to know when it begins."""
+    def launch(self, *, timed: bool = False) -> Iterator[None]:
+        """Queues a chunk for each that is asked for. `timed`: waits for backward before, to know when it begins."""
         self.launched = True
-        for first, _ in self._times.values():
-            first.record()
+        for device, (first, _) in self._times.items():
+            first.record(torch.accelerator.current_stream(device))
             if timed:
                 wait_for(first)
         self._began = time.perf_counter()
         for u in self.updates:
-            self._update(u)
-        for _, last in self._times.values():
-            last.record()
+            yield from self._update(u)
+        for device, (_, last) in self._times.items():
+            last.record(torch.accelerator.current_stream(device))
 
-    def _update(self, u: NearUpdate) -> None:
+    def _update(self, u: NearUpdate) -> Iterator[None]:
         param = u.source.param.data
         in_chunks = (torch.split(t, CHUNK) for t in (param, *u.states))
         chunks = zip(u.grads(), *in_chunks, strict=True)
@@ -93,6 +94,7 @@ class NearUpdates:
             update(u.rule, u.constants, states, grad, self._scratch[param.device].first(len(here)))
             if not u.param_state.in_place:
                 here.copy_(states[0])
+            yield
 
     def undo(self) -> None:
         """States are as they were before it was launched; parameters are the caller's business."""

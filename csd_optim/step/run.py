@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,13 @@ from ..store.format import Record
 from .all_gather import ParamAllGather
 from .near_updates import NearUpdate, NearUpdates
 from .prepare import PreparedStep, StepPlan
-from .staging import BUFFERS_PER_DEVICE, StagingRing
+from .staging import BUFFERS_PER_DEVICE, NOTHING, StagingRing
+
+
+def _exhaust(work: Iterator[None]) -> None:
+    """Does all that is left of it."""
+    for _ in work:
+        pass
 
 
 class StepRunner:
@@ -168,11 +175,14 @@ class StepRunner:
                         tiles = self._begin(engine, step, record)
                     elif step.near:
                         engine.begin_without_tiles()
-                    if step.near:  # while the first tiles are read; and from now on it goes by itself
-                        step.near.launch(timed=engine.near_spans is not None)
+                    launching = step.near.launch(timed=engine.near_spans is not None) if step.near else NOTHING
+                    if ring is None or gather:  # which sends what is on no tile as soon as it is asked
+                        _exhaust(launching)
                     if len(step.tiles):
                         if ring is not None:
-                            ring.run(engine, images, prepared, gather.pulled if gather else None)
+                            pulled = gather.pulled if gather else None
+                            ring.run(engine, images, prepared, pulled, meanwhile=launching)
+                            _exhaust(launching)
                         if gather:
                             gather.advance(wait=True)
                         if self._ranks:

@@ -25,6 +25,7 @@ from .sparse import SparseTiles
 BUFFERS_PER_DEVICE = 4
 
 Streams = dict[torch.device, Any]
+NOTHING: Iterator[None] = iter(())
 
 
 @dataclass
@@ -96,16 +97,18 @@ class StagingRing:
         sources: Mapping[int, GradSource],
         pulled: Callable[[int], None] | None,
         held: Mapping[int, StagingBuffer] | None = None,
+        meanwhile: Iterator[None] = NOTHING,
     ) -> None:
         """Pushes and pulls `tiles` of the step under way. `sources`: as of begin().
 
         `pulled` is called with each tile when its parameters can be used, on the current streams. `held`: tiles that
-        were pushed before, from these buffers, in the order in which they are wanted. To be followed by feed_back()
-        when the step is whole, or by forget().
+        were pushed before, from these buffers, in the order in which they are wanted. `meanwhile`: what else there is
+        to do on this thread, asked for a little of it whenever tiles travel. To be followed by feed_back() when the
+        step is whole, or by forget().
         """
         to_host, back = self._ways()
         try:
-            self._runner(engine, tiles, sources, to_host, back, pulled, held or {})
+            self._runner(engine, tiles, sources, to_host, back, pulled, held or {}, meanwhile)
         finally:
             _join(to_host)
             _join(back)
@@ -196,6 +199,7 @@ class StagingRing:
         back: Streams,
         pulled: Callable[[int], None] | None,
         held: Mapping[int, StagingBuffer],
+        meanwhile: Iterator[None],
     ) -> None:
         todo: dict[int, deque[int]] = {}
         for tile in tiles:
@@ -231,6 +235,7 @@ class StagingRing:
                 out_on[owner] += 1
                 self._fill(slot, engine, tile, sources, to_host)
                 travelling.append((tile, slot))
+            next(meanwhile, None)
             # While the next gradients are under way, parameters that wait to go back do so.
             if travelling and (travelling[0][1].arrived() or not any(map(is_updated, out))):
                 tile, slot = travelling.popleft()

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from csd_optim import CSDAdam
+from csd_optim.step import near_updates
 
 pytestmark = pytest.mark.accelerator
 
@@ -40,6 +41,8 @@ def devices_for(device, near):
 
 def shares(rank, device, dtype, strided, topk, near=False):
     """Replicas: each rank updates its share, and all of them have all after each step."""
+    if near:  # more is to be queued than there are tiles of the file
+        near_updates.CHUNK = 128
     params = made(device, dtype, strided)
     optimizer = CSDAdam(params, lr=1e-2, devices=devices_for(device, near), tile_size=TILE, topk=topk)
     seen = []

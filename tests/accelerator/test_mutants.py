@@ -49,6 +49,10 @@ def in_comparisons(old, new="pass"):
     return in_staging(old, new, "overlap and guess")
 
 
+def in_steps(old, new, tests):
+    return Mutant("step/run.py", old, new, tests)
+
+
 def in_near(old, new, tests="near"):
     return Mutant("step/near_updates.py", old, new, tests)
 
@@ -148,11 +152,16 @@ MUTANTS = {
         "overlap and layouts",
     ),
     "gpu: on a stream of its own": in_near(
-        "for u in self.updates:\n            self._update(u)",
-        "with torch.Stream(self.updates[0].source.param.device):\n            [self._update(u) for u in self.updates]",
+        "for u in self.updates:\n            yield from self._update(u)",
+        "with torch.Stream(self.updates[0].source.param.device):\n"
+        "            [None for u in self.updates for _ in self._update(u)]",
     ),
     "gpu: states are not put back": in_near("state.copy_(kept)", "pass", "near and fails"),
     "gpu: states of before are those of after": in_near("state.clone() for", "state for", "near and fails"),
+    "gpu: what is left is not queued": in_steps(
+        "meanwhile=launching)\n                            _exhaust(launching)", "meanwhile=launching)", "near and bits"
+    ),
+    "gpu: shares leave before they are updated": in_steps("ring is None or gather:", "ring is None:", "shares"),
     "gpu: somebody waits": in_near("if timed:\n                wait_for(first)", "wait_for(first)", "near and nothing"),
     "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),
     "captured steps go on": Mutant("accelerator.py", 'getattr(stream, "is_capturing", bool)()', "False", "refusals"),

@@ -71,8 +71,12 @@ def on_the_cpu(steps, pair=ADAMW, lr=1e-2):
     return bits(optimizer)
 
 
-@pytest.mark.parametrize("devices", NEAR, ids=str)
-@pytest.mark.parametrize("pair", [ADAMW, *FULL], ids=str)
+@pytest.mark.parametrize(
+    ("pair", "devices"),
+    # Also with more there than is queued while the tiles of the file travel.
+    [*((pair, devices) for pair in (ADAMW, *FULL) for devices in NEAR), (ADAMW, ["gpu:?share=20", "file:"])],
+    ids=str,
+)
 def test_bits_of_states_in_memory(pair, devices):
     params = made(DEVICE)
     optimizer = pair.ours(params, devices=devices, tile_size=TILE, lr=1e-2, **pair.kwargs)
