@@ -514,7 +514,7 @@ def check_message(message: dict[str, Any], request: Request, trainers: int) -> N
             for _, step, names in message["states"]:
                 if not (isinstance(step, (int, float)) and step >= 0 and all(isinstance(name, str) for name in names)):
                     raise ValueError(f"states {names!r} at step {step!r}")
-        if op == "save" and type(message["path"]) is not str:
+        if op == "save" and [type(message[name]) for name in ("path", "wait", "snapshot")] != [str, bool, int]:
             raise ValueError(f"path {message['path']!r}")
         if op == "state" and message["to"] not in (None, *range(trainers)):
             raise ValueError(f"trainer {message['to']!r}")

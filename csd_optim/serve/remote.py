@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from .. import errors
@@ -23,6 +27,8 @@ from .wire import (
     CONNECT_TIMEOUT,
     COUNTER,
     LAST_WORDS,
+    LOOK,
+    PATIENCE,
     REQUEST_BYTES,
     Address,
     Session,
@@ -30,9 +36,11 @@ from .wire import (
     connect,
     gloo_group,
     is_loopback,
+    lost,
     parse,
     ready_key,
     request_key,
+    saved_key,
 )
 
 _addresses: set[tuple[str, int]] = set()  # that optimizers of this process are connected to
@@ -50,6 +58,7 @@ class RemoteEngine(Engine):
         self.address: Address = address
         self._ranks = ranks
         self._session: Session | None = None
+        self._snapshots = 0  # that were asked for
         self.early: Early | None = None  # if gradients leave in backward
         place = address.host, address.port
         with all_ranks_or_none(ranks):
@@ -179,6 +188,33 @@ class RemoteEngine(Engine):
             warnings.warn(str(text), CSDWarning, stacklevel())
         self.committer.committed_step = int(reply.get("committed_step", self.committed_step))
         return reply
+
+    def save(self, path: Path, *, wait: bool) -> Future[Path]:
+        """Has the owners make a snapshot; a future of the path there."""
+        session, saved = self._session, Future[Path]()
+        self._snapshots += 1
+        self.call({"op": "save", "path": str(path), "wait": wait, "snapshot": self._snapshots}, patience=PATIENCE)
+        assert session is not None
+        if wait:
+            saved.set_result(path)
+            return saved
+        keys = [saved_key(session.number, self._snapshots, k) for k in range(session.owners)]
+
+        def watch() -> None:
+            try:
+                store = connect(self.address.host, self.address.port, CONNECT_TIMEOUT)
+                with lost("the optimizer ranks are gone"):
+                    while not store.check(keys):
+                        time.sleep(LOOK)
+                    said = [parse(store.get(key)) for key in keys]
+                for message in said:
+                    _raise_told(message)
+                saved.set_result(path)
+            except Exception as e:
+                saved.set_exception(e)
+
+        threading.Thread(target=watch, daemon=True, name="csd_optim save").start()
+        return saved
 
     def fetch(self, parts: Sequence[Part], view_of: ViewOf) -> None:
         """What follows a reply: blocks from all owners, written to views of memory."""

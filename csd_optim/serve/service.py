@@ -34,6 +34,7 @@ from .wire import (
     COUNTER,
     JOIN_TIMEOUT,
     LAST_WORDS,
+    LOOK,
     PATIENCE,
     Session,
     answer_key,
@@ -42,9 +43,9 @@ from .wire import (
     parse,
     ready_key,
     request_key,
+    saved_key,
 )
 
-LOOK = 0.05  # seconds between looks for another session
 TELL = 10.0  # between two lines about progress
 OPS = ("open", "listen", "step", "pull", "join", "load", "state", "save", "synchronize", "close")
 GOES_ON, OVER, STOPS = range(3)  # votes
@@ -318,10 +319,18 @@ class Service:
         elif asked.op == "load":
             owner.load(message, asked.received, asked.states)
         elif asked.op == "save":
-            owner.optimizer.save(str(message["path"]))
+            saving = owner.optimizer.save(message["path"], wait=message["wait"])
+            key = saved_key(session.number, message["snapshot"], owner.rank)
+            saving.add_done_callback(partial(self._saved, key))
         else:
             owner.optimizer.synchronize()
         return {"committed_step": owner.optimizer.committed_step}, None
+
+    def _saved(self, key: str, saving: Future[Any]) -> None:
+        """Says in the store, where any trainer looks for it, what has become of a snapshot. On any thread."""
+        failure = saving.exception()
+        with contextlib.suppress(RuntimeError):  # the first owner is gone
+            self._store.set(key, json.dumps(error_message(failure) if failure else {}))
 
     def _tell(self, request: Request, number: int, seconds: float) -> None:
         opt = self._owner.optimizer

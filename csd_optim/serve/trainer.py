@@ -668,15 +668,12 @@ class _Trainer(_Optimizer):
         }
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
-        """A snapshot on the owners' machines, which is there when this returns, whatever `wait` and `progress` say."""
-        there = os.fsdecode(path)
-        if not os.path.isabs(there):
-            raise CSDValueError(f"Invalid path: {there!r}; the owners' machines know absolute ones only")
+        """A snapshot on the owners' machines, as elsewhere; all trainers call it. Nobody shows `progress`."""
+        there = Path(os.fsdecode(path))
+        if not there.is_absolute():
+            raise CSDValueError(f"Invalid path: {str(there)!r}; the owners' machines know absolute ones only")
         with self._settled(meets=True):
-            self._remote.call({"op": "save", "path": there}, patience=PATIENCE)
-        done: Future[Path] = Future()
-        done.set_result(Path(path))
-        return done
+            return self._remote.save(there, wait=wait)
 
     def close(self) -> None:
         """The last step of one trainer alone is durable then. Of several, call synchronize() on all of them before."""

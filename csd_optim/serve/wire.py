@@ -34,6 +34,7 @@ JOIN_TIMEOUT = 60.0  # seconds to connect to each other when all are known to be
 # A trainer computes as long as it likes, and an owner reads as much as it has. If the other side's machine vanishes
 # without a word, what waits for it is given up by the next session; a thread of it may stay so long.
 PATIENCE = 24 * 3600.0
+LOOK = 0.05  # seconds between looks at the store
 
 ROUTES = ("kept", "slices", "star", "auto")  # of gradients: see docs/optimizer-ranks.md
 
@@ -50,6 +51,10 @@ def answer_key(session: int) -> str:
 
 def ready_key(session: int, trainer: int) -> str:
     return f"ready/{session}/{trainer}"
+
+
+def saved_key(session: int, snapshot: int, owner: int) -> str:
+    return f"saved/{session}/{snapshot}/{owner}"
 
 
 class Address(NamedTuple):

@@ -178,6 +178,11 @@ def there(rank, address, steps, options, resume=False, pushes=False):
     training.opt._forget_consolidated()
     with pytest.raises(CSDRuntimeError, match="consolidate_state_dict"):
         torch.save(training.opt.state_dict(), "states.pt")
+    path = Path(f"snapshot-{first}").absolute()
+    saving = training.opt.save(path, wait=False)
+    if rank == 1:  # no other trainer has to look whether it is there
+        assert saving.result(60) == path
+        assert CSDAdam.load(path / "rank-1" / "device-0")["csd_optim"]["step"] == training.opt.committed_step
     stats = training.opt.stats()
     assert stats["route"] == ("slices" if pushes else "kept")
     training.opt.close()
@@ -392,6 +397,8 @@ def test_a_step_that_owners_could_not_make_leaves_nothing(owners):
         training.params["matrix"].mul_(2)
     with pytest.raises(CSDOSError):
         training.step()
+    with pytest.raises(CSDOSError):
+        training.opt.save(owners.directory / "snapshot", wait=False).result(60)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
     training.opt.close()
     training = Replicas(owners.address, resume=True)
