@@ -1,15 +1,20 @@
 """What leaves in backward is what the step is made of, or the step says that it is not."""
 
 import contextlib
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.owners import Owners
 from support.ranks import on_living_ranks
+from test_serve import Replicas
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from csd_optim import CSDAdam, CSDRuntimeError, CSDTypeError, CSDValueError, push
+from csd_optim import CSDAdam, CSDRankError, CSDRuntimeError, CSDTypeError, CSDValueError, push
+from csd_optim.serve.arrivals import Arrivals
+from csd_optim.serve.wire import PUSH
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +247,53 @@ def test_the_hook_beside_what_it_does_not_push(owners, tmp_path):
     for images in on_living_ranks(2, beside_others, owners.address, directory=tmp_path):
         for image in images[1:]:
             assert all(torch.equal(a, b) for a, b in zip(images[0], image, strict=True))
+
+
+PUSHED = {"op": "step", "scale": 1.0, "params": [0], "dtypes": ["float32"], "written": [], "pushed": [1]}
+
+
+@pytest.mark.parametrize(
+    ("pushed", "header", "why"),
+    [
+        (None, {}, "nobody has pushed"),
+        (None, {"pushed": ["1"]}, "backwards that do not fit"),
+        ({"backward": 1}, {}, "cannot be read"),
+        ({"backward": 1, "parts": [[0, 30, 8, "float32"]]}, {}, "rows 30 to 38"),
+        ({"backward": 1, "parts": [[9, 0, 1, "float32"]]}, {}, "cannot be read"),
+        ({"backward": 1, "parts": [[0, 0, 1, "Tensor"]]}, {}, "no dtype"),
+        ({"backward": 1, "parts": [[0, 0, 1, "float32"]] * 2}, {}, "twice"),
+    ],
+)
+def test_what_is_no_push_ends_the_session_and_not_the_owner(owners, pushed, header, why):
+    training = Replicas(owners.address, overwrite=True)
+    training.step()
+    image, pids = training.image(), owners.pids
+    engine, session = training.opt._remote, training.opt._remote._session
+    if pushed:
+        engine.call({"op": "listen"})
+        session.say(pushed, session.owner(0), tag=PUSH)
+    with pytest.raises(CSDRankError, match=why):
+        engine.call({**PUSHED, "hyper": None, "user_states": None, **header})
+    training = Replicas(owners.address, resume=True)
+    assert (training.done, owners.pids) == (1, pids)
+    assert all(torch.equal(a, b) for a, b in zip(image, training.image(), strict=True))
+    training.opt.close()
+
+
+def test_an_owner_waits_for_all_of_just_that_backward():
+    def hear(*_, **__):
+        raise CSDRankError("nobody is there")
+
+    session = SimpleNamespace(trainers=2, timeout=0.02, hear=hear)
+    arrivals = Arrivals(SimpleNamespace(changed=threading.Condition(), check_counts=lambda _: None), session)
+    arrivals._come[0][3] = arrivals._come[1][3] = (2, 10)  # elements
+    arrivals.wait({3: 2}, [{3: 10}, {3: 10}])
+    arrivals.wait({3: 2, 4: 2}, [{3: 10, 4: 0}, {3: 10}])
+    for pushed, expected in (
+        ({3: 1}, [{3: 10}, {3: 10}]),  # an abandoned one's: it was overwritten
+        ({3: 3}, [{3: 10}, {3: 10}]),
+        ({3: 2}, [{3: 10}, {3: 11}]),
+        ({4: 2}, [{4: 1}, {4: 0}]),
+    ):
+        with pytest.raises(CSDRankError, match="has not come"):
+            arrivals.wait(pushed, expected)
