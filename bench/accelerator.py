@@ -6,7 +6,8 @@
 
     link       a tile's image from and to pinned memory: each way alone, and both at once on two streams
     selection  8 tiles with error feedback, as a step does it: beside a copy of their gradients, and torch.topk
-    step       on `ram:` and on a file, dense and with Top-K 1 %: beside the same with parameters in host memory
+    step       on `ram:` and on a file, dense and with Top-K 1 %: beside the same with parameters in host memory; and on
+               `gpu:`, beside `ram:` there
 
 First, steps with parameters there are compared with steps on the CPU, bit for bit. --json prints schema
 csd_optim.bench.accelerator/1.
@@ -67,19 +68,24 @@ def optimizer_on(place: torch.device | str, params: int, devices: str, topk: flo
     return CSDAdam([{"params": tensors, "topk": topk}], devices=devices, tile_size=min(TILE, params))
 
 
+def cases(directory: Path) -> list[tuple[str, str, float | None]]:
+    """Devices of steps there and of those in host memory, and Top-K's share."""
+    on_both = [(d, d, topk) for d in ("ram:", f"file:{directory}?scratch=1") for topk in (None, 0.01)]
+    return [*on_both, ("gpu:", "ram:", None)]
+
+
 def verify(device: torch.device, directory: Path) -> None:
-    for devices in ("ram:", f"file:{directory}?scratch=1"):
-        for topk in (None, 0.01):
-            found = []
-            for place in (device, "cpu"):
-                with optimizer_on(place, 3_000_000, devices, topk) as opt:
-                    for _ in range(3):
-                        opt.step()
-                    p = opt.param_groups[0]["params"][0]
-                    found.append([t.detach().cpu().clone() for t in (p, *opt.state[p].values())])
-            if not all(map(torch.equal, *found)):
-                raise SystemExit(f"{devices}, topk={topk}: not the bits of the CPU: nothing is timed")
-    say("verified: steps on ram: and a file, dense and with Top-K, have the bits of the CPU")
+    for devices, of_host, topk in cases(directory):
+        found = []
+        for place, on in ((device, devices), ("cpu", of_host)):
+            with optimizer_on(place, 3_000_000, on, topk) as opt:
+                for _ in range(3):
+                    opt.step()
+                p = opt.param_groups[0]["params"][0]
+                found.append([t.detach().cpu().clone() for _, t in [("", p), *sorted(opt.state[p].items())]])
+        if not all(map(torch.equal, *found)):
+            raise SystemExit(f"{devices}, topk={topk}: not the bits of the CPU: nothing is timed")
+    say("verified: steps on ram: and a file, dense and with Top-K, and on gpu: have the bits of the CPU")
 
 
 def by_turns(runs: int, *calls: Callable[[], Any]) -> list[list[float]]:
@@ -148,23 +154,22 @@ def selection_rows(device: torch.device, arguments: argparse.Namespace) -> list[
 
 def step_rows(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
     rows = []
-    for devices in ("ram:", f"file:{arguments.directory}?scratch=1"):
-        for topk in (None, 0.01):
-            there = optimizer_on(device, arguments.params, devices, topk)
-            here = optimizer_on("cpu", arguments.params, devices, topk)
-            with there, here:
-                ours, host = by_turns(arguments.runs, *(lambda o=o: (o.step(), o.stats()) for o in (there, here)))
-            what = "dense" if topk is None else "Top-K 1 %"
-            rows.append(
-                {
-                    "part": "step",
-                    "what": f"step, {devices.partition(':')[0]}, {what}",
-                    "unit": "G parameters/s",
-                    "params": arguments.params,
-                    "rates": [arguments.params / s for s in ours],
-                    "ratio_to": {"the speed in host memory": [h / s for h, s in zip(host, ours, strict=True)]},
-                }
-            )
+    for devices, of_host, topk in cases(arguments.directory):
+        there = optimizer_on(device, arguments.params, devices, topk)
+        here = optimizer_on("cpu", arguments.params, of_host, topk)
+        with there, here:
+            ours, host = by_turns(arguments.runs, *(lambda o=o: (o.step(), o.stats()) for o in (there, here)))
+        what = "dense" if topk is None else "Top-K 1 %"
+        rows.append(
+            {
+                "part": "step",
+                "what": f"step, {devices.partition(':')[0]}, {what}",
+                "unit": "G parameters/s",
+                "params": arguments.params,
+                "rates": [arguments.params / s for s in ours],
+                "ratio_to": {"the speed in host memory": [h / s for h, s in zip(host, ours, strict=True)]},
+            }
+        )
     return rows
 
 

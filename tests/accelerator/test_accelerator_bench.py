@@ -19,7 +19,7 @@ def test_bench(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert result["schema"] == "csd_optim.bench.accelerator/1"
-    assert [row["part"] for row in result["rows"]] == ["link"] * 3 + ["selection"] * 2 + ["step"] * 4
+    assert [row["part"] for row in result["rows"]] == ["link"] * 3 + ["selection"] * 2 + ["step"] * 5
     assert all(len(row["rates"]) == 5 for row in result["rows"])
     assert "have the bits of the CPU" in err
 
