@@ -13,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [sys.executable, "-m", "pytest", "tests/accelerator", "--accelerator", "-q"]
 
+ORDERED = "dense or lifetimes or overlap or near"  # tests of who may do what when
+
 
 @dataclass
 class Step:
@@ -27,7 +29,7 @@ STEPS = [
     Step("environment", [sys.executable, "-m", "torch.utils.collect_env"]),
     Step("tests", [*TESTS, "--durations=20"]),
     # torch's own check of accesses from several streams; it knows CUDA only.
-    Step("streams", [*TESTS, "-k", "dense or lifetimes or overlap or near"], "nvidia-smi", {"TORCH_CUDA_SANITIZER": "1"}),
+    Step("streams", [*TESTS, "-k", ORDERED], "nvidia-smi", {"TORCH_CUDA_SANITIZER": "1"}),
     Step("memory", ["compute-sanitizer", "--tool", "memcheck", *TESTS, "-k", "test_layouts"], "compute-sanitizer"),
     Step("bench", [sys.executable, "-m", "bench.accelerator", "--json"]),
     Step("overlap", [sys.executable, "-m", "bench.overlap", "--accelerator", "--quick", "--json"]),
