@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from support.optimizers import ADAMW, FULL
+from support.owners import Owners
 from support.ranks import KILLED, on_living_ranks, on_ranks
 from support.states import assumed
 from torch import nn
@@ -829,7 +830,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path):
     assert torch.equal(*on_living_ranks(2, overflows, directory=tmp_path))
 
 
-def joins(rank, size, state_dtype):
+def joins(rank, size, state_dtype, devices):
     """Rank r has r + 1 batches. AdamW is not sharded: the last rank to join has its result."""
     models = [DDP(net(used=True)) for _ in range(2)]
     if state_dtype == "fp32":
@@ -838,7 +839,7 @@ def joins(rank, size, state_dtype):
         alone = dist.new_group([rank], use_local_synchronization=True)
         options = {"devices": "ram:", "process_group": alone, "state_dtype": state_dtype}
         oracle = CSDAdam(models[1].parameters(), **ARGS, **options)
-    options = {"tile_size": TILE, "devices": "file:", "state_dtype": state_dtype}
+    options = {"tile_size": TILE, "devices": devices, "state_dtype": state_dtype}
     with CSDAdam(models[0].parameters(), **ARGS, **options) as optimizer:
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), torch.optim.lr_scheduler.StepLR(oracle, 1, 0.5)
         for model, o, s in zip(models, (optimizer, oracle), schedule, strict=True):
@@ -854,9 +855,12 @@ def joins(rank, size, state_dtype):
         return [p.detach() for p in models[0].parameters()], optimizer.state[models[0].module.scale]["step"].item()
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
-def test_uneven_inputs_with_join(state_dtype, tmp_path):
-    ranks = on_living_ranks(3, joins, 3, state_dtype, directory=tmp_path)
+@pytest.mark.parametrize(("state_dtype", "devices"), [("fp32", "file:"), ("8bit", "file:"), ("fp32", "serve:")])
+def test_uneven_inputs_with_join(state_dtype, devices, tmp_path):
+    with contextlib.ExitStack() as stack:
+        if devices == "serve:":
+            devices = stack.enter_context(Owners(tmp_path / "owners")).address
+        ranks = on_living_ranks(3, joins, 3, state_dtype, devices, directory=tmp_path)
     for params, step in ranks:
         assert step == 3
         assert all(torch.equal(p, q) for p, q in zip(params, ranks[0][0], strict=True))
