@@ -196,6 +196,8 @@ class _Thread:
                         self._push(backward, here)
                     except CSDRankError as e:
                         self.failure = e
+                    except Exception as e:
+                        self.failure = CSDRankError(f"gradients were not pushed: {type(e).__name__}: {e}")
             finally:
                 self._window.release()
 

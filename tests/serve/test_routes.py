@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from csd_optim import CSDAdam, CSDRankError, CSDRuntimeError, CSDTypeError, CSDValueError, push
 from csd_optim.serve.arrivals import Arrivals
-from csd_optim.serve.wire import PUSH
+from csd_optim.serve.wire import PUSH, Session
 
 
 @pytest.fixture(scope="module")
@@ -297,3 +298,29 @@ def test_an_owner_waits_for_all_of_just_that_backward():
     ):
         with pytest.raises(CSDRankError, match="has not come"):
             arrivals.wait(pushed, expected)
+
+
+def tried_again(rank, address):
+    """A step that could not be made, and then is: what has left is there."""
+    training, undisturbed = Reduced(address), Reduced("ram:")
+    for i in range(3):
+        training.backward(rank, i)
+        undisturbed.backward(rank, i)
+        if i == 1:
+            training.opt.user_state = {"what": object()}
+            with pytest.raises(TypeError):
+                training.opt.step()
+            training.opt.user_state = {}
+        training.step()
+        undisturbed.step()
+        assert training.opt.stats()["route"] == "slices"
+    assert all(torch.equal(a, b) for a, b in zip(training.image(), undisturbed.image(), strict=True))
+    with mock.patch.object(Session, "say", side_effect=ValueError("nobody thought of that")):
+        training.backward(rank, 3)
+        with pytest.raises(CSDRankError, match="nobody thought of that"):
+            training.opt.step()
+    training.opt.close()
+
+
+def test_a_step_that_failed_is_tried_again_with_what_owners_have(owners, tmp_path):
+    on_living_ranks(2, tried_again, owners.address, directory=tmp_path)
