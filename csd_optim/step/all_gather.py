@@ -139,7 +139,7 @@ class ParamAllGather:
         while self._to_leave:
             tiles = self._to_leave[0].tiles
             missing = not self._missing.isdisjoint(tiles.tolist())
-            if missing or (self._engine and not self._engine.params_ready(tiles, wait=wait)):
+            if missing or (self._engine and len(tiles) and not self._engine.params_ready(tiles, wait=wait)):
                 return
             for piece in self._to_leave[0].pieces:
                 if source := self._sources.get(piece.param_state.index):

@@ -178,15 +178,14 @@ class StepRunner:
                     launching = step.near.launch(timed=engine.near_spans is not None) if step.near else NOTHING
                     if ring is None or gather:  # which sends what is on no tile as soon as it is asked
                         _exhaust(launching)
-                    if len(step.tiles):
-                        if ring is not None:
-                            pulled = gather.pulled if gather else None
-                            ring.run(engine, images, prepared, pulled, meanwhile=launching)
-                            _exhaust(launching)
-                        if gather:
-                            gather.advance(wait=True)
-                        if self._ranks:
-                            engine.params_ready(tiles[~np.isin(tiles, images)], wait=True)
+                    if ring is not None:
+                        pulled = gather.pulled if gather else None
+                        ring.run(engine, images, prepared, pulled, meanwhile=launching)
+                        _exhaust(launching)
+                    if gather and (len(step.tiles) or step.near):
+                        gather.advance(wait=True)
+                    if len(step.tiles) and self._ranks:
+                        engine.params_ready(tiles[~np.isin(tiles, images)], wait=True)
                 finally:
                     if gather:
                         gather.finish()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support import emulated, through_host
 from support.backends import TILE
-from support.on_accelerator import DTYPES
+from support.on_accelerator import DTYPES, NEAR
 from support.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,11 +35,11 @@ def made(device, dtype, strided):
 
 
 def devices_for(device, near):
-    """Beside a file, where parameters on the CPU have all of their states."""
-    return ["gpu:", "file:"] if near and device != "cpu" else "file:"
+    """`near`: those of parameters on the accelerator. None: the same as on the CPU."""
+    return near if near and device != "cpu" else "file:"
 
 
-def shares(rank, device, dtype, strided, topk, near=False):
+def shares(rank, device, dtype, strided, topk, near=None):
     """Replicas: each rank updates its share, and all of them have all after each step."""
     if near:  # more is to be queued than there are tiles of the file
         near_updates.CHUNK = 128
@@ -82,10 +82,11 @@ def everywhere(request, tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "strided", "topk", "near"),
     [
-        (DTYPES[0], False, None, False),
-        (DTYPES[2], True, None, False),
-        (DTYPES[2], False, 0.1, False),
-        (DTYPES[2], True, None, True),
+        (DTYPES[0], False, None, None),
+        (DTYPES[2], True, None, None),
+        (DTYPES[2], False, 0.1, None),
+        (DTYPES[2], True, None, NEAR[0]),
+        (DTYPES[2], True, None, NEAR[1]),
     ],
     ids=str,
 )
@@ -93,7 +94,7 @@ def test_shares_are_gathered(everywhere, dtype, strided, topk, near):
     everywhere(shares, dtype, strided, topk, near)
 
 
-def shards(rank, device, dtype, topk, near=False):
+def shards(rank, device, dtype, topk, near=None):
     """What FSDP2 makes: each rank updates its rows, and the norm is that of all."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, device)
 
@@ -116,7 +117,7 @@ def shards(rank, device, dtype, topk, near=False):
 
 
 @pytest.mark.one_schedule
-@pytest.mark.parametrize(("topk", "near"), [(None, False), (0.1, False), (None, True)])
+@pytest.mark.parametrize(("topk", "near"), [(None, None), (0.1, None), (None, NEAR[1])])
 def test_shards_are_updated(everywhere, topk, near):
     everywhere(shards, DTYPES[2], topk, near)
 

@@ -159,7 +159,7 @@ MUTANTS = {
     "gpu: states are not put back": in_near("state.copy_(kept)", "pass", "near and fails"),
     "gpu: states of before are those of after": in_near("state.clone() for", "state for", "near and fails"),
     "gpu: what is left is not queued": in_steps(
-        "meanwhile=launching)\n                            _exhaust(launching)", "meanwhile=launching)", "near and bits"
+        "meanwhile=launching)\n                        _exhaust(launching)", "meanwhile=launching)", "near and bits"
     ),
     "gpu: shares leave before they are updated": in_steps("ring is None or gather:", "ring is None:", "shares"),
     "gpu: somebody waits": in_near("if timed:\n                wait_for(first)", "wait_for(first)", "near and nothing"),
