@@ -1,6 +1,8 @@
 """What leaves in backward is what the step is made of, or the step says that it is not."""
 
 import contextlib
+import itertools
+import math
 import threading
 from types import SimpleNamespace
 from unittest import mock
@@ -14,6 +16,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from csd_optim import CSDAdam, CSDRankError, CSDRuntimeError, CSDTypeError, CSDValueError, push
+from csd_optim.planning import ranks
+from csd_optim.planning.advice import Request
+from csd_optim.planning.model import Device, Host
+from csd_optim.planning.ranks import Fleet
 from csd_optim.serve.arrivals import Arrivals
 from csd_optim.serve.wire import PUSH, Session
 
@@ -324,3 +330,14 @@ def tried_again(rank, address):
 
 def test_a_step_that_failed_is_tried_again_with_what_owners_have(owners, tmp_path):
     on_living_ranks(2, tried_again, owners.address, directory=tmp_path)
+
+
+def test_no_route_is_planned_to_take_less_time_than_that_of_auto():
+    for trainers, owners, times, backward, drive in itertools.product(
+        (1, 2, 4, 64), (1, 8), (0.25, 1, 4, 64), (0.0, 3.0), (2e9, 1e12)
+    ):
+        of_drive = Device(drive, drive, drive, on_host=True)
+        request = Request(params=10**9, devices=4, host=Host(update=math.inf), drive=of_drive, backward=backward)
+        fleet = Fleet(trainers, owners, 1e9, times * 1e9)
+        seconds = {route: ranks.iteration(route, request, fleet) for route in ranks.ROUTES}
+        assert seconds["slices"] <= min(seconds.values()) * (1 + 1e-9), (fleet, seconds)
