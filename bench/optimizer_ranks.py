@@ -44,12 +44,13 @@ from csd_optim.planning import ranks
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host
 from csd_optim.planning.ranks import Fleet
-from csd_optim.serve.wire import ROUTES
+from csd_optim.serve import wire
 
 Row = dict[str, Any]
 WARM_UP = 2  # iterations: DDP finds its buckets, states are made
 WITHIN = 0.02  # of the formula, bytes are good
-SAME_BITS = ("local", *ranks.ROUTES)  # as the reference; AdamW in bf16 rounds otherwise
+ROUTES = [route for route in ranks.ROUTES if route in wire.ROUTES]
+SAME_BITS = ("local", *ROUTES)  # as the reference; AdamW in bf16 rounds otherwise
 
 
 def main() -> None:
@@ -214,7 +215,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=5e6, help="number of parameters (default 5e6), bf16")
     parser.add_argument("--trainers", type=int, choices=(1, 2, 4, 8), default=4)
     parser.add_argument("--owners", type=int, default=1)
-    parser.add_argument("--routes", nargs="+", choices=list(ROUTES), default=list(ROUTES))
+    parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     parser.add_argument("--trainer-link", type=parse_link, default=50e6, help="such as 400Mb/s, the default")
     parser.add_argument("--owner-link", type=float, nargs="+", default=[1, 2, 4], help="times a trainer's")
     parser.add_argument("--drives", type=int, nargs="+", default=[1, 2, 4], help="of an owner, or of a trainer")

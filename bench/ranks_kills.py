@@ -76,27 +76,37 @@ def survived(
         run = len(kills) + 1
         running = [
             processes.Process(
-                target=work, args=(rank, len(places), run, directory, place, row, devices[rank], arguments)
+                target=work,
+                args=(rank, len(places), run, directory, place, row, devices[rank], arguments),
+                daemon=True,
             )
             for rank, place in enumerate(places)
         ]
         for process in running:
             process.start()
         lifetime = chance.expovariate(1 / arguments.mtbf)
-        while len(done := [line for line in steps_in(log) if line[0] == run]) < int(lifetime) or not done:
-            if any(process.exitcode for process in running):
-                raise SystemExit(f"{row['way']}: a trainer has ended by itself: {Path(directory, 'said').read_text()}")
-            if not any(process.is_alive() for process in running):
+        while True:
+            failed = any(process.exitcode for process in running)
+            if log.read_text().count("\n") > len(done := steps_in(log)):  # the last line is that of the end
+                end(running)
                 return judged(row, arguments.steps, start, kills, log)
+            if failed:
+                raise SystemExit(f"{row['way']}: a trainer has ended by itself: {Path(directory, 'said').read_text()}")
+            if max(1, int(lifetime)) <= sum(of == run for of, _, _ in done):
+                break
             time.sleep(0.005)
-        time.sleep(lifetime % 1 * typical(steps_in(log)))
+        time.sleep(lifetime % 1 * typical(done))
         kills.append(time.monotonic())
         chance.choice(running).kill()
-        for process in running:
-            process.kill()
-            process.join()
-        if log.read_text().count("\n") > len(steps_in(log)):  # they had done all when they were killed
-            return judged(row, arguments.steps, start, kills[:-1], log)
+        end(running)
+
+
+def end(running: list[Any]) -> None:
+    """Whatever they do: gloo may hang where it is asked to end well while others are gone."""
+    for process in running:
+        process.kill()
+    for process in running:
+        process.join()
 
 
 def steps_in(log: Path) -> list[tuple[int, int, float]]:
@@ -171,8 +181,7 @@ def work(
                 os.replace(directory / "new", checkpoint)
         if rank == 0:
             log.write(f"{checksum(trainer.model)}\n")
-    trainer.close()
-    dist.destroy_process_group()
+    time.sleep(3600)  # until it is killed with the others
 
 
 def describe(row: Row) -> str:

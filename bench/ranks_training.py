@@ -11,10 +11,11 @@ import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import csd_optim
-from bench.paced_network import Network
+from bench.paced_network import Network, libc
 from csd_optim import CSDAdam, bindings
 from csd_optim.cli.serving import serve
 
 LAYERS = 16
 LR = 0.01
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 processes = multiprocessing.get_context("fork")  # before anything is computed: an import of torch for all of them
 
 
@@ -142,19 +144,20 @@ class Trainer:
 
 
 def settle(place: Callable[[], None], threads: int = 1) -> None:
-    """What a new process does first: it moves to its machine."""
+    """What a new process does first: it moves to its machine, and ends when its parent does, however that is."""
+    libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     place()
     torch.set_num_threads(threads)
     bindings.threads_use(threads)
 
 
 def train(conn: Connection, rank: int, size: int, meeting: str, place: Callable[[], None]) -> None:
-    """A trainer that does what it is told: (name of an attribute of Trainer, arguments), each answered."""
+    """A trainer that does what it is told, and answers: to `open` one, to take so many `steps`, to `close` it."""
     settle(place)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     trainer: Trainer | None = None
-    while message := conn.recv():
-        what, arguments = message
+    while True:
+        what, arguments = conn.recv()
         try:
             if what == "open":
                 trainer = Trainer(**arguments)
@@ -170,15 +173,14 @@ def train(conn: Connection, rank: int, size: int, meeting: str, place: Callable[
             conn.send((True, answer))
         except Exception as e:  # told to the parent, who ends
             conn.send((False, f"{type(e).__name__}: {e}"))
-    dist.destroy_process_group()
 
 
 class Trainers:
     """All of them; `places`: what each does first, `meeting`: where they meet (torch's init_method)."""
 
     def __init__(self, places: list[Callable[[], None]], meeting: str) -> None:
-        self._ends = []
-        self._running = []
+        self._ends: list[Connection] = []
+        self._running: list[Any] = []
         for rank, place in enumerate(places):
             here, there = processes.Pipe()
             process = processes.Process(target=train, args=(there, rank, len(places), meeting, place), daemon=True)
@@ -191,21 +193,21 @@ class Trainers:
         """What each of them answers; `each`: what it is told, or what all of them are. SystemExit: one has failed."""
         for k, end in enumerate(self._ends):
             end.send((what, each[k % len(each)]))
-        answers = []
-        for rank, end in enumerate(self._ends):
-            try:
-                well, answer = end.recv()
-            except EOFError:
-                well, answer = False, "it is gone"
-            if not well:
-                raise SystemExit(f"trainer {rank}: {answer}")
-            answers.append(answer)
-        return answers
+        answers: dict[Any, Any] = {}
+        while len(answers) < len(self._ends):  # whoever is first: when one fails, others may wait for it
+            for end in wait([end for end in self._ends if end not in answers]):
+                try:
+                    well, answer = end.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    well, answer = False, "it is gone"
+                if not well:
+                    raise SystemExit(f"trainer {self._ends.index(end)}: {answer}")  # type: ignore[arg-type]
+                answers[end] = answer
+        return [answers[end] for end in self._ends]
 
     def end(self) -> None:
-        for end in self._ends:
-            end.send(None)
         for process in self._running:
+            process.kill()
             process.join()
 
 

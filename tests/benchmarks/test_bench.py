@@ -10,8 +10,8 @@ from support.cards import emulated_python, needs_xrt
 from support.forked import module, python, running
 
 from bench import paced_network, ranks_table
+from bench.optimizer_ranks import ROUTES
 from csd_optim.planning.ranks import LINKS
-from csd_optim.serve.wire import ROUTES
 
 ROOT = Path(__file__).parents[2]
 
