@@ -337,6 +337,11 @@ def engine_push_grads(engine: Any, tile: int, grads: Sequence[int], name: Namer)
     check(lib.csd_engine_push_grads(engine, tile, addresses, error), error, name, _UNDONE)
 
 
+def engine_drop_grads(engine: Any, params: np.ndarray[Any, Any], name: Namer) -> None:
+    error = ffi.new("csd_error *")
+    check(lib.csd_engine_drop_grads(engine, _array(params, "uint32_t *"), len(params), error), error, name, _UNDONE)
+
+
 def engine_pull(engine: Any, name: Namer) -> int:
     tile, error = ffi.new("uint32_t *"), ffi.new("csd_error *")
     check(lib.csd_engine_pull(engine, tile, error), error, name, _UNDONE)

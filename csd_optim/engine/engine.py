@@ -351,6 +351,10 @@ class Engine:
         """
         bindings.engine_push_grads(self.handle, tile, grads, self.name_device)
 
+    def drop_grads(self, params: Sequence[int]) -> None:
+        """These parameters have no gradient after all, and keep every bit. Before any of their tiles is pushed."""
+        bindings.engine_drop_grads(self.handle, np.array(params, np.uint32), self.name_device)
+
     def pull(self) -> int:
         return bindings.engine_pull(self.handle, self.name_device)
 

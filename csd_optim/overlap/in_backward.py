@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..accelerator import is_far, is_ours
 from ..bindings import AS_PUSHED
 from ..engine.engine import Engine
 from ..engine.pieces import Pieces
 from ..engine.trace import Span
 from ..errors import CSDError, CSDRuntimeError, CSDTypeError
+from ..params.grad_source import GradSource
 from ..params.groups import Groups, members, name_of, plain
 from ..params.param_state import ParamState
 from ..params.strides import flat
 from ..signals import defer_signals
 from ..step.prepare import GradOptions, PreparedStep
 from ..step.run import StepRunner
+from ..step.staging import Flow
 from ..store.format import Record
 from .mode import BesideModel
 from .order import NEVER
@@ -52,10 +56,15 @@ class Lent(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A gradient, or a part of it; and where the whole would begin."""
+    """A gradient, or a part of it, contiguous, that begins with the parameter's element `first`."""
 
     grad: torch.Tensor
-    address: int
+    first: int
+
+    @property
+    def address(self) -> int:
+        """Where the whole would begin."""
+        return self.grad.data_ptr() - self.first * self.grad.element_size()
 
 
 class Taken(NamedTuple):
@@ -105,6 +114,8 @@ class StepsInBackward(BesideModel):
         self.active: bool = False
         self._step: PreparedStep | None = None
         self._task, self._over = -1, False  # torch's number of the backward; has it come to its end?
+        self._gone = threading.Event()  # it has, or it has failed; or there is none
+        self._gone.set()
         self._constants: list[dict[str, Any]] = []  # of the groups
         self._awaited: dict[int, ParamState] = {}  # by id of the parameter: all that may take part
         self._taken: dict[int, Taken] = {}  # those whose gradients are there, likewise
@@ -114,7 +125,10 @@ class StepsInBackward(BesideModel):
         self._missing = np.zeros(0, np.int64)  # of each tile: gradients that are not there
         self._parts: dict[int, dict[int, Part]] = {}  # by tile that lacks others, by row
         self._lent: deque[Lent] = deque()
-        self._lent_bytes = 0
+        self._lent_bytes = 0  # of these, and of gradients that are to be copied
+        self._images: frozenset[int] = frozenset()  # tiles that travel by images, such as those on an accelerator
+        self._flow: Flow | None = None  # of these
+        self._to_copy: dict[int, int] = {}  # of each of these that is on its way: bytes of gradients
 
     def end(self) -> None:
         self.abandon()
@@ -148,7 +162,8 @@ class StepsInBackward(BesideModel):
         engine = self._engine
         with defer_signals():  # that it has begun is noted
             step, record = prepare()
-            if step.prepared or step.table["topk"].any():
+            moved = any(s.back or s.grad_dtype is not s.param.dtype for s in step.prepared.values())
+            if moved or step.table["topk"].any():
                 raise CSDRuntimeError(
                     "overlap(free_gradients=True): a parameter moved in memory, or owes what Top-K left"
                 )
@@ -159,21 +174,26 @@ class StepsInBackward(BesideModel):
             np.add.at(self._missing, self._pieces.all["tile"][has_grad], 1)
             self._waited, self._early_elems = 0.0, 0
             self._step, self._task, self.active = step, task, True
+            self._gone = threading.Event()
             self._runner.moved = self._runner.in_flight = True
             tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
             engine.guessed, engine.lent = True, self._lent
+            if step.ring:
+                step.ring.begin(step.prepared)
+                self._images, self._flow = frozenset(step.images), Flow(step.ring, engine, copied=self._is_copied)
             self._to_push = dict.fromkeys(tiles.tolist())
             autograd = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            autograd.queue_callback(_Pass(self, task))
+            autograd.queue_callback(_Pass(self, task, self._gone))
 
     def _take(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         param_state = self._awaited.get(id(p))
         if param_state is None:
             raise CSDRuntimeError("a parameter got a gradient that required none when this backward began")
-        if grad.dtype is not param_state.direct or grad.layout is not torch.strided:
+        dtype = param_state.local.dtype
+        if grad.dtype is not dtype or grad.layout is not torch.strided:
             raise CSDTypeError(
                 f"the gradient of {param_state.name} is {grad.dtype}, {grad.layout}; overlap(free_gradients=True) "
-                f"takes dense ones of the parameter's dtype, {param_state.direct}"
+                f"takes dense ones of the parameter's dtype, {dtype}"
             )
         was_ours = not param_state.is_written
         # From now on it may change: torch refuses to go back through what has saved it.
@@ -187,39 +207,70 @@ class StepsInBackward(BesideModel):
     def _hand_over(self, row: int, grad: torch.Tensor) -> None:
         """Pushes the tiles that lack no other gradient. Of the others' parts copies are kept, not the whole."""
         assert self._pieces is not None
-        own, others, tiles = False, list[torch.Tensor](), list[int]()
+        complete: dict[int, dict[int, Part]] = {}
         for _, tile, first, _, n in self._pieces.of(row).tolist():
             self._missing[tile] -= 1
             parts = self._parts.pop(tile, {})
             if self._missing[tile]:
                 part = grad if n == grad.numel() else flat(grad)[first : first + n].clone()
-                parts[row] = Part(part, part.data_ptr() - first * grad.element_size())
-                self._parts[tile] = parts
-                continue
-            own = True
-            others += [part.grad for part in parts.values()]
-            self._push(tile, {**parts, row: Part(grad, grad.data_ptr())})
-            tiles.append(tile)
-        if own:
+                self._parts[tile] = {**parts, row: Part(part, first)}
+            else:
+                complete[tile] = {**parts, row: Part(grad, 0)}
+        if self._step and self._step.ring and is_far(grad):
+            self._step.ring.follow(grad.device)
+        for tile, parts in complete.items():
+            self._push(tile, parts)
+        if read := [tile for tile in complete if tile not in self._images]:
+            others = [part.grad for tile in read for other, part in complete[tile].items() if other != row]
             lent = [grad, *others]
-            self._lent.append(Lent(np.array(tiles, np.uint32), lent, sum(part.nbytes for part in lent)))
+            self._lent.append(Lent(np.array(read, np.uint32), lent, sum(part.nbytes for part in lent)))
             self._lent_bytes += self._lent[-1].nbytes
 
     def _push(self, tile: int, parts: dict[int, Part]) -> None:
         """With these gradients, by row; others it has none."""
-        rows = self._engine.pieces_of(tile)["param"].tolist()
-        self._engine.push_grads(tile, [parts[row].address if row in parts else 0 for row in rows])
+        pieces = self._engine.pieces_of(tile)
+        if tile in self._images:
+            assert self._flow
+            self._flow.add(tile, self._sources_of(pieces["param"].tolist(), parts))
+            nbytes = [n * parts[row].grad.element_size() for row, _, _, _, n in pieces.tolist() if row in parts]
+            self._to_copy[tile] = sum(nbytes)
+            self._lent_bytes += self._to_copy[tile]
+        else:
+            self._engine.push_grads(
+                tile, [parts[row].address if row in parts else 0 for row in pieces["param"].tolist()]
+            )
         self._tiles.append(tile)
         del self._to_push[tile]
 
+    def _sources_of(self, rows: list[int], parts: dict[int, Part]) -> dict[int, GradSource]:
+        """Of a tile that travels by an image."""
+        assert self._step
+        sources = {}
+        for row in rows:
+            if row in parts:
+                part = parts[row]
+                sources[row] = dataclasses.replace(self._step.prepared[row], grad=flat(part.grad), first=part.first)
+            elif row in self._step.prepared:
+                sources[row] = dataclasses.replace(self._step.prepared[row], is_dropped=True)
+        return sources
+
+    def _is_copied(self, tile: int, sources: Mapping[int, GradSource]) -> None:
+        for source in sources.values():
+            source.let_go()
+        self._lent_bytes -= self._to_copy.pop(tile)
+
     def _let_go(self) -> None:
-        """Of gradients that have been used; waits as long as there are too many that have not. Raises CSDOSError."""
-        began = time.perf_counter()
-        while self._lent:
+        """Of gradients that have been used, or copied; waits as long as there are too many that have not.
+
+        Raises CSDOSError.
+        """
+        began, goes_on = time.perf_counter(), True
+        while goes_on:
             wait = self._lent_bytes > self._most
-            if not self._engine.params_ready(self._lent[0].tiles, wait=wait):
-                break
-            self._lent_bytes -= self._lent.popleft().nbytes
+            goes_on = self._flow is not None and self._flow.advance(wait=wait)
+            if not goes_on and self._lent and self._engine.params_ready(self._lent[0].tiles, wait=wait):
+                self._lent_bytes -= self._lent.popleft().nbytes
+                goes_on = True
         self._waited += time.perf_counter() - began
 
     def ended(self, task: int, *, whole: bool) -> None:
@@ -238,11 +289,18 @@ class StepsInBackward(BesideModel):
 
     def settle(self) -> None:
         """Returns when no step is under way: one that nobody can ask for any more is undone. Else CSDRuntimeError."""
-        if self._step is None:
-            return
-        if not self._over or not self._cleared():
-            raise CSDRuntimeError(_CHANGED)
-        self.abandon()
+        self._wait_for_failure()
+        with self._engine.lock:
+            if self._step is None:
+                return
+            if not self._over or not self._cleared():
+                raise CSDRuntimeError(_CHANGED)
+            self.abandon()
+
+    def _wait_for_failure(self) -> None:
+        """A thread of autograd's undoes the step of a backward that fails, perhaps after that has returned."""
+        if torch._C._current_graph_task_id() < 0:  # not in a backward
+            self._gone.wait()
 
     def come_to_rest(self, *, meets: bool) -> None:
         self.settle()
@@ -258,14 +316,17 @@ class StepsInBackward(BesideModel):
     def abandon(self) -> None:
         """What a backward has changed is as it was before; gradients that were taken are gone."""
         with self._engine.lock, torch.no_grad():
-            step, taken = self._step, self._taken
+            step, taken, flow = self._step, self._taken, self._flow
             if step is None:
                 return
             lent, parts = self._lent, self._parts  # read until the step is undone
             if not self._over:
                 self._given_up = self._task
             self._reset()
+            self.active = True  # who reads a parameter on another thread waits in settle()
             try:
+                if flow and step.ring:
+                    step.ring.join()  # what goes back to parameters does so before they are restored
                 if self._engine.stepping:
                     self._runner.undo(self._engine, step)
             finally:
@@ -273,6 +334,7 @@ class StepsInBackward(BesideModel):
                 self._engine.lent = None
                 lent.clear()
                 parts.clear()
+                self.active = False
 
     @staticmethod
     def _clear(taken: dict[int, Taken]) -> None:
@@ -290,6 +352,7 @@ class StepsInBackward(BesideModel):
         """Raises CSDRuntimeError if the step is not the one that is asked for now, and undoes it."""
         if self._spans:
             self._spans.is_over()
+        self._wait_for_failure()
         if self._step and self._over and self._cleared():
             self.abandon()
         if why := self._wrong(scaled=scaled):
@@ -337,8 +400,13 @@ class StepsInBackward(BesideModel):
             step.table["grad"][without] = 0
             engine.decoded.tell(step.table)
             engine.committer.reserve(record)
+            engine.drop_grads(without)
             for tile in list(self._to_push):
                 self._push(tile, self._parts.get(tile, {}))
+            if self._flow and step.ring:
+                while self._flow.advance(wait=True):
+                    pass
+                step.ring.join()
             took_part = [b for b in step.plan.param_states if b.index in fired]
             step.plan = dataclasses.replace(step.plan, params=[b.param for b in took_part], param_states=took_part)
             self._runner.land(engine, step, record)
@@ -358,15 +426,17 @@ class StepsInBackward(BesideModel):
 class _Pass:
     """Queued in a backward, to tell when that ends: autograd calls it then, and drops it uncalled on an exception."""
 
-    def __init__(self, steps: StepsInBackward, task: int) -> None:
-        self._steps, self._task = steps, task
+    def __init__(self, steps: StepsInBackward, task: int, gone: threading.Event) -> None:
+        self._steps, self._task, self._gone = steps, task, gone
 
     def __call__(self) -> None:
         self._steps.ended(self._task, whole=True)
+        self._gone.set()
 
     def __del__(self) -> None:
         with contextlib.suppress(CSDError):  # what keeps parameters from being restored is said by the next step
             self._steps.ended(self._task, whole=False)
+        self._gone.set()
 
 
 def cannot_free(groups: Groups, options: GradOptions, max_grad_norm: float | None) -> str:
@@ -379,8 +449,8 @@ def cannot_free(groups: Groups, options: GradOptions, max_grad_norm: float | Non
         name = name_of(groups, k, i)
         if not p.requires_grad:
             continue
-        if p.device.type != "cpu":
-            return f"{name} is on {p.device}: gradients are read where they lie, in host memory"
+        if p.is_meta or (is_far(p) and not is_ours(p.device)):
+            return f"{name} is on {p.device}: gradients are taken from host memory, or this process's accelerator"
         if not p.is_contiguous() or p.is_complex():
             return f"{name} is complex, or not contiguous"
         if options.grad_dtype not in (None, p.dtype):

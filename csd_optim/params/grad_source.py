@@ -23,11 +23,17 @@ class GradSource:
     back: tuple[torch.Tensor, torch.Tensor] | None = None
     topk: TopK | None = None  # None: dense
     arrives: Any = None  # event: the last copy to a parameter on an accelerator that was begun
+    first: int = 0  # of the parameter's elements: that of which `grad` has the gradient first
+    is_dropped: bool = False  # there is no gradient after all: the parameter keeps every bit
 
     @property
     def is_far(self) -> bool:
         """The engine cannot reach it: its tiles travel as images."""
         return is_far(self.param)
+
+    def let_go(self) -> None:
+        """The gradient has been copied, and its memory is free again."""
+        self.grad = torch.empty(0, dtype=self.grad.dtype, device="cpu")
 
     def give_back(self) -> None:
         """Its new values are in `param`."""

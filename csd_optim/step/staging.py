@@ -8,7 +8,7 @@ are updated. Of gradients with Top-K only the entries travel, selected on the st
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,8 +87,7 @@ class StagingRing:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device), torch.Stream(device)
         for device in self._far:  # gradients must be there, and nobody may read the old parameters any more
-            for stream in self._streams[device]:
-                stream.wait_stream(torch.accelerator.current_stream(device))
+            self.follow(device)
 
     def run(
         self,
@@ -106,12 +105,30 @@ class StagingRing:
         to do on this thread, asked for a little of it whenever tiles travel. To be followed by feed_back() when the
         step is whole, or by forget().
         """
-        to_host, back = self._ways()
+        flow = Flow(self, engine, pulled=pulled, meanwhile=meanwhile)
         try:
-            self._runner(engine, tiles, sources, to_host, back, pulled, held or {}, meanwhile)
+            flow.take_over(held or {}, sources)
+            for tile in tiles:
+                if tile not in flow.held:
+                    flow.add(tile, sources)
+            while flow.advance(wait=True):
+                pass
         finally:
-            _join(to_host)
-            _join(back)
+            self.join()
+
+    def join(self) -> None:
+        """Whoever uses parameters or gradients next, on the current streams, waits for the copies of the step."""
+        for way in self._ways():
+            _join(way)
+
+    def join_back(self) -> None:
+        """The same of copies to parameters."""
+        _join(self._ways()[1])
+
+    def follow(self, device: torch.device) -> None:
+        """What is copied from now on waits for what is queued on the device's current stream by now."""
+        for stream in self._streams[device]:
+            stream.wait_stream(torch.accelerator.current_stream(device))
 
     def _ways(self) -> tuple[Streams, Streams]:
         """Of the step under way: streams to the host, and back."""
@@ -129,7 +146,7 @@ class StagingRing:
         to_host, _ = self._ways()
         for event in after:
             to_host[event.device].wait_event(event)
-        self._fill(slot, engine, tile, sources, to_host)
+        self.begin_fill(slot, engine, tile, sources)
 
     def equal(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Are all bytes of these tensors the same? Of each pair, the first in a slot, the second anywhere.
@@ -149,7 +166,7 @@ class StagingRing:
         for device, found in differ.items():
             answer = self._buffer(1, torch.bool)
             with on(to_host[device]):
-                answer.copy_(found, non_blocking=True)
+                answer.copy_(found.view(1), non_blocking=True)
             wait_for(recorded(to_host[device]))
             if answer.item():
                 return False
@@ -190,65 +207,9 @@ class StagingRing:
         """The step is undone: the residuals stay as they are."""
         self._sparse.forget()
 
-    def _runner(
-        self,
-        engine: Engine,
-        tiles: Iterable[int],
-        sources: Mapping[int, GradSource],
-        to_host: Streams,
-        back: Streams,
-        pulled: Callable[[int], None] | None,
-        held: Mapping[int, StagingBuffer],
-        meanwhile: Iterator[None],
-    ) -> None:
-        todo: dict[int, deque[int]] = {}
-        for tile in tiles:
-            if tile not in held:
-                todo.setdefault(engine.device_of(tile), deque()).append(tile)
-        out_on = dict.fromkeys(todo, 0)
-        free, travelling = deque(self.slots), deque[tuple[int, StagingBuffer]]()
-        out = dict(held)
-
-        def is_updated(tile: int) -> bool:
-            return engine.params_ready(np.array([tile], np.uint32), wait=False)
-
-        def comes_back(tile: int) -> None:
-            slot = out.pop(tile)
-            self._empty(slot, engine.pieces_of(tile), sources, back)
-            if tile not in held:
-                out_on[engine.device_of(tile)] -= 1
-                free.append(slot)
-            if pulled:
-                _join(back)
-                pulled(tile)
-
-        updated = {engine.pull() for tile in held if is_updated(tile)}  # others were perhaps, meanwhile
-        for tile in [tile for tile in held if tile in updated]:
-            comes_back(tile)
-        while todo or travelling or out:
-            while todo and free:
-                # The device with the fewest tiles out goes first: a slow one must not hold all slots.
-                owner = min(todo, key=lambda d: out_on[d])
-                tile, slot = todo[owner].popleft(), free.popleft()
-                if not todo[owner]:
-                    del todo[owner]
-                out_on[owner] += 1
-                self._fill(slot, engine, tile, sources, to_host)
-                travelling.append((tile, slot))
-            next(meanwhile, None)
-            # While the next gradients are under way, parameters that wait to go back do so.
-            if travelling and (travelling[0][1].arrived() or not any(map(is_updated, out))):
-                tile, slot = travelling.popleft()
-                slot.wait()
-                engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr(), *slot.words())
-                out[tile] = slot
-            else:
-                comes_back(engine.pull())
-
-    def _fill(
-        self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource], streams: Streams
-    ) -> None:
+    def begin_fill(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
         """Begins to copy into the slot: a tile's gradients, or their entries, and parameters that the device reads."""
+        streams, _ = self._ways()
         copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # stream, to, from
         for param, _, first, tile_first, n in engine.pieces_of(tile).tolist():
             source = sources.get(param)
@@ -258,9 +219,9 @@ class StagingRing:
             if source.is_read:
                 image = slot.param[4 * tile_first :].view(source.param.dtype)[:n]
                 copies.append((streams.get(source.param.device), image, source.param[here]))
-            if not source.topk:
-                image = slot.grad[4 * tile_first :].view(source.grad_dtype)[:n]
-                copies.append((streams.get(source.grad.device), image, source.grad[here]))
+            if not source.topk and not source.is_dropped:
+                image, begin = slot.grad[4 * tile_first :].view(source.grad_dtype)[:n], first - source.first
+                copies.append((streams.get(source.grad.device), image, source.grad[begin : begin + n]))
         entries = self._sparse.entries_of(engine, tile, sources, streams)
         slot.n_entries = 0 if entries is None else len(entries)
         if entries is not None:
@@ -280,15 +241,13 @@ class StagingRing:
         if used:
             slot.under_way = [recorded(stream) for stream in used.values()]
 
-    @staticmethod
-    def _empty(
-        slot: StagingBuffer, pieces: np.ndarray[Any, Any], sources: Mapping[int, GradSource], streams: Streams
-    ) -> None:
+    def begin_empty(self, slot: StagingBuffer, pieces: np.ndarray[Any, Any], sources: Mapping[int, GradSource]) -> None:
         """Begins to copy a tile's parameters out of the slot. Torch does not count that: whose step it is does."""
+        _, streams = self._ways()
         used, copied = {}, list[tuple[GradSource, Any]]()
         for param, _, first, tile_first, n in pieces.tolist():
             source = sources.get(param)
-            if source is None:
+            if source is None or source.is_dropped:
                 continue
             stream = streams.get(source.param.device)
             with on(stream):
@@ -301,6 +260,86 @@ class StagingRing:
         for source, device in copied:
             source.arrives = events[device]
         slot.under_way = [*events.values()]
+
+
+class Flow:
+    """Tiles that travel by the slots of a ring, in one step: there with gradients, and back with parameters."""
+
+    def __init__(
+        self,
+        ring: StagingRing,
+        engine: Engine,
+        *,
+        copied: Callable[[int, Mapping[int, GradSource]], None] | None = None,
+        pulled: Callable[[int], None] | None = None,
+        meanwhile: Iterator[None] = NOTHING,
+    ) -> None:
+        """`copied` is called when a tile's gradients have been, with its sources; others: as of StagingRing.run()."""
+        self._ring, self._engine, self._copied, self._pulled = ring, engine, copied, pulled
+        self._meanwhile = meanwhile
+        self.held: Mapping[int, StagingBuffer] = {}
+        self._sources: dict[int, Mapping[int, GradSource]] = {}  # of each tile, by row
+        self._todo: dict[int, deque[int]] = {}  # tiles, by device
+        self._out_on: Counter[int] = Counter()  # tiles, by device
+        self._free, self._travelling = deque(ring.slots), deque[tuple[int, StagingBuffer]]()
+        self._out: dict[int, StagingBuffer] = {}
+
+    def add(self, tile: int, sources: Mapping[int, GradSource]) -> None:
+        """It is to be pushed and pulled. `sources`: at least those of its parameters that have a gradient."""
+        self._sources[tile] = sources
+        self._todo.setdefault(self._engine.device_of(tile), deque()).append(tile)
+
+    def take_over(self, held: Mapping[int, StagingBuffer], sources: Mapping[int, GradSource]) -> None:
+        """These were pushed before: see StagingRing.run()."""
+        self.held, self._out = held, dict(held)
+        self._sources.update(dict.fromkeys(held, sources))
+        updated = {self._engine.pull() for tile in held if self._is_updated(tile)}  # others were perhaps, meanwhile
+        for tile in [tile for tile in held if tile in updated]:
+            self._comes_back(tile)
+
+    def advance(self, *, wait: bool) -> bool:
+        """Does what can be done next; with `wait` returns when it could be. False: there was nothing."""
+        while self._todo and self._free:
+            # The device with the fewest tiles out goes first: a slow one must not hold all slots.
+            owner = min(self._todo, key=lambda d: self._out_on[d])
+            tile, slot = self._todo[owner].popleft(), self._free.popleft()
+            if not self._todo[owner]:
+                del self._todo[owner]
+            self._out_on[owner] += 1
+            self._ring.begin_fill(slot, self._engine, tile, self._sources[tile])
+            self._travelling.append((tile, slot))
+        if self._travelling or self._out:
+            next(self._meanwhile, None)
+        # While the next gradients are under way, parameters that wait to go back do so.
+        has_arrived = bool(self._travelling) and self._travelling[0][1].arrived()
+        is_updated = not has_arrived and any(map(self._is_updated, self._out))
+        if has_arrived or (wait and self._travelling and not is_updated):
+            self._goes(*self._travelling.popleft())
+        elif is_updated or (wait and self._out):
+            self._comes_back(self._engine.pull())
+        else:
+            return False
+        return True
+
+    def _is_updated(self, tile: int) -> bool:
+        return self._engine.params_ready(np.array([tile], np.uint32), wait=False)
+
+    def _goes(self, tile: int, slot: StagingBuffer) -> None:
+        slot.wait()
+        self._engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr(), *slot.words())
+        self._out[tile] = slot
+        if self._copied:
+            self._copied(tile, self._sources[tile])
+
+    def _comes_back(self, tile: int) -> None:
+        slot = self._out.pop(tile)
+        self._ring.begin_empty(slot, self._engine.pieces_of(tile), self._sources.pop(tile))
+        if tile not in self.held:
+            self._out_on[self._engine.device_of(tile)] -= 1
+            self._free.append(slot)
+        if self._pulled:
+            self._ring.join_back()
+            self._pulled(tile)
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

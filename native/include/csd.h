@@ -309,6 +309,10 @@ int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *p
  * NULL. */
 int csd_engine_push_grads(csd_engine *engine, uint32_t tile, const void *const *grads, csd_error *error);
 
+/* These parameters have no gradient after all, and keep every bit: none of their tiles has been pushed. CSD_EINVAL, and
+ * nothing has changed, if one has. */
+int csd_engine_drop_grads(csd_engine *engine, const uint32_t *params, uint32_t n, csd_error *error);
+
 /* Waits for the parameters of one more tile pushed with an image, and says which. */
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
 

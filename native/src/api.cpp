@@ -126,6 +126,10 @@ int csd_engine_push_grads(csd_engine *engine, uint32_t tile, const void *const *
   return guarded(error, [&] { engine->engine.push_grads(tile, grads); });
 }
 
+int csd_engine_drop_grads(csd_engine *engine, const uint32_t *params, uint32_t n, csd_error *error) {
+  return guarded(error, [&] { engine->engine.drop_grads(params, n); });
+}
+
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error) {
   return guarded(error, [&] { *tile = engine->engine.pull(); });
 }

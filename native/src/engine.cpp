@@ -328,6 +328,20 @@ void Engine::push_grads(uint32_t tile, const void *const *grads) {
   is_pushed(job);
 }
 
+void Engine::drop_grads(const uint32_t *params, uint32_t n) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::stepping) throw Failure{CSD_ESTATE, "no step is under way"};
+  std::vector<bool> dropped(params_.size());
+  for (uint32_t i = 0; i < n; i++)
+    if (params[i] >= params_.size()) throw Failure{CSD_EINVAL, "no parameter " + std::to_string(params[i])};
+    else dropped[params[i]] = true;
+  for (const Job &job : jobs_)
+    for (const csd_piece *p = job.tile->pieces; p != job.tile->pieces + job.tile->n_pieces; p++)
+      if (job.pushed && dropped[p->param])
+        throw Failure{CSD_EINVAL, "tile " + std::to_string(job.tile->index) + " was pushed with a gradient"};
+  for (uint32_t i = 0; i < n; i++) params_[params[i]].grad = nullptr;
+}
+
 void Engine::is_pushed(Job &job) {
   job.pushed = true;
   if (order_ == CSD_AS_PUSHED) pump(lane(job));

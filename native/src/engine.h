@@ -58,6 +58,7 @@ class Engine {
              int32_t order);
   void push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries);
   void push_grads(uint32_t tile, const void *const *grads);
+  void drop_grads(const uint32_t *params, uint32_t n);
   uint32_t pull();
   bool given(const uint32_t *tiles, uint32_t n, bool wait);
   void finish(bool keep);

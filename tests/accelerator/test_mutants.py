@@ -57,21 +57,27 @@ def in_near(old, new, tests="near"):
     return Mutant("step/near_updates.py", old, new, tests)
 
 
+def in_backward(old, new="pass"):
+    return Mutant("overlap/in_backward.py", old, new, FREE)
+
+
 def in_commits(old, new, tests="store_has"):
     return Mutant("engine/residuals.py", old, new, tests)
 
 
 ON, ON_NONE = "with on(stream):\n                ", "with on(None):\n                "
 EVENTS = "slot.under_way = [recorded(stream) for stream in used.values()]"
+FREE = "free_gradients"
+COPYING = "self._travelling.append((tile, slot))"
 HOST = "_ in copies):\n            "
-JOIN = "_join(to_host)\n            _join(back)"
+JOIN = "self.join()"
 ELSE = "except BaseException:\n            raise\n        else:\n            "
 SELECTS = "with on({}):\n                elements"
 AFTER = "after={d: recorded(torch.accelerator.current_stream(d)) for d in far}"
 
 MUTANTS = {
     "gradients are not waited for": in_staging("stream.wait_stream(torch.accelerator.current_stream(device))"),
-    "tiles are pushed before they arrive": in_staging("slot.wait()\n                engine.push", "engine.push"),
+    "tiles are pushed before they arrive": in_staging("slot.wait()\n        self._engine.push", "self._engine.push"),
     "no event after copies to the host": in_staging(f"if used:\n            {EVENTS}"),
     "no event after copies back": in_staging("= [*events.values()]", "= []"),
     "a stream fills what is still emptied": in_staging("stream.wait_event(event)"),
@@ -81,7 +87,7 @@ MUTANTS = {
     "nobody joins": in_staging("torch.accelerator.current_stream(device).wait_stream(stream)"),
     "nobody joins after a failure": in_staging("finally:\n            " + JOIN, ELSE + JOIN, "fails"),
     "nobody joins after what is owed": in_staging("self.forget()\n            _join(to_host)", "self.forget()"),
-    "shares leave before they are there": in_staging("_join(back)\n                pulled", "pulled", "shares"),
+    "shares leave before they are there": in_staging("self._ring.join_back()", tests="shares"),
     "one stream for both ways": in_staging(
         "torch.Stream(device), torch.Stream(device)", "(torch.Stream(device),) * 2", "counters"
     ),
@@ -139,6 +145,13 @@ MUTANTS = {
     "a guess: the answer is read before it is there": in_comparisons("wait_for(recorded(to_host[device]))"),
     "a guess: parameters of codes are not compared": in_guesses("if source.is_read:", "if False:"),
     "a guess: all gradients are right": in_guesses("self._step.ring.equal(", "True or self._step.ring.equal("),
+    "free: gradients are copied before they are made": in_backward("self._step.ring.follow(grad.device)"),
+    "free: gradients go when their copies begin": in_staging(
+        COPYING, f"{COPYING}\n            [s.let_go() for s in self._sources[tile].values() if self._copied]", FREE
+    ),
+    "free: nobody joins in step()": in_backward("pass\n                step.ring.join()", "pass"),
+    "free: what is undone comes back later": in_backward("step.ring.join()  # what"),
+    "free: gradients that may be under way are not counted": in_backward("self._lent_bytes += self._to_copy[tile]"),
     "overlap: on streams of the program": in_staging(
         "entered.enter_context(on(self._beside[device]))", tests="counters"
     ),

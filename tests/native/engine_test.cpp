@@ -615,7 +615,21 @@ void as_pushed() {
       CHECK(m.state() == same.state());
       // What is wrong with a call.
       const void *const grad = m.grads[0].data();
+      const uint32_t none = 0, beyond = 99;
+      int32_t told;
       CHECK(csd_engine_push_grads(m.engine, 0, &grad, &m.error) == CSD_ESTATE);
+      CHECK(csd_engine_drop_grads(m.engine, &none, 1, &m.error) == CSD_ESTATE);
+      // A gradient that is dropped before its tiles are pushed, and afterwards.
+      OK(m.begin());
+      OK(csd_engine_drop_grads(m.engine, &none, 1, &m.error));
+      OK(m.push(0, m.tiles.size()));
+      CHECK(csd_engine_drop_grads(m.engine, &none, 1, &m.error) == CSD_EINVAL);
+      CHECK(csd_engine_drop_grads(m.engine, &beyond, 1, &m.error) == CSD_EINVAL);
+      OK(csd_engine_params_ready(m.engine, m.tiles.data(), kTiles, 1, &told, &m.error));
+      CHECK(m.params[0] == same.params[0] && m.params[1] != same.params[1]);
+      OK(csd_engine_finish(m.engine, 0, &m.error));
+      m.params = same.params;
+      for (size_t p = 0; p < m.params.size(); p++) m.table[p].param = m.params[p].data();
       CHECK(csd_engine_begin(m.engine, m.table.data(), m.table.size(), &m.hyper, 1, m.tiles.data(), kTiles, 3,
                              &m.error) == CSD_EINVAL);
       m.table[0].grad = nullptr;

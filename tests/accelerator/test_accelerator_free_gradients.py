@@ -1,0 +1,159 @@
+"""Gradients on an accelerator that are used in backward: the bits of a step without, and memory that is free again."""
+
+import pytest
+import torch
+from support.between_steps import checkpoints_activations as checkpoints
+from support.between_steps import freezes, steps_in_closures, ten_steps
+from support.on_accelerator import DEVICE
+from support.twins import Training, assert_twins
+
+from csd_optim import CSDOSError, CSDRuntimeError
+from csd_optim.engine.engine import Engine
+
+pytestmark = pytest.mark.accelerator
+
+EVERYWHERE = [*(f"{DEVICE}:{i}" for i in range(torch.accelerator.device_count())), "cpu"]
+FREE, TIGHT = {"free_gradients": True}, {"free_gradients": True, "hold": "10KB"}  # about one gradient
+
+
+def twins(directory, script, overlap=FREE, **options):
+    return assert_twins(directory, overlap, script, **{"place": [DEVICE], "latency": "100us", **options})
+
+
+@pytest.mark.parametrize("overlap", [FREE, TIGHT], ids=["free", "tight"])
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ([DEVICE], {"latency": "2ms"}),
+        ([DEVICE], {"dtype": torch.bfloat16, "state_dtype": "8bit"}),
+        (EVERYWHERE, {"groups": True, "named": True}),
+        (EVERYWHERE, {"dtype": torch.float16, "state_dtype": "8bit", "devices": 3}),
+    ],
+    ids=str,
+)
+def test_training(tmp_path, overlap, place, options):
+    training = twins(tmp_path, ten_steps, overlap, place=place, **options)
+    stats = training.opt.stats()
+    assert stats["overlap"]["early_params"] > 0
+    assert stats["params"] == sum(p.numel() for p in training.model.parameters())
+    training.opt.close()
+
+
+def on_a_side_stream(training):
+    side = torch.Stream(DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        ten_steps(training)
+    side.synchronize()
+
+
+def gives_steps_up(training):
+    """What backward has done is undone, and somebody has the memory of its gradients. Seen on the next line."""
+    for k in range(6):
+        training.step()
+        if training.overlap is None:
+            training.log.append([p.detach().clone() for p in training.model.parameters()])
+            continue
+        before, losses, steps = len(training.log), len(training.losses), training.steps
+        if k % 2:
+            fails = training.model[1].inner.weight.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                training.backward()
+            fails.remove()
+        else:
+            training.backward()
+            with pytest.raises(CSDRuntimeError, match="has changed parameters already"):
+                training.model.state_dict()
+            training.opt.zero_grad()
+        torch.accelerator.synchronize()  # nothing that is queued still changes parameters
+        del training.log[before:], training.losses[losses:]
+        training.steps = steps
+        training.log.append([p.detach().clone() for p in training.model.parameters()])
+
+
+@pytest.mark.parametrize("overlap", [FREE, TIGHT], ids=["free", "tight"])
+@pytest.mark.parametrize("script", [on_a_side_stream, gives_steps_up], ids=lambda script: script.__name__)
+def test_twins(tmp_path, script, overlap):
+    twins(tmp_path, script, overlap).opt.close()
+
+
+@pytest.mark.parametrize("script", [freezes, steps_in_closures], ids=lambda script: script.__name__)
+def test_what_a_program_may_do(tmp_path, script):
+    twins(tmp_path, script, TIGHT, place=EVERYWHERE, groups=True).opt.close()
+
+
+def test_a_checkpoint_that_goes_back_several_times_is_refused(tmp_path):
+    training = Training(tmp_path, FREE, place=[DEVICE], latency="100us")
+    before = training.parameters()
+    with pytest.raises(CSDRuntimeError, match=r"has changed parameters already|use_reentrant"):
+        checkpoints(training)
+    training.opt.zero_grad()
+    assert training.steps == 0
+    assert training.parameters() != before  # the steps that were whole
+    training.opt.close()
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
+def test_a_parameter_without_a_gradient(tmp_path, state_dtype):
+    """It shares tiles with others, and keeps every bit; its states are there from the first backward on."""
+
+    def trained(name, overlap):
+        (tmp_path / name).mkdir()
+        options = {"place": [DEVICE], "groups": True, "state_dtype": state_dtype, "dtype": torch.bfloat16}
+        training = Training(tmp_path / name, overlap, latency="100us", **options)
+        for k in range(6):
+            model = training.model if k in (2, 3) else training.model[:3] if k % 2 else training.model[1:]
+            model(torch.ones(2, training.width, dtype=training.dtype)).square().sum().backward()
+            training.opt.step()
+            training.opt.zero_grad()
+        seen = training.seen()
+        training.opt.close()
+        return seen
+
+    assert trained("free", FREE) == trained("plain", None)
+
+
+def test_memory_of_gradients_is_free_in_backward(tmp_path):
+    """With a `hold` of one there are no more than that, one of which backward makes, and parts that wait for others."""
+    training = Training(tmp_path, TIGHT, place=[DEVICE], depth=12)
+    training.step()
+    training.losses.clear()
+    training.log.clear()
+    allocated, grad = [], training.model[0].inner.weight.nbytes
+    for layer in training.model:
+        layer.inner.weight.register_hook(lambda _: allocated.append(torch.accelerator.memory_allocated()))
+    training.backward()
+    assert len(allocated) == 12
+    assert max(allocated[3:]) - allocated[2] <= 3 * grad
+    training.opt.step()
+    training.opt.close()
+
+
+@pytest.mark.parametrize(("call", "number"), [("push", 1), ("push", 8), ("pull", 3)])
+def test_a_device_that_fails(tmp_path, call, number, monkeypatch):
+    """In backward, or in step(): everything is as before, and the next step is right."""
+
+    def script(training):
+        training.step()
+        if training.overlap is not None:
+            before, log, losses = training.parameters(), len(training.log), len(training.losses)
+            steps, real, calls = training.steps, getattr(Engine, call), []
+
+            def breaks(*arguments):
+                calls.append(arguments)
+                if len(calls) == number:
+                    raise CSDOSError(5, "broken")
+                return real(*arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Engine, call, breaks)
+                with pytest.raises(CSDOSError, match="broken"):
+                    training.step()
+            assert training.parameters() == before
+            training.opt.zero_grad()
+            del training.log[log:], training.losses[losses:]
+            training.steps = steps
+        training.step()
+        training.step()
+
+    twins(tmp_path, script, TIGHT).opt.close()
