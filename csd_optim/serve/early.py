@@ -101,7 +101,10 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
     size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
     layouts = [_layout(strips, size, k) for k in range(size)]
     bytes_of = [round_up(end_of(layout), ALIGN) for layout in layouts]
-    own = torch.empty(sum(bytes_of), dtype=torch.uint8, device=strips[0].grad.device)
+    device = strips[0].grad.device
+    if ranks and device.type not in ranks.device_types:
+        device = ranks.device
+    own = torch.empty(sum(bytes_of), dtype=torch.uint8, device=device)
     for layout, room in zip(layouts, torch.split(own, bytes_of), strict=True):
         for piece in layout:
             grad = strips[piece.key].grad
