@@ -20,6 +20,7 @@ from ..accelerator import on_device
 from ..errors import CSDRankError, CSDValueError
 
 LINGER = 0.1  # seconds at exit
+EXCHANGE = 0x435344  # a tag that nobody else uses
 
 
 @functools.cache
@@ -103,11 +104,13 @@ class Ranks:
         """Begins to fill a contiguous tensor of a row per rank: each rank has its own there, and gets the others'."""
         if rows.device.type != "cpu":
             return [self.all_gather(rows.view(-1), rows[self.rank])]
-        # gloo's all_gather goes through new memory each time: broadcasts were measured to take about half its time.
+        # gloo's all_gather goes through new memory each time, and only two of its broadcasts are under way at once.
+        # From each straight to each took as long as broadcasts on one machine, and 0.57 times on links of 400 Mb/s.
+        others = [(self.rank + k) % self.size for k in range(1, self.size)]  # not all of them to the same one at first
         with self._noting_loss():
             return [
-                dist.broadcast(row, self._global(rank), group=self.group, async_op=True)
-                for rank, row in enumerate(rows)
+                *(dist.irecv(rows[rank], self._global(rank), group=self.group, tag=EXCHANGE) for rank in others),
+                *(dist.isend(rows[self.rank], self._global(rank), group=self.group, tag=EXCHANGE) for rank in others),
             ]
 
     def _global(self, rank: int) -> int:
