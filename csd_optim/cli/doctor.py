@@ -129,7 +129,7 @@ def examine_directory(spec: DeviceSpec, share: int | None) -> list[Finding]:
     entry = describe_device(spec, {})
     if "problem" in entry:
         remedy = how_to_own(spec.directory) if spec.directory and not spec.card else ""
-        return [Finding("directory", BAD, entry["problem"], remedy)]
+        return [Finding("accelerator" if spec.kind.on_accelerator else "directory", BAD, entry["problem"], remedy)]
     if "storage" not in entry:
         return [Finding("directory", OK, "memory: nothing to look at")]
     place, store = entry["storage"], entry["store"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import settings
+from ..accelerator import kind
 from ..bindings import UNPACED
 from ..devices import machine
 from ..devices import smartssd as cards
@@ -62,6 +63,8 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
             entry["xclbin"] = describe_xclbin(find_kernels(spec.xclbin))
         except CSDError as e:
             return entry | {"problem": message(e)}
+    if spec.kind.on_accelerator and not kind():
+        return entry | {"problem": f"torch {torch.__version__} has no accelerator here"}
     if spec.kind.in_memory:
         entry["free_bytes"] = machine.available_memory()
         entry["room_for_params"] = entry["free_bytes"] // MEMORY_STATE_BYTES  # as the only device

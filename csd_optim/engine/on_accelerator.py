@@ -54,7 +54,7 @@ class OnAccelerator:
         shares = [1.0 if s.share is None else s.share for s in (spec, *others)]
         self._share = shares[0] / sum(shares)
         self.params: int = 0  # elements of parameters that are there
-        self.nbytes: int = 0  # of their states
+        self.nbytes: int = 0  # of their states, and of copies where a step can be undone
 
     @property
     def room(self) -> float:
@@ -104,16 +104,6 @@ class OnAccelerator:
         elems = sum(j.elems for j in there)
         log.info("%s gets the states of %.1f M parameters: %.3f GB", self.spec, elems / 1e6, needed / 1e9)
         return chosen
-
-    def take(self, joined: Joining) -> None:
-        """It is there now."""
-        self.params += joined.elems
-        self.nbytes += joined.nbytes
-
-    def give_back(self, elems: int, nbytes: int) -> None:
-        """A parameter of so many elements is there no more."""
-        self.params -= elems
-        self.nbytes -= nbytes
 
     def _check(self, device: torch.device) -> None:
         """Raises CSDRuntimeError if the bits there would not be those of other devices, and have to be."""

@@ -119,12 +119,15 @@ class ParamState:
         """Parameter and master belong together as they are now: what is written from here on is written by others."""
         self.version = self.version_now
 
-    def let_go(self) -> int:
-        """Of its states on the accelerator, which another place takes over. Returns how many bytes they had."""
-        nbytes = sum(w.nbytes for key, w in self.windows.items() if key != "step" and w is not self.local)
+    def let_go(self) -> None:
+        """Of its states on the accelerator, which another place takes over."""
         self.windows, self.shown = {"step": self.windows["step"]}, {"step": self.shown["step"]}
         self.own_master = self.own_master.to("meta")
-        return nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of its states on the accelerator, without the parameter if that is its own master."""
+        return sum(self.windows[name].nbytes for name in self.sections[self.in_place :])
 
     def move_to(self, p: torch.Tensor, part: Partition) -> None:
         """Another parameter takes the place: that of a model which was exchanged. To be looked at next."""
@@ -171,7 +174,9 @@ class ParamState:
         p = self.param
         right = p.dtype in ((self.kept_dtype,) if self.decoded else DTYPES)
         right = right and p.layout is torch.strided and not p.is_meta
-        return right and self.part.of(p).shape == self.own_master.shape
+        local = self.part.of(p) if right else p
+        is_there = not self.on_accelerator or local.device == self.home
+        return right and is_there and local.shape == self.own_master.shape
 
     def look(self, grad_dtype: torch.dtype | None) -> None:
         """Somebody wrote, moved or converted the parameter: what is it now? `grad_dtype`: the optimizer's option."""

@@ -90,13 +90,19 @@ class StateMap:
                     local = torch.empty_like(part.of(p), device="meta")
                     where = (len(engine.extents) - 1, local.shape, local.stride(), initial[id(p)])
                     param_state = self._give(engine, p, part, name, *where, near[id(p)][1] if there else None)
-                    if there and engine.accelerator:
-                        engine.accelerator.take(near[id(p)][0])
                     param_state.look(grad_dtype)
                     self.unfilled[param_state] = True
         finally:  # also of what has its place when there is none for the rest
             self._said = None
             self.describe(engine, groups)
+            self.count_near(engine)
+
+    def count_near(self, engine: Engine) -> None:
+        """Tells the engine how much is on the accelerator."""
+        if engine.accelerator:
+            near = [b for b in self.param_states.values() if b.on_accelerator]
+            engine.accelerator.params = sum(b.numel for b in near)
+            engine.accelerator.nbytes = engine.copies * sum(b.nbytes for b in near)
 
     def _on_accelerator(self, engine: Engine, alike: Alike) -> dict[int, tuple[Joining, dict[str, torch.Tensor]]]:
         """Parameters (by id) that are to have their states there, and these by name.
@@ -307,8 +313,8 @@ class StateMap:
             ):
                 self.param_states.pop(id(p)).alive = False  # needs more room than it has
                 engine.drop_residual(param_state.index)
-                if param_state.on_accelerator and engine.accelerator:
-                    engine.accelerator.give_back(param_state.numel, engine.copies * param_state.let_go())
+                if param_state.on_accelerator:
+                    param_state.let_go()
                 param_state = None
             if param_state is None:
                 if entry:
@@ -316,6 +322,7 @@ class StateMap:
             elif not entry or not param_state.is_shown_by(entry):
                 self.unfilled[param_state] = False
         if joining:
+            self.count_near(engine)
             self.join(engine, groups, joining, grad_dtype)
         warn_if_large(bytes_in_memory(self._foreign()), LOADED if loaded else REPLACED)
         if loaded and self.unfilled:  # the checkpoint's step is the one we are at

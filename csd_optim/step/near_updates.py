@@ -33,9 +33,10 @@ class NearUpdate:
     rule: int
     constants: Sequence[float]
 
-    def grads(self) -> Iterator[torch.Tensor]:
-        """Its gradient in chunks, rounded as it would travel."""
-        return (grad.to(self.source.grad_dtype) for grad in torch.split(self.source.grad, CHUNK))
+    @property
+    def is_rounded(self) -> bool:
+        """Is its gradient to have the optimizer's grad_dtype, which is another?"""
+        return self.source.grad.dtype is not self.source.grad_dtype
 
     @property
     def states(self) -> list[torch.Tensor]:
@@ -65,11 +66,15 @@ class NearUpdates:
             self._scratch = {d: Scratch.of(min(n, CHUNK), d, exact=exact) for d, n in largest.items()}
             self._nonfinite = {d: torch.zeros((), dtype=torch.int64, device=d) for d in largest}
             self._before = [[state.clone() for state in u.states] for u in updates] if undoes else []
+            self._rounded = {
+                d: torch.empty(min(largest[d], CHUNK), dtype=dtype, device=d)
+                for d, dtype in {u.source.param.device: u.source.grad_dtype for u in updates if u.is_rounded}.items()
+            }
+            for u in updates:
+                for grad in self._grads(u):
+                    self._nonfinite[grad.device] += grad.isfinite().logical_not().sum()
         except torch.OutOfMemoryError as e:
             raise CSDMemoryError(f"no memory for a step on the accelerator: {e}") from None
-        for u in updates:
-            for grad in u.grads():
-                self._nonfinite[grad.device] += grad.isfinite().logical_not().sum()
         self._times = {d: (torch.Event(d, enable_timing=True), torch.Event(d, enable_timing=True)) for d in largest}
         self._began = 0.0
 
@@ -86,10 +91,15 @@ class NearUpdates:
         for device, (_, last) in self._times.items():
             last.record(torch.accelerator.current_stream(device))
 
+    def _grads(self, u: NearUpdate) -> Iterator[torch.Tensor]:
+        """Its gradient in chunks, rounded as it would travel. Each until the next is asked for."""
+        for grad in torch.split(u.source.grad, CHUNK):
+            yield self._rounded[grad.device][: len(grad)].copy_(grad) if u.is_rounded else grad
+
     def _update(self, u: NearUpdate) -> Iterator[None]:
         param = u.source.param.data
         in_chunks = (torch.split(t, CHUNK) for t in (param, *u.states))
-        chunks = zip(u.grads(), *in_chunks, strict=True)
+        chunks = zip(self._grads(u), *in_chunks, strict=True)
         for grad, here, *states in chunks:
             update(u.rule, u.constants, states, grad, self._scratch[param.device].first(len(here)))
             if not u.param_state.in_place:
@@ -106,6 +116,7 @@ class NearUpdates:
         """The step is whole: memory that it took is free again, and gradients are the program's."""
         self.updates, self._before = (), []
         self._scratch.clear()
+        self._rounded.clear()
 
     @property
     def span(self) -> tuple[str, float, float]:

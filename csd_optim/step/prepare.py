@@ -200,6 +200,7 @@ def bind(
             param_state.look(grad_dtype)
             state_map.show(param_state)
         state_map.remember()
+        state_map.count_near(engine)
         state_map.changes += 1
         plan = _plan_for(engine, state_map, groups, taking_part.params, grad_dtype, plan)
     return BoundStep(plan, taking_part, new, written, state_map.coded)
@@ -282,12 +283,9 @@ def prepare(
     summands = _sum(plan, options.sums, table)
     owing = np.array([may_owe and b.residual is not None for b in plan.param_states])
     topk = ratios(plan.params, owing, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
-    if sparse := next(
-        (b for b, ratio in zip(plan.param_states, topk, strict=True) if ratio and b.on_accelerator), None
-    ):
-        raise CSDValueError(
-            f"topk of parameter {sparse.name}: gpu: has its states, and nothing is sent; leave topk out"
-        )
+    if engine.accelerator:  # also what a warm-up still sends dense
+        final = ratios(plan.params, owing, groups_of, groups, steps[plan.rows], options.topk, 0)
+        _check_near(plan, final, owing)
     owed = _compress(plan, grads, steps, topk, table, sources, options)
     by_row = {b.index: g for b, g in zip(plan.param_states, grads, strict=True)}
     unscaled = bool(inverse_of(grad_scale))
@@ -392,6 +390,18 @@ def _sum(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.nda
             row["grad_dtype"] = DTYPE_CODES[torch.float32]
             row["summands"], row["n_summands"] = tables[-1].ctypes.data, len(summands)
     return tables
+
+
+def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], owing: np.ndarray[Any, Any]) -> None:
+    """Raises CSDValueError if a gradient is to be sparse, or to bring what is owed, and its states are there."""
+    for b, share, owes in zip(plan.param_states, topk.tolist(), owing.tolist(), strict=True):
+        if b.on_accelerator and owes:
+            raise CSDValueError(
+                f"parameter {b.name} is owed what Top-K did not send ('residual' of its state), and gpu: has its "
+                "states, to which nothing is sent; error_feedback=False drops it"
+            )
+        if b.on_accelerator and share:
+            raise CSDValueError(f"topk of parameter {b.name}: gpu: has its states, and nothing is sent; leave topk out")
 
 
 def _tell_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> None:

@@ -10,6 +10,8 @@ from support import emulated
 from support.backends import TILE
 from support.on_accelerator import DEVICE, DTYPES, NEAR, keep_busy
 from support.optimizers import ADAMW, FULL
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from csd_optim import CSDSGD, CSDAdam, CSDMemoryError, CSDOSError, CSDRuntimeError, CSDTornError, CSDValueError
 from csd_optim.devices.spec import parse_devices
@@ -218,6 +220,34 @@ def test_a_state_that_is_needed_later_has_room_of_its_own():
 
 
 @one_schedule
+def test_room_is_what_is_there():
+    """Of parameters that were their own masters, also when they no longer are, and when they need more states."""
+    params = made(DEVICE, dtypes=DTYPES[:1])
+    elems = sum(p.numel() for p in params)
+    optimizer = CSDSGD(params, devices="gpu:", lr=1e-2)
+
+    def state_bytes():
+        states = [(p, t) for p in params for name, t in optimizer.state[p].items() if name != "step"]
+        there = sum(t.nbytes for p, t in states if t.data_ptr() != p.data_ptr())
+        assert optimizer.stats()["devices"][0]["state_bytes"] == there
+        return there
+
+    step(optimizer, 0)
+    assert state_bytes() == 4 * params[-1].numel()  # which is strided
+    for p in params:
+        p.grad, p.data = None, p.data.bfloat16()
+    step(optimizer, 1)
+    assert state_bytes() == 4 * elems
+    saved = optimizer.state_dict()
+    for p, entry in zip(params, saved["state"].values(), strict=True):
+        entry["momentum_buffer"] = torch.zeros_like(p)
+    saved["param_groups"][0]["momentum"] = 0.9
+    optimizer.load_state_dict(saved)
+    step(optimizer, 2)
+    assert state_bytes() == 8 * elems
+
+
+@one_schedule
 @pytest.mark.parametrize("devices", NEAR, ids=str)
 def test_stats_and_timeline(devices, tmp_path, monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "trace.json"))
@@ -309,13 +339,43 @@ def test_memory_that_is_not_there(monkeypatch):
             optimizer.step()
     step(optimizer, 0)
     before = bits(optimizer)
-    with monkeypatch.context() as patch:
-        patch.setattr(near_updates.Scratch, "of", full)
-        with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
-            step(optimizer, 1)
+    for where, name in ((near_updates.Scratch, "of"), (torch.Tensor, "isfinite")):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, full)
+            with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
+                step(optimizer, 1)
     assert same(bits(optimizer), before)
     step(optimizer, 2)
     assert same(bits(optimizer), on_the_cpu([0, 2], lr=1e-3))
+
+
+class Full(TorchDispatchMode):
+    """Within, there is no memory for any other tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        had = {t.untyped_storage().data_ptr() for t in tree_leaves([args, kwargs]) if isinstance(t, torch.Tensor)}
+        if any(t.untyped_storage().data_ptr() not in had for t in tree_leaves(made) if isinstance(t, torch.Tensor)):
+            raise torch.OutOfMemoryError(func)
+        return made
+
+
+@one_schedule
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16])
+def test_all_memory_is_taken_before_the_step(grad_dtype, monkeypatch):
+    real = near_updates.NearUpdates.launch
+
+    def launch(updates, **options):
+        with Full():
+            return iter([*real(updates, **options)])
+
+    monkeypatch.setattr(near_updates.NearUpdates, "launch", launch)
+    params, reference = made(DEVICE), made("cpu")
+    near = CSDAdam(params, devices="gpu:", grad_dtype=grad_dtype)
+    step(near, 0)
+    host = CSDAdam(reference, devices="ram:", grad_dtype=grad_dtype)
+    step(host, 0)
+    assert same(bits(near), bits(host))
 
 
 @one_schedule
@@ -444,6 +504,7 @@ def test_devices_that_are_refused(devices, message):
     ("options", "message"),
     [
         ({"topk": 0.1}, "topk of parameter 0.3: gpu: has its states, and nothing is sent"),
+        ({"topk": 0.1, "topk_warmup": 9}, "topk of parameter 0.3: gpu: has its states, and nothing is sent"),
         ({"state_dtype": "8bit"}, "keeps fp32 states, and those of 0.0 are to be 8bit"),
     ],
 )
@@ -453,6 +514,39 @@ def test_options_that_are_refused(options, message):
     set_grads(params, 0)
     with pytest.raises(CSDValueError, match=message):
         optimizer.step()
+
+
+@one_schedule
+def test_what_is_owed_is_refused():
+    """By a state dict of steps with Top-K."""
+    owing = CSDAdam(made(DEVICE), devices="ram:", topk=0.1)
+    step(owing, 0)
+    params = made(DEVICE)
+    optimizer = CSDAdam(params, devices="gpu:")
+    optimizer.load_state_dict(owing.state_dict())
+    set_grads(params, 1)
+    with pytest.raises(CSDValueError, match=r"parameter 0\.3 is owed what Top-K .* error_feedback=False drops it"):
+        optimizer.step()
+    optimizer.error_feedback = False
+    optimizer.step()
+    assert "residual" not in optimizer.state[params[3]]
+    optimizer.error_feedback = True
+    optimizer.step()
+
+
+@one_schedule
+def test_one_without_gradient_may_be_elsewhere():
+    params = made(DEVICE)
+    optimizer = CSDAdam(params, devices="gpu:")
+    step(optimizer, 0)
+    set_grads(params, 1)
+    before = bits(optimizer)
+    params[1].grad, params[1].data = None, params[1].data.cpu()
+    optimizer.step()
+    assert same([t.cpu() for _, t in sorted(optimizer.state[params[1]].items())], before[6:10])
+    params[1].data = params[1].data.to(DEVICE)
+    step(optimizer, 2)
+    assert optimizer.state[params[1]]["step"] == 2
 
 
 @one_schedule
