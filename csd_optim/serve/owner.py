@@ -29,7 +29,7 @@ from ..store.format import Record
 from .arrivals import Arrivals
 from .blocks import Block, Part, ViewOf, check_cover, owned, receive_buckets, send_buckets, whole, with_owner
 from .request import Group, Param, Request, check_same, read_hyper
-from .star import Contributions, check_entries, entries_part
+from .star import Contributions, entries_part
 from .values import dtype_named, packed, unpacked
 from .wire import Session
 
@@ -186,8 +186,9 @@ class Owner:
         self.in_doubt = True
         return {}
 
-    def step(self, message: dict[str, Any], received: Mapping[int, torch.Tensor]) -> dict[str, Any]:
-        """One step. `received`: new values of parameters, by number; gradients are there."""
+    def step(self, message: dict[str, Any], received: Mapping[int, torch.Tensor], sums: Sums) -> dict[str, Any]:
+        """One step. `received`: new values of parameters, by number; `sums`: what gradients are to be the sums of, if
+        trainers have not reduced them; other gradients are there."""
         opt, params = self.optimizer, self.params
         self.in_doubt = True  # until the step is made: values, hyperparameters and user_state go with it
         self._take(received)
@@ -197,7 +198,6 @@ class Owner:
             opt.user_state = states[0] if len(states) == 1 else {OF_TRAINERS: states} if any(states) else {}
         for p in params:
             p.grad = None
-        sums = self._sums(message)
         for index in message["params"]:
             p = params[index]
             p.requires_grad_(True)
@@ -214,10 +214,11 @@ class Owner:
         return {"committed_step": opt.committed_step, "grad_norm": opt._grad_norm}
 
     def _sums(self, message: dict[str, Any]) -> Sums:
-        """What the gradients of a step are the sums of; nothing if trainers have reduced them."""
+        """What the gradients of a step are the sums of. Raises CSDRankError if that is not what was to be sent.
+
+        Before the vote, so that whatever else a trainer sends makes no difference any more.
+        """
         sums: dict[int, list[Summand]] = {}
-        if "shares" not in message:
-            return sums
         params, trainers = self.params, range(len(self._blocks))
         for index, name, share in zip(message["params"], message["dtypes"], message["shares"], strict=True):
             n, dtype = _local(params[index]).numel(), dtype_named(name)
@@ -273,7 +274,9 @@ class Owner:
         yield
         self._moving += time.perf_counter() - began
 
-    def receive(self, session: Session, message: dict[str, Any]) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+    def receive(
+        self, session: Session, message: dict[str, Any]
+    ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor], Sums]:
         """What follows a message of a step, or of states to load: gradients to where they belong, the rest is returned.
 
         On any thread. Raises CSDRankError if the session is over.
@@ -284,6 +287,7 @@ class Owner:
         params = self.params
         received: dict[int, torch.Tensor] = {}
         states: list[torch.Tensor] = []
+        sums = NO_SUMS
         if message["op"] == "step":
             backwards = dict(zip(message["params"], message["pushed"], strict=True))
             dtypes = dict(zip(message["params"], map(dtype_named, message["dtypes"]), strict=True))
@@ -294,6 +298,7 @@ class Owner:
                 self.room_for(session, message["params"])
                 self._receive(session, range(session.trainers), follow, self._grads)
             self._wait_for({index: backward for index, backward in backwards.items() if backward})
+            sums = self._sums(message) if "shares" in message else NO_SUMS
         elif message["op"] == "load":
             said = message["states"]
             parts = self._state_parts(said, None)
@@ -307,7 +312,7 @@ class Owner:
             received[index] = torch.empty_like(_local(params[index]))
         wire = {index: params[index].dtype for index in written}
         self._receive(session, range(session.trainers), wire, received)
-        return received, states
+        return received, states, sums
 
     def room_for(self, session: Session, indices: Sequence[int]) -> Mapping[int, torch.Tensor]:
         """Where gradients go. Raises CSDRankError if the session is over: else they are of another model by now."""
@@ -395,10 +400,6 @@ class Owner:
                 parts[trainer].append(part)
         sources = {trainer: with_owner(of_one, self.owners, self.rank) for trainer, of_one in parts.items()}
         self._take_in(session, sources, into, [part for of_one in parts.values() for part in of_one])
-        for index, dtype in wire.items():
-            n = _local(params[index]).numel()
-            for trainer in range(session.trainers) if shares[index] and n else ():
-                check_entries(self._contributions.summand(trainer, index, n, dtype, shares[index]), n)
 
     def _take_in(
         self, session: Session, sources: Mapping[int, Any], into: Mapping[int, torch.Tensor], parts: Sequence[Part]

@@ -26,6 +26,7 @@ import torch
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..errors import CSDError, CSDRankError
+from ..step.prepare import Sums
 from .blocks import Block
 from .owner import Owner, read_blocks
 from .remote import error_message
@@ -64,6 +65,7 @@ class _Asked:
     states: list[torch.Tensor] = field(default_factory=list)
     blocks: list[list[Block]] = field(default_factory=list)  # of each trainer
     groups: list[Group] = field(default_factory=list)
+    sums: Sums = field(default_factory=dict)  # of gradients that trainers have not reduced
 
     @property
     def op(self) -> str:
@@ -256,7 +258,7 @@ class Service:
                 asked.groups = [read_group(group) for group in message.get("groups", ())]
                 asked.blocks = [read_blocks(session.hear(trainer)) for trainer in range(session.trainers)]
             if asked.op != "open":
-                asked.received, asked.states = owner.receive(session, message)
+                asked.received, asked.states, asked.sums = owner.receive(session, message)
             return asked
 
         return _in_thread(hear)
@@ -309,7 +311,7 @@ class Service:
         elif asked.op == "listen":
             owner.listen(session)
         elif asked.op == "step":
-            reply = owner.step(message, asked.received)
+            reply = owner.step(message, asked.received, asked.sums)
             return reply, lambda: owner.send(session, message["params"])
         elif asked.op == "pull":
             return {}, lambda: owner.send(session, message["params"])

@@ -173,11 +173,15 @@ class Contributions:
         return room
 
     def summand(self, trainer: int, index: int, n: int, entries: torch.dtype | None, ratio: float) -> Summand:
-        """What a trainer has sent of the `n` elements of a parameter."""
-        room = self._rooms[trainer, index]
+        """What a trainer has sent of `n` elements of a parameter. Raises CSDRankError if that is of another kind."""
+        room = self._rooms.get((trainer, index))
+        if room is None or (room.dtype is torch.int32) is not bool(ratio):
+            raise CSDRankError(f"gradient {index} of trainer {trainer} is not what was to be sent")
         if not ratio:
             return Summand(room)
-        return Summand(room.view(-1), entries, words_of(n, ratio), min(n, RUN))
+        summand = Summand(room.view(-1), entries, words_of(n, ratio), min(n, RUN))
+        check_entries(summand, n)
+        return summand
 
 
 def check_entries(summand: Summand, n: int) -> None:

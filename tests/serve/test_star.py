@@ -198,11 +198,22 @@ def arrive(entries, k, owners, rows):
     contributions = star.Contributions()
     contributions.room(0, 3, words).copy_(words)
     summand = contributions.summand(0, 3, rows.numel(), entries.dtype, entries.share)
-    star.check_entries(summand, rows.numel())
     spoilt = Summand(torch.full_like(summand.values, -1), summand.entries, summand.run_words, summand.run_elems)
     with pytest.raises(CSDRankError, match="more entries than there is room for"):
         star.check_entries(spoilt, rows.numel())
+    with pytest.raises(CSDRankError, match="is not what was to be sent"):
+        contributions.summand(0, 3, rows.numel(), entries.dtype, 0.0)
     return total([summand], torch.empty_like(rows))
+
+
+def test_gradients_are_not_read_as_entries():
+    contributions = star.Contributions()
+    for dtype in (torch.float32, torch.bfloat16):  # pushed after the entries had come
+        contributions.room(0, 3, torch.empty(64, 64, dtype=dtype, device="meta"))
+        with pytest.raises(CSDRankError, match="is not what was to be sent"):
+            contributions.summand(0, 3, 64 * 64, torch.bfloat16, 1.0)
+    with pytest.raises(CSDRankError, match="is not what was to be sent"):
+        contributions.summand(1, 3, 64 * 64, torch.bfloat16, 0.0)
 
 
 def hooked(rank, address):
