@@ -27,6 +27,7 @@ class Arrivals:
         # Of each trainer, by number of the parameter: the backward, and how many elements of it have come.
         self._come: list[dict[int, tuple[int, int]]] = [{} for _ in range(session.trainers)]
         self.failure: CSDRankError | None = None  # what came was nothing to go on with
+        self._gone: dict[int, CSDRankError] = {}  # trainers of which nothing comes any more
         for trainer in range(session.trainers):
             threading.Thread(target=self._listen, args=(trainer,), daemon=True, name="csd_optim arrivals").start()
 
@@ -42,8 +43,10 @@ class Arrivals:
                         self.failure = CSDRankError(f"what trainer {trainer} has pushed: {e}")
                         self._owner.changed.notify_all()
                     return
-        except CSDRankError:
-            return  # it is gone, which others notice
+        except CSDRankError as e:  # which ends nothing by itself: it may have sent all that a step takes
+            with self._owner.changed:
+                self._gone[trainer] = e
+                self._owner.changed.notify_all()
 
     def _take(self, trainer: int, message: dict[str, Any]) -> None:
         owner, session = self._owner, self._session
@@ -88,18 +91,21 @@ class Arrivals:
         `expected`: of each trainer, how many elements. Raises CSDRankError if they do not come, or the session is over.
         """
 
-        def lacking() -> str:
+        def lacking() -> tuple[int, int] | None:
             for trainer, (elements_of, come) in enumerate(zip(expected, self._come, strict=True)):
                 for index, elements in elements_of.items():
                     if elements and come.get(index) != (pushed[index], elements):
-                        return f"gradient {index} of trainer {trainer}"
-            return ""
+                        return index, trainer
+            return None
 
         session, changed = self._session, self._owner.changed
         with changed:
             while what := lacking():
                 self._owner.check_counts(session)
-                if self.failure:
-                    raise self.failure
+                index, trainer = what
+                if failure := self.failure or self._gone.get(trainer):
+                    raise failure
                 if not changed.wait(session.timeout):
-                    raise CSDRankError(f"{what} has not come: Timed out after {session.timeout:g} s")
+                    raise CSDRankError(
+                        f"gradient {index} of trainer {trainer} has not come: Timed out after {session.timeout:g} s"
+                    )

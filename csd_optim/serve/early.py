@@ -298,8 +298,9 @@ class Early:
         if self._ranks:
             finite = all(there for (there,) in self._ranks.gather(finite))
         there, self._under_way, self._of_backward = self._of_backward, [], []
-        if there and not finite:  # GradScaler of each trainer looks at its own gradients
-            there[0].grad[(0,) * there[0].grad.dim()] = math.nan
+        # GradScaler of each trainer looks at its own gradients. DDP leaves `.grad` of those alone that nobody has used.
+        for _, _, grad in there if not finite else ():
+            grad[(0,) * grad.dim()] = math.nan
 
         def note() -> None:
             for part, p, _ in there:

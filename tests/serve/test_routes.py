@@ -204,6 +204,40 @@ def test_loss_scale_and_clipping(owners, tmp_path, clipped, route):
     assert [skipped for skipped, *_ in ours[0][1]] == [False, True, False, False, False]
 
 
+class Parted(torch.nn.Module):
+    """Which leaves some of its parameters out."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, without):
+        for i, part in enumerate(self.parts):
+            x = x if i == without else part(x)
+        return x
+
+
+def left_out(rank, address):
+    """One trainer overflows, whichever parameters nobody has used."""
+    torch.manual_seed(0)
+    model = Parted()
+    opt = CSDAdam(model.parameters(), lr=0.05, devices=address, overwrite=True)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp.register_comm_hook(opt, push)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for without in range(3):
+        scaler.scale(ddp(torch.ones(2, 4), without).sum() * (torch.inf if rank == 0 else 1.0)).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        assert (scaler.get_scale(), opt.stats()["skipped"]) == (64.0 / 2 ** (without + 1), True)
+    opt.close()
+
+
+def test_all_trainers_hear_of_an_overflow_beside_unused_parameters(owners, tmp_path):
+    on_living_ranks(2, left_out, owners.address, directory=tmp_path)
+
+
 def uneven(rank, devices):
     """Join: rank 1 runs out of data."""
     training = Reduced(devices.format(rank=rank))
@@ -288,7 +322,10 @@ def test_what_is_no_push_ends_the_session_and_not_the_owner(owners, pushed, head
 
 
 def test_an_owner_waits_for_all_of_just_that_backward():
+    ends = threading.Event()
+
     def hear(*_, **__):
+        ends.wait()
         raise CSDRankError("nobody is there")
 
     session = SimpleNamespace(trainers=2, timeout=0.02, hear=hear)
@@ -304,6 +341,11 @@ def test_an_owner_waits_for_all_of_just_that_backward():
     ):
         with pytest.raises(CSDRankError, match="has not come"):
             arrivals.wait(pushed, expected)
+    session.timeout = 60.0
+    ends.set()  # nor for what a trainer that is gone has not sent
+    with pytest.raises(CSDRankError, match="nobody is there"):
+        arrivals.wait({3: 3}, [{3: 10}, {3: 10}])
+    arrivals.wait({3: 2}, [{3: 10}, {3: 10}])
 
 
 def tried_again(rank, address):
