@@ -295,12 +295,8 @@ class Early:
             for index, square in reduced.result().items():
                 finite = finite and not math.isnan(square)
                 self._left[index].square += square
-        if self._ranks:
-            finite = all(there for (there,) in self._ranks.gather(finite))
         there, self._under_way, self._of_backward = self._of_backward, [], []
-        # GradScaler of each trainer looks at its own gradients. DDP leaves `.grad` of those alone that nobody has used.
-        for _, _, grad in there if not finite else ():
-            grad[(0,) * grad.dim()] = math.nan
+        tell_overflow(self._ranks, [grad for _, _, grad in there], finite=finite)
 
         def note() -> None:
             for part, p, _ in there:
@@ -341,6 +337,17 @@ class Early:
 
 def _written(grad: torch.Tensor | None) -> tuple[int, int]:
     return (-1, 0) if grad is None else (grad._version, grad.data_ptr())
+
+
+def tell_overflow(ranks: Ranks | None, grads: Iterable[torch.Tensor], *, finite: bool) -> None:
+    """Puts a NaN into each gradient unless those of all trainers are `finite`: a collective.
+
+    GradScaler of each trainer looks at its own. DDP leaves `.grad` of those alone that nobody has used.
+    """
+    if ranks:
+        finite = all(there for (there,) in ranks.gather(finite))
+    for grad in grads if not finite else ():
+        grad[(0,) * grad.dim()] = math.nan
 
 
 def mean_of(ranks: Ranks | None, buffer: torch.Tensor, views: Sequence[torch.Tensor] | None = None) -> Any:

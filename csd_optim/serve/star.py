@@ -74,6 +74,7 @@ class Selection:
     def __init__(self, owners: int) -> None:
         self._owners = owners
         self._residuals: dict[int, dict[int, torch.Tensor]] = {}  # by parameter and owner
+        self._fed_back: dict[int, dict[int, torch.Tensor]] = {}  # what they are after the step that select() begins
         self._owing: list[SparsePiece] = []
         self._all_sent: list[int] = []
 
@@ -91,6 +92,7 @@ class Selection:
         """
         self._owing.clear()
         self._all_sent.clear()
+        self._fed_back.clear()
         if not sources:
             return {}
         scale = float(np.float32(scale))
@@ -138,15 +140,17 @@ class Selection:
         return Entries(part, out, topk.ratio, topk.dtype)
 
     def _residual(self, index: int, k: int, rows: torch.Tensor) -> torch.Tensor:
-        residuals = self._residuals.setdefault(index, {})
-        before = residuals.get(k)
-        residuals[k] = torch.zeros_like(rows, dtype=torch.bfloat16) if before is None else before.to(rows.device)
-        return residuals[k]
+        before = self._residuals.get(index, {}).get(k)
+        residual = torch.zeros_like(rows, dtype=torch.bfloat16) if before is None else before.to(rows.device)
+        self._fed_back.setdefault(index, {})[k] = residual
+        return residual
 
     def end(self, *, feeds_back: bool) -> None:
         """The step is made: what was not sent is owed."""
         for piece in self._owing:
             piece.feed_back()
+        self._residuals |= self._fed_back
+        self._fed_back.clear()
         for index in self._all_sent if feeds_back else [*self._residuals]:
             self._residuals.pop(index, None)
 

@@ -32,7 +32,7 @@ from ..step.prepare import Participants, clip_to, participants
 from ..store.file import Mode
 from .blocks import Block, FlatShard, Part, ViewOf, block_of
 from .blocks import whole as all_of
-from .early import mean_of
+from .early import Early, mean_of, tell_overflow
 from .remote import RemoteEngine
 from .request import NO_TOPK, Group, Request, describe_group, group_message, whoami
 from .star import Entries, Selection, Source
@@ -47,6 +47,10 @@ else:
 OTHER_RANKS = (
     "FSDP1 pads its flat parameters for a number of ranks: take the same as before, or another one that it pads to the "
     "same size; with use_orig_params=True nothing is padded"
+)
+DIFFERENT_WAYS = (
+    "trainers send gradients in different ways: grad_dtype and topk are the same on all of them, and with ?route=star "
+    "the loss scale (docs/optimizer-ranks.md)"
 )
 ELSEWHERE = (
     "the states are with the optimizer ranks (serve://). Call consolidate_state_dict() on all trainers before, which "
@@ -133,6 +137,7 @@ class _Trainer(_Optimizer):
         self._fetched: dict[int, dict[str, torch.Tensor]] | None = None  # by it: this trainer's part of states
         self._route = "kept"  # of the last step
         self._selection: Selection | None = None  # of Top-K
+        self._unreduced: list[torch.Tensor] = []  # of a backward under way, what it selects from
         self._moved = (0, 0, 0)  # in the last step: elements updated, bytes pushed, bytes gathered
         self._measure()
         with all_ranks_or_none(ranks):
@@ -282,11 +287,13 @@ class _Trainer(_Optimizer):
         written = [known.index for known in self._written(grads)]
         user_states = [user_state]
         if self._ranks:
-            said = self._ranks.gather_objects((pushed, written, user_state))
+            sends = self._sends(grads, selected, grad_scale)
+            said = self._ranks.gather_objects((pushed, written, user_state, sends))
             differ = "trainers have gradients of different parameters, or not all have pushed the same"
-            pushed = self._agreed([of_rank for of_rank, _, _ in said], differ)
-            written = sorted({index for _, of_rank, _ in said for index in of_rank})
-            user_states = [of_rank for _, _, of_rank in said]
+            pushed = self._agreed([of_rank for of_rank, *_ in said], differ)
+            self._agreed([of_rank for *_, of_rank in said], DIFFERENT_WAYS)
+            written = sorted({index for _, of_rank, *_ in said for index in of_rank})
+            user_states = [of_rank for _, _, of_rank, _ in said]
         entries = [known for known in self._known.values() if known.index in pushed]
         if self.max_grad_norm is not None and not self._is_star:
             norm = self._norm(entries, pushed) * abs(grad_scale)
@@ -350,17 +357,31 @@ class _Trainer(_Optimizer):
         engine = self._engine
         if self._address.route == "kept" or engine is None or engine.closed:
             return mean_of(self._ranks, bucket.buffer())  # step() says that it is closed
-        if self._selection and self._selection.is_used(self.topk, self.param_groups):
-            # step() selects, from what DDP leaves as it is.
-            left = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            return mean_of(self._ranks, bucket.buffer(), [grad for p, grad in left if self._leaves(p, grad) is None])
         remote = self._remote
+        if self._selection and self._selection.is_used(self.topk, self.param_groups):
+            return self._leave_to_step(bucket, remote.early)
         if remote.early is None:
             with all_ranks_or_none(self._ranks), engine.lock:
                 remote.call({"op": "listen"})
             remote.begin_early(star=self._is_star)
         assert remote.early
         return remote.early.take(bucket, self._leaves)
+
+    def _leave_to_step(self, bucket: Any, early: Early | None) -> Any:
+        """Of a bucket from which step() selects: DDP leaves its gradients as they are, and reduces the others."""
+        own = self._unreduced
+        others: list[torch.Tensor] = []
+        if bucket.index() == 0:
+            own.clear()
+            if early:
+                early.forget()  # what an earlier backward has pushed
+        for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            (others if self._leaves(p, grad) is None else own).append(grad)
+        future = mean_of(self._ranks, bucket.buffer(), others)
+        if bucket.is_last():
+            tell_overflow(self._ranks, own, finite=all(bool(grad.isfinite().all()) for grad in own))
+            own.clear()
+        return future
 
     def _leaves(self, p: torch.Tensor, grad: torch.Tensor) -> Part | None:
         """What this trainer pushes of a gradient in DDP's bucket; None: owners do not know the parameter.
@@ -436,6 +457,15 @@ class _Trainer(_Optimizer):
                 step = int(known.steps) + 1
                 there.append(Source(known.index, known.param, known.stride, grads[known.index], group, step))
         return self._selection.select(there, self.param_groups, self._grad_options, grad_scale)
+
+    def _sends(
+        self, grads: dict[int, torch.Tensor], selected: dict[int, Entries], grad_scale: float
+    ) -> dict[int, tuple[Any, ...]]:
+        """In which way gradients go, by number: owners know the leader's, and expect the same of all trainers."""
+        own = grad_scale if self._is_star else None  # else it is that of a mean
+        there = [known for known in self._known.values() if known.index in grads]
+        ways = {known.index: (str(self._wire(known)), 0.0, own) for known in there}
+        return ways | {index: (str(e.dtype), e.share, own) for index, e in selected.items()}
 
     def _for_sum(self, entries: Sequence[_Param], selected: dict[int, Entries], grad_scale: float) -> dict[str, Any]:
         """What owners that sum gradients are told of a step: the mean is theirs to make, and the norm of it."""

@@ -220,10 +220,14 @@ def hooked(rank, address):
     """Under DDP, whose hook leaves to step() what that selects from."""
     torch.manual_seed(0)
     model, alone = torch.nn.Linear(70, 80), torch.nn.Linear(70, 80)
-    alone.load_state_dict(model.state_dict())
-    opt = CSDAdam(model.parameters(), lr=0.1, devices=address, topk=TOPK)
+    opt = CSDAdam(model.parameters(), lr=0.1, devices=address)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(opt, push)
+    ddp(torch.ones(4, 70)).sum().backward()
+    opt.step()
+    model.zero_grad()  # which the optimizer does not notice
+    alone.load_state_dict(model.state_dict())
+    opt.topk = TOPK
     for i in range(2):
         batch = torch.randn(4, 70, generator=torch.Generator().manual_seed(10 * i + rank))
         for net in (ddp, alone):
@@ -232,9 +236,15 @@ def hooked(rank, address):
             assert torch.equal(p.grad, own.grad)
         opt.step()
         assert opt.stats()["push_bytes"] < 4 * (0.2 * 70 * 80 + 80)
-        opt.zero_grad()
+        model.zero_grad()
         alone.zero_grad()
         alone.load_state_dict(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(ddp(torch.full((4, 70), 1e38 if rank else 1.0)).square().sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert opt.stats()["skipped"]
+    assert scaler.get_scale() == 4.0
     opt.close()
     return [p.detach() for p in model.parameters()]
 
@@ -243,6 +253,27 @@ def test_ddp_leaves_gradients_to_topk(tmp_path):
     with Owners(tmp_path) as owners:
         images = on_living_ranks(2, hooked, star_of(owners), directory=tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(*images, strict=True))
+
+
+def differing(rank, address):
+    """Trainers that do not send alike: owners would take what one of them says for all."""
+    p = torch.nn.Parameter(torch.ones(80, 70))
+    opt = CSDAdam([p], devices=address)
+    p.grad, opt.found_inf, opt.grad_scale = torch.ones_like(p), torch.tensor(0.0), torch.tensor(4.0 + rank)
+    for differs in ({}, {"grad_dtype": torch.bfloat16}, {"topk": TOPK}):
+        vars(opt).update(differs if rank else {})
+        with pytest.raises(CSDRankError, match="in different ways"):
+            opt.step()
+        opt.grad_dtype, opt.topk, opt.grad_scale = None, None, torch.tensor(4.0)
+        assert torch.equal(p, torch.ones_like(p))
+    opt.step()
+    assert not torch.equal(p, torch.ones_like(p))
+    opt.close()
+
+
+def test_trainers_that_do_not_send_alike_are_refused(tmp_path):
+    with Owners(tmp_path) as owners:
+        on_living_ranks(2, differing, star_of(owners), directory=tmp_path)
 
 
 def divided(rank, address):
