@@ -87,13 +87,13 @@ class Owner:
         """From now on this is the session that counts."""
         with self.changed:
             self.current, self.arrivals, self._opened = session, None, False
-            self._contributions.clear()
             self.changed.notify_all()
 
     def rest(self) -> None:
         """Between two sessions: everything is durable."""
         with self.changed:
             self.current = self.arrivals = None
+            self._contributions.clear()
             self.changed.notify_all()
         if self.optimizer is not None:
             self.optimizer.synchronize()

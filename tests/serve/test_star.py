@@ -13,6 +13,7 @@ from csd_optim.compression.selection import feed_back, rounded, select
 from csd_optim.params.summed import Summand, total
 from csd_optim.serve import star
 from csd_optim.serve.blocks import owned, whole
+from csd_optim.serve.owner import Owner
 from csd_optim.step.prepare import GradOptions
 
 TOPK = 0.1
@@ -214,6 +215,16 @@ def test_gradients_are_not_read_as_entries():
             contributions.summand(0, 3, 64 * 64, torch.bfloat16, 1.0)
     with pytest.raises(CSDRankError, match="is not what was to be sent"):
         contributions.summand(1, 3, 64 * 64, torch.bfloat16, 0.0)
+
+
+def test_a_session_that_is_over_leaves_no_gradients():
+    owner = Owner({}, [], None)
+    rooms = owner._contributions
+    like = torch.empty(5, device="meta")
+    room = rooms.room(0, 3, like)
+    assert rooms.room(0, 3, like) is room
+    owner.rest()
+    assert rooms.room(0, 3, like) is not room
 
 
 def hooked(rank, address):
