@@ -26,8 +26,9 @@ class Arrivals:
         self._owner, self._session = owner, session
         # Of each trainer, by number of the parameter: the backward, and how many elements of it have come.
         self._come: list[dict[int, tuple[int, int]]] = [{} for _ in range(session.trainers)]
-        self.failure: CSDRankError | None = None  # what came was nothing to go on with
-        self._gone: dict[int, CSDRankError] = {}  # trainers of which nothing comes any more
+        # Texts: an exception knows of frames, and they of connections that are to end.
+        self.failure: str = ""  # what came was nothing to go on with
+        self._gone: dict[int, str] = {}  # trainers of which nothing comes any more
         for trainer in range(session.trainers):
             threading.Thread(target=self._listen, args=(trainer,), daemon=True, name="csd_optim arrivals").start()
 
@@ -40,12 +41,12 @@ class Arrivals:
                     self._take(trainer, message)
                 except Exception as e:
                     with self._owner.changed:
-                        self.failure = CSDRankError(f"what trainer {trainer} has pushed: {e}")
+                        self.failure = f"what trainer {trainer} has pushed: {e}"
                         self._owner.changed.notify_all()
                     return
         except CSDRankError as e:  # which ends nothing by itself: it may have sent all that a step takes
             with self._owner.changed:
-                self._gone[trainer] = e
+                self._gone[trainer] = str(e)
                 self._owner.changed.notify_all()
 
     def _take(self, trainer: int, message: dict[str, Any]) -> None:
@@ -104,7 +105,7 @@ class Arrivals:
                 self._owner.check_counts(session)
                 index, trainer = what
                 if failure := self.failure or self._gone.get(trainer):
-                    raise failure
+                    raise CSDRankError(failure)
                 if not changed.wait(session.timeout):
                     raise CSDRankError(
                         f"gradient {index} of trainer {trainer} has not come: Timed out after {session.timeout:g} s"

@@ -234,7 +234,7 @@ class Service:
         if self._look() != number:
             raise CSDRankError("another session has taken over")
         if (arrivals := self._owner.arrivals) and arrivals.failure:
-            raise arrivals.failure
+            raise CSDRankError(arrivals.failure)
 
     def _await(self, future: Future[Any], number: int) -> Any:
         """What a thread of the session returns. Raises CSDRankError if the session is over, _Stop."""

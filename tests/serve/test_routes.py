@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import threading
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -346,6 +347,12 @@ def test_an_owner_waits_for_all_of_just_that_backward():
     with pytest.raises(CSDRankError, match="nobody is there"):
         arrivals.wait({3: 3}, [{3: 10}, {3: 10}])
     arrivals.wait({3: 2}, [{3: 10}, {3: 10}])
+    for thread in threading.enumerate():
+        if thread.name == "csd_optim arrivals":
+            thread.join()
+    kept = weakref.ref(arrivals)
+    del arrivals
+    assert kept() is None  # and no connection of the session, until the collector comes
 
 
 def tried_again(rank, address):
