@@ -80,8 +80,8 @@ Namer = Callable[[int, int], str]
 # What an I/O error leaves behind: within a step, and when the last states of a whole one could not be written.
 _UNDONE = "The step was undone; parameters and state are those before it."
 TORN = (
-    "With shadow=False a step cannot be undone: parameters and state are a mix of two steps. Go back to a snapshot or "
-    "a checkpoint."
+    "With shadow=False, or gpu: without a drive, a step cannot be undone: parameters and state are a mix of two steps. "
+    "Go back to a snapshot or a checkpoint."
 )
 _KEPT = "The step before is whole; what was not written is kept in memory and tried again by the next call."
 

@@ -30,7 +30,10 @@ class CSDUnavailableError(CSDOSError, RuntimeError):
 
 
 class CSDTornError(CSDOSError):
-    """A step of an optimizer with shadow=False was cut short: parameters and state are a mix of two steps."""
+    """A step of an optimizer with shadow=False, or gpu: without a drive, was cut short.
+
+    Parameters and state are a mix of two steps.
+    """
 
 
 class CSDLostError(CSDOSError):

@@ -48,6 +48,11 @@ def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick
     """
     if any(spec.is_placed for spec in specs):
         raise CSDValueError("'auto' is for training: name devices with shares, which `csd-optim plan --place` tells")
+    if near := next((spec for spec in specs if spec.kind.on_accelerator), None):
+        raise CSDValueError(
+            f"{near} keeps states of parameters on an accelerator, and those of this command are in host memory: time "
+            "a step of the model itself, or see csd-optim plan --place"
+        )
     specs = [located(spec) for spec in specs]
     check_room(specs, params, DTYPES[dtype])
     tick("verifying")

@@ -416,3 +416,6 @@ def test_plan_place(run, tmp_path, rates, monkeypatch):
     code, out, err = run("bench", "auto")
     assert code == 1
     assert "'auto' is for training" in err
+    code, out, err = run("bench", "gpu:?room=1GB", "ram:")
+    assert (code, out) == (1, "")
+    assert "gpu:?room=1GB keeps states of parameters on an accelerator" in err
