@@ -441,6 +441,8 @@ def plan(
         raise typer.BadParameter("is for devices that are named, and measured", param_hint="--place")
     if trainers and (sweep or place):
         raise typer.BadParameter("has neither --sweep nor --place", param_hint="--trainers")
+    if not trainers and (owners, trainer_link, owner_link, route) != (1, "100Gb/s", "100Gb/s", "auto"):
+        raise typer.BadParameter("how many are there? Owners, links and a route take them", param_hint="--trainers")
     with reported():
         from ..engine import at_once
         from ..planning import advice, model, ranks

@@ -235,6 +235,13 @@ def test_wrong_commands(run, arguments, status, said):
     assert said in " ".join(err.split())
 
 
+def test_owners_without_trainers_are_not_left_out_of_the_plan(run):
+    for arguments in ("--owners 2", "--owner-link 25Gb/s", "--route star"):
+        code, out, err = run("plan", "--params", "7B", *arguments.split())
+        assert (code, out) == (2, "")
+        assert "how many are there?" in " ".join(err.split())
+
+
 ROW = re.compile(r"^\| `(--params [^`]+)` \| (.+) \|$", re.M)
 
 
