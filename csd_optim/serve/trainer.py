@@ -388,10 +388,8 @@ class _Trainer(_Optimizer):
 
         The same on all trainers.
         """
-        known, told = (
-            self._known.get(id(p)),
-            sum(len(group["params"]) for group in self.param_groups[: self._groups_told]),
-        )
+        known = self._known.get(id(p))
+        told = sum(len(group["params"]) for group in self.param_groups[: self._groups_told])
         if known is None or known.param is not p or known.index >= told or not grad.numel():
             return None
         if not is_replicated(p) or (grad.dtype, grad.shape) != (known.dtype, known.shape):
