@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,7 @@ class EarlySteps:
         self._if_dropped = weakref.finalize(foresee.__self__, self._give_up)  # type: ignore[attr-defined]
         self._brings = ThreadPoolExecutor(1, "csd_optim brings gradients")  # a thread when it is first needed
         self._guess: Guess | None = None
+        self._hold_used: list[Future[None]] = []  # by a guess that was undone, until these are done
         self._fired: Counter[int] = Counter()  # by id of the parameter: gradients accumulated since the last step
         self._expected: Counter[int] = Counter()  # the same, in the last step: then a gradient is final
         self._made: dict[int, Any] = {}  # events, likewise: after them final gradients on an accelerator are there
@@ -111,6 +112,8 @@ class EarlySteps:
         foresee = self._foresee()
         if foresee is None or self._pause or self._in_vain:
             return False
+        if not all(future.done() for future in self._hold_used):  # what comes late would overwrite new parameters
+            return False
         foreseen = foresee()
         if foreseen is None:
             self._in_vain = True  # not for each gradient: it looks at all parameters
@@ -149,7 +152,7 @@ class EarlySteps:
         if self._guess:
             try:
                 why = self._guess.wrong(step)
-            except CSDError:
+            except (CSDError, RuntimeError):  # such as no memory to compare in: the step tells what lasts
                 why = "failure"
             if why:
                 self.undo(why)
@@ -174,7 +177,7 @@ class EarlySteps:
         with self._engine.lock:
             if (guess := self._guess) is None:
                 return
-            guess.undo()
+            self._hold_used = guess.undo()
             self._guess = None
             self.redone[why] += 1
             self._wrong_in_a_row += 1

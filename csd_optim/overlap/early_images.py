@@ -32,7 +32,7 @@ class EarlyImages:
         self.tiles: frozenset[int] = frozenset(step.images)
         self._held: dict[int, StagingBuffer] = {}
         self._read: dict[int, torch.Tensor] = {}  # by tile: its parameters, of codes, before they were updated there
-        self._brought: list[Future[None]] = []
+        self.brought: list[Future[None]] = []  # each is done when a tile has its copies, and was pushed or given up
         self._goes_on = True
         self._pushing = threading.RLock()  # the collector may drop an optimizer on the thread that pushes
         if step.ring:
@@ -61,7 +61,10 @@ class EarlyImages:
             self._read[tile] = read[0]
         sources = {row: self._source(row, grad) for row, grad in grads.items()}
         self._step.ring.fill(slot, self._engine, tile, sources, after)
-        self._brought.append(self._brings.submit(self._bring, tile, slot, sources))
+        try:
+            self.brought.append(self._brings.submit(self._bring, tile, slot, sources))
+        except RuntimeError:  # the main thread has come to its end, and executors take nothing more
+            self._bring(tile, slot, sources)
 
     def _source(self, row: int, grad: torch.Tensor) -> GradSource:
         return self._state_map.by_index[row].source(grad, None)
@@ -77,7 +80,7 @@ class EarlyImages:
 
     def wait(self) -> None:
         """Returns when all that was pushed is with the engine. Raises CSDError."""
-        for future in self._brought:
+        for future in self.brought:
             future.result()
 
     def unchanged(self, step: PreparedStep) -> bool:
@@ -94,7 +97,8 @@ class EarlyImages:
                 if row not in self._step.prepared:
                     continue
                 here, image = slice(first, first + n), IMAGE_BYTES * tile_first
-                source = self._source(row, step.grads[row])
+                # A strided gradient is copied there already: what is copied here nobody waits for.
+                source = step.prepared.get(row) or self._source(row, step.grads[row])
                 yield slot.grad[image:].view(source.grad.dtype)[:n], source.grad[here]
                 if source.is_read:
                     yield self._read[tile][image:].view(source.param.dtype)[:n], source.param[here]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
@@ -147,12 +147,13 @@ class Guess:
         """From now on the engine is no longer used, which somebody closes."""
         self._images.give_up()
 
-    def undo(self) -> None:
-        """It was wrong, or failed: as if it had never begun."""
+    def undo(self) -> list[Future[None]]:
+        """It was wrong, or failed: as if it had never begun. When what it returns is done, `hold` is free again."""
         self._images.give_up()
         if self._engine.stepping:
             with contextlib.suppress(CSDError):  # what made it fail, if anything did
                 self._engine.finish(keep=False)
+        return self._images.brought
 
 
 def _is_plain(grad: torch.Tensor, param_state: ParamState) -> bool:

@@ -434,9 +434,11 @@ class _Pass:
         self._gone.set()
 
     def __del__(self) -> None:
-        with contextlib.suppress(CSDError):  # what keeps parameters from being restored is said by the next step
-            self._steps.ended(self._task, whole=False)
-        self._gone.set()
+        try:
+            with contextlib.suppress(CSDError):  # what keeps parameters from being restored is said by the next step
+                self._steps.ended(self._task, whole=False)
+        finally:  # or who reads a parameter waits for ever
+            self._gone.set()
 
 
 def cannot_free(groups: Groups, options: GradOptions, max_grad_norm: float | None) -> str:

@@ -9,6 +9,7 @@ from support.twins import Training, assert_twins
 
 from csd_optim import CSDOSError, CSDRuntimeError
 from csd_optim.engine.engine import Engine
+from csd_optim.step.run import StepRunner
 
 pytestmark = pytest.mark.accelerator
 
@@ -157,3 +158,24 @@ def test_a_device_that_fails(tmp_path, call, number, monkeypatch):
         training.step()
 
     twins(tmp_path, script, TIGHT).opt.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_nobody_waits_for_ever_for_a_step_that_cannot_be_undone(tmp_path, monkeypatch):
+    training, gone = Training(tmp_path, FREE, place=[DEVICE]), []
+    training.step()
+
+    def breaks(_):
+        gone.append(training.opt._mode._gone)
+        raise ZeroDivisionError
+
+    def fails(*_):
+        raise RuntimeError("the accelerator is gone")
+
+    training.model[1].inner.weight.register_hook(breaks)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepRunner, "undo", fails)
+        with pytest.raises(ZeroDivisionError):
+            training.backward()
+        assert gone[0].wait(60)
+    training.opt.close()

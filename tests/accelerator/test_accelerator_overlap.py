@@ -32,6 +32,7 @@ from support.twins import Training, assert_twins
 
 from csd_optim import CSDOSError, CSDRuntimeError
 from csd_optim.engine.engine import Engine
+from csd_optim.overlap.early_images import EarlyImages
 from csd_optim.step import sparse
 from csd_optim.step.run import StepRunner
 from csd_optim.step.staging import StagingBuffer, StagingRing
@@ -150,6 +151,24 @@ def strided(training):
 
 def test_layouts(tmp_path):
     twins(tmp_path, strided).opt.close()
+
+
+def replaced_by_strided(training):
+    """The values that a guess has, elsewhere."""
+    for _ in range(4):
+        training.backward()
+        for p in training.model.parameters():
+            p.grad = torch.stack([p.grad, p.grad], -1)[..., 0]
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def test_strided_gradients_are_compared(tmp_path):
+    """When they have been brought in order."""
+    training = twins(tmp_path, replaced_by_strided, BACKWARD, patient=True, latency="100us")
+    assert training.opt.stats()["overlap"]["redone"] == {}
+    assert training.opt.stats()["overlap"]["early_params"] > 0
+    training.opt.close()
 
 
 # ---- streams ---------------------------------------------------------------------------------
@@ -319,13 +338,13 @@ def test_a_step_that_fails_under_way(tmp_path, call, number, topk, monkeypatch):
 
 @pytest.mark.parametrize("what", ["cleared", "dropped", "closed"])
 def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatch):
-    """Its copies arrive when the next one is under way, or the engine is gone."""
+    """Its copies arrive when the next step is under way, or the engine is gone."""
     arrives, pushed = threading.Event(), []
     wait, push = StagingBuffer.wait, Engine.push
     training = Training(tmp_path, BACKWARD, place=[DEVICE], patient=True, latency="100us")
     for _ in range(3):
         training.step()
-    training.opt.wait()
+    training.opt.synchronize()
     brings = training.opt._mode._early._brings
     with monkeypatch.context() as patch:
         patch.setattr(StagingBuffer, "wait", lambda slot: arrives.wait() and wait(slot))
@@ -334,9 +353,10 @@ def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatc
         try:
             training.backward()
             assert training.opt._mode._early._guess
-            if what == "cleared":
+            if what == "cleared":  # the next guess would use the same memory
                 training.opt.zero_grad()
                 training.backward()
+                assert training.opt._mode._early._guess is None
             elif what == "closed":
                 training.opt.close()
             else:
@@ -351,6 +371,52 @@ def test_a_guess_that_is_given_up_pushes_nothing_more(tmp_path, what, monkeypatc
         else:
             brings.shutdown()
             assert pushed == []
+
+
+def test_a_guess_is_compared_when_all_of_it_was_pushed(tmp_path, monkeypatch):
+    asked, whole = threading.Event(), []
+    wait, push, equal = EarlyImages.wait, Engine.push, StagingRing.equal
+    training = Training(tmp_path, BACKWARD, place=[DEVICE], patient=True, latency="100us")
+    for _ in range(3):
+        training.step()
+    training.opt.synchronize()
+    monkeypatch.setattr(Engine, "push", lambda *arguments: asked.wait() and push(*arguments))
+    monkeypatch.setattr(EarlyImages, "wait", lambda images: asked.set() or wait(images))
+
+    def compares(ring, pairs):
+        whole.append(all(future.done() for future in training.opt._mode._early._guess._images.brought))
+        asked.set()
+        return equal(ring, pairs)
+
+    monkeypatch.setattr(StagingRing, "equal", compares)
+    training.patient = False
+    training.step()
+    assert whole == [True]
+    training.opt.close()
+
+
+def test_a_guess_that_cannot_be_compared_is_none(tmp_path, monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("to compare in")
+
+    monkeypatch.setattr(StagingRing, "equal", fails)
+    training = twins(tmp_path, ten_steps, BACKWARD, patient=True, latency="100us")
+    assert training.opt.stats()["overlap"]["redone"]["failure"] > 0
+    training.opt.close()
+
+
+def test_executors_that_take_nothing_more(tmp_path):
+    """As on a thread that goes on when the main one has come to its end."""
+
+    def script(training):
+        if training.overlap is not None:
+            training.opt._mode._early._brings.shutdown()
+        ten_steps(training)
+
+    training = twins(tmp_path, script, BACKWARD, patient=True, latency="100us")
+    assert training.opt.stats()["overlap"]["redone"] == {}
+    assert training.opt.stats()["overlap"]["early_params"] > 0
+    training.opt.close()
 
 
 def test_a_step_without_streams_is_undone(tmp_path, monkeypatch):

@@ -141,6 +141,12 @@ MUTANTS = {
         "self._step.ring.begin(step.prepared)  # its", "pass  # its"
     ),
     "a guess: compared before all is copied": in_guesses("self.wait()\n        self._step", "self._step"),
+    "a guess: compared before gradients are in order": Mutant(
+        "overlap/early_images.py", "step.prepared.get(row) or", "", "overlap and strided"
+    ),
+    "a guess: begins while another one's gradients arrive": Mutant(
+        "overlap/early.py", "if not all(future.done() for future in self._hold_used)", "if False", "overlap and guess"
+    ),
     "a guess: compared on the current stream": in_comparisons("with on(to_host[there.device])", "with on(None)"),
     "a guess: the answer is read before it is there": in_comparisons("wait_for(recorded(to_host[device]))"),
     "a guess: parameters of codes are not compared": in_guesses("if source.is_read:", "if False:"),
@@ -150,7 +156,7 @@ MUTANTS = {
         COPYING, f"{COPYING}\n            [s.let_go() for s in self._sources[tile].values() if self._copied]", FREE
     ),
     "free: nobody joins in step()": in_backward("pass\n                step.ring.join()", "pass"),
-    "free: what is undone comes back later": in_backward("step.ring.join()  # what"),
+    "free: what is undone comes back later": in_backward("step.ring.join()  # what", "pass  # what"),
     "free: gradients that may be under way are not counted": in_backward("self._lent_bytes += self._to_copy[tile]"),
     "overlap: on streams of the program": in_staging(
         "entered.enter_context(on(self._beside[device]))", tests="counters"
