@@ -33,6 +33,7 @@ from .star import Contributions, entries_part
 from .values import dtype_named, packed, unpacked
 from .wire import Session
 
+NOT_OURS = ("foreach", "fused", "capturable", "topk")  # of a group: how trainers compute, and what they select
 OF_TRAINERS = "trainers"  # the key of `user_state` under which those of several trainers are, in their order
 
 
@@ -150,7 +151,7 @@ class Owner:
         params = [self._param(p) for p in group.params]
         named = any(p.named for p in group.params)
         names = [p.name for p in group.params]
-        hyper = {name: value for name, value in group.hyper.items() if name not in ("foreach", "fused", "capturable")}
+        hyper = {name: value for name, value in group.hyper.items() if name not in NOT_OURS}
         return {**hyper, "params": [*zip(names, params, strict=True)] if named else params}
 
     def _param(self, p: Param) -> torch.nn.Parameter:
@@ -258,7 +259,7 @@ class Owner:
 
     def _put_back(self, hyper: Sequence[dict[str, Any]] | None) -> None:
         for group, kept in zip(self.optimizer.param_groups, hyper or (), strict=bool(hyper)):
-            put_back(group, kept)
+            put_back(group, {name: value for name, value in kept.items() if name not in NOT_OURS})
 
     @torch.no_grad()
     def _take(self, received: Mapping[int, torch.Tensor]) -> None:

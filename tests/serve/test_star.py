@@ -152,13 +152,20 @@ def test_two_owners_and_another_number_of_trainers(tmp_path):
     assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-5) for a, b in zip(images[0], fed[0].image(), strict=True))
 
 
-def test_one_trainer_with_topk_has_the_bits_of_devices_of_its_own(tmp_path):
+@pytest.mark.parametrize("of_group", [False, True])
+def test_one_trainer_with_topk_has_the_bits_of_devices_of_its_own(tmp_path, of_group):
     options = {"topk": 0.05, "topk_warmup": 2, "tile_size": 1 << 15}
+    if of_group:
+        options["topk"] = None
     with Owners(tmp_path) as owners:
         ours, served = Trained(str(tmp_path / "own"), **options), Trained(star_of(owners), **options)
+        for training in (ours, served):
+            training.opt.param_groups[0] |= {"topk": 0.05} if of_group else {}
         for step in range(8):
             if step == 6:  # what is owed is sent with all the rest, and then no more
-                ours.opt.topk = served.opt.topk = None
+                for training in (ours, served):
+                    training.opt.topk = None
+                    training.opt.param_groups[0] |= {"topk": None} if of_group else {}
             for training in (ours, served):
                 training.step(training.gradients(0), 8.0)
             assert all(torch.equal(a, b) for a, b in zip(ours.image(), served.image(), strict=True)), step
