@@ -462,7 +462,7 @@ def _local(t: Any) -> torch.Tensor:
 def _check_shares(message: dict[str, Any], request: Request) -> None:
     """Of gradients that are to be summed. Raises ValueError, TypeError."""
     norm = message["max_grad_norm"]
-    if not (norm is None or (isinstance(norm, (int, float)) and norm > 0)):
+    if not (norm is None or isinstance(norm, (int, float))):
         raise ValueError(f"max_grad_norm {norm!r}")
     of_params = zip(message["params"], message["dtypes"], message["shares"], message["pushed"], strict=True)
     for index, name, share, pushed in of_params:

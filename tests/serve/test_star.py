@@ -286,6 +286,9 @@ def differing(rank, address):
         assert torch.equal(p, torch.ones_like(p))
     opt.step()
     assert not torch.equal(p, torch.ones_like(p))
+    opt.max_grad_norm = 0.0  # set later it may be any, as elsewhere
+    opt.step()
+    assert opt.stats()["grad_norm"] > 0
     opt.close()
 
 
