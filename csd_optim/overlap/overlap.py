@@ -214,6 +214,7 @@ class Overlap(BesideModel):
         if self._engine.rank is None or (self._flight and (not self._flight.landed or self._flight.failure)):
             return None
         self.land()
+        self._runner.in_flight = True  # who looks at states undoes the guess: codes are not decoded in a step
         return self._pieces_now()
 
     def _pieces_now(self) -> Pieces:

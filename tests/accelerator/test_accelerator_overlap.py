@@ -28,7 +28,7 @@ from support.between_steps import (
     writes_past_torch,
 )
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
-from support.twins import Training, assert_twins
+from support.twins import Training, assert_twins, checksum
 
 from csd_optim import CSDOSError, CSDRuntimeError
 from csd_optim.engine.engine import Engine
@@ -89,6 +89,18 @@ def test_a_guess_is_right(tmp_path, place, options):
     training.opt.close()
 
 
+def looks_at_codes(training):
+    """Before a backward, and after it."""
+    for _ in range(4):
+        for goes_back in False, True:
+            if goes_back:
+                training.backward()
+            entries = training.opt.state.values()
+            training.log.append([checksum(t) for entry in entries for t in entry.values()])
+        training.opt.step()
+        training.opt.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("script", "why", "options"),
     [
@@ -97,6 +109,7 @@ def test_a_guess_is_right(tmp_path, place, options):
         (skips_steps, "cleared gradients", {}),
         (accumulates_otherwise_each_time, "more backward passes", {}),
         (looks_at_states, "other calls", {}),
+        (looks_at_codes, "other calls", {"dtype": torch.bfloat16, "state_dtype": "8bit"}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
