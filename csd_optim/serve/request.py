@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..distributed.sharding import is_replicated
-from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError, CSDValueError
+from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError
 from ..params.groups import Groups, name_of, plain
 from ..params.param_state import DTYPES
 from .values import dtype_named
@@ -21,7 +21,6 @@ from .wire import PROTOCOL
 
 MOST_TRAINERS = 4096
 MOST_DIMS = 64  # as torch
-NO_TOPK = "to optimizer ranks (serve://) gradients go whole, but by ?route=star (docs/optimizer-ranks.md)"
 MODES = ("new", "resume", "overwrite")
 
 
@@ -75,11 +74,9 @@ def describe_group(
 ) -> Group:
     """Of an optimizer. `shape_of`: of all of a parameter, of which it may be a part. `star`: owners sum gradients.
 
-    Raises CSDRuntimeError, CSDValueError for what owners cannot serve.
+    Raises CSDRuntimeError for what owners cannot serve.
     """
     group = groups[k]
-    if group.get("topk") and not star:
-        raise CSDValueError(f"Invalid topk of a group: {NO_TOPK}")
     params = []
     for i, p in enumerate(group["params"]):
         name = name_of(groups, k, i)

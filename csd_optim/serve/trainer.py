@@ -34,7 +34,7 @@ from .blocks import Block, FlatShard, Part, ViewOf, block_of
 from .blocks import whole as all_of
 from .early import Early, mean_of, tell_overflow
 from .remote import RemoteEngine
-from .request import NO_TOPK, Group, Request, describe_group, group_message, whoami
+from .request import Group, Request, describe_group, group_message, whoami
 from .star import Entries, Selection, Source
 from .values import packed, unpacked
 from .wire import PATIENCE, SCHEME, USER_STATE_BYTES, Address, parse_address
@@ -122,8 +122,7 @@ class _Trainer(_Optimizer):
     # ---- construction ------------------------------------------------------------------
 
     def _open(self, specs: Sequence[DeviceSpec], ranks: Ranks | None, mode: Mode = "new") -> None:
-        if self.topk is not None and not self._is_star:
-            raise CSDValueError(f"Invalid topk: {NO_TOPK}")
+        self._check_topk()
         if ranks and not self.sharded:
             raise CSDValueError("Invalid sharded: False; to optimizer ranks (serve://) each trainer pushes its share")
         self._known: dict[int, _Param] = {}  # by id of the parameter
@@ -183,6 +182,15 @@ class _Trainer(_Optimizer):
     def _is_star(self) -> bool:
         """Do trainers send their own gradients, for the owners to sum?"""
         return self._address.route == "star"
+
+    def _check_topk(self) -> None:
+        """Raises CSDValueError if gradients are to be sparse, and go a way that has none."""
+        shares = [self.topk, *(group.get("topk") for group in self.param_groups)]
+        if not self._is_star and shares != [None] * len(shares):
+            raise CSDValueError(
+                "Invalid topk: to optimizer ranks (serve://) gradients go whole, but by ?route=star "
+                "(docs/optimizer-ranks.md)"
+            )
 
     def _shape_of(self, p: torch.Tensor) -> torch.Size:
         """Of all of it, as the owners know it."""
@@ -277,6 +285,7 @@ class _Trainer(_Optimizer):
         remote = self._remote
         self._grad_scale = grad_scale
         with all_ranks_or_none(self._ranks):
+            self._check_topk()
             self._know()
             taking_part = participants(self.param_groups, type(self).__name__, self._for_sparse)
             grads = self._grads(taking_part)

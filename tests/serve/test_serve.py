@@ -372,6 +372,18 @@ def test_arguments_that_owners_cannot_serve_are_refused(owners, tmp_path):
         assert opt.state[p]["exp_avg"].to("cpu") is opt.state[p]["exp_avg"]  # so Lightning's end does not fail
 
 
+def test_topk_that_is_asked_for_later_is_refused(owners):
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    with CSDAdam([p], devices=owners.address, overwrite=True) as opt:
+        p.grad = torch.ones(4, 4)
+        for later in (opt.param_groups[0].__setitem__, opt.__setattr__):
+            later("topk", 0.1)
+            with pytest.raises(CSDValueError, match="Invalid topk"):
+                opt.step()
+            later("topk", None)
+        opt.step()
+
+
 @pytest.mark.parametrize("hosts", [("[::1]",), ("127.0.0.1", "192.0.2.1")], ids=("v6", "of-another-machine"))
 def test_addresses_that_owners_listen_at(tmp_path, hosts):
     # Owners on several machines get one command line, whose address is that of the first; here the second has none.
