@@ -5,6 +5,7 @@ import torch
 from support.between_steps import checkpoints_activations as checkpoints
 from support.between_steps import freezes, steps_in_closures, ten_steps
 from support.on_accelerator import DEVICE
+from support.replacing import failing
 from support.twins import Training, assert_twins
 
 from csd_optim import CSDOSError, CSDRuntimeError
@@ -131,25 +132,16 @@ def test_memory_of_gradients_is_free_in_backward(tmp_path):
 
 
 @pytest.mark.parametrize(("call", "number"), [("push", 1), ("push", 8), ("pull", 3)])
-def test_a_device_that_fails(tmp_path, call, number, monkeypatch):
+def test_a_device_that_fails(tmp_path, call, number):
     """In backward, or in step(): everything is as before, and the next step is right."""
 
     def script(training):
         training.step()
         if training.overlap is not None:
             before, log, losses = training.parameters(), len(training.log), len(training.losses)
-            steps, real, calls = training.steps, getattr(Engine, call), []
-
-            def breaks(*arguments):
-                calls.append(arguments)
-                if len(calls) == number:
-                    raise CSDOSError(5, "broken")
-                return real(*arguments)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(Engine, call, breaks)
-                with pytest.raises(CSDOSError, match="broken"):
-                    training.step()
+            steps = training.steps
+            with failing(Engine, call, number, "broken"), pytest.raises(CSDOSError, match="broken"):
+                training.step()
             assert training.parameters() == before
             training.opt.zero_grad()
             del training.log[log:], training.losses[losses:]

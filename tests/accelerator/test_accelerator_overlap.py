@@ -28,6 +28,7 @@ from support.between_steps import (
     writes_past_torch,
 )
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
+from support.replacing import failing
 from support.twins import Training, assert_twins, checksum
 
 from csd_optim import CSDOSError, CSDRuntimeError
@@ -313,7 +314,7 @@ def test_a_gradient_changed_after_step_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("topk", [None, 0.1])
 @pytest.mark.parametrize(("call", "number"), [("push", 1), ("push", 20), ("pull", 1), ("pull", 12), ("pull", 25)])
-def test_a_step_that_fails_under_way(tmp_path, call, number, topk, monkeypatch):
+def test_a_step_that_fails_under_way(tmp_path, call, number, topk):
     """Is undone, with its copies under way; told once, to who waits; and the next one is right."""
 
     def fails(training):
@@ -321,16 +322,7 @@ def test_a_step_that_fails_under_way(tmp_path, call, number, topk, monkeypatch):
         training.opt.wait()
         before = training.parameters()
         if training.overlap is not None:
-            real, calls = getattr(Engine, call), []
-
-            def breaks(*arguments):
-                calls.append(arguments)
-                if len(calls) == number:
-                    raise CSDOSError(5, "broken")
-                return real(*arguments)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(Engine, call, breaks)
+            with failing(Engine, call, number, "broken"):
                 training.backward()
                 training.opt.step()
                 training.opt.zero_grad()

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import errno
 import os
 import signal
 from functools import partial
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.ranks import KILLED, on_living_ranks, on_ranks
+from support.replacing import failing, replaced
 from support.twins import Training, assert_twins
 from test_distributed import MODELS, hybrid, net, raised_by, train
-from test_rank_commits import POINTS, die, dies_at, goes_on, replaced, train_until_death, uninterrupted
+from test_rank_commits import POINTS, die, dies_at, goes_on, train_until_death, uninterrupted
 from test_rank_commits import Training as OfParameters
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -37,16 +37,7 @@ def sharded(model):
 
 def unplugged(rank, method):
     """A device of rank 1 fails in the next call of this method of the engine, and in no other."""
-    left = int(rank == 1)
-
-    def fail(call, *args, **kwargs):
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise CSDOSError(errno.EIO, "unplugged")
-        return call(*args, **kwargs)
-
-    return replaced(Engine, method, fail)
+    return failing(Engine, method, int(rank == 1), "unplugged")
 
 
 def training_on(rank, name, overlap=None, **options):

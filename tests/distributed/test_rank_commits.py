@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from faults.losing import LosingDisk
 from support.ranks import KILLED, on_living_ranks, on_ranks
+from support.replacing import replaced
 from support.store_page import region, superblock
 
 import csd_optim.step.prepare
@@ -109,17 +110,6 @@ def goes_on(directory, size=2, step=6, options=None):
 
 
 # ---- ranks are killed ------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def replaced(owner, name, function):
-    """`function` is called with the original, and what that is called with."""
-    original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: function(original, *args, **kwargs))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def dies_at(point, step):
