@@ -46,7 +46,7 @@ def open_engine(
         )
     with all_ranks_or_none(ranks):
         if near and not kind():
-            raise CSDUnavailableError(errno.ENODEV, f"{near[0]}: torch {torch.__version__} has no accelerator here")
+            raise CSDUnavailableError(errno.ENODEV, f"torch {torch.__version__} has no accelerator here, for {near[0]}")
         if mode in ("resume", "read") and (temporary := [str(s) for s in specs if not s.durable]):
             raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
     engine = None
