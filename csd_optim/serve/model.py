@@ -1,0 +1,213 @@
+"""What a trainer knows of its model as the owners do: each parameter's number, and the part that is this trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..distributed.sharding import UNSHARDED, Partition, is_flat
+from ..errors import CSDRankError, CSDStoreError, CSDValueError
+from ..params.groups import members, name_of
+from ..step.all_gather import ParamAllGather
+from .blocks import Block, FlatShard, Part, ViewOf, block_of
+from .remote import RemoteEngine
+from .request import Group, describe_group, group_message
+from .wire import Address
+
+if TYPE_CHECKING:
+    from ..optim.optimizer import CSDOptimizer as _Optimizer
+else:
+    _Optimizer = object
+
+
+@dataclass(eq=False)
+class TrainerParam:
+    """A parameter, and the part of it that this trainer pushes and pulls."""
+
+    param: torch.Tensor
+    part: Partition
+    name: str
+    index: int  # over all groups: so owners know it
+    block: Block  # of the part
+    shape: torch.Size  # as the owners know it
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    here: torch.Size  # of `param`: what is done to it may change that
+    steps: float = 0.0
+    version: int = -1  # when the owners last had its value; -1: they have none of this parameter
+    pointer: int = -1
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The part as it is now."""
+        return self.part.of(self.param)
+
+    @property
+    def is_absent(self) -> bool:
+        """Has this trainer nothing of a parameter of FSDP1? Then it has no gradient, and no entry in `state`."""
+        return isinstance(self.part, FlatShard) and not self.block.numel
+
+    @property
+    def is_written(self) -> bool:
+        return (self.version, self.pointer) != (self.part.version(self.param), self.part.pointer(self.param))
+
+    def is_ours(self) -> None:
+        self.version, self.pointer = self.part.version(self.param), self.part.pointer(self.param)
+
+    def travels(self, dtype: torch.dtype) -> Part:
+        return Part(self.index, tuple(self.shape), self.block, dtype)
+
+
+class TrainerModel(_Optimizer):
+    """Parameters of an optimizer whose states are elsewhere, and how they travel."""
+
+    _address: Address
+
+    def _forget_model(self) -> None:
+        """Nothing is known yet."""
+        self._known: dict[int, TrainerParam] = {}  # by id of the parameter
+        self._flat: dict[int, FlatShard] = {}  # likewise
+        self._gathers: dict[tuple[Any, ...], ParamAllGather] = {}
+        self._groups_told = 0
+
+    @property
+    def _is_star(self) -> bool:
+        """Do trainers send their own gradients, for the owners to sum?"""
+        return self._address.route == "star"
+
+    @property
+    def _remote(self) -> RemoteEngine:
+        assert isinstance(self._engine, RemoteEngine)
+        return self._engine
+
+    def _shape_of(self, p: torch.Tensor) -> torch.Size:
+        """Of all of it, as the owners know it."""
+        return flat.shape if (flat := self._flat.get(id(p))) else p.shape
+
+    def _measure(self) -> None:
+        """Finds out which trainer has how much of FSDP1's parameters; a collective, if some are new."""
+        there = {id(p): p for _, _, p in members(self.param_groups) if is_flat(p)}
+        new = [p for key, p in there.items() if key not in self._flat or self._flat[key].param is not p]
+        if new and self._ranks:
+            lengths = self._ranks.gather(*(p.numel() for p in new))
+            for p, of_ranks in zip(new, zip(*lengths, strict=True), strict=True):
+                self._flat[id(p)] = FlatShard(p, self._ranks, of_ranks)
+
+    def _know(self) -> None:
+        """Notes parameters that are new. Raises CSDStoreError for one that takes the place of another kind."""
+        self._measure()
+        there = {known.index: known for known in self._known.values()}
+        known: dict[int, TrainerParam] = {}
+        for index, (k, i, p) in enumerate(members(self.param_groups)):
+            if id(p) in known:
+                raise CSDValueError(f"parameter {name_of(self.param_groups, k, i)} is there twice")
+            before = there.get(index)
+            if before is not None and before.param is p and (p.shape, p.dtype) == (before.here, before.dtype):
+                known[id(p)] = before
+                continue
+            part, shape = self._flat.get(id(p)) or self._state_map.part_of(p), self._shape_of(p)
+            part = UNSHARDED if self._is_star else part
+            block = block_of(part, shape)
+            new = TrainerParam(
+                p, part, name_of(self.param_groups, k, i), index, block, shape, p.stride(), p.dtype, p.shape
+            )
+            if before is not None:  # a trainer has exchanged it, as some do when they move a model
+                if (p.shape, p.dtype, block) != (before.here, before.dtype, before.block):
+                    raise CSDStoreError(
+                        f"parameter {new.name} is {tuple(p.shape)} {p.dtype} now; the optimizer ranks know it as "
+                        f"{tuple(before.here)} {before.dtype}: convert the model before the optimizer is made"
+                    )
+                new.steps, new.stride = before.steps, before.stride
+                self._state_map.state.pop(before.param, None)
+            known[id(p)] = new
+        if list(known) != list(self._known):
+            self._known = known
+            self._gathers.clear()
+
+    def _blocks(self, first_group: int) -> list[Block]:
+        return [self._known[id(p)].block for k, _, p in members(self.param_groups) if k >= first_group]
+
+    def _described(self, k: int) -> Group:
+        return describe_group(self.param_groups, k, self._rule.hyperparameters, self._shape_of, star=self._is_star)
+
+    def _join(self) -> None:
+        """Tells the owners of parameter groups that are new."""
+        first = self._groups_told
+        new = [group_message(self._described(k)) for k in range(first, len(self.param_groups))]
+        self._remote.call({"op": "join", "groups": new}, blocks=self._blocks(first))
+        self._groups_told = len(self.param_groups)
+
+    def _agreed(self, said: Sequence[dict[int, Any]], differ: str) -> dict[int, Any]:
+        """What each trainer says of parameters, by number. Raises CSDRankError with that text if they `differ`.
+
+        What is absent on one of them may be missing there.
+        """
+        agreed = {index: value for of_rank in said for index, value in of_rank.items()}
+        lengths = {known.index: flat.lengths for key, known in self._known.items() if (flat := self._flat.get(key))}
+        for rank, of_rank in enumerate(said):
+            present = (index for index in agreed if index not in lengths or lengths[index][rank])
+            if any(of_rank.get(index) != agreed[index] for index in present):
+                raise CSDRankError(differ)
+        return dict(sorted(agreed.items()))
+
+    def _wire(self, known: TrainerParam) -> torch.dtype:
+        """How a gradient travels. Raises CSDValueError for a `grad_dtype` that would not arrive as it is."""
+        dtype, wanted = known.param.dtype, self.grad_dtype
+        if wanted in (None, dtype, torch.float32) and not (wanted and dtype.is_complex):
+            return dtype
+        if dtype is not torch.float32:
+            raise CSDValueError(
+                f"Invalid grad_dtype: {wanted}; to optimizer ranks (serve://) it is the parameter's own, or one of 16 "
+                f"bits for fp32 parameters, and {known.name} is {dtype}"
+            )
+        assert wanted is not None
+        return wanted
+
+    def _values(self, there: Sequence[TrainerParam]) -> tuple[list[Part], ViewOf]:
+        """The parameters themselves, to be sent or received."""
+        parts = [known.travels(known.param.dtype) for known in there]
+        return parts, views({known.index: (known.local, known.block) for known in there})
+
+    def _receive(self, there: Sequence[TrainerParam]) -> int:
+        """New values of parameters, from owners and then from the other trainers. Returns bytes of the latter."""
+        with torch.no_grad():
+            self._remote.fetch(*self._values(there))
+            divided = (known for known in there if known.part.replicas)
+            shares = [_Share(known.param, known.part, known.local, known.index) for known in divided]
+            gathered = 0
+            if self._ranks and shares:
+                key = tuple((share.index, share.local.data_ptr()) for share in shares)
+                if key not in self._gathers:
+                    self._gathers.clear()
+                    self._gathers[key] = ParamAllGather(self._ranks, None, shares)
+                gather = self._gathers[key]
+                gather.begin()
+                gather.finish()
+                gathered = gather.received_bytes
+            torch.autograd.graph.increment_version([known.param for known in there])
+        for known in there:
+            known.is_ours()
+        return gathered
+
+
+@dataclass
+class _Share:
+    """As ParamAllGather wants it."""
+
+    param: torch.Tensor
+    part: Partition
+    local: torch.Tensor
+    index: int
+
+
+def views(there: dict[int, tuple[torch.Tensor, Block]]) -> ViewOf:
+    """Of tensors that are these blocks, by key."""
+
+    def view_of(key: int, block: Block) -> torch.Tensor:
+        tensor, within = there[key]
+        return block.of(tensor, within)
+
+    return view_of

@@ -1,0 +1,193 @@
+"""What `state`, checkpoints and consolidation are to a trainer whose states are with optimizer ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..distributed.ranks import all_ranks_or_none
+from ..distributed.sharding import is_replicated
+from ..errors import CSDRankError, CSDRuntimeError
+from ..params.groups import plain
+from ..params.memory_warnings import FETCHED, warn_if_large
+from .blocks import Part, ViewOf
+from .blocks import whole as all_of
+from .model import TrainerModel, TrainerParam, views
+from .wire import PATIENCE
+
+ELSEWHERE = (
+    "the states are with the optimizer ranks (serve://). Call consolidate_state_dict() on all trainers before, which "
+    "takes all states into the memory of one of them, or consolidate_state_dict(None), which takes of each trainer its "
+    "part; or save(path), a snapshot on the owners' machines; or run `csd-optim export` there (docs/optimizer-ranks.md)"
+)
+
+
+class StatesElsewhere(TrainerModel):
+    """The methods of an optimizer that are about states."""
+
+    def _forget_states(self) -> None:
+        """None were fetched yet."""
+        self._consolidates = False  # consolidate_state_dict() was called, and no step since
+        self._asked_together = False  # state_dict() is called on all trainers, under DDP, too
+        self._fetched: dict[int, dict[str, torch.Tensor]] | None = None  # by it: this trainer's part of states
+
+    def _show(self, there: Sequence[TrainerParam]) -> None:
+        """`state` has the count of steps, and of the rest tensors without data that nobody can save."""
+        for known in there:
+            if known.is_absent:
+                continue
+            group = next(g for g in self.param_groups if any(p is known.param for p in g["params"]))
+            entry = self._state_map.state[known.param]
+            if "step" not in entry:
+                for name in self._rule.sections_for(group):
+                    entry[name] = _without_data(known.param)
+                entry["step"] = torch.zeros(())
+            entry["step"].fill_(known.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with this trainer's part of all states in memory, which all trainers fetch together.
+
+        Where all of them hold the same plain parameters, as under DDP, libraries ask one of them alone, and what it
+        gets has no data: call consolidate_state_dict() before, or once consolidate_state_dict(None).
+        """
+        alike = bool(self._ranks) and all(is_replicated(known.param) for known in self._known.values())
+        fetches = not alike or self._asked_together
+        if fetches and not self._consolidates and any(known.steps for known in self._known.values()):
+            self.consolidate_state_dict(None)
+        return super().state_dict()
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        to = None if self._flat else to  # only FSDP1 puts its shards together
+        self._forget_consolidated()
+        self._asked_together |= to is None
+        engine = self._live_engine
+        with all_ranks_or_none(self._ranks):
+            self._know()
+        with engine.lock:
+            said = self._remote.call({"op": "state", "to": to})["states"]
+            if to is None or not self._ranks or self._ranks.rank == to:
+                states = self._fetch_states(said, whole=to is not None)
+                self._fetched = states if to is None else None
+                self._show_consolidated(states)
+        self._consolidates = True
+
+    def _forget_consolidated(self) -> None:
+        super()._forget_consolidated()
+        self._consolidates, self._fetched = False, None
+
+    def _fetch_states(self, said: list[Any], *, whole: bool) -> dict[int, dict[str, torch.Tensor]]:
+        """What the owners send of these states: `whole`, or this trainer's part, as `state` shows it elsewhere."""
+        by_index = {known.index: known for known in self._known.values()}
+        states: dict[int, dict[str, torch.Tensor]] = {}
+        there: list[tuple[TrainerParam, torch.Tensor]] = []
+        for index, step, names in said:
+            known = by_index[index]
+            dtype = _dtype_of_states(known.dtype)
+            entry: dict[str, torch.Tensor] = {"step": torch.tensor(float(step))}
+            for name in names:
+                if whole:
+                    value = entry[name] = torch.empty(known.shape, dtype=dtype, device="cpu")
+                else:
+                    value = torch.empty_like(known.local, dtype=dtype, device="cpu")
+                    entry[name] = known.part.show(value)
+                there.append((known, value))
+            if not known.is_absent:
+                states[index] = entry
+        self._remote.fetch(*states_of(there, whole=whole))
+        warn_if_large(sum(value.nbytes for _, value in there), FETCHED)
+        return states
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As elsewhere. What state_dict() shows without data stays as it is with the owners."""
+        engine = self._live_engine
+        shown = self._state_map.state
+        as_they_are = _values_of(state_dict["state"]) == _values_of(shown)
+        if self._ranks and len({*self._ranks.gather(as_they_are)}) > 1:
+            raise CSDRankError("some trainers load states, others what stands for those of the owners")
+        with all_ranks_or_none(self._ranks):
+            self._know()
+            self._check_and_take(engine, {**state_dict, "state": {}} if as_they_are else state_dict)
+        given, self._state_map.state = self._state_map.state, shown
+        if not as_they_are:
+            self._send_states([(known, entry) for known in self._known.values() if (entry := given.get(known.param))])
+
+    def _send_states(self, entries: Sequence[tuple[TrainerParam, Mapping[str, Any]]]) -> None:
+        """Of each trainer its part of these states, which are all that there are. Durable with the owners then."""
+        states = {known.index: entry for known, entry in entries}
+        names = {i: [n for n in self._rule.sections if isinstance(e.get(n), torch.Tensor)] for i, e in states.items()}
+        said = {i: (float(entry.get("step", 0)), names[i]) for i, entry in states.items()}
+        if self._ranks:
+            said = self._agreed(self._ranks.gather_objects(said), "trainers load different states")
+        by_index = {known.index: known for known in self._known.values()}
+        there = [by_index[index] for index in said]
+        sent = []
+        for known in there:
+            entry = states.get(known.index, {})
+            parts = (known.part.of_state(entry[n]).detach() if entry else known.local for n in said[known.index][1])
+            sent += [(known, part) for part in parts]
+        if len(self.param_groups) > self._groups_told:
+            self._join()
+        self._remote.call(
+            {
+                "op": "load",
+                "states": [[index, step, names] for index, (step, names) in said.items()],
+                "written": [known.index for known in there],
+                "hyper": [plain(group, self._rule.hyperparameters) for group in self.param_groups],
+            },
+            sends=[states_of(sent), self._values(there)],
+            patience=PATIENCE,
+        )
+        self._state_map.state.clear()
+        for known in self._known.values():
+            known.steps = said[known.index][0] if known.index in said else 0.0
+        for known in there:
+            known.is_ours()
+        self._show(there)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """What is written within to the tensors of state_dict(), before or here, goes to the owners.
+
+        Durable at the end, as a whole or not at all. All trainers call it.
+        """
+        if self._fetched is None:
+            self.consolidate_state_dict(None)
+        states = self._fetched or {}
+        with all_ranks_or_none(self._ranks):
+            yield
+        self._send_states([(known, states[known.index]) for known in self._known.values() if known.index in states])
+
+
+def states_of(there: Sequence[tuple[TrainerParam, torch.Tensor]], *, whole: bool = False) -> tuple[list[Part], ViewOf]:
+    """States, one after another: fp32, of the part of each parameter that this trainer has, or of all of it."""
+    parts = [
+        Part(k, tuple(known.shape), all_of(known.shape) if whole else known.block, _dtype_of_states(known.dtype))
+        for k, (known, _) in enumerate(there)
+    ]
+    return parts, views({part.key: (t, part.block) for part, (_, t) in zip(parts, there, strict=True)})
+
+
+def _dtype_of_states(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex64 if dtype.is_complex else torch.float32
+
+
+def _values_of(state: Mapping[Any, Any]) -> set[int]:
+    """Which tensors there are in `state`, but for steps."""
+    return {id(v) for entry in state.values() for name, v in entry.items() if name != "step"}
+
+
+def _without_data(p: torch.Tensor) -> torch.Tensor:
+    shown = torch.empty(p.shape, dtype=_dtype_of_states(p.dtype), device="meta")
+
+    def refuse(_: Any) -> Any:
+        raise CSDRuntimeError(f"this cannot be copied or saved: {ELSEWHERE}")
+
+    def stay(*_: Any, **__: Any) -> torch.Tensor:
+        return shown
+
+    shown.__reduce_ex__ = refuse  # type: ignore[method-assign]
+    shown.to = stay  # type: ignore[method-assign]  # Lightning moves `state` when it has resumed, and at its end
+    return shown
