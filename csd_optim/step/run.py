@@ -51,7 +51,22 @@ class StepRunner:
         step.images = self._images(engine, step)
         step.ring = self._ring(engine, step.prepared) if step.images else None
         step.gather = self._gather(engine, step.plan)
-        step.near = self._near(engine, step)
+
+    def make_near_ready(self, engine: Engine, step: PreparedStep, *, one_by_one: bool) -> None:
+        """The same of what it does on the accelerator. `one_by_one`: its gradients are not there yet, but come so.
+
+        Raises CSDMemoryError.
+        """
+        updates = []
+        for b in step.plan.param_states:
+            if b.on_accelerator and b.numel:
+                rule, constants = step.hypers[step.table["hyper"][b.index]].tolist()
+                updates.append(NearUpdate(b, step.prepared[b.index], rule, constants))
+        if updates:
+            assert engine.accelerator
+            step.near = NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=engine.copies > 1)
+            if not one_by_one:
+                step.near.get_ready()
 
     def run(self, engine: Engine, step: PreparedStep, record: Record | None, *, descending: bool) -> None:
         """Takes the step, and commits it with `record`. On any failure, of any rank, all is put back.
@@ -59,6 +74,8 @@ class StepRunner:
         `descending`: of what the ranks share, the last goes first.
         """
         self._flow(engine, step, record, descending=descending)
+        if step.near:
+            step.near.end()
         self._complete(engine, step, record)
         for source in step.prepared.values():
             source.give_back()
@@ -68,9 +85,7 @@ class StepRunner:
         """The step is whole: what it owes is noted, and it is committed."""
         step.whole = True
         self.near = step.near
-        if step.near:
-            self.moved = True
-            step.near.end()
+        self.moved |= step.near is not None
         self._state_map.filled()
         self.taken += 1
         try:
@@ -120,16 +135,34 @@ class StepRunner:
                 self.undo(engine, step)
             raise
 
+    @staticmethod
+    def launch_near(engine: Engine, step: PreparedStep) -> list[int]:
+        """Queues what there is to do on the accelerator, on the streams that are current.
+
+        Returns the rows of what is updated so: for those nobody has to wait, and their gradients are the program's.
+        """
+        if not step.near:
+            return []
+        _exhaust(step.near.launch(timed=engine.near_spans is not None))
+        rows = step.near.all_queued()
+        for row in rows:
+            step.prepared.pop(row).give_back()
+        return rows
+
     def land(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
         """Waits until the step is whole, and commits it. On any failure all is put back.
 
         Among ranks only the states are: take_back() is to follow. A commit that fails is confirm()'s business there.
+        What it takes to undo what was done on the accelerator they keep until they have met.
         """
         try:
+            self._note_near(engine, step)
             engine.finish()
         except BaseException:
             self.give_up(engine, step)
             raise
+        if step.near and not self._ranks:
+            step.near.end()
         with contextlib.suppress(CSDError) if self._ranks else contextlib.nullcontext():
             self._complete(engine, step, record)
 
@@ -148,10 +181,14 @@ class StepRunner:
         if step.whole:
             engine.take_back(step.plan.rows)
             self.taken -= 1
+        if step.near:
+            step.near.undo()
         engine.remap()
         for param_state in step.plan.param_states:
             with param_state.decoding():
                 param_state.restore(0, param_state.numel)
+        if step.near:
+            step.near.end()
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """A step of the other ranks, for which this one has no gradients: it is counted and committed with theirs."""
@@ -190,8 +227,7 @@ class StepRunner:
                     if gather:
                         gather.finish()
             done = True
-            if step.near and engine.near_spans is not None:
-                engine.near_spans.append(step.near.span)
+            self._note_near(engine, step)
             if engine.stepping:
                 engine.finish()
             elif step.near:
@@ -216,10 +252,18 @@ class StepRunner:
             step.ring.begin(step.prepared)
         return tiles
 
+    @staticmethod
+    def _note_near(engine: Engine, step: PreparedStep) -> None:
+        """For the timeline: what was done on the accelerator."""
+        if step.near and engine.near_spans is not None:
+            engine.near_spans += step.near.spans
+
     def undo(self, engine: Engine, step: PreparedStep) -> None:
         """Puts everything back; a finish() that failed has done so with the states already."""
         self._undo_states(engine, step)
         self._restore(engine, step)
+        if step.near and step.near.launched:
+            step.near.wait()  # whoever is told of it, on any stream, finds what was before
 
     @staticmethod
     def _undo_states(engine: Engine, step: PreparedStep) -> None:
@@ -232,18 +276,6 @@ class StepRunner:
                 step.near.undo()
             else:
                 engine.tear()
-
-    def _near(self, engine: Engine, step: PreparedStep) -> NearUpdates | None:
-        """What it does on the accelerator. None: nothing. Raises CSDMemoryError."""
-        updates = []
-        for b in step.plan.param_states:
-            if b.on_accelerator and b.numel:
-                rule, constants = step.hypers[step.table["hyper"][b.index]].tolist()
-                updates.append(NearUpdate(b, step.prepared[b.index], rule, constants))
-        if not updates:
-            return None
-        assert engine.accelerator
-        return NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=engine.copies > 1)
 
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
         """Tiles that travel by images: with gradients on a GPU, or to be rounded. Prepares whatever lies in them."""
@@ -297,8 +329,8 @@ class StepRunner:
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
                 if took_part[row] and in_tile < elems:
                     written[row].append((first, min(n, elems - in_tile)))
-        for u in step.near.updates if step.near and step.near.launched and step.near.undoes else ():
-            written[u.param_state.index] = [(0, u.param_state.numel)]
+        for param_state in step.near.changed if step.near else ():
+            written[param_state.index] = [(0, param_state.numel)]
         for row, spans in written.items():
             param_state = self._state_map.by_index[row]
             with param_state.decoding():

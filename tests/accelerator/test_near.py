@@ -556,8 +556,6 @@ def test_what_is_refused():
     set_grads(params, 0)
     with pytest.raises(CSDRuntimeError, match=r"parameter 0\.0 is on the CPU, and gpu: keeps states where"):
         optimizer.step()
-    with pytest.raises(CSDValueError, match=r"overlap\(\) is not for gpu:"):
-        optimizer.overlap(torch.nn.Linear(1, 1))
     with pytest.raises(CSDRuntimeError, match="gpu: keeps its state for this process only"):
         optimizer.save("there")
     model = torch.nn.Linear(3, 5).to(DEVICE)
