@@ -539,14 +539,20 @@ class CSDOptimizer(Optimizer, Joinable):
 
         What `gpu:` has is updated on the accelerator's streams, for which nobody waits.
 
-        Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`, `shadow=False`), which
-        `backward` and `free_gradients` need (this one also with `gpu:` alone), and for what `free_gradients` cannot do;
-        CSDRuntimeError for these two where ranks train together, or if they share updates.
+        Raises CSDValueError with `gpu:` beside named directories; if a device has no second copy of the states (`ram:`,
+        `null:`, `shadow=False`), which `backward` and `free_gradients` need (this one also with `gpu:` alone); and for
+        what `free_gradients` cannot do. CSDRuntimeError for these two where ranks train together, or if they share
+        updates.
         """
         if backward and free_gradients:
             raise CSDValueError("free_gradients=True runs the step in backward by itself: leave out backward=True")
         nbytes = parse_bytes(("512MB" if free_gradients else "1GB") if hold is None else str(hold))
         engine = self._live_engine
+        if model is not None and engine.accelerator and engine.accelerator.copies is not None:
+            raise CSDValueError(
+                f"overlap() is not for {engine.accelerator.spec} beside named directories: step() sends them what the "
+                "accelerator has updated"
+            )
         if engine.accelerator and engine.accelerator.alone:
             backward = False  # a step is only queued there, behind backward
         if model is not None and self._ranks:
@@ -784,6 +790,7 @@ class CSDOptimizer(Optimizer, Joinable):
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         ``state_bytes``, of ``gpu:``: of states on the accelerator, and of the copy of them while a step runs.
+        ``commit_bytes``, likewise: of states that went to the host in the step, for named directories to keep.
         ``placement``, where ``auto`` has made the store: what was chosen, see Placement.describe().
         ``overlap``, with overlap(): ``waited``, seconds that others waited for the step, or that backward did, with
         free_gradients; ``early_params``, elements updated before step(); ``redone``, of all steps, guesses that were

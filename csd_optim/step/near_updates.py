@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..accelerator import wait_for
+from ..accelerator import recorded, wait_for
 from ..engine.on_accelerator import CHUNK
 from ..engine.torch_rules import Scratch, update
 from ..engine.trace import Span
@@ -43,6 +43,8 @@ class NearUpdate:
 
 def _states(param_state: ParamState) -> list[torch.Tensor]:
     """1-D fp32, the master first. What is written to them torch does not count; whose step it is does."""
+    if param_state.copy:
+        return param_state.copy.states
     return [flat(param_state.windows[name].data) for name in param_state.sections]
 
 
@@ -52,6 +54,16 @@ def _taking_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as e:
         raise CSDMemoryError(f"no memory for a step on the accelerator: {e}") from None
+
+
+def parameters_of_new(updates: Sequence[NearUpdate]) -> dict[int, torch.Tensor]:
+    """Copies of parameters, by row, that devices have nothing of yet: an undone step gives them back.
+
+    Raises CSDMemoryError.
+    """
+    with _taking_memory():
+        new = [u.param_state for u in updates if u.param_state.is_new]
+        return {b.index: b.local.detach().clone() for b in new}
 
 
 class Queued:
@@ -104,13 +116,18 @@ class NearUpdates:
         self._updates = {u.param_state.index: u for u in updates}
         self._before: list[tuple[ParamState, list[torch.Tensor]]] = []
         self._queued: list[Queued] = []
+        self.events: dict[int, Any] = {}  # by row, of those that were queued: after which it is updated
+        self.commit_bytes: int = 0  # of states that went to the host, for directories to keep
         largest: dict[torch.device, int] = {}
         for u in updates:
             largest[u.source.param.device] = max(largest.get(u.source.param.device, 0), u.param_state.numel)
         self._devices = [*largest]
         for u in updates:
             if u.param_state.is_new:  # what it begins as, which other devices find when they update it
-                _states(u.param_state)[0].copy_(u.source.param)
+                master, *others = _states(u.param_state)
+                master.copy_(u.source.param)
+                for state in others:  # a copy may have something from a step that was undone
+                    state.zero_()
         with _taking_memory():
             self._scratch = {d: Scratch.of(min(n, CHUNK), d, exact=exact) for d, n in largest.items()}
             self._nonfinite = {d: torch.zeros((), dtype=torch.int64, device=d) for d in largest}
@@ -127,7 +144,9 @@ class NearUpdates:
     def _get_ready(self, u: NearUpdate) -> None:
         with _taking_memory():
             if self.undoes:
-                self._before.append((u.param_state, [state.clone() for state in _states(u.param_state)]))
+                # Of a copy there is another one.
+                before = [] if u.param_state.copy else [state.clone() for state in _states(u.param_state)]
+                self._before.append((u.param_state, before))
             for grad in self._grads(u):
                 self._nonfinite[grad.device] += grad.isfinite().logical_not().sum()
 
@@ -167,6 +186,7 @@ class NearUpdates:
             if not u.param_state.in_place:
                 here.copy_(states[0])
             yield
+        self.events[u.param_state.index] = recorded(torch.accelerator.current_stream(param.device))
 
     def all_queued(self) -> list[int]:
         """Memory that this takes is free again, and gradients are the program's. Returns the rows of its parameters."""
@@ -188,6 +208,9 @@ class NearUpdates:
         """
         self.wait()
         for param_state, before in self._before:
+            if param_state.copy:
+                param_state.copy.is_known = False
+                continue
             for state, kept in zip(_states(param_state), before, strict=True):
                 state.copy_(kept)
 
@@ -210,4 +233,5 @@ class NearUpdates:
         """For stats(): waits until it is done. `seconds`: of the busiest accelerator; 0: it does not tell."""
         seconds = max(sum(queued.seconds(d) for queued in self._queued) for d in self._devices)
         nonfinite = sum(int(n) for n in self._nonfinite.values())
-        return {"params": self.params, "nonfinite_grads": nonfinite, "seconds": seconds}
+        done = {"params": self.params, "nonfinite_grads": nonfinite, "seconds": seconds}
+        return done | {"commit_bytes": self.commit_bytes}

@@ -17,13 +17,13 @@ from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..errors import CSDError
-from ..params.grad_source import GradSource
 from ..params.groups import Groups
 from ..params.state_map import StateMap
 from ..params.strides import flat
 from ..store.format import Record
 from .all_gather import ParamAllGather
-from .near_updates import NearUpdate, NearUpdates
+from .given_states import given_states
+from .near_updates import NearUpdate, NearUpdates, parameters_of_new
 from .prepare import PreparedStep, StepPlan
 from .staging import BUFFERS_PER_DEVICE, NOTHING, StagingRing
 
@@ -48,8 +48,9 @@ class StepRunner:
     def make_ready(self, engine: Engine, step: PreparedStep) -> None:
         """Whatever can fail before the ranks begin to exchange parameters, such as for lack of memory."""
         step.tiles = engine.tiles_with(step.table["grad"] != 0)
+        step.given = given_states(engine, step)
         step.images = self._images(engine, step)
-        step.ring = self._ring(engine, step.prepared) if step.images else None
+        step.ring = self._ring(engine, step) if step.images else None
         step.gather = self._gather(engine, step.plan)
 
     def make_near_ready(self, engine: Engine, step: PreparedStep, *, one_by_one: bool) -> None:
@@ -59,12 +60,17 @@ class StepRunner:
         """
         updates = []
         for b in step.plan.param_states:
-            if b.on_accelerator and b.numel:
+            is_given = step.given is not None and b.index in step.given.updated
+            if b.numel and (b.on_accelerator or is_given):
                 rule, constants = step.hypers[step.table["hyper"][b.index]].tolist()
                 updates.append(NearUpdate(b, step.prepared[b.index], rule, constants))
         if updates:
             assert engine.accelerator
-            step.near = NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=engine.copies > 1)
+            undoes = engine.copies > 1 or step.given is not None
+            if step.given:
+                updates = step.given.in_order(updates)
+                step.set_to |= parameters_of_new(updates)
+            step.near = NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
             if not one_by_one:
                 step.near.get_ready()
 
@@ -86,6 +92,9 @@ class StepRunner:
         step.whole = True
         self.near = step.near
         self.moved |= step.near is not None
+        if step.given and step.near:
+            step.given.keep()
+            step.near.commit_bytes = step.given.nbytes
         self._state_map.filled()
         self.taken += 1
         try:
@@ -213,6 +222,8 @@ class StepRunner:
                     elif step.near:
                         engine.begin_without_tiles()
                     launching = step.near.launch(timed=engine.near_spans is not None) if step.near else NOTHING
+                    if step.near and step.given:
+                        step.given.follow(step.near, launching)
                     if ring is None or gather:  # which sends what is on no tile as soon as it is asked
                         _exhaust(launching)
                     if ring is not None:
@@ -249,7 +260,7 @@ class StepRunner:
         for tile in tiles[~np.isin(tiles, step.images)].tolist():
             engine.push(tile)
         if step.ring is not None:
-            step.ring.begin(step.prepared)
+            step.ring.begin(step.prepared, step.given)
         return tiles
 
     @staticmethod
@@ -285,7 +296,9 @@ class StepRunner:
             travels[row] = s.is_far or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
         if not travels.any():
             return []
-        tiles: list[int] = engine.tiles_with(travels).tolist()
+        if step.given:
+            travels[[*step.given.copies]] = True
+        tiles: list[int] = step.tiles[np.isin(step.tiles, engine.tiles_with(travels))].tolist()
         # A tile goes as a whole: what shares it with a travelling parameter travels too.
         for tile in tiles:
             for row in engine.pieces_of(tile)["param"].tolist():
@@ -304,11 +317,13 @@ class StepRunner:
                 )
         return tiles
 
-    def _ring(self, engine: Engine, prepared: dict[int, GradSource]) -> StagingRing:
+    def _ring(self, engine: Engine, step: PreparedStep) -> StagingRing:
         tile_elems = max(e.tile_elems for e in engine.extents)
-        pinned = any(is_far(s.grad) for s in prepared.values())
+        pinned = any(is_far(s.grad) for s in step.prepared.values())
         if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
             self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
+        if step.given:
+            self.ring.make_room_for_states(step.given.tile_sections)
         return self.ring
 
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:

@@ -57,6 +57,10 @@ def in_near(old, new, tests="near"):
     return Mutant("step/near_updates.py", old, new, tests)
 
 
+def in_given(old, new):
+    return Mutant("step/given_states.py", old, new, DURABLE)
+
+
 def in_backward(old, new="pass"):
     return Mutant("overlap/in_backward.py", old, new, FREE)
 
@@ -68,6 +72,7 @@ def in_commits(old, new, tests="store_has"):
 ON, ON_NONE = "with on(stream):\n                ", "with on(None):\n                "
 EVENTS = "slot.under_way = [recorded(stream) for stream in used.values()]"
 FREE = "free_gradients"
+DURABLE = "near_durable and not histories"
 COPYING = "self._travelling.append((tile, slot))"
 HOST = "_ in copies):\n            "
 JOIN = "self.join()"
@@ -197,6 +202,15 @@ MUTANTS = {
         "for _ in self._update(u):\n            pass",
         "with torch.Stream(grad.device):\n            [None for _ in self._update(u)]",
         "near_overlap and free",
+    ),
+    "gpu: states leave before they are updated": in_given("stream.wait_event(self._event(row))", "self._event(row)"),
+    "gpu: states leave on the current stream": in_given("with on(stream)", "with on(None)"),
+    "gpu: states of a step that was undone stay": in_near("param_state.copy.is_known = False", "pass", DURABLE),
+    "gpu: states that somebody wrote to stay": Mutant(
+        "engine/windows.py", "self._engine.forget_copies(changed)", "pass", DURABLE
+    ),
+    "gpu: states are read into a buffer in use": Mutant(
+        "engine/near_copies.py", "wait_for(events.pop())", "events.pop()", DURABLE
     ),
     "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),
     "captured steps go on": Mutant("accelerator.py", 'getattr(stream, "is_capturing", bool)()', "False", "refusals"),

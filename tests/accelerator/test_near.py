@@ -486,7 +486,7 @@ def test_auto_without_room():
     ("devices", "message"),
     [
         (["gpu:", "gpu:"], "gpu: is named twice"),
-        (["gpu:", "/none/csd0"], "'gpu:' beside '/none/csd0', which commits each step: .* Take scratch devices"),
+        (["gpu:", "xrt:0"], r"'gpu:' beside 'xrt:0', whose states only its kernels write\. Take scratch"),
         (["auto", "gpu:", "file:"], r"'auto' and 'gpu:' without room; .* gpu:\?room=4GB"),
         (["auto", "gpu:?room=1GB", "ram:"], r"needs a drive beside memory; .* write \['gpu:.room=4GB', 'ram:'\]"),
         (["auto", "gpu:?room=1GB&share=2", "file:"], "'auto' chooses share"),
