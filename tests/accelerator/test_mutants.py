@@ -212,6 +212,9 @@ MUTANTS = {
     "gpu: states are read into a buffer in use": Mutant(
         "engine/near_copies.py", "wait_for(events.pop())", "events.pop()", DURABLE
     ),
+    "push: what is made in backward is not waited for": Mutant(
+        "serve/early.py", "torch.accelerator.current_stream(device).wait_event(made)", "pass", "accelerator_push"
+    ),
     "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),
     "captured steps go on": Mutant("accelerator.py", 'getattr(stream, "is_capturing", bool)()', "False", "refusals"),
 }
