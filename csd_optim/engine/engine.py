@@ -168,6 +168,8 @@ class Engine:
         if not any(e.n_tiles for e in self.extents) and self.devices.placement is None:
             nbytes = self.slots * elem_bytes(sections, codec, param_dtype) * sum(numels)
             self.devices.tune(int(nbytes), new=True)
+            if self.devices.placement:
+                self.devices.placement.beside = self.accelerator
 
     def part_on_accelerator(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:
         """How much of such parameters `auto` wants on the accelerator; None: there is no `auto`. Raises as extend().
@@ -178,7 +180,6 @@ class Engine:
             return None
         self._tune(numels, sections, FP32, None)
         assert self.devices.placement
-        self.devices.placement.beside = self.accelerator
         extent = plan_extent(numels, len(self.devices.specs), sections=sections, slots=self.slots)
         return self.devices.placement.part_beside(extent, param_bytes)
 
