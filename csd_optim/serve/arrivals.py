@@ -1,4 +1,4 @@
-"""Gradients that trainers push before they ask for a step: an owner receives them at any time, and notes what has come.
+"""Which gradients have come to an owner; those that trainers push before they ask for a step it receives at any time.
 
 Of each trainer in the order in which it has sent: so a later backward's take the place of those that no step was made
 with. A step names the backward of each gradient, and waits until all trainers' parts of just that one are there.
@@ -7,11 +7,13 @@ with. A step names the backward of each gradient, and waits until all trainers' 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from ..errors import CSDRankError
-from .blocks import Block, Part, receive_buckets, with_owner
+from .blocks import Block, Bucket, Part, receive_buckets, with_owner
 from .values import dtype_named
 from .wire import PATIENCE, PUSH, PUSHED, Session
 
@@ -19,18 +21,36 @@ if TYPE_CHECKING:
     from .owner import Owner
 
 
+FOLLOWS = 0  # instead of the number of a backward: the gradient has followed the step
+
+
+class Arrival(NamedTuple):
+    """A block of a gradient that has come from a trainer."""
+
+    param: int  # its number
+    backward: int
+    block: Block
+    dtype: torch.dtype  # as it has travelled
+
+
 class Arrivals:
-    """Of one session: a thread for each trainer, which ends when that is gone, or the session over."""
+    """Of one session. With `listen` there is a thread for each trainer, which ends when that is gone, or the session
+    over."""
 
     def __init__(self, owner: Owner, session: Session) -> None:
         self._owner, self._session = owner, session
-        # Of each trainer, by number of the parameter: the backward, and how many elements of it have come.
-        self._come: list[dict[int, tuple[int, int]]] = [{} for _ in range(session.trainers)]
+        # Of each trainer, by number of the parameter: what has come of one backward.
+        self._come: list[dict[int, list[Arrival]]] = [{} for _ in range(session.trainers)]
         # Texts: an exception knows of frames, and they of connections that are to end.
         self.failure: str = ""  # what came was nothing to go on with
         self._gone: dict[int, str] = {}  # trainers of which nothing comes any more
-        for trainer in range(session.trainers):
+        self.listens: bool = False  # for gradients that come before their step
+
+    def listen(self) -> None:
+        """From now on gradients may come before their step."""
+        for trainer in range(self._session.trainers) if not self.listens else ():
             threading.Thread(target=self._listen, args=(trainer,), daemon=True, name="csd_optim arrivals").start()
+        self.listens = True
 
     def _listen(self, trainer: int) -> None:
         session = self._session
@@ -56,15 +76,39 @@ class Arrivals:
             into = owner.rooms_apart(session, trainer, {part.key: part.dtype for part in parts})
         else:
             into = owner.room_for(session, [part.key for part in parts])
-        buckets = with_owner(parts, owner.owners, owner.rank)
+        buckets = with_owner(parts, owner.owners, owner.rank, fewest=1)
         view_of = owner.views(into, {part.key: part.shape for part in parts})
-        receive_buckets(session, {trainer: buckets}, view_of, lambda: owner.counts(session), PUSHED)
-        with owner.changed:
-            come = self._come[trainer]
-            for piece in (piece for bucket in buckets for piece in bucket):
-                of, elements = come.get(piece.key, (backward, 0))
-                come[piece.key] = (backward, piece.block.numel + (elements if of == backward else 0))
-            owner.changed.notify_all()
+
+        def arrived(_: int, bucket: Bucket) -> None:
+            for piece in bucket:
+                self.note(trainer, Arrival(piece.key, backward, piece.block, piece.dtype))
+
+        receive_buckets(session, {trainer: buckets}, view_of, lambda: owner.counts(session), PUSHED, arrived)
+
+    def note(self, trainer: int, arrival: Arrival) -> None:
+        """This has come, and is where it belongs. Called with `changed` held."""
+        come = self._come[trainer].setdefault(arrival.param, [])
+        if come and come[0].backward != arrival.backward:
+            come.clear()
+        come.append(arrival)
+        if self._owner.flow:
+            self._owner.flow.note(arrival)
+        self._owner.changed.notify_all()
+
+    def forget(self, indices: Sequence[int]) -> None:
+        """Of these, gradients come that follow a step. Called with `changed` held."""
+        for come in self._come:
+            for index in indices:
+                come.pop(index, None)
+
+    def there(self) -> Iterator[Arrival]:
+        """All that has come. Called with `changed` held."""
+        return (arrival for come in self._come for of_one in come.values() for arrival in of_one)
+
+    def _elements(self, trainer: int, index: int, backward: int) -> int:
+        """So many have come of a gradient, of that backward."""
+        come = self._come[trainer].get(index, ())
+        return sum(arrival.block.numel for arrival in come if arrival.backward == backward)
 
     def _read(self, message: dict[str, Any]) -> tuple[int, list[Part]]:
         """Raises CSDRankError if this is no push."""
@@ -93,9 +137,9 @@ class Arrivals:
         """
 
         def lacking() -> tuple[int, int] | None:
-            for trainer, (elements_of, come) in enumerate(zip(expected, self._come, strict=True)):
+            for trainer, elements_of in enumerate(expected):
                 for index, elements in elements_of.items():
-                    if elements and come.get(index) != (pushed[index], elements):
+                    if elements and self._elements(trainer, index, pushed[index]) != elements:
                         return index, trainer
             return None
 

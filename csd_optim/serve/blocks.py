@@ -23,6 +23,8 @@ from .wire import BULK, Session
 
 ALIGN = 16  # bytes: any dtype may begin there
 BUCKET_BYTES = 16 << 20
+LEAST_BYTES = 64 << 10  # of a bucket that could be larger
+FEWEST = 16  # buckets: the first are used while the last are under way
 IN_FLIGHT = 3  # buckets to or from one other process
 
 
@@ -107,14 +109,16 @@ class Piece(NamedTuple):
 Bucket = list[Piece]
 
 
-def with_owner(parts: Iterable[Part], owners: int, k: int) -> list[Bucket]:
-    """What goes between a trainer with these parts and owner k: cut by rows, one piece after another."""
+def with_owner(parts: Iterable[Part], owners: int, k: int, fewest: int = FEWEST) -> list[Bucket]:
+    """What goes between a trainer with these parts and owner k: cut by rows, one piece after another.
+
+    `fewest`: buckets are so small that there are about as many, if there is enough for that.
+    """
     out: list[Bucket] = []
     room = 0
-    for part in parts:
-        block = part.block.common(owned(part.shape, owners, k))
-        if not block.numel:
-            continue
+    blocks = [(part, block) for part in parts if (block := part.block.common(owned(part.shape, owners, k))).numel]
+    most = bucket_bytes(sum(block.numel * part.dtype.itemsize for part, block in blocks), fewest)
+    for part, block in blocks:
         rows = block.sizes[0] if block.sizes else 1
         row_bytes = block.numel // rows * part.dtype.itemsize
         first = 0
@@ -122,13 +126,18 @@ def with_owner(parts: Iterable[Part], owners: int, k: int) -> list[Bucket]:
             fits = room // row_bytes
             if not fits:
                 out.append([])
-                room, fits = BUCKET_BYTES, max(1, BUCKET_BYTES // row_bytes)
+                room, fits = most, max(1, most // row_bytes)
             n = min(fits, rows - first)
             cut = Block((block.first[0] + first, *block.first[1:]), (n, *block.sizes[1:])) if block.sizes else block
             out[-1].append(Piece(part.key, cut, round_up(end_of(out[-1]), ALIGN), part.dtype))
-            room = max(0, BUCKET_BYTES - round_up(end_of(out[-1]), ALIGN))
+            room = max(0, most - round_up(end_of(out[-1]), ALIGN))
             first += n
     return out
+
+
+def bucket_bytes(total: int, fewest: int = FEWEST) -> int:
+    """The size of buckets of so many bytes together."""
+    return min(BUCKET_BYTES, max(LEAST_BYTES, -(-total // fewest)))
 
 
 def end_of(bucket: Bucket) -> int:
@@ -143,13 +152,19 @@ Guard = Callable[[], AbstractContextManager[None]]  # held while memory is read 
 
 
 def send_buckets(
-    session: Session, to: Mapping[int, list[Bucket]], view_of: ViewOf, guard: Guard = nullcontext, tag: int = BULK
+    session: Session,
+    to: Mapping[int, list[Bucket]],
+    view_of: ViewOf,
+    guard: Guard = nullcontext,
+    tag: int = BULK,
+    ready: Callable[[Bucket], None] = lambda _: None,
 ) -> None:
-    """Sends each rank its buckets. Raises CSDRankError."""
+    """Sends each rank its buckets. `ready` returns when one can be read. Raises CSDRankError."""
     under_way: deque[tuple[Any, torch.Tensor]] = deque()
-    for rank, bucket in _by_turns(to):
+    for rank, bucket in by_turns(to):
         if len(under_way) >= IN_FLIGHT * len(to):
             session.wait(under_way.popleft()[0])
+        ready(bucket)
         buffer = torch.empty(end_of(bucket), dtype=torch.uint8, device="cpu")
         with guard():
             for piece in bucket:
@@ -165,22 +180,27 @@ def receive_buckets(
     view_of: ViewOf,
     guard: Guard = nullcontext,
     tag: int = BULK,
+    arrived: Callable[[int, Bucket], None] = lambda _, __: None,
 ) -> None:
-    """Receives what send_buckets() sends. Raises CSDRankError."""
-    under_way: deque[tuple[Any, torch.Tensor, Bucket]] = deque()
+    """Receives what send_buckets() sends; `arrived` is told, within the guard, what of a rank is where it belongs.
+
+    Raises CSDRankError.
+    """
+    under_way: deque[tuple[Any, torch.Tensor, int, Bucket]] = deque()
 
     def arrive() -> None:
-        work, buffer, bucket = under_way.popleft()
+        work, buffer, rank, bucket = under_way.popleft()
         session.wait(work)
         with guard():
             for piece in bucket:
                 view_of(piece.key, piece.block).copy_(room_of(buffer, piece))
+            arrived(rank, bucket)
 
-    for rank, bucket in _by_turns(sources):
+    for rank, bucket in by_turns(sources):
         if len(under_way) >= IN_FLIGHT * len(sources):
             arrive()
         buffer = torch.empty(end_of(bucket), dtype=torch.uint8, device="cpu")
-        under_way.append((session.receive(buffer, rank, tag), buffer, bucket))
+        under_way.append((session.receive(buffer, rank, tag), buffer, rank, bucket))
     while under_way:
         arrive()
 
@@ -191,7 +211,7 @@ def room_of(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
     return buffer[piece.offset : piece.offset + n].view(piece.dtype).view(piece.block.sizes)
 
 
-def _by_turns(lists: Mapping[int, list[Bucket]]) -> Iterable[tuple[int, Bucket]]:
+def by_turns(lists: Mapping[int, list[Bucket]]) -> Iterable[tuple[int, Bucket]]:
     for k in range(max(map(len, lists.values()), default=0)):
         for rank, of_rank in lists.items():
             if k < len(of_rank):

@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..accelerator import is_far, on, recorded
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import rows_of
 from ..errors import CSDRankError, CSDRuntimeError
 from ..store.layout import round_up
-from .blocks import ALIGN, Block, Part, Piece, end_of, owned, room_of, send_buckets, whole, with_owner
+from .blocks import ALIGN, FEWEST, Block, Part, Piece, end_of, owned, room_of, send_buckets, whole, with_owner
 from .wire import PUSH, PUSHED, Session
 
 ROUND_BYTES = 16 << 20  # of all trainers' shares
-ROUNDS = 3  # under way
+LEAST_BYTES = 256 << 10  # the same of models so small that all would be in one round
+UNDER_WAY_BYTES = 3 * ROUND_BYTES
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which halves are summed
 
 CHANGED = (
@@ -73,7 +73,7 @@ class Push(NamedTuple):
     values: torch.Tensor
 
 
-def rounds_of(leaving: Iterable[Leaving], trainers: int) -> list[list[Strip]]:
+def rounds_of(leaving: Iterable[Leaving], trainers: int, round_bytes: int) -> list[list[Strip]]:
     """The same on all trainers."""
     out: list[list[Strip]] = []
     room = 0
@@ -84,7 +84,7 @@ def rounds_of(leaving: Iterable[Leaving], trainers: int) -> list[list[Strip]]:
         while first < rows:
             if room < row_bytes:
                 out.append([])
-                room = ROUND_BYTES
+                room = round_bytes
             n = min(max(1, room // row_bytes), rows - first)
             out[-1].append(Strip(part.key, part.shape, part.dtype, grad, first, n))
             room -= n * row_bytes
@@ -98,9 +98,6 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
     Every trainer divides its own by their number, as DDP does; halves are summed in fp32 and rounded once, in the order
     of ranks: the same bits whoever is late, and DDP's if there are two. Without `ranks`, of strips of one share, it
     pushes its own as it is.
-
-    What it returns may be called on another thread. On an accelerator, whose current streams are others, that is to
-    wait for what it has queued there before it lets go of it.
     """
     size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
     layouts = [_layout(strips, size, k) for k in range(size)]
@@ -119,11 +116,8 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
     if ranks:
         received = own.new_empty(size * bytes_of[rank])
         under_way = [ranks.all_to_all(received, [bytes_of[rank]] * size, own, bytes_of)]
-    made = recorded(torch.accelerator.current_stream(device)) if is_far(own) else None
 
     def pushes() -> list[Push]:
-        if made is not None:
-            torch.accelerator.current_stream(device).wait_event(made)
         if ranks:
             ranks.wait(under_way)
         rooms = torch.split(received, [bytes_of[rank]] * size)
@@ -162,11 +156,11 @@ def in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
 class _Thread:
     """Pushes to the owners of a session, one round after another. Nobody waits for it at exit."""
 
-    def __init__(self, session: Session, *, apart: bool) -> None:
+    def __init__(self, session: Session, rounds: int, *, apart: bool) -> None:
+        """`rounds`: that may be under way."""
         self._session, self._apart = session, apart
-        self._streams: dict[torch.device, Any] = {}  # its own
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._window = threading.Semaphore(ROUNDS)
+        self._window = threading.Semaphore(rounds)
         self.failure: CSDRankError | None = None  # why nothing can be pushed any more
         threading.Thread(target=self._run, daemon=True, name="csd_optim push").start()
 
@@ -186,36 +180,37 @@ class _Thread:
         if self.failure:
             raise self.failure
 
-    def _beside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """What it does within is not behind what the program queues: backward goes on there."""
-        if device.type != "cpu" and device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        return on(self._streams.get(device))
-
-    def put(self, backward: int, pushes: Callable[[], list[Push]], device: torch.device) -> Future[dict[int, float]]:
+    def put(self, backward: int, pushes: Callable[[], list[Push]]) -> Future[dict[int, float]]:
         """Returns what has the sum of squares of what is pushed, by parameter; NaN where a value is not finite.
 
-        `device`: where the gradients are.
-
-        When that is there, all trainers have reduced this round; it may still be under way to the owners.
+        When that is there, all trainers have reduced this round; it may still be under way to the owners. Of gradients
+        that nobody reduces it is there at once.
         """
         self._window.acquire()
         reduced: Future[dict[int, float]] = Future()
+        here: list[Push] = []
+
+        def reduce() -> None:
+            try:
+                here.extend(pushes())
+                reduced.set_result({push.strip.key: _square(push.values) for push in here})
+            except Exception as e:
+                reduced.set_exception(e)
+
+        if self._apart:
+            reduce()
 
         def job() -> None:
             try:
-                with self._beside(device):
-                    here = pushes()
-                    reduced.set_result({push.strip.key: _square(push.values) for push in here})
-                    if here and not self.failure:
+                if not self._apart:
+                    reduce()
+                if here and not self.failure:
+                    try:
                         self._push(backward, here)
-            except Exception as e:
-                if not reduced.done():
-                    reduced.set_exception(e)
-                elif isinstance(e, CSDRankError):
-                    self.failure = e
-                else:
-                    self.failure = CSDRankError(f"gradients were not pushed: {type(e).__name__}: {e}")
+                    except CSDRankError as e:
+                        self.failure = e
+                    except Exception as e:
+                        self.failure = CSDRankError(f"gradients were not pushed: {type(e).__name__}: {e}")
             finally:
                 self._window.release()
 
@@ -226,7 +221,7 @@ class _Thread:
         session = self._session
         parts = [Part(strip.key, strip.shape, block, strip.wire) for strip, block, _ in pushes]
         values = {strip.key: (values, block) for strip, block, values in pushes}
-        to = {session.owner(k): with_owner(parts, session.owners, k) for k in range(session.owners)}
+        to = {session.owner(k): with_owner(parts, session.owners, k, fewest=1) for k in range(session.owners)}
         to = {rank: buckets for rank, buckets in to.items() if buckets}
         said = {"backward": backward, "apart": self._apart, "parts": [part_message(part) for part in parts]}
         session.say(said, *to, tag=PUSH)
@@ -239,7 +234,6 @@ class _Thread:
 
 
 def _square(values: torch.Tensor) -> float:
-    """Waits for what was queued before: then the memory of others that this has read may go."""
     dtype = torch.complex64 if values.is_complex() else torch.float32
     square = float(torch.linalg.vector_norm(values, dtype=dtype)) ** 2
     # The norm of large values may overflow, which makes none of them an overflow.
@@ -264,12 +258,13 @@ class _Left:
 class Early:
     """What leaves in the backwards of one session. `take` and `settle` are collectives of the trainers."""
 
-    def __init__(self, session: Session, ranks: Ranks | None, *, star: bool) -> None:
-        """`star`: each trainer pushes its own gradients, for the owners to sum."""
+    def __init__(self, session: Session, ranks: Ranks | None, nbytes: int, *, star: bool) -> None:
+        """`nbytes`: of all gradients; `star`: each trainer pushes its own ones, for the owners to sum."""
         self._ranks = ranks
         self._reducing = None if star else ranks
         self._shares = 1 if star else session.trainers
-        self._thread = _Thread(session, apart=star)
+        self._round_bytes = min(ROUND_BYTES, max(LEAST_BYTES, nbytes // FEWEST))
+        self._thread = _Thread(session, UNDER_WAY_BYTES // self._round_bytes, apart=star)
         self._backward = 0  # counts those that have begun
         self._left: dict[int, _Left] = {}
         self._under_way: list[Future[dict[int, float]]] = []
@@ -297,10 +292,8 @@ class Early:
         for part, _, _ in leaving:
             self._left[part.key] = _Left(self._backward)
         self._of_backward += leaving
-        for strips in rounds_of(leaving, self._shares):
-            self._under_way.append(
-                self._thread.put(self._backward, slices(strips, self._reducing), bucket.buffer().device)
-            )
+        for strips in rounds_of(leaving, self._shares, self._round_bytes):
+            self._under_way.append(self._thread.put(self._backward, slices(strips, self._reducing)))
         future = mean_of(self._ranks, bucket.buffer(), others if leaving else None)
         if bucket.is_last():
             self._end()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from ..bindings import PIECE
 from ..distributed.sharding import UNSHARDED, Partition, is_flat
 from ..errors import CSDRankError, CSDStoreError, CSDValueError
 from ..params.groups import members, name_of
+from ..params.strides import numel
 from ..step.all_gather import ParamAllGather
-from .blocks import Block, FlatShard, Part, ViewOf, block_of
+from .blocks import Block, Bucket, FlatShard, Part, ViewOf, block_of, bucket_bytes, by_turns
 from .remote import RemoteEngine
 from .request import Group, describe_group, group_message
 from .wire import Address
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
     from ..optim.optimizer import CSDOptimizer as _Optimizer
 else:
     _Optimizer = object
+
+
+# Receives what comes from owners: by rank, where it goes, and who is told of a bucket that is there.
+Receive = Callable[[Mapping[int, list[Bucket]], ViewOf, Callable[[int, Bucket], None]], Any]
 
 
 @dataclass(eq=False)
@@ -171,26 +178,70 @@ class TrainerModel(_Optimizer):
         parts = [known.travels(known.param.dtype) for known in there]
         return parts, views({known.index: (known.local, known.block) for known in there})
 
-    def _receive(self, there: Sequence[TrainerParam]) -> int:
-        """New values of parameters, from owners and then from the other trainers. Returns bytes of the latter."""
+    def _receive(self, there: Sequence[TrainerParam], by: Receive) -> tuple[Any, int]:
+        """New values of parameters, from owners and, as they come, from the other trainers.
+
+        `by`: receives what comes from owners. Returns what that does, and bytes from trainers.
+        """
+        parts, view_of = self._values(there)
+        sources = self._remote.with_owners(parts)
+        numbers = {id(bucket): n for n, (_, bucket) in enumerate(by_turns(sources))}
         with torch.no_grad():
-            self._remote.fetch(*self._values(there))
-            divided = (known for known in there if known.part.replicas)
-            shares = [_Share(known.param, known.part, known.local, known.index) for known in divided]
-            gathered = 0
-            if self._ranks and shares:
-                key = tuple((share.index, share.local.data_ptr()) for share in shares)
-                if key not in self._gathers:
-                    self._gathers.clear()
-                    self._gathers[key] = ParamAllGather(self._ranks, None, shares)
-                gather = self._gathers[key]
-                gather.begin()
-                gather.finish()
-                gathered = gather.received_bytes
-            torch.autograd.graph.increment_version([known.param for known in there])
+            gather = self._gather(there, sources, numbers)
+            if gather:
+                gather.begin(numbers.values())
+            try:
+                arrived = lambda _, bucket: gather.pulled(numbers[id(bucket)]) if gather else None  # noqa: E731
+                said = by(sources, view_of, arrived)
+            finally:  # also if the session is over: so that no other trainer waits in vain
+                if gather and not gather.ranks.lost:
+                    gather.finish()
+                torch.autograd.graph.increment_version([known.param for known in there])
         for known in there:
             known.is_ours()
-        return gathered
+        return said, gather.received_bytes if gather else 0
+
+    def _gather(
+        self, there: Sequence[TrainerParam], sources: Mapping[int, list[Bucket]], numbers: Mapping[int, int]
+    ) -> ParamAllGather | None:
+        """What of these parameters goes on to other trainers, and comes from them, if any. `numbers`: of buckets."""
+        divided = [known for known in there if known.part.replicas]
+        if not (self._ranks and divided):
+            return None
+        key = tuple((known.index, known.local.data_ptr()) for known in divided)
+        if key not in self._gathers:
+            self._gathers.clear()
+            shares = [_Share(known.param, known.part, known.local, known.index) for known in divided]
+            comes = _Comes({known.index: (known.local, known.block) for known in divided}, sources, numbers)
+            total = sum(known.param.nbytes for known in divided)
+            self._gathers[key] = ParamAllGather(self._ranks, None, shares, comes, bucket_bytes(total))
+        return self._gathers[key]
+
+
+class _Comes:
+    """By which buckets, by their numbers, the elements of local parts come."""
+
+    def __init__(
+        self,
+        local: Mapping[int, tuple[torch.Tensor, Block]],
+        sources: Mapping[int, list[Bucket]],
+        numbers: Mapping[int, int],
+    ) -> None:
+        there: dict[int, list[tuple[int, int, int, int, int]]] = {index: [] for index in local}
+        for bucket in (bucket for of_one in sources.values() for bucket in of_one):
+            for piece in bucket:
+                if piece.key not in local:
+                    continue
+                t, within = local[piece.key]
+                first, n = 0, numel(t)
+                if t.dim() and t.is_contiguous():  # else some of it may be anywhere
+                    width = n // t.shape[0]
+                    first, n = (piece.block.first[0] - within.first[0]) * width, piece.block.sizes[0] * width
+                there[piece.key].append((piece.key, numbers[id(bucket)], first, 0, n))
+        self._there = {index: np.array(pieces, PIECE) for index, pieces in there.items()}
+
+    def of(self, param: int, /) -> np.ndarray[Any, Any]:
+        return self._there[param]
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What one owner has of a model: an ordinary optimizer of this package, whose parameters are the rows that it keeps.
 
 With several owners a parameter is a DTensor divided by rows, so that each of them keeps what that rank of DDP keeps, in
-the same store. All methods but `receive` and `send` are collectives of the owners.
+the same store. All methods but those below "what travels" are collectives of the owners.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 
-from ..distributed.ranks import Ranks
+from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.sharding import shown_as
 from ..errors import CSDRankError, CSDStoreExistsError, CSDWarning
 from ..params.groups import members, plain, put_back
 from ..params.manifest import changed_by_resume
 from ..params.param_state import DTYPES
 from ..params.summed import Summand
-from ..step.prepare import NO_SUMS, Sums
+from ..step.prepare import NO_SUMS, StepPlan, Sums
 from ..store.format import Record
-from .arrivals import Arrivals
-from .blocks import Block, Part, ViewOf, check_cover, owned, receive_buckets, send_buckets, whole, with_owner
+from .arrivals import FOLLOWS, Arrival, Arrivals
+from .blocks import Block, Bucket, Part, ViewOf, check_cover, owned, receive_buckets, send_buckets, whole, with_owner
+from .flow import Flow, Layout
 from .request import Group, Param, Request, check_same, read_hyper
 from .star import Contributions, entries_part
 from .values import dtype_named, packed, unpacked
@@ -53,6 +54,7 @@ class Owner:
         self._opened = False  # the session has said that these are its blocks
         self._grads: dict[int, torch.Tensor] = {}  # memory for gradients, by number
         self._contributions = Contributions()  # the same for those that are to be summed
+        self._layout: Layout | None = None  # of the last step that went on while gradients came
         self._moving = 0.0  # seconds since the last step in which this owner waited for what travels
         # Groups have joined that no step was made with, say: the next session goes on from the store.
         self.in_doubt: bool = False
@@ -60,7 +62,8 @@ class Owner:
         # It is notified of another session, and of gradients that have come.
         self.changed: threading.Condition = threading.Condition()
         self.current: Session | None = None
-        self.arrivals: Arrivals | None = None  # of the session, if gradients come before the step
+        self.arrivals: Arrivals | None = None  # of the session
+        self.flow: Flow | None = None  # the step that is being made
 
     # ---- sessions ------------------------------------------------------------------------
 
@@ -87,7 +90,7 @@ class Owner:
     def begin(self, session: Session) -> None:
         """From now on this is the session that counts."""
         with self.changed:
-            self.current, self.arrivals, self._opened = session, None, False
+            self.current, self.arrivals, self._opened = session, Arrivals(self, session), False
             self.changed.notify_all()
 
     def rest(self) -> None:
@@ -105,6 +108,7 @@ class Owner:
             self.optimizer = self.request = None
             self._grads.clear()
             self._contributions.clear()
+            self._layout = None
 
     # ---- what trainers ask for -------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class Owner:
         """Goes on with what is in memory, or in the store; or makes a new one. Returns the reply."""
         params = request.params
         check_cover([p.name for p in params], [p.shape for p in params], blocks)
-        self._blocks, self._opened = blocks, True
+        self._blocks, self._opened, self._layout = blocks, True, None
         notes: list[str] = []
         goes_on = request.mode == "resume" and self.has_states and not self.in_doubt and self.request == request
         if not goes_on:
@@ -173,7 +177,8 @@ class Owner:
         """From now on gradients of this session may come before their step."""
         with self.changed:
             self.check_counts(session)
-            self.arrivals = self.arrivals or Arrivals(self, session)
+            assert self.arrivals
+            self.arrivals.listen()
 
     def join(self, groups: Sequence[Group], blocks: list[list[Block]]) -> dict[str, Any]:
         """Parameter groups that are new; if they are there already, a step has failed in which they were to join."""
@@ -184,12 +189,26 @@ class Owner:
             self.optimizer.add_param_group(self._group(group))
         self.request = replace(self.request, groups=(*self.request.groups, *groups))
         self._blocks = [[*before, *new] for before, new in zip(self._blocks, blocks, strict=True)]
+        self._layout = None
         self.in_doubt = True
         return {}
 
-    def step(self, message: dict[str, Any], received: Mapping[int, torch.Tensor], sums: Sums) -> dict[str, Any]:
-        """One step. `received`: new values of parameters, by number; `sums`: what gradients are to be the sums of, if
-        trainers have not reduced them; other gradients are there."""
+    def begin_step(self, message: dict[str, Any], received: Mapping[int, torch.Tensor]) -> None:
+        """What a step takes besides gradients: it begins, if it can before they are there. See `flow`.
+
+        `received`: new values of parameters, by number.
+        """
+        flow = self.flow
+        assert flow
+        with all_ranks_or_none(self._ranks):
+            self._set_up(message, received)
+            waits = bool(received) or any(message.get("shares", ())) or message.get("max_grad_norm") is not None
+            if not waits and "shares" in message:
+                self.optimizer._sums = self._sums(message)
+        if not waits:
+            flow.begin()
+
+    def _set_up(self, message: dict[str, Any], received: Mapping[int, torch.Tensor]) -> None:
         opt, params = self.optimizer, self.params
         self.in_doubt = True  # until the step is made: values, hyperparameters and user_state go with it
         self._take(received)
@@ -204,15 +223,44 @@ class Owner:
             p.requires_grad_(True)
             local = _local(p) if "shares" in message else self._grads[index]
             p.grad = self._divided(local, p.shape, p.stride()) if hasattr(p, "to_local") else local
-        opt._grad_factor, opt._sums, opt.max_grad_norm = float(message["scale"]), sums, message.get("max_grad_norm")
+        opt._grad_factor, opt._sums, opt.max_grad_norm = float(message["scale"]), NO_SUMS, message.get("max_grad_norm")
+
+    def end_step(self, message: dict[str, Any]) -> dict[str, Any]:
+        """All gradients are there: the step becomes whole. Returns the reply; raises what a step raises."""
+        opt = self.optimizer
+        assert self.flow
+        if "shares" in message and not self.flow.under_way:
+            opt._sums = self._sums(message)
         opt._engine.served = {"trainers": len(self._blocks), "transfer_seconds": self._moving}
-        try:
-            opt.step()
-        finally:
-            opt._sums = NO_SUMS
+        opt.step()
         self._moving = 0.0
         self.in_doubt = False
         return {"committed_step": opt.committed_step, "grad_norm": opt._grad_norm}
+
+    def finish_step(self) -> None:
+        """It is whole, or undone now."""
+        assert self.flow
+        try:
+            self.flow.end()
+        finally:
+            with self.changed:
+                self.flow = None
+            self.optimizer._sums = NO_SUMS
+
+    def layout_of(self, plan: StepPlan, indices: Sequence[int], *, apart: bool) -> Layout:
+        """See Layout."""
+        if self._layout is None or not self._layout.fits(plan, indices, apart=apart):
+            self._layout = Layout(self, plan, indices, apart=apart)
+        return self._layout
+
+    def mine(self, index: int) -> Block:
+        """What this owner keeps of a parameter."""
+        return owned(tuple(self.params[index].shape), self.owners, self.rank)
+
+    def expected(self, index: int, *, apart: bool) -> list[Block]:
+        """What each trainer sends of its gradient; `apart`: to be summed."""
+        mine = self.mine(index)
+        return [mine if apart else blocks[index].common(mine) for blocks in self._blocks]
 
     def _sums(self, message: dict[str, Any]) -> Sums:
         """What the gradients of a step are the sums of. Raises CSDRankError if that is not what was to be sent.
@@ -270,17 +318,17 @@ class Owner:
     # ---- what travels ------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
+        """Within it is waited for what travels."""
         began = time.perf_counter()
         yield
         self._moving += time.perf_counter() - began
 
-    def receive(
-        self, session: Session, message: dict[str, Any]
-    ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor], Sums]:
-        """What follows a message of a step, or of states to load: gradients to where they belong, the rest is returned.
+    def receive(self, session: Session, message: dict[str, Any]) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+        """What follows a message of a step, or of states to load: values of parameters, and states.
 
-        On any thread. Raises CSDRankError if the session is over.
+        There is room for gradients, too, of those that owners do not select. On any thread. Raises CSDRankError if the
+        session is over.
         """
         if self.optimizer is None or self.request is None or not self._opened:
             raise CSDRankError("a session begins with its model")
@@ -288,18 +336,10 @@ class Owner:
         params = self.params
         received: dict[int, torch.Tensor] = {}
         states: list[torch.Tensor] = []
-        sums = NO_SUMS
         if message["op"] == "step":
-            backwards = dict(zip(message["params"], message["pushed"], strict=True))
-            dtypes = dict(zip(message["params"], map(dtype_named, message["dtypes"]), strict=True))
-            follow = {index: dtype for index, dtype in dtypes.items() if not backwards[index]}
-            if "shares" in message:
-                self._receive_apart(session, follow, dict(zip(message["params"], message["shares"], strict=True)))
-            else:
-                self.room_for(session, message["params"])
-                self._receive(session, range(session.trainers), follow, self._grads)
-            self._wait_for({index: backward for index, backward in backwards.items() if backward})
-            sums = self._sums(message) if "shares" in message else NO_SUMS
+            with self.counts(session):
+                self._room_for_step(session, message)
+                self.flow = Flow(self, message)
         elif message["op"] == "load":
             said = message["states"]
             parts = self._state_parts(said, None)
@@ -312,8 +352,40 @@ class Owner:
         for index in written:
             received[index] = torch.empty_like(_local(params[index]))
         wire = {index: params[index].dtype for index in written}
-        self._receive(session, range(session.trainers), wire, received)
-        return received, states, sums
+        self._receive(session, wire, received)
+        return received, states
+
+    def _room_for_step(self, session: Session, message: dict[str, Any]) -> None:
+        assert self.arrivals
+        self.arrivals.forget(
+            [i for i, backward in zip(message["params"], message["pushed"], strict=True) if not backward]
+        )
+        if "shares" not in message:
+            self.room_for(session, message["params"])
+            return
+        of_params = zip(message["params"], message["dtypes"], message["shares"], strict=True)
+        wire = {index: dtype_named(name) for index, name, share in of_params if not share}
+        for trainer in range(session.trainers):
+            self.rooms_apart(session, trainer, wire)
+
+    def take_gradients(self, session: Session, message: dict[str, Any]) -> None:
+        """Returns when all gradients of a step are where they belong. On any thread. Raises CSDRankError."""
+        backwards = dict(zip(message["params"], message["pushed"], strict=True))
+        dtypes = dict(zip(message["params"], map(dtype_named, message["dtypes"]), strict=True))
+        follow = {index: dtype for index, dtype in dtypes.items() if not backwards[index]}
+        if "shares" in message:
+            self._receive_apart(session, follow, dict(zip(message["params"], message["shares"], strict=True)))
+        else:
+            self._receive(session, follow, self._grads, notes=True)
+        if pushed := {index: backward for index, backward in backwards.items() if backward}:
+            arrivals = self.arrivals
+            if arrivals is None or not arrivals.listens:
+                raise CSDRankError("a step of gradients that nobody has pushed")
+            expected = [
+                dict(zip(pushed, of_one, strict=True))
+                for of_one in zip(*(self.expected(i, apart="shares" in message) for i in pushed), strict=True)
+            ]
+            arrivals.wait(pushed, [{i: block.numel for i, block in of_one.items()} for of_one in expected])
 
     def room_for(self, session: Session, indices: Sequence[int]) -> Mapping[int, torch.Tensor]:
         """Where gradients go. Raises CSDRankError if the session is over: else they are of another model by now."""
@@ -322,19 +394,6 @@ class Owner:
                 if index not in self._grads:
                     self._grads[index] = torch.empty_like(_local(self.params[index]))
             return self._grads
-
-    def _wait_for(self, pushed: Mapping[int, int]) -> None:
-        """Returns when what trainers have pushed in these backwards is here. Raises CSDRankError if it is not."""
-        if not pushed:
-            return
-        if self.arrivals is None:
-            raise CSDRankError("a step of gradients that nobody has pushed")
-        mine = {index: owned(tuple(self.params[index].shape), self.owners, self.rank) for index in pushed}
-        expected = [
-            {index: blocks[index].common(block).numel for index, block in mine.items()} for blocks in self._blocks
-        ]
-        with self._timed():
-            self.arrivals.wait(pushed, expected)
 
     def _dtypes(self, said: Sequence[Any]) -> list[tuple[int, torch.dtype]]:
         """Of states as a message names them, one after another: the number of the parameter, and their dtype."""
@@ -351,19 +410,17 @@ class Owner:
     def _receive(
         self,
         session: Session,
-        trainers: Sequence[int],
         wire: Mapping[int, torch.dtype],
         into: Mapping[int, torch.Tensor],
+        *,
+        notes: bool = False,
     ) -> None:
-        params = self.params
-        parts = [self._parts_of(trainer, params, wire) for trainer in trainers]
+        """Of all trainers, their parts of parameters. `notes`: that are gradients of a step."""
+        params, trainers = self.params, range(session.trainers)
+        parts = {trainer: self._parts_of(trainer, params, wire) for trainer in trainers}
         sources = {t: with_owner(parts[t], self.owners, self.rank) for t in trainers}
-        self._take_in(
-            session,
-            sources,
-            into,
-            [Part(i, tuple(params[i].shape), whole(params[i].shape), d) for i, d in wire.items()],
-        )
+        whole_ones = [Part(i, tuple(params[i].shape), whole(params[i].shape), d) for i, d in wire.items()]
+        self._take_in(session, sources, into, whole_ones, notes=notes)
 
     def rooms_apart(
         self, session: Session, trainer: int, wire: Mapping[int, torch.dtype]
@@ -399,15 +456,26 @@ class Owner:
                 else:
                     into[key] = rooms[index]
                 parts[trainer].append(part)
-        sources = {trainer: with_owner(of_one, self.owners, self.rank) for trainer, of_one in parts.items()}
-        self._take_in(session, sources, into, [part for of_one in parts.values() for part in of_one])
+        sources = {t: with_owner(of_one, self.owners, self.rank) for t, of_one in parts.items()}
+        self._take_in(session, sources, into, [part for of_one in parts.values() for part in of_one], notes=True)
 
     def _take_in(
-        self, session: Session, sources: Mapping[int, Any], into: Mapping[int, torch.Tensor], parts: Sequence[Part]
+        self,
+        session: Session,
+        sources: Mapping[int, Any],
+        into: Mapping[int, torch.Tensor],
+        parts: Sequence[Part],
+        *,
+        notes: bool = False,
     ) -> None:
-        view_of = self.views(into, {part.key: part.shape for part in parts})
-        with self._timed():
-            receive_buckets(session, sources, view_of, lambda: self.counts(session))
+        view_of, n = self.views(into, {part.key: part.shape for part in parts}), len(self.params)
+
+        def arrived(trainer: int, bucket: Bucket) -> None:
+            assert self.arrivals
+            for piece in bucket if notes else ():
+                self.arrivals.note(trainer, Arrival(piece.key % n, FOLLOWS, piece.block, piece.dtype))
+
+        receive_buckets(session, sources, view_of, lambda: self.counts(session), arrived=arrived)
 
     @contextlib.contextmanager
     def counts(self, session: Session) -> Iterator[None]:
@@ -424,14 +492,14 @@ class Owner:
     def _parts_of(self, trainer: int, params: Sequence[Any], wire: Mapping[int, torch.dtype]) -> list[Part]:
         return [Part(i, tuple(params[i].shape), self._blocks[trainer][i], dtype) for i, dtype in wire.items()]
 
-    def send(self, session: Session, indices: Sequence[int]) -> None:
-        """Values of parameters, to each trainer its part. On any thread."""
+    def send(self, session: Session, indices: Sequence[int], ready: Callable[[Bucket], None] = lambda _: None) -> None:
+        """Values of parameters, to each trainer its part, when they are `ready`. On any thread."""
         params = self.params
         wire = {i: params[i].dtype for i in indices}
-        to = {t: with_owner(self._parts_of(t, params, wire), self.owners, self.rank) for t in range(session.trainers)}
+        parts = {t: self._parts_of(t, params, wire) for t in range(session.trainers)}
+        to = {t: with_owner(of_one, self.owners, self.rank) for t, of_one in parts.items()}
         view_of = self.views({i: _local(params[i]) for i in indices}, {i: tuple(params[i].shape) for i in indices})
-        with self._timed():
-            send_buckets(session, to, view_of, lambda: self.counts(session))
+        send_buckets(session, to, view_of, lambda: self.counts(session), ready=ready)
 
     def send_states(
         self, session: Session, to: int | None, tensors: Sequence[torch.Tensor], said: Sequence[Any]

@@ -8,8 +8,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from .wire import (
     PATIENCE,
     REQUEST_BYTES,
     Address,
+    Lost,
     Session,
     answer_key,
     connect,
@@ -179,15 +180,51 @@ class RemoteEngine(Engine):
             if blocks is not None:
                 session.say({"blocks": blocks}, *everybody)
             for parts, view_of in sends:
-                send_buckets(session, self._with_owners(session, parts), view_of)
-            reply = session.hear(session.owner(0), patience)
-            if "over" in reply:
-                raise CSDRankError(str(reply["over"]))
+                send_buckets(session, self.with_owners(parts), view_of)
+            reply = _checked(session.hear(session.owner(0), patience))
+        return self._told(reply)
+
+    def _told(self, reply: dict[str, Any]) -> dict[str, Any]:
         _raise_told(reply)
         for text in reply.get("warnings", ()) if self.leads else ():
             warnings.warn(str(text), CSDWarning, stacklevel())
         self.committer.committed_step = int(reply.get("committed_step", self.committed_step))
         return reply
+
+    def make_step(
+        self,
+        message: dict[str, Any],
+        sends: Callable[[Session], None],
+        sources: Mapping[int, list[Bucket]],
+        view_of: ViewOf,
+        arrived: Callable[[int, Bucket], None],
+    ) -> dict[str, Any]:
+        """Has the owners make a step, and returns their reply: see flow.py.
+
+        `sends` sends what belongs to it, on a thread of its own; `sources`, `view_of`, `arrived`: what comes back at
+        the same time, whatever becomes of the step, as of receive_buckets(). Raises as call().
+        """
+        self.check_open()
+        with self.exchange() as session:
+            if self.leads:
+                session.say(message, *(session.owner(k) for k in range(session.owners)))
+            reply = _Beside(session, lambda: _checked(session.hear(session.owner(0), PATIENCE)))
+            sending = _Beside(session, lambda: sends(session))
+            try:
+                receive_buckets(session, sources, view_of, arrived=arrived)
+                sending.result()
+                said: dict[str, Any] = reply.result(session.timeout)
+            except Lost as e:
+                reply.end(LAST_WORDS)
+                for failure in (reply.failure, sending.failure):
+                    if failure and not isinstance(failure, Lost):
+                        raise failure from e
+                raise
+            finally:
+                if reply.failure or sending.failure or not (reply.done and sending.done):
+                    session.abort()
+                    sending.end(LAST_WORDS)  # before anybody else writes to gradients
+        return self._told(said)
 
     def save(self, path: Path, *, wait: bool) -> Future[Path]:
         """Has the owners make a snapshot; a future of the path there."""
@@ -216,19 +253,26 @@ class RemoteEngine(Engine):
         threading.Thread(target=watch, daemon=True, name="csd_optim save").start()
         return saved
 
-    def fetch(self, parts: Sequence[Part], view_of: ViewOf) -> None:
-        """What follows a reply: blocks from all owners, written to views of memory."""
+    def fetch(
+        self,
+        sources: Mapping[int, list[Bucket]],
+        view_of: ViewOf,
+        arrived: Callable[[int, Bucket], None] = lambda _, __: None,
+    ) -> None:
+        """What follows a reply: as of receive_buckets()."""
         with self.exchange() as session:
-            receive_buckets(session, self._with_owners(session, parts), view_of)
+            receive_buckets(session, sources, view_of, arrived=arrived)
 
-    def begin_early(self, *, star: bool) -> None:
-        """From now on gradients may leave in backward, which the owners know."""
+    def begin_early(self, nbytes: int, *, star: bool) -> None:
+        """From now on gradients, so many bytes, may leave in backward, which the owners know."""
         assert self._session
-        self.early = Early(self._session, self._ranks, star=star)
+        self.early = Early(self._session, self._ranks, nbytes, star=star)
 
-    @staticmethod
-    def _with_owners(session: Session, parts: Sequence[Part]) -> dict[int, list[Bucket]]:
+    def with_owners(self, parts: Sequence[Part]) -> dict[int, list[Bucket]]:
         """By an owner's rank: the buckets that go between it and this trainer."""
+        self.check_open()
+        session = self._session
+        assert session
         return {session.owner(k): with_owner(parts, session.owners, k) for k in range(session.owners)}
 
     @contextlib.contextmanager
@@ -261,11 +305,54 @@ class RemoteEngine(Engine):
         super().check_open()
 
 
+class _Beside:
+    """Something done on a thread of its own, for this one; if it fails, the session is over for both."""
+
+    def __init__(self, session: Session, work: Callable[[], Any]) -> None:
+        self._future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                self._future.set_result(work())
+            except BaseException as e:
+                self._future.set_exception(e)
+                session.abort()
+
+        threading.Thread(target=run, daemon=True, name="csd_optim step").start()
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it has ended, so far."""
+        return self._future.exception() if self.done else None
+
+    def end(self, timeout: float | None) -> None:
+        """Returns when it has ended, or after so many seconds."""
+        wait([self._future], timeout)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Raises CSDRankError if it is not there in so many seconds, and what has made it fail."""
+        self.end(timeout)
+        if not self.done:
+            raise CSDRankError(f"the optimizer ranks have not answered: Timed out after {timeout:g} s")
+        return self._future.result()
+
+
 def error_message(e: BaseException) -> dict[str, Any]:
     """An error for the other side."""
     kind = next((c.__name__ for c in type(e).__mro__ if c.__name__ in vars(errors)), "CSDRankError")
     text = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
     return {"error": kind, "errno": getattr(e, "errno", None) or 5, "text": text}
+
+
+def _checked(reply: dict[str, Any]) -> dict[str, Any]:
+    """Raises CSDRankError if it says that the session is over."""
+    if "over" in reply:
+        raise CSDRankError(str(reply["over"]))
+    return reply
 
 
 def _raise_told(reply: dict[str, Any]) -> None:

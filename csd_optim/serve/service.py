@@ -26,7 +26,6 @@ import torch
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..errors import CSDError, CSDRankError
-from ..step.prepare import Sums
 from .blocks import Block
 from .owner import Owner, read_blocks
 from .remote import error_message
@@ -65,7 +64,6 @@ class _Asked:
     states: list[torch.Tensor] = field(default_factory=list)
     blocks: list[list[Block]] = field(default_factory=list)  # of each trainer
     groups: list[Group] = field(default_factory=list)
-    sums: Sums = field(default_factory=dict)  # of gradients that trainers have not reduced
 
     @property
     def op(self) -> str:
@@ -258,7 +256,7 @@ class Service:
                 asked.groups = [read_group(group) for group in message.get("groups", ())]
                 asked.blocks = [read_blocks(session.hear(trainer)) for trainer in range(session.trainers)]
             if asked.op != "open":
-                asked.received, asked.states, asked.sums = owner.receive(session, message)
+                asked.received, asked.states = owner.receive(session, message)
             return asked
 
         return _in_thread(hear)
@@ -273,19 +271,15 @@ class Service:
 
     def _do(self, session: Session, request: Request, asked: _Asked) -> BaseException | None:
         """What all owners have decided to do. Returns why the session is over, if it is."""
+        if asked.op == "step":
+            return self._step(session, asked)
         owner, failure = self._owner, None
         send: Callable[[], None] | None = None
         try:
             with all_ranks_or_none(self._ranks):
                 reply, send = self._done(session, request, asked)
         except Exception as e:
-            if self._ranks and self._ranks.lost:
-                raise
-            reply, send = error_message(e), None
-            self._say(f"{asked.op} failed: {e}")
-            if not isinstance(e, CSDError):  # nobody has thought of that: the store is what counts
-                owner.in_doubt = True
-            failure = None if isinstance(e, CSDError) and asked.op != "open" else e
+            reply, failure = self._failed(asked.op, e)
 
         def answer() -> None:
             if owner.rank == 0:
@@ -293,11 +287,56 @@ class Service:
             if send:
                 send()
 
+        return self._awaited(_in_thread(answer), session.number) or failure
+
+    def _failed(self, op: str, e: Exception) -> tuple[dict[str, Any], Exception | None]:
+        """The reply, and why the session is over, if it is. Raises `e` if an owner is gone."""
+        if self._ranks and self._ranks.lost:
+            raise e
+        self._say(f"{op} failed: {e}")
+        if not isinstance(e, CSDError):  # nobody has thought of that: the store is what counts
+            self._owner.in_doubt = True
+        return error_message(e), None if isinstance(e, CSDError) and op != "open" else e
+
+    def _step(self, session: Session, asked: _Asked) -> BaseException | None:
+        """A step, see flow.py. Returns why the session is over, if it is."""
+        owner, message, flow = self._owner, asked.message, self._owner.flow
+        assert flow
+        # Whatever becomes of the step: nobody is to wait in vain for what belongs to it.
+        arriving = _in_thread(lambda: owner.take_gradients(session, message))
+        leaving = _in_thread(lambda: owner.send(session, message["params"], flow.await_params))
+        failure: BaseException | None = None
+        reply: dict[str, Any] = {}
         try:
-            self._await(_in_thread(answer), session.number)
+            owner.begin_step(message, asked.received)
+            with owner.timed():
+                failure = self._awaited(arriving, session.number)
+            with all_ranks_or_none(self._ranks):
+                if failure:
+                    raise failure
+            reply = owner.end_step(message)
+        except Exception as e:
+            if e is not failure:
+                reply, failure = self._failed(asked.op, e)
+        finally:
+            owner.finish_step()
+
+        def answer() -> None:
+            arriving.result()
+            leaving.result()
+            if owner.rank == 0:
+                session.say(reply, *range(session.trainers))
+
+        with owner.timed():
+            return failure or self._awaited(_in_thread(answer), session.number)
+
+    def _awaited(self, future: Future[Any], number: int) -> BaseException | None:
+        """Returns when that is done; or why the session is over."""
+        try:
+            self._await(future, number)
         except (CSDRankError, _Stop) as e:
             return e
-        return failure
+        return None
 
     def _done(
         self, session: Session, request: Request, asked: _Asked
@@ -310,9 +349,6 @@ class Service:
             owner.join(asked.groups, asked.blocks)
         elif asked.op == "listen":
             owner.listen(session)
-        elif asked.op == "step":
-            reply = owner.step(message, asked.received, asked.sums)
-            return reply, lambda: owner.send(session, message["params"])
         elif asked.op == "pull":
             return {}, lambda: owner.send(session, message["params"])
         elif asked.op == "state":

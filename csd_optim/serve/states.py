@@ -96,7 +96,8 @@ class StatesElsewhere(TrainerModel):
                 there.append((known, value))
             if not known.is_absent:
                 states[index] = entry
-        self._remote.fetch(*states_of(there, whole=whole))
+        parts, view_of = states_of(there, whole=whole)
+        self._remote.fetch(self._remote.with_owners(parts), view_of)
         warn_if_large(sum(value.nbytes for _, value in there), FETCHED)
         return states
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,18 @@ import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from .. import settings
+from ..accelerator import is_far, recorded
 from ..devices.spec import DeviceSpec
 from ..distributed.grad_norm import global_norm
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.sharding import is_replicated
 from ..engine.engine import Engine
-from ..errors import CSDRankError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError
+from ..errors import CSDError, CSDRankError, CSDRuntimeError, CSDStoreError, CSDTypeError, CSDValueError
 from ..params.groups import plain, put_back
 from ..params.param_state import DTYPES, check_param
 from ..step.prepare import Participants, clip_to, participants
 from ..store.file import Mode
-from .blocks import Part
+from .blocks import Part, ViewOf, send_buckets
 from .early import Early, mean_of, tell_overflow
 from .model import TrainerParam, views
 from .remote import RemoteEngine
@@ -34,7 +35,7 @@ from .request import Request, whoami
 from .star import Entries, Selection, Source
 from .states import StatesElsewhere
 from .values import packed, unpacked
-from .wire import PATIENCE, SCHEME, USER_STATE_BYTES, Address, parse_address
+from .wire import PATIENCE, SCHEME, USER_STATE_BYTES, Address, Session, parse_address
 
 OTHER_RANKS = (
     "FSDP1 pads its flat parameters for a number of ranks: take the same as before, or another one that it pads to the "
@@ -155,9 +156,12 @@ class _Trainer(StatesElsewhere):
         """Gives parameters the values that the owners have of them; not those on the meta device."""
         there = [known for known in self._known.values() if known.steps and not known.param.is_meta]
         if there:
-            self._remote.call({"op": "pull", "params": [known.index for known in there]}, patience=PATIENCE)
-            self._receive(there)
+            self._pull_values(there)
         self._show([known for known in self._known.values() if known.steps])
+
+    def _pull_values(self, there: Sequence[TrainerParam]) -> None:
+        self._remote.call({"op": "pull", "params": [known.index for known in there]}, patience=PATIENCE)
+        self._receive(there, self._remote.fetch)
 
     # ---- a step --------------------------------------------------------------------------
 
@@ -200,6 +204,8 @@ class _Trainer(StatesElsewhere):
             raise CSDValueError(
                 f"user_state of all trainers has {len(states_now)} bytes as JSON; {USER_STATE_BYTES} are the limit"
             )
+        # In this order they travel: that in which backward makes gradients, about; what owners share comes last.
+        entries.sort(key=lambda known: (not known.shape, -known.index))
         parts = [known.travels(self._wire(known)) for known in entries]
         tensors = {k.index: (grads[k.index], k.block) for k in entries if k.index in grads}
         message = {
@@ -219,13 +225,20 @@ class _Trainer(StatesElsewhere):
             parts = [selected[part.key].part if part.key in selected else part for part in parts]
             tensors |= {index: (entries.values, entries.part.block) for index, entries in selected.items()}
         follow = [part for part in parts if not pushed[part.key]]
-        reply = remote.call(
-            message,
-            sends=[
-                (follow, views(tensors)),
-                self._values([by_index[index] for index in written]),
-            ],
+        from_outside = [by_index[index] for index in written]
+        leaves = self._sending(
+            [self._values(from_outside), (follow, views(tensors))],
+            [*(known.local for known in from_outside), *(tensor for tensor, _ in tensors.values())],
         )
+        versions = [known.version for known in from_outside]
+        try:
+            reply, gathered = self._receive(entries, functools.partial(remote.make_step, message, leaves))
+        except CSDError:
+            if not remote.closed:  # values of a step that was not made may have come
+                self._pull_values(entries)
+                for known, version in zip(from_outside, versions, strict=True):
+                    known.version = version
+            raise
         self._hyper_told, self._user_states_told, self._resumed = hyper_now, states_now, False
         if self._selection:
             self._grad_norm = reply["grad_norm"]
@@ -233,9 +246,8 @@ class _Trainer(StatesElsewhere):
         for known in entries:
             known.steps += 1
         self._runner.taken += 1
-        gathered = self._receive(entries)
-        for index in written:
-            by_index[index].is_ours()
+        for known in from_outside:
+            known.is_ours()
         self._show(entries)
         self._moved = (
             sum(known.block.numel for known in entries),
@@ -243,6 +255,27 @@ class _Trainer(StatesElsewhere):
             gathered,
         )
         self._route = "star" if self._is_star else "slices" if any(pushed.values()) else "kept"
+
+    def _sending(
+        self, sends: Sequence[tuple[Sequence[Part], ViewOf]], tensors: Sequence[torch.Tensor]
+    ) -> Callable[[Session], None]:
+        """What sends these parts of tensors to the owners, and waits until all is there that leaves in backward.
+
+        On a thread of its own.
+        """
+        remote = self._remote
+        far = {tensor.device for tensor in tensors if is_far(tensor)}
+        made = [recorded(torch.accelerator.current_stream(device)) for device in far]
+
+        def send(session: Session) -> None:
+            for event in made:
+                torch.accelerator.current_stream(event.device).wait_event(event)
+            for parts, view_of in sends:
+                send_buckets(session, remote.with_owners(parts), view_of)
+            if remote.early:
+                remote.early.settle()
+
+        return send
 
     # ---- gradients that leave in backward: see push() ---------------------------------------
 
@@ -256,7 +289,7 @@ class _Trainer(StatesElsewhere):
         if remote.early is None:
             with all_ranks_or_none(self._ranks), engine.lock:
                 remote.call({"op": "listen"})
-            remote.begin_early(star=self._is_star)
+            remote.begin_early(sum(known.param.nbytes for known in self._known.values()), star=self._is_star)
         assert remote.early
         return remote.early.take(bucket, self._leaves)
 
@@ -298,8 +331,6 @@ class _Trainer(StatesElsewhere):
         early = self._remote.early
         if early is None:
             return dict.fromkeys((k.index for k in known), 0)
-        with self._remote.exchange():
-            early.settle()
         unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
         return {
             k.index: early.left(k.index, k.name, g, joined=self._joined, unscaled=unscaled)

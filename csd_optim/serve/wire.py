@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 from ..errors import CSDError, CSDRankError, CSDUnavailableError, CSDValueError
 
 SCHEME = "serve://"
-PROTOCOL = 1  # of what is said below and in owner.py: both sides have the same
+PROTOCOL = 2  # of what is said below, in owner.py and flow.py: both sides have the same
 MAGIC = 0x6373645F73657276  # begins each message
 MESSAGE, BULK, NOTHING = 0, 1, 2  # tags of gloo: none is ever taken for another, and nobody sends the last one
 PUSH, PUSHED = 3, 4  # the same of gradients that leave before the step: see arrivals.py
@@ -145,11 +145,16 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
+class Lost(CSDRankError):
+    """The other side is gone, or silent; whoever else knows why, knows more."""
+
+
 class Session:
     """One of the processes of a session: trainers are ranks 0 to `trainers` - 1, owners follow."""
 
     def __init__(self, group: Any, number: int, trainers: int, owners: int, timeout: float) -> None:
         self._group = group
+        self._under_way: dict[int, tuple[Any, torch.Tensor]] = {}  # memory that gloo may use: until wait() has returned
         self.number: int = number
         self.trainers: int = trainers
         self.owners: int = owners
@@ -165,22 +170,27 @@ class Session:
     @property
     def _open(self) -> Any:
         if self._group is None:
-            raise CSDRankError(f"session {self.number} is over")
+            raise Lost(f"session {self.number} is over")
         return self._group
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = BULK) -> Any:
         """Begins to send a dense CPU tensor (uint8, 1-D), to be left as it is until wait() has returned."""
         with lost(f"rank {to} is gone"):
-            return self._open.send([tensor], to, tag)
+            return self._begun(self._open.send([tensor], to, tag), tensor)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = BULK) -> Any:
         with lost(f"rank {source} is gone"):
-            return self._open.recv([tensor], source, tag)
+            return self._begun(self._open.recv([tensor], source, tag), tensor)
+
+    def _begun(self, work: Any, tensor: torch.Tensor) -> Any:
+        self._under_way[id(work)] = work, tensor
+        return work
 
     def wait(self, work: Any, timeout: float | None = None) -> None:
         """Raises CSDRankError if the other side is gone, or silent for so many seconds."""
         with lost("the other side is gone"):
             work.wait(timedelta(seconds=self.timeout if timeout is None else timeout))
+        del self._under_way[id(work)]
 
     def abort(self) -> None:
         """Of a trainer: ends the connections whoever waits for them, and so the session. The others notice at once."""
@@ -227,13 +237,13 @@ def parse(data: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def lost(what: str) -> Iterator[None]:
-    """torch's errors of a store or a group become CSDRankError: `what` is gone. Others pass."""
+    """torch's errors of a store or a group become Lost: `what` is gone. Others pass."""
     try:
         yield
     except RuntimeError as e:
         if isinstance(e, CSDError):
             raise
-        raise CSDRankError(f"{what}: {_first_line(e)}") from e
+        raise Lost(f"{what}: {_first_line(e)}") from e
 
 
 def _first_line(e: BaseException) -> str:

@@ -44,6 +44,12 @@ class Shared(Protocol):
         """The part of it that this rank updates."""
 
 
+class Located(Protocol):
+    """Where the parts of parameters lie, or by what they come: as of Pieces, whose tiles may be any numbers."""
+
+    def of(self, param: int, /) -> np.ndarray[Any, Any]: ...
+
+
 @dataclass
 class _Piece:
     param_state: Shared
@@ -73,16 +79,26 @@ class ParamAllGather:
     It refers to the memory of their parameters as it is now.
     """
 
-    def __init__(self, ranks: Ranks, engine: Engine | None, param_states: Sequence[Shared]) -> None:
-        """`engine`: whose tiles they lie in; None: all of them have their values when begin() is called."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        engine: Engine | None,
+        param_states: Sequence[Shared],
+        comes: Located | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`engine`: whose tiles they lie in; None: they come by what `comes` says, of which pulled() is told.
+
+        `bucket_bytes`: of a bucket, of all ranks together.
+        """
         self.ranks: Ranks = ranks
         self._engine = engine
         self.buckets: list[_Bucket] = []
         for device, replicas in {(b.local.device, b.part.replicas): None for b in param_states}:
             assert replicas
             alike = [b for b in param_states if b.local.device == device and b.part.replicas is replicas]
-            self.buckets += _fill_buckets(alike, replicas)
-        pieces = Pieces(engine) if engine else None
+            self.buckets += _fill_buckets(alike, replicas, bucket_bytes)
+        pieces = Pieces(engine) if engine else comes
         for k, bucket in enumerate(self.buckets):
             if pieces:
                 bucket.tiles = np.unique(np.concatenate([_tiles_of(p, pieces) for p in bucket.pieces]))
@@ -180,12 +196,12 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(list(to), list(sources), non_blocking=is_far(to[0]))
 
 
-def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]:
+def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks, bucket_bytes: int) -> list[_Bucket]:
     """Cuts these ranks' shares of parameters of one device into buckets.
 
     The same on every rank: by what they have in common.
     """
-    room = max(1 << 12, BUCKET_BYTES // ranks.size)
+    room = max(1 << 12, bucket_bytes // ranks.size)
     buckets = [_Bucket()]
     for param_state in param_states:
         largest = param_state.part.of_rank(param_state.param, 0)
@@ -207,7 +223,7 @@ def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]
     return buckets
 
 
-def _tiles_of(piece: _Piece, pieces: Pieces) -> np.ndarray[Any, Any]:
+def _tiles_of(piece: _Piece, pieces: Located) -> np.ndarray[Any, Any]:
     """The tiles (over all extents) in which the elements of a piece of this rank's share lie."""
     mine = pieces.of(piece.param_state.index)
     if piece.first is not None:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.owners import Owners
+from support.owners import Owners, small_buckets
 from support.ranks import on_living_ranks
 from test_serve import Replicas
 from torch.distributed.algorithms.join import Join
@@ -21,13 +21,14 @@ from csd_optim.planning import ranks
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host
 from csd_optim.planning.ranks import Fleet
-from csd_optim.serve.arrivals import Arrivals
-from csd_optim.serve.wire import PUSH, Session
+from csd_optim.serve.arrivals import Arrival, Arrivals
+from csd_optim.serve.blocks import Block
+from csd_optim.serve.wire import PUSH
 
 
 @pytest.fixture(scope="module")
 def owners(tmp_path_factory):
-    with Owners(tmp_path_factory.mktemp("owners")) as there:
+    with Owners(tmp_path_factory.mktemp("owners"), small=True) as there:
         yield there
 
 
@@ -63,6 +64,7 @@ class Reduced:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
+@small_buckets()
 def trained(rank, devices, dtype, route="slices"):
     """Steps that are made, and backwards that none is made of."""
     training = Reduced(devices.format(rank=rank), dtype)
@@ -94,6 +96,7 @@ def test_two_trainers_have_the_bits_of_ddp(owners, tmp_path, dtype, route):
         assert all(torch.equal(a, b) for a, b in zip(ours[0], image, strict=True))
 
 
+@small_buckets()
 def by_hand(rank, address, size):
     """One step of SGD by hand beside: halves are summed in fp32, in the order of ranks, and rounded once."""
     training = Reduced(address, torch.bfloat16)
@@ -120,6 +123,7 @@ def test_three_trainers_have_the_same_bits_every_time(owners, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(once[0], image, strict=True))
 
 
+@small_buckets()
 def refused(rank, address):
     """A gradient that is not what has left."""
     training = Reduced(address)
@@ -170,6 +174,7 @@ def test_a_gradient_that_is_not_what_has_left_is_refused(owners, tmp_path):
     on_living_ranks(2, refused, owners.address, directory=tmp_path)
 
 
+@small_buckets()
 def scaled(rank, devices, clipped):
     """With GradScaler; one rank overflows, in one step."""
     options = {"max_grad_norm": 0.3} if clipped else {}
@@ -218,6 +223,7 @@ class Parted(torch.nn.Module):
         return x
 
 
+@small_buckets()
 def left_out(rank, address):
     """One trainer overflows, whichever parameters nobody has used."""
     torch.manual_seed(0)
@@ -239,6 +245,7 @@ def test_all_trainers_hear_of_an_overflow_beside_unused_parameters(owners, tmp_p
     on_living_ranks(2, left_out, owners.address, directory=tmp_path)
 
 
+@small_buckets()
 def uneven(rank, devices):
     """Join: rank 1 runs out of data."""
     training = Reduced(devices.format(rank=rank))
@@ -258,6 +265,7 @@ def test_trainers_that_are_out_of_data(owners, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(ours[0], image, strict=True))
 
 
+@small_buckets()
 def beside_others(rank, address):
     """The hook with devices of this machine, with the route that is kept, and for a model of several optimizers."""
     images = []
@@ -306,6 +314,7 @@ PUSHED = {"op": "step", "scale": 1.0, "params": [0], "dtypes": ["float32"], "wri
         ({"backward": 1, "parts": [[0, 0, 1, "float32"]] * 2}, {}, "twice"),
     ],
 )
+@small_buckets()
 def test_what_is_no_push_ends_the_session_and_not_the_owner(owners, pushed, header, why):
     training = Replicas(owners.address, overwrite=True)
     training.step()
@@ -330,8 +339,12 @@ def test_an_owner_waits_for_all_of_just_that_backward():
         raise CSDRankError("nobody is there")
 
     session = SimpleNamespace(trainers=2, timeout=0.02, hear=hear)
-    arrivals = Arrivals(SimpleNamespace(changed=threading.Condition(), check_counts=lambda _: None), session)
-    arrivals._come[0][3] = arrivals._come[1][3] = (2, 10)  # elements
+    owner = SimpleNamespace(changed=threading.Condition(), check_counts=lambda _: None, flow=None)
+    arrivals = Arrivals(owner, session)
+    arrivals.listen()
+    with owner.changed:
+        for trainer, (backward, elements) in itertools.product(range(2), ((1, 9), (2, 6), (2, 4))):
+            arrivals.note(trainer, Arrival(3, backward, Block((0,), (elements,)), torch.float32))
     arrivals.wait({3: 2}, [{3: 10}, {3: 10}])
     arrivals.wait({3: 2, 4: 2}, [{3: 10, 4: 0}, {3: 10}])
     for pushed, expected in (
@@ -355,6 +368,7 @@ def test_an_owner_waits_for_all_of_just_that_backward():
     assert kept() is None  # and no connection of the session, until the collector comes
 
 
+@small_buckets()
 def tried_again(rank, address):
     """A step that could not be made, and then is: what has left is there."""
     training, undisturbed = Reduced(address), Reduced("ram:")
@@ -370,7 +384,7 @@ def tried_again(rank, address):
         undisturbed.step()
         assert training.opt.stats()["route"] == "slices"
     assert all(torch.equal(a, b) for a, b in zip(training.image(), undisturbed.image(), strict=True))
-    with mock.patch.object(Session, "say", side_effect=ValueError("nobody thought of that")):
+    with mock.patch("csd_optim.serve.early.send_buckets", side_effect=ValueError("nobody thought of that")):
         training.backward(rank, 3)
         with pytest.raises(CSDRankError, match="nobody thought of that"):
             training.opt.step()

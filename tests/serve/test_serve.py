@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.optimizers import PAIRS
-from support.owners import Owners
+from support.owners import Owners, small_buckets
 from support.ranks import on_living_ranks
 from support.training import Training
 
@@ -29,7 +29,7 @@ from csd_optim import (
     CSDValueError,
 )
 from csd_optim.serve.blocks import FlatShard
-from csd_optim.serve.wire import COUNTER, answer_key, connect, is_here, request_key
+from csd_optim.serve.wire import COUNTER, PROTOCOL, answer_key, connect, is_here, request_key
 from csd_optim.store.format import read_contents
 
 
@@ -166,6 +166,7 @@ def here(rank, root, steps, options):
     return training.image()
 
 
+@small_buckets()
 def there(rank, address, steps, options, resume=False, pushes=False):
     training = Replicas(address, pushes, resume=resume, **options)
     first, user_state = training.opt.committed_step, training.opt.user_state
@@ -196,7 +197,7 @@ OPTIONS = {"plain": {}, "clipped": {"max_grad_norm": 1.0, "betas": (0.8, 0.95)},
 def test_trainers_and_owners_have_the_bits_and_the_stores_of_ranks(tmp_path, which, route):
     options, pushes = OPTIONS[which], route != "kept"
     own = on_living_ranks(2, here, str(tmp_path / "own"), 6, options, directory=tmp_path)
-    with Owners(tmp_path, 2) as owners:
+    with Owners(tmp_path, 2, small=True) as owners:
         served = on_living_ranks(2, there, owners.address, 6, options, False, pushes, directory=tmp_path)
         for image, (theirs, *_) in zip(own, served, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(image, theirs, strict=True))
@@ -219,9 +220,10 @@ def test_trainers_and_owners_have_the_bits_and_the_stores_of_ranks(tmp_path, whi
     assert all(torch.equal(a, b) for a, b in zip(own[0], resumed[1], strict=True))
 
 
+@small_buckets()
 def test_another_number_of_trainers_goes_on_where_the_last_have_left(tmp_path):
     alone = Replicas(str(tmp_path / "alone"))
-    with Owners(tmp_path, 2) as owners:
+    with Owners(tmp_path, 2, small=True) as owners:
         pids = owners.pids
         on_living_ranks(2, there, owners.address, 2, {}, directory=tmp_path)
         for step, n in ((2, 3), (4, 2)):
@@ -256,7 +258,8 @@ def test_what_is_no_request_is_refused_and_a_session_goes_on(owners):
         ("no JSON", "no JSON"),
         ("[]", "no message"),
         ("{}", "protocol None"),
-        (json.dumps({"protocol": 1}), "cannot be read"),
+        (json.dumps({"protocol": PROTOCOL - 1}), f"protocol {PROTOCOL - 1} and optimizer ranks {PROTOCOL}: install"),
+        (json.dumps({"protocol": PROTOCOL}), "cannot be read"),
         (json.dumps(a_request(optimizer="os.system")), "know no 'os.system'"),
         (json.dumps(a_request(trainers=10**9)), "trainers"),
         (json.dumps(a_request(shape=[1 << 40, 1 << 40])), "shape"),
@@ -288,7 +291,7 @@ def a_request(mode="resume", optimizer="CSDAdam", trainers=1, shape=(3, 3), dtyp
     p = {"name": "p", "named": True, "shape": shape, "stride": [1] * len(shape), "dtype": dtype, "trains": True}
     options = {"state_dtype": "fp32", "shadow": True, "tile_size": None}
     return {
-        "protocol": 1,
+        "protocol": PROTOCOL,
         "optimizer": optimizer,
         "defaults": {"decoupled_weight_decay": True},
         "options": options,

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.forked import process
-from support.owners import STARTS, Owners
+from support.owners import STARTS, Owners, small_buckets
 from test_serve import Replicas
 
 from csd_optim import CSDRankError, CSDRuntimeError, signals
@@ -33,6 +33,8 @@ def expected_of(directory, steps=60):
 
 
 PUSH = "its first push"
+HALFWAY = "a push in the middle of its second step"
+PUSHES = {PUSH: 0, HALFWAY: 24}  # that come before: each step has about 17
 
 
 HALF_OPEN = "nobody hears that its connections end"
@@ -51,15 +53,14 @@ def end(how, meet):
 
 def ended_at(call, how, meet=None):
     """Of what this process sends or receives for a session, the `call`-th (from 0) is where it ends so."""
-    left = [call]
+    left = [PUSHES.get(call, call)]
 
     def counted(function, pushes):
         def counting(session, tensor, rank, tag=BULK):
-            if left[0] == 0 or (left[0] == PUSH and pushes and tag in (BULK, PUSHED)):
-                left[0] = -1
-                end(how, meet)
-            if left[0] != PUSH:
+            if call not in PUSHES or (pushes and tag in (BULK, PUSHED)):
                 left[0] -= 1
+                if left[0] == -1:
+                    end(how, meet)
             return function(session, tensor, rank, tag)
 
         return counting
@@ -68,6 +69,7 @@ def ended_at(call, how, meet=None):
     return mock.patch.multiple(Session, send=send, receive=receive)
 
 
+@small_buckets()
 def train(rank, size, route, address, meet, call, how, images):
     """STEPS steps from where the owners are, unless it is killed; leaves an error in a file."""
     torch.set_num_threads(1)
@@ -137,7 +139,7 @@ def kill_trainers(owners, directory, calls, size, route):
     trainers, pids, kills = Trainers(owners, directory, STEPS * (len(calls) + 2), route), owners.pids, 0
     assert not trainers.run(size)
     for call in calls:
-        kills += trainers.run(size, victim=size - 1 if call == PUSH else call % size, call=call)
+        kills += trainers.run(size, victim=size - 1 if call in PUSHES else call % size, call=call)
     assert not trainers.run(size)
     assert owners.pids == pids
     return kills
@@ -145,27 +147,26 @@ def kill_trainers(owners, directory, calls, size, route):
 
 @pytest.mark.parametrize(("size", "route"), [(1, "kept"), (2, "kept"), (2, "slices"), (2, "star")])
 def test_a_killed_trainer_costs_nothing(tmp_path, size, route):
-    with Owners(tmp_path, size) as owners:
-        calls = [0, 9, 12] if size == 1 else [3, 16] if route == "kept" else [PUSH, 40]  # 40: in a later step
+    with Owners(tmp_path, size, small=True) as owners:
+        calls = [0, 9, HALFWAY, 60] if size == 1 else [3, HALFWAY] if route == "kept" else [PUSH, HALFWAY]
         assert kill_trainers(owners, tmp_path, calls, size, route) == len(calls)
         owners.stop()
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("route", ["kept", "slices"])
+@pytest.mark.parametrize("route", ["kept", "slices", "star"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_hundred_killed_trainers_cost_nothing(tmp_path, size, route):
-    choose, most = random.Random(size), 24 if route == "kept" else 48
-    with Owners(tmp_path, size) as owners:
-        calls = [*range(most), *(choose.randrange(most) for _ in range(110 - most))]
+    choose, most = random.Random(size), 100
+    with Owners(tmp_path, size, small=True) as owners:
+        calls = [*range(24), *(choose.randrange(most) for _ in range(110 - 24))]
         assert kill_trainers(owners, tmp_path, calls, size, route) >= 100
         owners.stop()
 
 
-# 9: about to receive parameters
-@pytest.mark.parametrize(("call", "size", "route"), [(PUSH, 2, "kept"), (9, 1, "kept"), (PUSH, 1, "slices")])
+@pytest.mark.parametrize(("call", "size", "route"), [(PUSH, 2, "kept"), (HALFWAY, 1, "kept"), (HALFWAY, 1, "slices")])
 def test_a_trainer_that_was_stopped_finds_that_another_has_taken_over(tmp_path, call, size, route):
-    with Owners(tmp_path, size) as owners:
+    with Owners(tmp_path, size, small=True) as owners:
         trainers = Trainers(owners, tmp_path, route=route)
         assert not trainers.run(1)
         (stopped,) = trainers.start(1, call=call, how=signal.SIGSTOP)
@@ -181,10 +182,10 @@ def test_a_trainer_that_was_stopped_finds_that_another_has_taken_over(tmp_path, 
 
 
 def test_a_connection_that_nobody_has_ended_keeps_nobody_out(tmp_path):
-    with Owners(tmp_path, 2) as owners:
+    with Owners(tmp_path, 2, small=True) as owners:
         trainers = Trainers(owners, tmp_path)
         assert not trainers.run(1)
-        (gone,) = trainers.start(1, call=PUSH, how=HALF_OPEN)
+        (gone,) = trainers.start(1, call=HALFWAY, how=HALF_OPEN)
         gone.join(STARTS)
         assert gone.exitcode == -signal.SIGKILL
         child = int(Path(f"{trainers.meet}-child").read_text())
@@ -242,8 +243,9 @@ def go_on_without_owners(owners, trainers, choose, kills):
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@small_buckets()
 def test_killed_owners_go_on_from_a_whole_step(tmp_path, size):
-    with Owners(tmp_path, size, timeout=10) as owners:
+    with Owners(tmp_path, size, timeout=10, small=True) as owners:
         trainers = Trainers(owners, tmp_path)
         assert not trainers.run(1)
         training = Replicas(owners.address, resume=True)
@@ -265,7 +267,7 @@ def test_killed_owners_go_on_from_a_whole_step(tmp_path, size):
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [1, 2])
 def test_owners_killed_again_and_again_go_on_from_a_whole_step(tmp_path, size):
-    with Owners(tmp_path, size, timeout=10) as owners:
+    with Owners(tmp_path, size, timeout=10, small=True) as owners:
         go_on_without_owners(owners, Trainers(owners, tmp_path, 2 * STEPS * 51), random.Random(size), 50)
 
 
@@ -284,7 +286,7 @@ def test_silence_ends_a_session(tmp_path):
 
 @pytest.mark.parametrize("route", ["kept", "slices"])
 def test_silence_within_a_push_ends_a_session(tmp_path, route):
-    with Owners(tmp_path, timeout=1) as owners:  # and no other comes
-        (stopped,) = Trainers(owners, tmp_path, route=route).start(1, call=PUSH, how=signal.SIGSTOP)
+    with Owners(tmp_path, timeout=1, small=True) as owners:  # and no other comes
+        (stopped,) = Trainers(owners, tmp_path, route=route).start(1, call=HALFWAY, how=signal.SIGSTOP)
         owners.until(r"session 1 is over: .*([Tt]imed out|timeout)")
         stopped.kill()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.owners import Owners
+from support.owners import Owners, small_buckets
 from support.ranks import on_living_ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -94,6 +94,7 @@ def largest(grad, residual, share, scale, first, step):
     return torch.where(which, values, torch.zeros((), dtype=values.dtype)).float()
 
 
+@small_buckets()
 def train(rank, address, steps, options, resume=False):
     training = Trained(address, resume=resume, **options)
     norms = []
@@ -120,7 +121,7 @@ CASES = {
 def test_owners_make_the_step_of_the_sum(tmp_path, case):
     options, numbers = CASES[case]
     others = {name: value for name, value in options.items() if name != "topk"}
-    with Owners(tmp_path) as owners:
+    with Owners(tmp_path, small=True) as owners:
         for n in numbers:
             fed = Fed(str(tmp_path / f"fed-{n}"), n, options.get("topk"), **others)
             norms = [fed.step() for _ in range(4)]
@@ -137,7 +138,7 @@ def star_of(owners):
 
 def test_two_owners_and_another_number_of_trainers(tmp_path):
     fed = [Fed(str(tmp_path / f"fed-{n}"), n, max_grad_norm=0.5) for n in (2, 1)]
-    with Owners(tmp_path, 2) as owners:
+    with Owners(tmp_path, 2, small=True) as owners:
         images, norms = [], []
         for n, resume in ((2, False), (1, True)):
             of_ranks = on_living_ranks(n, train, star_of(owners), 2, {"max_grad_norm": 0.5}, resume, directory=tmp_path)

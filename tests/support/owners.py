@@ -1,25 +1,38 @@
 """Optimizer ranks (`csd-optim serve`) in processes of their own."""
 
+import contextlib
 import os
 import re
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from support.forked import process
 
+from csd_optim.serve import blocks, early
+
 STARTS = 60  # seconds that they may take
+
+
+@contextlib.contextmanager
+def small_buckets():
+    """So that the small models of tests flow in several: on all trainers of owners that are `small`."""
+    with mock.patch.object(blocks, "LEAST_BYTES", 512), mock.patch.object(early, "LEAST_BYTES", 512):
+        yield
 
 
 class Owners:
     """`size` of them, with a directory each below `directory`; ended with the `with`.
 
-    They listen on a free port, each at the one of `hosts` that is its own.
+    They listen on a free port, each at the one of `hosts` that is its own. `small`: see small_buckets(). `before` is
+    called with the rank, before each of them serves.
     """
 
-    def __init__(self, directory, size=1, timeout=60, hosts=("127.0.0.1",)):
+    def __init__(self, directory, size=1, timeout=60, hosts=("127.0.0.1",), small=False, before=None):
+        self.small, self.before = small, before
         self.directory, self.size, self.timeout = Path(directory), size, timeout
         self.hosts = [*hosts, *[hosts[-1]] * (size - len(hosts))]
         self.stores = [str(self.directory / f"owner-{k}") for k in range(size)]
@@ -36,7 +49,10 @@ class Owners:
             os.makedirs(store, exist_ok=True)
         self.processes = [
             process(
-                _own, k, self.size, self.stores[k], str(meet), str(self.log), self.timeout, self.hosts[k], daemon=True
+                _own,
+                *(k, self.size, self.stores[k], str(meet), str(self.log), self.timeout, self.hosts[k]),
+                *(self.small, self.before),
+                daemon=True,
             )
             for k in range(self.size)
         ]
@@ -86,7 +102,7 @@ class Owners:
         self.kill()
 
 
-def _own(rank, size, store, meet, log, timeout, host):
+def _own(rank, size, store, meet, log, timeout, host, small, before):
     for fd in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), fd)
     torch.set_num_threads(1)
@@ -94,4 +110,7 @@ def _own(rank, size, store, meet, log, timeout, host):
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size)
     from csd_optim.cli.serving import serve
 
-    serve([store], f"{host}:0", timeout)
+    with small_buckets() if small else contextlib.nullcontext():
+        if before:
+            before(rank)
+        serve([store], f"{host}:0", timeout)

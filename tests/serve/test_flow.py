@@ -1,0 +1,127 @@
+"""A step flows: owners update, and parameters come back, while gradients are still to come; or it leaves nothing."""
+
+import contextlib
+import itertools
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from support.owners import STARTS, Owners, small_buckets
+
+from csd_optim import CSDAdam, CSDOSError, CSDRankError
+from csd_optim.engine.engine import Engine
+from csd_optim.serve.wire import BULK, Session
+
+LAYERS, ROWS = 16, 32  # in fp32 each is a bucket, and a tile
+
+
+class Layers:
+    def __init__(self, devices, **options):
+        generator = torch.Generator().manual_seed(0)
+        self.params = [torch.nn.Parameter(torch.randn(ROWS, 32, generator=generator)) for _ in range(LAYERS)]
+        self.opt = CSDAdam(self.params, lr=0.1, devices=devices, tile_size=1024, **options)
+        self.done = 0
+
+    def step(self):
+        generator = torch.Generator().manual_seed(self.done)
+        for p in self.params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        self.opt.step()
+        self.done += 1
+
+    def image(self):
+        return [p.detach().clone() for p in self.params]
+
+
+@contextlib.contextmanager
+def last_gradient_waits(buckets, there):
+    """Of a step that sends so many, the last one leaves when `there()`."""
+    send, left = Session.send, itertools.count(buckets - 1, -1)
+
+    def sending(session, tensor, rank, tag=BULK):
+        if tag == BULK and next(left) == 0:
+            end = time.monotonic() + STARTS
+            while not there():
+                assert time.monotonic() < end, "nothing has come back"
+                time.sleep(0.001)
+        return send(session, tensor, rank, tag)
+
+    with mock.patch.object(Session, "send", sending):
+        yield
+
+
+def bytes_of(store):
+    return b"".join(path.read_bytes() for path in sorted(Path(store).rglob("*")) if path.is_file())
+
+
+def assert_alike(a, b):
+    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("route", ["kept", "star"])
+@small_buckets()
+def test_states_are_written_and_parameters_are_back_before_the_last_gradient_leaves(tmp_path, route):
+    alone = Layers("ram:")
+    with Owners(tmp_path, small=True) as owners:
+        training = Layers(f"{owners.address}&route={route}")
+        for _ in range(3):
+            training.step()
+        training.opt.synchronize()
+        before, stored = training.image(), bytes_of(owners.stores[0])
+
+        def there():
+            flows = [not torch.equal(p, q) for p, q in zip(training.params, before, strict=True)]
+            return all(flows[1:]) and bytes_of(owners.stores[0]) != stored
+
+        with last_gradient_waits(LAYERS, there):
+            training.step()
+        training.step()
+        for _ in range(5):
+            alone.step()
+        assert_alike(training.image(), alone.image())
+        training.opt.close()
+        owners.stop()
+
+
+def fails_if_told(rank):
+    """Owner 1's devices fail at the second tile of a step, while there is a file of this name."""
+    push, pushed = Engine.push, itertools.count()
+
+    def pushing(engine, tile, *image):
+        if rank == 1 and Path("fail").exists() and next(pushed) == 1:
+            raise CSDOSError(5, "a drive of owner 1")
+        push(engine, tile, *image)
+
+    Engine.push = pushing
+
+
+@small_buckets()
+def test_a_step_that_fails_halfway_on_one_owner_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone = Layers("ram:")
+    with Owners(tmp_path, 2, small=True, before=fails_if_told) as owners:
+        training = Layers(owners.address)
+        for _ in range(3):
+            training.step()
+        before = training.image()
+        Path("fail").touch()
+
+        def there():  # of both owners: it fails behind these
+            return bool((training.params[-1] != before[-1]).any(1).all())
+
+        with last_gradient_waits(2 * LAYERS, there), pytest.raises(CSDRankError, match="a drive of owner 1"):
+            training.step()
+        assert_alike(training.image(), before)
+        Path("fail").unlink()
+        for _ in range(2):
+            training.step()
+        for _ in range(5):
+            alone.step()
+        assert_alike(training.image(), alone.image())
+        training.opt.close()
+        resumed = Layers(owners.address, resume=True)
+        assert resumed.opt.committed_step == 5
+        assert_alike(resumed.image(), alone.image())
+        owners.stop()
