@@ -33,7 +33,7 @@ IO_DEPTH: int = lib.CSD_IO_DEPTH
 GRAD_SCALE: int = lib.CSD_GRAD_SCALE
 RULES = {name.removeprefix("CSD_").lower(): number for number, name in ffi.typeof("enum csd_rule").elements.items()}
 IN_SECTION, FROM_PARAM, IN_PARAM = lib.CSD_IN_SECTION, lib.CSD_FROM_PARAM, lib.CSD_IN_PARAM
-UNLESS_SET, NEW, UNCOMPARED = lib.CSD_UNLESS_SET, lib.CSD_NEW, lib.CSD_UNCOMPARED
+UNLESS_SET, NEW, UNCOMPARED, GIVEN = lib.CSD_UNLESS_SET, lib.CSD_NEW, lib.CSD_UNCOMPARED, lib.CSD_GIVEN
 TO_AND_FRO, SAME_ORDER, AS_PUSHED = lib.CSD_TO_AND_FRO, lib.CSD_SAME_ORDER, lib.CSD_AS_PUSHED
 P2P = {"auto": lib.CSD_P2P_AUTO, "1": lib.CSD_P2P_ON, "0": lib.CSD_P2P_OFF}
 ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CSD_ISA_AVX512}
@@ -328,6 +328,16 @@ def engine_push(engine: Any, tile: int, grad: int, param: int, entries: int, n_e
     images = ffi.cast("void *", grad), ffi.cast("void *", param), ffi.cast("uint32_t *", entries)
     status = lib.csd_engine_push(engine, tile, *images, n_entries, error)
     check(status, error, name, _UNDONE)
+
+
+def engine_give(engine: Any, tile: int, states: int, name: Namer) -> None:
+    error = ffi.new("csd_error *")
+    check(lib.csd_engine_give(engine, tile, ffi.cast("void *", states), error), error, name, _UNDONE)
+
+
+def engine_read(engine: Any, tile: int, states: int, name: Namer) -> None:
+    error = ffi.new("csd_error *")
+    check(lib.csd_engine_read(engine, tile, ffi.cast("void *", states), error), error, name)
 
 
 def engine_push_grads(engine: Any, tile: int, grads: Sequence[int], name: Namer) -> None:

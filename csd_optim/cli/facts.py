@@ -169,10 +169,11 @@ def planned_placement(
         def plan(shares: Sequence[float] | None = None) -> Extent:
             return plan_extent([left], len(chosen), shares=shares, **how)
 
-        if near and state_dtype == FP32:
+        if near:
             placement.beside = OnAccelerator(near, [*chosen.values()])
-            left -= round(params * placement.part_beside(plan(), dtype.itemsize))
-            placement.beside.params = params - left
+            if state_dtype == FP32:
+                left -= round(params * placement.part_beside(plan(), dtype.itemsize))
+                placement.beside.params = params - left
             there.insert(0, near.room_bytes or 0)
         if left:
             placement.take(placement.divide(plan(placement.shares(plan()))))

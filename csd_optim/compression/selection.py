@@ -10,8 +10,8 @@ engine selects of gradients that it can read where they lie is the same, bit for
     entries = pack(lists, rows, tile_elems)
     feed_back(grad, residual, scale, values, sent, first, step)    when the step is whole
 
-Several tiles may be done at once, as the rows of a matrix. Nothing waits for an accelerator in between: how many
-entries there are is among what travels.
+Several tiles may be done at once, as the rows of a matrix. Nothing waits for an accelerator in between, if it has
+nonzero_static(): how many entries there are is among what travels.
 
 *Error feedback*: what is not sent, and what rounding takes from what is, stays in the *residual* (bf16, one per
 element) and is added to the next step's gradient, so that nothing is lost but time. It is in true units, those after
@@ -87,11 +87,20 @@ def listed(
     are counted over all rows, each from a multiple of whole blocks on. There are `k` for each row, whatever the values
     are, so that nobody has to wait for their number: those that there are not come last, and are behind all tiles.
     """
-    row, column = sent.nonzero_static(size=k * len(values), fill_value=-1).unbind(1)
+    row, column = _nonzero(sent, k * len(values)).unbind(1)
     elements = torch.add(column, row, alpha=_blocks(tile_elems) << BLOCK_BITS)
     if tile_first:
         elements += tile_first
     return elements.bitwise_and_(NOWHERE), values.view(torch.int16)[row, column]  # -1 is the last one, for torch
+
+
+def _nonzero(sent: torch.Tensor, size: int) -> torch.Tensor:
+    """Indices of what is true, `size` rows: those that there are not come last, and are -1."""
+    try:
+        return sent.nonzero_static(size=size, fill_value=-1)
+    except NotImplementedError:  # by the accelerator: the host waits for their number
+        there = sent.nonzero()
+        return torch.cat([there, there.new_full((size - len(there), sent.dim()), -1)])
 
 
 def pack(lists: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: int, tile_elems: int) -> torch.Tensor:

@@ -213,10 +213,10 @@ def _check_accelerator(specs: list[DeviceSpec]) -> None:
     near = [s for s in specs if s.kind.on_accelerator]
     if len(near) > 1:
         raise CSDValueError("Invalid devices: gpu: is named twice; it is the accelerator of each parameter")
-    if near and (kept := next((s for s in specs if s.durable), None)):
+    if near and (card := next((s for s in specs if s.durable and s.kind.on_card), None)):
         raise CSDValueError(
-            f"Invalid devices: '{near[0]}' beside '{kept}', which commits each step: what is in an accelerator's "
-            "memory would be missing there. Take scratch devices (file:/mnt/nvme0?scratch=1) and save state_dict()"
+            f"Invalid devices: '{near[0]}' beside '{card}', whose states only its kernels write. Take scratch devices "
+            f"({card}?scratch=1), or name the directory without the card"
         )
 
 
@@ -247,9 +247,10 @@ def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
     left = available_memory() // 2 // sharing // (sum(spec.room_bytes is None for spec in memory) or 1)
     rooms = {id(spec): left if spec.room_bytes is None else spec.room_bytes for spec in memory}
     if any(spec.durable for spec in specs):
-        files = [spec for spec in specs if not spec.kind.in_memory]
+        files = [spec for spec in specs if spec.kind.has_file]
         each = sum(rooms.values()) // len(files)
-        return [replace(spec, is_placed=True, cache_bytes=each or spec.cache_bytes) for spec in files]
+        near = [replace(spec, is_placed=True) for spec in specs if spec.kind.on_accelerator]
+        return [*near, *(replace(spec, is_placed=True, cache_bytes=each or spec.cache_bytes) for spec in files)]
     return [replace(s, is_placed=True, room_bytes=rooms.get(id(s), s.room_bytes)) for s in specs]
 
 

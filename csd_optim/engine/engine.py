@@ -95,7 +95,8 @@ class Engine:
     @property
     def copies(self) -> int:
         """Of states that a step changes: so many it needs at the same time, to be undone."""
-        return 1 if self.devices.resident else self.slots
+        near = self.accelerator
+        return 1 if self.devices.resident or (near and near.copies) else self.slots
 
     @property
     def n_params(self) -> int:
@@ -167,6 +168,8 @@ class Engine:
         if not any(e.n_tiles for e in self.extents) and self.devices.placement is None:
             nbytes = self.slots * elem_bytes(sections, codec, param_dtype) * sum(numels)
             self.devices.tune(int(nbytes), new=True)
+            if self.devices.placement:
+                self.devices.placement.beside = self.accelerator
 
     def part_on_accelerator(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:
         """How much of such parameters `auto` wants on the accelerator; None: there is no `auto`. Raises as extend().
@@ -177,7 +180,6 @@ class Engine:
             return None
         self._tune(numels, sections, FP32, None)
         assert self.devices.placement
-        self.devices.placement.beside = self.accelerator
         extent = plan_extent(numels, len(self.devices.specs), sections=sections, slots=self.slots)
         return self.devices.placement.part_beside(extent, param_bytes)
 
@@ -344,6 +346,20 @@ class Engine:
     def push(self, tile: int, grad: int = 0, param: int = 0, entries: int = 0, n_entries: int = 0) -> None:
         bindings.engine_push(self.handle, tile, grad, param, entries, n_entries, self.name_device)
 
+    def give(self, tile: int, states: int) -> None:
+        """Goes before the push of a tile with parameters whose master is GIVEN: their states as they will be.
+
+        `states`: address of all sections of the tile, one after another, read until its parameters are there.
+        """
+        bindings.engine_give(self.handle, tile, states, self.name_device)
+
+    def read(self, tile: int, states: int) -> None:
+        """Copies the states of a tile to an address, as they are now: all sections, one after another.
+
+        Not within a step. Raises CSDOSError, CSDStoreError if the tile is damaged.
+        """
+        bindings.engine_read(self.handle, tile, states, self.name_device)
+
     def push_grads(self, tile: int, grads: Sequence[int]) -> None:
         """The same of gradients that begin at `grads`, one for each of `pieces_of(tile)`; 0: it has none after all.
 
@@ -428,6 +444,7 @@ class Engine:
         """
         self.committer.before_taking_back()
         self.windows.note_written()
+        self.forget_copies()
         bindings.engine_take_back(self.handle, self.name_device)
         self._undone = True
         self.step -= 1
@@ -436,6 +453,11 @@ class Engine:
             steps[here - extent.first_param] -= 1
         self.windows.after_taking_back()
         self.committer.after_taking_back()
+
+    def forget_copies(self, params: Sequence[int] | None = None) -> None:
+        """States of these parameters, None: of all, are no longer what copies on the accelerator have."""
+        if self.accelerator and self.accelerator.copies:
+            self.accelerator.copies.forget(params)
 
     def copy_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
         """Reads tiles, or takes what somebody wrote to their windows, and waits until that is in their next slots."""
@@ -469,6 +491,7 @@ class Engine:
 
         Where states are durable it is committed there, and what is committed before stays as it is until then.
         """
+        self.forget_copies(params)
         with self.committer.writing(params):
             yield
 

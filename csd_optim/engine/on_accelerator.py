@@ -16,6 +16,7 @@ from ..accelerator import kind, on, recorded, wait_for
 from ..devices.spec import DeviceSpec
 from ..errors import CSDMemoryError, CSDRuntimeError, CSDUnavailableError, CSDValueError
 from .at_once import ADAMW_STEP
+from .near_copies import NearCopies
 from .torch_rules import Scratch, other_roundings, update
 
 log: logging.Logger = logging.getLogger("csd_optim")
@@ -47,6 +48,8 @@ class Rates:
 
 class OnAccelerator:
     """What an engine has on accelerators, which is no device of its own. `others`: the devices beside."""
+
+    copies: NearCopies | None = None  # beside named directories, which have these states, too
 
     def __init__(self, spec: DeviceSpec, others: Sequence[DeviceSpec]) -> None:
         self.spec = spec
@@ -91,7 +94,8 @@ class OnAccelerator:
             # The largest first: so what is left over is small.
             for i in sorted(range(len(joining)), key=lambda i: -joining[i].elems):
                 j = joining[i]
-                if j.elems and j.device.type != "cpu" and not j.is_coded and j.elems <= elems and j.nbytes <= left:
+                may_be = j.elems and j.device.type not in ("cpu", "meta") and not j.is_coded
+                if may_be and j.elems <= elems and j.nbytes <= left:
                     chosen[i], elems, left = True, elems - j.elems, left - j.nbytes
         there = [j for j, is_chosen in zip(joining, chosen, strict=True) if is_chosen]
         if (needed := sum(j.nbytes for j in there)) > room:

@@ -15,6 +15,7 @@ from ..errors import CSDStoreError, CSDUnavailableError, CSDValueError
 from ..store.file import Mode
 from .durable import DurableCommitter
 from .engine import Engine
+from .near_copies import NearCopies
 from .on_accelerator import OnAccelerator
 from .resume import recover
 
@@ -47,7 +48,7 @@ def open_engine(
     with all_ranks_or_none(ranks):
         if near and not kind():
             raise CSDUnavailableError(errno.ENODEV, f"torch {torch.__version__} has no accelerator here, for {near[0]}")
-        if mode in ("resume", "read") and (temporary := [str(s) for s in specs if not s.durable]):
+        if mode in ("resume", "read") and (temporary := [str(s) for s in beside or specs if not s.durable]):
             raise CSDStoreError(f"cannot resume on {temporary[0]}: only a directory keeps its state")
     engine = None
     try:
@@ -60,6 +61,8 @@ def open_engine(
             engine = Engine(of_engine, in_place=in_place, **how)
             if near:
                 engine.accelerator = OnAccelerator(near[0], beside)
+                if any(spec.durable for spec in beside):
+                    engine.accelerator.copies = NearCopies(engine)
         if durable:
             engine.committer = committer = DurableCommitter(engine, ranks)
             if mode in ("resume", "read"):

@@ -25,6 +25,8 @@ from .on_accelerator import OnAccelerator
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
+CODES = "8bit"  # why the accelerator has nothing
+
 PARTS = 4096  # into which states are divided to find shares, before there are tiles
 
 
@@ -148,7 +150,8 @@ class Placement:
         that the link to the accelerator is, where there is one among the devices. `cache_bytes`:
         memory for what drives then need not read. Of each of the `devices`: `params`; `share`, of all; `seconds`, that
         it is busy by itself; `params_per_second`, None: as fast as the host; `limited_by` its "room" or its "speed",
-        or by the "host" or the "link" to the accelerator, for which the others wait.
+        or by the "host" or the "link" to the accelerator, for which the others wait; that by "8bit", as states are, and
+        it keeps none of these.
         """
         near = self.beside.params if self.beside else 0
         of_all = near + sum(sum(extent.numels) for extent in self.extents)
@@ -174,6 +177,9 @@ class Placement:
             about: dict[str, Any] = {"params": near, "share": near / of_all, "seconds": near * self._near.seconds}
             about |= {"params_per_second": 1 / self._near.seconds, "limited_by": "room" if self._is_full else ""}
             devices.insert(0, {"device": str(self.beside.spec), **about})
+        elif self.beside and any(extent.codec != FP32 for extent in self.extents):
+            nothing = {"params": 0, "share": 0.0, "seconds": 0.0, "params_per_second": None, "limited_by": CODES}
+            devices.insert(0, {"device": str(self.beside.spec), **nothing})
         seconds = max([host, link, *(d["seconds"] for d in devices)])
         shared = "link" if link > host else "host"
         for device in devices:
@@ -181,12 +187,15 @@ class Placement:
                 device["limited_by"] = "speed" if device["seconds"] > 0.9 * seconds else shared
         cache = self._cached(sum(extent.n_tiles * extent.slot_bytes for extent in self.extents))
         found = {"seconds": seconds, "host_seconds": host, "cache_bytes": cache, "devices": devices}
-        return found | ({"link_seconds": link} if self.beside else {})
+        return found | ({"link_seconds": link} if self._near else {})
 
     def announce(self) -> None:
         """Logs what was chosen, and why."""
         found = self.describe()
         for d in found["devices"]:
+            if d["limited_by"] == CODES:
+                log.info("auto: %s has nothing, as states are 8bit, and it keeps fp32 ones", d["device"])
+                continue
             rate = (
                 f"{d['params_per_second'] / 1e6:.0f} M parameters/s" if d["params_per_second"] else "as fast as the CPU"
             )

@@ -141,8 +141,10 @@ class Windows:
         versions, decoded = self._versions(), self._engine.decoded.versions()
         if versions == self._seen and not decoded:  # as nearly always
             return np.flatnonzero(self._edited).astype(np.uint32)
-        changed = zip(self._handed_out, versions, self._seen, strict=True)
-        mapped = self._engine.tiles_of_params([param for (param, _), now, then in changed if now != then])
+        all_of_them = zip(self._handed_out, versions, self._seen, strict=True)
+        changed = [param for (param, _), now, then in all_of_them if now != then]
+        self._engine.forget_copies(changed)
+        mapped = self._engine.tiles_of_params(changed)
         bindings.engine_edited(self._engine.handle, mapped)
         self._seen = versions
         tiles = np.union1d(mapped, self._engine.tiles_of_params([*decoded]))

@@ -537,30 +537,35 @@ class CSDOptimizer(Optimizer, Joinable):
         Where ranks train together all of them call it, for FSDP2, DTensors or sharded=False. If a step fails on one of
         them, the others use what it made until the next step(), which raises on all, with that step undone on all.
 
-        Raises CSDValueError with `gpu:` among the devices, if a device has no second copy of the states (`ram:`,
-        `null:`, `shadow=False`), which `backward` and `free_gradients` need, and for what `free_gradients` cannot do;
-        CSDRuntimeError for these two where ranks train together, or if they share updates.
+        What `gpu:` has is updated on the accelerator's streams, for which nobody waits.
+
+        Raises CSDValueError with `gpu:` beside named directories; if a device has no second copy of the states (`ram:`,
+        `null:`, `shadow=False`), which `backward` and `free_gradients` need (this one also with `gpu:` alone); and for
+        what `free_gradients` cannot do. CSDRuntimeError for these two where ranks train together, or if they share
+        updates.
         """
         if backward and free_gradients:
             raise CSDValueError("free_gradients=True runs the step in backward by itself: leave out backward=True")
         nbytes = parse_bytes(("512MB" if free_gradients else "1GB") if hold is None else str(hold))
-        pinned = backward and any(is_far(p) for _, _, p in members(self.param_groups))
-        lent = torch.empty(nbytes if backward else 0, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         engine = self._live_engine
-        if model is not None and engine.accelerator:
+        if model is not None and engine.accelerator and engine.accelerator.copies is not None:
             raise CSDValueError(
-                f"overlap() is not for {engine.accelerator.spec}: states on the accelerator are updated there in "
-                "step(), which waits for other devices"
+                f"overlap() is not for {engine.accelerator.spec} beside named directories: step() sends them what the "
+                "accelerator has updated"
             )
+        if engine.accelerator and engine.accelerator.alone:
+            backward = False  # a step is only queued there, behind backward
         if model is not None and self._ranks:
             check_ranks(self.param_groups, self._state_map, backward=backward or free_gradients)
         if model is not None and (backward or free_gradients) and (engine.slots == 1 or engine.devices.resident):
             raise CSDValueError(
                 f"overlap({'backward' if backward else 'free_gradients'}=True) undoes steps, which takes a second copy "
-                "of the states: ram:, null: and shadow=False have none"
+                "of the states: ram:, null:, gpu: alone and shadow=False have none"
             )
         if model is not None and free_gradients:
             self._check_freeing()
+        pinned = backward and any(is_far(p) for _, _, p in members(self.param_groups))
+        lent = torch.empty(nbytes if backward else 0, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._mode.end()
         self._mode, engine.rank = InStep(), None
         if model is not None:
@@ -661,6 +666,8 @@ class CSDOptimizer(Optimizer, Joinable):
             if step is None:
                 return None
             self._runner.make_ready(engine, step)
+            if not len(step.tiles):  # the accelerator has all states
+                return None
             return step, self._record(engine) if engine.durable else None
 
     def _prepare_in_backward(self) -> tuple[PreparedStep, Record | None]:
@@ -678,7 +685,7 @@ class CSDOptimizer(Optimizer, Joinable):
                 taking_part.params.append(p)
                 taking_part.grads.append(p.detach())
                 taking_part.groups_of.append(k)
-        step = self._prepare(engine, taking_part, 1.0)
+        step = self._prepare(engine, taking_part, 1.0, one_by_one=True)
         assert step is not None
         return step, record
 
@@ -693,8 +700,10 @@ class CSDOptimizer(Optimizer, Joinable):
     def _grad_options(self) -> GradOptions:
         return GradOptions(self.grad_dtype, self.topk, self.topk_warmup, self.error_feedback, self._sums)
 
-    def _prepare(self, engine: Engine, taking_part: Participants, grad_scale: float) -> PreparedStep | None:
-        """A step that is ready to run; None: there is no gradient."""
+    def _prepare(
+        self, engine: Engine, taking_part: Participants, grad_scale: float, *, one_by_one: bool = False
+    ) -> PreparedStep | None:
+        """A step that is ready to run; None: there is no gradient. `one_by_one`: what has them only stands for them."""
         bound = bind(engine, self._state_map, self.param_groups, taking_part, self.grad_dtype, self._plan)
         if bound is None:
             return None
@@ -704,6 +713,7 @@ class CSDOptimizer(Optimizer, Joinable):
         add_residuals(engine, self._state_map, step)
         apply_outside_writes(engine, step)
         self._runner.make_ready(engine, step)
+        self._runner.make_near_ready(engine, step, one_by_one=one_by_one)
         return step
 
     # ---- commit and resume -------------------------------------------------------------
@@ -787,6 +797,7 @@ class CSDOptimizer(Optimizer, Joinable):
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
         operation of that kind was going on, on the busiest device. ``devices``: the same for each.
         ``state_bytes``, of ``gpu:``: of states on the accelerator, and of the copy of them while a step runs.
+        ``commit_bytes``, likewise: of states that went to the host in the step, for named directories to keep.
         ``placement``, where ``auto`` has made the store: what was chosen, see Placement.describe().
         ``overlap``, with overlap(): ``waited``, seconds that others waited for the step, or that backward did, with
         free_gradients; ``early_params``, elements updated before step(); ``redone``, of all steps, guesses that were

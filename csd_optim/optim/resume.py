@@ -84,6 +84,7 @@ class Resume:
                 "call restore() when it has data"
             )
         self._state_map.exchange(engine, groups)
+        self._state_map.copy_resumed(engine)
         self.pending = False
 
     def unwritten(self) -> list[ParamState]:

@@ -32,6 +32,8 @@ class Flight:
     What travels by images is copied there, too: of an accelerator, on streams of the ring. Who waits for a parameter
     stands still until it has been copied. A stream that waited in his stead would be the current one, and whoever has a
     reference may use the parameter on another.
+
+    What is updated on the accelerator is queued when the step is launched. For that nobody waits.
     """
 
     def __init__(
@@ -50,11 +52,12 @@ class Flight:
         self._runner, self._engine, self._record = runner, engine, record
         self.step: PreparedStep = step
         self._pieces = pieces
-        self._held = {row: (grad, grad._version) for row, grad in step.grads.items()}
-        step.grads = {}
         self.failure: BaseException | None = None  # parameters and states are those before the step: see give_up()
         self.landed_at: float = 0.0
         self._tiles = launch()
+        near = set(runner.launch_near(engine, step))
+        self._held = {row: (grad, grad._version) for row, grad in step.grads.items() if row not in near}
+        step.grads = {}
         self._takes_part, self._is_image, self._pulled = (np.zeros(engine.n_tiles, bool) for _ in range(3))  # each tile
         self._takes_part[self._tiles] = True
         self._is_image[step.images] = True

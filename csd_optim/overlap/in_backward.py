@@ -202,7 +202,12 @@ class StepsInBackward(BesideModel):
             param_state.is_ours()
         self._taken[id(p)] = Taken(param_state, param_state.version_now)
         p.grad = TakenGradient(p)
-        self._hand_over(param_state.index, grad.detach().resolve_neg().contiguous())
+        grad = grad.detach().resolve_neg().contiguous()
+        near = self._step.near if self._step else None
+        if near and param_state.on_accelerator and param_state.numel:
+            near.take(param_state.index, grad, timed=self._engine.near_spans is not None)
+        else:
+            self._hand_over(param_state.index, grad)
 
     def _hand_over(self, row: int, grad: torch.Tensor) -> None:
         """Pushes the tiles that lack no other gradient. Of the others' parts copies are kept, not the whole."""

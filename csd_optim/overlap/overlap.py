@@ -141,20 +141,21 @@ class Overlap(BesideModel):
             self._early_elems = sum(map(engine.elems_of, guess.pushed))
             launch = partial(guess.keep, step, record, engine.flowing(np.sort(guess.tiles)))
         self._runner.in_flight = self._runner.moved = True
-        give_back = {row: source for row, source in step.prepared.items() if source.back}
+        awaited = [b for b in step.plan.param_states if not b.on_accelerator]
+        give_back = {b.index: s for b in awaited if (s := step.prepared.get(b.index)) and s.back}
         try:
             self._flight = Flight(self._runner, engine, step, record, launch, self._pieces_now())
         except BaseException as failure:
             if engine.stepping:
                 self._runner.give_up(engine, step)
             return self._is_over(step, failure)
-        self._at_once = [b.index for b in step.plan.param_states if id(b.param) not in reached]
+        self._at_once = [b.index for b in awaited if id(b.param) not in reached]
         self._to_give_back = give_back
         self._runner.is_ours(step)
         self.active: bool = True
         if self._check:
             at_once = {*self._at_once, *self._to_give_back}
-            others = [b for b in step.plan.param_states if b.index not in at_once]
+            others = [b for b in awaited if b.index not in at_once]
             self._under_way = {b.local.untyped_storage().data_ptr(): b.name for b in others}
             self._check.enter()
 

@@ -76,13 +76,19 @@ class Together:
                 if not self._ranks.lost:  # else nobody knows what the others have
                     self._take_back(step)
                 raise
-            self._unmet = None
+            self._is_met()
 
     def leave(self) -> None:
         """This rank meets the others no more: what failed here is undone here."""
         if self._unmet and self._unmet[1] and not self._engine.closed:
             with contextlib.suppress(CSDError):
                 self._take_back(self._unmet[0])
+        self._is_met()
+
+    def _is_met(self) -> None:
+        """The last step is not undone any more."""
+        if self._unmet and (near := self._unmet[0].near):
+            near.end()
         self._unmet = None
 
     def _take_back(self, step: PreparedStep) -> None:

@@ -13,6 +13,7 @@ from ..accelerator import is_far, is_ours, kind
 from ..bindings import DTYPE_CODES, FROM_PARAM, IN_PARAM, IN_SECTION, UNCOMPARED, UNLESS_SET
 from ..distributed.sharding import Partition
 from ..engine.decoded import Decoded
+from ..engine.near_copies import NearCopy
 from ..errors import CSDRuntimeError, CSDTypeError, CSDValueError
 from .decoded_entry import DecodedEntry
 from .grad_source import GradSource
@@ -46,6 +47,7 @@ class ParamState:
     in_place: bool  # the parameter is its own master and the only one, windows["master"] an alias of it
     reachable: bool  # the devices can take the master from a parameter
     home: torch.device = CPU  # where its states are: in host memory, as the devices show them, or on its accelerator
+    copy: NearCopy | None = None  # of its states, on its accelerator, beside what the devices have
     decoded: Decoded | None = None  # its states, if the devices keep them as codes
     kept_dtype: torch.dtype | None = None  # then the parameter's, which is part of them
     is_master: bool = False  # an fp32 parameter in host memory, of codes anywhere: the master as a step begins

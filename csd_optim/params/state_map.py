@@ -15,6 +15,7 @@ import torch
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import UNSHARDED, Partition, part_of
 from ..engine.engine import Engine
+from ..engine.near_copies import NearCopies, NearCopy
 from ..engine.on_accelerator import Joining
 from ..errors import CSDMemoryError, CSDRuntimeError, CSDStoreError, CSDWarning, users_stacklevel
 from ..store.sections import EIGHT_BIT, FP32
@@ -78,18 +79,24 @@ class StateMap:
             alike.setdefault(kind, []).append((name, p, self.part_of(p)))
             initial[id(p)] = self.rule.initial_for(groups[k])
         near = self._on_accelerator(engine, alike)
+        copies = engine.accelerator.copies if engine.accelerator else None
         try:
             for ((sections, codec, dtype), together), there in product(alike.items(), (True, False)):
                 new = [of_one for of_one in together if (id(of_one[1]) in near) == there]
                 if not new:
                     continue
-                # The engine counts the steps of what is on the accelerator, and has no element of it.
-                numels = [0 if there else numel(part.of(p)) for _, p, part in new]
+                # The engine counts the steps of what is on the accelerator alone, and has no element of it. What it
+                # has, too, and need not read, has tiles of its own.
+                alone = there and copies is None
+                numels = [0 if alone else numel(part.of(p)) for _, p, part in new]
                 engine.extend(numels, sections, codec=codec, param_dtype=dtype)
                 for name, p, part in new:
                     local = torch.empty_like(part.of(p), device="meta")
                     where = (len(engine.extents) - 1, local.shape, local.stride(), initial[id(p)])
-                    param_state = self._give(engine, p, part, name, *where, near[id(p)][1] if there else None)
+                    states = near[id(p)][1] if there else None
+                    param_state = self._give(engine, p, part, name, *where, states if alone else None)
+                    if states and copies:
+                        self._copy(copies, param_state, states.values())
                     param_state.look(grad_dtype)
                     self.unfilled[param_state] = True
         finally:  # also of what has its place when there is none for the rest
@@ -101,8 +108,35 @@ class StateMap:
         """Tells the engine how much is on the accelerator."""
         if engine.accelerator:
             near = [b for b in self.param_states.values() if b.on_accelerator]
-            engine.accelerator.params = sum(b.numel for b in near)
+            copied = [b for b in self.param_states.values() if b.copy]
+            engine.accelerator.params = sum(b.numel for b in (*near, *copied))
             engine.accelerator.nbytes = engine.copies * sum(b.nbytes for b in near)
+            if engine.accelerator.copies:
+                engine.accelerator.nbytes += engine.accelerator.copies.nbytes
+
+    @staticmethod
+    def _copy(copies: NearCopies, param_state: ParamState, states: Iterable[torch.Tensor]) -> None:
+        """These are to be a copy of its states."""
+        param_state.copy = copies.of[param_state.index] = NearCopy([flat(state) for state in states])
+
+    def copy_resumed(self, engine: Engine) -> None:
+        """Chooses of which states of a store there are copies on the accelerator. Raises as OnAccelerator.choose()."""
+        if engine.accelerator is None or (copies := engine.accelerator.copies) is None:
+            return
+        there = [b for b in self.param_states.values() if not b.copy]
+        joining = [self._joining(engine, b.name, b.part.of(b.param), b.sections, b.decoded is not None) for b in there]
+        chosen = engine.accelerator.choose(joining)
+        try:
+            for param_state in (b for b, is_chosen in zip(there, chosen, strict=True) if is_chosen):
+                device = param_state.part.of(param_state.param).device
+                each = [param_state.numel] * len(param_state.sections)
+                states = [torch.empty(n, dtype=torch.float32, device=device) for n in each]
+                self._copy(copies, param_state, states)
+        except torch.OutOfMemoryError as e:
+            raise self._no_memory(engine, e) from None
+        finally:
+            self.count_near(engine)
+            self.changes += 1
 
     def _on_accelerator(self, engine: Engine, alike: Alike) -> dict[int, tuple[Joining, dict[str, torch.Tensor]]]:
         """Parameters (by id) that are to have their states there, and these by name.
@@ -114,7 +148,8 @@ class StateMap:
             return near
         try:
             for (sections, codec, _), new in alike.items():
-                joining = [self._joining(engine, name, part.of(p), sections, codec) for name, p, part in new]
+                coded = codec != FP32
+                joining = [self._joining(engine, name, part.of(p), sections, coded) for name, p, part in new]
                 numels = [j.elems for j in joining]
                 param_bytes = sum(j.elems * j.param_bytes for j in joining) / max(1, sum(numels))
                 part_there = engine.part_on_accelerator(numels, sections, param_bytes) if codec == FP32 else None
@@ -134,11 +169,16 @@ class StateMap:
                         },
                     )
         except torch.OutOfMemoryError as e:
-            raise CSDMemoryError(f"{engine.accelerator.spec}: no memory for states on the accelerator: {e}") from None
+            raise self._no_memory(engine, e) from None
         return near
 
     @staticmethod
-    def _joining(engine: Engine, name: str, local: torch.Tensor, sections: Sequence[str], codec: str) -> Joining:
+    def _no_memory(engine: Engine, e: torch.OutOfMemoryError) -> CSDMemoryError:
+        assert engine.accelerator
+        return CSDMemoryError(f"{engine.accelerator.spec}: no memory for states on the accelerator: {e}")
+
+    @staticmethod
+    def _joining(engine: Engine, name: str, local: torch.Tensor, sections: Sequence[str], is_coded: bool) -> Joining:
         in_place = engine.devices.resident and local.dtype is torch.float32 and local.is_contiguous()
         return Joining(
             name,
@@ -147,7 +187,7 @@ class StateMap:
             local.element_size() // (2 if local.is_complex() else 1),
             4 * numel(local) * (len(sections) - in_place) * engine.copies,
             in_place=in_place,
-            is_coded=codec != FP32,
+            is_coded=is_coded,
         )
 
     def codec_of(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, torch.dtype | None]:
@@ -315,6 +355,11 @@ class StateMap:
                 engine.drop_residual(param_state.index)
                 if param_state.on_accelerator:
                     param_state.let_go()
+                if param_state.copy:
+                    assert engine.accelerator
+                    assert engine.accelerator.copies
+                    del engine.accelerator.copies.of[param_state.index]
+                    param_state.copy = None
                 param_state = None
             if param_state is None:
                 if entry:

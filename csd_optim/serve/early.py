@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..accelerator import is_far, on, recorded
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import rows_of
 from ..errors import CSDRankError, CSDRuntimeError
@@ -98,6 +99,9 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
     Every trainer divides its own by their number, as DDP does; halves are summed in fp32 and rounded once, in the order
     of ranks: the same bits whoever is late, and DDP's if there are two. Without `ranks`, of strips of one share, it
     pushes its own as it is.
+
+    What it returns may be called on another thread. On an accelerator, whose current streams are others, that is to
+    wait for what it has queued there before it lets go of it.
     """
     size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
     layouts = [_layout(strips, size, k) for k in range(size)]
@@ -116,8 +120,11 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
     if ranks:
         received = own.new_empty(size * bytes_of[rank])
         under_way = [ranks.all_to_all(received, [bytes_of[rank]] * size, own, bytes_of)]
+    made = recorded(torch.accelerator.current_stream(device)) if is_far(own) else None
 
     def pushes() -> list[Push]:
+        if made is not None:
+            torch.accelerator.current_stream(device).wait_event(made)
         if ranks:
             ranks.wait(under_way)
         rooms = torch.split(received, [bytes_of[rank]] * size)
@@ -159,6 +166,7 @@ class _Thread:
     def __init__(self, session: Session, rounds: int, *, apart: bool) -> None:
         """`rounds`: that may be under way."""
         self._session, self._apart = session, apart
+        self._streams: dict[torch.device, Any] = {}  # its own
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._window = threading.Semaphore(rounds)
         self.failure: CSDRankError | None = None  # why nothing can be pushed any more
@@ -180,11 +188,19 @@ class _Thread:
         if self.failure:
             raise self.failure
 
-    def put(self, backward: int, pushes: Callable[[], list[Push]]) -> Future[dict[int, float]]:
+    def _beside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """What it does within is not behind what the program queues: backward goes on there."""
+        if device.type != "cpu" and device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        return on(self._streams.get(device))
+
+    def put(self, backward: int, pushes: Callable[[], list[Push]], device: torch.device) -> Future[dict[int, float]]:
         """Returns what has the sum of squares of what is pushed, by parameter; NaN where a value is not finite.
 
+        `device`: where the gradients are.
+
         When that is there, all trainers have reduced this round; it may still be under way to the owners. Of gradients
-        that nobody reduces it is there at once.
+        in host memory that nobody reduces it is there at once.
         """
         self._window.acquire()
         reduced: Future[dict[int, float]] = Future()
@@ -197,20 +213,21 @@ class _Thread:
             except Exception as e:
                 reduced.set_exception(e)
 
-        if self._apart:
+        at_once = self._apart and device.type == "cpu"
+        if at_once:
             reduce()
 
         def job() -> None:
             try:
-                if not self._apart:
-                    reduce()
-                if here and not self.failure:
-                    try:
+                with self._beside(device):
+                    if not at_once:
+                        reduce()
+                    if here and not self.failure and not reduced.exception():
                         self._push(backward, here)
-                    except CSDRankError as e:
-                        self.failure = e
-                    except Exception as e:
-                        self.failure = CSDRankError(f"gradients were not pushed: {type(e).__name__}: {e}")
+            except CSDRankError as e:
+                self.failure = e
+            except Exception as e:
+                self.failure = CSDRankError(f"gradients were not pushed: {type(e).__name__}: {e}")
             finally:
                 self._window.release()
 
@@ -234,6 +251,7 @@ class _Thread:
 
 
 def _square(values: torch.Tensor) -> float:
+    """Waits for what was queued before: then the memory of others that this has read may go."""
     dtype = torch.complex64 if values.is_complex() else torch.float32
     square = float(torch.linalg.vector_norm(values, dtype=dtype)) ** 2
     # The norm of large values may overflow, which makes none of them an overflow.
@@ -293,7 +311,9 @@ class Early:
             self._left[part.key] = _Left(self._backward)
         self._of_backward += leaving
         for strips in rounds_of(leaving, self._shares, self._round_bytes):
-            self._under_way.append(self._thread.put(self._backward, slices(strips, self._reducing)))
+            self._under_way.append(
+                self._thread.put(self._backward, slices(strips, self._reducing), bucket.buffer().device)
+            )
         future = mean_of(self._ranks, bucket.buffer(), others if leaving else None)
         if bucket.is_last():
             self._end()

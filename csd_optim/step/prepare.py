@@ -35,6 +35,7 @@ from ..params.state_map import StateMap
 from ..params.summed import Summand, table_of, total
 from ..params.update_rule import UpdateRule
 from .all_gather import ParamAllGather
+from .given_states import GivenStates
 from .near_updates import NearUpdates
 from .staging import StagingBuffer, StagingRing
 
@@ -117,6 +118,7 @@ class PreparedStep:
     ring: StagingRing | None = field(init=False)
     gather: ParamAllGather | None = field(init=False)
     near: NearUpdates | None = None  # on the accelerator
+    given: GivenStates | None = None  # that go from there to tiles
 
 
 def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participants:
@@ -395,12 +397,13 @@ def _sum(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.nda
 def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], owing: np.ndarray[Any, Any]) -> None:
     """Raises CSDValueError if a gradient is to be sparse, or to bring what is owed, and its states are there."""
     for b, share, owes in zip(plan.param_states, topk.tolist(), owing.tolist(), strict=True):
-        if b.on_accelerator and owes:
+        is_near = b.on_accelerator or b.copy
+        if is_near and owes:
             raise CSDValueError(
                 f"parameter {b.name} is owed what Top-K did not send ('residual' of its state), and gpu: has its "
                 "states, to which nothing is sent; error_feedback=False drops it"
             )
-        if b.on_accelerator and share:
+        if is_near and share:
             raise CSDValueError(f"topk of parameter {b.name}: gpu: has its states, and nothing is sent; leave topk out")
 
 

@@ -17,13 +17,13 @@ from ..compression.selection import TopK
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..engine.engine import Engine
 from ..errors import CSDError
-from ..params.grad_source import GradSource
 from ..params.groups import Groups
 from ..params.state_map import StateMap
 from ..params.strides import flat
 from ..store.format import Record
 from .all_gather import ParamAllGather
-from .near_updates import NearUpdate, NearUpdates
+from .given_states import given_states
+from .near_updates import NearUpdate, NearUpdates, parameters_of_new
 from .prepare import PreparedStep, StepPlan
 from .staging import BUFFERS_PER_DEVICE, NOTHING, StagingRing
 
@@ -48,10 +48,31 @@ class StepRunner:
     def make_ready(self, engine: Engine, step: PreparedStep) -> None:
         """Whatever can fail before the ranks begin to exchange parameters, such as for lack of memory."""
         step.tiles = engine.tiles_with(step.table["grad"] != 0)
+        step.given = given_states(engine, step)
         step.images = self._images(engine, step)
-        step.ring = self._ring(engine, step.prepared) if step.images else None
+        step.ring = self._ring(engine, step) if step.images else None
         step.gather = self._gather(engine, step.plan)
-        step.near = self._near(engine, step)
+
+    def make_near_ready(self, engine: Engine, step: PreparedStep, *, one_by_one: bool) -> None:
+        """The same of what it does on the accelerator. `one_by_one`: its gradients are not there yet, but come so.
+
+        Raises CSDMemoryError.
+        """
+        updates = []
+        for b in step.plan.param_states:
+            is_given = step.given is not None and b.index in step.given.updated
+            if b.numel and (b.on_accelerator or is_given):
+                rule, constants = step.hypers[step.table["hyper"][b.index]].tolist()
+                updates.append(NearUpdate(b, step.prepared[b.index], rule, constants))
+        if updates:
+            assert engine.accelerator
+            undoes = engine.copies > 1 or step.given is not None
+            if step.given:
+                updates = step.given.in_order(updates)
+                step.set_to |= parameters_of_new(updates)
+            step.near = NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=undoes)
+            if not one_by_one:
+                step.near.get_ready()
 
     def run(
         self,
@@ -68,6 +89,8 @@ class StepRunner:
         images; when this returns all of its tiles are pushed, or it raises what a step raises.
         """
         self._flow(engine, step, record, descending=descending, pushed=pushed)
+        if step.near:
+            step.near.end()
         self._complete(engine, step, record)
         for source in step.prepared.values():
             source.give_back()
@@ -77,9 +100,10 @@ class StepRunner:
         """The step is whole: what it owes is noted, and it is committed."""
         step.whole = True
         self.near = step.near
-        if step.near:
-            self.moved = True
-            step.near.end()
+        self.moved |= step.near is not None
+        if step.given and step.near:
+            step.given.keep()
+            step.near.commit_bytes = step.given.nbytes
         self._state_map.filled()
         self.taken += 1
         try:
@@ -130,16 +154,34 @@ class StepRunner:
                 self.undo(engine, step)
             raise
 
+    @staticmethod
+    def launch_near(engine: Engine, step: PreparedStep) -> list[int]:
+        """Queues what there is to do on the accelerator, on the streams that are current.
+
+        Returns the rows of what is updated so: for those nobody has to wait, and their gradients are the program's.
+        """
+        if not step.near:
+            return []
+        _exhaust(step.near.launch(timed=engine.near_spans is not None))
+        rows = step.near.all_queued()
+        for row in rows:
+            step.prepared.pop(row).give_back()
+        return rows
+
     def land(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
         """Waits until the step is whole, and commits it. On any failure all is put back.
 
         Among ranks only the states are: take_back() is to follow. A commit that fails is confirm()'s business there.
+        What it takes to undo what was done on the accelerator they keep until they have met.
         """
         try:
+            self._note_near(engine, step)
             engine.finish()
         except BaseException:
             self.give_up(engine, step)
             raise
+        if step.near and not self._ranks:
+            step.near.end()
         with contextlib.suppress(CSDError) if self._ranks else contextlib.nullcontext():
             self._complete(engine, step, record)
 
@@ -158,10 +200,14 @@ class StepRunner:
         if step.whole:
             engine.take_back(step.plan.rows)
             self.taken -= 1
+        if step.near:
+            step.near.undo()
         engine.remap()
         for param_state in step.plan.param_states:
             with param_state.decoding():
                 param_state.restore(0, param_state.numel)
+        if step.near:
+            step.near.end()
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
         """A step of the other ranks, for which this one has no gradients: it is counted and committed with theirs."""
@@ -197,6 +243,8 @@ class StepRunner:
                     elif step.near:
                         engine.begin_without_tiles()
                     launching = step.near.launch(timed=engine.near_spans is not None) if step.near else NOTHING
+                    if step.near and step.given:
+                        step.given.follow(step.near, launching)
                     if ring is None or gather:  # which sends what is on no tile as soon as it is asked
                         _exhaust(launching)
                     if ring is not None:
@@ -211,8 +259,7 @@ class StepRunner:
                     if gather:
                         gather.finish()
             done = True
-            if step.near and engine.near_spans is not None:
-                engine.near_spans.append(step.near.span)
+            self._note_near(engine, step)
             if engine.stepping:
                 engine.finish()
             elif step.near:
@@ -234,13 +281,21 @@ class StepRunner:
         for tile in tiles[~np.isin(tiles, step.images)].tolist():
             engine.push(tile)
         if step.ring is not None:
-            step.ring.begin(step.prepared)
+            step.ring.begin(step.prepared, step.given)
         return tiles
+
+    @staticmethod
+    def _note_near(engine: Engine, step: PreparedStep) -> None:
+        """For the timeline: what was done on the accelerator."""
+        if step.near and engine.near_spans is not None:
+            engine.near_spans += step.near.spans
 
     def undo(self, engine: Engine, step: PreparedStep) -> None:
         """Puts everything back; a finish() that failed has done so with the states already."""
         self._undo_states(engine, step)
         self._restore(engine, step)
+        if step.near and step.near.launched:
+            step.near.wait()  # whoever is told of it, on any stream, finds what was before
 
     @staticmethod
     def _undo_states(engine: Engine, step: PreparedStep) -> None:
@@ -254,18 +309,6 @@ class StepRunner:
             else:
                 engine.tear()
 
-    def _near(self, engine: Engine, step: PreparedStep) -> NearUpdates | None:
-        """What it does on the accelerator. None: nothing. Raises CSDMemoryError."""
-        updates = []
-        for b in step.plan.param_states:
-            if b.on_accelerator and b.numel:
-                rule, constants = step.hypers[step.table["hyper"][b.index]].tolist()
-                updates.append(NearUpdate(b, step.prepared[b.index], rule, constants))
-        if not updates:
-            return None
-        assert engine.accelerator
-        return NearUpdates(updates, exact=engine.accelerator.spec.exact, undoes=engine.copies > 1)
-
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
         """Tiles that travel by images: with gradients on a GPU, or to be rounded. Prepares whatever lies in them."""
         table, prepared = step.table, step.prepared
@@ -274,7 +317,9 @@ class StepRunner:
             travels[row] = s.is_far or (s.grad.dtype is not s.grad_dtype and not table["topk"][row])
         if not travels.any():
             return []
-        tiles: list[int] = engine.tiles_with(travels).tolist()
+        if step.given:
+            travels[[*step.given.copies]] = True
+        tiles: list[int] = step.tiles[np.isin(step.tiles, engine.tiles_with(travels))].tolist()
         # A tile goes as a whole: what shares it with a travelling parameter travels too.
         for tile in tiles:
             for row in engine.pieces_of(tile)["param"].tolist():
@@ -293,11 +338,13 @@ class StepRunner:
                 )
         return tiles
 
-    def _ring(self, engine: Engine, prepared: dict[int, GradSource]) -> StagingRing:
+    def _ring(self, engine: Engine, step: PreparedStep) -> StagingRing:
         tile_elems = max(e.tile_elems for e in engine.extents)
-        pinned = any(is_far(s.grad) for s in prepared.values())
+        pinned = any(is_far(s.grad) for s in step.prepared.values())
         if self.ring is None or self.ring.tile_elems < tile_elems or pinned > self.ring.pinned:
             self.ring = StagingRing(tile_elems, BUFFERS_PER_DEVICE * len(engine.devices.specs), pinned=pinned)
+        if step.given:
+            self.ring.make_room_for_states(step.given.tile_sections)
         return self.ring
 
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:
@@ -318,8 +365,8 @@ class StepRunner:
             for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
                 if took_part[row] and in_tile < elems:
                     written[row].append((first, min(n, elems - in_tile)))
-        for u in step.near.updates if step.near and step.near.launched and step.near.undoes else ():
-            written[u.param_state.index] = [(0, u.param_state.numel)]
+        for param_state in step.near.changed if step.near else ():
+            written[param_state.index] = [(0, param_state.numel)]
         for row, spans in written.items():
             param_state = self._state_map.by_index[row]
             with param_state.decoding():

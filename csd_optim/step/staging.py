@@ -19,6 +19,7 @@ import torch
 from ..accelerator import is_far, on, recorded, wait_for
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
+from .given_states import GivenStates
 from .sparse import SparseTiles
 
 # Tiles under way per device: one travelling each way while two are updated or wait for their states.
@@ -34,6 +35,8 @@ class StagingBuffer:
     param: torch.Tensor
     entries: torch.Tensor  # int32: as many as the fullest tile so far needed
     n_entries: int = 0  # words that a tile's entries may take, and one that says how many they do; 0: there are none
+    states: torch.Tensor | None = None  # fp32: of a tile, all its sections; where some come from an accelerator
+    has_states: bool = False
     under_way: list[Any] = field(default_factory=list)  # events: the last copies from or to this buffer
 
     def arrived(self) -> bool:
@@ -68,21 +71,31 @@ class StagingRing:
         self._beside: dict[torch.device, Any] = {}  # made when first needed
         self._far: set[torch.device] = set()  # of the step under way
         self._sparse = SparseTiles()
+        self._given: GivenStates | None = None  # of the step under way
+
+    def make_room_for_states(self, sections: int) -> None:
+        """Of tiles with so many sections: see GivenStates."""
+        for slot in self.slots:
+            if slot.states is None or len(slot.states) < sections * self.tile_elems:
+                slot.states = self._buffer(sections * self.tile_elems, torch.float32)
 
     def _buffer(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(n, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     @property
     def bytes(self) -> int:
-        return sum(t.nbytes for slot in self.slots for t in (slot.grad, slot.param, slot.entries))
+        of_slots = [t for slot in self.slots for t in (slot.grad, slot.param, slot.entries, slot.states)]
+        return sum(t.nbytes for t in of_slots if t is not None)
 
-    def begin(self, sources: Mapping[int, GradSource]) -> None:
+    def begin(self, sources: Mapping[int, GradSource], given: GivenStates | None = None) -> None:
         """Goes before run(), on the thread whose current streams make gradients and read parameters.
 
-        `sources` holds the parameters that have a gradient.
+        `sources` holds the parameters that have a gradient, `given` those whose states come from the accelerator.
         """
         self.forget()
+        self._given = given
         self._far = {t.device for s in sources.values() for t in (s.grad, s.param) if is_far(t)}
+        self._far |= given.devices if given else set()
         for device in self._far:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device), torch.Stream(device)
@@ -206,13 +219,14 @@ class StagingRing:
     def forget(self) -> None:
         """The step is undone: the residuals stay as they are."""
         self._sparse.forget()
+        self._given = None
 
     def begin_fill(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
         """Begins to copy into the slot: a tile's gradients, or their entries, and parameters that the device reads."""
         streams, _ = self._ways()
         copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # stream, to, from
         for param, _, first, tile_first, n in engine.pieces_of(tile).tolist():
-            source = sources.get(param)
+            source = self._to_move(param, sources)
             if source is None:
                 continue
             here = slice(first, first + n)
@@ -238,15 +252,26 @@ class StagingRing:
         for stream, to, source_ in copies:
             with on(stream):
                 to.copy_(source_, non_blocking=stream is not None)
+        slot.has_states = False
+        if self._given and slot.states is not None:
+            for device in self._given.devices_of(engine, tile).difference(used):
+                used[device] = streams[device]
+                for event in slot.under_way:
+                    used[device].wait_event(event)
+            slot.has_states = self._given.fill(slot.states, engine, tile, streams)
         if used:
             slot.under_way = [recorded(stream) for stream in used.values()]
+
+    def _to_move(self, row: int, sources: Mapping[int, GradSource]) -> GradSource | None:
+        """Gradient and parameter, if they go with the images of a tile: not if its states are given."""
+        return None if self._given and row in self._given.copies else sources.get(row)
 
     def begin_empty(self, slot: StagingBuffer, pieces: np.ndarray[Any, Any], sources: Mapping[int, GradSource]) -> None:
         """Begins to copy a tile's parameters out of the slot. Torch does not count that: whose step it is does."""
         _, streams = self._ways()
         used, copied = {}, list[tuple[GradSource, Any]]()
         for param, _, first, tile_first, n in pieces.tolist():
-            source = sources.get(param)
+            source = self._to_move(param, sources)
             if source is None or source.is_dropped:
                 continue
             stream = streams.get(source.param.device)
@@ -325,6 +350,8 @@ class Flow:
         return self._engine.params_ready(np.array([tile], np.uint32), wait=False)
 
     def _goes(self, tile: int, slot: StagingBuffer) -> None:
+        if slot.has_states and slot.states is not None:
+            self._engine.give(tile, slot.states.data_ptr())
         slot.wait()
         self._engine.push(tile, slot.grad.data_ptr(), slot.param.data_ptr(), *slot.words())
         self._out[tile] = slot

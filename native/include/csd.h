@@ -234,7 +234,11 @@ enum csd_master {
    * and have gradients, or none is (file only) */
   CSD_NEW = 4,
   /* In the tile, of codes, whatever the parameter is: somebody wrote to the master, and not to the parameter */
-  CSD_UNCOMPARED = 5
+  CSD_UNCOMPARED = 5,
+  /* Elsewhere, with the other states: all of them come with csd_engine_give as they are after the step, with or without a
+   * gradient, and the parameter is the caller's. What is in the tile is not read if all in it come so. Of fp32 states,
+   * on files, and in memory that has two slots */
+  CSD_GIVEN = 6
 };
 
 /* One of several gradients whose sum a parameter's gradient is: of all its elements, where csd_param.grad has them. */
@@ -302,6 +306,11 @@ int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_par
  * Tiles of a device should be pushed in the order in which they flow. */
 int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, const uint32_t *entries,
                     uint64_t n_entries, csd_error *error);
+
+/* States of a tile with parameters that are CSD_GIVEN, as they will be; its push follows. `states`: all its sections one
+ * after another, as a slot has them, of which only pieces of these parameters are read; untouched until the tile has its
+ * parameters (csd_engine_params_ready), or the step is over. */
+int csd_engine_give(csd_engine *engine, uint32_t tile, const void *states, csd_error *error);
 
 /* The same without images, of gradients that the params do not know: as they come, in backward. `grads`: of each piece of
  * the tile, in their order, what csd_param.grad would be; NULL: the parameter has none after all, and keeps every bit.
@@ -398,6 +407,11 @@ int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd
  * elements of the parameter; else NULL. Waits for writes. Not within a step. */
 int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, const void *param,
                       float *const *states, csd_error *error);
+
+/* The states of a tile of fp32 as they are now, all sections one after another, as the next step would begin with them:
+ * also what somebody wrote to its windows, and what the device has only if that is what was written there
+ * (CSD_EDAMAGED). Waits for writes. Not within a step. */
+int csd_engine_read(csd_engine *engine, uint32_t tile, void *states, csd_error *error);
 
 /* ---- What is known of it ------------------------------------------------ */
 

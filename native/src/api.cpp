@@ -122,6 +122,10 @@ int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *p
   return guarded(error, [&] { engine->engine.push(tile, grad, param, entries, n_entries); });
 }
 
+int csd_engine_give(csd_engine *engine, uint32_t tile, const void *states, csd_error *error) {
+  return guarded(error, [&] { engine->engine.give_states(tile, states); });
+}
+
 int csd_engine_push_grads(csd_engine *engine, uint32_t tile, const void *const *grads, csd_error *error) {
   return guarded(error, [&] { engine->engine.push_grads(tile, grads); });
 }
@@ -181,6 +185,10 @@ int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error) {
 
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error) {
   return guarded(error, [&] { engine->engine.edited(tiles, n); });
+}
+
+int csd_engine_read(csd_engine *engine, uint32_t tile, void *states, csd_error *error) {
+  return guarded(error, [&] { engine->engine.read(tile, static_cast<char *>(states)); });
 }
 
 int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, const void *param,

@@ -76,6 +76,8 @@ struct Work {
   std::vector<uint32_t> selected;  // those that were selected here
   bool from_windows = false;       // it begins with what the windows show, and not with what was loaded
   bool is_new = false;             // it begins with the parameters (CSD_NEW), and not with what was loaded
+  const char *states = nullptr;    // of the parameters that are CSD_GIVEN, in sections as a slot has them
+  bool all_given = false;          // there are no others, and nothing was loaded
   bool verify = false;             // what was loaded must have the checksums of the tile's slot
   bool param_at_host = false;      // of codes: the first section was not loaded, because the host should have it
   // What Device::update fills in: bytes, bytes, parameters, gradients that are inf or nan, and the new state's sums.
@@ -86,6 +88,9 @@ struct Work {
 };
 
 inline uint64_t dtype_bytes(uint32_t dtype) { return dtype == CSD_F32 ? 4 : 2; }
+
+// Do the states of the parameter come as they are after the step?
+inline bool is_given(const csd_piece &piece, const Work &work) { return work.params[piece.param].master == CSD_GIVEN; }
 
 // Where the gradient of the parameter begins that `piece` of `tile` is of; null: it has none.
 inline const void *grad_of(const csd_piece &piece, const Tile &tile, const Work &work) {

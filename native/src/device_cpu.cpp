@@ -56,6 +56,11 @@ Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &til
 void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, char *const *sections,
                   Work &work, Entries &entries) {
   const csd_param &p = work.params[piece.param];
+  if (is_given(piece, work)) {
+    for (uint32_t s = 0; s < tile.layout.n(); s++)
+      memcpy(floats(sections[s], first), work.states + tile.layout.first(s) + 4 * first, 4 * n);
+    return;
+  }
   if (!grad_of(piece, tile, work)) return;
   alignas(64) float scratch[kBlock];
   auto span = span_of<Span>(piece, first, n, tile, work, entries, scratch);
@@ -200,7 +205,7 @@ class Updater {
   Failure update() {
     const Slot &held = tile_.slots[tile_.slot];
     const bool any = std::any_of(tile_.pieces, tile_.pieces + tile_.n_pieces, [this](const csd_piece &p) {
-      return grad_of(p, tile_, work_) || is_edited(work_.params[p.param]);
+      return grad_of(p, tile_, work_) || is_given(p, work_) || is_edited(work_.params[p.param]);
     });
     const bool changes = any || work_.from_windows || !held.summed;
     if (!changes) work_.sum = held;  // passed through as it is
@@ -220,6 +225,10 @@ class Updater {
   uint32_t begin_chunk(uint64_t chunk, uint64_t first, uint64_t last) {
     const uint32_t none = tile_.layout.n();
     if (!buffer_) return none;
+    if (work_.all_given) {  // between parameters there are zeros, as always
+      for (uint32_t s = 0; s < none; s++) memset(sections_[s] + 4 * first, 0, 4 * (last - first));
+      return none;
+    }
     if (work_.from_windows) {
       for (uint32_t s = 0; s < none; s++) memcpy(sections_[s] + 4 * first, tile_.window[s] + first, 4 * (last - first));
       return none;

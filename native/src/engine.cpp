@@ -85,6 +85,9 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
         throw Failure{CSD_EINVAL, "no parameter " + std::to_string(param)};
       else if (t.layout.coded() && params[param].master == CSD_IN_PARAM && (!t.codes || !params[param].param))
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " of codes cannot be its own master here"};
+      else if (params[param].master == CSD_GIVEN &&
+               (t.layout.coded() || lanes_[t.device].device->resident() || !lanes_[t.device].device->reaches_params()))
+        throw Failure{CSD_EINVAL, "states of parameter " + std::to_string(param) + " cannot be given to this device"};
       else if (!params[param].grad) continue;
       else if (const uint32_t rule = hypers[params[param].hyper].rule; !sections_of(rule).take(t.states))
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " has " + std::to_string(t.states) +
@@ -139,6 +142,7 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
     job.work.hypers = hypers_.data();
     job.work.from_windows = job.tile->edited;
     job.work.is_new = is_new(*job.tile, params);
+    job.work.all_given = job.tile->n_pieces > 0 && given_pieces(*job.tile, params) == job.tile->n_pieces;
     if (job.tile->codes) use_first_section(*job.tile, params);
     job.in_memory = lane(job).device->next_slot_in_memory(*job.tile);
     job.shown = job.tile->shown;
@@ -173,6 +177,11 @@ bool Engine::is_new(const Tile &t, const csd_param *params) const {
     throw Failure{CSD_EINVAL, "tile " + std::to_string(t.index) +
                                   " cannot begin with its parameters: it has more than new ones, or is in memory"};
   return true;
+}
+
+uint64_t Engine::given_pieces(const Tile &t, const csd_param *params) const {
+  return static_cast<uint64_t>(std::count_if(
+      t.pieces, t.pieces + t.n_pieces, [params](const csd_piece &p) { return params[p.param].master == CSD_GIVEN; }));
 }
 
 // Begins with the next tile, if the device has room for one more on its way.
@@ -289,6 +298,8 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
   if (guess_ && !released_ && !grad)
     throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
   if (!grad != !param) throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has half an image"};
+  if (!job->work.states && given_pieces(*job->tile, params_.data()))
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has states that are to be given, and were not"};
   const bool sparse = std::any_of(job->tile->pieces, job->tile->pieces + job->tile->n_pieces,
                                   [this](const csd_piece &p) { return is_sparse(params_[p.param]); });
   if (!entries == (grad && sparse))
@@ -311,6 +322,14 @@ void Engine::push(uint32_t tile, const void *grad, void *param, const uint32_t *
   is_pushed(*job);
 }
 
+void Engine::give_states(uint32_t tile, const void *states) {
+  Lock lock(mutex_);
+  Job &job = to_push(tile);
+  if (!states || !given_pieces(*job.tile, params_.data()))
+    throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has no states that are given"};
+  job.work.states = static_cast<const char *>(states);
+}
+
 void Engine::push_grads(uint32_t tile, const void *const *grads) {
   Lock lock(mutex_);
   Job &job = to_push(tile);
@@ -318,10 +337,11 @@ void Engine::push_grads(uint32_t tile, const void *const *grads) {
   if (guess_ && !released_) throw Failure{CSD_ESTATE, "the step is a guess: only its release makes it one to push to"};
   for (uint64_t i = 0; i < t.n_pieces; i++)
     if (const csd_param &row = params_[t.pieces[i].param];
-        is_sparse(row) || row.n_summands || row.in_image || (grads[i] && !row.grad))
-      throw Failure{CSD_EINVAL,
-                    "parameter " + std::to_string(t.pieces[i].param) +
-                        " has Top-K, is summed, lies in an image, or has a gradient here and none in the step"};
+        is_sparse(row) || row.n_summands || row.in_image || row.master == CSD_GIVEN || (grads[i] && !row.grad))
+      throw Failure{
+          CSD_EINVAL,
+          "parameter " + std::to_string(t.pieces[i].param) +
+              " has Top-K, is summed, is given, lies in an image, or has a gradient here and none in the step"};
   job.grads.assign(grads, grads + t.n_pieces);
   if (order_ == CSD_AS_PUSHED) lane(job).pushed.push_back(&job);
   job.work.grads = job.grads.data();
@@ -417,7 +437,9 @@ void Engine::on_stored(Job &job, int os_errno) noexcept {
     job.tile->shown = kNowhere;  // also where there is one slot: somebody may have written to the window meanwhile
     job.stored = true;
     // Not if an open window shows the slot, as it does where there is one only.
-    release_buffer(job, l.device->keeps_buffers() && l.cache_bytes >= 0 && !(job.tile->open && job.tile->n_slots == 1));
+    // Nor of what need not be read in the next step either: memory is for others.
+    release_buffer(job, l.device->keeps_buffers() && l.cache_bytes >= 0 && !job.work.all_given &&
+                            !(job.tile->open && job.tile->n_slots == 1));
     pump(l);
   }
   if (going_on_ == 0) settled_.notify_all();

@@ -57,6 +57,7 @@ class Engine {
   void begin(const csd_param *, uint64_t, const csd_hyper *, uint32_t, const uint32_t *tiles, uint32_t n_tiles,
              int32_t order);
   void push(uint32_t tile, const void *grad, void *param, const uint32_t *entries, uint64_t n_entries);
+  void give_states(uint32_t tile, const void *states);
   void push_grads(uint32_t tile, const void *const *grads);
   void drop_grads(const uint32_t *params, uint32_t n);
   uint32_t pull();
@@ -71,6 +72,7 @@ class Engine {
   void remap(bool open);
   void edited(const uint32_t *tiles, uint32_t n);
   void decode(uint32_t tile, uint64_t first, uint64_t n, const void *param, float *const *states);
+  void read(uint32_t tile, char *states);
   void close();
   uint32_t undone(uint32_t *tiles, uint64_t *elems, uint32_t n) const noexcept;
   void tiles(uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums);
@@ -89,7 +91,7 @@ class Engine {
     Clock::time_point began{};  // the read, update or write that is under way
     uint64_t place = 0;         // among the tiles of its device, in the order in which they flow
     uint64_t first_byte() const { return work.param_at_host ? tile->layout.bytes(0) : 0; }  // that is read
-    bool must_read() const { return !tile->kept && !work.from_windows && !work.is_new; }
+    bool must_read() const { return !tile->kept && !work.from_windows && !work.is_new && !work.all_given; }
     bool begun = false, read = false, pushed = false, seeding = false, loaded = false, given = false;
     bool storing = false, stored = false;
     // Pushed early: as a copy, which is still being made; and updated.
@@ -118,6 +120,7 @@ class Engine {
 
   using Lock = std::unique_lock<std::mutex>;
   bool is_new(const Tile &, const csd_param *) const;
+  uint64_t given_pieces(const Tile &, const csd_param *) const;
   Lane &lane(const Job &job) { return lanes_[job.tile->device]; }
   bool pump(Lane &);
   // What runs in threads of the devices, or has begun what they end, throws nothing: it fails the step.

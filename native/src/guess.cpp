@@ -65,11 +65,12 @@ void Engine::push_early(uint32_t tile, const void *const *grads, void *hold) {
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " is new, or could not be undone"};
   if (!hold) throw Failure{CSD_EINVAL, "no memory to hold tile " + std::to_string(tile)};
   for (uint64_t i = 0; i < t.n_pieces; i++)
-    if (const csd_param &row = params_[t.pieces[i].param];
-        is_sparse(row) || row.n_summands || row.in_image || !grads[i] != !row.grad || (row.grad && !row.param))
+    if (const csd_param &row = params_[t.pieces[i].param]; is_sparse(row) || row.n_summands || row.in_image ||
+                                                           row.master == CSD_GIVEN || !grads[i] != !row.grad ||
+                                                           (row.grad && !row.param))
       throw Failure{CSD_EINVAL,
                     "parameter " + std::to_string(t.pieces[i].param) +
-                        " has Top-K, is summed, has a gradient here and none in the step, or nowhere to be"};
+                        " has Top-K, is summed, is given, has a gradient here and none in the step, or nowhere to be"};
   // All that may fail comes first.
   std::list<Pool::Task> copies, give;
   copies.push_back([this, &job, from = std::vector<const void *>(grads, grads + t.n_pieces)] { copy(job, from); });

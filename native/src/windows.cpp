@@ -225,6 +225,34 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
   }
 }
 
+// What a step would begin with.
+void Engine::read(uint32_t tile, char *states) {
+  Lock lock(mutex_);
+  if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
+  if (tile >= tiles_.size() || tiles_[tile].layout.coded())
+    throw Failure{CSD_EINVAL, "no tile " + std::to_string(tile) + ", or it has codes"};
+  wait_writes(lock);
+  const Tile &t = tiles_[tile];
+  if (lanes_[t.device].device->resident() || (t.shown == t.slot && (t.open || t.edited))) {
+    for (uint32_t s = 0; s < t.layout.n(); s++) memcpy(states + t.layout.first(s), t.window[s], t.layout.bytes(s));
+    return;
+  }
+  if (t.kept) {
+    memcpy(states, t.kept->at, t.layout.bytes());
+  } else {
+    const HugeMemory slot(t.layout.bytes());  // as direct I/O likes it
+    if (const int error = load_now(*lanes_[t.device].device, t, reinterpret_cast<char *>(slot.floats())))
+      throw Failure{CSD_EIO, "reading tile " + std::to_string(tile), error, static_cast<int32_t>(t.device)};
+    memcpy(states, slot.floats(), t.layout.bytes());
+  }
+  try {
+    check_slot(t, states);
+  } catch (Failure &failure) {
+    failure.device = static_cast<int32_t>(t.device);
+    throw;
+  }
+}
+
 // ---- Codes, which have no windows -----------------------------------------------------------
 
 // The tile's current slot: in the buffer that has it, or read; null where its sections lie by themselves.

@@ -3,6 +3,7 @@
 They talk by gloo, through host memory. Oracle: the same ranks with parameters on the CPU, to the last bit.
 """
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from support import emulated, through_host
 from support.backends import TILE
 from support.on_accelerator import DTYPES, NEAR
 from support.ranks import on_ranks
+from support.replacing import failing
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from csd_optim import CSDAdam
+from csd_optim import CSDAdam, CSDOSError, CSDRankError
+from csd_optim.engine.engine import Engine
 from csd_optim.step import near_updates
 
 pytestmark = pytest.mark.accelerator
@@ -68,7 +71,7 @@ def on_both(rank, schedules, function, *arguments):
             with emulated.schedule(name):
                 found.append(function(rank, "emu", *arguments))
     for one in found:
-        assert [k for k, (a, b) in enumerate(zip(one, expected, strict=True)) if not torch.equal(a, b)] == []
+        assert [k for k, (a, b) in enumerate(zip(one, expected, strict=True)) if not torch.equal(a, b)] == [], arguments
 
 
 @pytest.fixture
@@ -122,7 +125,8 @@ def test_shards_are_updated(everywhere, topk, near):
     everywhere(shards, DTYPES[2], topk, near)
 
 
-def fsdp2(rank, device, overlap):
+def fsdp2(rank, device, overlap, near, fails):
+    """`near`: among the devices. `fails`: rank 1 does, in its third step, which both take once more."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
     for part in (model[0], model):
@@ -130,25 +134,47 @@ def fsdp2(rank, device, overlap):
     model[0].set_modules_to_forward_prefetch([model])
     slow = f"file:{device}-{rank}?scratch=1&cache=off&latency=1ms"  # so that a missing wait shows
     Path(f"{device}-{rank}").mkdir(exist_ok=True)
-    optimizer = CSDAdam(model.parameters(), lr=1e-2, devices=slow, tile_size=1024, max_grad_norm=1.0)
+    devices = ["gpu:", slow] if near and device != "cpu" else slow
+    optimizer = CSDAdam(model.parameters(), lr=1e-2, devices=devices, tile_size=1024, max_grad_norm=1.0)
     if overlap and device != "cpu":
         optimizer.overlap(model)
+    launch, goes_on = optimizer._mode.launch, []
+    optimizer._mode.launch = lambda *step: goes_on.append(launch(*step)) or goes_on[-1]
     for k in range(4):
-        model(randn((16, 40), 2 * k + rank).to(device)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.to_local().detach().cpu() for p in model.parameters()]
+        for again in range(1 + (fails and k == 2 and device != "cpu")):
+            model(randn((16, 40), 2 * k + rank).to(device)).square().mean().backward()
+            if not again and fails and k == 2 and device != "cpu":
+                with failing(Engine, "pull", 2, "broken") if rank == 1 else contextlib.nullcontext():
+                    optimizer.step()
+                    with contextlib.suppress(CSDOSError):  # here it is told at once, and in the end to both
+                        optimizer.wait()
+                with pytest.raises(CSDOSError if rank == 1 else CSDRankError, match="broken"):
+                    optimizer.synchronize()
+            else:
+                optimizer.step()
+            # FSDP2 uses their memory on its own stream when the next backward has waited for this one, and not before.
+            gradients = [p.grad for p in model.parameters()]  # noqa: F841
+            optimizer.zero_grad()
+    if near and device != "cpu":
+        assert goes_on[-1]
+        assert {t.device.type for p in model.parameters() for t in optimizer.state[p].values()} == {"cpu", device}
+    states = [t for p in model.parameters() for t in optimizer.state[p].values()]
+    seen = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *states)]
+    return [t.detach().cpu().clone() for t in seen]
 
 
 def fsdp2_through_host(rank, schedules, directory):
     emulated.load()
     through_host.join(directory, rank, 2)
-    for overlap in False, True:
-        on_both(rank, schedules, fsdp2, overlap)
+    for overlap, near, fails in (False, False, False), (True, False, False), (True, True, True):
+        on_both(rank, schedules, fsdp2, overlap, near, fails)
 
 
 @pytest.mark.one_schedule
 def test_fsdp2(request, tmp_path, emulated_only):
-    """Its own streams gather parameters and reduce gradients, beside those of the step. With overlap, and without."""
+    """Its own streams gather parameters and reduce gradients, beside those of the step. With overlap, and without.
+
+    With `gpu:` too, where a step that one rank cannot make is undone on both.
+    """
     schedules = request.config.getoption("--accelerator").split(",")
     on_ranks(2, fsdp2_through_host, schedules, tmp_path, directory=tmp_path)

@@ -58,6 +58,25 @@ def test_topk_options(grad_dtype, maximize):
     assert_same(train_topk("file:", lambda i: DEVICE, **kwargs), train_topk("file:", lambda i: "cpu", **kwargs))
 
 
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("feedback", [True, False])
+def test_an_accelerator_without_nonzero_static(feedback, monkeypatch):
+    """As torch says it of one that lacks an operation."""
+    kwargs = {"shapes": [(64, 65), (2, TILE), (5 * TILE + 3,), (9,)], "topk": 0.1, "error_feedback": feedback}
+    expected = train_topk("file:", lambda i: "cpu", **kwargs)
+    real, missed = torch.Tensor.nonzero_static, []
+
+    def missing(t, **options):
+        if t.is_cpu:
+            return real(t, **options)
+        missed.append(t)
+        raise NotImplementedError("Could not run 'aten::nonzero_static' with arguments from this backend")
+
+    monkeypatch.setattr(torch.Tensor, "nonzero_static", missing)
+    assert_same(train_topk("file:", lambda i: DEVICE, **kwargs), expected)
+    assert missed
+
+
 def test_topk_of_tiles_of_several_blocks():
     kwargs = {
         "shapes": [(300_007,), (1 << 20,), (777, 1001), (2_500_000,)],

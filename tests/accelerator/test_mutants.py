@@ -57,6 +57,10 @@ def in_near(old, new, tests="near"):
     return Mutant("step/near_updates.py", old, new, tests)
 
 
+def in_given(old, new):
+    return Mutant("step/given_states.py", old, new, DURABLE)
+
+
 def in_backward(old, new="pass"):
     return Mutant("overlap/in_backward.py", old, new, FREE)
 
@@ -68,6 +72,7 @@ def in_commits(old, new, tests="store_has"):
 ON, ON_NONE = "with on(stream):\n                ", "with on(None):\n                "
 EVENTS = "slot.under_way = [recorded(stream) for stream in used.values()]"
 FREE = "free_gradients"
+DURABLE = "near_durable and not histories"
 COPYING = "self._travelling.append((tile, slot))"
 HOST = "_ in copies):\n            "
 JOIN = "self.join()"
@@ -171,9 +176,9 @@ MUTANTS = {
         "overlap and layouts",
     ),
     "gpu: on a stream of its own": in_near(
-        "for u in self.updates:\n            yield from self._update(u)",
-        "with torch.Stream(self.updates[0].source.param.device):\n"
-        "            [None for u in self.updates for _ in self._update(u)]",
+        "for u in self._updates.values():\n            yield from self._update(u)",
+        "with torch.Stream(self._devices[0]):\n"
+        "            [None for u in self._updates.values() for _ in self._update(u)]",
     ),
     "gpu: states are not put back": in_near("state.copy_(kept)", "pass", "near and fails"),
     "gpu: states of before are those of after": in_near("state.clone() for", "state for", "near and fails"),
@@ -182,6 +187,34 @@ MUTANTS = {
     ),
     "gpu: shares leave before they are updated": in_steps("ring is None or gather:", "ring is None:", "shares"),
     "gpu: somebody waits": in_near("if timed:\n                wait_for(first)", "wait_for(first)", "near and nothing"),
+    "gpu: overlap: undone before it is done": in_near("self.wait()", "pass", "near_overlap and fails"),
+    "gpu: overlap: told before it is undone": in_steps(
+        "step.near.wait()  # whoever", "pass  # whoever", "near_overlap and fails"
+    ),
+    "gpu: overlap: gradients are held": in_flight("if row not in near", "if row", "near_overlap and nobody"),
+    "gpu: overlap: what all ranks undo stays": in_steps(
+        "self.taken -= 1\n        if step.near:", "self.taken -= 1\n        if False:", "fsdp2"
+    ),
+    "gpu: overlap: what ranks may undo is given up": in_steps(
+        "if step.near and not self._ranks:", "if step.near:", "fsdp2"
+    ),
+    "gpu: free: on a stream of its own": in_near(
+        "for _ in self._update(u):\n            pass",
+        "with torch.Stream(grad.device):\n            [None for _ in self._update(u)]",
+        "near_overlap and free",
+    ),
+    "gpu: states leave before they are updated": in_given("stream.wait_event(self._event(row))", "self._event(row)"),
+    "gpu: states leave on the current stream": in_given("with on(stream)", "with on(None)"),
+    "gpu: states of a step that was undone stay": in_near("param_state.copy.is_known = False", "pass", DURABLE),
+    "gpu: states that somebody wrote to stay": Mutant(
+        "engine/windows.py", "self._engine.forget_copies(changed)", "pass", DURABLE
+    ),
+    "gpu: states are read into a buffer in use": Mutant(
+        "engine/near_copies.py", "wait_for(events.pop())", "events.pop()", DURABLE
+    ),
+    "push: what is made in backward is not waited for": Mutant(
+        "serve/early.py", "torch.accelerator.current_stream(device).wait_event(made)", "pass", "accelerator_push"
+    ),
     "waiting takes a core": Mutant("accelerator.py", "time.sleep(POLL_SECONDS)", "pass", "counters"),
     "captured steps go on": Mutant("accelerator.py", 'getattr(stream, "is_capturing", bool)()', "False", "refusals"),
 }

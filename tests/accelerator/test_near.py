@@ -420,10 +420,10 @@ def test_another_rounding_has_to_be_allowed(monkeypatch):
 # ---- auto ------------------------------------------------------------------------------------
 
 
-def placed(*devices, n=48):
+def placed(*devices, n=48, **options):
     """So many parameters of a tile, trained, and what was said of that."""
     params = [randn((TILE,), i).to(DEVICE, torch.bfloat16).requires_grad_() for i in range(n)]
-    with CSDAdam(params, devices=["auto", *devices], tile_size=TILE) as optimizer:
+    with CSDAdam(params, devices=["auto", *devices], tile_size=TILE, **options) as optimizer:
         for k in range(2):
             set_grads(params, k)
             optimizer.step()
@@ -451,6 +451,15 @@ def test_auto(near, file, there, seconds, limits):
     assert stats["placement"]["seconds"] == pytest.approx(seconds, rel=0.1)
     assert [d["limited_by"] for d in stats["placement"]["devices"]] == limits
     assert same(params, placed("ram:?update=1G/s", "file:?mixed=10GB/s")[0])
+
+
+@one_schedule
+def test_auto_with_8bit_states(caplog):
+    """Says why nothing is there."""
+    with caplog.at_level("INFO", "csd_optim"):
+        _, stats = placed("gpu:?room=1GB&update=1M/s&link=1GB/s", "file:?mixed=1GB/s", n=8, state_dtype="8bit")
+    assert [d["limited_by"] for d in stats["placement"]["devices"]] == ["8bit", "speed"]
+    assert "auto: gpu:?room=1GB&update=1M/s&link=1GB/s has nothing, as states are 8bit" in caplog.text
 
 
 @one_schedule
@@ -486,7 +495,7 @@ def test_auto_without_room():
     ("devices", "message"),
     [
         (["gpu:", "gpu:"], "gpu: is named twice"),
-        (["gpu:", "/none/csd0"], "'gpu:' beside '/none/csd0', which commits each step: .* Take scratch devices"),
+        (["gpu:", "xrt:0"], r"'gpu:' beside 'xrt:0', whose states only its kernels write\. Take scratch"),
         (["auto", "gpu:", "file:"], r"'auto' and 'gpu:' without room; .* gpu:\?room=4GB"),
         (["auto", "gpu:?room=1GB", "ram:"], r"needs a drive beside memory; .* write \['gpu:.room=4GB', 'ram:'\]"),
         (["auto", "gpu:?room=1GB&share=2", "file:"], "'auto' chooses share"),
@@ -556,8 +565,6 @@ def test_what_is_refused():
     set_grads(params, 0)
     with pytest.raises(CSDRuntimeError, match=r"parameter 0\.0 is on the CPU, and gpu: keeps states where"):
         optimizer.step()
-    with pytest.raises(CSDValueError, match=r"overlap\(\) is not for gpu:"):
-        optimizer.overlap(torch.nn.Linear(1, 1))
     with pytest.raises(CSDRuntimeError, match="gpu: keeps its state for this process only"):
         optimizer.save("there")
     model = torch.nn.Linear(3, 5).to(DEVICE)

@@ -410,6 +410,12 @@ def test_plan_place(run, tmp_path, rates, monkeypatch):
     assert sum(d["params"] for d in found["devices"]) == 100e6
     assert found["link_seconds"] == pytest.approx(80e6 * 2 / 1e9, rel=0.01)
     assert found["seconds"] == pytest.approx(max(80e6 / (125e6 + 200e6), 0.16), rel=0.01)
+    code, out, _ = run("plan", "--place", "--params=100M", "--state-dtype=8bit", "--json", *devices)
+    found = json.loads(out)
+    assert found["devices"][0]["limited_by"] == "8bit"
+    assert found["devices"][0]["params"] == 0
+    assert sum(d["params"] for d in found["devices"]) == 100e6
+    assert "link_seconds" not in found
     code, out, err = run("plan", "--place", "--params=100M", "gpu:?room=1GB", *devices[1:])
     assert code == 1
     assert "there is no accelerator here to be measured" in err

@@ -287,6 +287,66 @@ void many_steps() {
   CHECK(csd_engine_stats(files.engine, 3, &stats, &files.error) == CSD_EINVAL);
 }
 
+// Of every other parameter the states come from elsewhere: here from an engine that has updated them itself.
+void given_states() {
+  const File a, b, c, d;
+  Model all({file(a), file(b)}), some({file(c, 3, -1), in_slots(d, 3)});
+  const auto is_given = [](uint32_t tile) { return tile / 2 % 2 == 0; };
+  std::vector<std::vector<float>> images(kTiles,
+                                         std::vector<float>(3 * kTile, NAN));  // what is in no piece is not read
+  std::vector<float> got(3 * kTile);
+  const auto give = [&](bool keep) {
+    for (uint32_t i = 0; i < some.params.size(); i += 2) some.table[i].master = CSD_GIVEN;
+    OK(some.begin());
+    CHECK(csd_engine_read(some.engine, 0, got.data(), &some.error) == CSD_ESTATE);
+    for (const uint32_t tile : some.tiles) {
+      const uint64_t n = tile % 2 ? kParam - kTile : kTile;
+      for (uint32_t s = 0; s < 3; s++) std::copy_n(all.windows[s] + tile * kTile, n, &images[tile][s * kTile]);
+      if (is_given(tile))
+        CHECK(csd_engine_push(some.engine, tile, nullptr, nullptr, nullptr, 0, &some.error) == CSD_EINVAL);
+      const int status = csd_engine_give(some.engine, tile, images[tile].data(), &some.error);
+      CHECK(status == (is_given(tile) ? CSD_OK : CSD_EINVAL));
+      OK(csd_engine_push(some.engine, tile, nullptr, nullptr, nullptr, 0, &some.error));
+    }
+    OK(csd_engine_finish(some.engine, keep, &some.error));
+  };
+  for (int step = 0; step < 4; step++) {
+    const std::vector<float> before = some.state();
+    OK(all.step());
+    const std::vector<float> after = all.state();
+    give(false);
+    CHECK(some.state() == before);
+    give(true);
+    OK(csd_engine_wait_writes(some.engine, &some.error));
+    csd_stats stats;
+    OK(csd_engine_stats(some.engine, 0, &stats, &some.error));
+    CHECK(stats.read_bytes == 12 * kTile * kTiles / 4 && stats.write_bytes == 12 * kTile * kTiles / 2);
+    for (const uint32_t tile : some.tiles) {
+      OK(csd_engine_read(some.engine, tile, got.data(), &some.error));
+      for (uint32_t s = 0; s < 3; s++)
+        CHECK(std::equal(&got[s * kTile], &got[s * kTile] + kTile, &after[(s * kTiles + tile) * kTile]));
+    }
+    CHECK(some.state() == after);
+  }
+  // What somebody wrote to a window is read with it, and what rots is found.
+  OK(csd_engine_remap(some.engine, 0, &some.error));
+  const uint32_t edited = 0, rotten = 2;
+  some.windows[0][5] = 7;
+  OK(csd_engine_edited(some.engine, &edited, 1, &some.error));
+  OK(csd_engine_read(some.engine, edited, got.data(), &some.error));
+  CHECK(got[5] == 7);
+  csd_tile_state at;
+  std::vector<uint32_t> sums(2 * 3);
+  OK(csd_engine_tiles(some.engine, rotten, 1, &at, sums.data(), &some.error));
+  const float other = 8;
+  CHECK(pwrite(c.fd, &other, 4, static_cast<off_t>((2 * (rotten / 2) + at.slot) * 12 * kTile)) == 4);
+  CHECK(csd_engine_read(some.engine, rotten, got.data(), &some.error) == CSD_EDAMAGED && some.error.tile == rotten);
+  CHECK(csd_engine_read(some.engine, kTiles, got.data(), &some.error) == CSD_EINVAL);
+  Model memory({ram()});
+  memory.table[0].master = CSD_GIVEN;
+  CHECK(memory.begin() == CSD_EINVAL);
+}
+
 // Every instruction set, precision and number of sections gives the same state.
 void all_updaters() {
   const int32_t best = csd_isa_best();
@@ -1382,6 +1442,7 @@ int main(int argc, char **argv) {
     const char *name;
     void (*run)();
   } tests[] = {{"many steps", many_steps},
+               {"given states", given_states},
                {"all updaters", all_updaters},
                {"rules of few sections", rules_of_few_sections},
                {"to and fro", to_and_fro},

@@ -45,6 +45,10 @@ class ThroughHost(dist.ProcessGroup):
     def all_gather_single(self, out, own, options=None):
         return self._on_host(self._gloo._allgather_base, out, own, AllgatherOptions())
 
+    def allgather(self, outs, own, options=None):
+        self._gloo.allgather(outs, own).wait()  # of objects, which are in host memory
+        return self._done(outs)
+
     def reduce_scatter_single(self, out, own, options):
         return self._on_host(self._gloo._reduce_scatter_base, out, own, options)
 

@@ -36,7 +36,7 @@ class Training:
     `named`: their states outlive the process. `patient`: each step is whole when the next backward begins, which then
     can begin the step after it, and that has copied its gradients when backward returns: a guess whose gradients change
     before they are copied is right. `wrap`: makes the model what is trained, on this `rank`. `place`: where its layers
-    are, by turns.
+    are, by turns. `near`: devices that are named before its drives.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Training:
         wrap=lambda model: model,
         rank=0,
         place=("cpu",),
+        near=(),
         **options,
     ):
         torch.manual_seed(0)
@@ -73,7 +74,7 @@ class Training:
         self.opt = CSDAdam(
             params,
             lr=1e-2,
-            devices=[SLOW.format(name, latency) + "&scratch=1" * (not named) for name in names],
+            devices=[*near, *(SLOW.format(name, latency) + "&scratch=1" * (not named) for name in names)],
             tile_size=1024,
             **options,
         )

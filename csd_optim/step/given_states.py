@@ -1,0 +1,133 @@
+"""States that a step updates on the accelerator, and that go from there to tiles of the devices, which keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..accelerator import on
+from ..bindings import GIVEN
+from ..engine.engine import Engine
+from ..engine.near_copies import NearCopies, NearCopy
+from ..params.param_state import ParamState
+
+if TYPE_CHECKING:
+    from .near_updates import NearUpdate, NearUpdates
+    from .prepare import PreparedStep
+
+
+class GivenStates:
+    """Of one step: `rows` of its table, in the order in which tiles need them.
+
+    Some have no gradient, and are as they were: a tile of which all is given need not be read.
+    """
+
+    def __init__(self, copies: NearCopies, rows: Iterable[int]) -> None:
+        self.copies: dict[int, NearCopy] = {row: copies.of[row] for row in rows}
+        self.updated: frozenset[int] = frozenset()  # of these rows, those with a gradient
+        self.nbytes: int = 0  # that went to tiles
+        self._near: NearUpdates | None = None
+        self._launching: Iterator[None] = iter(())
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {copy.device for copy in self.copies.values()}
+
+    @property
+    def tile_sections(self) -> int:
+        """Of the tile that has most."""
+        return max(len(copy.states) for copy in self.copies.values())
+
+    def in_order(self, updates: Sequence[NearUpdate]) -> list[NearUpdate]:
+        """As tiles need them."""
+        order = {row: k for k, row in enumerate(self.copies)}
+        return sorted(updates, key=lambda u: order[u.param_state.index])
+
+    def follow(self, near: NearUpdates, launching: Iterator[None]) -> None:
+        """They are what `near` makes of them, which `launching` queues bit by bit."""
+        self._near, self._launching = near, launching
+
+    def devices_of(self, engine: Engine, tile: int) -> set[torch.device]:
+        """Where a tile has some of them from."""
+        rows = engine.pieces_of(tile)["param"].tolist()
+        return {self.copies[row].device for row in rows if row in self.copies}
+
+    def fill(self, states: torch.Tensor, engine: Engine, tile: int, streams: Mapping[torch.device, Any]) -> bool:
+        """Begins to copy what a tile has of them, on the streams. False: it has none.
+
+        `states`: fp32, the sections of the tile one after another.
+        """
+        elems, any_of_them = engine.elems_of(tile), False
+        for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
+            if (copy := self.copies.get(row)) is None:
+                continue
+            any_of_them, stream = True, streams[copy.device]
+            if row in self.updated:
+                stream.wait_event(self._event(row))
+            with on(stream):
+                for s, state in enumerate(copy.states):
+                    states[s * elems + in_tile :][:n].copy_(state[first : first + n], non_blocking=True)
+                    self.nbytes += 4 * n
+        return any_of_them
+
+    def _event(self, row: int) -> Any:
+        """After which it is updated; that is queued first, where it was not yet."""
+        assert self._near
+        if row not in self._near.events:
+            for _ in self._launching:
+                if row in self._near.events:
+                    break
+        return self._near.events[row]
+
+    def keep(self) -> None:
+        """The step is whole, and devices have the same."""
+        for row in self.updated:
+            self.copies[row].is_known = True
+
+
+def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
+    """What the accelerator will give in this step; says so in its table. Reads copies that are not known yet.
+
+    Raises CSDOSError, CSDStoreError if that fails; nothing has changed then.
+    """
+    copies = engine.accelerator.copies if engine.accelerator else None
+    if copies is None:
+        return None
+    edited = engine.windows.note_written()  # of these, copies are not known any more
+    with_grad = [b for b in step.plan.param_states if b.copy and b.numel]
+    # One that somebody has moved elsewhere is updated by the devices like any other.
+    updated = {b.index: b for b in with_grad if _is_there(b)}
+    copies.forget([b.index for b in with_grad if b.index not in updated])
+    if not updated:
+        return None
+    copies.load([row for row, b in updated.items() if not b.is_new])
+    # Also what is in the same tiles and has no gradient; but tiles that somebody wrote to are read by the devices.
+    rows_edited: set[int] = set()
+    for tile in np.setdiff1d(edited, step.tiles).tolist():
+        rows_edited.update(engine.pieces_of(tile)["param"].tolist())
+    rows: dict[int, None] = {}
+    for tile in step.tiles.tolist():
+        here = engine.pieces_of(tile)["param"].tolist()
+        if any(row in updated for row in here):
+            of_tile = [row for row in here if row in copies.of]
+            rows.update(
+                dict.fromkeys(
+                    row
+                    for row in of_tile
+                    if row in updated
+                    or (copies.of[row].is_known and not step.table["grad"][row] and row not in rows_edited)
+                )
+            )
+    given = GivenStates(copies, rows)
+    given.updated = frozenset(updated)
+    step.table["master"][[*rows]] = GIVEN
+    step.table["in_image"][[*rows]] = 0
+    return given
+
+
+def _is_there(b: ParamState) -> bool:
+    assert b.copy
+    return b.local.device == b.copy.device

@@ -1,0 +1,93 @@
+"""`csd_optim.push` with gradients on the accelerator: what leaves in backward is what that has made, on any stream."""
+
+import pytest
+import torch
+from support.on_accelerator import DEVICE, DTYPES, keep_busy
+from support.owners import Owners
+from torch import nn
+
+from csd_optim import CSDAdam, push
+
+pytestmark = pytest.mark.accelerator
+
+
+class Bucket:
+    """As DDP hands them over: gradients in memory that is DDP's."""
+
+    def __init__(self, index, params, *, is_last):
+        self._index, self._params, self._is_last = index, params, is_last
+        self._buffer = torch.cat([p.grad.flatten() for p in params])
+
+    def index(self):
+        return self._index
+
+    def is_last(self):
+        return self._is_last
+
+    def buffer(self):
+        return self._buffer
+
+    def parameters(self):
+        return self._params
+
+    def gradients(self):
+        sizes = [p.numel() for p in self._params]
+        return [g.view(p.shape) for g, p in zip(self._buffer.split(sizes), self._params, strict=True)]
+
+
+class Hooked:
+    """A model that hands a bucket to push() when a layer has its gradients; its memory is somebody else's at once."""
+
+    def __init__(self, device, dtype, devices):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3))).to(device, dtype)
+        there = "serve" in devices
+        self.opt = CSDAdam(self.model.parameters(), lr=1e-2, devices=devices, overwrite=there)
+        self.device, self.dtype = device, dtype
+        if there:
+            for k, layer in enumerate(self.model):
+                layer.bias.register_post_accumulate_grad_hook(self.hands_over(k, layer))
+                layer.weight.register_post_accumulate_grad_hook(self.hands_over(k, layer))
+
+    def hands_over(self, k, layer):
+        def hook(_):
+            params = [layer.weight, layer.bias]
+            if any(p.grad is None for p in params):
+                return
+            bucket = Bucket(2 - k, params, is_last=k == 0)
+            push(self.opt, bucket).wait().fill_(torch.nan)
+
+        return hook
+
+    def train(self):
+        for k in range(3):
+            x = torch.randn(5, 48, generator=torch.Generator().manual_seed(k)).to(self.device, self.dtype)
+            keep_busy()
+            self.model(x).square().mean().backward()
+            self.opt.step()
+            self.opt.zero_grad()
+        return [p.detach().cpu() for p in self.model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def owners(tmp_path_factory):
+    with Owners(tmp_path_factory.mktemp("owners")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {dtype: Hooked("cpu", dtype, "ram:").train() for dtype in DTYPES[::2]}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["here", "on a side stream"])
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+@pytest.mark.parametrize("route", ["", "&route=star"])
+def test_one_trainer(owners, expected, route, dtype, beside):
+    hooked = Hooked(DEVICE, dtype, owners.address + route)
+    stream = torch.Stream(DEVICE) if beside else torch.accelerator.current_stream()
+    stream.wait_stream(torch.accelerator.current_stream())
+    with hooked.opt, stream:
+        found = hooked.train()
+        assert hooked.opt.stats()["route"] == ("star" if route else "slices")
+    assert all(map(torch.equal, found, expected[dtype]))

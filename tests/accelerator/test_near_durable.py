@@ -1,0 +1,360 @@
+"""`gpu:` beside named directories: these have all states, and steps update some of them on the accelerator."""
+
+import copy
+import random
+import shutil
+
+import pytest
+import torch
+from support.backends import TILE
+from support.on_accelerator import DEVICE, DTYPES, keep_busy
+from support.optimizers import ADAMW, FULL
+from support.stores import flip
+
+from csd_optim import CSDMemoryError, CSDOSError, CSDStoreError, CSDTornError, CSDValueError
+from csd_optim.engine.engine import Engine
+from csd_optim.step import near_updates
+
+pytestmark = pytest.mark.accelerator
+one_schedule = pytest.mark.one_schedule
+
+SHAPES = [(), (5, 7), (0,), (2, TILE), (3 * TILE + 5,), (40, 60), (11, 3)]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """A parameter of a few tiles takes several of them."""
+    monkeypatch.setattr(near_updates, "CHUNK", TILE)
+
+
+def randn(shape, seed, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def params_on(device, shapes=SHAPES, seed=0):
+    params = [randn(shape, seed + i).to(device, DTYPES[i % 3]) for i, shape in enumerate(shapes)]
+    params[-2] = params[-2].t()  # strided, so that a copy of it is what is updated
+    params[-1] = randn(shapes[-1], seed, torch.complex64).to(device)
+    return [p.requires_grad_() for p in params]
+
+
+class Trained:
+    """An optimizer and its parameters on a device."""
+
+    def __init__(self, devices, device=DEVICE, pair=ADAMW, *, seed=0, params=None, **options):
+        self.params = params_on(device, seed=seed) if params is None else params
+        options = {"tile_size": TILE, "lr": 1e-2, **pair.kwargs, **options}
+        self.opt = pair.ours(self.params, devices=devices, **options)
+
+    def step(self, k, without=()):
+        for i, p in enumerate(self.params):
+            p.grad = None if i in without else randn(p.shape, 100 * k + i, p.dtype).to(p.device)
+        keep_busy()
+        self.opt.step()
+        for p in self.params:
+            if p.grad is not None:
+                p.grad.fill_(torch.nan)  # it is the program's again
+        return self
+
+    def bits(self):
+        return [t.detach().cpu().clone() for p in self.params for _, t in [("", p), *sorted(self.opt.state[p].items())]]
+
+    def rows(self):
+        """Of stats(): of the accelerator, and of the directory."""
+        return self.opt.stats()["devices"]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def near(directory, room="1GB"):
+    return [f"gpu:?room={room}", f"file:{directory}?cache=off"]
+
+
+@pytest.mark.parametrize("pair", [ADAMW, *FULL], ids=str)
+def test_bits_of_directories_alone(pair, tmp_path):
+    """And who resumes the store goes on with them: there, without an accelerator, and with room for some."""
+    some = f"{12 * (3 * TILE + 5) + 12 * 40}"
+    here, alone = Trained(near(tmp_path / "a"), pair=pair), Trained([tmp_path / "b"], "cpu", pair)
+    for k in range(3):
+        here.step(k, without=[3] if k == 1 else ())
+        alone.step(k, without=[3] if k == 1 else ())
+    assert same(here.bits(), alone.bits())
+    elems = sum(p.numel() * (2 if p.is_complex() else 1) for p in here.params)
+    assert [d["params"] for d in here.rows()] == [elems, 0]
+    for room in ("1GB", None, some, "1GB"):
+        here.opt.close()
+        devices = [f"file:{tmp_path / 'a'}?cache=off"] if room is None else near(tmp_path / "a", room)
+        here = Trained(devices, "cpu" if room is None else DEVICE, pair, seed=9, resume=True)
+        assert same(here.bits(), alone.bits())
+        for _ in range(2):
+            k += 1
+            assert same(here.step(k).bits(), alone.step(k).bits()), room
+
+
+@one_schedule
+def test_what_is_on_the_accelerator_is_not_read(tmp_path):
+    """And written once, as ever; what crosses the link is counted, and the host's memory does not grow with it."""
+    small = Trained(near(tmp_path / "a"))
+    large = Trained(near(tmp_path / "b"), params=[torch.ones(40 * TILE, device=DEVICE).requires_grad_()])
+    for trained in (small, large):
+        for k in range(2):
+            trained.step(k)
+        there, directory = trained.rows()
+        elems = sum(p.numel() * (2 if p.is_complex() else 1) for p in trained.params)
+        assert there["params"] == elems
+        assert there["state_bytes"] == there["commit_bytes"] == 12 * elems
+        assert directory["params"] == directory["flash_read_bytes"] == directory["push_bytes"] == 0
+        tiles = -(-sum(-(-p.numel() * (2 if p.is_complex() else 1) // 16) * 16 for p in trained.params) // TILE)
+        assert directory["flash_write_bytes"] == 12 * TILE * tiles
+    assert small.opt.stats()["buffer_bytes"] == large.opt.stats()["buffer_bytes"]
+
+
+@one_schedule
+def test_of_a_store_made_without(tmp_path):
+    """Parameters share tiles there: what has others, too, is read and updated by the host but for what is given."""
+    shapes = [(3 * TILE // 2,)] * 4
+    alone = Trained([tmp_path / "a"], params=[randn(s, i).to(DEVICE).requires_grad_() for i, s in enumerate(shapes)])
+    alone.step(0)
+    alone.opt.close()
+    for name in "bc":
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+    room = f"{12 * 3 * TILE}"  # for two of four
+    here, other = (
+        Trained(devices, params=[torch.zeros(s, device=DEVICE).requires_grad_() for s in shapes], resume=True)
+        for devices in (near(tmp_path / "b", room), [tmp_path / "c"])
+    )
+    for k in range(1, 4):
+        assert same(here.step(k, without=[k]).bits(), other.step(k, without=[k]).bits())
+    here.step(4)
+    there, directory = here.rows()
+    assert (there["params"], directory["params"]) == (3 * TILE, 3 * TILE)
+    assert directory["flash_read_bytes"] == 12 * TILE * 3
+
+
+@pytest.mark.parametrize("call", ["begin", "pull", "finish", "give", "launch"])
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_step_that_fails(call, k, tmp_path, monkeypatch):
+    """All is as before it, also on the accelerator, and the next call tries again."""
+    here, alone = Trained(near(tmp_path / "a")), Trained([tmp_path / "b"], "cpu")
+    for earlier in range(k):
+        here.step(earlier)
+        alone.step(earlier)
+    before = [p.detach().cpu() for p in here.params]
+    real, calls = Engine.finish, []
+
+    def breaks(*arguments, **named):
+        raise CSDOSError(28, "full")
+
+    def fails_once(engine, keep=True):
+        calls.append(keep)
+        return real(engine, keep) if len(calls) > 1 else breaks()
+
+    with monkeypatch.context() as patch:
+        if call == "launch":
+            update = near_updates.update
+            patch.setattr(near_updates, "update", lambda *a: breaks() if len(calls) > 2 else calls.append(update(*a)))
+        else:
+            patch.setattr(Engine, call, fails_once if call == "finish" else breaks)
+        with pytest.raises(CSDOSError):
+            here.step(7)
+    assert same([p.detach().cpu() for p in here.params], before)
+    if k:
+        assert same(here.bits(), alone.bits())
+    for later in (2, 3):
+        assert same(here.step(later).bits(), alone.step(later).bits())
+
+
+@one_schedule
+def test_what_is_written_counts(tmp_path):
+    """To parameters, to states, by loading, in loading(), and when one has moved to the host and back."""
+
+    def run(devices, device):
+        it = Trained(devices, device)
+        params, opt, seen = it.params, it.opt, []
+        for k in range(5):
+            it.step(k)
+            with torch.no_grad():
+                params[3][0] = k
+                params[4].mul_(2)
+                opt.state[params[1]]["exp_avg"].add_(1)
+                opt.state[params[4]]["exp_avg_sq"] = torch.ones_like(params[4], dtype=torch.float32)
+            if k == 1:
+                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+            if k == 2:
+                with opt.loading():
+                    for p in params:
+                        opt.state[p]["exp_avg_sq"].mul_(3)
+            if k == 3:
+                params[4].grad, params[4].data = None, params[4].data.cpu()
+            seen += it.bits()
+        it.step(5)
+        params[0].data, params[4].data = params[0].data.bfloat16(), params[4].data.to(device)
+        for k in (6, 7):
+            seen += it.step(k).bits()
+        return seen
+
+    assert same(run(near(tmp_path / "a"), DEVICE), run([tmp_path / "b"], "cpu"))
+
+
+@one_schedule
+def test_an_edit_outlives_a_step_that_fails(tmp_path, monkeypatch):
+    here, alone = Trained(near(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
+    for it in (here, alone):
+        it.opt.state[it.params[4]]["exp_avg"].fill_(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "finish", failing_once(Engine.finish))
+            with pytest.raises(CSDOSError):
+                it.step(7)
+        it.step(1)
+    assert same(here.bits(), alone.bits())
+
+
+@one_schedule
+def test_what_joins_has_room_of_its_own(tmp_path):
+    here, alone = Trained(near(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
+    for it, device in ((here, DEVICE), (alone, "cpu")):
+        new = params_on(device, seed=50)
+        it.opt.add_param_group({"params": new, "lr": 3e-3, "amsgrad": True})
+        it.params += new
+    for k in (1, 2):
+        assert same(here.step(k).bits(), alone.step(k).bits())
+    assert here.rows()[1]["params"] == 0
+
+
+@one_schedule
+def test_no_memory_for_a_step(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("out of it")
+
+    here, alone = Trained(near(tmp_path / "a")), Trained([tmp_path / "b"], "cpu")
+    for owner, name, k in ((near_updates.Scratch, "of", 0), (torch.Tensor, "clone", 0), (torch.Tensor, "isfinite", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
+                here.step(k)
+        if k == 0 and name == "clone":
+            assert same(here.step(0).bits(), alone.step(0).bits())
+    assert same(here.step(2).bits(), alone.step(2).bits())
+
+
+@one_schedule
+def test_what_rots_in_the_directory_is_found_when_it_is_read(tmp_path, monkeypatch):
+    here = Trained(near(tmp_path / "a")).step(0)
+    here.opt.synchronize()
+    flip(tmp_path / "a", "exp_avg")
+    before = [p.detach().cpu() for p in here.params]
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "pull", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            here.step(1)
+    with pytest.raises(CSDStoreError, match=r"is not what was written there on device 0 .*0\.0"):
+        here.step(1)
+    assert same([p.detach().cpu() for p in here.params], before)
+
+
+@one_schedule
+def test_one_slot(tmp_path, monkeypatch):
+    """shadow=False: as on directories alone, a step that is cut short says so."""
+    here, alone = Trained(near(tmp_path / "a"), shadow=False), Trained([tmp_path / "b"], "cpu")
+    for k in range(3):
+        assert same(here.step(k).bits(), alone.step(k).bits())
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "params_ready", lambda *_, **__: False)
+        real, calls = Engine.pull, []
+        patch.setattr(Engine, "pull", lambda engine: 1 / 0 if len(calls) > 2 else calls.append(0) or real(engine))
+        with pytest.raises((ZeroDivisionError, CSDTornError)):
+            here.step(3)
+    with pytest.raises(CSDTornError):
+        here.step(3)
+
+
+@one_schedule
+def test_what_is_refused(tmp_path):
+    with pytest.raises(CSDValueError, match=r"topk of parameter 0\.3: gpu: has its states"):
+        Trained(near(tmp_path / "a"), topk=0.1).step(0)
+    here = Trained(near(tmp_path / "c")).step(0)
+    with pytest.raises(CSDValueError, match=r"overlap\(\) is not for gpu:"):
+        here.opt.overlap(torch.nn.Linear(1, 1))
+    coded = Trained(near(tmp_path / "b"), params=params_on(DEVICE)[3:5], state_dtype="8bit").step(0)
+    assert coded.rows()[0]["params"] == 0  # they are in the directory, as fp32 on the accelerator is
+
+
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 200))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_histories(seed, tmp_path, monkeypatch):
+    """Whatever happens between steps and in them, with whatever room: the bits of directories alone."""
+    choose = random.Random(seed)
+    some = [(), (0, 2), (7, 9), (TILE,), (3 * TILE + 5,), (700,)]
+    shapes = [choose.choice(some) for _ in range(choose.randint(1, 7))]
+    dtypes = [choose.choice([*DTYPES, torch.complex64]) for _ in shapes]
+    n = choose.randint(1, 2)
+
+    def params_of(device):
+        values = [randn(shape, i, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
+        return [value.to(device).requires_grad_() for value in values]
+
+    def devices(name, *, on_accelerator):
+        cache = choose.choice(["off", "0", "40KiB"])
+        named = [f"file:{tmp_path}/{name}{i}?cache={cache}&buffers={choose.choice([1, 3, 8])}" for i in range(n)]
+        room = choose.choice(["1GB", "100kB", "40kB", "1"])
+        return [f"gpu:?room={room}", *named] if on_accelerator else named
+
+    def opened(**options):
+        pair = []
+        for name, device in (("a", DEVICE), ("b", "cpu")):
+            on_accelerator = name == "a" and choose.random() < 0.8
+            where = device if name == "b" or on_accelerator or choose.random() < 0.5 else "cpu"
+            made = Trained(devices(name, on_accelerator=on_accelerator), where, params=params_of(where), **options)
+            pair.append(made)
+        return pair
+
+    pair = opened()
+    for k in range(1, choose.randint(4, 10)):
+        without = {i for i in range(len(shapes)) if choose.random() < 0.2}
+        happens = choose.choice(["", "", "fails", "write", "edit", "load", "resume", "move", "topless"])
+        known = [i for i, p in enumerate(pair[1].params) if pair[1].opt.state.get(p) and p.numel()]
+        which, value = choose.randrange(len(shapes)), choose.random()
+        fails_in = choose.choice(["pull", "finish", "begin"])
+        if happens == "resume" and known:
+            for it in pair:
+                it.opt.close()
+            pair = opened(resume=True)
+        for it in pair:
+            p = it.params[which]
+            if happens == "write":
+                with torch.no_grad():
+                    p.mul_(value)
+            elif happens == "edit" and which in known:
+                it.opt.state[p]["exp_avg_sq"].fill_(value)
+            elif happens == "load" and known:
+                it.opt.load_state_dict(copy.deepcopy(it.opt.state_dict()))
+            elif happens == "move" and it is pair[0]:
+                p.grad, p.data = None, p.data.to("cpu" if p.device.type == DEVICE else DEVICE)
+            elif happens == "fails" and it is pair[0] and len(without) < len(shapes):
+                with monkeypatch.context() as patch:
+                    patch.setattr(Engine, fails_in, failing_once(getattr(Engine, fails_in)))
+                    try:
+                        it.step(1000 + k, without)
+                    except CSDOSError:
+                        pass
+                    else:  # nothing to pull
+                        it.opt.close()
+                        return
+            it.step(k, without)
+        assert same(pair[0].bits(), pair[1].bits()), (k, happens)
+
+
+def failing_once(call):
+    failed = []
+
+    def fails(engine, *arguments, **named):
+        if not failed:
+            failed.append(1)
+            raise CSDOSError(5, "once")
+        return call(engine, *arguments, **named)
+
+    return fails

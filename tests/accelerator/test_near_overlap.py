@@ -1,0 +1,300 @@
+"""`gpu:` with overlap: what it has is updated on the program's streams, for which nobody waits; the rest arrives.
+
+Every value that a program reads is the one that it would be without overlap, and so are all states.
+"""
+
+import itertools
+import random
+import threading
+
+import pytest
+import torch
+from support.between_steps import (
+    History,
+    accumulates_otherwise_each_time,
+    checkpoints_activations,
+    clips,
+    freezes,
+    looks_at_states,
+    never_clears,
+    ten_steps,
+    writes_parameters,
+)
+from support.on_accelerator import DEVICE, DTYPES
+from support.replacing import failing
+from support.twins import Training, assert_twins, checksum
+
+from csd_optim import CSDMemoryError, CSDOSError, CSDRuntimeError, CSDValueError
+from csd_optim.engine.engine import Engine
+from csd_optim.step import near_updates
+
+pytestmark = pytest.mark.accelerator
+one_schedule = pytest.mark.one_schedule
+
+EVERYWHERE = [*(f"{DEVICE}:{i}" for i in range(torch.accelerator.device_count())), "cpu"]
+PLAIN, BACKWARD, FREE = {}, {"backward": True}, {"free_gradients": True, "hold": "10KB"}
+ALL = pytest.mark.parametrize("overlap", [PLAIN, BACKWARD, FREE], ids=["plain", "backward", "free"])
+MOST = ["gpu:?share=3"]  # all of it but a layer
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """A weight takes several of them."""
+    monkeypatch.setattr(near_updates, "CHUNK", 512)
+
+
+def twins(directory, script, overlap, **options):
+    options = {"place": [DEVICE], "near": ["gpu:"], "latency": "100us", "patient": overlap is BACKWARD, **options}
+    return assert_twins(directory, overlap, script, **options)
+
+
+def near_of(training):
+    state = training.opt.state
+    return [p for p in training.model.parameters() if p in state and not state[p]["exp_avg"].is_cpu]
+
+
+@ALL
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"latency": "2ms"},
+        {"dtype": torch.bfloat16, "near": MOST, "devices": 2},
+        {"dtype": torch.float16, "place": EVERYWHERE, "groups": True},
+    ],
+    ids=str,
+)
+def test_training(tmp_path, overlap, options):
+    training = twins(tmp_path, ten_steps, overlap, **options)
+    stats = training.opt.stats()
+    elems = sum(p.numel() for p in training.model.parameters())
+    assert 0 < sum(p.numel() for p in near_of(training)) == stats["devices"][0]["params"] < elems == stats["params"]
+    assert stats["overlap"]["early_params"] >= (overlap is not PLAIN)
+    assert stats["overlap"]["redone"] == {}
+    training.opt.close()
+
+
+@pytest.mark.parametrize("overlap", [PLAIN, BACKWARD], ids=["plain", "backward"])
+@pytest.mark.parametrize(
+    "script", [clips, looks_at_states, never_clears, writes_parameters], ids=lambda script: script.__name__
+)
+def test_what_a_program_may_do(tmp_path, script, overlap):
+    twins(tmp_path, script, overlap).opt.close()
+
+
+@one_schedule
+@pytest.mark.parametrize("script", [checkpoints_activations, accumulates_otherwise_each_time])
+def test_more_that_a_program_may_do(tmp_path, script):
+    twins(tmp_path, script, BACKWARD).opt.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_history(tmp_path, seed):
+    choose = random.Random(seed)
+    options = {"dtype": choose.choice(DTYPES), "devices": choose.choice([1, 2]), "groups": choose.random() < 0.3}
+    options |= {"max_grad_norm": choose.choice([None, 0.5]), "near": choose.choice([["gpu:"], MOST, ["gpu:", "ram:"]])}
+    overlap = PLAIN if seed % 2 or "ram:" in options["near"] else BACKWARD
+    twins(tmp_path, History(seed), overlap, **options).opt.close()
+
+
+def test_gradients_that_are_freed(tmp_path):
+    twins(tmp_path, freezes, FREE, place=EVERYWHERE, groups=True).opt.close()
+
+
+def strided(training):
+    weight = training.model[1].inner.weight
+    for k in range(4):
+        if k == 2:
+            weight.data = weight.data.t().contiguous().t()
+        training.step()
+
+
+@pytest.mark.parametrize("overlap", [PLAIN, BACKWARD], ids=["plain", "backward"])
+def test_layouts(tmp_path, overlap):
+    twins(tmp_path, strided, overlap, near=MOST).opt.close()
+
+
+@pytest.mark.parametrize("near", ["gpu:", "gpu:?room=1GB"])  # without a drive, and with one that has nothing
+@ALL
+def test_all_states_are_there(tmp_path, overlap, near):
+    options = {"near": [near], "devices": int("room" in near)}
+    if overlap is FREE and not options["devices"]:
+        with pytest.raises(CSDValueError, match="takes a second copy of the states: ram:, null:, gpu: alone"):
+            Training(tmp_path, overlap, place=[DEVICE], **options)
+        return
+    training = twins(tmp_path, ten_steps, overlap, **options)
+    assert len(near_of(training)) == len([*training.model.parameters()])
+    assert training.opt.stats()["overlap"]["redone"] == {}
+    training.opt.close()
+
+
+@one_schedule
+def test_what_waits_passes_the_check(tmp_path, monkeypatch):
+    monkeypatch.setenv("CSD_OPTIM_OVERLAP", "check")
+    twins(tmp_path, ten_steps, PLAIN).opt.close()
+
+
+def test_nobody_waits_for_it(tmp_path, monkeypatch):
+    """While drives have brought nothing yet: it is read as it will be, and its gradient is the program's."""
+    trainings = []
+    for name, overlap in ("with", PLAIN), ("without", None):
+        (tmp_path / name).mkdir()
+        trainings.append(Training(tmp_path / name, overlap, place=[DEVICE], near=["gpu:"]))
+        trainings[-1].step()
+        trainings[-1].opt.wait()
+    one, other = trainings
+    near, expected = ([p for p in near_of(t) if p.dim() == 2] for t in trainings)
+    assert near
+    other.step()
+    real, goes_on = Engine.pull, threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "pull", lambda engine: goes_on.wait() and real(engine))
+        try:
+            one.backward()
+            one.opt.step()
+            for p in near:
+                p.grad.fill_(torch.nan)
+            there = next(layer.inner.weight for layer in one.model if any(layer.inner.weight is p for p in near))
+            assert [checksum(p) for p in near] == [checksum(p) for p in expected]
+            assert checksum(there) == checksum(near[[p is there for p in near].index(True)])
+            assert not one.opt._mode._flight._pulled.any()
+        finally:
+            goes_on.set()
+    one.opt.wait()
+    assert one.parameters() == other.parameters()
+    one.opt.close()
+    other.opt.close()
+
+
+# ---- what does not go well -------------------------------------------------------------------
+
+
+def one_step(training):
+    """All of it."""
+    training.step()
+    training.opt.wait()
+
+
+@ALL
+@pytest.mark.parametrize(("call", "number"), [("pull", 3), ("finish", 1), ("push", 2)])
+def test_a_device_that_fails(tmp_path, overlap, call, number):
+    """The step is undone, also on the accelerator, and told once; the next one is right."""
+
+    def script(training):
+        training.step()
+        training.step()
+        training.opt.wait()
+        while not training.opt._engine.idle:
+            pass
+        log, losses, steps = len(training.log), len(training.losses), training.steps
+        before = training.seen()[2:]
+        if training.overlap is not None:
+            training.patient = False
+            side = torch.Stream(DEVICE)
+            with failing(Engine, call, number, "broken"), pytest.raises(CSDOSError, match="broken"):
+                one_step(training)
+            with side:  # which has waited for nobody
+                seen = [p.detach().clone() for p in training.model.parameters()]
+            side.synchronize()
+            assert [checksum(p) for p in seen] == before[0]
+            training.opt.zero_grad()
+            assert training.seen()[2:] == before
+        del training.log[log:], training.losses[losses:]
+        training.steps = steps
+        training.step()
+        training.step()
+
+    twins(tmp_path, script, overlap, near=MOST).opt.close()
+
+
+@pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
+def test_an_update_that_fails(tmp_path, overlap, monkeypatch):
+    """On the accelerator, half-way."""
+    training = Training(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
+    training.step()
+    training.opt.wait()
+    before, calls, real = training.seen()[2:], [], near_updates.update
+
+    def fails(*arguments):
+        calls.append(real(*arguments))
+        if len(calls) == 3:
+            raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(near_updates, "update", fails)
+        with pytest.raises(ZeroDivisionError):
+            training.step()
+    training.opt.zero_grad()
+    assert training.seen()[2:] == before
+    training.step()
+    assert training.seen()[2:] != before
+    training.opt.close()
+
+
+def gives_steps_up(training):
+    """What backward has done is undone, there too. Seen on the next line."""
+    for k in range(4):
+        training.step()
+        if training.overlap is None:
+            training.log.append([p.detach().clone() for p in training.model.parameters()])
+            continue
+        before, losses, steps = len(training.log), len(training.losses), training.steps
+        if k % 2:
+            fails = training.model[0].inner.weight.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                training.backward()
+            fails.remove()
+        else:
+            training.backward()
+            with pytest.raises(CSDRuntimeError, match="has changed parameters already"):
+                training.model.state_dict()
+        training.opt.zero_grad()
+        torch.accelerator.synchronize()  # nothing that is queued still changes parameters
+        del training.log[before:], training.losses[losses:]
+        training.steps = steps
+        training.log.append([p.detach().clone() for p in training.model.parameters()])
+
+
+@pytest.mark.parametrize("near", [["gpu:"], ["gpu:?room=1GB"]], ids=str)
+def test_a_backward_that_is_undone(tmp_path, near):
+    twins(tmp_path, gives_steps_up, FREE, near=near).opt.close()
+
+
+@one_schedule
+def test_gradients_are_free_in_backward(tmp_path):
+    """Of what `gpu:` has as well; each takes a copy of its states for that, until the step is whole."""
+    training = Training(tmp_path, FREE, place=[DEVICE], near=["gpu:?room=1GB"], depth=12, dtype=torch.bfloat16)
+    training.step()
+    training.losses.clear()
+    training.log.clear()
+    allocated, weight = [], training.model[0].inner.weight
+    for layer in training.model:
+        layer.inner.weight.register_hook(lambda _: allocated.append(torch.accelerator.memory_allocated()))
+    training.backward()
+    grown = [after - before for before, after in itertools.pairwise(allocated[1:])]
+    of_copies = 12 * (weight.numel() + training.width)
+    assert max(grown) < of_copies + weight.nbytes
+    training.opt.step()
+    training.losses.clear()
+    assert torch.accelerator.memory_allocated() < allocated[0]
+    training.opt.close()
+
+
+@one_schedule
+@pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
+def test_no_memory_for_it(tmp_path, overlap, monkeypatch):
+    training = Training(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
+    training.step()
+    training.opt.wait()
+    before = training.seen()[2:]
+
+    def full(*_):
+        raise torch.OutOfMemoryError("out of it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "isfinite", full)
+        with pytest.raises(CSDMemoryError, match="no memory for a step on the accelerator"):
+            training.step()
+    training.opt.zero_grad()
+    assert training.seen()[2:] == before
+    training.step()
+    training.opt.close()
