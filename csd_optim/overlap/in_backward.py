@@ -145,18 +145,20 @@ class StepsInBackward(BesideModel):
         prepare = self._prepare()
         if prepare is None or p.grad is None:
             return
-        try:
-            with self._engine.lock, torch.no_grad():  # several threads may go backward
-                task = torch._C._current_graph_task_id()
-                if task == self._given_up or (self._step and task != self._task):
+        with self._engine.lock, torch.no_grad():  # several threads may go backward
+            task = torch._C._current_graph_task_id()
+            if task == self._given_up:  # what is under way is not of this backward
+                raise CSDRuntimeError(_AGAIN)
+            try:
+                if self._step and task != self._task:
                     raise CSDRuntimeError(_AGAIN)
                 if self._step is None:
                     self._begin(prepare, task)
                 self._take(p, p.grad)
                 self._let_go()
-        except BaseException:  # Ctrl-C, too
-            self.abandon()
-            raise
+            except BaseException:  # Ctrl-C, too
+                self.abandon()
+                raise
 
     def _begin(self, prepare: Prepare, task: int) -> None:
         engine = self._engine
@@ -330,10 +332,11 @@ class StepsInBackward(BesideModel):
             self._reset()
             self.active = True  # who reads a parameter on another thread waits in settle()
             try:
-                if flow and step.ring:
-                    step.ring.join()  # what goes back to parameters does so before they are restored
-                if self._engine.stepping:
-                    self._runner.undo(self._engine, step)
+                with contextlib.ExitStack() as last:
+                    if self._engine.stepping:
+                        last.callback(self._runner.undo, self._engine, step)  # also if the accelerator fails
+                    if flow and step.ring:
+                        step.ring.join()  # what goes back to parameters does so before they are restored
             finally:
                 self._clear(taken)
                 self._engine.lent = None

@@ -304,10 +304,14 @@ class StepRunner:
         if step.ring is not None:
             step.ring.forget()
         if step.near and step.near.launched:
-            if step.near.undoes:
-                step.near.undo()
-            else:
-                engine.tear()
+            whole = False
+            try:
+                if step.near.undoes:
+                    step.near.undo()
+                    whole = True
+            finally:  # also if the accelerator fails
+                if not whole:
+                    engine.tear()
 
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
         """Tiles that travel by images: with gradients on a GPU, or to be rounded. Prepares whatever lies in them."""

@@ -11,6 +11,7 @@ from support.twins import Training, assert_twins
 from csd_optim import CSDOSError, CSDRuntimeError
 from csd_optim.engine.engine import Engine
 from csd_optim.step.run import StepRunner
+from csd_optim.step.staging import StagingRing
 
 pytestmark = pytest.mark.accelerator
 
@@ -170,4 +171,24 @@ def test_nobody_waits_for_ever_for_a_step_that_cannot_be_undone(tmp_path, monkey
         with pytest.raises(ZeroDivisionError):
             training.backward()
         assert gone[0].wait(60)
+    training.opt.close()
+
+
+def test_a_step_is_undone_where_the_accelerator_fails(tmp_path, monkeypatch):
+    """As far as it can be: the devices take the next one."""
+    training = Training(tmp_path, FREE, place=[DEVICE])
+    training.step()
+    before = training.parameters()
+
+    def fails(*_):
+        raise RuntimeError("the accelerator is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StagingRing, "join", fails)
+        training.backward()
+        with pytest.raises(RuntimeError, match="the accelerator is gone"):
+            training.opt.zero_grad()
+    torch.accelerator.synchronize()
+    assert training.parameters() == before
+    training.step()
     training.opt.close()

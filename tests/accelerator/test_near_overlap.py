@@ -24,7 +24,7 @@ from support.on_accelerator import DEVICE, DTYPES
 from support.replacing import failing
 from support.twins import Training, assert_twins, checksum
 
-from csd_optim import CSDMemoryError, CSDOSError, CSDRuntimeError, CSDValueError
+from csd_optim import CSDMemoryError, CSDOSError, CSDRuntimeError, CSDTornError, CSDValueError
 from csd_optim.engine.engine import Engine
 from csd_optim.step import near_updates
 
@@ -227,6 +227,27 @@ def test_an_update_that_fails(tmp_path, overlap, monkeypatch):
     assert training.seen()[2:] == before
     training.step()
     assert training.seen()[2:] != before
+    training.opt.close()
+
+
+@one_schedule
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
+def test_an_accelerator_that_fails_when_a_step_is_undone(tmp_path, overlap, monkeypatch):
+    """Nobody waits for ever, and what it has is taken for no step's."""
+
+    def gone(*_):
+        raise RuntimeError("the accelerator is gone")
+
+    training = Training(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
+    one_step(training)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "synchronize", gone)
+        with failing(Engine, "pull", 2, "broken"), pytest.raises(RuntimeError, match="the accelerator is gone"):
+            one_step(training)
+    training.opt.zero_grad()
+    with pytest.raises(CSDTornError, match="an earlier step was cut short"):
+        one_step(training)
     training.opt.close()
 
 

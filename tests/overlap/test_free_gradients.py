@@ -456,6 +456,34 @@ def test_random_history(tmp_path, seed):
     assert_twins(tmp_path, choose.choice([FREE, TIGHT]), script, **options).opt.close()
 
 
+def test_a_late_hook_of_a_backward_that_failed(tmp_path, monkeypatch):
+    """Of another thread of autograd's: it raises, and the backward that is under way since goes on."""
+    told = []
+
+    def script(training):
+        training.step()
+        if training.overlap is not None:
+            gives_up(training, fails_in_backward)
+            mode, first = training.opt._mode, training.model[3].inner.bias
+
+            def comes_late(_):
+                assert id(first) in mode._taken
+                with monkeypatch.context() as patch:
+                    patch.setattr(torch._C, "_current_graph_task_id", lambda: mode._given_up)
+                    with pytest.raises(CSDRuntimeError, match="a second backward before step"):
+                        mode._on_grad(first)
+                told.append(1)
+
+            handle = training.model[0].inner.weight.register_hook(comes_late)
+        training.step()
+        if training.overlap is not None:
+            handle.remove()
+        training.step()
+
+    assert_twins(tmp_path, FREE, script).opt.close()
+    assert told
+
+
 def test_a_parameter_that_is_written_between_backward_and_step(tmp_path):
     """What it is then is up to whoever wrote it."""
 
