@@ -96,13 +96,13 @@ def test_a_checkpoint_that_goes_back_several_times_is_refused(tmp_path):
     training.opt.close()
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
-def test_a_parameter_without_a_gradient(tmp_path, state_dtype):
+@pytest.mark.parametrize(("state_dtype", "near"), [("fp32", []), ("8bit", []), ("fp32", ["gpu:?share=2"])])
+def test_a_parameter_without_a_gradient(tmp_path, state_dtype, near):
     """It shares tiles with others, and keeps every bit; its states are there from the first backward on."""
 
     def trained(name, overlap):
         (tmp_path / name).mkdir()
-        options = {"place": [DEVICE], "groups": True, "state_dtype": state_dtype, "dtype": torch.bfloat16}
+        options = {"place": [DEVICE], "groups": True, "state_dtype": state_dtype, "dtype": torch.bfloat16, "near": near}
         training = Training(tmp_path / name, overlap, latency="100us", **options)
         for k in range(6):
             model = training.model if k in (2, 3) else training.model[:3] if k % 2 else training.model[1:]

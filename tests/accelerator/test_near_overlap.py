@@ -4,6 +4,7 @@ Every value that a program reads is the one that it would be without overlap, an
 """
 
 import itertools
+import json
 import random
 import threading
 
@@ -163,6 +164,22 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch):
     assert one.parameters() == other.parameters()
     one.opt.close()
     other.opt.close()
+
+
+@one_schedule
+@ALL
+def test_timeline(tmp_path, overlap, monkeypatch):
+    """What is done there is on its tracks, in each step; with free_gradients each parameter is."""
+    monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "trace.json"))
+    training = Training(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
+    for _ in range(3):
+        training.step()
+    near = len(near_of(training))
+    training.opt.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    tracks = {e["tid"] for e in events if "gpu:" in e.get("args", {}).get("name", "")}
+    names = [e["name"] for e in events if e["ph"] == "X" and e["tid"] in tracks]
+    assert names == (["1 parameters"] * 3 * near if overlap is FREE else [f"{near} parameters"] * 3)
 
 
 # ---- what does not go well -------------------------------------------------------------------
