@@ -172,8 +172,12 @@ def planned_placement(
         if near:
             placement.beside = OnAccelerator(near, [*chosen.values()])
             if state_dtype == FP32:
-                left -= round(params * placement.part_beside(plan(), dtype.itemsize))
-                placement.beside.params = params - left
+                left = on_accelerator = round(params * placement.part_beside(plan(), dtype.itemsize))
+                placement.beside.params = on_accelerator
+                if left and any(spec.durable for spec in chosen.values()):  # these have it, too
+                    shares = placement.shares(plan(), is_copied=True)
+                    placement.take(placement.divide(plan(shares), is_copied=True), is_copied=True)
+                left = params - on_accelerator
             there.insert(0, near.room_bytes or 0)
         if left:
             placement.take(placement.divide(plan(placement.shares(plan()))))

@@ -118,11 +118,13 @@ class Engine:
         *,
         codec: str = FP32,
         param_dtype: torch.dtype | None = None,
+        is_copied: bool = False,
     ) -> Extent:
         """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
 
         `sections`: names of the states of each, the fp32 master being the first.
         `codec`: "8bit" keeps codes of them, which have no windows; all parameters are of `param_dtype` then.
+        `is_copied`: the accelerator will have copies of them, see near_copies.py.
         To be followed by `describe()`, and to be filled within `writing()`; codes by a step.
         """
         self.check_open()
@@ -146,15 +148,15 @@ class Engine:
         extent = plan(shares=self.devices.shares)
         placement = self.devices.placement if extent.n_tiles else None  # empty parameters are nowhere
         if placement:
-            shares = placement.shares(extent)
-            extent = placement.divide(plan(shares=shares))
+            shares = placement.shares(extent, is_copied=is_copied)
+            extent = placement.divide(plan(shares=shares), is_copied=is_copied)
             if self.handle is None:  # what joins first may have so few tiles that not every device gets one
                 self.devices.share_memory([share * extent.n_tiles * extent.slot_bytes for share in shares])
         # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
         with self.devices.room_for(extent) as offsets:
             self._add(extent, offsets, None)
         if placement:
-            placement.take(extent)
+            placement.take(extent, is_copied=is_copied)
             placement.announce()
             self.devices.shares = extent.shares
         if extent.n_tiles and not any(e.n_tiles for e in self.extents[:-1]):

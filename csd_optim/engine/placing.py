@@ -8,13 +8,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..bindings import UNPACED
 from ..devices.machine import available_memory
-from ..devices.placement import Candidate, place
+from ..devices.placement import Candidate, place, step_seconds
 from ..devices.spec import DeviceSpec
 from ..errors import CSDMemoryError, CSDOSError
 from ..store.format import devices_of
@@ -30,36 +30,58 @@ CODES = "8bit"  # why the accelerator has nothing
 PARTS = 4096  # into which states are divided to find shares, before there are tiles
 
 
+class Taken(NamedTuple):
+    """An extent that is where it is to be."""
+
+    extent: Extent
+    tiles: list[int]  # of each device
+    candidates: list[Candidate]  # what these took of it
+    is_copied: bool  # the accelerator updates it, and devices write it
+
+    @property
+    def params(self) -> int:
+        return sum(self.extent.numels)
+
+
 class Placement:
     """Divides extents among devices, so that all are through with a step at the same time.
 
     `rates`: bytes per second, read plus written, that unpaced drives were measured to move, by device. `rooms`: bytes
     that each device can have of states in all, as rooms() tells. `beside`: where states can be that are on none of
-    them.
+    them; or beside named directories, where those are updated that these need not read, but write.
     """
 
     beside: OnAccelerator | None = None
-    _near: Candidate | None = None  # what was chosen by: of one element there, and of one that crosses the link
-    _link = 0.0
+    _near: Candidate | None = None  # what was chosen by: of one element there
+    _link = _near_link = 0.0  # seconds of the link: of one elsewhere, and of one there
     _is_full = False  # there is no room for more there
 
     def __init__(self, specs: Sequence[DeviceSpec], rates: Mapping[int, float], rooms: Sequence[int]) -> None:
         self._specs, self._rates, self._rooms = specs, rates, [*rooms]
-        self._taken: list[tuple[Extent, list[int], list[Candidate]]] = []
+        self._taken: list[Taken] = []
 
-    def shares(self, extent: Extent) -> list[float]:
-        """That devices should have of an extent, whatever its tiles; their sum is 1. Raises CSDOSError: no room."""
-        tiles, _ = self._place(extent, PARTS, extent.n_tiles * extent.tile_elems / PARTS)
+    @property
+    def _copies(self) -> bool:
+        """Do devices have what is on the accelerator, too?"""
+        return any(spec.durable for spec in self._specs)
+
+    def shares(self, extent: Extent, *, is_copied: bool = False) -> list[float]:
+        """That devices should have of an extent, whatever its tiles; their sum is 1. Raises CSDOSError: no room.
+
+        `is_copied`: see Taken.
+        """
+        elems = extent.n_tiles * extent.tile_elems / PARTS
+        tiles, _ = self._place(extent, PARTS, elems, is_copied=is_copied)
         return [max(n, 1) / PARTS for n in tiles]  # what has none now may have some of what joins later
 
-    def divide(self, extent: Extent) -> Extent:
+    def divide(self, extent: Extent, *, is_copied: bool = False) -> Extent:
         """The extent with its tiles where they are to be. Raises CSDOSError, CSDMemoryError: no room."""
-        tiles, _ = self._place(extent, extent.n_tiles, extent.tile_elems)
+        tiles, _ = self._place(extent, extent.n_tiles, extent.tile_elems, is_copied=is_copied)
         in_memory = sum(n for n, spec in zip(tiles, self._specs, strict=True) if spec.kind.in_memory)
         needed = extent.slots * extent.slot_bytes * in_memory
         if self._taken:  # of the first, share_memory() asks
-            there = [e.n_tiles * e.slot_bytes for e in self.extents]
-            needed += self._cached(sum(there) + extent.n_tiles * extent.slot_bytes) - self._cached(sum(there))
+            more = 0 if is_copied else extent.n_tiles * extent.slot_bytes
+            needed += self._cached(self._read_bytes + more) - self._cached(self._read_bytes)
         check_memory(needed)
         return replace(
             extent,
@@ -74,35 +96,69 @@ class Placement:
         """
         assert self.beside
         rates, elems = self.beside.rates(), extent.n_tiles * extent.tile_elems / PARTS
-        room = int(self.beside.room / (extent.slots * 4 * len(extent.sections) * elems))
+        state_bytes = 4 * len(extent.sections) * elems
+        room = int(self.beside.room / (state_bytes * (1 if self._copies else extent.slots)))
         # What is measured is AdamW's; other rules go through as many bytes as they have states.
         near = Candidate(elems / rates.update * len(extent.sections) / 3, room=max(0, room))
-        others = [replace(c, link=elems * param_bytes / rates.link) for c in self.candidates(extent, elems)]
-        tiles = place(PARTS, [near, *others])
-        if tiles is None:
+        link = elems * param_bytes / rates.link
+        others = [replace(c, link=link) for c in self.candidates(extent, elems)]
+        if self._copies:
+            near = replace(near, link=state_bytes / rates.link)
+            there = self._part_copied(near, others, self.candidates(extent, elems, is_copied=True), extent)
+        elif tiles := place(PARTS, [near, *others]):
+            there = tiles[0]
+        else:
             raise self._no_room(extent)
         self._near = replace(near, seconds=near.seconds / elems)
-        self._link, self._is_full = param_bytes / rates.link, tiles[0] == near.room
-        return tiles[0] / PARTS
+        self._link, self._near_link, self._is_full = link / elems, near.link / elems, there == near.room
+        return there / PARTS
+
+    def _part_copied(self, near: Candidate, others: list[Candidate], written: list[Candidate], extent: Extent) -> int:
+        """How many of PARTS the accelerator is to have a copy of, so that a step takes least.
+
+        `others`: what devices take of those that they update; `written`: of those that they write only. Raises
+        CSDOSError.
+        """
+        if place(PARTS, others) is None:  # they have all of it
+            raise self._no_room(extent)
+
+        def devices(n: int) -> float:
+            """Seconds that these are busy if the accelerator has so many: the more, the less there is to be read."""
+            return sum(step_seconds(place(k, c) or [], c) for k, c in ((n, written), (PARTS - n, others)) if k)
+
+        def accelerator(n: int) -> float:
+            return max(n * near.seconds, n * near.link + (PARTS - n) * others[0].link)
+
+        few, many = 0, min(near.room, PARTS)
+        while few < many:
+            middle = (few + many) // 2
+            few, many = (few, middle) if accelerator(middle) >= devices(middle) else (middle + 1, many)
+        return min((n for n in (few - 1, few) if n >= 0), key=lambda n: max(accelerator(n), devices(n)))
 
     @property
     def extents(self) -> list[Extent]:
         """Those that were placed."""
-        return [extent for extent, *_ in self._taken]
+        return [taken.extent for taken in self._taken]
+
+    @property
+    def _read_bytes(self) -> int:
+        """Of states that a step reads if memory keeps nothing."""
+        return sum(t.extent.n_tiles * t.extent.slot_bytes for t in self._taken if not t.is_copied)
 
     def _cached(self, nbytes: int) -> int:
         """How many of so many bytes of states memory keeps for drives."""
         return min(nbytes, sum(max(0, spec.cache_bytes) for spec in self._specs))
 
-    def take(self, extent: Extent) -> None:
+    def take(self, extent: Extent, *, is_copied: bool = False) -> None:
         """An extent is where divide() has put it."""
-        self._taken.append((extent, *self._place(extent, extent.n_tiles, extent.tile_elems)))
+        found = self._place(extent, extent.n_tiles, extent.tile_elems, is_copied=is_copied)
+        self._taken.append(Taken(extent, *found, is_copied))
         for d in range(len(self._specs)):
             self._rooms[d] -= extent.device_bytes(d)
 
-    def _place(self, extent: Extent, n: int, elems: float) -> tuple[list[int], list[Candidate]]:
+    def _place(self, extent: Extent, n: int, elems: float, *, is_copied: bool) -> tuple[list[int], list[Candidate]]:
         """`n` tiles of so many elements each."""
-        candidates = self.candidates(extent, elems)
+        candidates = self.candidates(extent, elems, is_copied=is_copied)
         tiles = place(n, candidates)
         if tiles is None:
             raise self._no_room(extent)
@@ -110,7 +166,7 @@ class Placement:
 
     def _no_room(self, extent: Extent) -> CSDOSError:
         there = [*zip(self._specs, self._rooms, strict=True)]
-        if self.beside:
+        if self.beside and not self._copies:
             there.insert(0, (self.beside.spec, int(self.beside.room)))
         rooms = ", ".join(f"{spec} {room / 1e9:.3f} GB" for spec, room in there)
         nbytes = extent.slots * extent.slot_bytes * extent.n_tiles
@@ -121,24 +177,28 @@ class Placement:
             "name more devices, or a larger room",
         )
 
-    def candidates(self, extent: Extent, elems: float) -> list[Candidate]:
-        """The devices, for tiles of an extent that have so many elements."""
+    def candidates(self, extent: Extent, elems: float, *, is_copied: bool = False) -> list[Candidate]:
+        """The devices, for tiles of an extent that have so many elements. `is_copied`: see Taken."""
         dtype, slot = extent.param_dtype, extent.slot_bytes * elems / extent.tile_elems
         # Of codes the parameters are in memory, and need not be read.
         read = slot - (0 if extent.codec == FP32 or dtype is None else dtype.itemsize * elems)
+        read = 0 if is_copied else read
         found = []
         for d, spec in enumerate(self._specs):
             room = max(0, int(self._rooms[d] / (extent.slots * slot)))
             if spec.pace != UNPACED:
-                found.append(Candidate(spec.pace.seconds(elems, read, slot), room=room))
+                found.append(Candidate(spec.pace.seconds(0 if is_copied else elems, read, slot), room=room))
                 continue
-            # What is measured is AdamW's; other rules move as many bytes as they have states.
-            host = elems / engine_rate(dtype or torch.bfloat16, extent.codec, in_memory=spec.kind.in_memory)
+            # What is measured is AdamW's; other rules move as many bytes as they have states. What comes from the
+            # accelerator is copied and summed, which takes as long as what is updated in memory.
+            in_memory = spec.kind.in_memory or is_copied
+            host = elems / engine_rate(dtype or torch.bfloat16, extent.codec, in_memory=in_memory)
             host *= len(extent.sections) / 3
             drive = 0.0 if spec.kind.in_memory else (read + slot) / self._rates[d]
             found.append(Candidate(drive, host, room))
         cache = sum(max(0, spec.cache_bytes) for spec in self._specs)
-        if cache > 0:  # memory for drives, which share_memory() gives out as they have states: all save the same time
+        if cache > 0 and not is_copied:
+            # Memory for drives, which share_memory() gives out as they have states: all save the same time.
             saved = cache / sum((read + slot) / c.seconds for c in found)
             found = [replace(c, saved=saved) for c in found]
         return found
@@ -151,28 +211,34 @@ class Placement:
         memory for what drives then need not read. Of each of the `devices`: `params`; `share`, of all; `seconds`, that
         it is busy by itself; `params_per_second`, None: as fast as the host; `limited_by` its "room" or its "speed",
         or by the "host" or the "link" to the accelerator, for which the others wait; that by "8bit", as states are, and
-        it keeps none of these.
+        it keeps none of these. Beside named directories the `params` of a device are those that the accelerator does
+        not update, and its `seconds` also those in which it writes the others.
         """
-        near = self.beside.params if self.beside else 0
-        of_all = near + sum(sum(extent.numels) for extent in self.extents)
-        host = sum(n * c.host for _, tiles, candidates in self._taken for n, c in zip(tiles, candidates, strict=True))
+        elsewhere = sum(taken.params for taken in self._taken if not taken.is_copied)
+        near = sum(taken.params for taken in self._taken if taken.is_copied)
+        if self.beside and not self._copies:
+            near = self.beside.params
+        of_all = near + elsewhere
+        host = sum(n * c.host for taken in self._taken for n, c in zip(taken.tiles, taken.candidates, strict=True))
         devices: list[dict[str, Any]] = []
         for d, spec in enumerate(self._specs):
-            own = [(extent, tiles[d], candidates[d]) for extent, tiles, candidates in self._taken]
-            params = sum(min(1, n / extent.n_tiles) * sum(extent.numels) for extent, n, _ in own)
-            moves = sum(n * c.seconds for _, n, c in own)
-            rate = max((extent.tile_elems / c.seconds for extent, _, c in own if c.seconds), default=None)
+            own = [(taken, taken.tiles[d], taken.candidates[d]) for taken in self._taken]
+            updated = [(taken, n, c) for taken, n, c in own if not taken.is_copied]
+            params = sum(min(1, n / taken.extent.n_tiles) * taken.params for taken, n, _ in updated)
+            writes = sum(n * c.seconds for taken, n, c in own if taken.is_copied)
+            moves = sum(n * c.seconds for _, n, c in updated)
+            rate = max((taken.extent.tile_elems / c.seconds for taken, _, c in updated if c.seconds), default=None)
             devices.append(
                 {
                     "device": str(spec),
                     "params": round(params),
                     "share": params / of_all,
-                    "seconds": max(moves - own[0][2].saved, moves / 2) if own else 0.0,
+                    "seconds": writes + (max(moves - updated[0][2].saved, moves / 2) if updated else 0.0),
                     "params_per_second": rate,
                     "limited_by": "room" if any(n == c.room for _, n, c in own) else "",
                 }
             )
-        link = self._link * (of_all - near)
+        link = self._link * elsewhere + self._near_link * near
         if self.beside and self._near:
             about: dict[str, Any] = {"params": near, "share": near / of_all, "seconds": near * self._near.seconds}
             about |= {"params_per_second": 1 / self._near.seconds, "limited_by": "room" if self._is_full else ""}
@@ -185,7 +251,7 @@ class Placement:
         for device in devices:
             if not device["limited_by"]:
                 device["limited_by"] = "speed" if device["seconds"] > 0.9 * seconds else shared
-        cache = self._cached(sum(extent.n_tiles * extent.slot_bytes for extent in self.extents))
+        cache = self._cached(self._read_bytes)
         found = {"seconds": seconds, "host_seconds": host, "cache_bytes": cache, "devices": devices}
         return found | ({"link_seconds": link} if self._near else {})
 

@@ -89,7 +89,7 @@ class StateMap:
                 # has, too, and need not read, has tiles of its own.
                 alone = there and copies is None
                 numels = [0 if alone else numel(part.of(p)) for _, p, part in new]
-                engine.extend(numels, sections, codec=codec, param_dtype=dtype)
+                engine.extend(numels, sections, codec=codec, param_dtype=dtype, is_copied=there and not alone)
                 for name, p, part in new:
                     local = torch.empty_like(part.of(p), device="meta")
                     where = (len(engine.extents) - 1, local.shape, local.stride(), initial[id(p)])

@@ -271,6 +271,31 @@ def test_one_slot(tmp_path, monkeypatch):
 
 
 @one_schedule
+@pytest.mark.parametrize(
+    ("near", "there", "seconds", "limits"),
+    [
+        # A drive moves 48 MB/s, and of 48 tiles only writes what is there. All of them; as many as there is room for;
+        # and so many that the link, over which 12 B of each go and 2 B of others, is as busy.
+        ("room=1GB&link=1GB/s", 48, 48 * 12 / 48e6, ["link", "speed"]),
+        (f"room={12 * 10 * TILE}&link=1GB/s", 10, (10 * 12 + 38 * 24) / 48e6, ["room", "speed"]),
+        ("room=1GB&link=24MB/s", 30, (30 * 12 + 18 * 24) / 48e6, ["link", "speed"]),
+    ],
+)
+def test_auto(near, there, seconds, limits, tmp_path):
+    params = [randn((TILE,), i).to(DEVICE, torch.bfloat16).requires_grad_() for i in range(48)]
+    devices = ["auto", f"gpu:?update=1G/s&{near}", f"file:{tmp_path}?mixed=48MB/s"]
+    it = Trained(devices, params=params)
+    for k in range(2):
+        it.step(k)
+    stats = it.opt.stats()
+    placement = stats["placement"]
+    assert [d["params"] for d in stats["devices"]] == pytest.approx([there * TILE, (48 - there) * TILE], abs=TILE)
+    assert [d["params"] for d in placement["devices"]] == [d["params"] for d in stats["devices"]]
+    assert [d["limited_by"] for d in placement["devices"]] == limits
+    assert placement["seconds"] == pytest.approx(seconds * TILE, rel=0.05)
+
+
+@one_schedule
 def test_what_is_refused(tmp_path):
     with pytest.raises(CSDValueError, match=r"topk of parameter 0\.3: gpu: has its states"):
         Trained(near(tmp_path / "a"), topk=0.1).step(0)

@@ -410,6 +410,16 @@ def test_plan_place(run, tmp_path, rates, monkeypatch):
     assert sum(d["params"] for d in found["devices"]) == 100e6
     assert found["link_seconds"] == pytest.approx(80e6 * 2 / 1e9, rel=0.01)
     assert found["seconds"] == pytest.approx(max(80e6 / (125e6 + 200e6), 0.16), rel=0.01)
+    # A directory writes what the accelerator updates, too: 30 M have room there, and 70 M it reads and writes.
+    (tmp_path / "named").mkdir()
+    kept = ["gpu:?room=360MB&update=1G/s&link=1GB/s", f"file:{tmp_path}/named?mixed=3GB/s"]
+    code, out, _ = run("plan", "--place", "--params=100M", "--json", *kept)
+    found = json.loads(out)
+    assert [d["limited_by"] for d in found["devices"]] == ["room", "speed"]
+    assert [d["params"] for d in found["devices"]] == pytest.approx([30e6, 70e6], rel=0.01)
+    assert found["seconds"] == pytest.approx((30e6 * 12 + 70e6 * 24) / 3e9, rel=0.02)
+    assert found["link_seconds"] == pytest.approx((30e6 * 12 + 70e6 * 2) / 1e9, rel=0.02)
+    assert found["drives_alone"] == pytest.approx(100e6 * 24 / 3e9, rel=0.01)
     code, out, _ = run("plan", "--place", "--params=100M", "--state-dtype=8bit", "--json", *devices)
     found = json.loads(out)
     assert found["devices"][0]["limited_by"] == "8bit"
