@@ -307,11 +307,6 @@ int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_par
 int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, const uint32_t *entries,
                     uint64_t n_entries, csd_error *error);
 
-/* States of a tile with parameters that are CSD_GIVEN, as they will be; its push follows. `states`: all its sections one
- * after another, as a slot has them, of which only pieces of these parameters are read; untouched until the tile has its
- * parameters (csd_engine_params_ready), or the step is over. */
-int csd_engine_give(csd_engine *engine, uint32_t tile, const void *states, csd_error *error);
-
 /* The same without images, of gradients that the params do not know: as they come, in backward. `grads`: of each piece of
  * the tile, in their order, what csd_param.grad would be; NULL: the parameter has none after all, and keeps every bit.
  * Read until the tile has its parameters (csd_engine_params_ready). CSD_EINVAL: Top-K, `in_image`, or one whose `grad` is
@@ -321,6 +316,11 @@ int csd_engine_push_grads(csd_engine *engine, uint32_t tile, const void *const *
 /* These parameters have no gradient after all, and keep every bit: none of their tiles has been pushed. CSD_EINVAL, and
  * nothing has changed, if one has. */
 int csd_engine_drop_grads(csd_engine *engine, const uint32_t *params, uint32_t n, csd_error *error);
+
+/* States of a tile with parameters that are CSD_GIVEN, as they will be; its push follows. `states`: all its sections one
+ * after another, as a slot has them, of which only pieces of these parameters are read; untouched until the tile has its
+ * parameters (csd_engine_params_ready), or the step is over. */
+int csd_engine_give(csd_engine *engine, uint32_t tile, const void *states, csd_error *error);
 
 /* Waits for the parameters of one more tile pushed with an image, and says which. */
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
