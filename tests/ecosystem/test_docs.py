@@ -54,7 +54,7 @@ NOT_RUN = {  # how a command, or the first line of a Python snippet, begins: why
     "make wheels": "minutes; test_wheel.py builds one",
     "make aarch64": "minutes, and needs a cross compiler",
     "make docs": "make check runs it",
-    "make types": "CI runs it beside make test",
+    "make types": "make check runs it",
     "make sanitize": "make test runs it beside this",
     "make soak": "minutes; test_crash.py does the same in short",
     "make tables": "test_bench.py runs it, on a copy of the page",
