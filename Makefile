@@ -16,6 +16,8 @@ PYTHON ?= python3
 VENV := build/venv
 BIN := $(VENV)/bin
 # Modules are compiled when they are imported. Most never are, and to compile them takes longer than to unpack them.
+# What was compiled is kept: many containers forbid that, and each process would compile torch and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # The compiler's output depends on these; editing one of them rebuilds the extension.
 NATIVE := $(foreach d,native/* hls_kernels hls_kernels/*,$(wildcard $(d)/*.h $(d)/*.cpp)) \
