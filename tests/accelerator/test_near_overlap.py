@@ -260,7 +260,7 @@ def test_an_accelerator_that_fails_when_a_step_is_undone(tmp_path, overlap, monk
     one_step(training)
     with monkeypatch.context() as patch:
         patch.setattr(torch.accelerator, "synchronize", gone)
-        with failing(Engine, "pull", 2, "broken"), pytest.raises(RuntimeError, match="the accelerator is gone"):
+        with failing(Engine, "finish", 1, "broken"), pytest.raises(RuntimeError, match="the accelerator is gone"):
             one_step(training)
     training.opt.zero_grad()
     with pytest.raises(CSDTornError, match="an earlier step was cut short"):
