@@ -291,6 +291,11 @@ class Early:
     def stop(self) -> None:
         self._thread.stop()
 
+    @property
+    def backwards(self) -> int:
+        """How many have begun."""
+        return self._backward
+
     def take(self, bucket: Any, travels: Callable[[torch.Tensor, torch.Tensor], Part | None]) -> Any:
         """What a communication hook of DDP does with a bucket, and returns.
 

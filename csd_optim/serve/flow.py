@@ -18,6 +18,11 @@ goes on to receive, and what it has not sent it sends as it is once everything i
     another session takes over            the same
     an owner is gone                      the others and the trainers end; owners go on from their last common step
 
+With the hook trainer 0 announces, with the first bucket of a backward, what the step will be if nothing but gradients
+changes ("guess"; no reply). Owners begin it, and update in their other slots while backward goes on; nothing is sent.
+The step's message says whether that was right. If not, or if anything else is asked for, or the session ends, it is
+undone, and the step is made as without.
+
 Values from outside, new states, one slot (shadow=False), sums that are clipped or of entries (Top-K): with these a step
 begins when all gradients are there, and its parameters leave when it is whole. The protocol is the same.
 """
@@ -48,6 +53,8 @@ if TYPE_CHECKING:
     from .owner import Owner
 
 NEVER = np.iinfo(np.int64).max
+# What a message says of a step that is announced in backward, and again when it is asked for.
+FORESEEN = ("params", "dtypes", "pushed", "scale", "hyper", "shares", "max_grad_norm")
 
 
 class Rows:
@@ -121,7 +128,7 @@ class Flow(InStep):
     """
 
     def __init__(self, owner: Owner, message: dict[str, Any]) -> None:
-        self._owner, self._optimizer = owner, owner.optimizer
+        self._owner, self._optimizer, self._message = owner, owner.optimizer, message
         self._indices: list[int] = message["params"]
         dtypes = map(dtype_named, message["dtypes"])
         # Of each parameter: the backward in which its gradient leaves, and as what it travels.
@@ -140,6 +147,11 @@ class Flow(InStep):
     @property
     def under_way(self) -> bool:
         return self._step is not None
+
+    def is_for(self, message: dict[str, Any]) -> bool:
+        """Was it begun with what is asked for now?"""
+        same = all(message.get(name) == self._message.get(name) for name in FORESEEN)
+        return same and self.under_way and not message["written"]
 
     # ---- on the owner's own thread ----------------------------------------------------
 

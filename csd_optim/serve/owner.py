@@ -63,7 +63,8 @@ class Owner:
         self.changed: threading.Condition = threading.Condition()
         self.current: Session | None = None
         self.arrivals: Arrivals | None = None  # of the session
-        self.flow: Flow | None = None  # the step that is being made
+        self.flow: Flow | None = None  # the step that is being made, or guessed
+        self._groups_before: list[dict[str, Any]] | None = None  # if it is guessed
 
     # ---- sessions ------------------------------------------------------------------------
 
@@ -97,8 +98,10 @@ class Owner:
         """Between two sessions: everything is durable."""
         with self.changed:
             self.current = self.arrivals = None
-            self._contributions.clear()
             self.changed.notify_all()
+        self.finish_step()
+        with self.changed:
+            self._contributions.clear()
         if self.optimizer is not None:
             self.optimizer.synchronize()
 
@@ -196,26 +199,46 @@ class Owner:
     def begin_step(self, message: dict[str, Any], received: Mapping[int, torch.Tensor]) -> None:
         """What a step takes besides gradients: it begins, if it can before they are there. See `flow`.
 
-        `received`: new values of parameters, by number.
+        `received`: new values of parameters, by number. If that is what was guessed, it has begun.
         """
-        flow = self.flow
-        assert flow
         with all_ranks_or_none(self._ranks):
-            self._set_up(message, received)
-            waits = bool(received) or any(message.get("shares", ())) or message.get("max_grad_norm") is not None
+            goes_on = self.flow is not None and not received and self.flow.is_for(message)
+            if not goes_on:
+                self.finish_step()
+            self.in_doubt = True  # until the step is made: values, hyperparameters and user_state go with it
+            self._groups_before = None
+            self._take(received)
+            if message["user_states"] is not None:
+                states = [unpacked(state) for state in message["user_states"]]
+                self.optimizer.user_state = (
+                    states[0] if len(states) == 1 else {OF_TRAINERS: states} if any(states) else {}
+                )
+        if not goes_on:
+            self._begin(message, waits=bool(received))
+
+    def guess(self, message: dict[str, Any]) -> None:
+        """Begins a step that is only announced, if it can: until it is asked for nothing has changed."""
+        self.finish_step()
+        self._groups_before = [plain(group) for group in self.optimizer.param_groups]
+        self._begin(message, waits=False)
+        if self.flow and not self.flow.under_way:
+            self.finish_step()
+
+    def _begin(self, message: dict[str, Any], *, waits: bool) -> None:
+        with all_ranks_or_none(self._ranks):
+            self._set_up(message)
+            waits = waits or any(message.get("shares", ())) or message.get("max_grad_norm") is not None
             if not waits and "shares" in message:
                 self.optimizer._sums = self._sums(message)
+            flow = Flow(self, message)
+            with self.changed:
+                self.flow = flow
         if not waits:
             flow.begin()
 
-    def _set_up(self, message: dict[str, Any], received: Mapping[int, torch.Tensor]) -> None:
+    def _set_up(self, message: dict[str, Any]) -> None:
         opt, params = self.optimizer, self.params
-        self.in_doubt = True  # until the step is made: values, hyperparameters and user_state go with it
-        self._take(received)
         self._put_back(message["hyper"])
-        if message["user_states"] is not None:
-            states = [unpacked(state) for state in message["user_states"]]
-            opt.user_state = states[0] if len(states) == 1 else {OF_TRAINERS: states} if any(states) else {}
         for p in params:
             p.grad = None
         for index in message["params"]:
@@ -238,14 +261,19 @@ class Owner:
         return {"committed_step": opt.committed_step, "grad_norm": opt._grad_norm}
 
     def finish_step(self) -> None:
-        """It is whole, or undone now."""
-        assert self.flow
+        """If a step has begun: it is whole, or undone now. No collective."""
+        flow = self.flow
+        if flow is None:
+            return
         try:
-            self.flow.end()
+            flow.end()
         finally:
             with self.changed:
                 self.flow = None
             self.optimizer._sums = NO_SUMS
+            before, self._groups_before = self._groups_before, None
+            for group, kept in zip(self.optimizer.param_groups, before or (), strict=bool(before)):
+                put_back(group, kept)
 
     def layout_of(self, plan: StepPlan, indices: Sequence[int], *, apart: bool) -> Layout:
         """See Layout."""
@@ -336,10 +364,9 @@ class Owner:
         params = self.params
         received: dict[int, torch.Tensor] = {}
         states: list[torch.Tensor] = []
-        if message["op"] == "step":
+        if message["op"] in ("step", "guess"):
             with self.counts(session):
                 self._room_for_step(session, message)
-                self.flow = Flow(self, message)
         elif message["op"] == "load":
             said = message["states"]
             parts = self._state_parts(said, None)
@@ -564,18 +591,20 @@ def check_message(message: dict[str, Any], request: Request, trainers: int) -> N
         return values
 
     try:
-        if op in ("step", "pull"):
+        if op in ("step", "guess", "pull"):
             numbers(message["params"])
         if op in ("step", "load"):
             numbers(message["written"])
+        if op in ("step", "guess", "load"):
             read_hyper(message["hyper"], len(request.groups))
-        if op == "step":
+        if op in ("step", "guess"):
             if len(message["dtypes"]) != len(message["params"]) or type(message["scale"]) is not float:
                 raise ValueError("dtypes or a scale that do not fit")
             if len(message["pushed"]) != len(message["params"]) or not all(type(n) is int for n in message["pushed"]):
                 raise ValueError("backwards that do not fit")
             if "shares" in message:
                 _check_shares(message, request)
+        if op == "step":
             states = message["user_states"]
             if states is not None and len([unpacked(state) for state in states]) != trainers:
                 raise ValueError(f"user_state of {len(states)} trainers")

@@ -61,6 +61,7 @@ class RemoteEngine(Engine):
         self._session: Session | None = None
         self._snapshots = 0  # that were asked for
         self.early: Early | None = None  # if gradients leave in backward
+        self._announced: list[Any] = []  # what is under way of that
         place = address.host, address.port
         with all_ranks_or_none(ranks):
             if place in _addresses:
@@ -191,6 +192,19 @@ class RemoteEngine(Engine):
         self.committer.committed_step = int(reply.get("committed_step", self.committed_step))
         return reply
 
+    def announce(self, message: dict[str, Any]) -> None:
+        """Tells owners of a step that may follow; of the trainer that leads. They do not answer, and nobody waits."""
+        session = self._session
+        if session and self.leads:
+            with contextlib.suppress(CSDRankError):  # the step will raise that
+                self._wait_announced(session)
+                owners = (session.owner(k) for k in range(session.owners))
+                self._announced = session.begin_saying(message, *owners)
+
+    def _wait_announced(self, session: Session) -> None:
+        while self._announced:
+            session.wait(self._announced.pop())
+
     def make_step(
         self,
         message: dict[str, Any],
@@ -206,6 +220,7 @@ class RemoteEngine(Engine):
         """
         self.check_open()
         with self.exchange() as session:
+            self._wait_announced(session)
             if self.leads:
                 session.say(message, *(session.owner(k) for k in range(session.owners)))
             reply = _Beside(session, lambda: _checked(session.hear(session.owner(0), PATIENCE)))

@@ -26,7 +26,8 @@ import torch
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..errors import CSDError, CSDRankError
-from .blocks import Block
+from .blocks import Block, Bucket
+from .flow import Flow
 from .owner import Owner, read_blocks
 from .remote import error_message
 from .request import Group, Request, read_group, read_request
@@ -47,7 +48,7 @@ from .wire import (
 )
 
 TELL = 10.0  # between two lines about progress
-OPS = ("open", "listen", "step", "pull", "join", "load", "state", "save", "synchronize", "close")
+OPS = ("open", "listen", "guess", "step", "pull", "join", "load", "state", "save", "synchronize", "close")
 GOES_ON, OVER, STOPS = range(3)  # votes
 
 
@@ -273,7 +274,10 @@ class Service:
         """What all owners have decided to do. Returns why the session is over, if it is."""
         if asked.op == "step":
             return self._step(session, asked)
+        if asked.op == "guess":
+            return self._guess(asked)
         owner, failure = self._owner, None
+        owner.finish_step()
         send: Callable[[], None] | None = None
         try:
             with all_ranks_or_none(self._ranks):
@@ -300,15 +304,16 @@ class Service:
 
     def _step(self, session: Session, asked: _Asked) -> BaseException | None:
         """A step, see flow.py. Returns why the session is over, if it is."""
-        owner, message, flow = self._owner, asked.message, self._owner.flow
-        assert flow
+        owner, message = self._owner, asked.message
         # Whatever becomes of the step: nobody is to wait in vain for what belongs to it.
         arriving = _in_thread(lambda: owner.take_gradients(session, message))
-        leaving = _in_thread(lambda: owner.send(session, message["params"], flow.await_params))
+        made = Future[Flow | None]()  # set when it has begun, or is over
+        leaving = _in_thread(lambda: owner.send(session, message["params"], partial(_await_params, made)))
         failure: BaseException | None = None
         reply: dict[str, Any] = {}
         try:
             owner.begin_step(message, asked.received)
+            made.set_result(owner.flow)
             with owner.timed():
                 failure = self._awaited(arriving, session.number)
             with all_ranks_or_none(self._ranks):
@@ -320,6 +325,8 @@ class Service:
                 reply, failure = self._failed(asked.op, e)
         finally:
             owner.finish_step()
+            if not made.done():
+                made.set_result(None)
 
         def answer() -> None:
             arriving.result()
@@ -329,6 +336,15 @@ class Service:
 
         with owner.timed():
             return failure or self._awaited(_in_thread(answer), session.number)
+
+    def _guess(self, asked: _Asked) -> BaseException | None:
+        """A step that may be asked for next. Nobody is told of what becomes of it; the step tries again."""
+        try:
+            self._owner.guess(asked.message)
+        except Exception as e:
+            self._owner.finish_step()
+            return self._failed(asked.op, e)[1]
+        return None
 
     def _awaited(self, future: Future[Any], number: int) -> BaseException | None:
         """Returns when that is done; or why the session is over."""
@@ -383,6 +399,12 @@ class Service:
             f"session {number}: {request.trainers} trainer{'s' * (request.trainers > 1)} ({request.who}), "
             f"{request.optimizer}, {elements} elements in {len(request.params)} parameters, step {opt.committed_step}"
         )
+
+
+def _await_params(begun: Future[Flow | None], bucket: Bucket) -> None:
+    """Returns when parameters of a step can be sent."""
+    if flow := begun.result():
+        flow.await_params(bucket)
 
 
 def _in_thread(function: Callable[[], Any]) -> Future[Any]:

@@ -29,6 +29,7 @@ from ..step.prepare import Participants, clip_to, participants
 from ..store.file import Mode
 from .blocks import Part, ViewOf, send_buckets
 from .early import Early, mean_of, tell_overflow
+from .flow import FORESEEN
 from .model import TrainerParam, views
 from .remote import RemoteEngine
 from .request import Request, whoami
@@ -78,6 +79,8 @@ class _Trainer(StatesElsewhere):
         self._hyper_told = self._user_states_told = ""  # as they were sent last, JSON
         self._resumed = False  # and no step was made since
         self._route = "kept"  # of the last step
+        self._foreseen: dict[str, Any] | None = None  # what is said of the next one if that is like the last
+        self._backwards = 0  # until the last step
         self._selection: Selection | None = None  # of Top-K
         self._unreduced: list[torch.Tensor] = []  # of a backward under way, what it selects from
         self._moved = (0, 0, 0)  # in the last step: elements updated, bytes pushed, bytes gathered
@@ -219,6 +222,7 @@ class _Trainer(StatesElsewhere):
             "user_states": None if states_now == self._user_states_told else user_states,
         }
         self._hyper_told = self._user_states_told = ""  # unless all goes well
+        self._foreseen = None
         by_index = {known.index: known for known in self._known.values()}
         if self._is_star:
             message |= self._for_sum(entries, selected, grad_scale)
@@ -240,6 +244,7 @@ class _Trainer(StatesElsewhere):
                     known.version = version
             raise
         self._hyper_told, self._user_states_told, self._resumed = hyper_now, states_now, False
+        self._foresee(message)
         if self._selection:
             self._grad_norm = reply["grad_norm"]
             self._selection.end(feeds_back=self.error_feedback)
@@ -291,7 +296,33 @@ class _Trainer(StatesElsewhere):
                 remote.call({"op": "listen"})
             remote.begin_early(sum(known.param.nbytes for known in self._known.values()), star=self._is_star)
         assert remote.early
+        if bucket.index() == 0:
+            self._announce(remote)
         return remote.early.take(bucket, self._leaves)
+
+    def _foresee(self, message: dict[str, Any]) -> None:
+        """After a step: the next one may be like it, if all of it has left in the only backward since the last one."""
+        early = self._remote.early
+        before, self._backwards = self._backwards, early.backwards if early else 0
+        if self._backwards == before + 1 and all(message["pushed"]) and self.max_grad_norm is None:
+            self._foreseen = {name: message[name] for name in FORESEEN if name in message}
+
+    def _announce(self, remote: RemoteEngine) -> None:
+        """In backward: owners may begin the step that is foreseen. If it is another one, that costs what they do."""
+        assert remote.early
+        joined = len(self.param_groups) > self._groups_told
+        if not (self._foreseen and remote.leads) or joined or self.max_grad_norm is not None or self._written({}):
+            return
+        hyper = [plain(group, self._rule.hyperparameters) for group in self.param_groups]
+        n = len(self._foreseen["params"])
+        remote.announce(
+            {
+                **self._foreseen,
+                "op": "guess",
+                "pushed": [remote.early.backwards + 1] * n,
+                "hyper": None if json.dumps(hyper) == self._hyper_told else hyper,
+            }
+        )
 
     def _leave_to_step(self, bucket: Any, early: Early | None) -> Any:
         """Of a bucket from which step() selects: DDP leaves its gradients as they are, and reduces the others."""

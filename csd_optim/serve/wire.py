@@ -201,6 +201,11 @@ class Session:
 
     def say(self, message: dict[str, Any], *to: int, timeout: float | None = None, tag: int = MESSAGE) -> None:
         """Sends a message, and waits until it is heard. Raises CSDValueError if it is too long."""
+        for work in self.begin_saying(message, *to, tag=tag):
+            self.wait(work, timeout)
+
+    def begin_saying(self, message: dict[str, Any], *to: int, tag: int = MESSAGE) -> list[Any]:
+        """The same without waiting, which is to follow."""
         data = json.dumps(message).encode()
         if len(data) > MESSAGE_BYTES:
             raise CSDValueError(
@@ -208,9 +213,7 @@ class Session:
             )
         head = torch.tensor([MAGIC, self.number, len(data)], dtype=torch.int64, device="cpu")
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        works = [self.send(t, rank, tag) for rank in to for t in (head.view(torch.uint8), body)]
-        for work in works:
-            self.wait(work, timeout)
+        return [self.send(t, rank, tag) for rank in to for t in (head.view(torch.uint8), body)]
 
     def hear(self, source: int, timeout: float | None = None, tag: int = MESSAGE) -> dict[str, Any]:
         """The next message of a rank. Raises CSDRankError also if it is none of this session."""

@@ -9,8 +9,10 @@ from unittest import mock
 import pytest
 import torch
 from support.owners import STARTS, Owners, small_buckets
+from support.ranks import on_living_ranks
+from torch.nn.parallel import DistributedDataParallel
 
-from csd_optim import CSDAdam, CSDOSError, CSDRankError
+from csd_optim import CSDAdam, CSDOSError, CSDRankError, push
 from csd_optim.engine.engine import Engine
 from csd_optim.serve.wire import BULK, Session
 
@@ -124,4 +126,92 @@ def test_a_step_that_fails_halfway_on_one_owner_leaves_nothing(tmp_path, monkeyp
         resumed = Layers(owners.address, resume=True)
         assert resumed.opt.committed_step == 5
         assert_alike(resumed.image(), alone.image())
+        owners.stop()
+
+
+class Hooked:
+    """Layers under DDP: with owners its hook pushes."""
+
+    def __init__(self, devices, route="slices"):
+        served = devices.startswith("serve:")
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+        address = f"{devices}&route={route}" if served else devices
+        options = {"overwrite": True} if served else {}
+        self.opt = CSDAdam(self.model.parameters(), lr=0.1, devices=address, tile_size=256, **options)
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.005)
+        if served:
+            self.ddp.register_comm_hook(self.opt, push)
+
+    def backward(self, i, rank):
+        torch.manual_seed(100 * i + rank)
+        self.ddp(torch.randn(4, 32)).square().sum().backward()
+
+    def step(self):
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def image(self):
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+@small_buckets()
+def guessing(rank, address, store, route):
+    """States are written in backward; what was not as guessed is done again; and nothing of it can be seen."""
+    alone, served = Hooked("ram:"), Hooked(address, route)
+
+    def both(call):
+        call(alone)
+        call(served)
+        assert_alike(served.image(), alone.image())
+
+    def backward(i):
+        both(lambda training: training.backward(i, rank))
+
+    def step():
+        both(Hooked.step)
+
+    for i in range(3):
+        backward(i)
+        step()
+    served.opt.synchronize()
+    torch.distributed.barrier()
+    stored = bytes_of(store)
+    backward(3)
+    end = time.monotonic() + STARTS
+    while bytes_of(store) == stored:
+        assert time.monotonic() < end, "nothing was written in backward"
+        time.sleep(0.001)
+    step()
+    # From here on guesses are wrong.
+    backward(4)
+    both(lambda training: training.opt.param_groups[0].update(lr=0.05))
+    step()
+    backward(5)
+    both(lambda training: training.opt.zero_grad())
+    backward(6)
+    step()
+    backward(7)
+    with torch.no_grad():
+        both(lambda training: training.model[0].weight.mul_(0.5))
+    step()
+    for _ in range(2):  # the mode that follows a backward that no step was made of, and the one that is back again
+        backward(8)
+        step()
+    backward(9)
+    served.opt.consolidate_state_dict(None)  # who asks for states gets those of the step before
+    step()
+    served.opt.synchronize()
+    done = served.opt.committed_step
+    served.opt.close()
+    return done
+
+
+@pytest.mark.parametrize(("route", "size"), [("slices", 1), ("slices", 2), ("star", 1)])
+def test_owners_update_in_backward_and_undo_what_was_not_as_guessed(tmp_path, route, size):
+    with Owners(tmp_path, size, small=True) as owners:
+        stores = owners.stores[-1]
+        done = on_living_ranks(2, guessing, owners.address, stores, route, directory=tmp_path)
+        assert done == [10, 10]
+        assert "failed" not in owners.said
         owners.stop()
