@@ -53,8 +53,8 @@ class Stage:
     name: str
     bytes: dict[str, float]
     seconds: dict[str, float]
-    # Begins when all buckets are through the stage before; else each bucket goes on by itself.
-    waits_for_all: bool = False
+    # Begins when all buckets are through this one of the stages before, or BACKWARD; None: each goes on by itself.
+    after: int | None = None
 
     def busy(self, fleet: Fleet) -> dict[str, float]:
         """Seconds that it keeps each resource busy."""
@@ -63,26 +63,28 @@ class Stage:
 
 # ---- routes ----------------------------------------------------------------------
 #
-# As it is built, owners begin to update when all of them have everything, answer when all is updated, and trainers
-# gather when they have all. `flowing`: each bucket goes on as soon as it can, and is undone if the step is not made.
+# As it is built, owners update each bucket when its gradients are there, and parameters come back by buckets; but not
+# before trainers have reduced all and call step(), for backward still reads parameters. `flowing`: each bucket goes on
+# as soon as it can.
+BACKWARD = -1
 
 
-def _collective(name: str, r: Request, fleet: Fleet, times: int, waits: bool = False) -> Stage:
+def _collective(name: str, r: Request, fleet: Fleet, times: int) -> Stage:
     """Of trainers, in a ring: a reduce-scatter or an all-gather is one time (N - 1) / N of all, an all-reduce two."""
     n = times * size(r) * (fleet.trainers - 1) / fleet.trainers
-    return Stage(name, {TRAINER_OUT: n, TRAINER_IN: n}, {}, waits)
+    return Stage(name, {TRAINER_OUT: n, TRAINER_IN: n}, {})
 
 
-def _push(fleet: Fleet, sent: float, waits: bool = False) -> Stage:
+def _push(fleet: Fleet, sent: float, after: int | None = None) -> Stage:
     """`sent`: by each trainer, to all owners."""
-    return Stage("push", {TRAINER_OUT: sent, OWNER_IN: sent * fleet.trainers / fleet.owners}, {}, waits)
+    return Stage("push", {TRAINER_OUT: sent, OWNER_IN: sent * fleet.trainers / fleet.owners}, {}, after)
 
 
-def _pull(fleet: Fleet, received: float, waits: bool = False) -> Stage:
-    return Stage("pull", {OWNER_OUT: received * fleet.trainers / fleet.owners, TRAINER_IN: received}, {}, waits)
+def _pull(fleet: Fleet, received: float, after: int | None = None) -> Stage:
+    return Stage("pull", {OWNER_OUT: received * fleet.trainers / fleet.owners, TRAINER_IN: received}, {}, after)
 
 
-def _update(r: Request, machines: int, waits: bool) -> Stage:
+def _update(r: Request, machines: int, after: int | None = None) -> Stage:
     """On the drives of so many machines."""
     device: Device = r.drive if r.on == "drive" else r.csd
     found = predict(
@@ -96,7 +98,7 @@ def _update(r: Request, machines: int, waits: bool) -> Stage:
         sections=r.optimizer.sections,
     ).stages
     drives = max(seconds for name, seconds in found.items() if name != "update")
-    return Stage("update", {}, {DRIVES: drives, CPU: found["update"]}, waits)
+    return Stage("update", {}, {DRIVES: drives, CPU: found["update"]}, after)
 
 
 def size(r: Request) -> float:
@@ -110,24 +112,25 @@ def _adamw(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
 
 def _local(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
     gather = _collective("all-gather", r, fleet, 1)
-    return [*_adamw(r, fleet, flowing), _update(r, fleet.trainers, not flowing), gather]
+    return [*_adamw(r, fleet, flowing), _update(r, fleet.trainers, None if flowing else 0), gather]
 
 
 def _kept(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
-    share, gather = size(r) / fleet.trainers, _collective("all-gather", r, fleet, 1, not flowing)
-    push, pull = _push(fleet, share, waits=True), _pull(fleet, share, not flowing)
-    return [*_adamw(r, fleet, flowing), push, _update(r, fleet.owners, not flowing), pull, gather]
+    share, gather = size(r) / fleet.trainers, _collective("all-gather", r, fleet, 1)
+    push, pull = _push(fleet, share, after=0), _pull(fleet, share)
+    return [*_adamw(r, fleet, flowing), push, _update(r, fleet.owners), pull, gather]
 
 
 def _slices(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
     share = size(r) / fleet.trainers
-    scatter, gather = _collective("reduce-scatter", r, fleet, 1), _collective("all-gather", r, fleet, 1, not flowing)
-    pull = _pull(fleet, share, not flowing)
-    return [scatter, _push(fleet, share), _update(r, fleet.owners, not flowing), pull, gather]
+    scatter, gather = _collective("reduce-scatter", r, fleet, 1), _collective("all-gather", r, fleet, 1)
+    pull = _pull(fleet, share, None if flowing else 0)
+    return [scatter, _push(fleet, share), _update(r, fleet.owners), pull, gather]
 
 
 def _star(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
-    return [_push(fleet, size(r)), _update(r, fleet.owners, not flowing), _pull(fleet, size(r), not flowing)]
+    pull = _pull(fleet, size(r), None if flowing else BACKWARD)
+    return [_push(fleet, size(r)), _update(r, fleet.owners), pull]
 
 
 Way = Callable[[Request, Fleet, bool], list[Stage]]
@@ -168,6 +171,10 @@ def simulate(stages: Sequence[Stage], fleet: Fleet, arrivals: Sequence[float]) -
     seconds = [{name: s / buckets for name, s in stage.busy(fleet).items()} for stage in stages]
     free: dict[str, float] = defaultdict(float)  # when each resource is
     through: list[list[float]] = [[] for _ in stages]
+    opens = {
+        k: max(arrivals) if s.after == BACKWARD else 0.0 for k, s in enumerate(stages) if s.after in (None, BACKWARD)
+    }
+    waiting: dict[int, list[tuple[float, int]]] = defaultdict(list)  # before a stage that is not open yet
     events = [(arrival, 0, bucket) for bucket, arrival in enumerate(arrivals)]  # when, at which stage, who
     heapq.heapify(events)
     while events:
@@ -177,13 +184,13 @@ def simulate(stages: Sequence[Stage], fleet: Fleet, arrivals: Sequence[float]) -
             free[name] = max(free[name], now) + s
             done = max(done, free[name])
         through[k].append(done)
-        if k + 1 == len(stages):
-            continue
-        if not stages[k + 1].waits_for_all:
-            heapq.heappush(events, (done, k + 1, bucket))
-        elif len(through[k]) == buckets:
-            for each in range(buckets):
-                heapq.heappush(events, (max(through[k]), k + 1, each))
+        if k + 1 < len(stages):
+            waiting[k + 1].append((done, bucket))
+        if len(through[k]) == buckets:
+            opens |= {j: max(through[k]) for j, stage in enumerate(stages) if stage.after == k}
+        for j in [j for j in waiting if j in opens]:
+            for since, each in waiting.pop(j):
+                heapq.heappush(events, (max(since, opens[j]), j, each))
     return max(through[-1])
 
 

@@ -244,7 +244,7 @@ class _Trainer(StatesElsewhere):
                     known.version = version
             raise
         self._hyper_told, self._user_states_told, self._resumed = hyper_now, states_now, False
-        self._foresee(message)
+        self._expect_another(message)
         if self._selection:
             self._grad_norm = reply["grad_norm"]
             self._selection.end(feeds_back=self.error_feedback)
@@ -300,7 +300,7 @@ class _Trainer(StatesElsewhere):
             self._announce(remote)
         return remote.early.take(bucket, self._leaves)
 
-    def _foresee(self, message: dict[str, Any]) -> None:
+    def _expect_another(self, message: dict[str, Any]) -> None:
         """After a step: the next one may be like it, if all of it has left in the only backward since the last one."""
         early = self._remote.early
         before, self._backwards = self._backwards, early.backwards if early else 0

@@ -97,20 +97,26 @@ def test_simulation_by_hand():
     assert simulate([a], fleet, [0, 0]) == 4  # one after another
     assert simulate([a], fleet, [0, 10]) == 12  # the second comes late
     assert simulate([a, b], fleet, [0, 0]) == 10  # the second waits for the owner from 4 to 6
-    assert simulate([a, replace(b, waits_for_all=True)], fleet, [0, 0]) == 12
+    assert simulate([a, replace(b, after=0)], fleet, [0, 0]) == 12
+    assert simulate([a, replace(b, after=ranks.BACKWARD)], fleet, [0, 10]) == 18
+    assert simulate([a, b, Stage("e", {"trainer in": 1.0}, {}, after=0)], fleet, [0, 0]) == 10.5
     back = Stage("c", {"trainer out": 4.0}, {})  # as the link is busy with other buckets: 0 to 4, then 4 to 8
     assert simulate([a, back], fleet, [0, 0]) == 8
     assert simulate([a, Stage("d", {"trainer in": 4.0}, {})], fleet, [0, 0]) == 6  # it works both ways at once
 
 
 def test_what_waits():
-    """Owners that agree first update when all is there; trainers push in backward, or after it."""
+    """Parameters come when backward is over; trainers push in backward, or after it."""
     r, fleet = request(1e9, forward=1.0, backward=4.0, drive=3e9, cpu=math.inf), Fleet(4, 2, 1e12, 1e12)
     update = 12e9 * 2 / (2 * 4 * 3e9)
-    assert iteration("slices", r, fleet) == pytest.approx(1 + 4 + update, rel=0.01)
-    assert iteration("slices", r, fleet, flowing=True) == pytest.approx(1 + 4, rel=0.02)
-    assert iteration("kept", r, fleet, flowing=True) == pytest.approx(1 + 4 + update, rel=0.01)
-    assert iteration("slices", replace(r, accumulate=3), fleet) == pytest.approx(15 + update, rel=0.01)
+    for route in ("slices", "star"):
+        assert iteration(route, r, fleet) == pytest.approx(1 + 4, rel=0.02)
+        assert iteration(route, replace(r, accumulate=3), fleet) == pytest.approx(15, rel=0.02)
+    assert iteration("kept", r, fleet) == pytest.approx(1 + 4 + update, rel=0.01)
+    narrow, pull = replace(fleet, owner_link=1e9), 2e9 / 2 / 1e9
+    free = request(1e9, forward=1.0, backward=4.0, **FREE)
+    assert iteration("slices", free, narrow) == pytest.approx(1 + 4 + pull, rel=0.02)
+    assert iteration("slices", free, narrow, flowing=True) == pytest.approx(1 + 4, rel=0.02)
 
 
 def test_measured_on_paced_links():
@@ -250,8 +256,7 @@ def test_the_table_of_the_page(run, options, cells):
     code, out, _ = run("plan", *shlex.split(options), "--cpu", "1.4G/s", "--json")
     assert code == 0
     rows = {row["way"]: row for row in json.loads(out)["ways"]}
-    wanted = [f"{rows[way]['iteration']:.1f}" for way in ranks.BESIDE]
-    wanted += [f"{rows[way]['iteration']:.1f}, {rows[way]['iteration_flowing']:.1f}" for way in ranks.ROUTES]
+    wanted = [f"{rows[way]['iteration']:.1f}" for way in ranks.WAYS]
     assert cells.split(" | ") == wanted
 
 

@@ -183,22 +183,35 @@ def guessing(rank, address, store, route):
         assert time.monotonic() < end, "nothing was written in backward"
         time.sleep(0.001)
     step()
-    # From here on guesses are wrong.
-    backward(4)
-    both(lambda training: training.opt.param_groups[0].update(lr=0.05))
+
+    def guessed():  # and what follows makes it wrong
+        for _ in range(2):
+            backward(4)
+            step()
+        assert served.opt._foreseen
+        backward(5)
+
+    def set_lr(lr):
+        both(lambda training: training.opt.param_groups[0].update(lr=lr))
+
+    guessed()
+    set_lr(0.05)
     step()
-    backward(5)
+    guessed()
     both(lambda training: training.opt.zero_grad())
     backward(6)
     step()
-    backward(7)
+    guessed()
     with torch.no_grad():
         both(lambda training: training.model[0].weight.mul_(0.5))
     step()
-    for _ in range(2):  # the mode that follows a backward that no step was made of, and the one that is back again
-        backward(8)
-        step()
-    backward(9)
+    guessed()
+    step()
+    set_lr(0.02)  # of which owners are told
+    backward(7)
+    set_lr(0.05)
+    step()
+    guessed()
     served.opt.consolidate_state_dict(None)  # who asks for states gets those of the step before
     step()
     served.opt.synchronize()
@@ -212,6 +225,6 @@ def test_owners_update_in_backward_and_undo_what_was_not_as_guessed(tmp_path, ro
     with Owners(tmp_path, size, small=True) as owners:
         stores = owners.stores[-1]
         done = on_living_ranks(2, guessing, owners.address, stores, route, directory=tmp_path)
-        assert done == [10, 10]
+        assert done == [20, 20]
         assert "failed" not in owners.said
         owners.stop()
