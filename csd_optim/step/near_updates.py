@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..accelerator import recorded, wait_for
+from ..accelerator import on, recorded, wait_for
 from ..engine.on_accelerator import CHUNK
 from ..engine.torch_rules import Scratch, update
 from ..engine.trace import Span
@@ -122,6 +122,7 @@ class NearUpdates:
         for u in updates:
             largest[u.source.param.device] = max(largest.get(u.source.param.device, 0), u.param_state.numel)
         self._devices = [*largest]
+        self._streams = {d: torch.accelerator.current_stream(d) for d in largest}  # whose memory it takes
         for u in updates:
             if u.param_state.is_new:  # what it begins as, which other devices find when they update it
                 master, *others = _states(u.param_state)
@@ -160,15 +161,22 @@ class NearUpdates:
         self._queued.append(queued)
 
     def take(self, row: int, grad: torch.Tensor, *, timed: bool = False) -> None:
-        """Queues the update of one parameter, with this gradient (of the parameter's shape). Raises CSDMemoryError."""
+        """Queues the update of one parameter, with this gradient (of the parameter's shape). Raises CSDMemoryError.
+
+        Backward may make gradients on several streams; updates share memory, and so they are on one.
+        """
         u = self._updates[row]
         u = dataclasses.replace(u, source=dataclasses.replace(u.source, grad=flat(grad)))
-        self._get_ready(u)
-        self.launched = True
-        queued = Queued(1, [grad.device], timed=timed)
-        for _ in self._update(u):
-            pass
-        queued.end()
+        made_on, stream = torch.accelerator.current_stream(grad.device), self._streams[grad.device]
+        stream.wait_stream(made_on)
+        with on(stream):
+            self._get_ready(u)
+            self.launched = True
+            queued = Queued(1, [grad.device], timed=timed)
+            for _ in self._update(u):
+                pass
+            queued.end()
+        made_on.wait_stream(stream)  # whose memory the gradient is
         self._queued.append(queued)
 
     def _grads(self, u: NearUpdate) -> Iterator[torch.Tensor]:

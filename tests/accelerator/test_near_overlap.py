@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from support import emulated
 from support.between_steps import (
     History,
     accumulates_otherwise_each_time,
@@ -24,8 +25,9 @@ from support.between_steps import (
 from support.on_accelerator import DEVICE, DTYPES
 from support.replacing import failing
 from support.twins import Training, assert_twins, checksum
+from torch import nn
 
-from csd_optim import CSDMemoryError, CSDOSError, CSDRuntimeError, CSDTornError, CSDValueError
+from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDRuntimeError, CSDTornError, CSDValueError
 from csd_optim.engine.engine import Engine
 from csd_optim.step import near_updates
 
@@ -99,6 +101,56 @@ def test_random_history(tmp_path, seed):
 
 def test_gradients_that_are_freed(tmp_path):
     twins(tmp_path, freezes, FREE, place=EVERYWHERE, groups=True).opt.close()
+
+
+class Towers(nn.Module):
+    """Each layer on a stream of its own. What travels between streams is kept: nobody says so to the allocator."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+        self.streams = [torch.Stream(DEVICE) for _ in self.layers]
+        self.kept = []
+
+    def forward(self, x):
+        if x.is_cpu:
+            return sum(layer(x) for layer in self.layers)
+        main, outs = torch.accelerator.current_stream(), []
+        for layer, stream in zip(self.layers, self.streams, strict=True):
+            stream.wait_stream(main)
+            with stream:
+                outs.append(layer(x))
+            main.wait_stream(stream)
+        self.kept += [*outs, sum(outs)]
+        for out in self.kept[-5:]:
+            out.retain_grad()
+        return self.kept[-1]
+
+
+@one_schedule
+def test_backward_on_several_streams(emulated_only):
+    """Gradients are made on all of them, one after another or not, and updates share memory."""
+
+    def run(device, devices, overlap=None):
+        torch.manual_seed(0)
+        model, kept = Towers().to(device), []
+        opt = CSDAdam(model.parameters(), lr=1e-2, devices=devices, tile_size=1024)
+        if overlap:
+            opt.overlap(model, **overlap)
+        for k in range(3):
+            x = torch.randn(3, 48, generator=torch.Generator().manual_seed(k)).to(device)
+            kept += [x, model(x).square().sum()]
+            torch.accelerator.synchronize()
+            kept[-1].backward()
+            opt.step()
+            torch.accelerator.synchronize()
+            opt.zero_grad()
+        return [t.detach().cpu() for p in model.parameters() for t in (p, *opt.state[p].values())]
+
+    expected = run("cpu", "file:")
+    for seed in range(5):
+        with emulated.schedule(f"random={seed}"):
+            assert all(map(torch.equal, run(DEVICE, ["gpu:?share=3", "file:"], FREE), expected)), seed
 
 
 def strided(training):
