@@ -178,7 +178,8 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
 
     Raises CSDRuntimeError, CSDStoreExistsError, CSDOSError before anything is made.
     """
-    if temporary := [str(spec) for spec in engine.specs if not spec.durable]:
+    specs = engine.devices.specs if engine.durable else engine.specs  # what gpu: has, directories have, too
+    if temporary := [str(spec) for spec in specs if not spec.durable]:
         raise CSDRuntimeError(
             f"{temporary[0]} keeps its state for this process only, and there is no store to copy; "
             "name directories as devices, or use state_dict()"

@@ -218,6 +218,12 @@ def _check_accelerator(specs: list[DeviceSpec]) -> None:
             f"Invalid devices: '{near[0]}' beside '{card}', whose states only its kernels write. Take scratch devices "
             f"({card}?scratch=1), or name the directory without the card"
         )
+    takes_none = (s for s in specs if s.kind.on_card or not s.kind.keeps_state)
+    if near and any(s.durable for s in specs) and (other := next(takes_none, None)):
+        raise CSDValueError(
+            f"Invalid devices: '{near[0]}' beside named directories and '{other}', which takes no states from an "
+            "accelerator: leave one of the three out"
+        )
 
 
 def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:

@@ -634,6 +634,8 @@ class Engine:
         if self._trace:
             self._trace.close()
         self.committer.close()
+        if self.accelerator and self.accelerator.copies:
+            self.accelerator.copies.close()
         handle, self.handle = self.handle, None
         if handle is not None:
             with contextlib.suppress(CSDError):  # whoever waited for the last states has raised it

@@ -54,6 +54,11 @@ class NearCopies:
             if param in self.of:
                 self.of[param].is_known = False
 
+    def close(self) -> None:
+        """Nobody updates them any more: their memory is free again."""
+        for copy in self.of.values():
+            copy.states.clear()
+
     def load(self, params: Collection[int]) -> None:
         """Reads these that are not known. Not within a step. Raises CSDOSError, CSDStoreError: a tile is damaged."""
         missing = {param: copy for param in params if not (copy := self.of[param]).is_known}

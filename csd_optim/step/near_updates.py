@@ -180,9 +180,13 @@ class NearUpdates:
         self._queued.append(queued)
 
     def _grads(self, u: NearUpdate) -> Iterator[torch.Tensor]:
-        """Its gradient in chunks, rounded as it would travel. Each until the next is asked for."""
+        """Its gradient in chunks, rounded as it would travel. Each until the next is asked for.
+
+        They come to the parameter's device, if somebody has moved that and left the gradient where it was.
+        """
+        device = u.source.param.device
         for grad in torch.split(u.source.grad, CHUNK):
-            yield self._rounded[grad.device][: len(grad)].copy_(grad) if u.is_rounded else grad
+            yield self._rounded[device][: len(grad)].copy_(grad) if u.is_rounded else grad.to(device)
 
     def _update(self, u: NearUpdate) -> Iterator[None]:
         param = u.source.param.data

@@ -3,6 +3,7 @@
 import copy
 import random
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -237,6 +238,46 @@ def test_no_memory_for_a_step(tmp_path, monkeypatch):
         if k == 0 and name == "clone":
             assert same(here.step(0).bits(), alone.step(0).bits())
     assert same(here.step(2).bits(), alone.step(2).bits())
+
+
+@one_schedule
+def test_a_snapshot(tmp_path):
+    """While steps go on; it has what directories have, and needs no accelerator."""
+    here, alone = Trained(near(tmp_path / "a")).step(0), Trained([tmp_path / "b"], "cpu").step(0)
+    made = here.opt.save(tmp_path / "snap", wait=False)
+    here.step(1)
+    assert made.result() == tmp_path / "snap"
+    resumed = Trained([tmp_path / "snap" / "device-0"], "cpu", seed=9, resume=True)
+    assert same(resumed.bits(), alone.bits())
+    assert same(resumed.step(1).bits(), here.bits())
+
+
+@one_schedule
+def test_close_gives_memory_back(tmp_path):
+    here = Trained(near(tmp_path / "a")).step(0)
+    there = [weakref.ref(state) for copy in here.opt._engine.accelerator.copies.of.values() for state in copy.states]
+    assert there
+    here.opt.close()
+    assert [state for state in there if state() is not None] == []
+
+
+@one_schedule
+@pytest.mark.parametrize("named", [True, False])
+def test_a_gradient_that_stayed_on_the_host(named, tmp_path):
+    """Somebody moved the parameter."""
+
+    def run(devices, device, grad_dtype=None):
+        it = Trained(devices, "cpu", params=params_on("cpu")[:-2], grad_dtype=grad_dtype)
+        for p in it.params:
+            p.grad = torch.ones_like(p)
+            p.data = p.data.to(device)
+        it.opt.step()
+        return it.bits()
+
+    for grad_dtype in (None, torch.bfloat16):
+        devices = near(tmp_path / f"a{grad_dtype}") if named else ["gpu:", "ram:"]
+        alone = run([tmp_path / f"b{named}{grad_dtype}"], "cpu", grad_dtype)
+        assert same(run(devices, DEVICE, grad_dtype), alone)
 
 
 @one_schedule
