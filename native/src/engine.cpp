@@ -437,7 +437,7 @@ void Engine::on_stored(Job &job, int os_errno) noexcept {
     job.tile->shown = kNowhere;  // also where there is one slot: somebody may have written to the window meanwhile
     job.stored = true;
     // Not if an open window shows the slot, as it does where there is one only.
-    // Nor of what need not be read in the next step either: memory is for others.
+    // Nor of a tile that was given as a whole: the next step will not read it either, and the memory is for others.
     release_buffer(job, l.device->keeps_buffers() && l.cache_bytes >= 0 && !job.work.all_given &&
                             !(job.tile->open && job.tile->n_slots == 1));
     pump(l);

@@ -1,13 +1,16 @@
 """`gpu:` beside named directories: these have all states, and steps update some of them on the accelerator."""
 
 import copy
+import os
 import random
 import shutil
+import subprocess
+import sys
 import weakref
 
 import pytest
 import torch
-from support.backends import TILE
+from support.backends import TESTS, TILE
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
 from support.optimizers import ADAMW, FULL
 from support.stores import flip
@@ -412,6 +415,18 @@ def test_histories(seed, tmp_path, monkeypatch):
                         return
             it.step(k, without)
         assert same(pair[0].bits(), pair[1].bits()), (k, happens)
+
+
+@one_schedule
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4))
+def test_kills(seed, tmp_path, emulated_only):
+    """Whenever it is killed, with whatever devices it goes on: with the bits of the run that was not."""
+    command = [sys.executable, TESTS / "crash" / "near.py", str(seed), "25", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "each went on from a committed step" in done.stdout
 
 
 def failing_once(call):
