@@ -41,6 +41,7 @@ class Arrivals:
         self._owner, self._session = owner, session
         # Of each trainer, by number of the parameter: what has come of one backward.
         self._come: list[dict[int, list[Arrival]]] = [{} for _ in range(session.trainers)]
+        self._elements: list[dict[int, tuple[int, int]]] = [{} for _ in range(session.trainers)]  # backward, how many
         # Texts: an exception knows of frames, and they of connections that are to end.
         self.failure: str = ""  # what came was nothing to go on with
         self._gone: dict[int, str] = {}  # trainers of which nothing comes any more
@@ -87,10 +88,12 @@ class Arrivals:
 
     def note(self, trainer: int, arrival: Arrival) -> None:
         """This has come, and is where it belongs. Called with `changed` held."""
-        come = self._come[trainer].setdefault(arrival.param, [])
+        come, elements = self._come[trainer].setdefault(arrival.param, []), self._elements[trainer]
         if come and come[0].backward != arrival.backward:
             come.clear()
+        before = elements[arrival.param][1] if come else 0
         come.append(arrival)
+        elements[arrival.param] = arrival.backward, before + arrival.block.numel
         if self._owner.flow:
             self._owner.flow.note(arrival)
         self._owner.changed.notify_all()
@@ -104,11 +107,6 @@ class Arrivals:
     def there(self) -> Iterator[Arrival]:
         """All that has come. Called with `changed` held."""
         return (arrival for come in self._come for of_one in come.values() for arrival in of_one)
-
-    def _elements(self, trainer: int, index: int, backward: int) -> int:
-        """So many have come of a gradient, of that backward."""
-        come = self._come[trainer].get(index, ())
-        return sum(arrival.block.numel for arrival in come if arrival.backward == backward)
 
     def _read(self, message: dict[str, Any]) -> tuple[int, list[Part]]:
         """Raises CSDRankError if this is no push."""
@@ -137,9 +135,9 @@ class Arrivals:
         """
 
         def lacking() -> tuple[int, int] | None:
-            for trainer, elements_of in enumerate(expected):
+            for trainer, (elements_of, come) in enumerate(zip(expected, self._elements, strict=True)):
                 for index, elements in elements_of.items():
-                    if elements and self._elements(trainer, index, pushed[index]) != elements:
+                    if elements and come.get(index) != (pushed[index], elements):
                         return index, trainer
             return None
 

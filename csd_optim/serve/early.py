@@ -29,7 +29,7 @@ from .wire import PUSH, PUSHED, Session
 
 ROUND_BYTES = 16 << 20  # of all trainers' shares
 LEAST_BYTES = 256 << 10  # the same of models so small that all would be in one round
-UNDER_WAY_BYTES = 3 * ROUND_BYTES
+ROUNDS = 3  # under way: of more, those that are reduced keep those from their link that are pushed
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which halves are summed
 
 CHANGED = (
@@ -241,13 +241,15 @@ class _Thread:
         to = {session.owner(k): with_owner(parts, session.owners, k, fewest=1) for k in range(session.owners)}
         to = {rank: buckets for rank, buckets in to.items() if buckets}
         said = {"backward": backward, "apart": self._apart, "parts": [part_message(part) for part in parts]}
-        session.say(said, *to, tag=PUSH)
+        saying = session.begin_saying(said, *to, tag=PUSH)
 
         def view_of(key: int, block: Block) -> torch.Tensor:
             there, within = values[key]
             return block.of(there, within)
 
         send_buckets(session, to, view_of, tag=PUSHED)
+        for work in saying:
+            session.wait(work)
 
 
 def _square(values: torch.Tensor) -> float:
@@ -282,7 +284,8 @@ class Early:
         self._reducing = None if star else ranks
         self._shares = 1 if star else session.trainers
         self._round_bytes = min(ROUND_BYTES, max(LEAST_BYTES, nbytes // FEWEST))
-        self._thread = _Thread(session, UNDER_WAY_BYTES // self._round_bytes, apart=star)
+        rounds = ROUNDS * ROUND_BYTES // self._round_bytes if star else ROUNDS
+        self._thread = _Thread(session, rounds, apart=star)
         self._backward = 0  # counts those that have begun
         self._left: dict[int, _Left] = {}
         self._under_way: list[Future[dict[int, float]]] = []
