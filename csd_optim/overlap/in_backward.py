@@ -308,6 +308,8 @@ class StepsInBackward(BesideModel):
         """A thread of autograd's undoes the step of a backward that fails, perhaps after that has returned."""
         if torch._C._current_graph_task_id() < 0:  # not in a backward
             self._gone.wait()
+            with self._engine.lock:  # or is undoing it: what says that it is gone is another one then
+                pass
 
     def come_to_rest(self, *, meets: bool) -> None:
         self.settle()
@@ -330,7 +332,7 @@ class StepsInBackward(BesideModel):
             if not self._over:
                 self._given_up = self._task
             self._reset()
-            self.active = True  # who reads a parameter on another thread waits in settle()
+            self.active, self._taken = True, taken  # who reads one of these on another thread waits in settle()
             try:
                 with contextlib.ExitStack() as last:
                     if self._engine.stepping:
@@ -342,7 +344,7 @@ class StepsInBackward(BesideModel):
                 self._engine.lent = None
                 lent.clear()
                 parts.clear()
-                self.active = False
+                self.active, self._taken = False, {}
 
     @staticmethod
     def _clear(taken: dict[int, Taken]) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from csd_optim import CSDAdam, CSDError, CSDRuntimeError, CSDTypeError, CSDValueError
 from csd_optim.engine.engine import Engine
 from csd_optim.overlap.in_backward import StepsInBackward
+from csd_optim.step.run import StepRunner
 
 FREE = {"free_gradients": True}
 INPLACE = "modified by an inplace operation"  # torch sees it before we do
@@ -482,6 +483,42 @@ def test_a_late_hook_of_a_backward_that_failed(tmp_path, monkeypatch):
 
     assert_twins(tmp_path, FREE, script).opt.close()
     assert told
+
+
+@pytest.mark.parametrize("reads", [lambda t: [*t.model.parameters()], lambda t: t.opt.step()], ids=["reads", "steps"])
+def test_who_comes_while_another_thread_undoes_a_step_waits(tmp_path, monkeypatch, reads):
+    """As one of autograd's does that of a backward which has failed on an accelerator."""
+    training = Training(tmp_path, FREE)
+    training.step()
+    undo, began, goes_on, order = StepRunner.undo, threading.Event(), threading.Event(), []
+
+    def undoes(*arguments):
+        began.set()
+        assert goes_on.wait(60)
+        undo(*arguments)
+        order.append("undone")
+
+    def comes():
+        reads(training)
+        order.append("read")
+
+    def fails():
+        with pytest.raises(RuntimeError):
+            fails_in_backward(training)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepRunner, "undo", undoes)
+        failed = threading.Thread(target=fails)
+        failed.start()
+        assert began.wait(60)
+        reader = threading.Thread(target=comes)
+        reader.start()
+        reader.join(0.2)
+        goes_on.set()
+        failed.join()
+        reader.join()
+    assert order == ["undone", "read"]
+    training.opt.close()
 
 
 def test_a_parameter_that_is_written_between_backward_and_step(tmp_path):
