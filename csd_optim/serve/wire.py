@@ -163,6 +163,7 @@ class Session:
     def close(self) -> None:
         """Ends the connections, as soon as nothing waits for them; whoever still holds this object."""
         self._group = None
+        self._under_way.clear()  # which would keep them open
 
     def owner(self, k: int) -> int:
         return self.trainers + k
@@ -190,7 +191,7 @@ class Session:
         """Raises CSDRankError if the other side is gone, or silent for so many seconds."""
         with lost("the other side is gone"):
             work.wait(timedelta(seconds=self.timeout if timeout is None else timeout))
-        del self._under_way[id(work)]
+        self._under_way.pop(id(work), None)
 
     def abort(self) -> None:
         """Of a trainer: ends the connections whoever waits for them, and so the session. The others notice at once."""
