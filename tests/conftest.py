@@ -11,6 +11,8 @@ from support.backends import BACKENDS, NEAR, XRT_BACKENDS, device_strings, on_ca
 from support.states import assume, assumed
 
 from csd_optim.cli import commands as cli
+from csd_optim.devices.emulation import MEMORY_BYTES, PLATFORM
+from csd_optim.devices.xclbin import KERNELS, kernel_for, write_emulated
 
 # The oracle is torch's AdamW on tensors of a few thousand elements: there, intra-op threads only spin for each other.
 # CSDAdam has threads of its own. The variable is for the interpreters that tests start.
@@ -95,6 +97,23 @@ def pytest_collection_finish():
 def devices(backend, tmp_path):
     """Device strings of each back end."""
     return device_strings(backend, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def few_kernels(tmp_path_factory):
+    """A program for cards with AdamW's kernels alone. XRT reads what each says of itself, and several times: with all
+    of them that takes longer than all else at opening a card."""
+    path = tmp_path_factory.mktemp("program") / "few.xclbin"
+    few = [kernel_for("adamw", state_dtype) for state_dtype in ("fp32", "8bit")]
+    write_emulated(path, PLATFORM, MEMORY_BYTES, {name: KERNELS[name] for name in few})
+    return path
+
+
+@pytest.fixture(autouse=True)
+def kernels(request, monkeypatch):
+    """On cards: AdamW's kernels; a test that is marked `all_kernels` has the others, too."""
+    if on_cards() and not request.node.get_closest_marker("all_kernels"):
+        monkeypatch.setenv("CSD_OPTIM_XCLBIN", str(request.getfixturevalue("few_kernels")))
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,13 @@ from csd_optim.engine.tuning import SETTINGS, Tuned, tune
 from csd_optim.store.format import FILE_NAME, devices_of, read_contents
 from csd_optim.store.report import REPORT_NAME
 
-pytestmark = pytest.mark.serial
-
 SLOW, FAST = Tuned(512 << 10, 8, 1e9), Tuned(4 << 20, 16, 2e9)
 
 
 # ---- trying out ------------------------------------------------------------------------
 
 
+@pytest.mark.serial
 def test_on_a_real_drive(tmp_path):
     found = tune([tmp_path, tmp_path])
     assert len(found) == 2

@@ -80,12 +80,16 @@ _MORE = [
 
 
 def rules(pairs):
-    """Parameters of a test: those that these devices have a kernel for."""
+    """Parameters of a test: those that these devices have a kernel for, which on cards has to be loaded."""
     missing = {pair.rule.name for pair in pairs} - (
         BACKENDS["xrt"].rules if on_cards() else {p.rule.name for p in pairs}
     )
     why = pytest.mark.skip(reason="this rule has no kernel yet")
-    return [pytest.param(pair, id=str(pair), marks=[why] * (pair.rule.name in missing)) for pair in pairs]
+
+    def marks(rule):
+        return [why] * (rule.name in missing) + [pytest.mark.all_kernels] * (rule.name != "adamw")
+
+    return [pytest.param(pair, id=str(pair), marks=marks(pair.rule)) for pair in pairs]
 
 
 def other_rules():
