@@ -158,25 +158,21 @@ class Flow(InStep):
     def begin(self) -> None:
         """Begins, if the step can go on while gradients come, on all owners or on none: see `under_way`.
 
-        Raises what a step raises, on all of them.
+        Raises what a step raises, on all of them; end() is to follow.
         """
         opt, engine = self._optimizer, self._optimizer._engine
         engine.check_open()
-        try:
-            with engine.lock, torch.no_grad():
-                engine.confirm()
-                with all_ranks_or_none(opt._ranks):
-                    record = opt._record(engine)
-                    taking_part = participants(opt.param_groups, type(opt).__name__, opt._for_sparse)
-                    step = opt._prepare_early(taking_part)
-                    can = step is not None and self._can(step)
-                if not (all(there for (there,) in opt._ranks.gather(can)) if opt._ranks else can):
-                    return
-                with all_ranks_or_none(opt._ranks):
-                    self._launch(step, record)
-        except BaseException:
-            self.end()
-            raise
+        with engine.lock, torch.no_grad():
+            engine.confirm()
+            with all_ranks_or_none(opt._ranks):
+                record = opt._record(engine)
+                taking_part = participants(opt.param_groups, type(opt).__name__, opt._for_sparse)
+                step = opt._prepare_early(taking_part)
+                can = step is not None and self._can(step)
+            if not (all(there for (there,) in opt._ranks.gather(can)) if opt._ranks else can):
+                return
+            with all_ranks_or_none(opt._ranks):
+                self._launch(step, record)
 
     def _can(self, step: PreparedStep) -> bool:
         opt = self._optimizer

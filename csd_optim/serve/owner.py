@@ -19,7 +19,7 @@ import torch
 
 from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..distributed.sharding import shown_as
-from ..errors import CSDRankError, CSDStoreExistsError, CSDWarning
+from ..errors import CSDError, CSDRankError, CSDStoreExistsError, CSDWarning
 from ..params.groups import members, plain, put_back
 from ..params.manifest import changed_by_resume
 from ..params.param_state import DTYPES
@@ -36,6 +36,10 @@ from .wire import Session
 
 NOT_OURS = ("foreach", "fused", "capturable", "topk")  # of a group: how trainers compute, and what they select
 OF_TRAINERS = "trainers"  # the key of `user_state` under which those of several trainers are, in their order
+
+
+class NotUndone(CSDRankError):
+    """Parameters in memory are of no step: the session is over, and the next one goes on from the store."""
 
 
 class Owner:
@@ -99,7 +103,8 @@ class Owner:
         with self.changed:
             self.current = self.arrivals = None
             self.changed.notify_all()
-        self.finish_step()
+        with contextlib.suppress(NotUndone):  # the next session goes on from the store
+            self.finish_step()
         with self.changed:
             self._contributions.clear()
         if self.optimizer is not None:
@@ -122,6 +127,8 @@ class Owner:
         self._blocks, self._opened, self._layout = blocks, True, None
         notes: list[str] = []
         goes_on = request.mode == "resume" and self.has_states and not self.in_doubt and self.request == request
+        if self._ranks:  # some of them may have failed where the others did not
+            goes_on = all(there for (there,) in self._ranks.gather(goes_on))
         if not goes_on:
             self.close()
             with warnings.catch_warnings(record=True) as caught:
@@ -218,7 +225,8 @@ class Owner:
 
     def guess(self, message: dict[str, Any]) -> None:
         """Begins a step that is only announced, if it can: until it is asked for nothing has changed."""
-        self.finish_step()
+        with all_ranks_or_none(self._ranks):
+            self.finish_step()
         self._groups_before = [plain(group) for group in self.optimizer.param_groups]
         self._begin(message, waits=False)
         if self.flow and not self.flow.under_way:
@@ -261,12 +269,15 @@ class Owner:
         return {"committed_step": opt.committed_step, "grad_norm": opt._grad_norm}
 
     def finish_step(self) -> None:
-        """If a step has begun: it is whole, or undone now. No collective."""
+        """If a step has begun: it is whole, or undone now. No collective. Raises NotUndone."""
         flow = self.flow
         if flow is None:
             return
         try:
             flow.end()
+        except CSDError as e:
+            self.in_doubt = True
+            raise NotUndone(f"a step could not be undone: {e}") from e
         finally:
             with self.changed:
                 self.flow = None

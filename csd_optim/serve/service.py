@@ -28,7 +28,7 @@ from ..distributed.ranks import Ranks, all_ranks_or_none
 from ..errors import CSDError, CSDRankError
 from .blocks import Block, Bucket
 from .flow import Flow
-from .owner import Owner, read_blocks
+from .owner import NotUndone, Owner, read_blocks
 from .remote import error_message
 from .request import Group, Request, read_group, read_request
 from .wire import (
@@ -277,9 +277,10 @@ class Service:
         if asked.op == "guess":
             return self._guess(asked)
         owner, failure = self._owner, None
-        owner.finish_step()
         send: Callable[[], None] | None = None
         try:
+            with all_ranks_or_none(self._ranks):
+                owner.finish_step()
             with all_ranks_or_none(self._ranks):
                 reply, send = self._done(session, request, asked)
         except Exception as e:
@@ -300,7 +301,8 @@ class Service:
         self._say(f"{op} failed: {e}")
         if not isinstance(e, CSDError):  # nobody has thought of that: the store is what counts
             self._owner.in_doubt = True
-        return error_message(e), None if isinstance(e, CSDError) and op != "open" else e
+        goes_on = isinstance(e, CSDError) and not isinstance(e, NotUndone) and op != "open"
+        return error_message(e), None if goes_on else e
 
     def _step(self, session: Session, asked: _Asked) -> BaseException | None:
         """A step, see flow.py. Returns why the session is over, if it is."""
@@ -324,7 +326,7 @@ class Service:
             if e is not failure:
                 reply, failure = self._failed(asked.op, e)
         finally:
-            owner.finish_step()
+            failure = self._put_back() or failure
             if not made.done():
                 made.set_result(None)
 
@@ -342,8 +344,17 @@ class Service:
         try:
             self._owner.guess(asked.message)
         except Exception as e:
+            not_undone = self._put_back()
+            failure = self._failed(asked.op, e)[1]
+            return not_undone or failure
+        return None
+
+    def _put_back(self) -> NotUndone | None:
+        """Of a step that is not whole: returns why it could not be undone, if so; the session is over then."""
+        try:
             self._owner.finish_step()
-            return self._failed(asked.op, e)[1]
+        except NotUndone as e:
+            return e
         return None
 
     def _awaited(self, future: Future[Any], number: int) -> BaseException | None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from csd_optim import CSDAdam, CSDOSError, CSDRankError, push
 from csd_optim.engine.engine import Engine
+from csd_optim.serve.owner import Owner
 from csd_optim.serve.wire import BULK, Session
 
 LAYERS, ROWS = 16, 32  # in fp32 each is a bucket, and a tile
@@ -227,4 +228,73 @@ def test_owners_update_in_backward_and_undo_what_was_not_as_guessed(tmp_path, ro
         done = on_living_ranks(2, guessing, owners.address, stores, route, directory=tmp_path)
         assert done == [20, 20]
         assert "failed" not in owners.said
+        owners.stop()
+
+
+def cannot_undo_if_told(_):
+    """Nothing can be undone, while there is a file of this name."""
+    remap = Engine.remap
+
+    def remapping(engine):
+        if Path("fail").exists():
+            raise CSDOSError(12, "no memory to map tiles")
+        remap(engine)
+
+    Engine.remap = remapping
+
+
+@small_buckets()
+def asks_for_states_in_a_guess(_, address):
+    alone, served = Hooked("ram:"), Hooked(address)
+    for i in range(3):
+        for training in (alone, served):
+            training.backward(i, 0)
+            training.step()
+    served.backward(3, 0)
+    Path("fail").touch()
+    with pytest.raises(CSDRankError, match="no memory to map tiles"):
+        served.opt.synchronize()
+    Path("fail").unlink()
+    with pytest.raises(CSDRankError, match="is over"):
+        served.opt.synchronize()
+    with CSDAdam(served.model.parameters(), devices=address, resume=True) as resumed:
+        assert resumed.committed_step == 3
+        assert_alike(served.image(), alone.image())
+
+
+def test_owners_outlive_a_step_that_they_cannot_undo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Owners(tmp_path, small=True, before=cannot_undo_if_told) as owners:
+        on_living_ranks(1, asks_for_states_in_a_guess, owners.address, directory=tmp_path)
+        owners.stop()
+
+
+def fails_unforeseen_if_told(rank):
+    """Owner 1 does not know its states, while there is a file of this name."""
+    states = Owner.states
+
+    def failing(owner):
+        if rank == 1 and Path("fail").exists():
+            raise RuntimeError("nobody has thought of that")
+        return states(owner)
+
+    Owner.states = failing
+
+
+def test_owners_go_on_from_the_store_if_one_of_them_has_failed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Owners(tmp_path, 2, timeout=10, before=fails_unforeseen_if_told) as owners:
+        training = Layers(owners.address)
+        training.step()
+        Path("fail").touch()
+        with pytest.raises(CSDRankError, match="nobody has thought of that"):
+            training.opt.consolidate_state_dict()
+        Path("fail").unlink()
+        with pytest.raises(CSDRankError, match="is over"):
+            training.opt.synchronize()
+        resumed = Layers(owners.address, resume=True)
+        assert resumed.opt.committed_step == 1
+        assert_alike(resumed.image(), training.image())
+        resumed.step()
+        resumed.opt.close()
         owners.stop()
