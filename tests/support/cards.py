@@ -23,17 +23,18 @@ from csd_optim.devices import emulation
 
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS = 300  # for any command; none takes half of it
-# Name: files of tests/, those that only `make soak` adds, and on which cards: one, two, or both. The suites of one kind
-# of card are those that wait longest; the code that they test is the same on one. What soak adds tests what torch sees
-# of an optimizer, which is far from any card. Few, because a process takes as long to start as a dozen tests; one for
-# "adamw", "torch" and "topk" was seen to end in the middle, without a word.
+# Name: files of tests/, those that only `make soak` adds, and on which cards every day: one, two, or both. To open two
+# takes twice as long as one, and longer than most tests: what a card computes it computes alone, while what is spread
+# over cards, or resumed, is on two. What soak adds tests what torch sees of an optimizer, which is far from any card.
+# Few, because a process takes as long to start as a dozen tests; one for "adamw", "torch" and "topk" was seen to end in
+# the middle, without a word.
 TORCH = ["optim/test_state_dict.py", "optim/test_outside_writes.py"]
 FAR = ["optim/test_constructor.py", "optim/test_training_loops.py", "optim/test_closing.py"]
 RESUME = [f"optim/test_{name}.py" for name in ("resume", "user_state", "edited_states", "without_shadow", "dropped")]
 ENGINE = ["engine/test_engine.py", "optim/test_histories.py", "step/test_signals.py", "overlap/test_devices.py"]
 SUITES = {
-    "adamw": (["optim/test_adamw.py"], [], "xrts"),
-    "torch": (TORCH, FAR, "xrts"),
+    "adamw": (["optim/test_adamw.py"], [], "xrt"),
+    "torch": (TORCH, FAR, "xrt"),
     "topk": (["compression/test_topk.py"], ["optim/test_pytorch_suite.py"], "xrts"),
     "resume": (RESUME, ["optim/test_resume_refused.py"], "xrts"),
     "engine": (ENGINE, [], "xrt,xrts"),
@@ -163,7 +164,7 @@ def run(directory, soak, asked):
     for suite in asked:
         files, more, on = SUITES[suite]
         if int(soak):
-            files, on = files + more, "xrt,xrts" if suite == "resume" else on
+            files, on = files + more, on if suite == "topk" else "xrt,xrts"
         command = [sys.executable, "-m", "pytest", "-v", "--durations=5", f"--xrt={on}", "-p", "no:cacheprovider"]
         command += ["--soak"] * int(soak) + [str(TESTS / file) for file in files]
         done = emulated(*command, cards=3, seconds=4 * SECONDS)
