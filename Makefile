@@ -53,6 +53,7 @@ DATA := $(addprefix tests/,store engine checkpoint compression params step optim
 # SOAK="--seed 7" repeats one; a violation says which it was.
 soak: $(VENV)/.installed
 	$(BIN)/python tests/crash --kills 250 --images 4000 $(SOAK)
+	$(BIN)/python tests/crash --accelerator --kills 50 --calls 0 --images 1000 $(SOAK)
 	$(BIN)/python -m pytest --soak -k "suite_on_cards or soak"
 	$(BIN)/python -m pytest --state-dtype 8bit -n 3 --dist loadfile -m "not serial" $(DATA)
 	$(BIN)/python -m pytest --soak "--accelerator=late,side first,main first,random=1,random=2" tests/accelerator

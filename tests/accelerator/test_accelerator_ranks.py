@@ -4,6 +4,7 @@ They talk by gloo, through host memory. Oracle: the same ranks with parameters o
 """
 
 import contextlib
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,39 @@ def everywhere(request, tmp_path):
 )
 def test_shares_are_gathered(everywhere, dtype, strided, topk, near):
     everywhere(shares, dtype, strided, topk, near)
+
+
+def beside_a_directory(rank, device):
+    """Replicas whose shares a directory keeps. With `gpu:` a step fails on rank 1, and both take it once more."""
+    near_updates.CHUNK = 128
+    params = made(device, DTYPES[2], False)
+    devices = [f"file:{tempfile.mkdtemp(dir='.')}?cache=off"]
+    far = device != "cpu"
+    optimizer = CSDAdam(params, lr=1e-2, devices=["gpu:", *devices] if far else devices, tile_size=TILE)
+    seen = []
+    for k in range(3):
+        for fails in (True, False) if far and k == 1 else (False,):
+            for i, p in enumerate(params):
+                p.grad = randn(p.shape, 100 * k + i + 1000 * fails).to(p)
+            before = [p.detach().clone() for p in params]
+            if fails:
+                with (
+                    failing(Engine, "give", 1, "broken") if rank == 1 else contextlib.nullcontext(),
+                    pytest.raises(CSDOSError if rank == 1 else CSDRankError, match="broken"),
+                ):
+                    optimizer.step()
+                assert all(map(torch.equal, params, before))
+            else:
+                optimizer.step()
+        seen += [t.detach().cpu().clone() for p in params for t in (p, *optimizer.state[p].values())]
+    assert not far or optimizer.stats()["devices"][0]["params"] > 0
+    optimizer.close()
+    return seen
+
+
+@pytest.mark.one_schedule
+def test_beside_a_directory(everywhere):
+    everywhere(beside_a_directory)
 
 
 def shards(rank, device, dtype, topk, near=None):

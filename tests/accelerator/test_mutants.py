@@ -212,6 +212,7 @@ MUTANTS = {
     "gpu: states are read into a buffer in use": Mutant(
         "engine/near_copies.py", "wait_for(events.pop())", "events.pop()", DURABLE
     ),
+    "gpu: states fill what is still emptied": in_staging("used[device].wait_event(event)", tests=DURABLE),
     "push: what is made in backward is not waited for": Mutant(
         "serve/early.py", "torch.accelerator.current_stream(device).wait_event(made)", "pass", "accelerator_push"
     ),

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from crash.processes import preloaded
 from support.backends import TESTS, TILE
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
 from support.optimizers import ADAMW, FULL
@@ -135,6 +136,22 @@ def test_of_a_store_made_without(tmp_path):
     there, directory = here.rows()
     assert (there["params"], directory["params"]) == (3 * TILE, 3 * TILE)
     assert directory["flash_read_bytes"] == 12 * TILE * 3
+
+
+def test_a_slot_of_the_ring_has_what_is_given_between_others(tmp_path):
+    """Parameters may still leave it for the accelerator when it is used for a third tile."""
+    shapes = [*[(TILE,)] * 4, (4 * TILE,), *[(TILE,)] * 4]
+    alone = Trained([tmp_path / "a"], params=[randn(s, i).to(DEVICE).requires_grad_() for i, s in enumerate(shapes)])
+    alone.step(0)
+    alone.opt.close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    here, other = (
+        Trained(devices, params=[torch.zeros(s, device=DEVICE).requires_grad_() for s in shapes], resume=True)
+        for devices in (near(tmp_path / "b", f"{12 * 4 * TILE}"), [tmp_path / "a"])
+    )
+    for k in (1, 2):
+        assert same(here.step(k).bits(), other.step(k).bits())
+    assert [d["params"] for d in here.rows()] == [4 * TILE, 8 * TILE]
 
 
 @pytest.mark.parametrize("call", ["begin", "pull", "finish", "give", "launch"])
@@ -422,11 +439,22 @@ def test_histories(seed, tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", range(4))
 def test_kills(seed, tmp_path, emulated_only):
     """Whenever it is killed, with whatever devices it goes on: with the bits of the run that was not."""
-    command = [sys.executable, TESTS / "crash" / "near.py", str(seed), "25", str(tmp_path)]
+    command = [sys.executable, TESTS / "crash" / "near.py", str(seed), "12", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "each went on from a committed step" in done.stdout
+
+
+@one_schedule
+def test_the_power_fails(tmp_path, emulated_only):
+    """A little of `make soak`: whatever a power loss leaves, a run goes on from a committed step."""
+    options = ["--accelerator", "--kills=0", "--calls=0", "--images=20", "--seed=1"]
+    command, environment = [sys.executable, TESTS / "crash", *options], preloaded(tmp_path)
+    environment["PYTHONPATH"] = str(TESTS.parent)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "20 power losses" in done.stdout
 
 
 def failing_once(call):

@@ -18,7 +18,7 @@ if __package__ in (None, ""):  # python tests/crash
 from crash.kills import KillsAtCalls, RandomKills
 from crash.power import PowerLosses, Recording
 from crash.processes import KILL_EFFECTS, in_child, preloaded
-from crash.training import Violation
+from crash.training import Violation, use_accelerator
 
 SHOTS = 50  # images per recording, about
 
@@ -50,6 +50,7 @@ def parse():
     parser.add_argument("--calls", type=int, default=-1, help="kills at calls that change a file; -1: all of them")
     parser.add_argument("--images", type=int, default=2000, help="of disks after a power loss")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--accelerator", action="store_true", help="with `gpu:` beside the directories, emulated")
     parser.add_argument("--keep", type=Path, help="where to keep the store that shows a violation")
     return parser.parse_args()
 
@@ -57,6 +58,8 @@ def parse():
 def run(arguments, directory):
     torch.set_num_threads(1)  # the same sums everywhere; and a child has no other threads
     choose = random.Random(arguments.seed)
+    if arguments.accelerator:
+        use_accelerator()
 
     def keep(store):
         if arguments.keep:

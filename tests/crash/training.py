@@ -4,9 +4,11 @@ import copy
 import functools
 import hashlib
 import math
+import random
 import warnings
 
 import torch
+from support import emulated
 from support.optimizers import ADAMW, FULL
 from torch.nn.functional import dropout, embedding
 
@@ -31,10 +33,21 @@ STATE_DTYPES = [("fp32", "fp32"), ("8bit", "8bit"), ("8bit", "fp32"), ("fp32", "
 # two all gradients are sent, as steps with Top-K do not begin in backward.
 FORWARD, BACKWARD, FREE = {}, {"backward": True}, {"free_gradients": True}
 OVERLAP = [None, FORWARD, BACKWARD, FREE]
+# With an accelerator (see use_accelerator): room there, when it is opened; None: without.
+ROOMS = ["1GB", "1GB", "100kB", "60kB", None]
 # Which optimizer it is: again by the seed, every other one CSDAdam.
 OPTIMIZERS = [ADAMW] * len(FULL) + FULL
 SAMPLES, BATCH = 56, 8
 LAST = 2 * STEPS
+
+_accelerator = False
+
+
+def use_accelerator():
+    """From now on training has `gpu:` beside its directories, on the emulated accelerator; and only what that can."""
+    global _accelerator
+    emulated.load()
+    _accelerator = True
 
 
 class Violation(Exception):
@@ -70,6 +83,16 @@ class Training:
         self.state_dtypes = STATE_DTYPES[seed % len(STATE_DTYPES) if self.of.rule.has_codes else 0]
         self.overlap = OVERLAP[seed // len(STATE_DTYPES) % len(OVERLAP)]
         self.topk = TOPK if self.overlap in (None, FORWARD) else {}
+        self.resumes = devices != WITHOUT_A_STORE
+        self.place, self.with_room = "cpu", ""
+        if _accelerator:
+            self.state_dtypes, self.overlap, self.topk = ("fp32", "fp32"), None, {}
+            if self.resumes:
+                # Another room each time; what the run is compared with has none.
+                room = random.choice(ROOMS)
+                self.place = "emu" if room or random.random() < 0.5 else "cpu"
+                devices = [f"gpu:?room={room}", *devices] if room else devices
+                self.with_room = f" with gpu:?room={room}" if room else f" on {self.place}"
         self.generator = torch.Generator().manual_seed(seed)
         self.params = {
             "embed": self._param(SAMPLES, 24),
@@ -83,7 +106,6 @@ class Training:
         self.targets = torch.randn(SAMPLES, 33, generator=self.generator)
         torch.manual_seed(seed)
         self.position, self.order = SAMPLES, torch.arange(SAMPLES)
-        self.resumes = devices != WITHOUT_A_STORE
         self.opt = self._open(devices)
         self.event = self.opt.user_state["event"] if self.opt.user_state else 0
         if self.overlap is FREE:  # what requires a gradient has states, whether or not it gets one
@@ -100,7 +122,7 @@ class Training:
 
     def _param(self, *shape, dtype=torch.float32):
         value = torch.randn(shape, generator=self.generator) / math.sqrt(shape[0])
-        return torch.nn.Parameter(value.to(dtype))
+        return torch.nn.Parameter(value.to(self.place, dtype))
 
     @property
     def steps(self):
@@ -171,7 +193,7 @@ class Training:
             self.position, self.order = 0, torch.randperm(SAMPLES)
         rows = self.order[self.position : self.position + BATCH]
         self.position += BATCH
-        loss = (self.model(rows, number) - self.targets[rows]).square().mean()
+        loss = (self.model(rows.to(self.place), number) - self.targets[rows].to(self.place)).square().mean()
         opt.zero_grad()
         if self.overlap is BACKWARD and number % 3:
             opt.synchronize()  # only then a step begins in backward
@@ -220,12 +242,14 @@ class Training:
             raise Violation(f"resumed {named(self.event)}, but {named(at_least)} was durable")
         if self.event and self.opt.committed_step != self.steps:
             raise Violation(f"resumed {named(self.event)}, but committed_step is {self.opt.committed_step}")
-        _compare(self.found, reference.get(self.event, {}), f"resumed {named(self.event)}")
+        _compare(self.found, reference.get(self.event, {}), f"resumed {named(self.event)}{self.with_room}")
 
     def check_next(self, reference):
         """It goes on as if it had never stopped."""
         if self.event < LAST:
-            _compare(self.next_image(), reference[self.event], f"resumed, and trained on to {named(self.event)}")
+            image = self.next_image()
+            what = f"resumed{self.with_room}, and trained on to {named(self.event)}"
+            _compare(image, reference[self.event], what)
 
     def next_image(self):
         self.next_event()
@@ -233,7 +257,7 @@ class Training:
 
 
 def _sum(t):
-    return hashlib.blake2b(t.detach().contiguous().view(-1).view(torch.uint8).numpy(), digest_size=12).hexdigest()
+    return hashlib.blake2b(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), digest_size=12).hexdigest()
 
 
 def _compare(found, expected, what):

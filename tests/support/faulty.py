@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 import faults
 import pytest
 from faults import ERROR, FOREVER
+from support import emulated
 
 _child: ProcessPoolExecutor | None = None
 
@@ -20,7 +21,8 @@ def child(tmp_path_factory):
     global _child
     directory = tmp_path_factory.mktemp("faults")
     environment = faults.preloaded(directory, "faults")
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    spawn, load = multiprocessing.get_context("spawn"), emulated.load if emulated.loaded() else None
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, spawn, initializer=load) as pool:
         for name, value in environment.items():
             patch.setenv(name, value)
         pool.submit(os.getpid).result()  # started: the environment may go back
