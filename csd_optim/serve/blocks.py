@@ -158,20 +158,24 @@ def send_buckets(
     guard: Guard = nullcontext,
     tag: int = BULK,
     ready: Callable[[Bucket], None] = lambda _: None,
+    under_way: deque[Any] | None = None,
 ) -> None:
-    """Sends each rank its buckets. `ready` returns when one can be read. Raises CSDRankError."""
-    under_way: deque[tuple[Any, torch.Tensor]] = deque()
+    """Sends each rank its buckets. `ready` returns when one can be read. Raises CSDRankError.
+
+    `under_way`: what is still being sent when this returns, and was when it was called; without, it waits for all.
+    """
+    sends = deque() if under_way is None else under_way
     for rank, bucket in by_turns(to):
-        if len(under_way) >= IN_FLIGHT * len(to):
-            session.wait(under_way.popleft()[0])
+        while len(sends) >= IN_FLIGHT * len(to):
+            session.wait(sends.popleft())
         ready(bucket)
         buffer = torch.empty(end_of(bucket), dtype=torch.uint8, device="cpu")
         with guard():
             for piece in bucket:
                 room_of(buffer, piece).copy_(view_of(piece.key, piece.block))
-        under_way.append((session.send(buffer, rank, tag), buffer))
-    for work, _ in under_way:
-        session.wait(work)
+        sends.append(session.send(buffer, rank, tag))
+    while sends and under_way is None:
+        session.wait(sends.popleft())
 
 
 def receive_buckets(

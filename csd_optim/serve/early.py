@@ -12,7 +12,8 @@ import contextlib
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -169,6 +170,8 @@ class _Thread:
         self._streams: dict[torch.device, Any] = {}  # its own
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._window = threading.Semaphore(rounds)
+        self._said: deque[Any] = deque()  # of pushes, still being sent: what is said of them
+        self._sent: deque[Any] = deque()  # and their buckets
         self.failure: CSDRankError | None = None  # why nothing can be pushed any more
         threading.Thread(target=self._run, daemon=True, name="csd_optim push").start()
 
@@ -176,6 +179,8 @@ class _Thread:
         while job := self._jobs.get():
             job()
             del job
+        self._said.clear()  # which would keep connections open
+        self._sent.clear()
 
     def stop(self) -> None:
         self._jobs.put(None)
@@ -183,7 +188,14 @@ class _Thread:
     def flush(self) -> None:
         """Returns when all is pushed. Raises CSDRankError if it could not be."""
         done: Future[None] = Future()
-        self._jobs.put(lambda: done.set_result(None))
+
+        def job() -> None:
+            with self._failing():
+                self._wait(self._said, 0)
+                self._wait(self._sent, 0)
+            done.set_result(None)
+
+        self._jobs.put(job)
         done.result()
         if self.failure:
             raise self.failure
@@ -218,38 +230,47 @@ class _Thread:
             reduce()
 
         def job() -> None:
-            try:
-                with self._beside(device):
-                    if not at_once:
-                        reduce()
-                    if here and not self.failure and not reduced.exception():
-                        self._push(backward, here)
-            except CSDRankError as e:
-                self.failure = e
-            except Exception as e:
-                self.failure = CSDRankError(f"gradients were not pushed: {type(e).__name__}: {e}")
-            finally:
-                self._window.release()
+            with self._failing(), self._beside(device):
+                if not at_once:
+                    reduce()
+                if here and not self.failure and not reduced.exception():
+                    self._push(backward, here)
+            self._window.release()
 
         self._jobs.put(job)
         return reduced
 
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What is raised within is why nothing can be pushed any more."""
+        try:
+            yield
+        except CSDRankError as e:
+            self.failure = self.failure or e
+        except Exception as e:
+            self.failure = self.failure or CSDRankError(f"gradients were not pushed: {type(e).__name__}: {e}")
+
+    def _wait(self, sends: deque[Any], left: int) -> None:
+        """Returns when no more than `left` of them are under way."""
+        while len(sends) > left:
+            self._session.wait(sends.popleft())
+
     def _push(self, backward: int, pushes: list[Push]) -> None:
+        """Returns when others can follow: owners take one after another, and nothing should be awaited in between."""
         session = self._session
         parts = [Part(strip.key, strip.shape, block, strip.wire) for strip, block, _ in pushes]
         values = {strip.key: (values, block) for strip, block, values in pushes}
         to = {session.owner(k): with_owner(parts, session.owners, k, fewest=1) for k in range(session.owners)}
         to = {rank: buckets for rank, buckets in to.items() if buckets}
         said = {"backward": backward, "apart": self._apart, "parts": [part_message(part) for part in parts]}
-        saying = session.begin_saying(said, *to, tag=PUSH)
+        self._said += session.begin_saying(said, *to, tag=PUSH)
 
         def view_of(key: int, block: Block) -> torch.Tensor:
             there, within = values[key]
             return block.of(there, within)
 
-        send_buckets(session, to, view_of, tag=PUSHED)
-        for work in saying:
-            session.wait(work)
+        send_buckets(session, to, view_of, tag=PUSHED, under_way=self._sent)
+        self._wait(self._said, 2 * len(self._sent))
 
 
 def _square(values: torch.Tensor) -> float:
