@@ -539,20 +539,14 @@ class CSDOptimizer(Optimizer, Joinable):
 
         What `gpu:` has is updated on the accelerator's streams, for which nobody waits.
 
-        Raises CSDValueError with `gpu:` beside named directories; if a device has no second copy of the states (`ram:`,
-        `null:`, `shadow=False`), which `backward` and `free_gradients` need (this one also with `gpu:` alone); and for
-        what `free_gradients` cannot do. CSDRuntimeError for these two where ranks train together, or if they share
-        updates.
+        Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`, `shadow=False`), which
+        `backward` and `free_gradients` need (this one also with `gpu:` alone); and for what `free_gradients` cannot do.
+        CSDRuntimeError for these two where ranks train together, or if they share updates.
         """
         if backward and free_gradients:
             raise CSDValueError("free_gradients=True runs the step in backward by itself: leave out backward=True")
         nbytes = parse_bytes(("512MB" if free_gradients else "1GB") if hold is None else str(hold))
         engine = self._live_engine
-        if model is not None and engine.accelerator and engine.accelerator.copies is not None:
-            raise CSDValueError(
-                f"overlap() is not for {engine.accelerator.spec} beside named directories: step() sends them what the "
-                "accelerator has updated"
-            )
         if engine.accelerator and engine.accelerator.alone:
             backward = False  # a step is only queued there, behind backward
         if model is not None and self._ranks:
@@ -666,7 +660,7 @@ class CSDOptimizer(Optimizer, Joinable):
             if step is None:
                 return None
             self._runner.make_ready(engine, step)
-            if not len(step.tiles):  # the accelerator has all states
+            if not len(step.not_given):  # the accelerator updates all of it
                 return None
             return step, self._record(engine) if engine.durable else None
 

@@ -123,7 +123,9 @@ class EarlySteps:
             return False
         (step, record), engine = foreseen, self._engine
         with defer_signals():  # that it has begun is noted
-            early, late = spread(engine.flowing(np.sort(step.tiles)), self._share)
+            early, late = spread(engine.flowing(step.not_given), self._share)
+            if step.given:
+                late = np.concatenate([late, step.given.tiles])
             self._began = time.perf_counter()
             self._guess = Guess(engine, self._state_map, step, record, early, late, pieces, self._hold, self._brings)
         for param_state in step.plan.param_states:  # those that were final before it could begin

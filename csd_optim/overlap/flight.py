@@ -33,7 +33,8 @@ class Flight:
     stands still until it has been copied. A stream that waited in his stead would be the current one, and whoever has a
     reference may use the parameter on another.
 
-    What is updated on the accelerator is queued when the step is launched. For that nobody waits.
+    What is updated on the accelerator is queued when the step is launched. For that nobody waits. Where directories
+    keep its states, the thread copies these, too, as soon as each is updated.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Flight:
         self.failure: BaseException | None = None  # parameters and states are those before the step: see give_up()
         self.landed_at: float = 0.0
         self._tiles = launch()
-        near = set(runner.launch_near(engine, step))
-        self._held = {row: (grad, grad._version) for row, grad in step.grads.items() if row not in near}
+        self._near = frozenset(runner.launch_near(engine, step))
+        self._held = {row: (grad, grad._version) for row, grad in step.grads.items() if row not in self._near}
         step.grads = {}
         self._takes_part, self._is_image, self._pulled = (np.zeros(engine.n_tiles, bool) for _ in range(3))  # each tile
         self._takes_part[self._tiles] = True
@@ -76,6 +77,7 @@ class Flight:
     def wait(self, rows: Sequence[int]) -> bool:
         """Returns whether these parameters have arrived, which are rows of the step's table; no: it has failed."""
         self._check_process()
+        rows = [row for row in rows if row not in self._near]  # which is there, though states travel
         tiles = self._pieces.tiles_of(rows)
         tiles = tiles[self._takes_part[tiles]]  # others are as they were
         images = tiles[self._is_image[tiles]]

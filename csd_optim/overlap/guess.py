@@ -124,11 +124,14 @@ class Guess:
             return "parameters that take part"
         if not np.array_equal(step.hypers, self.step.hypers):
             return "constants"
-        but_grad = [name for name in step.table.dtype.names or () if name != "grad"]
-        if not all(np.array_equal(step.table[name], self.step.table[name]) for name in but_grad):
+        table = step.table.copy()
+        if self.step.given:  # the same: nobody has written to states, or moved a parameter
+            self.step.given.tell(table)
+        but_grad = [name for name in table.dtype.names or () if name != "grad"]
+        if not all(np.array_equal(table[name], self.step.table[name]) for name in but_grad):
             return "constants"
         # All bytes: torch does not count what is written through `grad.data` or NumPy.
-        unchanged = self._images.unchanged(step) and self._engine.unchanged(step.table)
+        unchanged = self._images.unchanged(step) and self._engine.unchanged(table)
         return "" if unchanged else "gradients"
 
     def keep(self, step: PreparedStep, record: Record | None, order: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -140,6 +143,8 @@ class Guess:
         self._engine.release(step.table, order)
         for tile in order[~np.isin(order, [*self.pushed, *self._images.tiles])].tolist():
             self._engine.push(tile)
+        if step.given and step.ring:
+            step.ring.begin(step.prepared, step.given)
         step.held = self._images.held(order.tolist())
         return self.tiles
 

@@ -27,7 +27,7 @@ from ..params.strides import flat
 from ..signals import defer_signals
 from ..step.prepare import GradOptions, PreparedStep
 from ..step.run import StepRunner
-from ..step.staging import Flow
+from ..step.staging import NOTHING, Flow
 from ..store.format import Record
 from .mode import BesideModel
 from .order import NEVER
@@ -181,8 +181,10 @@ class StepsInBackward(BesideModel):
             tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=AS_PUSHED)
             engine.guessed, engine.lent = True, self._lent
             if step.ring:
-                step.ring.begin(step.prepared)
+                step.ring.begin(step.prepared, step.given)
                 self._images, self._flow = frozenset(step.images), Flow(step.ring, engine, copied=self._is_copied)
+            if step.given and step.near:
+                step.given.follow(step.near, NOTHING)
             self._to_push = dict.fromkeys(tiles.tolist())
             autograd = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
             autograd.queue_callback(_Pass(self, task, self._gone))
@@ -206,28 +208,33 @@ class StepsInBackward(BesideModel):
         p.grad = TakenGradient(p)
         grad = grad.detach().resolve_neg().contiguous()
         near = self._step.near if self._step else None
-        if near and param_state.on_accelerator and param_state.numel:
+        if near and param_state.index in near.rows:
             near.take(param_state.index, grad, timed=self._engine.near_spans is not None)
+            self._hand_over(param_state.index, None)
         else:
             self._hand_over(param_state.index, grad)
 
-    def _hand_over(self, row: int, grad: torch.Tensor) -> None:
-        """Pushes the tiles that lack no other gradient. Of the others' parts copies are kept, not the whole."""
+    def _hand_over(self, row: int, grad: torch.Tensor | None) -> None:
+        """Pushes the tiles that lack no other gradient. Of the others' parts copies are kept, not the whole.
+
+        None: the accelerator has used it.
+        """
         assert self._pieces is not None
         complete: dict[int, dict[int, Part]] = {}
         for _, tile, first, _, n in self._pieces.of(row).tolist():
             self._missing[tile] -= 1
+            lacks = bool(self._missing[tile])
             parts = self._parts.pop(tile, {})
-            if self._missing[tile]:
-                part = grad if n == grad.numel() else flat(grad)[first : first + n].clone()
-                self._parts[tile] = {**parts, row: Part(part, first)}
-            else:
-                complete[tile] = {**parts, row: Part(grad, 0)}
-        if self._step and self._step.ring and is_far(grad):
+            if grad is not None:
+                copies = lacks and n < grad.numel()
+                parts[row] = Part(flat(grad)[first : first + n].clone(), first) if copies else Part(grad, 0)
+            (self._parts if lacks else complete)[tile] = parts
+        if self._step and self._step.ring and grad is not None and is_far(grad):
             self._step.ring.follow(grad.device)
         for tile, parts in complete.items():
             self._push(tile, parts)
-        if read := [tile for tile in complete if tile not in self._images]:
+        read = [tile for tile in complete if tile not in self._images]
+        if grad is not None and read:
             others = [part.grad for tile in read for other, part in complete[tile].items() if other != row]
             lent = [grad, *others]
             self._lent.append(Lent(np.array(read, np.uint32), lent, sum(part.nbytes for part in lent)))
@@ -408,6 +415,8 @@ class StepsInBackward(BesideModel):
         try:
             step.steps[without] -= 1
             step.table["grad"][without] = 0
+            if step.given:
+                step.given.updated = step.given.updated.difference(without)
             engine.decoded.tell(step.table)
             engine.committer.reserve(record)
             engine.drop_grads(without)

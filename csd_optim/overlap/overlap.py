@@ -141,7 +141,8 @@ class Overlap(BesideModel):
             self._early_elems = sum(map(engine.elems_of, guess.pushed))
             launch = partial(guess.keep, step, record, engine.flowing(np.sort(guess.tiles)))
         self._runner.in_flight = self._runner.moved = True
-        awaited = [b for b in step.plan.param_states if not b.on_accelerator]
+        near = step.near.rows if step.near else ()
+        awaited = [b for b in step.plan.param_states if b.index not in near]
         give_back = {b.index: s for b in awaited if (s := step.prepared.get(b.index)) and s.back}
         try:
             self._flight = Flight(self._runner, engine, step, record, launch, self._pieces_now())
@@ -231,6 +232,8 @@ class Overlap(BesideModel):
         rows = [places[id(p)].index for p in params if id(p) in places]
         if self._noting is not None:
             for row in rows:
+                if self._state_map.by_index[row].copy:  # nobody waits for it: its tiles flow last
+                    continue
                 self._noting.setdefault(row, len(self._noting))
         if (flight := self._flight) is None:
             return

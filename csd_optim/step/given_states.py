@@ -28,6 +28,7 @@ class GivenStates:
     def __init__(self, copies: NearCopies, rows: Iterable[int]) -> None:
         self.copies: dict[int, NearCopy] = {row: copies.of[row] for row in rows}
         self.updated: frozenset[int] = frozenset()  # of these rows, those with a gradient
+        self.tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # that have some of them
         self.nbytes: int = 0  # that went to tiles
         self._near: NearUpdates | None = None
         self._launching: Iterator[None] = iter(())
@@ -82,6 +83,11 @@ class GivenStates:
                     break
         return self._near.events[row]
 
+    def tell(self, table: np.ndarray[Any, Any]) -> None:
+        """Says in a step's table (dtype PARAM) which they are."""
+        table["master"][[*self.copies]] = GIVEN
+        table["in_image"][[*self.copies]] = 0
+
     def keep(self) -> None:
         """The step is whole, and devices have the same."""
         for row in self.updated:
@@ -123,8 +129,8 @@ def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
             )
     given = GivenStates(copies, rows)
     given.updated = frozenset(updated)
-    step.table["master"][[*rows]] = GIVEN
-    step.table["in_image"][[*rows]] = 0
+    given.tiles = np.intersect1d(step.tiles, engine.tiles_of_params([*rows]))
+    given.tell(step.table)
     return given
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +136,11 @@ class NearUpdates:
                 d: torch.empty(min(largest[d], CHUNK), dtype=dtype, device=d)
                 for d, dtype in {u.source.param.device: u.source.grad_dtype for u in updates if u.is_rounded}.items()
             }
+
+    @property
+    def rows(self) -> Collection[int]:
+        """Of its parameters; none any more when all is queued."""
+        return self._updates.keys()
 
     def get_ready(self) -> None:
         """Takes the rest of the memory that launch() needs. Raises CSDMemoryError."""

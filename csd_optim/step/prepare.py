@@ -120,6 +120,11 @@ class PreparedStep:
     near: NearUpdates | None = None  # on the accelerator
     given: GivenStates | None = None  # that go from there to tiles
 
+    @property
+    def not_given(self) -> np.ndarray[Any, Any]:
+        """Of its tiles, ascending, those to which nothing goes from there: they may begin in backward."""
+        return np.sort(self.tiles) if self.given is None else np.setdiff1d(self.tiles, self.given.tiles)
+
 
 def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participants:
     """All that have a gradient. Raises CSDRuntimeError if one is sparse, or a graph is captured.

@@ -162,6 +162,8 @@ class StepRunner:
         """
         if not step.near:
             return []
+        if step.given:
+            step.given.follow(step.near, NOTHING)
         _exhaust(step.near.launch(timed=engine.near_spans is not None))
         rows = step.near.all_queued()
         for row in rows:

@@ -57,8 +57,8 @@ def in_near(old, new, tests="near"):
     return Mutant("step/near_updates.py", old, new, tests)
 
 
-def in_given(old, new):
-    return Mutant("step/given_states.py", old, new, DURABLE)
+def in_given(old, new, tests=None):
+    return Mutant("step/given_states.py", old, new, tests or DURABLE)
 
 
 def in_backward(old, new="pass"):
@@ -73,6 +73,7 @@ ON, ON_NONE = "with on(stream):\n                ", "with on(None):\n           
 EVENTS = "slot.under_way = [recorded(stream) for stream in used.values()]"
 FREE = "free_gradients"
 DURABLE = "near_durable and not histories"
+NAMED = "near_overlap and named"
 COPYING = "self._travelling.append((tile, slot))"
 HOST = "_ in copies):\n            "
 JOIN = "self.join()"
@@ -204,6 +205,12 @@ MUTANTS = {
         "near_overlap and free",
     ),
     "gpu: states leave before they are updated": in_given("stream.wait_event(self._event(row))", "self._event(row)"),
+    "gpu: overlap: states leave before they are updated": in_given(
+        "stream.wait_event(self._event(row))", "self._event(row)", NAMED
+    ),
+    "gpu: overlap: states of a step that was undone stay": in_near(
+        "param_state.copy.is_known = False", "pass", f"fails and {NAMED}"
+    ),
     "gpu: states leave on the current stream": in_given("with on(stream)", "with on(None)"),
     "gpu: states of a step that was undone stay": in_near("param_state.copy.is_known = False", "pass", DURABLE),
     "gpu: states that somebody wrote to stay": Mutant(

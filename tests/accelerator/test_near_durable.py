@@ -360,9 +360,6 @@ def test_auto(near, there, seconds, limits, tmp_path):
 def test_what_is_refused(tmp_path):
     with pytest.raises(CSDValueError, match=r"topk of parameter 0\.3: gpu: has its states"):
         Trained(near(tmp_path / "a"), topk=0.1).step(0)
-    here = Trained(near(tmp_path / "c")).step(0)
-    with pytest.raises(CSDValueError, match=r"overlap\(\) is not for gpu:"):
-        here.opt.overlap(torch.nn.Linear(1, 1))
     coded = Trained(near(tmp_path / "b"), params=params_on(DEVICE)[3:5], state_dtype="8bit").step(0)
     assert coded.rows()[0]["params"] == 0  # they are in the directory, as fp32 on the accelerator is
 

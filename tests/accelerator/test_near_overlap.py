@@ -16,6 +16,7 @@ from support.between_steps import (
     accumulates_otherwise_each_time,
     checkpoints_activations,
     clips,
+    edits_states,
     freezes,
     looks_at_states,
     never_clears,
@@ -38,6 +39,8 @@ EVERYWHERE = [*(f"{DEVICE}:{i}" for i in range(torch.accelerator.device_count())
 PLAIN, BACKWARD, FREE = {}, {"backward": True}, {"free_gradients": True, "hold": "10KB"}
 ALL = pytest.mark.parametrize("overlap", [PLAIN, BACKWARD, FREE], ids=["plain", "backward", "free"])
 MOST = ["gpu:?share=3"]  # all of it but a layer
+NAMED = {"named": True, "near": [f"gpu:?room={12 * 2 * 48 * 49}"]}  # directories have all, and it copies of two layers
+KEPT = pytest.mark.parametrize("options", [{}, NAMED], ids=["scratch", "named"])
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +55,8 @@ def twins(directory, script, overlap, **options):
 
 
 def near_of(training):
-    state = training.opt.state
-    return [p for p in training.model.parameters() if p in state and not state[p]["exp_avg"].is_cpu]
+    near = {id(b.param) for b in training.opt._state_map.by_index if b.on_accelerator or b.copy}
+    return [p for p in training.model.parameters() if id(p) in near]
 
 
 @ALL
@@ -63,6 +66,8 @@ def near_of(training):
         {"latency": "2ms"},
         {"dtype": torch.bfloat16, "near": MOST, "devices": 2},
         {"dtype": torch.float16, "place": EVERYWHERE, "groups": True},
+        {"latency": "2ms", **NAMED},
+        {"dtype": torch.bfloat16, "place": EVERYWHERE, "groups": True, "devices": 2, **NAMED},
     ],
     ids=str,
 )
@@ -76,31 +81,36 @@ def test_training(tmp_path, overlap, options):
     training.opt.close()
 
 
+@KEPT
 @pytest.mark.parametrize("overlap", [PLAIN, BACKWARD], ids=["plain", "backward"])
 @pytest.mark.parametrize(
     "script", [clips, looks_at_states, never_clears, writes_parameters], ids=lambda script: script.__name__
 )
-def test_what_a_program_may_do(tmp_path, script, overlap):
-    twins(tmp_path, script, overlap).opt.close()
+def test_what_a_program_may_do(tmp_path, script, overlap, options):
+    twins(tmp_path, script, overlap, **options).opt.close()
 
 
 @one_schedule
-@pytest.mark.parametrize("script", [checkpoints_activations, accumulates_otherwise_each_time])
-def test_more_that_a_program_may_do(tmp_path, script):
-    twins(tmp_path, script, BACKWARD).opt.close()
+@KEPT
+@pytest.mark.parametrize("script", [checkpoints_activations, accumulates_otherwise_each_time, edits_states])
+def test_more_that_a_program_may_do(tmp_path, script, options):
+    twins(tmp_path, script, BACKWARD, **options).opt.close()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_history(tmp_path, seed):
     choose = random.Random(seed)
     options = {"dtype": choose.choice(DTYPES), "devices": choose.choice([1, 2]), "groups": choose.random() < 0.3}
     options |= {"max_grad_norm": choose.choice([None, 0.5]), "near": choose.choice([["gpu:"], MOST, ["gpu:", "ram:"]])}
+    if seed > 1:
+        options |= NAMED
     overlap = PLAIN if seed % 2 or "ram:" in options["near"] else BACKWARD
     twins(tmp_path, History(seed), overlap, **options).opt.close()
 
 
-def test_gradients_that_are_freed(tmp_path):
-    twins(tmp_path, freezes, FREE, place=EVERYWHERE, groups=True).opt.close()
+@KEPT
+def test_gradients_that_are_freed(tmp_path, options):
+    twins(tmp_path, freezes, FREE, place=EVERYWHERE, groups=True, **options).opt.close()
 
 
 class Towers(nn.Module):
@@ -161,15 +171,17 @@ def strided(training):
         training.step()
 
 
+@pytest.mark.parametrize("options", [{"near": MOST}, NAMED], ids=["scratch", "named"])
 @pytest.mark.parametrize("overlap", [PLAIN, BACKWARD], ids=["plain", "backward"])
-def test_layouts(tmp_path, overlap):
-    twins(tmp_path, strided, overlap, near=MOST).opt.close()
+def test_layouts(tmp_path, overlap, options):
+    twins(tmp_path, strided, overlap, **options).opt.close()
 
 
-@pytest.mark.parametrize("near", ["gpu:", "gpu:?room=1GB"])  # without a drive, and with one that has nothing
+# Without a drive, with one that has nothing, and with one that has copies.
+@pytest.mark.parametrize(("near", "named"), [("gpu:", False), ("gpu:?room=1GB", False), ("gpu:?room=1GB", True)])
 @ALL
-def test_all_states_are_there(tmp_path, overlap, near):
-    options = {"near": [near], "devices": int("room" in near)}
+def test_all_states_are_there(tmp_path, overlap, near, named):
+    options = {"near": [near], "devices": int("room" in near), "named": named}
     if overlap is FREE and not options["devices"]:
         with pytest.raises(CSDValueError, match="takes a second copy of the states: ram:, null:, gpu: alone"):
             Training(tmp_path, overlap, place=[DEVICE], **options)
@@ -186,12 +198,13 @@ def test_what_waits_passes_the_check(tmp_path, monkeypatch):
     twins(tmp_path, ten_steps, PLAIN).opt.close()
 
 
-def test_nobody_waits_for_it(tmp_path, monkeypatch):
+@KEPT
+def test_nobody_waits_for_it(tmp_path, monkeypatch, options):
     """While drives have brought nothing yet: it is read as it will be, and its gradient is the program's."""
     trainings = []
     for name, overlap in ("with", PLAIN), ("without", None):
         (tmp_path / name).mkdir()
-        trainings.append(Training(tmp_path / name, overlap, place=[DEVICE], near=["gpu:"]))
+        trainings.append(Training(tmp_path / name, overlap, place=[DEVICE], **{"near": ["gpu:"], **options}))
         trainings[-1].step()
         trainings[-1].opt.wait()
     one, other = trainings
@@ -219,11 +232,12 @@ def test_nobody_waits_for_it(tmp_path, monkeypatch):
 
 
 @one_schedule
+@KEPT
 @ALL
-def test_timeline(tmp_path, overlap, monkeypatch):
+def test_timeline(tmp_path, overlap, monkeypatch, options):
     """What is done there is on its tracks, in each step; with free_gradients each parameter is."""
     monkeypatch.setenv("CSD_OPTIM_TRACE", str(tmp_path / "trace.json"))
-    training = Training(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
+    training = Training(tmp_path, overlap, place=[DEVICE], latency="100us", **{"near": ["gpu:"], **options})
     for _ in range(3):
         training.step()
     near = len(near_of(training))
@@ -244,8 +258,16 @@ def one_step(training):
 
 
 @ALL
-@pytest.mark.parametrize(("call", "number"), [("pull", 3), ("finish", 1), ("push", 2)])
-def test_a_device_that_fails(tmp_path, overlap, call, number):
+@pytest.mark.parametrize(
+    ("call", "number", "options"),
+    [
+        *((*call, {"near": MOST}) for call in [("pull", 3), ("finish", 1), ("push", 2)]),
+        # Of ten tiles, five have something of `gpu:`, and are the last.
+        *((*call, NAMED) for call in [("pull", 3), ("finish", 1), ("push", 6), ("give", 3)]),
+    ],
+    ids=str,
+)
+def test_a_device_that_fails(tmp_path, overlap, call, number, options):
     """The step is undone, also on the accelerator, and told once; the next one is right."""
 
     def script(training):
@@ -272,13 +294,14 @@ def test_a_device_that_fails(tmp_path, overlap, call, number):
         training.step()
         training.step()
 
-    twins(tmp_path, script, overlap, near=MOST).opt.close()
+    twins(tmp_path, script, overlap, **options).opt.close()
 
 
+@KEPT
 @pytest.mark.parametrize("overlap", [PLAIN, FREE], ids=["plain", "free"])
-def test_an_update_that_fails(tmp_path, overlap, monkeypatch):
+def test_an_update_that_fails(tmp_path, overlap, monkeypatch, options):
     """On the accelerator, half-way."""
-    training = Training(tmp_path, overlap, place=[DEVICE], near=["gpu:"], latency="100us")
+    training = Training(tmp_path, overlap, place=[DEVICE], latency="100us", **{"near": ["gpu:"], **options})
     training.step()
     training.opt.wait()
     before, calls, real = training.seen()[2:], [], near_updates.update
@@ -344,9 +367,11 @@ def gives_steps_up(training):
         training.log.append([p.detach().clone() for p in training.model.parameters()])
 
 
-@pytest.mark.parametrize("near", [["gpu:"], ["gpu:?room=1GB"]], ids=str)
-def test_a_backward_that_is_undone(tmp_path, near):
-    twins(tmp_path, gives_steps_up, FREE, near=near).opt.close()
+@pytest.mark.parametrize(
+    "options", [{}, {"near": ["gpu:?room=1GB"]}, NAMED, {"near": ["gpu:?room=1GB"], "named": True}], ids=str
+)
+def test_a_backward_that_is_undone(tmp_path, options):
+    twins(tmp_path, gives_steps_up, FREE, **options).opt.close()
 
 
 @one_schedule

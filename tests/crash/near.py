@@ -2,7 +2,8 @@
 
     python tests/crash/near.py SEED KILLS DIRECTORY
 
-Each run goes on with `gpu:`, with another room, without, or without an accelerator, as the seed says.
+Each run goes on with `gpu:`, with another room, without, or without an accelerator, and with overlap or without it, as
+the seed says.
 """
 
 import os
@@ -55,10 +56,12 @@ def reference():
     return images
 
 
-def train(shared, directories, room, place, expected):
+def train(shared, directories, room, place, overlaps, expected):
     """Takes the run up, checks what it finds, and trains to the end; says after each step what is durable."""
     devices = directories if room is None else [f"gpu:?room={room}", *directories]
     params, opt = opened(devices, place, resume=True)
+    if overlaps:
+        opt.overlap(torch.nn.ParameterList(params))
     k = opt.user_state.get("step", 0)
     assert k >= shared.numbers[Shared.DURABLE], f"resumed {k}, and {shared.numbers[Shared.DURABLE]} was durable"
     assert k == 0 or image(params, opt) == expected[k], f"resumed {k}: other bits"
@@ -85,18 +88,20 @@ def main():
             while code == -9:
                 room = choose.choice([*ROOMS, None])
                 place = choose.choice(["emu", "cpu"]) if room is None else "emu"
+                overlaps = choose.random() < 0.5
                 call, kinds = choose.randrange(100), choose.choice([CHANGES, COMMITS])
                 effect = KILL_EFFECTS[choose.choice([*KILL_EFFECTS])]
                 with (
                     kill_at(call, effect, store, kinds),
                     emulated.schedule(choose.choice(["late", "at once", f"random={seed}"])),
-                    Child(shared, train, shared, directories, room, place, expected) as child,
+                    Child(shared, train, shared, directories, room, place, overlaps, expected) as child,
                 ):
                     code = child.wait()
                 killed += code == -9
                 print(f"\r{killed} kills", end="", file=sys.stderr, flush=True)
             if code:
-                sys.exit(f"seed {seed}, kill {killed}, gpu:?room={room}, {n} directories: {shared.said()}")
+                how = f"gpu:?room={room}, {n} directories, overlap: {overlaps}"
+                sys.exit(f"seed {seed}, kill {killed}, {how}: {shared.said()}")
             ends += 1
     print(f"near: {killed} kills in {ends} runs: each went on from a committed step")
 
