@@ -192,7 +192,9 @@ MUTANTS = {
     "gpu: overlap: told before it is undone": in_steps(
         "step.near.wait()  # whoever", "pass  # whoever", "near_overlap and fails"
     ),
-    "gpu: overlap: gradients are held": in_flight("if row not in near", "if row", "near_overlap and nobody"),
+    "gpu: overlap: gradients are held": in_flight(
+        "items() if row not in self._near", "items()", "near_overlap and nobody"
+    ),
     "gpu: overlap: what all ranks undo stays": in_steps(
         "self.taken -= 1\n        if step.near:", "self.taken -= 1\n        if False:", "fsdp2"
     ),
@@ -200,8 +202,8 @@ MUTANTS = {
         "if step.near and not self._ranks:", "if step.near:", "fsdp2"
     ),
     "gpu: free: on a stream of its own": in_near(
-        "for _ in self._update(u):\n            pass",
-        "with torch.Stream(grad.device):\n            [None for _ in self._update(u)]",
+        "for _ in self._update(u):\n                pass",
+        "with torch.Stream(grad.device):\n                [None for _ in self._update(u)]",
         "near_overlap and free",
     ),
     "gpu: states leave before they are updated": in_given("stream.wait_event(self._event(row))", "self._event(row)"),
