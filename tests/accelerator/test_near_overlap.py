@@ -40,7 +40,8 @@ PLAIN, BACKWARD, FREE = {}, {"backward": True}, {"free_gradients": True, "hold":
 ALL = pytest.mark.parametrize("overlap", [PLAIN, BACKWARD, FREE], ids=["plain", "backward", "free"])
 MOST = ["gpu:?share=3"]  # all of it but a layer
 NAMED = {"named": True, "near": [f"gpu:?room={12 * 2 * 48 * 49}"]}  # directories have all, and it copies of two layers
-KEPT = pytest.mark.parametrize("options", [{}, NAMED], ids=["scratch", "named"])
+SCRATCH = pytest.param({}, id="scratch", marks=pytest.mark.soak)  # does less of the same
+KEPT = pytest.mark.parametrize("options", [SCRATCH, pytest.param(NAMED, id="named")])
 
 
 @pytest.fixture(autouse=True)
