@@ -92,7 +92,9 @@ class Layout:
     def __init__(self, owner: Owner, plan: StepPlan, indices: Sequence[int], *, apart: bool) -> None:
         """`indices`: of the parameters; `apart`: each trainer sends all of each."""
         opt = owner.optimizer
-        self.plan, self.indices, self.apart = plan, [*indices], apart
+        self.plan: StepPlan = plan
+        self.indices: list[int] = [*indices]
+        self.apart: bool = apart
         pieces, params = Pieces(opt._engine), owner.params
         self.rows: dict[int, Rows] = {}
         self.others: set[int] = set()  # parameters of which owners get a part from each other, when the step is whole
