@@ -91,10 +91,12 @@ class StepRunner:
         self._flow(engine, step, record, descending=descending, pushed=pushed)
         if step.near:
             step.near.end()
-        self._complete(engine, step, record)
-        for source in step.prepared.values():
-            source.give_back()
-        self.is_ours(step)
+        try:
+            self._complete(engine, step, record)
+        finally:  # it is whole, and parameters have new values
+            for source in step.prepared.values():
+                source.give_back()
+            self.is_ours(step)
 
     def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
         """The step is whole: what it owes is noted, and it is committed."""

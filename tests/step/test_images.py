@@ -7,8 +7,9 @@ tile along. Oracle: the engine's own selection. Every bit is compared.
 import pytest
 import torch
 from support.backends import TILE, device_strings
+from support.replacing import failing
 
-from csd_optim import CSDAdam
+from csd_optim import CSDAdam, CSDOSError
 from csd_optim.engine.engine import Engine
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -219,3 +220,14 @@ def test_memory_is_that_of_the_entries(runs):
     images = 8 * ring.tile_elems * len(ring.slots)
     assert images < ring.bytes <= images + 4096 * len(ring.slots)
     assert runs[1].opt.stats()["buffer_bytes"] == runs[0].opt.stats()["buffer_bytes"] + ring.bytes
+
+
+def test_a_commit_that_fails_leaves_no_parameter_behind(tmp_path):
+    """A strided parameter gets its new values at the end, and the step is whole, whatever becomes of its commit."""
+    p = torch.nn.Parameter(torch.ones(8, 6)[:, ::2])
+    with CSDAdam([p], lr=0.1, devices=tmp_path) as opt:
+        p.grad = torch.ones_like(p)
+        with failing(Engine, "commit", 1, "no commit"), pytest.raises(CSDOSError, match="no commit"):
+            opt.step()
+        assert torch.equal(p, opt.state[p]["master"])
+        assert (p < 1).all()
