@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.between_steps import checkpoints_activations as checkpoints
-from support.between_steps import freezes, steps_in_closures, ten_steps
+from support.between_steps import freezes, gives_steps_up, steps_in_closures, ten_steps
 from support.on_accelerator import DEVICE
 from support.replacing import failing
 from support.twins import Training, assert_twins
@@ -48,30 +48,6 @@ def on_a_side_stream(training):
     with side:
         ten_steps(training)
     side.synchronize()
-
-
-def gives_steps_up(training):
-    """What backward has done is undone, and somebody has the memory of its gradients. Seen on the next line."""
-    for k in range(6):
-        training.step()
-        if training.overlap is None:
-            training.log.append([p.detach().clone() for p in training.model.parameters()])
-            continue
-        before, losses, steps = len(training.log), len(training.losses), training.steps
-        if k % 2:
-            fails = training.model[1].inner.weight.register_hook(lambda _: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                training.backward()
-            fails.remove()
-        else:
-            training.backward()
-            with pytest.raises(CSDRuntimeError, match="has changed parameters already"):
-                training.model.state_dict()
-            training.opt.zero_grad()
-        torch.accelerator.synchronize()  # nothing that is queued still changes parameters
-        del training.log[before:], training.losses[losses:]
-        training.steps = steps
-        training.log.append([p.detach().clone() for p in training.model.parameters()])
 
 
 @pytest.mark.parametrize("overlap", [FREE, TIGHT], ids=["free", "tight"])

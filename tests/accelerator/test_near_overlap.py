@@ -18,6 +18,7 @@ from support.between_steps import (
     clips,
     edits_states,
     freezes,
+    gives_steps_up,
     looks_at_states,
     never_clears,
     ten_steps,
@@ -28,7 +29,7 @@ from support.replacing import failing
 from support.twins import Training, assert_twins, checksum
 from torch import nn
 
-from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDRuntimeError, CSDTornError, CSDValueError
+from csd_optim import CSDAdam, CSDMemoryError, CSDOSError, CSDTornError, CSDValueError
 from csd_optim.engine.engine import Engine
 from csd_optim.step import near_updates
 
@@ -342,30 +343,6 @@ def test_an_accelerator_that_fails_when_a_step_is_undone(tmp_path, overlap, monk
     with pytest.raises(CSDTornError, match="an earlier step was cut short"):
         one_step(training)
     training.opt.close()
-
-
-def gives_steps_up(training):
-    """What backward has done is undone, there too. Seen on the next line."""
-    for k in range(4):
-        training.step()
-        if training.overlap is None:
-            training.log.append([p.detach().clone() for p in training.model.parameters()])
-            continue
-        before, losses, steps = len(training.log), len(training.losses), training.steps
-        if k % 2:
-            fails = training.model[0].inner.weight.register_hook(lambda _: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                training.backward()
-            fails.remove()
-        else:
-            training.backward()
-            with pytest.raises(CSDRuntimeError, match="has changed parameters already"):
-                training.model.state_dict()
-        training.opt.zero_grad()
-        torch.accelerator.synchronize()  # nothing that is queued still changes parameters
-        del training.log[before:], training.losses[losses:]
-        training.steps = steps
-        training.log.append([p.detach().clone() for p in training.model.parameters()])
 
 
 @pytest.mark.parametrize(

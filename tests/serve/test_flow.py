@@ -8,11 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from support.owners import STARTS, Owners, small_buckets
+from support.owners import STARTS, Owners, UnderDDP, small_buckets
 from support.ranks import on_living_ranks
-from torch.nn.parallel import DistributedDataParallel
 
-from csd_optim import CSDAdam, CSDOSError, CSDRankError, push
+from csd_optim import CSDAdam, CSDOSError, CSDRankError
 from csd_optim.engine.engine import Engine
 from csd_optim.serve.owner import Owner
 from csd_optim.serve.wire import BULK, Session
@@ -130,30 +129,18 @@ def test_a_step_that_fails_halfway_on_one_owner_leaves_nothing(tmp_path, monkeyp
         owners.stop()
 
 
-class Hooked:
-    """Layers under DDP: with owners its hook pushes."""
+class Hooked(UnderDDP):
+    """Small layers, in buckets and tiles that are smaller."""
 
     def __init__(self, devices, route="slices"):
-        served = devices.startswith("serve:")
         torch.manual_seed(0)
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
-        address = f"{devices}&route={route}" if served else devices
-        options = {"overwrite": True} if served else {}
-        self.opt = CSDAdam(self.model.parameters(), lr=0.1, devices=address, tile_size=256, **options)
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.005)
-        if served:
-            self.ddp.register_comm_hook(self.opt, push)
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+        address = f"{devices}&route={route}" if devices.startswith("serve:") else devices
+        super().__init__(model, address, lr=0.1, tile_size=256, ddp={"bucket_cap_mb": 0.005})
 
     def backward(self, i, rank):
         torch.manual_seed(100 * i + rank)
         self.ddp(torch.randn(4, 32)).square().sum().backward()
-
-    def step(self):
-        self.opt.step()
-        self.opt.zero_grad()
-
-    def image(self):
-        return [p.detach().clone() for p in self.model.parameters()]
 
 
 @small_buckets()

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.owners import Owners, small_buckets
+from support.owners import Owners, UnderDDP, small_buckets
 from support.ranks import on_living_ranks
 from test_serve import Replicas
 from torch.distributed.algorithms.join import Join
@@ -37,17 +37,10 @@ def net(seed=0, dtype=torch.float32):
     return torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5)).to(dtype)
 
 
-class Reduced:
-    """A model under DDP; `devices`: owners, whose hook pushes, or a directory."""
-
+class Reduced(UnderDDP):
     def __init__(self, devices, dtype=torch.float32, **options):
-        self.model = net(dtype=dtype)
-        served = devices.startswith("serve:")
-        overwrite = {"overwrite": True} if served else {}
-        self.opt = CSDAdam(self.model.parameters(), lr=0.05, devices=devices, **overwrite, **options)
-        self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=served)
-        if served:
-            self.ddp.register_comm_hook(self.opt, push)
+        ddp = {"gradient_as_bucket_view": devices.startswith("serve:")}
+        super().__init__(net(dtype=dtype), devices, lr=0.05, ddp=ddp, **options)
 
     def backward(self, rank, i, sync=True, factor=1.0):
         torch.manual_seed(100 * i + rank)
@@ -55,13 +48,6 @@ class Reduced:
             loss = self.ddp(torch.randn(4, 7, dtype=self.model[0].weight.dtype)).square().sum() * factor
             loss.backward()
         return loss
-
-    def step(self):
-        self.opt.step()
-        self.opt.zero_grad()
-
-    def image(self):
-        return [p.detach().clone() for p in self.model.parameters()]
 
 
 @small_buckets()

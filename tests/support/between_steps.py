@@ -2,9 +2,12 @@
 
 import random
 
+import pytest
 import torch
 from support.twins import checksum
 from torch import nn
+
+from csd_optim import CSDRuntimeError
 
 
 def ten_steps(training):
@@ -290,3 +293,28 @@ class History:
 
     def wait(self):
         self.training.opt.wait()
+
+
+def gives_steps_up(training):
+    """With free_gradients=True: what backward has done on an accelerator is undone, and somebody has the memory of its
+    gradients. Seen on the next line."""
+    for k in range(6):
+        training.step()
+        if training.overlap is None:
+            training.log.append([p.detach().clone() for p in training.model.parameters()])
+            continue
+        before, losses, steps = len(training.log), len(training.losses), training.steps
+        if k % 2:
+            fails = training.model[1].inner.weight.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                training.backward()
+            fails.remove()
+        else:
+            training.backward()
+            with pytest.raises(CSDRuntimeError, match="has changed parameters already"):
+                training.model.state_dict()
+            training.opt.zero_grad()
+        torch.accelerator.synchronize()  # nothing that is queued still changes parameters
+        del training.log[before:], training.losses[losses:]
+        training.steps = steps
+        training.log.append([p.detach().clone() for p in training.model.parameters()])

@@ -11,7 +11,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.forked import process
+from torch.nn.parallel import DistributedDataParallel
 
+from csd_optim import CSDAdam, push
 from csd_optim.serve import blocks, early
 
 STARTS = 60  # seconds that they may take
@@ -114,3 +116,24 @@ def _own(rank, size, store, meet, log, timeout, host, small, before):
         if before:
             before(rank)
         serve([store], f"{host}:0", timeout)
+
+
+class UnderDDP:
+    """A model under DDP; `devices`: owners, for whom its hook pushes, or others."""
+
+    def __init__(self, model, devices, *, ddp=None, **options):
+        """`ddp`: arguments of DDP; `options`: of CSDAdam."""
+        served = devices.startswith("serve:")
+        options |= {"overwrite": True} if served else {}
+        self.model = model
+        self.opt = CSDAdam(model.parameters(), devices=devices, **options)
+        self.ddp = DistributedDataParallel(model, **(ddp or {}))
+        if served:
+            self.ddp.register_comm_hook(self.opt, push)
+
+    def step(self):
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def image(self):
+        return [p.detach().clone() for p in self.model.parameters()]
