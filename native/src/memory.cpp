@@ -33,6 +33,7 @@ HugeMemory::HugeMemory(uint64_t bytes, bool reserved) : bytes_(bytes) {
 
 // Whether madvise was refused says little: with "never" it is not, and where memory is in pieces nothing comes of it.
 uint64_t HugeMemory::huge_bytes() const {
+  if (bytes_ < kHugePage) return 0;  // it has none: smaps, for which the kernel looks at every page, can be left alone
   FILE *smaps = fopen("/proc/self/smaps", "re");
   if (!smaps) return 0;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(address_);
