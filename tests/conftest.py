@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import cards, emulated
 from support.backends import BACKENDS, NEAR, XRT_BACKENDS, device_strings, on_cards
+from support.sampling import leave_the_rest_to_soak
 from support.states import assume, assumed
 
 from csd_optim.cli import commands as cli
@@ -70,6 +71,7 @@ def pytest_collection_modifyitems(config, items):
         right_machine = bool(config.getoption("--accelerator")) == bool(item.get_closest_marker("accelerator"))
         return everyday and right_machine and (on_every_backend or not on_cards())
 
+    leave_the_rest_to_soak(items)
     chosen = [item for item in items if is_chosen(item)]
     if on_cards() and not config.getoption("--soak"):
         chosen = cards.sample(chosen)

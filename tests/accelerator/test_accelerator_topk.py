@@ -39,6 +39,7 @@ def assert_same(a, b):
         assert torch.equal(x, y), key
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("devices", SCRATCH, ids=str)
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
 @pytest.mark.parametrize("topk", [0.01, 0.3, None])
@@ -111,6 +112,7 @@ def test_topk_of_layouts():
     assert_same(final(DEVICE), final("cpu"))
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("devices", SCRATCH, ids=str)
 @pytest.mark.parametrize("side_stream", [False, True], ids=["default stream", "side stream"])
 @pytest.mark.parametrize("topk", [0.01, 0.3])
@@ -147,6 +149,7 @@ def test_topk_waits_for_the_gradient_and_has_read_it(devices, side_stream, topk)
 
 
 # The emulated device has the CPU's kernels: what is large shows something on a real one only.
+@pytest.mark.sampled(together=1)
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 17, 2049] if emulated.loaded() else [1, 17, 65537, 299_993])

@@ -132,6 +132,7 @@ def test_count_rounds_to_even_and_is_at_least_one():
 # ---- rounding ------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("scale", SCALES + NO_INVERSE)
@@ -210,6 +211,7 @@ def test_rows_are_selected_each_by_itself(dtype):
 # ---- what is not sent --------------------------------------------------------------------
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize(("n", "first", "step"), [(1, 0, 1), (17, 2**32 - 3, 2**24 - 1), (5003, 2**31 - 99, 7)])

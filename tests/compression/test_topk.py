@@ -137,6 +137,7 @@ def same(a, b):
 # ---- what is computed ------------------------------------------------------------------
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("feedback", [True, False])
 def test_ten_steps(devices, dtype, feedback):
@@ -185,6 +186,7 @@ def test_maximize(devices):
     oracle.check()
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_travel_in_grad_dtype(devices, dtype, grad_dtype):
@@ -867,6 +869,7 @@ def test_a_table_that_is_wrong(pushed, bad):
 # ---- the selection alone -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("n", [1, 2, 31, 33, 4096, 32767, 32768, 65537, 300007])
 @pytest.mark.parametrize("entry", HALVES)
 @pytest.mark.parametrize("dtype", DTYPES)

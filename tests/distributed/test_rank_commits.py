@@ -173,6 +173,7 @@ POINTS = {  # and how many steps are whole then
 }
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(
     ("victims", "ends"), [((0,), "killed"), ((0,), "closed"), ((1,), "killed"), ((1,), "closed"), ((0, 1), "killed")]
 )

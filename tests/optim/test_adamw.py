@@ -58,6 +58,7 @@ def test_a_size_alone(devices, numel):
     assert_matches(ours, reference)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "kwargs",
@@ -88,6 +89,7 @@ def test_hyperparameters(devices, dtype, kwargs):
     assert_matches(ours, reference)
 
 
+@pytest.mark.sampled(together=1)
 @pytest.mark.parametrize("of", other_rules())
 def test_other_rules(devices, of):
     """All dtypes, a late first gradient, a gradient that is 0, groups with hyperparameters of their own."""
@@ -202,6 +204,7 @@ def test_dtypes_together(devices):
     assert_matches(ours, reference)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("shape", [(), (3, 5), (TILE + 1,)])
 def test_complex(devices, shape, amsgrad):
@@ -251,6 +254,7 @@ def permuted_3d(dtype):
 LAYOUTS = [strided, transposed, channels_last, permuted_3d]
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(devices, layout, dtype):
@@ -262,6 +266,7 @@ def test_layouts(devices, layout, dtype):
         assert ours.state[params[0]][name].stride() == torch.zeros_like(params[0]).stride()
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_contiguous_gradients_of_other_layouts(devices, layout, dtype):
@@ -291,6 +296,7 @@ def test_untouched_elements_between_a_strided_view(devices):
     assert not torch.equal(base[inside], before[inside])
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
@@ -354,6 +360,7 @@ def test_huge_gradients(devices, dtype):
     assert torch.isfinite(ours.state[params_of(ours)[0]]["exp_avg_sq"]).all()
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("of", rules(PAIRS))
 def test_overflow_goes_where_it_goes_in_torch(devices, of, value):
@@ -402,6 +409,7 @@ def final_bits(devices, *, dtypes=(*DTYPES, torch.complex64), steps=4, tile_size
         return [t.detach().clone() for p in params for t in (p, *optimizer.state[p].values())]
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grad_dtype_is_as_if_the_gradient_had_been_rounded(devices, dtype, grad_dtype):
@@ -427,6 +435,7 @@ def test_grad_dtype_halves_the_push(devices):
     assert (stats["push_bytes"], stats["pull_bytes"]) == (2 * TILE, 4 * TILE)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_grad_norm", [0.5, 1e4])
 def test_max_grad_norm_is_clip_grad_norm_in_fp32(devices, dtype, max_grad_norm):
@@ -645,6 +654,7 @@ def extremes(n, dtype=torch.float32, nan=True):
     return x.to(dtype)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.skipif(len(bindings.isas()) == 1, reason="this CPU has one instruction set to compare")
 @pytest.mark.parametrize(
     ("rule", "grad_dtype", "param_dtype"),

@@ -164,6 +164,7 @@ EDITS = {
 }
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(
     ("name", "shadow", "edit_bytes"),
     [("bf16", True, 16), ("bf16", False, 16), ("bf16", False, 1 << 20), ("bf16", True, 1 << 20), ("fp32", True, 16)],

@@ -50,6 +50,7 @@ def write_data(model):
     model.weight.data = data
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("write", [write_copy, write_load_state_dict, write_foreach, write_data])
 def test_a_write_to_a_parameter_counts(backend, devices, dtype, write):

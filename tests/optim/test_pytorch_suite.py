@@ -133,6 +133,7 @@ def a_state_dict_is_the_same_both_times(of, devices, kwargs):
     assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
 
 
+@pytest.mark.sampled(together=1)
 @pytest.mark.parametrize("kwargs", RUN)
 def test_state_dict_is_the_same_both_times(devices, kwargs):
     a_state_dict_is_the_same_both_times(ADAMW, devices, kwargs)
@@ -175,6 +176,7 @@ def only_the_first_group_moves(of, devices, kwargs):
     assert (loss().item() > start) == kwargs.get("maximize", False)
 
 
+@pytest.mark.sampled(together=1)
 @pytest.mark.parametrize("kwargs", RUN)
 def test_group_hyperparameters_of_the_kit(devices, kwargs):
     only_the_first_group_moves(ADAMW, devices, kwargs)

@@ -61,6 +61,7 @@ def checkpoint(optimizer, path):
     return torch.load(path, weights_only=True)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("used", [False, True], ids=["fresh optimizer", "used optimizer"])
 def test_resumed_run_has_the_bits_of_an_uninterrupted_one(devices, tmp_path, dtype, used):

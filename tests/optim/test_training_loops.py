@@ -272,6 +272,7 @@ def test_one_optimizer_per_parameter_in_backward(devices):
 # ---- Loss scaling --------------------------------------------------------------------
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(
     ("of", "dtype", "unscale"),
     [

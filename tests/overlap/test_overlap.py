@@ -66,6 +66,7 @@ def test_options(tmp_path, overlap, options):
     assert_twins(tmp_path, overlap, ten_steps, dtype=dtype, **options).opt.close()
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize(
     ("overlap", "patient"),
     [(FORWARD, False), (BACKWARD, False), (BACKWARD, True)],

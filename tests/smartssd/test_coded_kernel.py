@@ -227,6 +227,7 @@ def random_parts(rng, tile, sparse=False, hypers=random_hyper):
 # ---- Lengths, dtypes, layouts ----------------------------------------------------
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("param_dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
@@ -270,6 +271,7 @@ def test_sums(pages, dtype):
         simulate(random_tile(rng, pages * PAGE_WORDS, dtype, amsgrad=pages != 2), [part], sum_words=sum_words)
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("isa", bindings.isas())

@@ -88,6 +88,7 @@ def travelled(monkeypatch):
     return images
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.parametrize("grad_dtype", HALVES)
 @pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "no feedback"])
 @pytest.mark.parametrize("topk", [0.001, 0.01, 0.3])

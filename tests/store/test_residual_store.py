@@ -167,6 +167,7 @@ def found_at(devices, name):
 # ---- resume --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(together=2)
 @pytest.mark.cards
 @pytest.mark.parametrize("end", ["close", "kill"])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])

@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from support.forked import python
+from support.sampling import values
 
 from csd_optim import CSDUnavailableError
 from csd_optim.devices import emulation
@@ -57,15 +57,10 @@ def sample(items):
     Where there is a choice, the values that had fewest cases so far. All combinations of them are for other back ends,
     for the kernel alone (test_kernels.py), and for `make soak`.
     """
-    simple = (str, int, float, torch.dtype)  # of these, what is equal is the same in all tests
-
-    def values(item):
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        return {(item.path, name, v if isinstance(v, simple) else id(v)) for name, v in params.items()}
-
     tests, chosen, taken = {}, set(), Counter()
     for item in items:
-        tests.setdefault((item.path, item.originalname), {})[item] = values(item)
+        in_file = {(item.path, *value) for value in values(item)}
+        tests.setdefault((item.path, item.originalname), {})[item] = in_file
     for cases in tests.values():
         while not chosen & cases.keys() or any(not taken[value] for case in cases.values() for value in case):
             best = max(
