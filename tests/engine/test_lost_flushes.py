@@ -24,7 +24,7 @@ from csd_optim.store.file import StoreFile
 from csd_optim.store.format import PAGE, Superblock
 
 FP32, CODES, BOTH = 4, 5, 6  # seeds of trainings with fp32 states, with 8-bit states, and with these and those
-SOME = 5  # of so many flushes one: a commit on two devices has six, so that each of them is met
+SOME = 7  # of so many flushes one: a commit on two devices has six, so that each of them is met
 CLOSED, END = 10, 15  # events: residuals, a late parameter and a loaded state dict before; a group joins after
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cards import SUITES, emulated, emulated_python, needs_xrt
+from support.cards import SUITES, emulated_python, needs_xrt
+from support.forked import running
 
 from csd_optim import CSDAdam, CSDUnavailableError
 from csd_optim.checkpoint.verify import verify
@@ -174,10 +175,11 @@ def test_snapshots():
 
 
 @needs_xrt
-def test_the_demo(tmp_path):
+def test_the_demo(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="the demo draws: pip install csd_optim[bench]")
-    demo = [sys.executable, ROOT / "bench/demo.py", "--quick", "--json", "--cards", "--devices=2"]
-    done = emulated(*demo, "--compute=float32", f"--out={tmp_path}", cards=2)
+    monkeypatch.chdir(ROOT)
+    options = ["--quick", "--json", "--cards", "--devices=2", "--compute=float32", f"--out={tmp_path}"]
+    done = emulated_python(running("bench.demo"), *options, cards=2)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert "2 SmartSSDs, emulated by the Xilinx runtime" in done.stderr
@@ -445,7 +447,7 @@ def refused(tmp_path_factory):
         command = [os.environ.get("CC", "gcc"), "-shared", "-fPIC", "-o", directory / name, directory / f"{name}.c"]
         subprocess.run(command, check=True)
     text = """
-        import os
+        import os, torch._dynamo  # as the first optimizer does, for two seconds: once, not in each child
         from pathlib import Path
         library = Path(sys.argv[1])
         for refusal in sys.argv[2:]:
