@@ -39,11 +39,11 @@ demo-big: $(VENV)/.installed
 emu-demo: $(VENV)/.installed
 	$(BIN)/csd-optim emu --devices 2 -- $(BIN)/python bench/demo.py --cards --devices 2 --out build/emu-demo
 
-# Beside each other, with the tests that want the machine for themselves at the end. `accelerated` has one process, and
-# would be the last to come to its end if it did not begin at once.
+# Beside each other, with the tests that want the machine for themselves at the end. `together` takes as long as the others
+# one after another; a third beside them would take cores from tests that have to be done in some time.
 test:
 	$(MAKE) --no-print-directory -j2 $(VENV)/.installed $(VENV)/.docs $(VENV)/.types
-	$(MAKE) --no-print-directory --keep-going -j3 together accelerated sanitize check
+	$(MAKE) --no-print-directory --keep-going -j2 together accelerated sanitize check
 	$(MAKE) --no-print-directory alone
 
 tables: $(VENV)/.installed

@@ -60,7 +60,8 @@ def histories_on_ranks(rank, kind, seeds):
     return launched.call_count
 
 
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.soak)], ids=str)
 @pytest.mark.parametrize("kind", WRAPS)
-def test_random_histories_on_ranks(kind, tmp_path):
-    one, other = on_living_ranks(2, histories_on_ranks, kind, range(3), directory=tmp_path)
-    assert one == other > 5
+def test_random_histories_on_ranks(kind, seeds, tmp_path):
+    one, other = on_living_ranks(2, histories_on_ranks, kind, seeds, directory=tmp_path)
+    assert one == other > 3
