@@ -77,24 +77,24 @@ MODES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("calls", [TILE_READ, TILE_WRITE, META_WRITE | SYNC], ids=["read", "write", "commit"])
 @MODES
 @in_child
-def test_one_call_fails(overlap, calls, tmp_path):
-    """Codes and fp32 by turns."""
-    failures = dict.fromkeys(["fp32", "8bit"], 0)
-    for skip in range(0, 40, 3):
-        state_dtype = "8bit" if skip % 2 else "fp32"
+def test_one_call_fails(overlap, calls, state_dtype, tmp_path):
+    failures = 0
+    # Of tiles of codes there is no call after the sixth, of fp32 ones none after the thirtieth.
+    skips = range(0, 40, 3) if calls == META_WRITE | SYNC else {"fp32": range(0, 30, 3), "8bit": range(6)}[state_dtype]
+    for skip in skips:
         devices = [f"file:{tmp_path}/{skip}-{i}?cache=off" for i in range(2)]
         with fault(calls, tmp_path / f"{skip}-1", errno.EIO, skip=skip, times=1, must_strike=False):
             training = Training(devices, overlap, state_dtype=state_dtype, overwrite=True)
             training.train()
         assert training.image() == never_failed(state_dtype), skip
         assert training.failures <= 1, skip
-        failures[state_dtype] += training.failures
+        failures += training.failures
         training.opt.close()
-    # Of a commit the next attempt may mend it before anybody is told.
-    assert all(failures.values()) or calls == META_WRITE | SYNC
+    assert failures or calls == META_WRITE | SYNC  # whose failure the next attempt may mend before anybody is told
 
 
 @MODES
