@@ -6,14 +6,15 @@ with. A step names the backward of each gradient, and waits until all trainers' 
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..errors import CSDRankError
-from .blocks import Block, Bucket, Part, receive_buckets, with_owner
+from .blocks import IN_FLIGHT, Block, Bucket, Coming, Part, begin_receiving, with_owner
 from .values import dtype_named
 from .wire import PATIENCE, PUSH, PUSHED, Session
 
@@ -33,8 +34,15 @@ class Arrival(NamedTuple):
     dtype: torch.dtype  # as it has travelled
 
 
+class _Push(NamedTuple):
+    """A bucket that is coming, and what puts it where it belongs."""
+
+    coming: Coming
+    take: Callable[[Coming], None]
+
+
 class Arrivals:
-    """Of one session. With `listen` there is a thread for each trainer, which ends when that is gone, or the session
+    """Of one session. With `listen` there are two threads for each trainer, which end when that is gone, or the session
     over."""
 
     def __init__(self, owner: Owner, session: Session) -> None:
@@ -50,41 +58,64 @@ class Arrivals:
     def listen(self) -> None:
         """From now on gradients may come before their step."""
         for trainer in range(self._session.trainers) if not self.listens else ():
-            threading.Thread(target=self._listen, args=(trainer,), daemon=True, name="csd_optim arrivals").start()
+            coming: queue.SimpleQueue[_Push | str] = queue.SimpleQueue()
+            room = threading.Semaphore(IN_FLIGHT)
+            for work in (self._hear, self._take):
+                arguments = trainer, coming, room
+                threading.Thread(target=work, args=arguments, daemon=True, name="csd_optim arrivals").start()
         self.listens = True
 
-    def _listen(self, trainer: int) -> None:
-        session = self._session
+    def _hear(self, trainer: int, coming: queue.SimpleQueue[_Push | str], room: threading.Semaphore) -> None:
+        """What is pushed next is heard, and waited for, while what was pushed before is coming."""
+        session, why = self._session, ""
         try:
-            while True:
+            while not why:
                 message = session.hear(trainer, PATIENCE, tag=PUSH)
                 try:
-                    self._take(trainer, message)
+                    for take, bucket in self._read(trainer, message):
+                        room.acquire()
+                        coming.put(_Push(begin_receiving(session, trainer, bucket, PUSHED), take))
                 except Exception as e:
-                    with self._owner.changed:
-                        self.failure = f"what trainer {trainer} has pushed: {e}"
-                        self._owner.changed.notify_all()
-                    return
-        except CSDRankError as e:  # which ends nothing by itself: it may have sent all that a step takes
-            with self._owner.changed:
-                self._gone[trainer] = str(e)
-                self._owner.changed.notify_all()
+                    why = f"what trainer {trainer} has pushed: {e}"
+                    self._fail(why)
+        except CSDRankError as e:
+            why = str(e)
+        coming.put(why)
 
-    def _take(self, trainer: int, message: dict[str, Any]) -> None:
+    def _take(self, trainer: int, coming: queue.SimpleQueue[_Push | str], room: threading.Semaphore) -> None:
+        while not isinstance(push := coming.get(), str):
+            try:
+                push.take(push.coming)
+            except Exception as e:
+                self._fail(f"what trainer {trainer} has pushed: {e}")
+            room.release()
+        with self._owner.changed:  # which ends nothing by itself: it may have sent all that a step takes
+            self._gone[trainer] = push
+            self._owner.changed.notify_all()
+
+    def _fail(self, why: str) -> None:
+        with self._owner.changed:
+            self.failure = self.failure or why
+            self._owner.changed.notify_all()
+
+    def _read(self, trainer: int, message: dict[str, Any]) -> Iterator[tuple[Callable[[Coming], None], Bucket]]:
+        """The buckets of a push, and what takes each of them in."""
         owner, session = self._owner, self._session
-        backward, parts = self._read(message)
+        backward, parts = self._parts(message)
         if message.get("apart"):
             into = owner.rooms_apart(session, trainer, {part.key: part.dtype for part in parts})
         else:
             into = owner.room_for(session, [part.key for part in parts])
-        buckets = with_owner(parts, owner.owners, owner.rank, fewest=1)
         view_of = owner.views(into, {part.key: part.shape for part in parts})
 
         def arrived(_: int, bucket: Bucket) -> None:
             for piece in bucket:
                 self.note(trainer, Arrival(piece.key, backward, piece.block, piece.dtype))
 
-        receive_buckets(session, {trainer: buckets}, view_of, lambda: owner.counts(session), PUSHED, arrived)
+        def take(coming: Coming) -> None:
+            coming.take(session, view_of, lambda: owner.counts(session), arrived)
+
+        return ((take, bucket) for bucket in with_owner(parts, owner.owners, owner.rank, fewest=1))
 
     def note(self, trainer: int, arrival: Arrival) -> None:
         """This has come, and is where it belongs. Called with `changed` held."""
@@ -108,7 +139,7 @@ class Arrivals:
         """All that has come. Called with `changed` held."""
         return (arrival for come in self._come for of_one in come.values() for arrival in of_one)
 
-    def _read(self, message: dict[str, Any]) -> tuple[int, list[Part]]:
+    def _parts(self, message: dict[str, Any]) -> tuple[int, list[Part]]:
         """Raises CSDRankError if this is no push."""
         params = self._owner.params
         try:

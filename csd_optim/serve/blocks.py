@@ -24,7 +24,7 @@ from .wire import BULK, Session
 ALIGN = 16  # bytes: any dtype may begin there
 BUCKET_BYTES = 16 << 20
 LEAST_BYTES = 64 << 10  # of a bucket that could be larger
-FEWEST = 16  # buckets: the first are used while the last are under way
+FEWEST = 32  # buckets: the first are used while the last are under way
 IN_FLIGHT = 3  # buckets to or from one other process
 
 
@@ -190,23 +190,35 @@ def receive_buckets(
 
     Raises CSDRankError.
     """
-    under_way: deque[tuple[Any, torch.Tensor, int, Bucket]] = deque()
-
-    def arrive() -> None:
-        work, buffer, rank, bucket = under_way.popleft()
-        session.wait(work)
-        with guard():
-            for piece in bucket:
-                view_of(piece.key, piece.block).copy_(room_of(buffer, piece))
-            arrived(rank, bucket)
-
+    under_way: deque[Coming] = deque()
     for rank, bucket in by_turns(sources):
         if len(under_way) >= IN_FLIGHT * len(sources):
-            arrive()
-        buffer = torch.empty(end_of(bucket), dtype=torch.uint8, device="cpu")
-        under_way.append((session.receive(buffer, rank, tag), buffer, rank, bucket))
+            under_way.popleft().take(session, view_of, guard, arrived)
+        under_way.append(begin_receiving(session, rank, bucket, tag))
     while under_way:
-        arrive()
+        under_way.popleft().take(session, view_of, guard, arrived)
+
+
+class Coming(NamedTuple):
+    """A bucket for which there is room."""
+
+    work: Any
+    buffer: torch.Tensor
+    rank: int  # that sends it
+    bucket: Bucket
+
+    def take(self, session: Session, view_of: ViewOf, guard: Guard, arrived: Callable[[int, Bucket], None]) -> None:
+        """Waits for it, and puts it where it belongs; as of receive_buckets()."""
+        session.wait(self.work)
+        with guard():
+            for piece in self.bucket:
+                view_of(piece.key, piece.block).copy_(room_of(self.buffer, piece))
+            arrived(self.rank, self.bucket)
+
+
+def begin_receiving(session: Session, rank: int, bucket: Bucket, tag: int) -> Coming:
+    buffer = torch.empty(end_of(bucket), dtype=torch.uint8, device="cpu")
+    return Coming(session.receive(buffer, rank, tag), buffer, rank, bucket)
 
 
 def room_of(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -207,7 +207,8 @@ class _Thread:
         return on(self._streams.get(device))
 
     def put(self, backward: int, pushes: Callable[[], list[Push]], device: torch.device) -> Future[dict[int, float]]:
-        """Returns what has the sum of squares of what is pushed, by parameter; NaN where a value is not finite.
+        """Returns what has the sum of squares of what is pushed, by parameter; NaN where a value is not finite. Of what
+        others are to sum it has 0 instead.
 
         `device`: where the gradients are.
 
@@ -221,7 +222,7 @@ class _Thread:
         def reduce() -> None:
             try:
                 here.extend(pushes())
-                reduced.set_result({push.strip.key: _square(push.values) for push in here})
+                reduced.set_result({push.strip.key: self._square(push.values) for push in here})
             except Exception as e:
                 reduced.set_exception(e)
 
@@ -239,6 +240,11 @@ class _Thread:
 
         self._jobs.put(job)
         return reduced
+
+    def _square(self, values: torch.Tensor) -> float:
+        if self._apart:  # others sum them, and know their norm
+            return 0.0 if _is_finite(values) else math.nan
+        return _square(values)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -275,10 +281,18 @@ class _Thread:
 
 def _square(values: torch.Tensor) -> float:
     """Waits for what was queued before: then the memory of others that this has read may go."""
-    dtype = torch.complex64 if values.is_complex() else torch.float32
-    square = float(torch.linalg.vector_norm(values, dtype=dtype)) ** 2
+    values = values.to(WIDE.get(values.dtype, values.dtype))  # the norm of halves in fp32 is slow in torch
+    square = float(torch.linalg.vector_norm(values)) ** 2
     # The norm of large values may overflow, which makes none of them an overflow.
-    return square if math.isfinite(square) or bool(values.isfinite().all()) else math.nan
+    return square if math.isfinite(square) or _is_finite(values) else math.nan
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Are all of them? It waits, too."""
+    if bool(torch.linalg.vector_norm(values).isfinite()):  # fast in their own dtype, in which it may overflow
+        return True
+    low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
+    return bool(low.isfinite() & high.isfinite())
 
 
 def part_message(part: Part) -> list[Any]:

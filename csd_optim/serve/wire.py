@@ -7,8 +7,10 @@ trainers and all owners join one process group, trainers first. Nothing that is 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
+import struct
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -20,10 +22,16 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 from ..errors import CSDError, CSDRankError, CSDUnavailableError, CSDValueError
 
 SCHEME = "serve://"
-PROTOCOL = 2  # of what is said below, in owner.py and flow.py: both sides have the same
+PROTOCOL = 3  # of what is said below, in owner.py and flow.py: both sides have the same
 MAGIC = 0x6373645F73657276  # begins each message
-MESSAGE, BULK, NOTHING = 0, 1, 2  # tags of gloo: none is ever taken for another, and nobody sends the last one
+HEAD = struct.Struct("=3q")  # MAGIC, number of the session, bytes of JSON that follow
+# What travels, each apart: none is ever taken for another, and nobody sends the last one.
+MESSAGE, BULK, NOTHING = 0, 1, 2
 PUSH, PUSHED = 3, 4  # the same of gradients that leave before the step: see arrivals.py
+# Connections between two processes: of messages, and of tensors each way. gloo sends a tensor when it is told that
+# there is room for it, which on one connection would wait behind all tensors that go the other way.
+CONNECTIONS = 3
+SHORT_BYTES = 16 << 10  # of a message with its head that goes at once: the rest of a longer one follows
 MESSAGE_BYTES = 64 << 20  # of JSON at most
 USER_STATE_BYTES = MESSAGE_BYTES // 2  # of all trainers: a message has other things to say, too
 REQUEST_BYTES = 7 << 20  # the same of a request: a TCPStore takes 8 MiB
@@ -121,7 +129,7 @@ def gloo_group(store: Any, name: str, rank: int, size: int, host: str, timeout: 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout)
     device = ProcessGroupGloo.create_device(hostname=host) if host else ProcessGroupGloo.create_default_device()
-    options._devices = [device]  # type: ignore[attr-defined]
+    options._devices = [device] * CONNECTIONS  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=JOIN_TIMEOUT))
     with lost("trainers and optimizer ranks do not reach each other (is GLOO_SOCKET_IFNAME their network?)"):
         return ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
@@ -154,6 +162,7 @@ class Session:
 
     def __init__(self, group: Any, number: int, trainers: int, owners: int, timeout: float) -> None:
         self._group = group
+        self._is_owner: bool = group.rank() >= trainers
         self._under_way: dict[int, tuple[Any, torch.Tensor]] = {}  # memory that gloo may use: until wait() has returned
         self.number: int = number
         self.trainers: int = trainers
@@ -177,11 +186,11 @@ class Session:
     def send(self, tensor: torch.Tensor, to: int, tag: int = BULK) -> Any:
         """Begins to send a dense CPU tensor (uint8, 1-D), to be left as it is until wait() has returned."""
         with lost(f"rank {to} is gone"):
-            return self._begun(self._open.send([tensor], to, tag), tensor)
+            return self._begun(self._open.send([tensor], to, _tag(tag, self._is_owner)), tensor)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = BULK) -> Any:
         with lost(f"rank {source} is gone"):
-            return self._begun(self._open.recv([tensor], source, tag), tensor)
+            return self._begun(self._open.recv([tensor], source, _tag(tag, not self._is_owner)), tensor)
 
     def _begun(self, work: Any, tensor: torch.Tensor) -> Any:
         self._under_way[id(work)] = work, tensor
@@ -196,9 +205,13 @@ class Session:
     def abort(self) -> None:
         """Of a trainer: ends the connections whoever waits for them, and so the session. The others notice at once."""
         group, self._group = self._group, None
-        for k in range(self.owners if group else 0):
-            with contextlib.suppress(RuntimeError):  # gloo has one way: whoever waits too long closes all of them
-                group.recv([torch.empty(1)], self.owner(k), NOTHING).wait(timedelta(milliseconds=1))
+        if group is None:
+            return
+        # gloo has one way: whoever waits too long closes all of the connections that are numbered so.
+        for k, connection in itertools.product(range(self.owners), range(CONNECTIONS)):
+            with contextlib.suppress(RuntimeError):
+                nothing = group.recv([torch.empty(1)], self.owner(k), CONNECTIONS * NOTHING + connection)
+                nothing.wait(timedelta(milliseconds=1))
 
     def say(self, message: dict[str, Any], *to: int, timeout: float | None = None, tag: int = MESSAGE) -> None:
         """Sends a message, and waits until it is heard. Raises CSDValueError if it is too long."""
@@ -212,20 +225,23 @@ class Session:
             raise CSDValueError(
                 f"a message to the optimizer ranks has {len(data)} bytes; {MESSAGE_BYTES} are the limit"
             )
-        head = torch.tensor([MAGIC, self.number, len(data)], dtype=torch.int64, device="cpu")
-        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return [self.send(t, rank, tag) for rank in to for t in (head.view(torch.uint8), body)]
+        data = HEAD.pack(MAGIC, self.number, len(data)) + data
+        pieces = torch.frombuffer(bytearray(data), dtype=torch.uint8).tensor_split([SHORT_BYTES])
+        return [self.send(piece, rank, tag) for rank in to for piece in pieces if len(piece)]
 
     def hear(self, source: int, timeout: float | None = None, tag: int = MESSAGE) -> dict[str, Any]:
         """The next message of a rank. Raises CSDRankError also if it is none of this session."""
-        head = torch.zeros(3, dtype=torch.int64, device="cpu")
-        self.wait(self.receive(head.view(torch.uint8), source, tag), timeout)
-        magic, session, n = head.tolist()
+        piece = torch.zeros(SHORT_BYTES, dtype=torch.uint8, device="cpu")
+        self.wait(self.receive(piece, source, tag), timeout)  # gloo takes less than there is room for
+        magic, session, n = HEAD.unpack_from(piece.numpy().data)
         if magic != MAGIC or session != self.number or not 0 < n <= MESSAGE_BYTES:
             raise CSDRankError(f"rank {source} of session {self.number} has sent what is no message")
-        body = torch.empty(n, dtype=torch.uint8, device="cpu")
-        self.wait(self.receive(body, source, tag))
-        return parse(body.numpy().tobytes())
+        data = piece.numpy().tobytes()[HEAD.size :][:n]
+        if len(data) < n:
+            rest = torch.empty(n - len(data), dtype=torch.uint8, device="cpu")
+            self.wait(self.receive(rest, source, tag))
+            data += rest.numpy().tobytes()
+        return parse(data)
 
 
 def parse(data: bytes) -> dict[str, Any]:
@@ -237,6 +253,11 @@ def parse(data: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise CSDRankError("what was received is no message")
     return message
+
+
+def _tag(kind: int, from_owner: bool) -> int:
+    """gloo's, of a kind of what travels: divided by the number of connections it leaves that of the connection."""
+    return CONNECTIONS * kind + (0 if kind in (MESSAGE, PUSH) else 1 + from_owner)
 
 
 @contextlib.contextmanager

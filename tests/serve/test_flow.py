@@ -13,10 +13,11 @@ from support.ranks import on_living_ranks
 
 from csd_optim import CSDAdam, CSDOSError, CSDRankError
 from csd_optim.engine.engine import Engine
+from csd_optim.serve.blocks import FEWEST
 from csd_optim.serve.owner import Owner
 from csd_optim.serve.wire import BULK, Session
 
-LAYERS, ROWS = 16, 32  # in fp32 each is a bucket, and a tile
+LAYERS, ROWS = FEWEST, 32  # in fp32 each is a bucket, and a tile
 
 
 class Layers:

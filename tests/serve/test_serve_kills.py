@@ -17,6 +17,7 @@ from test_serve import Replicas
 
 from csd_optim import CSDRankError, CSDRuntimeError, signals
 from csd_optim.serve.wire import BULK, PUSHED, Session
+from csd_optim.serve.wire import PUSH as SAID
 
 STEPS = 3  # of a trainer that nobody kills
 
@@ -34,7 +35,7 @@ def expected_of(directory, steps=60):
 
 PUSH = "its first push"
 HALFWAY = "a push in the middle of its second step"
-PUSHES = {PUSH: 0, HALFWAY: 24}  # that come before: each step has about 17
+PUSHES = {PUSH: 0, HALFWAY: 48}  # that come before: each step has about 33
 
 
 HALF_OPEN = "nobody hears that its connections end"
@@ -53,15 +54,21 @@ def end(how, meet):
 
 def ended_at(call, how, meet=None):
     """Of what this process sends or receives for a session, the `call`-th (from 0) is where it ends so."""
-    left = [PUSHES.get(call, call)]
+    left, said = [PUSHES.get(call, call)], []
 
     def counted(function, pushes):
         def counting(session, tensor, rank, tag=BULK):
             if call not in PUSHES or (pushes and tag in (BULK, PUSHED)):
                 left[0] -= 1
                 if left[0] == -1:
+                    for work in (
+                        said if how == signal.SIGSTOP else ()
+                    ):  # what it has said is heard, so that what is to follow is missed
+                        work.wait()
                     end(how, meet)
-            return function(session, tensor, rank, tag)
+            work = function(session, tensor, rank, tag)
+            said.extend([work] * (tag == SAID and pushes))
+            return work
 
         return counting
 
