@@ -16,8 +16,10 @@ little. All processes share this machine's cores either way.
 
 An iteration is forward and backward (no seconds, or --backward) with DDP's hooks, and step(). All ways must end with
 the same parameters on all trainers, ours with those of one process that was given the mean gradient, to the last bit,
-or nothing is reported. Bytes are those that the kernel counts at the interfaces, beside those of the formulas, and
-times are beside what `csd-optim plan --trainers` predicts.
+or nothing is reported. Bytes are those that the kernel counts at the interfaces, beside those of the formulas. Times
+are beside what `csd-optim plan --trainers` predicts, and beside the limit: what the busiest link or drive needs at
+least. For both a link is as fast as TCP alone is on it, which is measured first: all trainers exchange the bytes of a
+step with all owners, in both directions at once.
 
 --json prints schema csd_optim.bench.optimizer_ranks/1.
 """
@@ -38,6 +40,7 @@ from bench import paced_network, ranks_kills
 from bench.paced_network import Network
 from bench.ranks_training import Trainers, drive_strings, owners, places_of, reference
 from bench.step import machine_facts, say, span
+from bench.tcp_rate import tcp_rate
 from csd_optim.devices import machine
 from csd_optim.devices.units import parse_link, parse_rate
 from csd_optim.planning import ranks
@@ -95,22 +98,25 @@ def measure_all(arguments: argparse.Namespace, network: Network | None, director
     trainers = Trainers(places_of(network, trainers_at), f"file://{directory}/meeting")
     host = network.address(owners_at[0]) if network else "127.0.0.1"
     rows = []
+    # Links of owners that never wait: what it is of them, it is of trainers' links.
+    wide = arguments.trainers / arguments.owners
+    tcp = paced(network, wide, arguments) / wide
     for way in ("adamw", "zero"):
-        rows.append(measured(way, {"devices": None}, trainers, network, arguments))
+        rows.append(measured(way, {"devices": None, "tcp": tcp}, trainers, network, arguments))
     for drives in arguments.drives:
         here = [drive_strings(directory / f"local{drives}/{name}", arguments.device, drives) for name in trainers_at]
-        rows.append(measured("local", {"devices": here, "drives": drives}, trainers, network, arguments))
+        rows.append(measured("local", {"devices": here, "drives": drives, "tcp": tcp}, trainers, network, arguments))
         there = directory / f"owners{drives}"
         with owners(there, places_of(network, owners_at), arguments.device, drives, host) as address:
             for times in arguments.owner_link if network else [1]:
-                if network:
-                    for name in owners_at:
-                        network.pace(name, times * arguments.trainer_link)
+                owner_tcp = paced(network, times, arguments)
                 for route in arguments.routes:
                     at = {
                         "devices": f"{address}&route={route}" if route != "kept" else address,
                         "drives": drives,
                         "owner_link": times,
+                        "tcp": tcp,
+                        "owner_tcp": owner_tcp,
                     }
                     rows.append(measured(route, at, trainers, network, arguments))
     trainers.end()
@@ -131,6 +137,20 @@ def measure_all(arguments: argparse.Namespace, network: Network | None, director
     return rows
 
 
+def paced(network: Network | None, times: float, arguments: argparse.Namespace) -> float:
+    """Gives the owners links of so many times a trainer's. Returns as how many of these TCP alone moves."""
+    if not network:
+        return times
+    trainers_at, owners_at = machines(arguments)
+    for name in owners_at:
+        network.pace(name, times * arguments.trainer_link)
+    hosts = [network.address(name) for name in owners_at]
+    rate = tcp_rate(places_of(network, trainers_at), places_of(network, owners_at), hosts, 2 * arguments.params)
+    pace = min(times, arguments.trainers / arguments.owners) * arguments.trainer_link
+    say(f"owners' link {times:g}x: TCP alone moves {rate / 1e6:.1f} MB/s each way, {rate / pace:.2f} of the pace")
+    return times * rate / pace
+
+
 def measured(way: str, at: Row, trainers: Trainers, network: Network | None, arguments: argparse.Namespace) -> Row:
     """One row: an optimizer of its own, warmed up, timed, and closed."""
     devices = at.pop("devices")
@@ -149,11 +169,12 @@ def measured(way: str, at: Row, trainers: Trainers, network: Network | None, arg
         "after_backward": [step for _, step in slowest],
         "checksums": trainers.tell("close", None),
         "predicted": None,
+        "limit": None,
     }
     if network and way in ranks.WAYS:
-        request, fleet = planned(arguments, at.get("drives", 1), at.get("owner_link", 1))
+        request, fleet = planned(arguments, at.get("drives", 1), at["tcp"], at.get("owner_tcp", 1))
         row["predicted"] = ranks.iteration(way, request, fleet)
-        row["predicted_flowing"] = ranks.iteration(way, request, fleet, flowing=True)
+        row["limit"] = ranks.at_least(way, request, fleet)
         formula: dict[str, float] = dict.fromkeys(ranks.LINKS, 0.0)
         for stage in ranks.WAYS[way](request, fleet, False):
             for link, n in stage.bytes.items():
@@ -171,8 +192,8 @@ def measured(way: str, at: Row, trainers: Trainers, network: Network | None, arg
     return row
 
 
-def planned(arguments: argparse.Namespace, drives: int, owner_link: float) -> tuple[Request, Fleet]:
-    """What the model is asked about a row."""
+def planned(arguments: argparse.Namespace, drives: int, tcp: float, owner_tcp: float) -> tuple[Request, Fleet]:
+    """What the model is asked about a row; of links, how much of a trainer's pace TCP moves."""
     r = Request(
         params=arguments.params,
         devices=drives,
@@ -180,7 +201,7 @@ def planned(arguments: argparse.Namespace, drives: int, owner_link: float) -> tu
         drive=Device(arguments.drive, arguments.drive, arguments.drive, on_host=True),
         backward=arguments.backward,
     )
-    links = (arguments.trainer_link, owner_link * arguments.trainer_link)
+    links = (tcp * arguments.trainer_link, owner_tcp * arguments.trainer_link)
     return r, Fleet(arguments.trainers, arguments.owners, *links)
 
 
@@ -198,8 +219,11 @@ def describe(row: Row) -> str:
     )
     lines = [f"{row['way']:>7} {at:>30}: {span(row['seconds'], 3)} s, after backward {span(row['after_backward'], 3)}"]
     if row["predicted"]:
-        ratio = statistics.median(row["seconds"]) / row["predicted"]
-        lines.append(f"predicted {row['predicted']:.3f}, {ratio:.2f} of that; flowing {row['predicted_flowing']:.3f}")
+        s = statistics.median(row["seconds"])
+        lines.append(
+            f"predicted {row['predicted']:.3f}, {s / row['predicted']:.2f} of that; "
+            f"the limit is {row['limit']:.3f}, {row['limit'] / s:.2f} of its rate"
+        )
     if "bytes" in row:
         each = [
             f"{link} {n / 1e6:.2f}"

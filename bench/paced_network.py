@@ -23,6 +23,7 @@ ALONE = ("unshare", "--map-root-user", "--net", "--mount")
 TOOLS = ("unshare", "mount", "ip", "tc")
 BURST = 256 << 10  # bytes: more than the kernel puts in one piece, or it would be cut into frames, with a header each
 QUEUE_MS = 1000  # what waits longer is dropped, and sent again: that would be counted twice
+MTU = 9000  # bytes: jumbo frames, as networks between such machines have
 SUBNET = "10.77.0"
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -72,9 +73,8 @@ class Network:
             # A process that stays in its new namespace until its input ends.
             with subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=_unshare) as there:
                 self._namespaces[name] = os.open(f"/proc/{there.pid}/ns/net", os.O_RDONLY)
-                _ip(
-                    f"link add name {name} type veth peer name eth0 netns {there.pid}; link set {name} master bridge up"
-                )
+                pair = f"link add name {name} mtu {MTU} type veth peer name eth0 mtu {MTU} netns {there.pid}"
+                _ip(f"{pair}; link set {name} master bridge up")
                 inside = f"addr add {self._addresses[name]}/24 dev eth0; link set eth0 up; link set lo up"
                 self._within(name, ["ip", "-batch", "-"], inside)
             self.pace(name, rate)

@@ -27,15 +27,15 @@ NAMES = {
 
 def of_ways(result: Row) -> str:
     lines = [
-        "| | owner's link | drives | s, measured | predicted | ratio | trainer in, MB | owner in, MB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | owner's link | drives | s, measured | predicted | ratio | of the limit | trainer in, MB | owner in, MB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         s = row["seconds"]
-        predicted = [""] * 2
+        predicted = [""] * 3
         if row["predicted"]:
-            ratio = statistics.median(s) / row["predicted"]
-            predicted = [f"{row['predicted']:.2f}", f"{ratio:.2f}"]
+            median = statistics.median(s)
+            predicted = [f"{n:.2f}" for n in (row["predicted"], median / row["predicted"], row["limit"] / median)]
         cells = [
             NAMES.get(row["way"], f"owners, `{row['way']}`"),
             f"{row['owner_link']:g}x" if "owner_link" in row else "",

@@ -1,0 +1,74 @@
+"""What TCP alone moves on the network of bench/optimizer_ranks.py: the limit that owners are measured against."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+from bench.ranks_training import processes, settle
+
+PIECE = 1 << 20  # bytes
+
+
+def _move(connection: socket.socket, nbytes: int) -> None:
+    """Sends and receives so much at the same time."""
+    sending = threading.Thread(target=connection.sendall, args=(bytes(nbytes),))
+    sending.start()
+    left, piece = nbytes, bytearray(PIECE)
+    while left:
+        n = connection.recv_into(piece, min(left, PIECE))
+        if not n:
+            raise SystemExit("a connection has ended while TCP was measured")
+        left -= n
+    sending.join()
+
+
+def _answer(place: Callable[[], None], conn: Connection, trainers: int, nbytes: int) -> None:
+    """An owner: says its port, and then how long it took."""
+    settle(place)
+    with socket.create_server(("", 0)) as server:
+        conn.send(server.getsockname()[1])
+        connections = [server.accept()[0] for _ in range(trainers)]
+    start = time.perf_counter()
+    moving = [threading.Thread(target=_move, args=(connection, nbytes)) for connection in connections]
+    for thread in moving:
+        thread.start()
+    for thread in moving:
+        thread.join()
+    conn.send(time.perf_counter() - start)
+
+
+def _ask(place: Callable[[], None], at: Sequence[tuple[str, int]], nbytes: int) -> None:
+    settle(place)
+    connections = [socket.create_connection(address) for address in at]
+    moving = [threading.Thread(target=_move, args=(connection, nbytes)) for connection in connections]
+    for thread in moving:
+        thread.start()
+    for thread in moving:
+        thread.join()
+
+
+def tcp_rate(
+    trainers: Sequence[Callable[[], None]], owners: Sequence[Callable[[], None]], hosts: Sequence[str], nbytes: int
+) -> float:
+    """Bytes per second that pass an owner's link each way while all trainers exchange `nbytes` with all owners.
+
+    `trainers`, `owners`: what brings a process to each of their machines; `hosts`: the owners' addresses.
+    """
+    ends, running = [], []
+    for place in owners:
+        here, there = processes.Pipe()
+        running.append(processes.Process(target=_answer, args=(place, there, len(trainers), nbytes // len(owners))))
+        running[-1].start()
+        ends.append(here)
+    at = [(host, end.recv()) for host, end in zip(hosts, ends, strict=True)]
+    for place in trainers:
+        running.append(processes.Process(target=_ask, args=(place, at, nbytes // len(owners))))
+        running[-1].start()
+    seconds = max(end.recv() for end in ends)
+    for process in running:
+        process.join()
+    return len(trainers) * (nbytes // len(owners)) / seconds
