@@ -23,7 +23,7 @@ from .advice import Request, check
 from .model import ITEM_BYTES, Device, Host, predict
 
 BUCKET_BYTES = 25e6  # DDP's
-FEWEST, MOST = 16, 256  # buckets: so many of a small model, so that they overlap; and what is worth simulating
+FEWEST, MOST = 32, 256  # buckets: so many of a small model, so that they overlap; and what is worth simulating
 HIDDEN = 1.05  # times an iteration whose owners take no time: who is that near is not worth another owner
 MOST_OWNERS = 4096  # so far it is looked for how many are enough
 MOST_DRIVES = 64  # the same of drives in a trainer
@@ -55,6 +55,8 @@ class Stage:
     seconds: dict[str, float]
     # Begins when all buckets are through this one of the stages before, or BACKWARD; None: each goes on by itself.
     after: int | None = None
+    # So many buckets at most are in it, or through it and not through the next one; None: any number.
+    window: int | None = None
 
     def busy(self, fleet: Fleet) -> dict[str, float]:
         """Seconds that it keeps each resource busy."""
@@ -67,6 +69,7 @@ class Stage:
 # before trainers have reduced all and call step(), for backward still reads parameters. `flowing`: each bucket goes on
 # as soon as it can.
 BACKWARD = -1
+ROUNDS = 3  # of buckets that trainers reduce while others are pushed
 
 
 def _collective(name: str, r: Request, fleet: Fleet, times: int) -> Stage:
@@ -123,7 +126,8 @@ def _kept(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
 
 def _slices(r: Request, fleet: Fleet, flowing: bool) -> list[Stage]:
     share = size(r) / fleet.trainers
-    scatter, gather = _collective("reduce-scatter", r, fleet, 1), _collective("all-gather", r, fleet, 1)
+    scatter = replace(_collective("reduce-scatter", r, fleet, 1), window=ROUNDS)
+    gather = _collective("all-gather", r, fleet, 1)
     pull = _pull(fleet, share, None if flowing else 0)
     return [scatter, _push(fleet, share), _update(r, fleet.owners), pull, gather]
 
@@ -174,23 +178,32 @@ def simulate(stages: Sequence[Stage], fleet: Fleet, arrivals: Sequence[float]) -
     opens = {
         k: max(arrivals) if s.after == BACKWARD else 0.0 for k, s in enumerate(stages) if s.after in (None, BACKWARD)
     }
-    waiting: dict[int, list[tuple[float, int]]] = defaultdict(list)  # before a stage that is not open yet
-    events = [(arrival, 0, bucket) for bucket, arrival in enumerate(arrivals)]  # when, at which stage, who
+    room = [math.inf if stage.window is None else stage.window for stage in stages]
+    waiting = [0] * len(stages)  # buckets before each stage
+    # When, at which stage, and so much more of what: buckets that wait, and room. Or nothing, as it opens.
+    events: list[tuple[float, int, int, int]] = [(arrival, 0, 1, 0) for arrival in arrivals]
+    events += [(when, k, 0, 0) for k, when in opens.items()]
     heapq.heapify(events)
     while events:
-        now, k, bucket = heapq.heappop(events)
-        done = now
-        for name, s in seconds[k].items():
-            free[name] = max(free[name], now) + s
-            done = max(done, free[name])
-        through[k].append(done)
-        if k + 1 < len(stages):
-            waiting[k + 1].append((done, bucket))
-        if len(through[k]) == buckets:
-            opens |= {j: max(through[k]) for j, stage in enumerate(stages) if stage.after == k}
-        for j in [j for j in waiting if j in opens]:
-            for since, each in waiting.pop(j):
-                heapq.heappush(events, (max(since, opens[j]), j, each))
+        now, k, come, freed = heapq.heappop(events)
+        waiting[k] += come
+        room[k] += freed
+        while waiting[k] and room[k] and opens.get(k, math.inf) <= now:
+            waiting[k] -= 1
+            room[k] -= 1
+            done = now
+            for name, s in seconds[k].items():
+                free[name] = max(free[name], now) + s
+                done = max(done, free[name])
+            through[k].append(done)
+            if k + 1 < len(stages):
+                heapq.heappush(events, (done, k + 1, 1, 0))
+            if k:
+                heapq.heappush(events, (done, k - 1, 0, 1))
+            if len(through[k]) == buckets:
+                for j in (j for j, stage in enumerate(stages) if stage.after == k):
+                    opens[j] = max(through[k])
+                    heapq.heappush(events, (opens[j], j, 0, 0))
     return max(through[-1])
 
 

@@ -149,7 +149,7 @@ def test_how_many_owners_are_enough():
 
 
 def test_break_even_against_drives_in_the_trainers():
-    r, fleet = request(7e9), Fleet(8, 4, 100 * GBIT, 100 * GBIT)
+    r, fleet = request(7e9), Fleet(8, 4, 200 * GBIT, 100 * GBIT)
     found = plan_ranks(r, fleet, "slices")["break_even"]
     local = iteration("local", r, fleet)
     slower, faster = (iteration("slices", r, replace(fleet, owners=found["owners"] + k)) for k in (-1, 0))
