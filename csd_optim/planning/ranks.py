@@ -55,7 +55,7 @@ class Stage:
     seconds: dict[str, float]
     # Begins when all buckets are through this one of the stages before, or BACKWARD; None: each goes on by itself.
     after: int | None = None
-    # So many buckets at most are in it, or through it and not through the next one; None: any number.
+    # So many buckets at most are in it at the same time; None: any number.
     window: int | None = None
 
     def busy(self, fleet: Fleet) -> dict[str, float]:
@@ -69,7 +69,7 @@ class Stage:
 # before trainers have reduced all and call step(), for backward still reads parameters. `flowing`: each bucket goes on
 # as soon as it can.
 BACKWARD = -1
-ROUNDS = 3  # of buckets that trainers reduce while others are pushed
+ROUNDS = 3  # that trainers reduce at the same time
 
 
 def _collective(name: str, r: Request, fleet: Fleet, times: int) -> Stage:
@@ -198,8 +198,7 @@ def simulate(stages: Sequence[Stage], fleet: Fleet, arrivals: Sequence[float]) -
             through[k].append(done)
             if k + 1 < len(stages):
                 heapq.heappush(events, (done, k + 1, 1, 0))
-            if k:
-                heapq.heappush(events, (done, k - 1, 0, 1))
+            heapq.heappush(events, (done, k, 0, 1))
             if len(through[k]) == buckets:
                 for j in (j for j, stage in enumerate(stages) if stage.after == k):
                     opens[j] = max(through[k])

@@ -2,8 +2,9 @@
 
 A bucket is cut into rounds, and what there is of a parameter in a round is a `Strip`. slices() takes what it needs of a
 round out of DDP's bucket, which is somebody else's memory again afterwards, and says what this trainer pushes: the mean
-over all trainers of its share, or with the route star all of its own gradient. A thread does that, one round after
-another.
+over all trainers of its share. With the route star it pushes all of its own gradient, straight from the bucket, which
+DDP leaves alone until the next backward; by then step() has seen to it that all has left. One thread reduces and
+another one pushes, round after round: backward waits for no owner.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..accelerator import is_far, on, recorded
+from ..accelerator import on, recorded
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import rows_of
 from ..errors import CSDRankError, CSDRuntimeError
@@ -30,7 +32,7 @@ from .wire import PUSH, PUSHED, Session
 
 ROUND_BYTES = 16 << 20  # of all trainers' shares
 LEAST_BYTES = 256 << 10  # the same of models so small that all would be in one round
-ROUNDS = 3  # under way: of more, those that are reduced keep those from their link that are pushed
+ROUNDS = 3  # that trainers reduce at the same time: of more, they keep those from their link that are pushed
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which halves are summed
 
 CHANGED = (
@@ -94,15 +96,23 @@ def rounds_of(leaving: Iterable[Leaving], trainers: int, round_bytes: int) -> li
     return out
 
 
+def own(strips: Sequence[Strip]) -> list[Push]:
+    """A trainer pushes its own gradients as they are."""
+    pushes = []
+    for strip in strips:
+        block = strip.block(1, 0)
+        pushes.append(Push(strip, block, block.of(strip.grad, whole(strip.grad.shape))))
+    return pushes
+
+
 def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Push]]:
     """Each trainer gets from all others what they have of its share, and pushes the mean.
 
     Every trainer divides its own by their number, as DDP does; halves are summed in fp32 and rounded once, in the order
-    of ranks: the same bits whoever is late, and DDP's if there are two. Without `ranks`, of strips of one share, it
-    pushes its own as it is.
+    of ranks: the same bits whoever is late, and DDP's if there are two.
 
     What it returns may be called on another thread. On an accelerator, whose current streams are others, that is to
-    wait for what it has queued there before it lets go of it.
+    wait for what is queued here, and then for what it has queued there before it lets go of it.
     """
     size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
     layouts = [_layout(strips, size, k) for k in range(size)]
@@ -110,22 +120,19 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
     device = strips[0].grad.device
     if ranks and device.type not in ranks.device_types:
         device = ranks.device
-    own = torch.empty(sum(bytes_of), dtype=torch.uint8, device=device)
-    for layout, room in zip(layouts, torch.split(own, bytes_of), strict=True):
+    sent = torch.empty(sum(bytes_of), dtype=torch.uint8, device=device)
+    for layout, room in zip(layouts, torch.split(sent, bytes_of), strict=True):
         for piece in layout:
             grad = strips[piece.key].grad
             room_of(room, piece).copy_(piece.block.of(grad, whole(grad.shape)))
             if size > 1:
                 room_of(room, piece).mul_(1 / size)
-    received, under_way = own, []
+    received, under_way = sent, []
     if ranks:
-        received = own.new_empty(size * bytes_of[rank])
-        under_way = [ranks.all_to_all(received, [bytes_of[rank]] * size, own, bytes_of)]
-    made = recorded(torch.accelerator.current_stream(device)) if is_far(own) else None
+        received = sent.new_empty(size * bytes_of[rank])
+        under_way = [ranks.all_to_all(received, [bytes_of[rank]] * size, sent, bytes_of)]
 
     def pushes() -> list[Push]:
-        if made is not None:
-            torch.accelerator.current_stream(device).wait_event(made)
         if ranks:
             ranks.wait(under_way)
         rooms = torch.split(received, [bytes_of[rank]] * size)
@@ -162,28 +169,41 @@ def in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class _Thread:
-    """Pushes to the owners of a session, one round after another. Nobody waits for it at exit."""
+    """Does one job after another. Nobody waits for it at exit."""
 
-    def __init__(self, session: Session, rounds: int, *, apart: bool) -> None:
-        """`rounds`: that may be under way."""
-        self._session, self._apart = session, apart
-        self._streams: dict[torch.device, Any] = {}  # its own
+    def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._window = threading.Semaphore(rounds)
-        self._said: deque[Any] = deque()  # of pushes, still being sent: what is said of them
-        self._sent: deque[Any] = deque()  # and their buckets
-        self.failure: CSDRankError | None = None  # why nothing can be pushed any more
         threading.Thread(target=self._run, daemon=True, name="csd_optim push").start()
 
     def _run(self) -> None:
         while job := self._jobs.get():
             job()
             del job
-        self._said.clear()  # which would keep connections open
-        self._sent.clear()
+
+    def do(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
 
     def stop(self) -> None:
         self._jobs.put(None)
+
+
+class _Pushing:
+    """To the owners of a session, one round after another."""
+
+    def __init__(self, session: Session, *, apart: bool) -> None:
+        self._session, self._apart = session, apart
+        self._streams: dict[torch.device, Any] = {}  # its own
+        self._reduces, self._pushes = _Thread(), _Thread()
+        self._window = threading.Semaphore(ROUNDS)
+        self._said: deque[Any] = deque()  # of pushes, still being sent: what is said of them
+        self._sent: deque[Any] = deque()  # and their buckets
+        self.failure: CSDRankError | None = None  # why nothing can be pushed any more
+
+    def stop(self) -> None:
+        self._pushes.do(self._said.clear)  # which would keep connections open
+        self._pushes.do(self._sent.clear)
+        self._reduces.stop()
+        self._pushes.stop()
 
     def flush(self) -> None:
         """Returns when all is pushed. Raises CSDRankError if it could not be."""
@@ -195,50 +215,55 @@ class _Thread:
                 self._wait(self._sent, 0)
             done.set_result(None)
 
-        self._jobs.put(job)
+        self._pushes.do(job)
         done.result()
         if self.failure:
             raise self.failure
 
     def _beside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """What it does within is not behind what the program queues: backward goes on there."""
-        if device.type != "cpu" and device not in self._streams:
-            self._streams[device] = torch.Stream(device)
+        """What is done within is not behind what the program queues: backward goes on there."""
         return on(self._streams.get(device))
 
-    def put(self, backward: int, pushes: Callable[[], list[Push]], device: torch.device) -> Future[dict[int, float]]:
-        """Returns what has the sum of squares of what is pushed, by parameter; NaN where a value is not finite. Of what
-        others are to sum it has 0 instead.
-
-        `device`: where the gradients are.
+    def put(self, backward: int, strips: Sequence[Strip], ranks: Ranks | None) -> Future[dict[int, float]]:
+        """Pushes these, reduced over the ranks. Returns what has the sum of squares of what is pushed, by parameter;
+        NaN where a value is not finite. Of what others are to sum it has 0 instead.
 
         When that is there, all trainers have reduced this round; it may still be under way to the owners. Of gradients
         in host memory that nobody reduces it is there at once.
         """
-        self._window.acquire()
         reduced: Future[dict[int, float]] = Future()
         here: list[Push] = []
+        device = strips[0].grad.device
+        far = device.type != "cpu"
+        if far and device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        pushes = partial(own, strips) if self._apart else slices(strips, ranks)
+        made = recorded(torch.accelerator.current_stream(device)) if far else None
+        if not self._apart:
+            self._window.acquire()
 
         def reduce() -> None:
             try:
-                here.extend(pushes())
-                reduced.set_result({push.strip.key: self._square(push.values) for push in here})
+                with self._beside(device):
+                    if made is not None:
+                        torch.accelerator.current_stream(device).wait_event(made)
+                    here.extend(pushes())
+                    reduced.set_result({push.strip.key: self._square(push.values) for push in here})
             except Exception as e:
                 reduced.set_exception(e)
+            if not self._apart:
+                self._window.release()
 
-        at_once = self._apart and device.type == "cpu"
-        if at_once:
-            reduce()
-
-        def job() -> None:
+        def push() -> None:
             with self._failing(), self._beside(device):
-                if not at_once:
-                    reduce()
-                if here and not self.failure and not reduced.exception():
+                if not reduced.exception() and here and not self.failure:
                     self._push(backward, here)
-            self._window.release()
 
-        self._jobs.put(job)
+        if self._apart and not far:
+            reduce()
+        else:
+            self._reduces.do(reduce)
+        self._pushes.do(push)
         return reduced
 
     def _square(self, values: torch.Tensor) -> float:
@@ -319,15 +344,15 @@ class Early:
         self._reducing = None if star else ranks
         self._shares = 1 if star else session.trainers
         self._round_bytes = min(ROUND_BYTES, max(LEAST_BYTES, nbytes // FEWEST))
-        rounds = ROUNDS * ROUND_BYTES // self._round_bytes if star else ROUNDS
-        self._thread = _Thread(session, rounds, apart=star)
+        self._star = star
+        self._pushing = _Pushing(session, apart=star)
         self._backward = 0  # counts those that have begun
         self._left: dict[int, _Left] = {}
         self._under_way: list[Future[dict[int, float]]] = []
         self._of_backward: list[Leaving] = []
 
     def stop(self) -> None:
-        self._thread.stop()
+        self._pushing.stop()
 
     @property
     def backwards(self) -> int:
@@ -354,9 +379,7 @@ class Early:
             self._left[part.key] = _Left(self._backward)
         self._of_backward += leaving
         for strips in rounds_of(leaving, self._shares, self._round_bytes):
-            self._under_way.append(
-                self._thread.put(self._backward, slices(strips, self._reducing), bucket.buffer().device)
-            )
+            self._under_way.append(self._pushing.put(self._backward, strips, self._reducing))
         future = mean_of(self._ranks, bucket.buffer(), others if leaving else None)
         if bucket.is_last():
             self._end()
@@ -370,7 +393,8 @@ class Early:
                 finite = finite and not math.isnan(square)
                 self._left[index].square += square
         there, self._under_way, self._of_backward = self._of_backward, [], []
-        tell_overflow(self._ranks, [grad for _, _, grad in there], finite=finite)
+        grads = [grad for _, _, grad in there]
+        tell_overflow(self._ranks, grads, finite=finite, before=self.settle if self._star else None)
 
         def note() -> None:
             for part, p, _ in there:
@@ -387,7 +411,7 @@ class Early:
 
     def settle(self) -> None:
         """Returns when all has left. Raises CSDRankError if it could not."""
-        self._thread.flush()
+        self._pushing.flush()
 
     def left(self, index: int, name: str, grad: torch.Tensor, *, joined: bool, unscaled: bool) -> int:
         """The backward in which this gradient has left; 0 if it has not.
@@ -413,13 +437,21 @@ def _written(grad: torch.Tensor | None) -> tuple[int, int]:
     return (-1, 0) if grad is None else (grad._version, grad.data_ptr())
 
 
-def tell_overflow(ranks: Ranks | None, grads: Iterable[torch.Tensor], *, finite: bool) -> None:
-    """Puts a NaN into each gradient unless those of all trainers are `finite`: a collective.
+def tell_overflow(
+    ranks: Ranks | None,
+    grads: Iterable[torch.Tensor],
+    *,
+    finite: bool,
+    before: Callable[[], None] | None = None,
+) -> None:
+    """Puts a NaN into each gradient unless those of all trainers are `finite`: a collective. `before` is called first.
 
     GradScaler of each trainer looks at its own. DDP leaves `.grad` of those alone that nobody has used.
     """
     if ranks:
         finite = all(there for (there,) in ranks.gather(finite))
+    if before and not finite:  # they are what leaves
+        before()
     for grad in grads if not finite else ():
         grad[(0,) * grad.dim()] = math.nan
 

@@ -36,7 +36,10 @@ class Bucket:
 
 
 class Hooked:
-    """A model that hands a bucket to push() when a layer has its gradients; its memory is somebody else's at once."""
+    """A model that hands a bucket to push() when a layer has its gradients.
+
+    Its memory is somebody else's at once, with the route star after the step.
+    """
 
     def __init__(self, device, dtype, devices):
         torch.manual_seed(0)
@@ -44,6 +47,7 @@ class Hooked:
         there = "serve" in devices
         self.opt = CSDAdam(self.model.parameters(), lr=1e-2, devices=devices, overwrite=there)
         self.device, self.dtype = device, dtype
+        self.kept = [] if "star" in devices else None
         if there:
             for k, layer in enumerate(self.model):
                 layer.bias.register_post_accumulate_grad_hook(self.hands_over(k, layer))
@@ -55,7 +59,11 @@ class Hooked:
             if any(p.grad is None for p in params):
                 return
             bucket = Bucket(2 - k, params, is_last=k == 0)
-            push(self.opt, bucket).wait().fill_(torch.nan)
+            buffer = push(self.opt, bucket).wait()
+            if self.kept is None:
+                buffer.fill_(torch.nan)
+            else:
+                self.kept.append(buffer)
 
         return hook
 
@@ -65,6 +73,8 @@ class Hooked:
             keep_busy()
             self.model(x).square().mean().backward()
             self.opt.step()
+            for buffer in self.kept or ():
+                buffer.fill_(torch.nan)
             self.opt.zero_grad()
         return [p.detach().cpu() for p in self.model.parameters()]
 
