@@ -24,6 +24,7 @@ TOOLS = ("unshare", "mount", "ip", "tc")
 BURST = 256 << 10  # bytes: more than the kernel puts in one piece, or it would be cut into frames, with a header each
 QUEUE_MS = 1000  # what waits longer is dropped, and sent again: that would be counted twice
 MTU = 9000  # bytes: jumbo frames, as networks between such machines have
+CONGESTION = "reno"  # shares a link evenly between connections, and is allowed to whoever makes a namespace
 SUBNET = "10.77.0"
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -77,6 +78,7 @@ class Network:
                 _ip(f"{pair}; link set {name} master bridge up")
                 inside = f"addr add {self._addresses[name]}/24 dev eth0; link set eth0 up; link set lo up"
                 self._within(name, ["ip", "-batch", "-"], inside)
+                self._within(name, ["sh"], f"echo {CONGESTION} > /proc/sys/net/ipv4/tcp_congestion_control")
             self.pace(name, rate)
 
     def address(self, name: str) -> str:

@@ -111,7 +111,7 @@ class Trainer:
         self.model, self.rank = Model(params), dist.get_rank()
         self.grads = gradients(self.model, self.rank)
         self.backward, self.done = backward, 0
-        megabytes = 2 * params / LAYERS / 1e6
+        megabytes = 0.9 * 2 * params / LAYERS / (1 << 20)  # less than a layer has: each is a bucket
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=megabytes)  # type: ignore[arg-type]
         self.opt = self._optimizer(way, devices, options)
         if way in ("slices", "star"):
