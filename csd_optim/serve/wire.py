@@ -7,6 +7,7 @@ trainers and all owners join one process group, trainers first. Nothing that is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import socket
@@ -128,8 +129,11 @@ def gloo_group(store: Any, name: str, rank: int, size: int, host: str, timeout: 
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout)
-    device = ProcessGroupGloo.create_device(hostname=host) if host else ProcessGroupGloo.create_default_device()
-    options._devices = [device] * CONNECTIONS  # type: ignore[attr-defined]
+    make = ProcessGroupGloo.create_default_device
+    if host:
+        make = functools.partial(ProcessGroupGloo.create_device, hostname=host)
+    # One for each: those that share one cannot connect with TORCH_GLOO_LAZY_INIT=1.
+    options._devices = [make() for _ in range(CONNECTIONS)]  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=JOIN_TIMEOUT))
     with lost("trainers and optimizer ranks do not reach each other (is GLOO_SOCKET_IFNAME their network?)"):
         return ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
