@@ -53,6 +53,7 @@ class Arrivals:
         # Texts: an exception knows of frames, and they of connections that are to end.
         self.failure: str = ""  # what came was nothing to go on with
         self._gone: dict[int, str] = {}  # trainers of which nothing comes any more
+        self._dropped: dict[int, int] = {}  # by parameter: what is of backwards up to this one, no step is made of
         self.listens: bool = False  # for gradients that come before their step
 
     def listen(self) -> None:
@@ -102,15 +103,25 @@ class Arrivals:
         """The buckets of a push, and what takes each of them in."""
         owner, session = self._owner, self._session
         backward, parts = self._parts(message)
-        if message.get("apart"):
-            into = owner.rooms_apart(session, trainer, {part.key: part.dtype for part in parts})
-        else:
-            into = owner.room_for(session, [part.key for part in parts])
-        view_of = owner.views(into, {part.key: part.shape for part in parts})
+
+        def is_dropped(index: int) -> bool:
+            return backward <= self._dropped.get(index, 0)
+
+        with owner.counts(session):
+            there = [part for part in parts if not is_dropped(part.key)]
+            if message.get("apart"):
+                into = owner.rooms_apart(session, trainer, {part.key: part.dtype for part in there})
+            else:
+                into = owner.room_for(session, [part.key for part in there])
+        in_place = owner.views(into, {part.key: part.shape for part in parts})
+
+        def view_of(key: int, block: Block) -> torch.Tensor:
+            return torch.empty(block.sizes) if is_dropped(key) else in_place(key, block)
 
         def arrived(_: int, bucket: Bucket) -> None:
             for piece in bucket:
-                self.note(trainer, Arrival(piece.key, backward, piece.block, piece.dtype))
+                if not is_dropped(piece.key):
+                    self.note(trainer, Arrival(piece.key, backward, piece.block, piece.dtype))
 
         def take(coming: Coming) -> None:
             coming.take(session, view_of, lambda: owner.counts(session), arrived)
@@ -129,8 +140,10 @@ class Arrivals:
             self._owner.flow.note(arrival)
         self._owner.changed.notify_all()
 
-    def forget(self, indices: Sequence[int]) -> None:
-        """Of these, gradients come that follow a step. Called with `changed` held."""
+    def forget(self, indices: Sequence[int], backward: int) -> None:
+        """Of these, gradients come that follow a step: what is of backwards up to this one, and may still come,
+        does not take their place. Called with `changed` held."""
+        self._dropped |= dict.fromkeys(indices, backward)
         for come in self._come:
             for index in indices:
                 come.pop(index, None)

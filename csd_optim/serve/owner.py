@@ -395,9 +395,8 @@ class Owner:
 
     def _room_for_step(self, session: Session, message: dict[str, Any]) -> None:
         assert self.arrivals
-        self.arrivals.forget(
-            [i for i, backward in zip(message["params"], message["pushed"], strict=True) if not backward]
-        )
+        follow = [i for i, backward in zip(message["params"], message["pushed"], strict=True) if not backward]
+        self.arrivals.forget(follow, message["backwards"])
         if "shares" not in message:
             self.room_for(session, message["params"])
             return
@@ -613,6 +612,8 @@ def check_message(message: dict[str, Any], request: Request, trainers: int) -> N
                 raise ValueError("dtypes or a scale that do not fit")
             if len(message["pushed"]) != len(message["params"]) or not all(type(n) is int for n in message["pushed"]):
                 raise ValueError("backwards that do not fit")
+            if type(message["backwards"]) is not int:
+                raise ValueError(f"backwards {message['backwards']!r}")
             if "shares" in message:
                 _check_shares(message, request)
         if op == "step":

@@ -217,6 +217,7 @@ class _Trainer(StatesElsewhere):
             "params": [known.index for known in entries],
             "dtypes": [str(self._wire(known)).removeprefix("torch.") for known in entries],
             "pushed": [pushed[known.index] for known in entries],
+            "backwards": remote.early.backwards if remote.early else 0,
             "written": written,
             "hyper": None if hyper_now == self._hyper_told else hyper,
             "user_states": None if states_now == self._user_states_told else user_states,
@@ -320,6 +321,7 @@ class _Trainer(StatesElsewhere):
                 **self._foreseen,
                 "op": "guess",
                 "pushed": [remote.early.backwards + 1] * n,
+                "backwards": remote.early.backwards + 1,
                 "hyper": None if json.dumps(hyper) == self._hyper_told else hyper,
             }
         )

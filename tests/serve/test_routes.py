@@ -21,9 +21,11 @@ from csd_optim.planning import ranks
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host
 from csd_optim.planning.ranks import Fleet
+from csd_optim.serve import blocks
 from csd_optim.serve.arrivals import Arrival, Arrivals
-from csd_optim.serve.blocks import Block
-from csd_optim.serve.wire import PUSH
+from csd_optim.serve.blocks import IN_FLIGHT, Block
+from csd_optim.serve.wire import BULK, PUSH, Session
+from csd_optim.serve.wire import PUSHED as LEAVES
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +34,15 @@ def owners(tmp_path_factory):
         yield there
 
 
-def net(seed=0, dtype=torch.float32):
+def net(seed=0, dtype=torch.float32, wide=33):
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5)).to(dtype)
+    return torch.nn.Sequential(torch.nn.Linear(7, wide), torch.nn.Tanh(), torch.nn.Linear(wide, 5)).to(dtype)
 
 
 class Reduced(UnderDDP):
-    def __init__(self, devices, dtype=torch.float32, **options):
+    def __init__(self, devices, dtype=torch.float32, wide=33, **options):
         ddp = {"gradient_as_bucket_view": devices.startswith("serve:")}
-        super().__init__(net(dtype=dtype), devices, lr=0.05, ddp=ddp, **options)
+        super().__init__(net(dtype=dtype, wide=wide), devices, lr=0.05, ddp=ddp, **options)
 
     def backward(self, rank, i, sync=True, factor=1.0):
         torch.manual_seed(100 * i + rank)
@@ -285,7 +287,62 @@ def test_the_hook_beside_what_it_does_not_push(owners, tmp_path):
             assert all(torch.equal(a, b) for a, b in zip(images[0], image, strict=True))
 
 
-PUSHED = {"op": "step", "scale": 1.0, "params": [0], "dtypes": ["float32"], "written": [], "pushed": [1]}
+@contextlib.contextmanager
+def the_first_follows(training):
+    """What leaves in a backward arrives when an owner has some of what follows the step, and not yet all of it."""
+    send, goes, follow = Session.send, threading.Event(), []
+
+    def sending(session, tensor, rank, tag=BULK):
+        if tag == LEAVES:
+            goes.wait()
+        elif tag == BULK:
+            follow.append(rank)
+            if len(follow) == 2 * IN_FLIGHT + 1:  # half of those before were awaited: the first is where it belongs
+                goes.set()
+                training.opt._remote.early.settle()
+        return send(session, tensor, rank, tag)
+
+    with mock.patch.object(Session, "send", sending):
+        yield
+    assert goes.is_set()
+
+
+@mock.patch.object(blocks, "LEAST_BYTES", 512)
+def dropped(rank, address):
+    """A backward that no step is made of is still leaving when gradients of the same parameters follow a step."""
+    training, undisturbed = Reduced(address, wide=128), Reduced("ram:", wide=128)
+    for t in (training, undisturbed):
+        t.backward(rank, 0)
+        t.step()
+    with the_first_follows(training):
+        training.backward(rank, 1)
+        training.opt.zero_grad()
+        for t in (training, undisturbed):
+            for p in t.model.parameters():
+                p.grad = torch.full_like(p, 0.01)
+            t.step()
+    training.backward(rank, 2)
+    undisturbed.backward(rank, 2)
+    training.step()
+    undisturbed.step()
+    assert all(torch.equal(a, b) for a, b in zip(training.image(), undisturbed.image(), strict=True))
+    training.opt.close()
+
+
+@pytest.mark.parametrize("route", ["slices", "star"])
+def test_what_was_dropped_does_not_take_the_place_of_what_follows(owners, tmp_path, route):
+    on_living_ranks(1, dropped, f"{owners.address}&route={route}", directory=tmp_path)
+
+
+PUSHED = {
+    "op": "step",
+    "scale": 1.0,
+    "params": [0],
+    "dtypes": ["float32"],
+    "written": [],
+    "pushed": [1],
+    "backwards": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -293,6 +350,7 @@ PUSHED = {"op": "step", "scale": 1.0, "params": [0], "dtypes": ["float32"], "wri
     [
         (None, {}, "nobody has pushed"),
         (None, {"pushed": ["1"]}, "backwards that do not fit"),
+        (None, {"backwards": "1"}, "backwards '1'"),
         ({"backward": 1}, {}, "cannot be read"),
         ({"backward": 1, "parts": [[0, 30, 8, "float32"]]}, {}, "rows 30 to 38"),
         ({"backward": 1, "parts": [[9, 0, 1, "float32"]]}, {}, "cannot be read"),
