@@ -90,6 +90,7 @@ class Arrivals:
             except Exception as e:
                 self._fail(f"what trainer {trainer} has pushed: {e}")
             room.release()
+            del push  # and its memory, while none comes
         with self._owner.changed:  # which ends nothing by itself: it may have sent all that a step takes
             self._gone[trainer] = push
             self._owner.changed.notify_all()
