@@ -491,7 +491,7 @@ def test_the_environment_alone_is_enough(owners, monkeypatch):
 
 def test_connections_that_are_made_when_they_are_used(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
-    with Owners(tmp_path, timeout=5) as owners:
+    with Owners(tmp_path, timeout=60) as owners:
         training = Replicas(owners.address)
         training.step()
         training.opt.close()
