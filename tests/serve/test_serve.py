@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.forked import printed
 from support.optimizers import PAIRS
 from support.owners import Owners, small_buckets
 from support.ranks import on_living_ranks
@@ -489,10 +490,22 @@ def test_the_environment_alone_is_enough(owners, monkeypatch):
         assert opt.committed_step == 3
 
 
-def test_connections_that_are_made_when_they_are_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
-    with Owners(tmp_path, timeout=60) as owners:
-        training = Replicas(owners.address)
-        training.step()
-        training.opt.close()
+def lazily(rank):
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # which torch looks at once in a process
+
+
+LAZILY = """
+import sys, torch
+from csd_optim import CSDAdam
+p = torch.nn.Parameter(torch.ones(3))
+p.grad = torch.ones(3)
+opt = CSDAdam([p], devices=sys.argv[1])
+opt.step()
+opt.close()
+"""
+
+
+def test_connections_that_are_made_when_they_are_used(tmp_path):
+    with Owners(tmp_path, before=lazily) as owners:
+        printed(LAZILY, owners.address, environment={**os.environ, "TORCH_GLOO_LAZY_INIT": "1"})
         owners.stop()
