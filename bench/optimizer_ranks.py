@@ -51,6 +51,7 @@ from csd_optim.serve import wire
 
 Row = dict[str, Any]
 WARM_UP = 2  # iterations: DDP finds its buckets, states are made
+NETWORK = f"network namespaces, veth and tbf, frames of {paced_network.MTU} bytes, TCP {paced_network.CONGESTION}"
 TCP_RUNS = 3  # of which the best counts: a limit that is too low would flatter
 WITHIN = 0.02  # of the formula, bytes are good
 ROUTES = [route for route in ranks.ROUTES if route in wire.ROUTES]
@@ -66,7 +67,7 @@ def main() -> None:
     facts = {
         **machine_facts(),
         "storage": machine.storage(arguments.directory),
-        "network": f"loopback, unpaced: {why_not}" if why_not else "network namespaces, veth and tbf",
+        "network": f"loopback, unpaced: {why_not}" if why_not else NETWORK,
         "load": os.getloadavg()[0],  # processes that wanted a core before: figures of a busy machine say so
         **{k: getattr(arguments, k) for k in ("params", "trainers", "owners", "trainer_link", "drive", "backward")},
     }

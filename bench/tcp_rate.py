@@ -26,6 +26,14 @@ def _move(connection: socket.socket, nbytes: int) -> None:
     sending.join()
 
 
+def _exchange(connections: Sequence[socket.socket], nbytes: int) -> None:
+    moving = [threading.Thread(target=_move, args=(connection, nbytes)) for connection in connections]
+    for thread in moving:
+        thread.start()
+    for thread in moving:
+        thread.join()
+
+
 def _answer(place: Callable[[], None], conn: Connection, trainers: int, nbytes: int) -> None:
     """An owner: says its port, and then how long it took."""
     settle(place)
@@ -33,22 +41,13 @@ def _answer(place: Callable[[], None], conn: Connection, trainers: int, nbytes: 
         conn.send(server.getsockname()[1])
         connections = [server.accept()[0] for _ in range(trainers)]
     start = time.perf_counter()
-    moving = [threading.Thread(target=_move, args=(connection, nbytes)) for connection in connections]
-    for thread in moving:
-        thread.start()
-    for thread in moving:
-        thread.join()
+    _exchange(connections, nbytes)
     conn.send(time.perf_counter() - start)
 
 
 def _ask(place: Callable[[], None], at: Sequence[tuple[str, int]], nbytes: int) -> None:
     settle(place)
-    connections = [socket.create_connection(address) for address in at]
-    moving = [threading.Thread(target=_move, args=(connection, nbytes)) for connection in connections]
-    for thread in moving:
-        thread.start()
-    for thread in moving:
-        thread.join()
+    _exchange([socket.create_connection(address) for address in at], nbytes)
 
 
 def tcp_rate(

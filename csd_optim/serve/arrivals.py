@@ -117,7 +117,7 @@ class Arrivals:
         in_place = owner.views(into, {part.key: part.shape for part in parts})
 
         def view_of(key: int, block: Block) -> torch.Tensor:
-            return torch.empty(block.sizes) if is_dropped(key) else in_place(key, block)
+            return torch.empty(block.sizes, device="meta") if is_dropped(key) else in_place(key, block)
 
         def arrived(_: int, bucket: Bucket) -> None:
             for piece in bucket:

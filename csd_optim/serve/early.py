@@ -3,8 +3,8 @@
 A bucket is cut into rounds, and what there is of a parameter in a round is a `Strip`. slices() takes what it needs of a
 round out of DDP's bucket, which is somebody else's memory again afterwards, and says what this trainer pushes: the mean
 over all trainers of its share. With the route star it pushes all of its own gradient, straight from the bucket, which
-DDP leaves alone until the next backward; by then step() has seen to it that all has left. One thread reduces and
-another one pushes, round after round: backward waits for no owner.
+DDP leaves alone until the next backward; by then step() has seen to it that all has left, or what leaves anew takes its
+place. One thread reduces and another one pushes, round after round: backward waits for no owner.
 """
 
 from __future__ import annotations
@@ -344,7 +344,6 @@ class Early:
         self._reducing = None if star else ranks
         self._shares = 1 if star else session.trainers
         self._round_bytes = min(ROUND_BYTES, max(LEAST_BYTES, nbytes // FEWEST))
-        self._star = star
         self._pushing = _Pushing(session, apart=star)
         self._backward = 0  # counts those that have begun
         self._left: dict[int, _Left] = {}
@@ -393,8 +392,9 @@ class Early:
                 finite = finite and not math.isnan(square)
                 self._left[index].square += square
         there, self._under_way, self._of_backward = self._of_backward, [], []
-        grads = [grad for _, _, grad in there]
-        tell_overflow(self._ranks, grads, finite=finite, before=self.settle if self._star else None)
+        if not all_finite(self._ranks, finite):
+            self.settle()  # with the route star these are what leaves
+            tell_overflow(grad for _, _, grad in there)
 
         def note() -> None:
             for part, p, _ in there:
@@ -437,22 +437,17 @@ def _written(grad: torch.Tensor | None) -> tuple[int, int]:
     return (-1, 0) if grad is None else (grad._version, grad.data_ptr())
 
 
-def tell_overflow(
-    ranks: Ranks | None,
-    grads: Iterable[torch.Tensor],
-    *,
-    finite: bool,
-    before: Callable[[], None] | None = None,
-) -> None:
-    """Puts a NaN into each gradient unless those of all trainers are `finite`: a collective. `before` is called first.
+def all_finite(ranks: Ranks | None, finite: bool) -> bool:
+    """Are the gradients of all trainers? A collective."""
+    return all(there for (there,) in ranks.gather(finite)) if ranks else finite
 
-    GradScaler of each trainer looks at its own. DDP leaves `.grad` of those alone that nobody has used.
+
+def tell_overflow(grads: Iterable[torch.Tensor]) -> None:
+    """Puts a NaN into each gradient: GradScaler of each trainer looks at its own.
+
+    DDP leaves `.grad` of those alone that nobody has used.
     """
-    if ranks:
-        finite = all(there for (there,) in ranks.gather(finite))
-    if before and not finite:  # they are what leaves
-        before()
-    for grad in grads if not finite else ():
+    for grad in grads:
         grad[(0,) * grad.dim()] = math.nan
 
 

@@ -28,7 +28,7 @@ from ..params.param_state import DTYPES, check_param
 from ..step.prepare import Participants, clip_to, participants
 from ..store.file import Mode
 from .blocks import Part, ViewOf, send_buckets
-from .early import Early, mean_of, tell_overflow
+from .early import Early, all_finite, mean_of, tell_overflow
 from .flow import FORESEEN
 from .model import TrainerParam, views
 from .remote import RemoteEngine
@@ -338,7 +338,8 @@ class _Trainer(StatesElsewhere):
             (others if self._leaves(p, grad) is None else own).append(grad)
         future = mean_of(self._ranks, bucket.buffer(), others)
         if bucket.is_last():
-            tell_overflow(self._ranks, own, finite=all(bool(grad.isfinite().all()) for grad in own))
+            if not all_finite(self._ranks, all(bool(grad.isfinite().all()) for grad in own)):
+                tell_overflow(own)
             own.clear()
         return future
 
