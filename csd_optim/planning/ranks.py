@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..distributed.buckets import FEWEST
 from ..errors import CSDValueError
 from .advice import Request, check
 from .model import ITEM_BYTES, Device, Host, predict
 
 BUCKET_BYTES = 25e6  # DDP's
-FEWEST, MOST = 32, 256  # buckets: so many of a small model, so that they overlap; and what is worth simulating
+MOST = 256  # buckets that are worth simulating
 HIDDEN = 1.05  # times an iteration whose owners take no time: who is that near is not worth another owner
 MOST_OWNERS = 4096  # so far it is looked for how many are enough
 MOST_DRIVES = 64  # the same of drives in a trainer

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..distributed.buckets import FEWEST, bucket_bytes
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import FSDP1Shard, Partition, rows_of
 from ..errors import CSDRankError, CSDRuntimeError
@@ -22,9 +23,6 @@ from ..store.layout import round_up
 from .wire import BULK, Session
 
 ALIGN = 16  # bytes: any dtype may begin there
-BUCKET_BYTES = 16 << 20
-LEAST_BYTES = 64 << 10  # of a bucket that could be larger
-FEWEST = 32  # buckets: the first are used while the last are under way
 IN_FLIGHT = 3  # buckets to or from one other process
 
 
@@ -133,11 +131,6 @@ def with_owner(parts: Iterable[Part], owners: int, k: int, fewest: int = FEWEST)
             room = max(0, most - round_up(end_of(out[-1]), ALIGN))
             first += n
     return out
-
-
-def bucket_bytes(total: int, fewest: int = FEWEST) -> int:
-    """The size of buckets of so many bytes together."""
-    return min(BUCKET_BYTES, max(LEAST_BYTES, -(-total // fewest)))
 
 
 def end_of(bucket: Bucket) -> int:

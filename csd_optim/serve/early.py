@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..accelerator import on, recorded
+from ..distributed.buckets import FEWEST
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import rows_of
 from ..errors import CSDRankError, CSDRuntimeError
 from ..store.layout import round_up
-from .blocks import ALIGN, FEWEST, Block, Part, Piece, end_of, owned, room_of, send_buckets, whole, with_owner
+from .blocks import ALIGN, Block, Part, Piece, end_of, owned, room_of, send_buckets, whole, with_owner
 from .wire import PUSH, PUSHED, Session
 
 ROUND_BYTES = 16 << 20  # of all trainers' shares

@@ -15,7 +15,7 @@ from ..errors import CSDRankError, CSDStoreError, CSDValueError
 from ..params.groups import members, name_of
 from ..params.strides import numel
 from ..step.all_gather import ParamAllGather
-from .blocks import Block, Bucket, FlatShard, Part, ViewOf, block_of, bucket_bytes, by_turns
+from .blocks import Block, Bucket, FlatShard, Part, ViewOf, block_of, by_turns
 from .remote import RemoteEngine
 from .request import Group, describe_group, group_message
 from .wire import Address
@@ -213,8 +213,7 @@ class TrainerModel(_Optimizer):
             self._gathers.clear()
             shares = [_Share(known.param, known.part, known.local, known.index) for known in divided]
             comes = _Comes({known.index: (known.local, known.block) for known in divided}, sources, numbers)
-            total = sum(known.param.nbytes for known in divided)
-            self._gathers[key] = ParamAllGather(self._ranks, None, shares, comes, bucket_bytes(total))
+            self._gathers[key] = ParamAllGather(self._ranks, None, shares, comes)
         return self._gathers[key]
 
 

@@ -15,13 +15,14 @@ import torch
 from ..bindings import topk_count
 from ..compression.policy import entry_dtype, ratios
 from ..compression.selection import BLOCK_BITS, WORD_ENTRIES, TopK, inverse_of, listed, pack
+from ..distributed.buckets import BUCKET_BYTES
 from ..errors import CSDRankError
 from ..params.groups import Groups
 from ..params.strides import flat, ordered
 from ..params.summed import Summand
 from ..step.prepare import GradOptions
 from ..step.sparse import SparsePiece
-from .blocks import BUCKET_BYTES, Part, owned, whole
+from .blocks import Part, owned, whole
 
 RUN = 1 << 20  # elements
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..accelerator import is_far
+from ..distributed.buckets import bucket_bytes
 from ..distributed.ranks import Ranks
 from ..distributed.sharding import Partition
 from ..engine.engine import Engine
@@ -26,7 +27,6 @@ from ..params.strides import flat, numel, same_order
 from ..store.layout import round_up
 
 ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there
-BUCKET_BYTES = 16 << 20  # of all ranks together
 IN_FLIGHT = 3  # buckets: one is filled, one travels, one is emptied
 
 
@@ -85,19 +85,15 @@ class ParamAllGather:
         engine: Engine | None,
         param_states: Sequence[Shared],
         comes: Located | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`engine`: whose tiles they lie in; None: they come by what `comes` says, of which pulled() is told.
-
-        `bucket_bytes`: of a bucket, of all ranks together.
-        """
+        """`engine`: whose tiles they lie in; None: they come by what `comes` says, of which pulled() is told."""
         self.ranks: Ranks = ranks
         self._engine = engine
         self.buckets: list[_Bucket] = []
         for device, replicas in {(b.local.device, b.part.replicas): None for b in param_states}:
             assert replicas
             alike = [b for b in param_states if b.local.device == device and b.part.replicas is replicas]
-            self.buckets += _fill_buckets(alike, replicas, bucket_bytes)
+            self.buckets += _fill_buckets(alike, replicas)
         pieces = Pieces(engine) if engine else comes
         for k, bucket in enumerate(self.buckets):
             if pieces:
@@ -196,12 +192,13 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(list(to), list(sources), non_blocking=is_far(to[0]))
 
 
-def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks, bucket_bytes: int) -> list[_Bucket]:
+def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]:
     """Cuts these ranks' shares of parameters of one device into buckets.
 
     The same on every rank: by what they have in common.
     """
-    room = max(1 << 12, bucket_bytes // ranks.size)
+    of_all_ranks = bucket_bytes(sum(b.part.local(b.param).nbytes for b in param_states))
+    room = max(1 << 12, of_all_ranks // ranks.size)
     buckets = [_Bucket()]
     for param_state in param_states:
         largest = param_state.part.of_rank(param_state.param, 0)

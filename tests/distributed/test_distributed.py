@@ -219,7 +219,7 @@ def assert_same(params, others, optimizer, other):
 def shares_or_not(rank, size, options, bucket):
     params, others = (odd_parameters(options.get("state_dtype")) for _ in range(2))
     with (
-        mock.patch("csd_optim.step.all_gather.BUCKET_BYTES", bucket),
+        mock.patch("csd_optim.distributed.buckets.BUCKET_BYTES", bucket),
         CSDAdam(params, **ARGS, tile_size=TILE, **options) as optimizer,
         CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False, **options) as other,
     ):

@@ -16,7 +16,7 @@ from csd_optim.planning import ranks
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host
 from csd_optim.planning.ranks import DRIVES, LINKS, Fleet, Stage, at_least, iteration, plan_ranks, simulate
-from csd_optim.serve import blocks, early
+from csd_optim.serve import early
 
 GBIT = 1e9 / 8
 PAGE = Path(__file__).parents[2] / "docs/optimizer-ranks.md"
@@ -162,8 +162,8 @@ def test_break_even_against_drives_in_the_trainers():
     assert plan_ranks(r, Fleet(8, 4, GBIT, 100 * GBIT), "slices")["break_even"]["drives_per_trainer"] is None
 
 
-def test_the_model_has_as_many_buckets_as_are_sent_and_reduced():
-    assert (ranks.FEWEST, ranks.ROUNDS) == (blocks.FEWEST, early.ROUNDS)
+def test_the_model_reduces_as_many_rounds_at_the_same_time_as_trainers():
+    assert ranks.ROUNDS == early.ROUNDS
 
 
 def test_auto_takes_the_fastest():

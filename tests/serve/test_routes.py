@@ -17,11 +17,11 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from csd_optim import CSDAdam, CSDRankError, CSDRuntimeError, CSDTypeError, CSDValueError, push
+from csd_optim.distributed import buckets
 from csd_optim.planning import ranks
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host
 from csd_optim.planning.ranks import Fleet
-from csd_optim.serve import blocks
 from csd_optim.serve.arrivals import Arrival, Arrivals
 from csd_optim.serve.blocks import IN_FLIGHT, Block
 from csd_optim.serve.wire import BULK, PUSH, Session
@@ -307,7 +307,7 @@ def the_first_follows(training):
     assert goes.is_set()
 
 
-@mock.patch.object(blocks, "LEAST_BYTES", 512)
+@mock.patch.object(buckets, "LEAST_BYTES", 512)
 def dropped(rank, address):
     """A backward that no step is made of is still leaving when gradients of the same parameters follow a step."""
     training, undisturbed = Reduced(address, wide=128), Reduced("ram:", wide=128)

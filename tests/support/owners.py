@@ -14,7 +14,8 @@ from support.forked import process
 from torch.nn.parallel import DistributedDataParallel
 
 from csd_optim import CSDAdam, push
-from csd_optim.serve import blocks, early
+from csd_optim.distributed import buckets
+from csd_optim.serve import early
 
 STARTS = 60  # seconds that they may take
 
@@ -22,7 +23,7 @@ STARTS = 60  # seconds that they may take
 @contextlib.contextmanager
 def small_buckets():
     """So that the small models of tests flow in several: on all trainers of owners that are `small`."""
-    with mock.patch.object(blocks, "LEAST_BYTES", 512), mock.patch.object(early, "LEAST_BYTES", 512):
+    with mock.patch.object(buckets, "LEAST_BYTES", 512), mock.patch.object(early, "LEAST_BYTES", 512):
         yield
 
 
