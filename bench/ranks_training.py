@@ -32,7 +32,7 @@ from bench.paced_network import Network, libc
 from csd_optim import CSDAdam, bindings
 from csd_optim.cli.serving import serve
 
-LAYERS = 16
+LAYERS = 64  # enough that one is little of a step: parameters come back when the tiles that two share are whole
 LR = 0.01
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 processes = multiprocessing.get_context("fork")  # before anything is computed: an import of torch for all of them

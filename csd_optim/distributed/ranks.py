@@ -8,9 +8,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import hashlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +32,14 @@ def _linger_at_exit() -> None:
     If the script, and with it the interpreter, came to its end in that moment, the process would abort.
     """
     atexit.register(time.sleep, LINGER)
+
+
+@dataclass
+class Said:
+    """What ranks tell each other at the end of what they do together: see Ranks.all_ranks_or_none()."""
+
+    own: Any = None  # of this rank, plain values
+    by_ranks: list[Any] = field(default_factory=list)  # of all of them, when it is done
 
 
 class Ranks:
@@ -80,9 +90,13 @@ class Ranks:
     def gather(self, *values: int) -> list[tuple[int, ...]]:
         """Everybody's values (64 bits each, as many on every rank), by rank."""
         own = torch.tensor(values, dtype=torch.int64, device=self.device)
-        out = own.new_empty(self.size * len(values))
-        self.wait([self.all_gather(out, own)])
-        return [tuple(row) for row in out.view(self.size, -1).tolist()]
+        out = own.new_empty(self.size, len(values))
+        if self.device.type == "cpu":  # from each straight to each: gloo's all_gather goes from one to the next
+            each = [len(values)] * self.size
+            self.wait([self.all_to_all(out.view(-1), each, own.repeat(self.size), each)])
+        else:
+            self.wait([self.all_gather(out.view(-1), own)])
+        return [tuple(row) for row in out.tolist()]
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> Any:
         """Begins to concatenate everybody's `own` (1-D, the same size and dtype on every rank) in `out`."""
@@ -90,10 +104,10 @@ class Ranks:
         with self._noting_loss():
             return gather(out, own, group=self.group, async_op=True)
 
-    def all_to_all(self, out: torch.Tensor, out_bytes: list[int], own: torch.Tensor, own_bytes: list[int]) -> Any:
-        """Begins to send rank k the k-th part of `own` (uint8, 1-D), of `own_bytes[k]`; `out` is what comes."""
+    def all_to_all(self, out: torch.Tensor, out_sizes: list[int], own: torch.Tensor, own_sizes: list[int]) -> Any:
+        """Begins to send rank k the k-th part of `own` (1-D), of `own_sizes[k]` elements; `out` is what comes."""
         with self._noting_loss():
-            return dist.all_to_all_single(out, own, out_bytes, own_bytes, group=self.group, async_op=True)
+            return dist.all_to_all_single(out, own, out_sizes, own_sizes, group=self.group, async_op=True)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Begins to sum everybody's tensors, in place."""
@@ -161,30 +175,42 @@ class Ranks:
         return None
 
     @contextlib.contextmanager
-    def all_ranks_or_none(self) -> Iterator[None]:
+    def all_ranks_or_none(self) -> Iterator[Said]:
         """What is done within counts only if no rank raises anything: see agree()."""
-        failure = None
+        failure, said = None, Said()
         try:
-            yield
+            yield said
         except BaseException as e:
             failure = e
         if self.lost and failure is not None:
             raise failure
-        self.agree(failure)
+        said.by_ranks = self.agree(failure, said.own)
 
-    def agree(self, failure: BaseException | None = None) -> None:
-        """Raises on all ranks if one of them failed: there `failure`, elsewhere CSDRankError, which tells of it."""
-        if not any(failed for (failed,) in self.gather(failure is not None)):
-            return
+    def agree(self, failure: BaseException | None = None, own: Any = None) -> list[Any]:
+        """Raises on all ranks if one of them failed: there `failure`, elsewhere CSDRankError, which tells of it.
+
+        Else returns what all of them say, by rank: `own`, plain values, which travel only if they are not the same.
+        """
+        digest = hashlib.blake2b(repr(own).encode(), digest_size=8).digest()
+        votes = self.gather(failure is not None, int.from_bytes(digest, "little", signed=True))
+        if not any(failed for failed, _ in votes):
+            return [own] * self.size if len({*votes}) == 1 else self.gather_objects(own)
         said = self.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
         raise CSDRankError("; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text))
 
 
-def all_ranks_or_none(ranks: Ranks | None) -> contextlib.AbstractContextManager[None]:
+def all_ranks_or_none(ranks: Ranks | None) -> contextlib.AbstractContextManager[Said]:
     """What is done within counts only if every rank has done it; a process on its own is all there is."""
-    return ranks.all_ranks_or_none() if ranks else contextlib.nullcontext()
+    return ranks.all_ranks_or_none() if ranks else _alone()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[Said]:
+    said = Said()
+    yield said
+    said.by_ranks = [said.own]
 
 
 def device_of(group: Any) -> torch.device:

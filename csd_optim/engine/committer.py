@@ -41,7 +41,7 @@ class Committer:
     def wait(self) -> None:
         pass
 
-    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[None]:
+    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager

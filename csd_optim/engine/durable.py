@@ -217,7 +217,7 @@ class DurableCommitter(Committer):
         """Is the next commit one that the ranks make together?"""
         return self.ranks is not None and (self._loading or self._engine.step != self._round_step)
 
-    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[None]:
+    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
         return all_ranks_or_none(self.ranks)
 
     def commit(self, record: Record | None = None, *, clean: bool = False, background: bool = True) -> None:

@@ -533,7 +533,7 @@ class Engine:
         """Returns when the last step is durable. Raises CSDOSError. Of ranks, all call it, and it raises on all."""
         self.committer.wait()
 
-    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[None]:
+    def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
         """What fails within raises on all ranks, where ranks commit together; all call it then."""
         return self.committer.all_ranks_or_none()
 

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import struct
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -175,7 +176,7 @@ class _Trainer(StatesElsewhere):
     def _update(self, engine: Engine, grad_scale: float) -> None:
         remote = self._remote
         self._grad_scale = grad_scale
-        with all_ranks_or_none(self._ranks):
+        with all_ranks_or_none(self._ranks) as said:
             self._check_topk()
             self._know()
             taking_part = participants(self.param_groups, type(self).__name__, self._for_sparse)
@@ -184,16 +185,13 @@ class _Trainer(StatesElsewhere):
             selected = self._select(taking_part, grads, pushed, grad_scale)
             user_state = packed(self.user_state)
             hyper = [plain(group, self._rule.hyperparameters) for group in self.param_groups]
-        written = [known.index for known in self._written(grads)]
-        user_states = [user_state]
-        if self._ranks:
-            sends = self._sends(grads, selected, grad_scale)
-            said = self._ranks.gather_objects((pushed, written, user_state, sends))
-            differ = "trainers have gradients of different parameters, or not all have pushed the same"
-            pushed = self._agreed([of_rank for of_rank, *_ in said], differ)
-            self._agreed([of_rank for *_, of_rank in said], DIFFERENT_WAYS)
-            written = sorted({index for _, of_rank, *_ in said for index in of_rank})
-            user_states = [of_rank for _, _, of_rank, _ in said]
+            written = [known.index for known in self._written(grads)]
+            said.own = (pushed, written, user_state, self._sends(grads, selected, grad_scale))
+        differ = "trainers have gradients of different parameters, or not all have pushed the same"
+        pushed = self._agreed([of_rank for of_rank, *_ in said.by_ranks], differ)
+        self._agreed([of_rank for *_, of_rank in said.by_ranks], DIFFERENT_WAYS)
+        written = sorted({index for _, of_rank, *_ in said.by_ranks for index in of_rank})
+        user_states = [of_rank for _, _, of_rank, _ in said.by_ranks]
         entries = [known for known in self._known.values() if known.index in pushed]
         if self.max_grad_norm is not None and not self._is_star:
             norm = self._norm(entries, pushed) * abs(grad_scale)
@@ -379,8 +377,10 @@ class _Trainer(StatesElsewhere):
             return norm
         counts = [k for k in entries if pushed[k.index] and (k.shape or not self._ranks or not self._ranks.rank)]
         square = sum(early.square(known.index) for known in counts)
-        squares = self._ranks.gather_objects(square) if self._ranks else [square]
-        return math.sqrt(sum(squares) + norm**2)
+        if self._ranks:
+            (bits,) = struct.unpack("<q", struct.pack("<d", square))
+            square = sum(struct.unpack("<d", struct.pack("<q", *of_rank))[0] for of_rank in self._ranks.gather(bits))
+        return math.sqrt(square + norm**2)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if isinstance(self._engine, RemoteEngine) and self._engine.early:

@@ -1,0 +1,65 @@
+"""What ranks tell each other before something counts on all of them."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import on_living_ranks
+
+from csd_optim import CSDAdam
+from csd_optim.distributed.buckets import FEWEST
+from csd_optim.distributed.ranks import Ranks, all_ranks_or_none
+from csd_optim.errors import CSDRankError
+
+ALIKE = ({3: 1}, [2], None, 0.5)
+
+
+def tell_each_other(rank, size):
+    ranks = Ranks(dist.group.WORLD)
+    assert ranks.gather(rank, -1) == [(k, -1) for k in range(size)]
+
+    with mock.patch.object(ranks, "gather_objects", side_effect=AssertionError), ranks.all_ranks_or_none() as said:
+        said.own = ALIKE  # nothing of it travels
+    assert said.by_ranks == [ALIKE] * size
+
+    with ranks.all_ranks_or_none() as said:
+        said.own = (*ALIKE, rank % 2)
+    assert said.by_ranks == [(*ALIKE, k % 2) for k in range(size)]
+
+    said = None
+
+    def fails():
+        nonlocal said
+        with ranks.all_ranks_or_none() as said:
+            said.own = rank
+            if rank == 1:
+                raise ValueError("of rank 1 alone")
+
+    with pytest.raises(ValueError if rank == 1 else CSDRankError, match="of rank 1 alone"):
+        fails()
+    assert said.by_ranks == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_tell_each_other_what_differs(size, tmp_path):
+    on_living_ranks(size, tell_each_other, size, directory=tmp_path)
+
+
+def test_alone():
+    with all_ranks_or_none(None) as said:
+        said.own = ALIKE
+    assert said.by_ranks == [ALIKE]
+
+
+def share_a_small_model(rank):
+    p = torch.nn.Parameter(torch.ones(FEWEST * 128, 256))  # 4 MB
+    p.grad = torch.ones_like(p)
+    with CSDAdam([p]) as optimizer:
+        optimizer.step()
+        return len(optimizer._plan.gather.buckets)
+
+
+def test_parameters_of_a_small_model_travel_in_several_buckets(tmp_path):
+    """While the last of its tiles are updated the first are under way."""
+    assert on_living_ranks(2, share_a_small_model, directory=tmp_path) == [FEWEST] * 2
