@@ -170,11 +170,12 @@ def in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class _Thread:
-    """Does one job after another. Nobody waits for it at exit."""
+    """Does one job after another."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="csd_optim push").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="csd_optim push")
+        self._thread.start()
 
     def _run(self) -> None:
         while job := self._jobs.get():
@@ -186,6 +187,11 @@ class _Thread:
 
     def stop(self) -> None:
         self._jobs.put(None)
+
+    def join(self, timeout: float) -> None:
+        """Returns when it has ended, or after so many seconds."""
+        if self._thread is not threading.current_thread():  # on which the collector may be
+            self._thread.join(timeout)
 
 
 class _Pushing:
@@ -205,6 +211,10 @@ class _Pushing:
         self._pushes.do(self._sent.clear)
         self._reduces.stop()
         self._pushes.stop()
+
+    def join(self, timeout: float) -> None:
+        self._reduces.join(timeout)
+        self._pushes.join(timeout)
 
     def flush(self) -> None:
         """Returns when all is pushed. Raises CSDRankError if it could not be."""
@@ -351,8 +361,11 @@ class Early:
         self._under_way: list[Future[dict[int, float]]] = []
         self._of_backward: list[Leaving] = []
 
-    def stop(self) -> None:
+    def stop(self, timeout: float) -> None:
+        """Returns when nothing leaves any more, or after so many seconds: the interpreter must not end while a thread
+        waits for what it sends. To be called when the session has ended."""
         self._pushing.stop()
+        self._pushing.join(timeout)
 
     @property
     def backwards(self) -> int:

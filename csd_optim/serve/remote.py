@@ -97,11 +97,14 @@ class RemoteEngine(Engine):
     def abandon(self) -> None:
         """Forgets the session. The owners notice when the connection ends."""
         _addresses.discard((self.address.host, self.address.port))
-        if self._session:
-            self._session.close()
-        if self.early:
-            self.early.stop()
+        session, early = self._session, self.early
         self._session = self.early = None
+        if session and early:
+            session.abort()  # whatever is still leaving
+        if session:
+            session.close()
+        if early:
+            early.stop(LAST_WORDS)
 
     def close(self) -> None:
         """No collective, and nobody waits: the owners make durable what they have."""

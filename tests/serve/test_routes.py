@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import math
+import os
+import signal
 import threading
 import weakref
 from types import SimpleNamespace
@@ -332,6 +334,28 @@ def dropped(rank, address):
 @pytest.mark.parametrize("route", ["slices", "star"])
 def test_what_was_dropped_does_not_take_the_place_of_what_follows(owners, tmp_path, route):
     on_living_ranks(1, dropped, f"{owners.address}&route={route}", directory=tmp_path)
+
+
+@small_buckets()
+def ending(rank, address, owner):
+    """What leaves in a backward is still leaving when the optimizer is closed, as at exit."""
+    training = Reduced(address)
+    training.backward(rank, 0)
+    training.step()
+    os.kill(owner, signal.SIGSTOP)
+    try:
+        training.backward(rank, 1)
+        with mock.patch.object(Session, "say"):  # nor would it hear of that
+            training.opt._finalizer()
+        assert not [thread for thread in threading.enumerate() if thread.name == "csd_optim push"]
+    finally:
+        os.kill(owner, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("route", ["slices", "star"])
+def test_no_thread_waits_for_owners_when_the_interpreter_ends(owners, tmp_path, route):
+    """One that goes on while it does takes the process with it."""
+    on_living_ranks(1, ending, f"{owners.address}&route={route}", *owners.pids, directory=tmp_path)
 
 
 PUSHED = {
