@@ -4,7 +4,8 @@ A bucket is cut into rounds, and what there is of a parameter in a round is a `S
 round out of DDP's bucket, which is somebody else's memory again afterwards, and says what this trainer pushes: the mean
 over all trainers of its share. With the route star it pushes all of its own gradient, straight from the bucket, which
 DDP leaves alone until the next backward; by then step() has seen to it that all has left, or what leaves anew takes its
-place. One thread reduces and another one pushes, round after round: backward waits for no owner.
+place. One thread reduces and another one pushes, round after round: backward waits for no owner, unless it is one more
+before a step, and what trainers keep for owners would be more than their shares of all gradients.
 """
 
 from __future__ import annotations
@@ -156,17 +157,13 @@ def _layout(strips: Sequence[Strip], trainers: int, k: int) -> list[Piece]:
 
 
 def in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Their sum, in the dtype that they have. The first one is written to, or goes."""
-    total: torch.Tensor | None = None
-    dtype = torch.float32
-    for value in values:
-        if total is None:
-            dtype = value.dtype
-            total = value.to(WIDE.get(dtype, dtype))
-        else:
-            total.add_(value)
-    assert total is not None
-    return total.to(dtype)
+    """Their sum, in the dtype that they have, and in memory of its own; of one value that itself."""
+    first, *others = values
+    # A view of what has come would keep all of it until this is pushed.
+    total = first.to(WIDE.get(first.dtype, first.dtype), copy=bool(others))
+    for value in others:
+        total.add_(value)
+    return total.to(first.dtype)
 
 
 class _Thread:
@@ -202,6 +199,9 @@ class _Pushing:
         self._streams: dict[torch.device, Any] = {}  # its own
         self._reduces, self._pushes = _Thread(), _Thread()
         self._window = threading.Semaphore(ROUNDS)
+        self._shares: dict[int, int] = {}  # bytes of this trainer's share of each parameter
+        self._kept = 0  # bytes of what is reduced, or will be, and not pushed yet
+        self._fewer = threading.Condition()  # are kept
         self._said: deque[Any] = deque()  # of pushes, still being sent: what is said of them
         self._sent: deque[Any] = deque()  # and their buckets
         self.failure: CSDRankError | None = None  # why nothing can be pushed any more
@@ -248,6 +248,7 @@ class _Pushing:
         far = device.type != "cpu"
         if far and device not in self._streams:
             self._streams[device] = torch.Stream(device)
+        kept = 0 if self._apart else self._wait_for_room(strips, ranks)
         pushes = partial(own, strips) if self._apart else slices(strips, ranks)
         made = recorded(torch.accelerator.current_stream(device)) if far else None
         if not self._apart:
@@ -269,13 +270,31 @@ class _Pushing:
             with self._failing(), self._beside(device):
                 if not reduced.exception() and here and not self.failure:
                     self._push(backward, here)
+            here.clear()
+            with self._fewer:
+                self._kept -= kept
+                self._fewer.notify()
 
+        with self._fewer:
+            self._kept += kept
         if self._apart and not far:
             reduce()
         else:
             self._reduces.do(reduce)
         self._pushes.do(push)
         return reduced
+
+    def _wait_for_room(self, strips: Sequence[Strip], ranks: Ranks | None) -> int:
+        """Returns the bytes of this trainer's share of these, when no more is kept with them than of all parameters
+        once: at once, unless what an earlier backward has left is still there."""
+        size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
+        for strip in strips:
+            self._shares[strip.key] = owned(strip.shape, size, rank).numel * strip.grad.element_size()
+        most = sum(self._shares.values())
+        share = sum(strip.block(size, rank).numel * strip.grad.element_size() for strip in strips)
+        with self._fewer:
+            self._fewer.wait_for(lambda: self._kept + share <= most)
+        return share
 
     def _square(self, values: torch.Tensor) -> float:
         if self._apart:  # others sum them, and know their norm

@@ -24,8 +24,9 @@ from csd_optim.planning import ranks
 from csd_optim.planning.advice import Request
 from csd_optim.planning.model import Device, Host
 from csd_optim.planning.ranks import Fleet
+from csd_optim.serve import early
 from csd_optim.serve.arrivals import Arrival, Arrivals
-from csd_optim.serve.blocks import IN_FLIGHT, Block
+from csd_optim.serve.blocks import IN_FLIGHT, Block, owned
 from csd_optim.serve.wire import BULK, PUSH, Session
 from csd_optim.serve.wire import PUSHED as LEAVES
 
@@ -334,6 +335,50 @@ def dropped(rank, address):
 @pytest.mark.parametrize("route", ["slices", "star"])
 def test_what_was_dropped_does_not_take_the_place_of_what_follows(owners, tmp_path, route):
     on_living_ranks(1, dropped, f"{owners.address}&route={route}", directory=tmp_path)
+
+
+@small_buckets()
+def keeping(rank, address):
+    """Nothing reaches the owners before a second backward has begun, and for a while."""
+    training = Reduced(address, wide=128)
+    send, slices = Session.send, early.slices
+    second, again, goes = threading.Event(), threading.Event(), threading.Event()
+    waited, kept = [], []
+
+    def sending(session, tensor, to, tag=BULK):
+        if tag == LEAVES and not goes.is_set():
+            second.wait()
+            waited.append(not again.wait(0.2))
+            goes.set()
+        return send(session, tensor, to, tag)
+
+    def slicing(strips, ranks):
+        if second.is_set():
+            again.set()
+        pushes = slices(strips, ranks)
+
+        def noting():
+            made = pushes()
+            kept.extend(push.values.untyped_storage().nbytes() for push in made)
+            return made
+
+        return noting
+
+    with mock.patch.object(Session, "send", sending), mock.patch.object(early, "slices", slicing):
+        training.backward(rank, 0)
+        assert not goes.is_set()  # the first one waits for no owner
+        share = sum(owned(p.shape, 2, rank).numel * 4 for p in training.model.parameters())
+        assert sum(kept) == share
+        second.set()
+        training.backward(rank, 1)
+        training.step()
+    assert waited == [True]
+    assert training.opt.stats()["route"] == "slices"
+    training.opt.close()
+
+
+def test_a_trainer_keeps_no_more_than_its_share_for_owners(owners, tmp_path):
+    on_living_ranks(2, keeping, owners.address, directory=tmp_path)
 
 
 @small_buckets()
