@@ -171,6 +171,7 @@ class _Thread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[torch.device, Any] = {}  # its own: see accelerator.on()
         self._thread = threading.Thread(target=self._run, daemon=True, name="csd_optim push")
         self._thread.start()
 
@@ -190,13 +191,18 @@ class _Thread:
         if self._thread is not threading.current_thread():  # on which the collector may be
             self._thread.join(timeout)
 
+    def beside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """On this thread: what is done within is not behind what the program queues, as backward goes on there."""
+        if device.type != "cpu" and device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        return on(self._streams.get(device))
+
 
 class _Pushing:
     """To the owners of a session, one round after another."""
 
     def __init__(self, session: Session, *, apart: bool) -> None:
         self._session, self._apart = session, apart
-        self._streams: dict[torch.device, Any] = {}  # its own
         self._reduces, self._pushes = _Thread(), _Thread()
         self._window = threading.Semaphore(ROUNDS)
         self._shares: dict[int, int] = {}  # bytes of this trainer's share of each parameter
@@ -231,10 +237,6 @@ class _Pushing:
         if self.failure:
             raise self.failure
 
-    def _beside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """What is done within is not behind what the program queues: backward goes on there."""
-        return on(self._streams.get(device))
-
     def put(self, backward: int, strips: Sequence[Strip], ranks: Ranks | None) -> Future[dict[int, float]]:
         """Pushes these, reduced over the ranks. Returns what has the sum of squares of what is pushed, by parameter;
         NaN where a value is not finite. Of what others are to sum it has 0 instead.
@@ -246,8 +248,6 @@ class _Pushing:
         here: list[Push] = []
         device = strips[0].grad.device
         far = device.type != "cpu"
-        if far and device not in self._streams:
-            self._streams[device] = torch.Stream(device)
         kept = 0 if self._apart else self._wait_for_room(strips, ranks)
         pushes = partial(own, strips) if self._apart else slices(strips, ranks)
         made = recorded(torch.accelerator.current_stream(device)) if far else None
@@ -256,7 +256,7 @@ class _Pushing:
 
         def reduce() -> None:
             try:
-                with self._beside(device):
+                with self._reduces.beside(device):
                     if made is not None:
                         torch.accelerator.current_stream(device).wait_event(made)
                     here.extend(pushes())
@@ -267,8 +267,9 @@ class _Pushing:
                 self._window.release()
 
         def push() -> None:
-            with self._failing(), self._beside(device):
-                if not reduced.exception() and here and not self.failure:
+            failed = reduced.exception()  # which waits for it, and for what it has queued
+            with self._failing(), self._pushes.beside(device):
+                if not failed and here and not self.failure:
                     self._push(backward, here)
             here.clear()
             with self._fewer:

@@ -1,5 +1,9 @@
 """`csd_optim.push` with gradients on the accelerator: what leaves in backward is what that has made, on any stream."""
 
+import threading
+from collections import defaultdict
+from unittest import mock
+
 import pytest
 import torch
 from support.on_accelerator import DEVICE, DTYPES, keep_busy
@@ -7,6 +11,8 @@ from support.owners import Owners
 from torch import nn
 
 from csd_optim import CSDAdam, push
+from csd_optim.accelerator import on
+from csd_optim.serve import early
 
 pytestmark = pytest.mark.accelerator
 
@@ -102,3 +108,19 @@ def test_one_trainer(owners, expected, route, dtype, beside):
         found = hooked.train()
         assert hooked.opt.stats()["route"] == ("star" if route else "slices")
     assert all(map(torch.equal, found, expected[dtype]))
+
+
+@pytest.mark.one_schedule
+def test_what_reduces_and_what_pushes_have_streams_of_their_own(owners):
+    threads_of = defaultdict(set)
+
+    def noting(stream):
+        threads_of[stream].add(threading.get_ident())
+        return on(stream)
+
+    with mock.patch.object(early, "on", noting):
+        hooked = Hooked(DEVICE, torch.float32, owners.address)
+        with hooked.opt:
+            hooked.train()
+    assert None not in threads_of
+    assert [len(threads) for threads in threads_of.values()] == [1, 1]
