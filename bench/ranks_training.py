@@ -32,7 +32,8 @@ from bench.paced_network import Network, libc
 from csd_optim import CSDAdam, bindings
 from csd_optim.cli.serving import serve
 
-LAYERS = 64  # enough that one is little of a step: parameters come back when the tiles that two share are whole
+MOST_LAYERS = 64  # enough that one is little of a step: parameters come back when the tiles that two share are whole
+FEWEST_LAYERS, LEAST = 16, 1 << 16  # fewer where they would have less elements: of small ones headers are much
 LR = 0.01
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 processes = multiprocessing.get_context("fork")  # before anything is computed: an import of torch for all of them
@@ -54,20 +55,21 @@ class Layer(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """LAYERS equal matrices of bf16, with `params` elements together or a few more, alike on all ranks."""
+    """Equal matrices of bf16, with `params` elements together or a few more, alike on all ranks."""
 
     def __init__(self, params: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        rows = -(-params // LAYERS // 256)
+        layers = max(FEWEST_LAYERS, min(MOST_LAYERS, params // LEAST))
+        rows = -(-params // layers // 256)
         self.weights = nn.ParameterList(
-            torch.randn(rows, 256, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)
+            torch.randn(rows, 256, generator=generator).to(torch.bfloat16) for _ in range(layers)
         )
 
     def forward(self, grads: list[torch.Tensor], seconds: float) -> torch.Tensor:
         x = torch.zeros((), requires_grad=True)
         for weight, grad in zip(self.weights, grads, strict=True):
-            x = Layer.apply(x, weight, grad, seconds / LAYERS)  # type: ignore[no-untyped-call]
+            x = Layer.apply(x, weight, grad, seconds / len(grads))  # type: ignore[no-untyped-call]
         return x
 
 
@@ -111,7 +113,7 @@ class Trainer:
         self.model, self.rank = Model(params), dist.get_rank()
         self.grads = gradients(self.model, self.rank)
         self.backward, self.done = backward, 0
-        megabytes = 0.9 * 2 * params / LAYERS / (1 << 20)  # less than a layer has: each is a bucket
+        megabytes = 0.9 * self.grads[0].nbytes / (1 << 20)  # less than a layer has: each is a bucket
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=megabytes)  # type: ignore[arg-type]
         self.opt = self._optimizer(way, devices, options)
         if way in ("slices", "star"):

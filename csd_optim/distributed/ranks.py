@@ -82,6 +82,11 @@ class Ranks:
             self._replicas[mesh, dim] = ranks, turned
         return self._replicas[mesh, dim]
 
+    @functools.cached_property
+    def _is_gloo(self) -> bool:
+        """Does gloo carry what is in host memory? Others may know no all_to_all."""
+        return self.device.type == "cpu" and bool(self.group._get_backend(self.device).name() == "gloo")
+
     @property
     def is_world(self) -> bool:
         """Are these all ranks that there are?"""
@@ -91,7 +96,7 @@ class Ranks:
         """Everybody's values (64 bits each, as many on every rank), by rank."""
         own = torch.tensor(values, dtype=torch.int64, device=self.device)
         out = own.new_empty(self.size, len(values))
-        if self.device.type == "cpu":  # from each straight to each: gloo's all_gather goes from one to the next
+        if self._is_gloo:  # from each straight to each: its all_gather goes from one to the next
             each = [len(values)] * self.size
             self.wait([self.all_to_all(out.view(-1), each, own.repeat(self.size), each)])
         else:
