@@ -211,26 +211,27 @@ def test_damaged_codes():
 
 @needs_xrt
 @pytest.mark.parametrize(
-    ("fault", "error", "says"),
+    ("fault", "error", "says", "seconds"),
     [
-        ("params:6", "CSDUnavailableError", "are not those that its kernel wrote"),
-        ("garble:2", "CSDStoreError", "section 0 of tile"),
-        ("hang:6", "CSDUnavailableError", "has not come to an end"),
-        ("lost:6", "CSDUnavailableError", "dropped off the bus"),
+        ("params:6", "CSDUnavailableError", "are not those that its kernel wrote", 30),
+        ("garble:2", "CSDStoreError", "section 0 of tile", 30),
+        ("hang:6", "CSDUnavailableError", "has not come to an end", 5),  # and the first step's have, if others are busy
+        ("lost:6", "CSDUnavailableError", "dropped off the bus", 30),
     ],
 )
-def test_a_card_that_fails(fault, error, says):
+def test_a_card_that_fails(fault, error, says, seconds):
     """In the second step, of four tiles each."""
     script(
         """
         import csd_optim
-        run = Run(open_card(seconds=1.5))
+        run = Run(open_card(seconds=float(sys.argv[3])))
         run.step()
         refused(getattr(csd_optim, sys.argv[1]), sys.argv[2], run.step)
         run.close()
         """,
         error,
         says,
+        str(seconds),
         fault=fault,
     )
 
