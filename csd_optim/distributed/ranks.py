@@ -92,9 +92,9 @@ class Ranks:
         """Are these all ranks that there are?"""
         return self.group is dist.group.WORLD
 
-    def gather(self, *values: int) -> list[tuple[int, ...]]:
-        """Everybody's values (64 bits each, as many on every rank), by rank."""
-        own = torch.tensor(values, dtype=torch.int64, device=self.device)
+    def gather(self, *values: float, dtype: torch.dtype = torch.int64) -> list[tuple[Any, ...]]:
+        """Everybody's values (as many on every rank), by rank."""
+        own = torch.tensor(values, dtype=dtype, device=self.device)
         out = own.new_empty(self.size, len(values))
         if self._is_gloo:  # from each straight to each: its all_gather goes from one to the next
             each = [len(values)] * self.size

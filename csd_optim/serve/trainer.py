@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import os
-import struct
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -377,10 +376,8 @@ class _Trainer(StatesElsewhere):
             return norm
         counts = [k for k in entries if pushed[k.index] and (k.shape or not self._ranks or not self._ranks.rank)]
         square = sum(early.square(known.index) for known in counts)
-        if self._ranks:
-            (bits,) = struct.unpack("<q", struct.pack("<d", square))
-            square = sum(struct.unpack("<d", struct.pack("<q", *of_rank))[0] for of_rank in self._ranks.gather(bits))
-        return math.sqrt(square + norm**2)
+        squares = self._ranks.gather(square, dtype=torch.float64) if self._ranks else [(square,)]
+        return math.sqrt(sum(of_rank for (of_rank,) in squares) + norm**2)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if isinstance(self._engine, RemoteEngine) and self._engine.early:

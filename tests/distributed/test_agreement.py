@@ -18,6 +18,7 @@ ALIKE = ({3: 1}, [2], None, 0.5)
 def tell_each_other(rank, size):
     ranks = Ranks(dist.group.WORLD)
     assert ranks.gather(rank, -1) == [(k, -1) for k in range(size)]
+    assert ranks.gather(rank + 0.1, dtype=torch.float64) == [(k + 0.1,) for k in range(size)]
 
     with mock.patch.object(ranks, "gather_objects", side_effect=AssertionError), ranks.all_ranks_or_none() as said:
         said.own = ALIKE  # nothing of it travels
