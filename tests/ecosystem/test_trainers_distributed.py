@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import on_living_ranks, on_ranks
+from support.ranks import join, on_living_ranks, on_ranks
 from test_trainers import assert_close, assert_same_bits
 from torch.optim import AdamW
 from trainers import BATCHES, SAVED, STEPS, accelerate, hugging_face_class, library, lightning
@@ -47,9 +47,7 @@ def refuses(rank, trainers):
         except Exception as e:
             said[trainer.__name__] = str(e)
         dist.destroy_process_group()
-        dist.init_process_group(
-            "gloo", init_method=f"file://{os.getcwd()}/after-{trainer.__name__}", rank=rank, world_size=2
-        )
+        join(rank, 2, f"{os.getcwd()}/after-{trainer.__name__}")
     return said
 
 

@@ -45,6 +45,13 @@ def on_living_ranks(size, function, *arguments, directory, seconds=120):
     return results
 
 
+def join(rank, size, place):
+    """The rank is in a process group whose ranks meet at the file `place`, and so are the others when this returns: one
+    that leaves while another one still connects makes that one fail."""
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
+    dist.barrier()
+
+
 def _started(size, directory, living=False):
     """The processes, and a pipe to each."""
     place, ranks = f"{directory}/meet-{time.monotonic_ns()}", []
@@ -109,7 +116,7 @@ def _run(pipe, rank, size, place, living):
         torch.manual_seed(0)
         try:
             if not dist.is_initialized():
-                dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=size)
+                join(rank, size, place)
             right, value = True, function(rank, *arguments)
             if living:
                 dist.barrier()  # what one rank still waits for is not left to the next call
