@@ -14,6 +14,7 @@ import contextlib
 import math
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -40,7 +41,8 @@ WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which
 CHANGED = (
     "it left in backward, as push is DDP's communication hook, and `.grad` has been this trainer's own since then, not "
     "the mean over all: clip by the optimizer's max_grad_norm=, and let GradScaler unscale in its step(); or take "
-    "serve://...?route=kept (docs/optimizer-ranks.md)"
+    "serve://...?route=kept; before gradients that are made without DDP call the optimizer's own zero_grad() "
+    "(docs/optimizer-ranks.md)"
 )
 
 
@@ -171,6 +173,8 @@ class _Thread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.RLock()  # the collector may come, too
+        self._stopped = False
         self._streams: dict[torch.device, Any] = {}  # its own: see accelerator.on()
         self._thread = threading.Thread(target=self._run, daemon=True, name="csd_optim push")
         self._thread.start()
@@ -181,10 +185,17 @@ class _Thread:
             del job
 
     def do(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+        """Raises CSDRankError after stop(): nobody is to wait for what will never be done."""
+        with self._lock:
+            if self._stopped:
+                raise CSDRankError("gradients were not pushed: the session is over")
+            self._jobs.put(job)
 
     def stop(self) -> None:
-        self._jobs.put(None)
+        """It ends when it has done what it was given before."""
+        with self._lock:
+            self._stopped = True
+            self._jobs.put(None)
 
     def join(self, timeout: float) -> None:
         """Returns when it has ended, or after so many seconds."""
@@ -357,13 +368,29 @@ def part_message(part: Part) -> list[Any]:
     return [part.key, first, rows, str(part.dtype).removeprefix("torch.")]
 
 
+class _Written:
+    """What `.grad` is at the end of backward, to be told from what somebody writes to it or puts in its place."""
+
+    def __init__(self, grad: torch.Tensor | None) -> None:
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._values = _values_of(grad)
+
+    def is_still(self, grad: torch.Tensor) -> bool:
+        return self._grad is not None and self._grad() is grad and self._values == _values_of(grad)
+
+
+def _values_of(grad: torch.Tensor | None) -> tuple[int, int] | None:
+    """Another one after each operation that writes to it, and when its `.data` is exchanged."""
+    return None if grad is None else (grad._version, grad.data_ptr())
+
+
 @dataclass
 class _Left:
     """A gradient that has left."""
 
     backward: int
     square: float = 0.0  # of what this trainer has pushed of it
-    written: tuple[int, int] | None = None  # version and place of `.grad` at the end of backward; None: before
+    written: _Written | None = None  # of `.grad` at the end of backward; None: before that
 
 
 class Early:
@@ -432,7 +459,7 @@ class Early:
 
         def note() -> None:
             for part, p, _ in there:
-                self._left[part.key].written = _written(p.grad)
+                self._left[part.key].written = _Written(p.grad)
 
         # DDP gives `.grad` its values in a callback of its own, which follows the one that is queued here.
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
@@ -456,19 +483,17 @@ class Early:
         left = self._left.get(index)
         if left is None:
             return 0
-        if not joined and left.written is None:
+        if joined:
+            return left.backward
+        if left.written is None:
             raise CSDRuntimeError(f"the backward that the gradient of {name} is of has not come to its end")
-        if not joined and (unscaled or left.written != _written(grad)):
+        if unscaled or not left.written.is_still(grad):
             raise CSDRuntimeError(f"the gradient of {name} was changed, which the step would not notice: {CHANGED}")
         return left.backward
 
     def square(self, index: int) -> float:
         """The sum of squares of what this trainer has pushed of a gradient."""
         return self._left[index].square
-
-
-def _written(grad: torch.Tensor | None) -> tuple[int, int]:
-    return (-1, 0) if grad is None else (grad._version, grad.data_ptr())
 
 
 def all_finite(ranks: Ranks | None, finite: bool) -> bool:

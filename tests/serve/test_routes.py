@@ -127,7 +127,14 @@ def refused(rank, address):
     def exchange_one():
         params[0].grad = params[0].grad.clone()
 
-    for change in (lambda: torch.nn.utils.clip_grad_norm_(params, 1e9), write_one, exchange_one):
+    def make_anew():
+        """Another one at the same place, as a backward without DDP may make it after model.zero_grad()."""
+        there, version = params[0].grad, params[0].grad._version
+        params[0].grad = torch.from_numpy(there.numpy())
+        torch.autograd.graph.increment_version([params[0].grad] * version)
+        assert (params[0].grad.data_ptr(), params[0].grad._version) == (there.data_ptr(), version)
+
+    for change in (lambda: torch.nn.utils.clip_grad_norm_(params, 1e9), write_one, exchange_one, make_anew):
         training.backward(rank, 0)
         change()
         with pytest.raises(CSDRuntimeError, match="max_grad_norm"):
@@ -403,6 +410,17 @@ def test_no_thread_waits_for_owners_when_the_interpreter_ends(owners, tmp_path, 
     on_living_ranks(1, ending, f"{owners.address}&route={route}", *owners.pids, directory=tmp_path)
 
 
+def test_nobody_waits_for_what_is_pushed_when_the_session_is_over():
+    """As a step on a thread of its own, and a backward, may after it has failed on another one."""
+    pushing = early._Pushing(mock.Mock(Session), apart=False)
+    pushing.stop()
+    pushing.join(10.0)
+    strip = early.Strip(0, (4,), torch.float32, torch.ones(4), 0, 4)
+    for late in (pushing.flush, lambda: pushing.put(1, [strip], None)):
+        with pytest.raises(CSDRankError, match="the session is over"):
+            late()
+
+
 PUSHED = {
     "op": "step",
     "scale": 1.0,
@@ -482,7 +500,7 @@ def test_an_owner_waits_for_all_of_just_that_backward():
 
 
 @small_buckets()
-def tried_again(rank, address):
+def tried_again(rank, address, route):
     """A step that could not be made, and then is: what has left is there."""
     training, undisturbed = Reduced(address), Reduced("ram:")
     for i in range(3):
@@ -493,9 +511,12 @@ def tried_again(rank, address):
             with pytest.raises(TypeError):
                 training.opt.step()
             training.opt.user_state = {}
+        for _ in range(i):  # twice with the same gradients, too
+            training.opt.step()
+            undisturbed.opt.step()
         training.step()
         undisturbed.step()
-        assert training.opt.stats()["route"] == "slices"
+        assert training.opt.stats()["route"] == route
     assert all(torch.equal(a, b) for a, b in zip(training.image(), undisturbed.image(), strict=True))
     with mock.patch("csd_optim.serve.early.send_buckets", side_effect=ValueError("nobody thought of that")):
         training.backward(rank, 3)
@@ -504,8 +525,9 @@ def tried_again(rank, address):
     training.opt.close()
 
 
-def test_a_step_that_failed_is_tried_again_with_what_owners_have(owners, tmp_path):
-    on_living_ranks(2, tried_again, owners.address, directory=tmp_path)
+@pytest.mark.parametrize("route", ["slices", "star"])
+def test_a_step_that_failed_is_tried_again_with_what_owners_have(owners, tmp_path, route):
+    on_living_ranks(2, tried_again, f"{owners.address}&route={route}", route, directory=tmp_path)
 
 
 def test_the_hook_is_planned_to_take_no_more_time_than_none():
