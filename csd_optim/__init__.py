@@ -64,7 +64,7 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        """What takes a while comes when it is first asked for: the optimizers, and torch with them."""
+        """Import lazily what takes long to load: the optimizers (and torch with them) and the version."""
         if name in _LATER:
             value = getattr(import_module(f".optim.{_LATER[name]}", __name__), name)
         elif name == "__version__":
@@ -73,7 +73,7 @@ else:
             value = version("csd_optim")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = value  # from now on it is found without this function
+        globals()[name] = value  # later lookups find it directly, without calling __getattr__
         return value
 
 

@@ -1,4 +1,4 @@
-"""`python -m csd_optim` is `csd-optim`."""
+"""`python -m csd_optim` runs the `csd-optim` command."""
 
 from .cli.commands import main
 

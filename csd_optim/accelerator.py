@@ -1,6 +1,6 @@
-"""The accelerator that torch has (CUDA, ROCm, XPU, NPU, MPS), by torch's generic names: its memory, streams, events.
+"""Memory, streams and events of torch's accelerator (CUDA, ROCm, XPU, NPU, MPS), through torch's generic API.
 
-There is one kind per process: torch.accelerator and pinned memory mean that one.
+A process has one kind of accelerator; torch.accelerator and pinned memory refer to that kind.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ import torch
 
 from .errors import CSDRuntimeError
 
-# Between two looks at an event. A copy of a tile takes about as long.
+# Interval at which wait_for() polls an event. Copying a tile takes about as long.
 POLL_SECONDS = 20e-6
 
 
 def is_far(t: torch.Tensor) -> bool:
-    """Does it lie in an accelerator's memory, which the CPU does not reach?"""
+    """Is the tensor in an accelerator's memory, which the CPU cannot access?"""
     return not (t.is_cpu or t.is_meta)
 
 
 def is_ours(device: torch.device) -> bool:
-    """Is it the process's accelerator?"""
+    """Is `device` of the kind of this process's accelerator?"""
     there = torch.accelerator.current_accelerator()
     return there is not None and there.type == device.type
 
 
 def kind() -> str:
-    """The name of the process's accelerator; "" if it has none."""
+    """Returns the type of the process's accelerator, such as "cuda"; "" if it has none."""
     there = torch.accelerator.current_accelerator()
     return there.type if there else ""
 
 
 def on(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """What is called within is queued on this stream; None: on the current one.
+    """Returns a context manager that queues work on `stream`; None: on the current stream.
 
-    A torch.Stream keeps the stream that was current before in itself: two threads must not be on the same one.
+    A torch.Stream stores the previously current stream in itself, so two threads must not enter the same one at a time.
     """
     return contextlib.nullcontext() if stream is None else stream
 
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Makes it the current one of its kind. torch.accelerator.device_index does that from torch 2.8 on."""
+    """Makes `device` the current device inside the context. torch.accelerator.device_index needs torch 2.8."""
     if device.index is None or not is_ours(device):
         yield
         return
@@ -58,28 +58,28 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def recorded(stream: Any) -> Any:
-    """An event: what is queued on the stream by now."""
+    """Returns a new event, recorded on the stream behind everything queued there so far."""
     event = torch.Event(stream.device)
     event.record(stream)
     return event
 
 
 def wait_for(event: Any) -> None:
-    """Returns when the event has happened. Sleeps until then: event.synchronize() takes a core, which updates need."""
+    """Returns once the event has completed. Polls: event.synchronize() would spin on a core that updates need."""
     while not event.query():
         time.sleep(POLL_SECONDS)
 
 
 def is_captured(device: torch.device) -> bool:
-    """Is the stream that is current there being captured in a graph? False of devices that are not ours."""
+    """Is the current stream of `device` being captured in a graph? False for a device that is_ours() rejects."""
     if not is_ours(device):
         return False
     stream = torch.accelerator.current_stream(device)
-    return bool(getattr(stream, "is_capturing", bool)())  # torch 2.7 does not say
+    return bool(getattr(stream, "is_capturing", bool)())  # torch 2.7 has no is_capturing
 
 
 def check_not_capturing(tensors: Iterable[torch.Tensor]) -> None:
-    """Raises CSDRuntimeError if the stream that is current for one of these is being captured in a graph."""
+    """Raises CSDRuntimeError if the current stream of these tensors' accelerator is being captured in a graph."""
     far = next((t for t in tensors if is_far(t)), None)
     if far is not None and is_captured(far.device):
         raise CSDRuntimeError(

@@ -1,7 +1,7 @@
 """One thin function per C function of `native/include/csd.h`; the rest of the package speaks Python.
 
-Every call releases the GIL. Addresses are plain integers (`tensor.data_ptr()`); whoever passes one keeps the memory
-alive until the step is finished.
+Every call releases the GIL. Addresses are plain integers (`tensor.data_ptr()`); the caller keeps the memory alive until
+the step is finished.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TO_AND_FRO, SAME_ORDER, AS_PUSHED = lib.CSD_TO_AND_FRO, lib.CSD_SAME_ORDER, lib.
 P2P = {"auto": lib.CSD_P2P_AUTO, "1": lib.CSD_P2P_ON, "0": lib.CSD_P2P_OFF}
 ISAS = {"scalar": lib.CSD_ISA_SCALAR, "avx2": lib.CSD_ISA_AVX2, "avx512": lib.CSD_ISA_AVX512}
 
-# numpy images of the structs that travel as arrays; checked against the compiler's layout below.
+# numpy dtypes of the C structs that are passed as arrays; checked against the compiler's layout below.
 PIECE = np.dtype([("param", "u4"), ("tile", "u4"), ("param_first", "u8"), ("tile_first", "u8"), ("elems", "u8")])
 PARAM = np.dtype(
     [
@@ -73,11 +73,12 @@ for _image, _struct in (
     assert _image.itemsize == ffi.sizeof(_struct), _struct
     assert {name: _image.fields[name][1] for name in _image.names} == _fields, _struct  # type: ignore[index,union-attr]
 
-# (device, damaged tile or -1) → how a message calls them
+# (device, damaged tile or -1) → their name in error messages
 Namer = Callable[[int, int], str]
 
 
-# What an I/O error leaves behind: within a step, and when the last states of a whole one could not be written.
+# The state that an I/O error leaves behind. _UNDONE: it occurred within a step. _KEPT: the step was complete, but some
+# of its states could not be written afterwards.
 _UNDONE = "The step was undone; parameters and state are those before it."
 TORN = (
     "With shadow=False, or gpu: without a drive, a step cannot be undone: parameters and state are a mix of two steps. "
@@ -87,7 +88,7 @@ _KEPT = "The step before is whole; what was not written is kept in memory and tr
 
 
 def check(status: int, error: Any, name: Namer | None = None, outcome: str = _KEPT) -> None:
-    """The one place where a status becomes an exception. `outcome` says what an I/O error leaves behind."""
+    """Turn a C status into an exception; no other place does. `outcome`: the state that an I/O error leaves behind."""
     if status == lib.CSD_OK:
         return
     text = ffi.string(error.text).decode(errors="replace")
@@ -117,7 +118,7 @@ def check(status: int, error: Any, name: Namer | None = None, outcome: str = _KE
 
 @dataclass(frozen=True)
 class Pace:
-    """Rates that an emulated device does not exceed; see `csd_pace`. 0: as fast as it goes."""
+    """Upper limits on the rates of an emulated device; see `csd_pace`. 0: no limit."""
 
     read: float = 0.0  # bytes per second
     write: float = 0.0
@@ -125,17 +126,20 @@ class Pace:
     latency: float = 0.0  # seconds
     update: float = 0.0  # parameters per second
     link: float = 0.0  # bytes per second each way, shared by all devices that name it
-    host: bool = False  # the host updates: state goes over the link, gradients and parameters do not
-    flash_grads: bool = False  # gradients come from the drive, and not over the link
+    host: bool = False  # the host updates: states cross the link, gradients and parameters do not
+    flash_grads: bool = False  # gradients are read from the drive and do not cross the link
 
     def seconds(self, params: float, read: float, written: float) -> float:
-        """That the device by itself takes at least for so many, of bytes too. Its share of a link is not its own."""
+        """Lower bound on the time that the device takes to update `params` elements and move so many bytes.
+
+        The link is left out, because other devices may share it.
+        """
         amounts = (params, self.update), (read, self.read), (written, self.write), (read + written, self.mixed)
         return max(amount / rate if rate else 0.0 for amount, rate in amounts)
 
     @property
     def params_per_second(self) -> float:
-        """With three fp32 states; math.inf: without a bound."""
+        """Upper bound on the update rate with three fp32 states; math.inf if there is no limit."""
         slowest = self.seconds(1, 12, 12)
         return 1 / slowest if slowest else math.inf
 
@@ -145,18 +149,18 @@ UNPACED = Pace()
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """What the engine needs to know of a device; see `csd_device`."""
+    """What the engine needs to know about a device; see `csd_device`."""
 
     backend: str
     fd: int = -1
     buffers: int = 0
     block_bytes: int = 0
-    card: Any = None  # of card_open()
+    card: Any = None  # the handle returned by card_open()
     p2p: str = "auto"
     pace: Pace = UNPACED
     depth: int = IO_DEPTH
-    cache_bytes: int = 0  # -1: every step reads everything
-    numa_node: int | None = None  # of the drive; None: any
+    cache_bytes: int = 0  # host memory for tiles kept from step to step; -1: every step reads everything
+    numa_node: int | None = None  # the drive's NUMA node; None: any
 
 
 def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
@@ -165,7 +169,7 @@ def _array(values: np.ndarray[Any, Any], ctype: str) -> Any:
 
 
 def card_open(name: str, xclbin: os.PathLike[str], kernels: Sequence[str], seconds: float) -> Any:
-    """`kernels`: the names of those in the file. Raises CSDUnavailableError."""
+    """Open a card. `kernels`: the names of the kernels in the xclbin. Raises CSDUnavailableError."""
     out, error = ffi.new("csd_card **"), ffi.new("csd_error *")
     names = " ".join(kernels).encode()
     status = lib.csd_card_open(name.encode(), os.fsencode(xclbin), names, int(1000 * seconds), out, error)
@@ -186,7 +190,7 @@ def card_has_p2p(card: Any) -> bool:
 
 
 def card_try_p2p(card: Any, fd: int, offset: int, name: str) -> None:
-    """Reads a page of an O_DIRECT file into the card's memory and writes it back; then `card_has_p2p` knows."""
+    """Test P2P: read a page of an O_DIRECT file into the card's memory and write it back. Updates `card_has_p2p`."""
     error = ffi.new("csd_error *")
     status = lib.csd_card_try_p2p(card, fd, offset, error)
     error.device = 0
@@ -194,7 +198,7 @@ def card_try_p2p(card: Any, fd: int, offset: int, name: str) -> None:
 
 
 def card_measure(config: DeviceConfig, offset: int, nbytes: int, name: Namer) -> dict[str, float]:
-    """Rates of a device with a card, see `csd_card_rates`. Overwrites `nbytes` of its file from `offset` on."""
+    """Measure the rates of a device with a card, see `csd_card_rates`. Overwrites `nbytes` of its file at `offset`."""
     device, out, error = ffi.new("csd_device *"), ffi.new("csd_card_rates *"), ffi.new("csd_error *")
     keep = _fill(device, config)
     status = lib.csd_card_measure(device, offset, nbytes, out, error)
@@ -205,7 +209,7 @@ def card_measure(config: DeviceConfig, offset: int, nbytes: int, name: Namer) ->
 
 
 def _fill(device: Any, config: DeviceConfig) -> Any:
-    """Returns what has to live as long as the struct is read."""
+    """Fill a `csd_device`. Returns the objects that it points to; they must live as long as the struct is read."""
     device.backend = backend = ffi.new("char[]", config.backend.encode())
     device.fd, device.buffers, device.block_bytes = config.fd, config.buffers, config.block_bytes
     device.card, device.p2p = config.card or ffi.NULL, P2P[config.p2p]
@@ -221,8 +225,8 @@ def engine_create(devices: list[DeviceConfig], name: Namer) -> Any:
     out, error = ffi.new("csd_engine **"), ffi.new("csd_error *")
     check(lib.csd_engine_create(structs, len(devices), out, error), error, name)
     del keep
-    # No ffi.gc, here or for a card: in a forked child close() would wait for threads that are not there, and the
-    # collector may run while a lock is held for which it waits. finalize.py closes what was dropped.
+    # No ffi.gc, here or for a card: in a forked child, close() would wait for threads that the child does not have; and
+    # the garbage collector may run while its thread holds a lock that close() needs. finalize.py closes dropped ones.
     return out[0]
 
 
@@ -248,11 +252,13 @@ def engine_extend(
     codec: str = "fp32",
     param_dtype: torch.dtype | None = None,
 ) -> list[Any]:
-    """`devices`: of each tile, uint32; None: in turns. `sum_elems` None: one checksum for all of a section.
+    """Add an extent of `n_tiles` tiles with `sections` states; see csd_engine_extend().
 
-    `sections`: how many states. `sums`: of `states`, uint32, of shape (n_tiles, chunks, sections of a slot).
-    `mappings`: that each window consists of. `param_dtype`: of codes.
-    Returns one window per state: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself. Codes have none.
+    `devices`: the device of each tile, uint32; None: round-robin. `sum_elems`: elements per checksum; None: one
+    checksum per section. `sums`: the checksums that go with `states`, uint32, of shape (n_tiles, chunks, sections of a
+    slot). `mappings`: how many memory mappings a window consists of. `param_dtype`: with 8-bit codes, the parameters'
+    dtype.
+    Returns one window per state: a buffer of `4 * n_tiles * tile_elems` bytes that unmaps itself; none for codes.
     """
     assert pieces.dtype == PIECE
     assert devices is None or (devices.dtype == np.uint32 and len(devices) == n_tiles)
@@ -278,23 +284,23 @@ def engine_extend(
     return [ffi.buffer(_window(windows[s], elems, mappings), 4 * elems) for s in range(sections)]
 
 
-_mappings: dict[int, int] = {}  # by the address of a window
+_mappings: dict[int, int] = {}  # address of a window → number of its memory mappings
 
 
 def _window(window: Any, elems: int, mappings: int) -> Any:
-    """The window, which is counted and unmaps itself."""
+    """Wrap the window so that it unmaps itself; until then mappings() counts it."""
     address, counted, release = int(ffi.cast("uintptr_t", window)), _mappings, lib.csd_window_release
     counted[address] = mappings
 
     def gone(window: Any) -> None:
-        del counted[address]  # first: once it is released, another may lie there
+        del counted[address]  # before the release: afterwards another window may get the same address
         release(window, elems)
 
     return ffi.gc(window, gone)
 
 
 def mappings() -> int:
-    """Of all windows in this process."""
+    """Number of memory mappings of all windows in this process."""
     return sum([*_mappings.values()])
 
 
@@ -341,7 +347,7 @@ def engine_read(engine: Any, tile: int, states: int, name: Namer) -> None:
 
 
 def engine_push_grads(engine: Any, tile: int, grads: Sequence[int], name: Namer) -> None:
-    """`grads`: of each piece of the tile, where its parameter's gradient begins; 0: it has none."""
+    """`grads`: for each piece of the tile, the address of its parameter's gradient; 0: the parameter has none."""
     error = ffi.new("csd_error *")
     addresses = ffi.new("void *[]", [ffi.cast("void *", grad) for grad in grads])
     check(lib.csd_engine_push_grads(engine, tile, addresses, error), error, name, _UNDONE)
@@ -384,7 +390,7 @@ def engine_hold_bytes(engine: Any, tile: int) -> int:
 
 
 def engine_push_early(engine: Any, tile: int, grads: Sequence[int], hold: int, name: Namer) -> None:
-    """`grads`: of each piece of the tile, where its parameter's gradient begins; 0: it has none."""
+    """`grads`: for each piece of the tile, the address of its parameter's gradient; 0: the parameter has none."""
     error = ffi.new("csd_error *")
     addresses = ffi.new("void *[]", [ffi.cast("void *", grad) for grad in grads])
     status = lib.csd_engine_push_early(engine, tile, addresses, ffi.cast("void *", hold), error)
@@ -407,7 +413,7 @@ def engine_release(engine: Any, params: np.ndarray[Any, Any], order: np.ndarray[
 
 
 def engine_undone(engine: Any) -> list[tuple[int, int]]:
-    """Tiles, and of each how many of its elements, from the first on."""
+    """Tiles whose parameters an undone step has overwritten, each with the number of its leading elements concerned."""
     n = lib.csd_engine_undone(engine, ffi.NULL, ffi.NULL, 0)
     tiles, elems = np.empty(n, np.uint32), np.empty(n, np.uint64)
     lib.csd_engine_undone(engine, _array(tiles, "uint32_t *"), _array(elems, "uint64_t *"), n)
@@ -415,7 +421,7 @@ def engine_undone(engine: Any) -> list[tuple[int, int]]:
 
 
 def engine_events(engine: Any) -> np.ndarray[Any, Any]:
-    """What the last step did, dtype EVENT; nothing at the first call, which asks for it."""
+    """Timeline of the last step, dtype EVENT. Recording starts with the first call, which returns nothing."""
     events = np.empty(lib.csd_engine_events(engine, ffi.NULL, 0), EVENT)
     lib.csd_engine_events(engine, _array(events, "csd_event *"), len(events))
     return events
@@ -434,10 +440,11 @@ def engine_remap(engine: Any, name: Namer, *, open: bool) -> None:
 def engine_decode(
     engine: Any, tile: int, first: int, n: int, states: Sequence[torch.Tensor | None], name: Namer, param: int = 0
 ) -> None:
-    """States of elements [first, first + n) of a tile of codes: into contiguous fp32 CPU tensors, up to four.
+    """Decode elements [first, first + n) of a tile of codes into up to four contiguous fp32 CPU tensors, one per state.
 
-    None: nobody wants it. `first` is a multiple of 64. `param`: address of these elements of a parameter that is its
-    own section; 0: the tile has it. Waits for writes; not while a step is under way.
+    A state whose tensor is None is skipped. `first` is a multiple of 64. `param`: address of these elements of the
+    parameter, if the parameter itself serves as the section; 0: the section is in the tile. Waits for writes. Must not
+    be called while a step is under way.
     """
     assert all(s is None or (s.dtype, s.numel()) == (torch.float32, n) for s in states)
     error = ffi.new("csd_error *")
@@ -448,7 +455,7 @@ def engine_decode(
 def engine_tiles(
     engine: Any, first: int, n: int, chunks: int, sections: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Tiles of one extent: their states (TILE_STATE), their sums (uint32, of shape (n, chunks, sections))."""
+    """Slots (TILE_STATE) and checksums (uint32, of shape (n, chunks, sections)) of `n` tiles of one extent."""
     states, sums, error = np.empty(n, TILE_STATE), np.empty((n, chunks, sections), np.uint32), ffi.new("csd_error *")
     status = lib.csd_engine_tiles(
         engine, first, n, _array(states, "csd_tile_state *"), _array(sums, "uint32_t *"), error
@@ -476,9 +483,9 @@ def update(
     state: Sequence[torch.Tensor],
     param: torch.Tensor | None,
 ) -> None:
-    """The updater alone, on the calling thread: one element of `HYPER`, contiguous CPU tensors of one length.
+    """Run the update rule alone, in place, on the calling thread, on contiguous CPU tensors of one length.
 
-    `state`: fp32, section by section, as many as the rule takes.
+    `hyper`: one element of dtype HYPER. `state`: fp32, section by section, as many as the rule takes.
     """
     assert hyper.dtype == HYPER
     error = ffi.new("csd_error *")
@@ -505,9 +512,10 @@ def update_codes(
     param: torch.Tensor,
     key: int,
 ) -> None:
-    """The same on codes, in place: one contiguous CPU tensor for each section, see csd_codec.
+    """Run the update rule on codes, in place: one contiguous CPU tensor for each section, see csd_codec.
 
-    `param`: gets the parameters. `key`: of the chance of the first element, 32 bits.
+    `param`: receives the updated parameters. `key`: 32 bits that seed stochastic rounding, counted from the first
+    element.
     """
     assert hyper.dtype == HYPER
     error = ffi.new("csd_error *")
@@ -528,9 +536,9 @@ def update_codes(
 
 
 def encode(isa: str, states: Sequence[torch.Tensor | None], dtype: torch.dtype, codes: Sequence[torch.Tensor]) -> None:
-    """Codes of fp32 states of one length, to nearest: master, exp_avg, exp_avg_sq, max_exp_avg_sq.
+    """Encode fp32 states of one length, rounding to nearest: master, exp_avg, exp_avg_sq, max_exp_avg_sq.
 
-    None: the code stays as it is. `dtype`: of the parameter.
+    The codes of a state that is None stay as they are. `dtype`: the parameter's.
     """
     error, n = ffi.new("csd_error *"), max(0 if s is None else s.numel() for s in states)
     of = _addresses("float *", states)
@@ -538,7 +546,7 @@ def encode(isa: str, states: Sequence[torch.Tensor | None], dtype: torch.dtype, 
 
 
 def decode(isa: str, codes: Sequence[torch.Tensor], dtype: torch.dtype, states: Sequence[torch.Tensor | None]) -> None:
-    """... and back."""
+    """Decode into fp32 states of one length; a state that is None is skipped. `dtype`: the parameter's."""
     error, n = ffi.new("csd_error *"), max(0 if s is None else s.numel() for s in states)
     to = _addresses("float *", states)
     check(lib.csd_decode(ISAS[isa], n, _addresses("void *", codes), DTYPE_CODES[dtype], to, len(codes), error), error)
@@ -549,14 +557,16 @@ def _addresses(kind: str, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 def topk_count(ratio: float, n: int) -> int:
-    """How many of the n gradients of a piece are sent: max(1, ratio * n rounded to nearest even), 0 of 0."""
+    """How many of a piece's n gradients are sent: max(1, ratio * n rounded to nearest even); 0 if n is 0."""
     return int(lib.csd_topk_count(ratio, n))
 
 
 def topk_select(
     grad: torch.Tensor, k: int, dtype: torch.dtype, residual: torch.Tensor | None = None, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The selection alone, on the calling thread: up to k indices (int32, ascending) and values (`dtype`, 16 bits).
+    """Run the engine's Top-K selection alone, on the calling thread.
+
+    Returns up to k indices (int32, ascending) and values (`dtype`, 16 bits).
 
     `grad`: contiguous, 1-D, on the CPU; `residual`: bfloat16 of the same length, in units of `scale` * gradient.
     """
@@ -580,9 +590,9 @@ def topk_select(
 
 
 def sum_up(summands: np.ndarray[Any, Any], isa: str, first: int, out: torch.Tensor) -> None:
-    """`out` (fp32, contiguous, 1-D): of elements [first, first + len(out)) the sum of `summands`, dtype SUMMAND.
+    """Write the sum of `summands` (dtype SUMMAND) over elements [first, first + len(out)) to `out`.
 
-    Raises CSDValueError for entries that are malformed.
+    `out`: fp32, contiguous, 1-D. Raises CSDValueError for malformed entries.
     """
     assert summands.dtype == SUMMAND
     error = ffi.new("csd_error *")
@@ -592,7 +602,7 @@ def sum_up(summands: np.ndarray[Any, Any], isa: str, first: int, out: torch.Tens
 
 
 def isas() -> list[str]:
-    """The instruction sets of this CPU's updater, the best last."""
+    """The instruction sets that the updater can use on this CPU, the best last."""
     return [name for name, code in ISAS.items() if code <= lib.csd_isa_best()]
 
 
@@ -627,5 +637,5 @@ if _isa := settings.isa():
 if _threads := settings.threads():
     threads_use(_threads)
 elif (_ranks := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal() and threads_used() == os.cpu_count():
-    # Of the ranks that share a machine, each gets its part of the CPUs, if nobody has given it a part already.
+    # Ranks on one machine divide its CPUs among themselves, unless this process is already confined to some of them.
     threads_use(max(1, threads_used() // max(1, int(_ranks))))

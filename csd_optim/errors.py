@@ -1,4 +1,4 @@
-"""One base class; each error is also the builtin a user expects."""
+"""The exceptions of csd_optim: one base class, and each error is also the builtin that a user expects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 class CSDError(Exception):
-    """Anything csd_optim raises on its own account."""
+    """Base class of all errors that csd_optim itself raises."""
 
 
 class CSDValueError(CSDError, ValueError):
@@ -18,7 +18,7 @@ class CSDTypeError(CSDError, TypeError):
 
 
 class CSDRuntimeError(CSDError, RuntimeError):
-    """Called out of order, or not possible with this parameter or device."""
+    """The call is out of order, or is not possible with this parameter or device."""
 
 
 class CSDOSError(CSDError, OSError):
@@ -26,22 +26,22 @@ class CSDOSError(CSDError, OSError):
 
 
 class CSDUnavailableError(CSDOSError, RuntimeError):
-    """A card, or something that it takes to use it, is not there; or it has stopped to answer."""
+    """A card, or something required to use it, is missing; or the card has stopped responding."""
 
 
 class CSDTornError(CSDOSError):
-    """A step of an optimizer with shadow=False, or gpu: without a drive, was cut short.
+    """A step that cannot be undone (shadow=False, or gpu: without a drive) was interrupted.
 
     Parameters and state are a mix of two steps.
     """
 
 
 class CSDLostError(CSDOSError):
-    """A flush failed, and what it should have put on the disk is not there: the last step will never be durable."""
+    """A flush failed, and the data that it should have made durable is lost: the last step will never be durable."""
 
 
 class CSDStoreExistsError(CSDOSError, FileExistsError):
-    """The directory already holds a store and nobody asked to erase it."""
+    """The directory already holds a store, and the caller did not ask to overwrite it."""
 
 
 class CSDBusyError(CSDOSError, BlockingIOError):
@@ -53,19 +53,19 @@ class CSDStoreError(CSDValueError):
 
 
 class CSDRankError(CSDRuntimeError):
-    """Another rank could not take its step, so this one has not either; the message is that rank's."""
+    """Another rank could not take its step, so this rank did not take it either; the message is the other rank's."""
 
 
 class CSDMemoryError(CSDError, MemoryError):
-    """Memory for tile buffers or windows could not be had."""
+    """Memory for tile buffers or windows could not be allocated."""
 
 
 class CSDWarning(UserWarning):
-    """It goes on, but otherwise than expected: the message says what is slow, takes memory, is ignored or lost."""
+    """Training goes on, but not as expected: the message says what is slow, takes memory, is ignored or is lost."""
 
 
 def users_stacklevel() -> int:
-    """The stacklevel, for a warning from the calling function, of the line that made us do this."""
+    """Returns the stacklevel with which a warning from the calling function points at the user's own line."""
     between = ("csd_optim", "torch", "copy", "copyreg")
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in between:

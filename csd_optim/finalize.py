@@ -1,4 +1,4 @@
-"""Optimizers that were dropped, or forgotten at exit, are closed without a word: if need be, on a thread."""
+"""Close optimizers silently when they are garbage-collected or still open at exit; on a thread where needed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Protocol
 
 from .errors import CSDError
 
-CLOSE_SECONDS = 5.0  # that a dropped optimizer waits for its last commit, if it cannot know that it may
+CLOSE_SECONDS = 5.0  # at most this long does the finalizer block on the thread that closes a busy engine
 _threads: set[threading.Thread] = set()
 
 
 class Closable(Protocol):
-    """An engine."""
+    """What the finalizer needs of an engine."""
 
     @property
     def idle(self) -> bool:
-        """May close() be called on any thread? It waits for nothing then."""
+        """May close() be called on any thread, because it has nothing to wait for?"""
 
     def close(self) -> None: ...
 
 
 def close_quietly(engine: Closable) -> None:
-    """The finalizer of an optimizer."""
+    """Finalizer of an optimizer: close its engine and ignore any CSDError."""
 
     def close() -> None:
         with contextlib.suppress(CSDError):
@@ -31,18 +31,19 @@ def close_quietly(engine: Closable) -> None:
 
     if engine.idle:
         return close()
-    # The collector may call this on the very thread for which close() waits, or while this one holds what that needs.
+    # The garbage collector may run this on the very thread that close() waits for, or while this thread holds a lock
+    # that the other one needs.
     closer = threading.Thread(target=close, name="csd_optim closes")
     try:
         closer.start()
-    except RuntimeError:  # the interpreter shuts down: nobody holds anything
+    except RuntimeError:  # the interpreter is shutting down, so no other thread holds a lock
         return close()
     _threads.add(closer)
     closer.join(CLOSE_SECONDS)
 
 
 def wait_for_dropped() -> None:
-    """Returns when those are closed that have been dropped so far."""
+    """Returns once all optimizers dropped so far are closed."""
     for thread in list(_threads):
         thread.join()
         _threads.discard(thread)

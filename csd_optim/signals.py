@@ -1,6 +1,6 @@
-"""Ctrl-C, and every other signal that Python code handles, waits until a step is whole.
+"""Ctrl-C, and every other signal that Python code handles, is deferred until a step is complete.
 
-But not for long if that waits for other machines, see interruptible().
+While a step waits for other machines the delay is bounded, see interruptible().
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-GRACE = 5.0  # seconds that whoever waits for other machines still has after Ctrl-C
+GRACE = 5.0  # seconds after Ctrl-C before a wait for other machines is given up
 
 _ALL = sorted(signal.valid_signals())
 
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Handlers of signals that arrive within run at the end. Python runs handlers in the main thread only."""
+    """Handlers of signals that arrive inside run when the context exits. Does nothing outside the main thread.
+
+    Python runs signal handlers in the main thread only.
+    """
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for number in _ALL:
-                if callable(handler := signal.getsignal(number)):  # else ignored, or the system's own business
+                if callable(handler := signal.getsignal(number)):  # otherwise ignored, or the system's default action
                     stack.enter_context(_held(number, handler))
         yield
 
@@ -39,7 +42,7 @@ def _held(number: int, handler: Callable[[int, FrameType | None], Any]) -> Itera
     raises = _raises(handler)
 
     def hold(signum: int, frame: FrameType | None) -> None:
-        # Forwards once the step is over: another handler's exception may come before this one is taken out again.
+        # Forwards once the step is over: another handler's exception may prevent this one from being uninstalled.
         arrived.append(frame) if holding else handler(signum, frame)
 
     hold.raises = raises  # type: ignore[attr-defined]
@@ -54,15 +57,16 @@ def _held(number: int, handler: Callable[[int, FrameType | None], Any]) -> Itera
 
 
 def _raises(handler: Any) -> bool:
-    """Is this what makes KeyboardInterrupt of Ctrl-C, now or at the end of a step?"""
+    """Does this handler raise KeyboardInterrupt on Ctrl-C, now or at the end of a step?"""
     return handler is signal.default_int_handler or getattr(handler, "raises", False)
 
 
 @contextlib.contextmanager
 def interruptible(give_up: Callable[[], None]) -> Iterator[None]:
-    """While the main thread waits within, outside of Python, no handler of a signal runs. This is called then.
+    """Calls `give_up` on a background thread, GRACE seconds after Ctrl-C or at a second Ctrl-C.
 
-    On another thread, GRACE seconds after Ctrl-C or when it comes once more, if that raises KeyboardInterrupt.
+    For a main thread that blocks in native code, where Python runs no signal handler. Does nothing outside the main
+    thread, or if Ctrl-C does not raise KeyboardInterrupt.
     """
     if threading.current_thread() is not threading.main_thread() or not _raises(signal.getsignal(signal.SIGINT)):
         yield
@@ -80,15 +84,15 @@ def interruptible(give_up: Callable[[], None]) -> Iterator[None]:
 
 
 class _Watcher:
-    """Of a process: a thread that gets the numbers of signals as they come."""
+    """A process's background thread that receives the numbers of signals as they arrive, through a wakeup pipe."""
 
     def __init__(self) -> None:
         self._hears, self.heard = os.pipe()
         os.set_blocking(self.heard, False)
         self.lock = threading.Lock()
         self.give_up: Callable[[], None] | None = None
-        self.since: float | None = None  # when Ctrl-C came
-        self.tells = -1  # whoever wants to hear of signals, too: asyncio, say
+        self.since: float | None = None  # time of the first Ctrl-C
+        self.tells = -1  # the wakeup fd installed before ours, for example asyncio's: signals are forwarded to it
         threading.Thread(target=self._run, daemon=True, name="csd_optim signals").start()
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
-"""What an optimizer says of its steps, in the log of a trainer: `log_stats(trainer)`.
+"""An optimizer's step statistics in the log of a trainer: `log_stats(trainer)`.
 
-Imports a trainer's library only where that trainer is passed in.
+A trainer's library is imported only when such a trainer is passed in.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LOGGED = (
 
 
 def scalars(stats: dict[str, Any], prefix: str = "csd_optim") -> dict[str, float]:
-    """What of an optimizer's stats() goes into a log, by names such as "csd_optim/step_seconds", "…/written_bytes".
+    """The part of an optimizer's stats() worth logging, by names such as "csd_optim/step_seconds", "…/written_bytes".
 
-    Bytes, and seconds on the busiest device, are those of the last step; `written_bytes` since the stores were made,
-    and `days_left` those of the device that is used up first.
+    Bytes, and seconds on the busiest device, are those of the last step; `written_bytes` counts since the stores were
+    made, and `days_left` is that of the device that wears out first.
     """
     found = {name: stats[name] for name in _LOGGED if name in stats}
     found |= {f"{part}_seconds": seconds for part, seconds in stats["seconds"].items()}
@@ -38,14 +38,14 @@ def scalars(stats: dict[str, Any], prefix: str = "csd_optim") -> dict[str, float
 
 
 def log_stats(trainer: Any) -> None:
-    """From now on a trainer logs scalars() of its optimizers, whenever it logs, to whatever it logs to.
+    """Makes a trainer add scalars() of its optimizers to everything it logs from now on.
 
-    `trainer`: transformers.Trainer, or one that derives from it, as TRL's do; or Lightning's Trainer. Each time it logs
-    it waits until the last step is on the devices: see stats(). Raises CSDTypeError for another one, and later if the
-    trainer has none of our optimizers.
+    `trainer`: transformers.Trainer or a subclass, such as TRL's; or Lightning's Trainer. Each time it logs, it waits
+    until the last step is on the devices: see stats(). Raises CSDTypeError for any other trainer; logging raises it
+    later if the trainer has none of our optimizers.
     """
     if hasattr(trainer, "callback_handler"):
-        # First of all: those that report to TensorBoard and others take what is in the logs when it is their turn.
+        # It goes first: callbacks that report to TensorBoard and the like send what the logs hold when they are called.
         trainer.callback_handler.callbacks.insert(0, _hugging_face())
     elif hasattr(trainer, "log_every_n_steps"):
         trainer.callbacks.append(_lightning(type(trainer)))
@@ -57,7 +57,7 @@ def log_stats(trainer: Any) -> None:
 
 
 def _ours(optimizer: Any) -> CSDOptimizer:
-    """What a trainer may have wrapped."""
+    """Unwrap the optimizer of a trainer. Raises CSDTypeError if it is not one of csd_optim."""
     while not isinstance(optimizer, CSDOptimizer):
         if not hasattr(optimizer, "optimizer"):
             raise CSDTypeError(f"log_stats(): the trainer's optimizer is {type(optimizer).__name__}, none of csd_optim")
@@ -72,14 +72,14 @@ def _hugging_face() -> Any:
         def on_log(
             self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any
         ) -> None:
-            if logs is not None and optimizer is not None and "loss" in logs:  # not of an evaluation, nor at the end
+            if logs is not None and optimizer is not None and "loss" in logs:  # not an evaluation or the final summary
                 logs |= scalars(_ours(optimizer).stats())
 
     return LogStats()
 
 
 def _lightning(trainer: type) -> Any:
-    """Of `lightning` or `pytorch_lightning`, which do not know each other's callbacks."""
+    """A callback of `lightning` or `pytorch_lightning`, whichever the trainer is from: neither accepts the other's."""
     import importlib
 
     library = "pytorch_lightning" if trainer.__module__.startswith("pytorch_lightning") else "lightning.pytorch"
@@ -87,7 +87,7 @@ def _lightning(trainer: type) -> Any:
 
     class LogStats(callback):  # type: ignore[misc]
         def __init__(self) -> None:
-            self._logged = 0  # the step
+            self._logged = 0  # the last step that was logged
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             step = trainer.global_step
