@@ -1,4 +1,4 @@
-"""CSDAdagrad: the arguments of torch's Adagrad, and its rule: native/include/adagrad.h."""
+"""CSDAdagrad: the arguments of torch's Adagrad and the constants of its rule, native/include/adagrad.h."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .optimizer import CSDOptimizer, Options, takes_options
 
 
 def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """The rule's number and constants for one group at step `t`."""
+    """Returns the rule's number and its constants for one group at step `t`."""
     return RULES["adagrad"], (
         float(group["lr"]) / (1 + (t - 1) * float(group["lr_decay"])),
         float(group["weight_decay"]),
@@ -37,7 +37,7 @@ RULE = UpdateRule(
 
 
 class _WithoutSums(Adagrad):
-    """Adagrad whose constructor checks its arguments, but makes no sums: they would be in memory, all at once."""
+    """Adagrad whose constructor only checks its arguments; torch's also allocates all sums in memory."""
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__([{"params": []}], *args, **kwargs)
@@ -48,11 +48,11 @@ class CSDAdagrad(CSDOptimizer, _WithoutSums):
     """Adagrad whose fp32 weights and sums live on computational storage devices.
 
     Positional arguments, defaults and results are those of :class:`torch.optim.Adagrad`; ``foreach`` and ``fused`` are
-    accepted and mean nothing here, ``differentiable`` and sparse gradients are refused. All else is as with
-    :class:`CSDAdam`, but for ``state_dtype="8bit"``, which is refused: nothing bounds what has been summed.
+    accepted and ignored, ``differentiable`` and sparse gradients are refused. Everything else is as with
+    :class:`CSDAdam`, except that ``state_dtype="8bit"`` is refused: nothing bounds the sums.
 
-    ``state[p]`` holds ``step``, ``sum`` and ``master``, from the first step on. A group may have an
-    ``initial_accumulator_value`` of its own.
+    ``state[p]`` holds ``step``, ``sum`` and ``master``, from the first step on. A parameter group may have its own
+    ``initial_accumulator_value``.
 
     Rule: Duchi, Hazan & Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", 2011;
     see native/include/adagrad.h.

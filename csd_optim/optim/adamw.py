@@ -1,4 +1,4 @@
-"""CSDAdam: the arguments of torch's AdamW and Adam, and their rules: native/include/adamw.h, adam.h."""
+"""CSDAdam: the arguments of torch's AdamW and Adam and the constants of their rules, native/include/adamw.h, adam.h."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _constants(group: Group, decoupled: bool, t: float, grad_scale: float) -> tu
 
 
 def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """AdamW's number and constants for one group at step `t`."""
+    """Returns the number and constants of AdamW's rule for one group at step `t`."""
     return _constants(group, True, t, grad_scale)
 
 
 def adams_constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Adam's; a group may have AdamW's decay, as there."""
+    """Returns the same for Adam, or for AdamW if the group has `decoupled_weight_decay`, as torch's Adam allows."""
     return _constants(group, bool(group["decoupled_weight_decay"]), t, grad_scale)
 
 
@@ -64,7 +64,7 @@ ADAM = replace(
 
 
 class _AdamOrAdamW(AdamW):
-    """AdamW that can be told, as Adam can, not to decouple weight decay; what it was told is in `defaults`."""
+    """AdamW with Adam's switch `decoupled_weight_decay`, which is kept in `defaults`."""
 
     def __init__(self, *args: Any, decoupled_weight_decay: bool, **kwargs: Any) -> None:
         Adam.__init__(self, *args, decoupled_weight_decay=decoupled_weight_decay, **kwargs)
@@ -79,45 +79,45 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
 
     One step, three overlapped phases, tile by tile::
 
-        push    gradients leave for the device that owns the tile, in the parameter's precision
+        push    gradients go to the device that owns the tile, in the parameter's precision
         update  the device reads the tile's state, applies AdamW's rule in fp32, writes the state to its other slot
         pull    the updated parameters come back
 
     Positional arguments, defaults and results are those of :class:`torch.optim.AdamW`; ``foreach`` and ``fused`` are
-    accepted and mean nothing here, ``capturable`` and ``differentiable`` are refused.
+    accepted and ignored, ``capturable`` and ``differentiable`` are refused.
 
     Args:
         params: parameters of dtype float32, float16, bfloat16 or complex64, on the CPU or on the accelerator.
-        weight_decay: None is 1e-2, as AdamW has it, or 0 with ``decoupled_weight_decay=False``, as Adam has it.
+        weight_decay: None means AdamW's default, 1e-2; or Adam's, 0, with ``decoupled_weight_decay=False``.
         decoupled_weight_decay: False makes it :class:`torch.optim.Adam`: weight decay is added to the gradient.
-        devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (one in a nameless
-            file, gone with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. With ``"auto"`` among
-            them, each has the part with which all end a step at once. None reads ``CSD_OPTIM_DEVICES``, else
-            ``"file:"``.
+        devices: one device string or several: a directory (an emulated CSD, durable), ``"file:"`` (an emulated CSD in
+            a nameless file that disappears with the process), ``"xrt:0"`` (a SmartSSD), ``"ram:"``, ``"null:"``. If
+            ``"auto"`` is among them, the states are divided so that all devices finish a step at the same time. None
+            takes ``CSD_OPTIM_DEVICES``, or ``"file:"`` if that is not set.
         grad_dtype: push gradients rounded to this dtype (float16, bfloat16 or float32) instead of their own.
-        topk: send this share of each gradient, the entries of largest magnitude, and zeros for the rest: 0.01 is 1 %.
-            Parameters with less than two dimensions or 4096 elements go dense, unless their parameter group has a
-            ``topk`` of its own; from 0.5 on all go dense. None: all do.
-        error_feedback: with `topk`, what is not sent is added to the next gradient. It is kept in bfloat16 beside the
-            parameter, 2 bytes per element, and in ``state[p]["residual"]``.
-        topk_warmup: this many first steps are dense; then the share falls from 1 to `topk` in as many steps again.
+        topk: send only this share of each gradient, the entries of largest magnitude (0.01 is 1 %); the others count
+            as zero. Parameters with less than two dimensions or 4096 elements are sent dense, unless their parameter
+            group has its own ``topk``; from 0.5 on all are sent dense. None: all are sent dense.
+        error_feedback: with `topk`, add the part of a gradient that is not sent to the next gradient. This residual is
+            kept in bfloat16 beside the parameter, 2 bytes per element, and is in ``state[p]["residual"]``.
+        topk_warmup: the first so many steps are dense; over as many steps again, the share falls from 1 to `topk`.
         max_grad_norm: scale gradients so that their global 2-norm, in fp32, is at most this.
-        resume: go on from the last committed step of the store in these directories: parameters, hyperparameters,
-            states and `user_state` are those of that step. Where there is no store yet, a new one is begun.
+        resume: go on from the last committed step of the store in these directories, with its parameters,
+            hyperparameters, states and `user_state`. Where there is no store yet, a new one is created.
         overwrite: erase a store that a named directory already holds.
         shadow: keep two copies of the state, so that a step can be undone and a crash goes back to the last step.
-            False halves the space and gives up both: a step that is cut short is noticed, and that is all.
-        tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None chooses.
-        process_group: the ranks that train together; None: all of torch.distributed's, if that is initialised. All of
-            them call step() alike, and their steps are committed together.
-        sharded: parameters that the ranks hold in common (plain ones, as with DDP) are divided among them: each keeps
-            the states of its share only, updates that, and gets the rest from the others. False: each keeps and
-            updates everything. So it is with the local tensors that replicas of DTensors hold in common (HSDP). Shards
-            of FSDP and DTensors that nobody else holds are updated where they are in any case.
-        state_dtype: "fp32", or "8bit" for states in 5 bytes per 16-bit parameter instead of 12 (6 per fp32 one),
-            rounded at each step by a chance that follows from step and element: the same bits everywhere, but not
-            AdamW's; see docs/8-bit-states.md. A parameter group may have its own. A store keeps the one that it was
-            made with.
+            False halves the space and gives up both: an interrupted step is detected, but cannot be repaired.
+        tile_size: elements per tile (unit of I/O and update), rounded up to whole pages; None: chosen automatically.
+        process_group: the ranks that train together; None: all of torch.distributed's, if that is initialised. They
+            all call step() alike, and their steps are committed together.
+        sharded: divide parameters that the ranks hold in common (plain ones, as with DDP) among the ranks: each rank
+            keeps and updates the states of its share, and receives the rest of the parameters from the others. False:
+            each rank keeps and updates everything. The same goes for the local tensors that replicas of DTensors hold
+            in common (HSDP). Shards of FSDP and DTensors that no other rank holds are always updated by their rank.
+        state_dtype: "fp32", or "8bit" for states in 5 bytes per 16-bit parameter instead of 12 (6 per fp32 one). They
+            are rounded stochastically at each step, by a hash of step and element: the same bits on every machine, but
+            not AdamW's; see docs/8-bit-states.md. A parameter group may have its own. A store keeps the one with which
+            it was created.
 
     Raises:
         CSDValueError, CSDTypeError: an argument is wrong (each is also the builtin).
@@ -127,19 +127,19 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
         CSDOSError: from the constructor or step(): disk full, I/O error. The step is undone.
 
     ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``master``, as plain
-    CPU tensors that are mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again after
-    a step rather than keeping a tensor from before. 8-bit states are decoded into memory when they are looked at, and
-    let go of by the next step; what is written to them in between counts, rounded to the nearest code.
+    CPU tensors that are memory-mapped from the devices: they cost no memory until read. Read ``optimizer.state`` again
+    after a step rather than keeping a tensor from before. 8-bit states are decoded into memory when they are accessed,
+    and that memory is freed by the next step; values written in between count, rounded to the nearest code.
 
-    In named directories every step is committed in the background of what follows it: `committed_step` says which one
-    was last. `user_state`, a small dict of plain values and tensors (epoch, position in the data, RNG state), is
-    committed with the step() that follows its assignment.
+    In named directories every step is committed in the background, while training goes on: `committed_step` is the
+    last one that is durable. `user_state`, a small dict of plain values and tensors (epoch, position in the data, RNG
+    state), is committed with the step() that follows its assignment.
 
-    A parameter that was set from outside becomes its new master, if torch counts the change: write under
-    ``torch.no_grad()``. What goes through ``p.data`` or NumPy is noticed for fp32 parameters in host memory only, and
-    not where a device is a SmartSSD. Of DTensors there that goes for 16 bits, too: torch counts nothing of what
-    ``torch._foreach_*`` writes to them. With 8-bit states such writes to 16-bit parameters in host
-    memory are noticed as well, unless `grad_dtype` is another dtype.
+    A value that is written to a parameter from outside becomes its new master, if torch counts the write: write under
+    ``torch.no_grad()``. Writes through ``p.data`` or NumPy are noticed for fp32 parameters in host memory only, and not
+    if a device is a SmartSSD. For DTensors in host memory they are noticed with 16 bits, too, because torch does not
+    count what ``torch._foreach_*`` writes to a DTensor. With 8-bit states they are noticed for all 16-bit parameters in
+    host memory, unless `grad_dtype` is another dtype.
 
     Rules: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2, see native/include/adamw.h;
     Kingma & Ba, "Adam", 2015, algorithm 1, with weight decay added to the gradient, see native/include/adam.h.
@@ -188,7 +188,7 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" in state and not state["defaults"].get("decoupled_weight_decay", True):
-            self._rule = ADAM  # a copy, or a pickle
+            self._rule = ADAM  # this is a copy or an unpickled optimizer: __init__ has not run
         super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -199,4 +199,4 @@ class CSDAdam(CSDOptimizer, _AdamOrAdamW):
         super().add_param_group(param_group)
 
 
-CSDAdam.__module__ = "csd_optim"  # where users find it: what it prints as, and what pickles name
+CSDAdam.__module__ = "csd_optim"  # where users import it from: for its repr and for pickles

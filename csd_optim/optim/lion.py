@@ -1,4 +1,4 @@
-"""CSDLion: its arguments and its rule: native/include/lion.h. torch has no Lion: the rest is as with its optimizers."""
+"""CSDLion: its arguments and the constants of its rule, native/include/lion.h. torch itself has no Lion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .optimizer import CSDOptimizer, Options, takes_options
 
 
 def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """The rule's number and constants for one group, the same at each step."""
+    """Returns the rule's number and its constants for one group; they do not depend on the step."""
     lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     decay, scale = 1 - lr * float(group["weight_decay"]), -grad_scale if group["maximize"] else grad_scale
     return RULES["lion"], (decay, lr, beta1, 1 - beta1, beta2, 1 - beta2, 0.0, 0.0, scale)
@@ -33,16 +33,16 @@ RULE = UpdateRule(
 class CSDLion(CSDOptimizer):
     """Lion, whose fp32 weights and momentum live on computational storage devices.
 
-    Each element moves by `lr`, up or down: take a tenth to a third of AdamW's `lr`, and as many times its
-    `weight_decay`. Of a complex number that goes for real and imaginary part.
+    Each element moves by `lr`, up or down: use an `lr` 3 to 10 times smaller than AdamW's, and a `weight_decay` larger
+    by the same factor. Real and imaginary part of a complex number move separately.
 
     Args:
         params, lr, betas, weight_decay: as with AdamW; the defaults are the paper's.
         maximize: maximize the objective.
-        options: all that :class:`CSDAdam` takes by keyword, from `devices` on, but for ``state_dtype="8bit"``, which is
-            refused: nothing bounds a momentum.
+        options: the keyword arguments of :class:`CSDAdam` from `devices` on, except ``state_dtype="8bit"``, which is
+            refused: nothing bounds the momentum.
 
-    Raises as CSDAdam. ``state[p]`` holds ``step``, ``exp_avg`` and ``master``.
+    Raises the same errors as CSDAdam. ``state[p]`` holds ``step``, ``exp_avg`` and ``master``.
 
     Rule: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2; see native/include/lion.h.
     """
@@ -75,7 +75,7 @@ class CSDLion(CSDOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("maximize", False)  # other Lions' checkpoints do not have it
+            group.setdefault("maximize", False)  # checkpoints of other Lion implementations lack it
 
 
 CSDLion.__module__ = "csd_optim"

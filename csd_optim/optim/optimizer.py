@@ -1,4 +1,4 @@
-"""CSDOptimizer: the contract of torch's optimizers on one side, an engine of devices on the other."""
+"""CSDOptimizer: connects the contract of torch's optimizers with an engine of devices."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ from .stats import describe
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# What a copy has of the optimizer besides what torch knows of.
+# The attributes that a copy or pickle takes from the optimizer, besides those that torch copies.
 _PUBLIC = (
     *("devices", "grad_dtype", "topk", "error_feedback", "topk_warmup", "max_grad_norm", "user_state", "sharded"),
     "state_dtype",
@@ -85,7 +85,7 @@ _PUBLIC = (
 
 
 class Options(TypedDict, total=False):
-    """What every optimizer here takes besides the arguments of torch's: see CSDAdam."""
+    """The keyword arguments that every optimizer here takes in addition to those of torch's: see CSDAdam."""
 
     devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
     grad_dtype: torch.dtype | None
@@ -106,7 +106,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def takes_options(init: _Init) -> _Init:
-    """Of an optimizer's ``__init__(self, ..., **options: Unpack[Options])``: its signature names them."""
+    """Make inspect.signature() of an ``__init__(self, ..., **options: Unpack[Options])`` list the options by name."""
     signature, ours = inspect.signature(init), inspect.signature(CSDOptimizer.__init__).parameters
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     parameters = [*own, *(ours[name] for name in Options.__annotations__)]
@@ -115,15 +115,15 @@ def takes_options(init: _Init) -> _Init:
 
 
 class CSDOptimizer(Optimizer, Joinable):
-    """An optimizer of torch's whose fp32 masters and states live on computational storage devices, whatever its rule.
+    """Base of all optimizers here: fp32 masters and states live on computational storage devices, for any update rule.
 
-    To be put before the optimizer whose hyperparameters and contract it has, as in
-    ``class CSDSGD(CSDOptimizer, SGD)``. See CSDAdam for what the arguments and methods do.
+    A subclass names it before the torch optimizer whose hyperparameters and contract it takes over, as in
+    ``class CSDSGD(CSDOptimizer, SGD)``. See CSDAdam for the arguments and methods.
     """
 
     param_groups: list[dict[str, Any]]
     _rule: UpdateRule
-    _for_sparse = "SGD, Adagrad or SparseAdam of torch.optim"  # whom a message recommends
+    _for_sparse = "SGD, Adagrad or SparseAdam of torch.optim"  # what an error message recommends
     _step_supports_amp_scaling: bool
 
     def __init__(
@@ -172,7 +172,7 @@ class CSDOptimizer(Optimizer, Joinable):
         specs: list[DeviceSpec] = []
         if address := address_of(devices):
             self._address = address
-            self.__class__ = served(type(self))  # from here on, what it takes to have the states elsewhere
+            self.__class__ = served(type(self))  # the subclass whose states live on optimizer ranks
         else:
             specs = parse_devices(devices)
         for spec in specs:
@@ -203,22 +203,22 @@ class CSDOptimizer(Optimizer, Joinable):
         self._state_map = StateMap(self._rule, ranks, sharded=sharded, state_dtype=state_dtype)
         self._runner = StepRunner(self._state_map, ranks)
         self._resume = Resume(self._state_map, ranks)
-        # Where this is the optimizer of an owner: a factor of trainers, beside the loss scale, and their gradients.
+        # Set if this is an owner's optimizer: the trainers' factor on gradients beside the loss scale; their gradients.
         self._grad_factor = 1.0
         self._sums: Sums = NO_SUMS
-        self._descending = False  # what the ranks share of the step under way goes from the last to the first
-        self._joined = False  # taking a step of the others: this rank has no more data
-        self._consolidated: RemovableHandle | None = None  # of the hook that gives state_dict() everybody's states
+        self._descending = False  # the ranks exchange updated parameters of this step from the last to the first
+        self._joined = False  # this rank has no more data and takes part in a step of the other ranks
+        self._consolidated: RemovableHandle | None = None  # of the hook that puts all ranks' states into state_dict()
         Joinable.__init__(self)
         self._plan: StepPlan | None = None
         self._mode = InStep()
-        # Of the last step
+        # The next five describe the last step.
         self._grad_scale = 1.0
         self._seconds = 0.0
         self._skipped = False
         self._grad_norm: float | None = None
-        self._started: float | None = None  # when
-        self._initial_groups: list[dict[str, Any]] = []  # hyperparameters of the groups when they were made
+        self._started: float | None = None  # start time
+        self._initial_groups: list[dict[str, Any]] = []  # each group's hyperparameters when it was added
         self._trained = 0.0  # seconds of training, from step to step, since the store was made
         self.user_state: dict[str, Any] = {}
 
@@ -236,14 +236,15 @@ class CSDOptimizer(Optimizer, Joinable):
 
     def _attach(self, engine: Engine) -> None:
         self._engine = engine
-        # Dropped, or forgotten at exit: closes without a word.
+        # Closes the engine silently if the optimizer is garbage-collected or still open at exit.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
 
     @property
     def _live_engine(self) -> Engine:
-        """With no step under way: with overlap a collective, for what changes states or keeps those of all ranks.
+        """The engine, once no step is in flight. For operations that change states or keep those of all ranks.
 
-        Raises CSDRuntimeError if it is closed, or another process's; the step's failure.
+        A collective if overlap() is on. Raises CSDRuntimeError if the engine is closed or belongs to another process,
+        or the error with which the step in flight failed.
         """
         assert self._engine is not None
         self._engine.check_open()
@@ -252,7 +253,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @contextlib.contextmanager
     def _settled(self, *, meets: bool = False) -> Iterator[Engine]:
-        """The same with its lock, so that no other thread launches a step. `meets`: a collective."""
+        """The engine, locked and with no step in flight: no other thread can launch one. `meets`: a collective."""
         assert self._engine is not None
         engine = self._engine
         while True:
@@ -264,14 +265,14 @@ class CSDOptimizer(Optimizer, Joinable):
                     return
 
     def _settle(self, *, meets: bool = False) -> None:
-        """Returns when no step is under way here; with `meets` on any rank. Raises CSDOSError if it failed."""
+        """Returns once no step is in flight on this rank, or with `meets` on any. Raises CSDOSError if it failed."""
         self._mode.come_to_rest(meets=meets)
 
     # ---- torch's contract ------------------------------------------------------
 
     @property  # type: ignore[override]
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """A plain dict of plain tensors. Reading it first waits for states still on their way to a device."""
+        """A plain dict of plain tensors. Reading it first waits for states that are still being written to a device."""
         engine = self._engine
         if self._runner.in_flight and engine is not None and not engine.closed:
             with self._settled():
@@ -296,7 +297,7 @@ class CSDOptimizer(Optimizer, Joinable):
             check_topk(group.get("topk"), f" of group {k}")
             check_state_dtype(group.get("state_dtype", self.state_dtype), f" of group {k}", self._rule)
             for i, p in enumerate(group["params"]):
-                # A frozen one is none of our business: it may be quantized, or not even made yet.
+                # A frozen parameter is not checked: it may be quantized, or not even allocated yet.
                 if p.requires_grad and not is_lazy(p):
                     check_param(p, name_of(self.param_groups, k, i))
         except BaseException:
@@ -307,10 +308,10 @@ class CSDOptimizer(Optimizer, Joinable):
     @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimization step. Returns what ``closure`` returns.
+        """Takes one optimization step. Returns what ``closure`` returns.
 
-        Raises CSDOSError when a device fails; parameters and state are then those before the step, and the next
-        call works once the cause is gone.
+        Raises CSDOSError if a device fails; parameters and state are then those before the step, and the next call
+        works once the cause is gone.
         """
         loss = None
         if closure is not None:
@@ -354,7 +355,7 @@ class CSDOptimizer(Optimizer, Joinable):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. States that are kept as codes are decoded, which takes as much memory as they do in fp32."""
+        """As in torch. 8-bit states are decoded, which takes as much memory as fp32 states."""
         state_dict = super().state_dict()
         decoded = {k: {**entry} for k, entry in state_dict["state"].items() if isinstance(entry, DecodedEntry)}
         if not decoded:
@@ -364,16 +365,17 @@ class CSDOptimizer(Optimizer, Joinable):
         return {**state_dict, "state": {**state_dict["state"], **decoded}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads torch's checkpoints and ours into the devices, never cast. A missing ``master`` is the parameter.
+        """Loads torch's checkpoints and ours into the devices, without casts. A missing ``master`` is the parameter.
 
-        Raises CSDValueError, with nothing touched, if it does not fit: other shapes, or of another optimizer.
+        Raises CSDValueError, before anything is touched, if the shapes do not fit or it is of another optimizer.
 
-        Of ranks with named directories, or with overlap(), all call it, and it is durable on all of them or on none.
+        With named directories or overlap(), all ranks call it, and it is durable on all of them or on none.
         """
         engine = self._live_engine
         with engine.all_ranks_or_none():
             self._check_and_take(engine, state_dict)
-        # Some trainers load the model first and make the optimizer then, and resume put the store's values there.
+        # Some trainers load the model before they construct the optimizer. Then resume has overwritten the loaded
+        # parameters with the store's; those not written to since get the values of the loaded masters below.
         resumed = self._resume.unwritten() if self._resume.pending else []
         with defer_signals(), engine.lock, engine.loading(self._record(engine) if engine.durable else None):
             if engine.durable:
@@ -384,11 +386,11 @@ class CSDOptimizer(Optimizer, Joinable):
             self._resume.give_values(engine, self.param_groups, resumed, self.grad_dtype)
 
     def _check_and_take(self, engine: Engine, state_dict: dict[str, Any]) -> None:
-        """Puts a state dict into `state` and `param_groups`, if it fits; nothing is changed otherwise."""
+        """Puts a state dict into `state` and `param_groups`; if it does not fit, nothing is changed."""
         if engine.durable:
-            self._record(engine)  # raises if there is something that it could not commit
+            self._record(engine)  # raises if the record holds something that cannot be committed
         self._forget_consolidated()
-        # The base class would cast every entry to the parameter's dtype and copy it; in a box it does neither.
+        # The base class would cast every entry to the parameter's dtype and copy it; a _Box prevents both.
         handle = self.register_load_state_dict_pre_hook(
             lambda _, d: {**d, "state": {k: _Box(v) for k, v in d["state"].items()}}
         )
@@ -403,7 +405,7 @@ class CSDOptimizer(Optimizer, Joinable):
                     )
                 if "topk" in before:  # torch's checkpoints do not have it
                     group.setdefault("topk", before["topk"])
-                group.pop("state_dtype", None)  # how states are kept goes with the optimizer, not with the checkpoint
+                group.pop("state_dtype", None)  # how states are stored is the optimizer's choice, not the checkpoint's
                 if "state_dtype" in before:
                     group["state_dtype"] = before["state_dtype"]
             self._state_map.check(self.param_groups)
@@ -415,16 +417,16 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """What is written to the tensors of ``state`` within goes to the devices.
+        """Inside this context, writes to the tensors of ``state`` go to the devices directly.
 
-        On named devices it would stay in memory until the next step: right for an edit, too much for a checkpoint that
-        is read into them, as torch.distributed.checkpoint does::
+        Outside, writes stay in memory on named devices until the next step. That suits an edit, but not a whole
+        checkpoint that is read into these tensors, as torch.distributed.checkpoint does::
 
             with optimizer.loading():
                 dcp.load(state, checkpoint_id=...)
 
-        Durable at the end, as a whole or not at all. Of ranks with named directories, or with overlap(), all call it,
-        and it raises on all.
+        At the end all of it is durable, or none of it. With named directories or overlap(), all ranks call it, and an
+        error is raised on all of them.
         """
         engine = self._live_engine
         with engine.lock, engine.loading():
@@ -433,13 +435,13 @@ class CSDOptimizer(Optimizer, Joinable):
                 yield
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Until the next step(), state_dict() of rank `to` has the states of all ranks: whole, as torch's has them.
+        """Makes state_dict() of rank `to` hold the whole states of all ranks, as torch's does, until the next step().
 
-        A collective, for torch.save() on one rank and for trainers that know it from ZeroRedundancyOptimizer. That
-        rank needs memory for all of the states, the others for the largest one. Changes nothing of FSDP1's.
+        A collective, for torch.save() on one rank and for trainers that know it from ZeroRedundancyOptimizer. Rank `to`
+        needs memory for all states, the others for the largest one. States of FSDP1 stay as they are.
 
-        `to=None`: state_dict() of each rank has its own part. Only with optimizer ranks it has to be asked for that,
-        once, under DDP: there all ranks call state_dict() from then on.
+        `to=None`: state_dict() of each rank has that rank's part. That is the default except with optimizer ranks under
+        DDP: there, call this once, and all ranks call state_dict() together from then on.
         """
         self._forget_consolidated()
         if to is None:
@@ -458,7 +460,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     def _show_consolidated(self, states: dict[int, dict[str, Any]]) -> None:
         def put(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-            # Whoever asks for it may put other keys there: torch.distributed.checkpoint does.
+            # Return copies: a caller may replace the keys, as torch.distributed.checkpoint does.
             return {**state_dict, "state": {k: {**entry} for k, entry in states.items()}}
 
         self._consolidated = self.register_state_dict_post_hook(put, prepend=True)
@@ -494,7 +496,7 @@ class CSDOptimizer(Optimizer, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if fresh:
             specs = parse_devices(self.devices)
-            # Nameless, a copy has nothing to agree on with the other ranks, which need not make one.
+            # Without named directories a copy has nothing to agree on with other ranks, and they need not copy theirs.
             ranks = self._ranks if any(spec.durable for spec in specs) else None
             self._open(specs, ranks)
 
@@ -513,42 +515,43 @@ class CSDOptimizer(Optimizer, Joinable):
         free_gradients: bool = False,
         hold: str | int | None = None,
     ) -> None:
-        """From now on step() returns when all is handed over, and parameters arrive in the order of their next use.
+        """Makes step() return as soon as the devices have the gradients; parameters arrive in the order of their use.
 
-        Whoever reads a parameter of `model` that has not arrived waits for it: its modules do, and so does whoever asks
-        them, or this optimizer, for parameters. Every value that is read is the one that it would be without; see
-        docs/overlap.md for what cannot be waited for, such as a list of parameters that was made before: call wait()
-        then. Parameters that `model` does not have arrive before step() returns.
+        A module of `model` waits until the parameters that it reads have arrived, and so does code that asks a module
+        or this optimizer for parameters. Every value read is the same as without overlap. docs/overlap.md says which
+        uses cannot be waited for, such as a list of parameters that was made before: call wait() first. Parameters that
+        are not in `model` arrive before step() returns.
 
-        To be called when `model` is as it will be used: wrapped, compiled. None: as without, from the next step on.
+        Call it once `model` is as it will be used: wrapped, compiled. None: turns overlap off from the next step on.
 
-        If a device fails, the first who waits raises CSDOSError, once; parameters and state are those before the step.
+        If a device fails, the first to wait gets the CSDOSError, once; parameters and state are those before the step.
 
-        With `backward` a step begins in backward, as soon as gradients are final: a guess that no more of them come,
-        and that learning rates, clipping and loss scale stay as they were. step() compares, and keeps it or begins
-        anew; nothing changes before. `hold`: host memory for what is ready before step(), such as "1GB", the default,
-        or in bytes; of parameters on an accelerator it is pinned.
+        With `backward`, the step begins in backward, as soon as gradients are final. It speculates that no further
+        gradients follow, and that learning rates, clipping and loss scale do not change. step() compares, and keeps
+        the result or begins anew; nothing visible changes before. `hold`: host memory for results that are ready before
+        step(), in bytes or as "1GB", the default; pinned, if there are parameters on an accelerator.
 
-        With `free_gradients` the step itself runs in backward: each gradient is used when it is there, and its memory
-        is free again. So gradients take `hold` at most, "512MB" unless given, and the largest one. Parameters change in
-        backward; step() ends that, and zero_grad() undoes it. What takes all gradients at once cannot be had, such as
-        clipping, accumulation and a GradScaler, and raises CSDRuntimeError: see docs/overlap.md.
+        With `free_gradients`, the step itself runs in backward: each gradient is used as soon as it is there, and its
+        memory is freed. So gradients take at most `hold` ("512MB" by default) plus the largest one. Parameters change
+        in backward; step() completes that, and zero_grad() undoes it. What needs all gradients at once, such as
+        clipping, accumulation and a GradScaler, is not possible and raises CSDRuntimeError: see docs/overlap.md.
 
-        Where ranks train together all of them call it, for FSDP2, DTensors or sharded=False. If a step fails on one of
-        them, the others use what it made until the next step(), which raises on all, with that step undone on all.
+        Where ranks train together, all of them call it; it supports FSDP2, DTensors and sharded=False. If a step fails
+        on one rank, the others go on with its result until the next step(), which raises on all, with the failed step
+        undone on all.
 
-        What `gpu:` has is updated on the accelerator's streams, for which nobody waits.
+        Parameters whose states `gpu:` keeps are updated on the accelerator's streams, and nothing waits for them.
 
         Raises CSDValueError if a device has no second copy of the states (`ram:`, `null:`, `shadow=False`), which
-        `backward` and `free_gradients` need (this one also with `gpu:` alone); and for what `free_gradients` cannot do.
-        CSDRuntimeError for these two where ranks train together, or if they share updates.
+        `backward` and `free_gradients` need (the latter also with `gpu:` alone), and if `free_gradients` is not
+        possible. Raises CSDRuntimeError for these two where ranks train together, and if ranks share updates.
         """
         if backward and free_gradients:
             raise CSDValueError("free_gradients=True runs the step in backward by itself: leave out backward=True")
         nbytes = parse_bytes(("512MB" if free_gradients else "1GB") if hold is None else str(hold))
         engine = self._live_engine
         if engine.accelerator and engine.accelerator.alone:
-            backward = False  # a step is only queued there, behind backward
+            backward = False  # no gain: on the accelerator the step is queued behind backward in any case
         if model is not None and self._ranks:
             check_ranks(self.param_groups, self._state_map, backward=backward or free_gradients)
         if model is not None and (backward or free_gradients) and (engine.slots == 1 or engine.devices.resident):
@@ -597,24 +600,24 @@ class CSDOptimizer(Optimizer, Joinable):
             raise CSDValueError(f"overlap(free_gradients=True) is not possible: {why}")
 
     def _take_bucket(self, bucket: Any) -> Any:
-        """What push() does with a bucket of DDP's: the mean over the ranks, as without it."""
+        """Reduces a DDP bucket for push() to the mean over the ranks, as DDP does without a hook."""
         return mean_of(self._ranks, bucket.buffer())
 
     def wait(self) -> None:
-        """Returns when all parameters of this process are those of the last step. Raises CSDOSError if that failed.
+        """Returns once all parameters of this process are those of the last step. Raises CSDOSError if it failed.
 
-        With overlap(free_gradients=True) CSDRuntimeError between backward and step().
+        With overlap(free_gradients=True), raises CSDRuntimeError between backward and step().
         """
         self._mode.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. A step under way goes on, unless gradients are to become zeros: then it has landed first."""
+        """As in torch. A step in flight goes on; with `set_to_none=False` this first waits until it has finished."""
         if not self._mode.clears(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def _arriving(self) -> Iterator[None]:
-        """What is launched within, and nobody waits for, has arrived at the end."""
+        """Before it exits, waits for parameters of a step launched inside for which no module would wait."""
         yield
         self._mode.arrive_at_once()
 
@@ -622,7 +625,7 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @property
     def _placed(self) -> Container[int]:
-        """The ids of parameters that have taken part in a step."""
+        """The ids of the parameters that have taken part in a step."""
         return self._state_map.param_states
 
     def _update(self, engine: Engine, grad_scale: float) -> None:
@@ -636,7 +639,7 @@ class CSDOptimizer(Optimizer, Joinable):
             self._mode.check(taking_part)
             if self.max_grad_norm is None:
                 step = self._prepare(engine, taking_part, grad_scale)
-        if self.max_grad_norm is not None:  # a collective: not where a rank may have raised
+        if self.max_grad_norm is not None:  # clip_scale() is a collective: call it only when no rank has raised
             scale, self._grad_norm = clip_scale(
                 self.param_groups, self._state_map, grad_scale, self.max_grad_norm, self._sums
             )
@@ -650,7 +653,7 @@ class CSDOptimizer(Optimizer, Joinable):
             self._runner.run_without_gradients(engine, self.param_groups, record)
 
     def _foresee(self) -> tuple[PreparedStep, Record | None] | None:
-        """The step that would follow if nothing changed but gradients: see foresee(). None: there cannot be one now."""
+        """Prepares the next step, assuming that only gradients will change: see foresee(). None: not possible now."""
         engine, plan = self._engine, self._plan
         if engine is None or engine.closed or not engine.idle or plan is None or self._resume.pending:
             return None
@@ -660,12 +663,15 @@ class CSDOptimizer(Optimizer, Joinable):
             if step is None:
                 return None
             self._runner.make_ready(engine, step)
-            if not len(step.not_given):  # the accelerator updates all of it
+            if not len(step.not_given):  # the accelerator updates everything
                 return None
             return step, self._record(engine) if engine.durable else None
 
     def _prepare_in_backward(self) -> tuple[PreparedStep, Record | None]:
-        """A step of all parameters that require gradients, and stand for them here. Raises as step() does."""
+        """Prepares a step of all parameters that require gradients, before there are gradients. Raises as step().
+
+        The parameters themselves stand in for their gradients.
+        """
         engine = self._engine
         assert engine is not None
         engine.check_open()
@@ -684,7 +690,7 @@ class CSDOptimizer(Optimizer, Joinable):
         return step, record
 
     def _prepare_early(self, taking_part: Participants) -> PreparedStep | None:
-        """The step of an owner, which begins before step() is called; as _prepare()."""
+        """As _prepare(), for an owner, whose step begins before step() is called."""
         assert self._engine is not None
         self._grad_scale = self._grad_factor
         self._resume.begin_step(self._engine, self.param_groups)
@@ -697,7 +703,10 @@ class CSDOptimizer(Optimizer, Joinable):
     def _prepare(
         self, engine: Engine, taking_part: Participants, grad_scale: float, *, one_by_one: bool = False
     ) -> PreparedStep | None:
-        """A step that is ready to run; None: there is no gradient. `one_by_one`: what has them only stands for them."""
+        """Prepares a step that is ready to run; None: there is no gradient.
+
+        `one_by_one`: the gradients in `taking_part` are stand-ins; the real ones arrive one after another.
+        """
         bound = bind(engine, self._state_map, self.param_groups, taking_part, self.grad_dtype, self._plan)
         if bound is None:
             return None
@@ -714,20 +723,20 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @property
     def committed_step(self) -> int:
-        """The last step that is durable on all devices, where a crash now would go back to; 0 if none is."""
+        """The last step that is durable on all devices, to which a crash now would go back; 0 if there is none."""
         return self._engine.committed_step if self._engine else 0
 
     def synchronize(self) -> None:
-        """Returns when the last step is durable; without named directories at once. Raises CSDOSError.
+        """Returns once the last step is durable; at once without named directories. Raises CSDOSError.
 
-        Of ranks with named directories, or with overlap(), all call it: then the step is made, and durable, on all of
-        them, or it raises on all.
+        With named directories or overlap(), all ranks call it: the step is then complete and durable on all of them,
+        or an error is raised on all.
         """
         with self._settled(meets=True) as engine:
             engine.wait()
 
     def _record(self, engine: Engine) -> Record:
-        """What the next commit carries. Raises CSDTypeError, CSDValueError if `user_state` cannot be kept."""
+        """Builds the next commit's record. Raises CSDTypeError or CSDValueError if `user_state` cannot be stored."""
         return Record(
             groups=[plain(group, self._rule.hyperparameters) for group in self.param_groups],
             given=[*self._initial_groups],
@@ -736,11 +745,11 @@ class CSDOptimizer(Optimizer, Joinable):
         )
 
     def restore(self) -> None:
-        """Gives parameters and hyperparameters once more the values of the step that was resumed.
+        """Sets parameters and hyperparameters again to the values of the step that was resumed.
 
-        For whoever exchanges parameters after constructing the optimizer (some trainers do, when they move a model),
-        or sets them. Without a resumed store nothing happens. Raises CSDRuntimeError after a step(), CSDStoreError if
-        the parameters are no longer those of the store.
+        Call it after replacing parameters (some trainers do so when they move a model) or changing their values once
+        the optimizer is constructed. A no-op if no store was resumed. Raises CSDRuntimeError after a step(),
+        CSDStoreError if the parameters no longer fit the store.
         """
         engine = self._live_engine
         with engine.lock:
@@ -749,7 +758,7 @@ class CSDOptimizer(Optimizer, Joinable):
     # ---- torch.distributed.algorithms.Join -----------------------------------------------
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """With ``Join([ddp, optimizer])``, ranks that have run out of data go on to update their share."""
+        """Lets ranks that have run out of data go on updating their share, with ``Join([ddp, optimizer])``."""
         return StepHook(self._step_of_others)
 
     @property
@@ -773,29 +782,30 @@ class CSDOptimizer(Optimizer, Joinable):
     # ---- what users ask ----------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Describes the last step: waits until its last states are on their devices.
+        """Returns statistics of the last step. Waits until its last states are on their devices.
 
         ``push_bytes``, ``pull_bytes``: gradients and parameters over the link. ``flash_read_bytes``,
-        ``flash_write_bytes``: to and from storage. ``written_bytes``: states written since the stores were made.
-        ``gathered_bytes``: parameters from the ranks that have updated them.
-        ``days_left``, of a device with a rating (``tbw=600TB``): of training until that is used up, at the rate at
-        which it was written so far. ``params``: elements updated. ``nonfinite_grads``: gradients pushed as inf
+        ``flash_write_bytes``: from and to storage. ``written_bytes``: states written since the stores were made.
+        ``gathered_bytes``: parameters received from the ranks that have updated them.
+        ``days_left``, for a device with a rating (``tbw=600TB``): days of training until the rating is used up, at
+        the average write rate so far. ``params``: elements updated. ``nonfinite_grads``: gradients pushed as inf
         or nan (their elements are updated all the same). ``skipped``: an overflow was found.
-        ``grad_norm``: with max_grad_norm. ``buffer_bytes``: memory that the engine holds, fixed; a card's, if it has.
-        ``residual_bytes``: memory, beside the parameters, of what Top-K owes them.
-        ``block_bytes``, ``depth``, of a device with a store: size of its I/O requests, and how many are in flight at
-        once. ``share``: of the parameters, relative to the other devices. ``huge_pages``: whether the system gave them
-        to a device's buffers (None: it has none, or less than such a page); without, transfers cost 4 to 5 times the
-        CPU time, see /sys/kernel/mm/transparent_hugepage/enabled. ``numa_node``: that its buffers come from (None: any;
-        so it is where the machine has one only, or the system does not tell which is the drive's, or allows it).
+        ``grad_norm``: with max_grad_norm. ``buffer_bytes``: fixed memory of the engine's buffers; a card's memory,
+        where the device has one. ``residual_bytes``: memory of the Top-K residuals, beside the parameters.
+        ``block_bytes``, ``depth``, for a device with a store: size of its I/O requests and queue depth. ``share``: the
+        device's share of the parameters, relative to the other devices. ``huge_pages``: whether the system backs the
+        device's buffers with huge pages (None: it has no buffers, or less than one huge page); without them transfers
+        cost 4 to 5 times the CPU time, see /sys/kernel/mm/transparent_hugepage/enabled. ``numa_node``: the NUMA node
+        of its buffers (None: any, as on machines with a single node, or where the system does not tell the drive's
+        node or does not allow binding to it).
         ``seconds``: ``step``, wall time of step(); ``read``, ``update``, ``write``: time in which at least one
-        operation of that kind was going on, on the busiest device. ``devices``: the same for each.
-        ``state_bytes``, of ``gpu:``: of states on the accelerator, and of the copy of them while a step runs.
-        ``commit_bytes``, likewise: of states that went to the host in the step, for named directories to keep.
-        ``placement``, where ``auto`` has made the store: what was chosen, see Placement.describe().
-        ``overlap``, with overlap(): ``waited``, seconds that others waited for the step, or that backward did, with
-        free_gradients; ``early_params``, elements updated before step(); ``redone``, of all steps, guesses that were
-        wrong, by what was not as guessed.
+        operation of that kind was in flight, on the busiest device. ``devices``: the same for each device.
+        ``state_bytes``, for ``gpu:``: states on the accelerator, including the copy of them while a step runs.
+        ``commit_bytes``, for ``gpu:``: states copied to the host in the step, to be kept in named directories.
+        ``placement``, where ``auto`` has made the store: the choice, see Placement.describe().
+        ``overlap``, with overlap(): ``waited``, seconds for which the program, or backward with free_gradients, waited
+        for the step; ``early_params``, elements updated before step(); ``redone``, over all steps, the number of wrong
+        guesses, by the cause.
         """
         with self._settled() as engine:
             engine.wait_writes()
@@ -816,18 +826,18 @@ class CSDOptimizer(Optimizer, Joinable):
         )
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
-        """Makes a snapshot of what is in named directories: `path/device-0`, `path/device-1` ..., each a store.
+        """Makes a snapshot of the named directories: `path/device-0`, `path/device-1` ..., each a store.
 
-        Of ranks all call it, and each makes `path/rank-0/device-0` and so on, all of the same step.
+        All ranks call it, and each makes `path/rank-0/device-0` and so on, all of the same step.
 
-        It holds the last step, with its hyperparameters and `user_state`, and works like the original: resume it,
-        load() it. `path` must not exist; it is there as a whole, or not at all. Where the file system has
-        reflinks that takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter, and with
-        wait=False training goes on meanwhile: the step after the next waits for the copy (with shadow=False, the
+        The snapshot holds the last step, with its hyperparameters and `user_state`, and works like the original:
+        resume it or load() it. `path` must not exist; it appears as a whole, or not at all. On a file system with
+        reflinks this takes no time and no space. Elsewhere the states are copied, 12 bytes per parameter; with
+        wait=False training goes on meanwhile, and the step after the next waits for the copy (with shadow=False, the
         next). `progress` shows a bar on stderr.
 
         Returns a future of the path; with wait=True it is done. Raises CSDStoreExistsError, CSDStoreError if a state
-        is damaged, CSDOSError, CSDRuntimeError if there is nothing to save: with wait=False some of these through the
+        is damaged, CSDOSError, CSDRuntimeError if there is nothing to save; with wait=False some of these through the
         future.
         """
         with defer_signals(), self._settled(meets=True) as engine:
@@ -844,19 +854,20 @@ class CSDOptimizer(Optimizer, Joinable):
 
     @staticmethod
     def load(path: checkpoint.Paths) -> dict[str, Any]:
-        """A store or snapshot as torch's state dict, for load_state_dict() here and there, and for torch.save().
+        """Returns a store or snapshot as a state dict for load_state_dict(), torch's or ours, and for torch.save().
 
         `path`: a snapshot, the directory of a store of one device, or the list of the directories of several. Beside
-        its states there is ``master``, the parameter in fp32, and an entry ``csd_optim`` with names, dtypes, step
-        and ``user_state``. The tensors are mapped from the files: they take memory when written to only, and as long
-        as one of them is alive nobody may train on that store. Everything is read and checked once.
+        the states there is ``master``, the parameter in fp32, and an entry ``csd_optim`` with names, dtypes, step and
+        ``user_state``. The tensors are memory-mapped from the files: they take memory only when written to, and as long
+        as one of them is alive, no optimizer can train on that store. All data is read and checked once.
 
-        Raises CSDStoreError if it is none, damaged or incomplete, CSDBusyError if it is in use, CSDOSError.
+        Raises CSDStoreError if there is no store, or it is damaged or incomplete, CSDBusyError if it is in use,
+        CSDOSError.
         """
         return stored.load(path)
 
     def close(self) -> None:
-        """Waits for the last states, then lets go of the devices. Raises CSDOSError if one could not be written."""
+        """Waits for the last writes, then releases the devices. Raises CSDOSError if a state could not be written."""
         if self._engine is not None:
             self._finalizer.detach()
             try:

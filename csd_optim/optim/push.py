@@ -1,6 +1,6 @@
-"""The communication hook of DistributedDataParallel that hands gradients to optimizer ranks while backward goes on."""
+"""A communication hook of DistributedDataParallel that hands gradients to optimizer ranks while backward goes on."""
 
-# Its annotations are objects, not strings: DDP compares them.
+# No `from __future__ import annotations` here: DDP compares the hook's annotations, which must be objects, not strings.
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -10,13 +10,13 @@ from .optimizer import CSDOptimizer
 
 
 def push(optimizer: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For ``ddp.register_comm_hook(optimizer, csd_optim.push)``, right after both were made.
+    """Hook for ``ddp.register_comm_hook(optimizer, csd_optim.push)``; register it right after both were constructed.
 
-    Of an optimizer with ``devices="serve://..."`` gradients leave for the optimizer ranks in backward, and `.grad` has
-    this process's own gradient afterwards, not the mean: see docs/optimizer-ranks.md. With other devices, or
-    ``?route=kept``, it does what DDP does without it. Raises CSDTypeError if `optimizer` is none of this package.
+    With ``devices="serve://..."`` gradients leave for the optimizer ranks during backward, and `.grad` then holds this
+    process's own gradient, not the mean: see docs/optimizer-ranks.md. With other devices, or ``?route=kept``, DDP
+    reduces as it does without a hook. Raises CSDTypeError if `optimizer` is not one of this package.
     """
-    there = getattr(optimizer, "optimizer", optimizer)  # a trainer's wrapper
+    there = getattr(optimizer, "optimizer", optimizer)  # unwraps the optimizer from a trainer's wrapper
     if not isinstance(there, CSDOptimizer):
         raise CSDTypeError(
             f"csd_optim.push pushes for an optimizer of csd_optim, not for a {type(optimizer).__name__}: call "

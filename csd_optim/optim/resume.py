@@ -1,4 +1,4 @@
-"""What a store that is resumed gives back to parameters and groups; what it gives to `state`, StateMap says."""
+"""Resuming a store: its parameters and hyperparameters are restored here, its states (`state`) by StateMap."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from ..store.user_state import stored_user_state
 
 
 class Resume:
-    """Of one optimizer, from its construction to its first step.
+    """How one optimizer resumes a store, from its construction to its first step.
 
-    `groups`, `grad_dtype`: as StateMap has them.
+    `groups`, `grad_dtype`: the optimizer's `param_groups` and option, as in StateMap.
     """
 
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self._state_map, self._ranks = state_map, ranks
-        self.pending: bool = False  # a store was resumed, and no step was made since
-        self._without_data: str | None = None  # a parameter that could not be given its value
+        self.pending: bool = False  # a store was resumed, and no step was taken since
+        self._without_data: str | None = None  # name of a parameter that could not get its value, as it is on meta
 
     def adopt_store(
         self, engine: Engine, groups: Groups, initial_groups: Groups, grad_dtype: torch.dtype | None
     ) -> tuple[Record, dict[str, Any]] | None:
-        """Goes on from the store. Nothing is changed, in memory or on a device, before all is checked.
+        """Resumes the store. Everything is checked before anything is changed, in memory or on a device.
 
-        `initial_groups`: hyperparameters as this process was given them. Returns what was committed with the last step,
-        and its `user_state`; None, with a warning, if there is no store. Raises CSDStoreError if it cannot be resumed.
+        `initial_groups`: the hyperparameters that this process was started with. Returns the record that was committed
+        with the last step, and its `user_state`; None, with a warning, if there is no store. Raises CSDStoreError if
+        the store cannot be resumed.
         """
         if not engine.recovered:
             where = ", ".join(map(str, engine.devices.specs))
@@ -65,7 +66,7 @@ class Resume:
         return recovered.record, user_state
 
     def restore(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None) -> None:
-        """See CSDAdam.restore()."""
+        """See CSDOptimizer.restore()."""
         if not engine.recovered:
             return
         if not self.pending:
@@ -75,7 +76,11 @@ class Resume:
         self._put_back(engine, groups, grad_dtype)
 
     def begin_step(self, engine: Engine, groups: Groups) -> None:
-        """The first step begins with the parameters that are there now. Raises CSDRuntimeError, CSDStoreError."""
+        """Ends the resume: the first step takes the parameters that the groups hold now.
+
+        Raises CSDRuntimeError if one of them had no data when the store was resumed, CSDStoreError if they no longer
+        fit the store.
+        """
         if not self.pending:
             return
         if self._without_data:
@@ -88,7 +93,7 @@ class Resume:
         self.pending = False
 
     def unwritten(self) -> list[ParamState]:
-        """Parameters that nobody has written to since resume; those that ranks share, on no rank. A collective."""
+        """Parameters not written to since resume; replicated ones only if no rank wrote to them. A collective."""
         unwritten = self._state_map.unwritten()
         if self._ranks is None:
             return unwritten
@@ -99,7 +104,10 @@ class Resume:
     def give_values(
         self, engine: Engine, groups: Groups, param_states: Collection[ParamState], grad_dtype: torch.dtype | None
     ) -> str | None:
-        """Gives parameters the values of their masters, on all ranks. Returns the name of one that has no data yet."""
+        """Sets parameters to the values of their masters, on all ranks. Returns the name of one without data, or None.
+
+        A collective.
+        """
         gather = None
         with engine.all_ranks_or_none():
             without_data = self._state_map.give_values(param_states, grad_dtype)

@@ -1,4 +1,4 @@
-"""CSDRMSprop: the arguments of torch's RMSprop, and its rule: native/include/rmsprop.h."""
+"""CSDRMSprop: the arguments of torch's RMSprop and the constants of its rule, native/include/rmsprop.h."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .optimizer import CSDOptimizer, Options, takes_options
 
 
 def constants(group: Group, sections: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """The rule's number and constants for one group; which one depends on where momentum_buffer is."""
+    """Returns the rule's number and its constants for one group whose parameters have these `sections`.
+
+    There is a variant of the rule for each position of momentum_buffer among the sections.
+    """
     lr, weight_decay, alpha = float(group["lr"]), float(group["weight_decay"]), float(group["alpha"])
     momentum, centered = float(group["momentum"]), bool(group["centered"])
     if momentum <= 0:
@@ -42,11 +45,11 @@ class CSDRMSprop(CSDOptimizer, RMSprop):
     """RMSprop whose fp32 weights and averages live on computational storage devices.
 
     Positional arguments, defaults and results are those of :class:`torch.optim.RMSprop`; ``foreach`` is accepted and
-    means nothing here, ``capturable`` and ``differentiable`` are refused. All else is as with :class:`CSDAdam`, but for
-    ``state_dtype="8bit"``, which is refused: nothing bounds a momentum.
+    ignored, ``capturable`` and ``differentiable`` are refused. Everything else is as with :class:`CSDAdam`, except that
+    ``state_dtype="8bit"`` is refused: nothing bounds the momentum.
 
     ``state[p]`` holds ``step``, ``square_avg``, ``master``, with `centered` ``grad_avg``, and with momentum
-    ``momentum_buffer``. Of a parameter that has begun without one of them, it cannot be turned on.
+    ``momentum_buffer``. Neither option can be turned on for a parameter whose first step was without it.
 
     Rule: Hinton, "Neural Networks for Machine Learning", lecture 6e, 2012; centered as Graves, "Generating Sequences
     With Recurrent Neural Networks", 2013; see native/include/rmsprop.h.

@@ -1,4 +1,4 @@
-"""CSDSGD: the arguments of torch's SGD, and its rule: native/include/sgd.h."""
+"""CSDSGD: the arguments of torch's SGD and the constants of its rule, native/include/sgd.h."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .optimizer import CSDOptimizer, Options, takes_options
 
 
 def constants(group: Group, _: Sequence[str], t: float, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """The rule's number and constants for one group at step `t`."""
+    """Returns the rule's number and its constants for one group at step `t`."""
     momentum = float(group["momentum"])
     rule = "sgd" if not momentum else "sgd_nesterov" if group["nesterov"] else "sgd_momentum"
     return RULES[rule], (
         float(group["lr"]),
         float(group["weight_decay"]),
         momentum,
-        1 - float(group["dampening"]) if t > 1 else 1.0,  # the first gradient is the first momentum
+        1 - float(group["dampening"]) if t > 1 else 1.0,  # the first momentum is the first gradient, undampened
         *(0.0,) * 4,
         -grad_scale if group["maximize"] else grad_scale,
     )
@@ -42,11 +42,11 @@ class CSDSGD(CSDOptimizer, SGD):
     """SGD whose fp32 weights and momentum live on computational storage devices.
 
     Positional arguments, defaults and results are those of :class:`torch.optim.SGD`; ``foreach`` and ``fused`` are
-    accepted and mean nothing here, ``differentiable`` and sparse gradients are refused. All else is as with
-    :class:`CSDAdam`, but for ``state_dtype="8bit"``, which is refused: nothing bounds a momentum.
+    accepted and ignored, ``differentiable`` and sparse gradients are refused. Everything else is as with
+    :class:`CSDAdam`, except that ``state_dtype="8bit"`` is refused: nothing bounds the momentum.
 
-    ``state[p]`` holds ``step``, ``master`` and, with momentum, ``momentum_buffer``. Of a parameter that has begun
-    without momentum, it cannot be turned on.
+    ``state[p]`` holds ``step``, ``master`` and, with momentum, ``momentum_buffer``. Momentum cannot be turned on for a
+    parameter whose first step was without it.
 
     Rule: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013, with torch's
     learning rate, dampening and weight decay; see native/include/sgd.h.
@@ -85,7 +85,7 @@ class CSDSGD(CSDOptimizer, SGD):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As CSDAdam's. SGD counts no steps: a momentum of its is that of one step at least."""
+        """See CSDAdam. torch's SGD keeps no step count: a momentum without one counts as that of step 1."""
         entries = state_dict["state"].items()
         state = {k: {"step": 1.0, **v} if v.get("momentum_buffer") is not None else v for k, v in entries}
         super().load_state_dict({**state_dict, "state": state})

@@ -1,4 +1,4 @@
-"""What stats() says of a step; see CSDAdam.stats()."""
+"""The dict that CSDAdam.stats() returns."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def describe(
     overlap: dict[str, Any] | None,
     near: NearUpdates | None,
 ) -> dict[str, Any]:
-    """`counted`: what the engine says of each device.
+    """Build the result of stats(). `counted`: the engine's counters, one dict per device.
 
-    `happened`: no, if the step was skipped, or had no gradients, and never came to the engine. `trained`: seconds since
-    the stores were made; `seconds`: of the step.
+    `happened`: False if the step never reached the engine, because it was skipped or had no gradients. `trained`:
+    seconds of training since the stores were made. `seconds`: duration of the step.
     """
     n = int(happened)
     devices = [
@@ -69,7 +69,7 @@ def describe(
             "state_bytes": engine.accelerator.nbytes,
         }
         unknown = ("direct_io", "p2p", "huge_pages", "numa_node", "block_bytes", "depth", "days_left")
-        # Alone it stands for all, and the device that the engine has beside it for nothing.
+        # If the accelerator is the only device that the user named, the engine's other device is empty: leave it out.
         beside = [] if engine.accelerator.alone else devices
         devices = [{**about, **dict.fromkeys(unknown), "seconds": of_kinds}, *beside]
     totals: dict[str, Any] = {
