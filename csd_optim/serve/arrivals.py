@@ -1,7 +1,8 @@
-"""Which gradients have come to an owner; those that trainers push before they ask for a step it receives at any time.
+"""Tracks which gradients have arrived at an owner, and receives those that trainers push before they request a step.
 
-Of each trainer in the order in which it has sent: so a later backward's take the place of those that no step was made
-with. A step names the backward of each gradient, and waits until all trainers' parts of just that one are there.
+Gradients of one trainer arrive in the order in which it sends them, so those of a later backward overwrite earlier ones
+that no step has used. A step names the backward of each gradient, and waits until all trainers' parts of exactly that
+backward have arrived.
 """
 
 from __future__ import annotations
@@ -22,42 +23,44 @@ if TYPE_CHECKING:
     from .owner import Owner
 
 
-FOLLOWS = 0  # instead of the number of a backward: the gradient has followed the step
+FOLLOWS = 0  # in place of a backward's number: the gradient was sent after the step's message
 
 
 class Arrival(NamedTuple):
-    """A block of a gradient that has come from a trainer."""
+    """A block of a gradient that has arrived from a trainer."""
 
-    param: int  # its number
+    param: int  # the parameter's number
     backward: int
     block: Block
-    dtype: torch.dtype  # as it has travelled
+    dtype: torch.dtype  # on the wire
 
 
 class _Push(NamedTuple):
-    """A bucket that is coming, and what puts it where it belongs."""
+    """A bucket that is being received, and the function that copies it to its place."""
 
     coming: Coming
     take: Callable[[Coming], None]
 
 
 class Arrivals:
-    """Of one session. With `listen` there are two threads for each trainer, which end when that is gone, or the session
-    over."""
+    """The gradients that have arrived in one session.
+
+    `listen()` starts two threads per trainer; they end when the trainer disconnects or the session ends.
+    """
 
     def __init__(self, owner: Owner, session: Session) -> None:
         self._owner, self._session = owner, session
-        # Of each trainer, by number of the parameter: what has come of one backward.
+        # [trainer][parameter]: the blocks that have arrived of the latest backward, and (backward, number of elements).
         self._come: list[dict[int, list[Arrival]]] = [{} for _ in range(session.trainers)]
-        self._elements: list[dict[int, tuple[int, int]]] = [{} for _ in range(session.trainers)]  # backward, how many
-        # Texts: an exception knows of frames, and they of connections that are to end.
-        self.failure: str = ""  # what came was nothing to go on with
-        self._gone: dict[int, str] = {}  # trainers of which nothing comes any more
-        self._dropped: dict[int, int] = {}  # by parameter: what is of backwards up to this one, no step is made of
-        self.listens: bool = False  # for gradients that come before their step
+        self._elements: list[dict[int, tuple[int, int]]] = [{} for _ in range(session.trainers)]
+        # Strings, not exceptions: a traceback would keep frames, and with them open connections, alive.
+        self.failure: str = ""  # why the session cannot go on: invalid data has arrived
+        self._gone: dict[int, str] = {}  # trainers that have disconnected, and why
+        self._dropped: dict[int, int] = {}  # by parameter: gradients of backwards up to this one are discarded
+        self.listens: bool = False  # listen() was called
 
     def listen(self) -> None:
-        """From now on gradients may come before their step."""
+        """Accept gradients before their step from now on. Idempotent."""
         for trainer in range(self._session.trainers) if not self.listens else ():
             coming: queue.SimpleQueue[_Push | str] = queue.SimpleQueue()
             room = threading.Semaphore(IN_FLIGHT)
@@ -67,7 +70,7 @@ class Arrivals:
         self.listens = True
 
     def _hear(self, trainer: int, coming: queue.SimpleQueue[_Push | str], room: threading.Semaphore) -> None:
-        """What is pushed next is heard, and waited for, while what was pushed before is coming."""
+        """Read the announcements of pushes, and begin to receive the next ones while earlier ones still arrive."""
         session, why = self._session, ""
         try:
             while not why:
@@ -90,8 +93,9 @@ class Arrivals:
             except Exception as e:
                 self._fail(f"what trainer {trainer} has pushed: {e}")
             room.release()
-            del push  # and its memory, while none comes
-        with self._owner.changed:  # which ends nothing by itself: it may have sent all that a step takes
+            del push  # frees its buffer, also while waiting for the next one
+        # A disconnect alone does not end the session: the trainer may have sent all that a step needs.
+        with self._owner.changed:
             self._gone[trainer] = push
             self._owner.changed.notify_all()
 
@@ -101,7 +105,7 @@ class Arrivals:
             self._owner.changed.notify_all()
 
     def _read(self, trainer: int, message: dict[str, Any]) -> Iterator[tuple[Callable[[Coming], None], Bucket]]:
-        """The buckets of a push, and what takes each of them in."""
+        """Return the buckets of a push, each with the function that copies it to its place."""
         owner, session = self._owner, self._session
         backward, parts = self._parts(message)
 
@@ -130,7 +134,7 @@ class Arrivals:
         return ((take, bucket) for bucket in with_owner(parts, owner.owners, owner.rank, fewest=1))
 
     def note(self, trainer: int, arrival: Arrival) -> None:
-        """This has come, and is where it belongs. Called with `changed` held."""
+        """Record that this block has arrived and is in its place. The caller holds `changed`."""
         come, elements = self._come[trainer].setdefault(arrival.param, []), self._elements[trainer]
         if come and come[0].backward != arrival.backward:
             come.clear()
@@ -142,19 +146,21 @@ class Arrivals:
         self._owner.changed.notify_all()
 
     def forget(self, indices: Sequence[int], backward: int) -> None:
-        """Of these, gradients come that follow a step: what is of backwards up to this one, and may still come,
-        does not take their place. Called with `changed` held."""
+        """Discard gradients of these parameters from backwards up to this one, also those that have yet to arrive.
+
+        Their gradients follow a step's message, and a late push must not overwrite them. The caller holds `changed`.
+        """
         self._dropped |= dict.fromkeys(indices, backward)
         for come in self._come:
             for index in indices:
                 come.pop(index, None)
 
     def there(self) -> Iterator[Arrival]:
-        """All that has come. Called with `changed` held."""
+        """Iterate over all arrivals. The caller holds `changed`."""
         return (arrival for come in self._come for of_one in come.values() for arrival in of_one)
 
     def _parts(self, message: dict[str, Any]) -> tuple[int, list[Part]]:
-        """Raises CSDRankError if this is no push."""
+        """Parse the announcement of a push: its backward and parts. Raises CSDRankError if it is malformed."""
         params = self._owner.params
         try:
             backward, parts = message["backward"], []
@@ -174,9 +180,10 @@ class Arrivals:
         return backward, parts
 
     def wait(self, pushed: Mapping[int, int], expected: Sequence[Mapping[int, int]]) -> None:
-        """Returns when of each of these parameters the gradient of this backward has come.
+        """Wait until all gradients of the backwards in `pushed` (parameter: backward) have arrived.
 
-        `expected`: of each trainer, how many elements. Raises CSDRankError if they do not come, or the session is over.
+        `expected[trainer]`: number of elements per parameter. Raises CSDRankError if they do not arrive in time or the
+        session is over.
         """
 
         def lacking() -> tuple[int, int] | None:

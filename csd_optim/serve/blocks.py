@@ -1,8 +1,9 @@
-"""Who has which block of a parameter, and how blocks travel: in buckets, several under way.
+"""Which process has which block of a parameter, and how blocks travel: in buckets, of which several are in flight.
 
-A parameter is known by its number, counted over all groups. Each trainer says which block of each parameter it pushes
-and pulls; owners divide rows (of dimension 0) as the ranks of DDP do. What two of them have in common travels, split by
-rows, so that no bucket is much larger than it has to be. Both sides work that out from the same numbers.
+A parameter is identified by its number, counted over all groups. Each trainer declares which block of each parameter it
+pushes and pulls. Owners divide the rows (dimension 0) as CSDAdam's ranks do under DDP. A trainer and an owner exchange
+the intersection of their blocks, split by rows so that no bucket is much larger than the target size. Both sides
+compute the same buckets from the same numbers.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from ..errors import CSDRankError, CSDRuntimeError
 from ..store.layout import round_up
 from .wire import BULK, Session
 
-ALIGN = 16  # bytes: any dtype may begin there
-IN_FLIGHT = 3  # buckets to or from one other process
+ALIGN = 16  # bytes: sufficient for any dtype
+IN_FLIGHT = 3  # buckets in flight to or from one other process
 
 
 class Block(NamedTuple):
-    """Of a tensor: where it begins in each dimension, and how large it is there."""
+    """A block of a tensor: its first index and its size in each dimension."""
 
     first: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -37,13 +38,13 @@ class Block(NamedTuple):
         return math.prod(self.sizes)
 
     def common(self, other: Block) -> Block:
-        """What both have; empty if nothing."""
+        """Return the intersection of both, which may be empty."""
         first = tuple(map(max, self.first, other.first))
         ends = [min(a + n, b + m) for a, n, b, m in zip(self.first, self.sizes, other.first, other.sizes, strict=True)]
         return Block(first, tuple(max(0, end - f) for f, end in zip(first, ends, strict=True)))
 
     def of(self, t: torch.Tensor, within: Block) -> torch.Tensor:
-        """This block of a tensor that is the block `within`: a view."""
+        """Return a view of this block in `t`, where `t` contains the block `within`."""
         for dim, (first, start, n) in enumerate(zip(self.first, within.first, self.sizes, strict=True)):
             t = t.narrow(dim, first - start, n)
         return t
@@ -54,19 +55,20 @@ def whole(shape: Sequence[int]) -> Block:
 
 
 def block_of(part: Partition, shape: Sequence[int]) -> Block:
-    """The block of a parameter of this shape that a trainer updates."""
+    """Return the block of a parameter of this shape that `part` stands for."""
     first, sizes = getattr(part, "first", None), getattr(part, "sizes", None)
     return whole(shape) if first is None or sizes is None else Block(tuple(first), tuple(sizes))
 
 
 class FlatShard(FSDP1Shard):
-    """Of FSDP1, for owners: what all ranks have of a flat parameter, one after another, is the whole.
+    """A rank's shard of an FSDP1 flat parameter. To owners the whole is the concatenation of all ranks' shards.
 
-    That is what was flattened, padded at its end; with `use_orig_params` it is not padded, and some have nothing of it.
+    It is the flattened parameters with padding at the end. With `use_orig_params` there is one such tensor per original
+    parameter, without padding, and a rank's shard of it may be empty.
     """
 
     def __init__(self, p: torch.Tensor, ranks: Ranks, lengths: Sequence[int]) -> None:
-        """`lengths`: elements that each rank has. Raises CSDRuntimeError for NO_SHARD."""
+        """`lengths`: number of elements on each rank. Raises CSDRuntimeError for a parameter under NO_SHARD."""
         if p.dim() != 1:
             raise CSDRuntimeError(
                 f"optimizer ranks (serve://) do not serve parameters that FSDP1 does not shard, such as one of shape "
@@ -81,7 +83,7 @@ class FlatShard(FSDP1Shard):
 
 
 def owned(shape: Sequence[int], owners: int, k: int) -> Block:
-    """The block that owner k keeps. Of what has no dimension every owner keeps all."""
+    """Return the block that owner k keeps. Every owner keeps all of a zero-dimensional parameter."""
     if not shape:
         return whole(shape)
     first, rows = rows_of(shape[0], owners, k)
@@ -89,28 +91,28 @@ def owned(shape: Sequence[int], owners: int, k: int) -> Block:
 
 
 class Part(NamedTuple):
-    """What a trainer has of a tensor and exchanges with all owners."""
+    """The block of a tensor that a trainer exchanges with all owners."""
 
-    key: int  # both sides know which tensor that is
-    shape: tuple[int, ...]  # of all of it
+    key: int  # identifies the tensor on both sides
+    shape: tuple[int, ...]  # of the whole tensor
     block: Block
-    dtype: torch.dtype  # as it travels
+    dtype: torch.dtype  # on the wire
 
 
 class Piece(NamedTuple):
     key: int
     block: Block
     offset: int  # in its bucket, bytes
-    dtype: torch.dtype  # as it travels
+    dtype: torch.dtype  # on the wire
 
 
 Bucket = list[Piece]
 
 
 def with_owner(parts: Iterable[Part], owners: int, k: int, fewest: int = FEWEST) -> list[Bucket]:
-    """What goes between a trainer with these parts and owner k: cut by rows, one piece after another.
+    """Return the buckets that travel between a trainer with these parts and owner k, split by rows.
 
-    `fewest`: buckets are so small that there are about as many, if there is enough for that.
+    `fewest`: the minimum number of buckets to aim for; a small model has fewer.
     """
     out: list[Bucket] = []
     room = 0
@@ -134,14 +136,14 @@ def with_owner(parts: Iterable[Part], owners: int, k: int, fewest: int = FEWEST)
 
 
 def end_of(bucket: Bucket) -> int:
-    """The size of a bucket's buffer, bytes."""
+    """Return the size of a bucket's buffer, bytes."""
     return bucket[-1].offset + bucket[-1].block.numel * bucket[-1].dtype.itemsize if bucket else 0
 
 
-ViewOf = Callable[[int, Block], torch.Tensor]  # of a part's key: this block of the tensor, in memory
+ViewOf = Callable[[int, Block], torch.Tensor]  # returns a view of this block of the tensor with this key
 
 
-Guard = Callable[[], AbstractContextManager[None]]  # held while memory is read or written; may raise CSDRankError
+Guard = Callable[[], AbstractContextManager[None]]  # entered while tensors are read or written; may raise CSDRankError
 
 
 def send_buckets(
@@ -153,9 +155,10 @@ def send_buckets(
     ready: Callable[[Bucket], None] = lambda _: None,
     under_way: deque[Any] | None = None,
 ) -> None:
-    """Sends each rank its buckets. `ready` returns when one can be read. Raises CSDRankError.
+    """Send each rank in `to` its buckets. Raises CSDRankError.
 
-    `under_way`: what is still being sent when this returns, and was when it was called; without, it waits for all.
+    `ready` blocks until a bucket's tensors can be read. `under_way` holds sends of earlier calls, and those of this
+    call that are still in flight when it returns; without it this waits for all sends.
     """
     sends = deque() if under_way is None else under_way
     for rank, bucket in by_turns(to):
@@ -179,9 +182,9 @@ def receive_buckets(
     tag: int = BULK,
     arrived: Callable[[int, Bucket], None] = lambda _, __: None,
 ) -> None:
-    """Receives what send_buckets() sends; `arrived` is told, within the guard, what of a rank is where it belongs.
+    """Receive what send_buckets() sends. Raises CSDRankError.
 
-    Raises CSDRankError.
+    `arrived` is called with a rank and its bucket, inside the guard, when the bucket's data is in its tensors.
     """
     under_way: deque[Coming] = deque()
     for rank, bucket in by_turns(sources):
@@ -193,15 +196,15 @@ def receive_buckets(
 
 
 class Coming(NamedTuple):
-    """A bucket for which there is room."""
+    """A bucket that is being received into its buffer."""
 
     work: Any
     buffer: torch.Tensor
-    rank: int  # that sends it
+    rank: int  # the sender
     bucket: Bucket
 
     def take(self, session: Session, view_of: ViewOf, guard: Guard, arrived: Callable[[int, Bucket], None]) -> None:
-        """Waits for it, and puts it where it belongs; as of receive_buckets()."""
+        """Wait for the bucket and copy it into its tensors; arguments as for receive_buckets()."""
         session.wait(self.work)
         with guard():
             for piece in self.bucket:
@@ -215,7 +218,7 @@ def begin_receiving(session: Session, rank: int, bucket: Bucket, tag: int) -> Co
 
 
 def room_of(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Where a piece is in its bucket's buffer (uint8, 1-D): a view of the piece's dtype and sizes."""
+    """Return the view of a bucket's buffer (uint8, 1-D) that holds this piece, with the piece's dtype and sizes."""
     n = piece.block.numel * piece.dtype.itemsize
     return buffer[piece.offset : piece.offset + n].view(piece.dtype).view(piece.block.sizes)
 
@@ -228,7 +231,10 @@ def by_turns(lists: Mapping[int, list[Bucket]]) -> Iterable[tuple[int, Bucket]]:
 
 
 def check_cover(names: Sequence[str], shapes: Sequence[Sequence[int]], blocks: Sequence[Sequence[Block]]) -> None:
-    """`blocks`: of each trainer, of each parameter. Raises CSDRankError unless together they have all of each."""
+    """Check that the trainers together have all of each parameter. `blocks[trainer][parameter]`.
+
+    Raises CSDRankError if they do not, or if a block exceeds its parameter.
+    """
     for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         different = {of_trainer[i] for of_trainer in blocks if of_trainer[i].numel}
         for block in different:

@@ -1,7 +1,7 @@
-"""What one owner has of a model: an ordinary optimizer of this package, whose parameters are the rows that it keeps.
+"""An owner's part of a model: an ordinary optimizer of this package whose parameters are the rows that the owner keeps.
 
-With several owners a parameter is a DTensor divided by rows, so that each of them keeps what that rank of DDP keeps, in
-the same store. All methods but those below "what travels" are collectives of the owners.
+With several owners a parameter is a DTensor sharded by rows, so that owner k keeps the same rows, in the same store, as
+CSDAdam on rank k under DDP. All methods except those below "what travels" are collectives of the owners.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from .star import Contributions, entries_part
 from .values import dtype_named, packed, unpacked
 from .wire import Session
 
-NOT_OURS = ("foreach", "fused", "capturable", "topk")  # of a group: how trainers compute, and what they select
-OF_TRAINERS = "trainers"  # the key of `user_state` under which those of several trainers are, in their order
+NOT_OURS = ("foreach", "fused", "capturable", "topk")  # group options that concern trainers only: owners drop them
+OF_TRAINERS = "trainers"  # key in the stored `user_state` of the list of several trainers' user_states, by rank
 
 
 class NotUndone(CSDRankError):
-    """Parameters in memory are of no step: the session is over, and the next one goes on from the store."""
+    """A step could not be undone: memory holds no valid step. The session ends; the next one resumes from the store."""
 
 
 class Owner:
-    """`optimizers`: their classes by name; `devices`: this owner's, as an optimizer takes them."""
+    """One owner's optimizer, and the session that currently uses it.
+
+    `optimizers`: optimizer classes by name; `devices`: this owner's, as an optimizer takes them.
+    """
 
     def __init__(
         self, optimizers: Mapping[str, Callable[..., Any]], devices: Sequence[str | Path], ranks: Ranks | None
@@ -53,22 +56,23 @@ class Owner:
         self.rank: int = ranks.rank if ranks else 0
         self.owners: int = ranks.size if ranks else 1
         self.optimizer: Any = None
-        self.request: Request | None = None  # that the optimizer was made of
-        self._blocks: list[list[Block]] = []  # of each trainer of the session, of each parameter
-        self._opened = False  # the session has said that these are its blocks
-        self._grads: dict[int, torch.Tensor] = {}  # memory for gradients, by number
-        self._contributions = Contributions()  # the same for those that are to be summed
-        self._layout: Layout | None = None  # of the last step that went on while gradients came
-        self._moving = 0.0  # seconds since the last step in which this owner waited for what travels
-        # Groups have joined that no step was made with, say: the next session goes on from the store.
+        self.request: Request | None = None  # from which the optimizer was made
+        self._blocks: list[list[Block]] = []  # [trainer][parameter], of the current session
+        self._opened = False  # _blocks were set by the current session
+        self._grads: dict[int, torch.Tensor] = {}  # gradient buffers, by parameter number
+        self._contributions = Contributions()  # buffers for gradients that owners sum, one per trainer
+        self._layout: Layout | None = None  # of the last step that overlapped with its gradients' arrival
+        self._moving = 0.0  # seconds for which this owner has waited for the network since the last step
+        # The optimizer in memory may differ from the store (for example, groups have joined and no step has used them):
+        # the next session resumes from the store.
         self.in_doubt: bool = False
-        # What a session that is over still receives goes nowhere: held where memory of the optimizer is written.
-        # It is notified of another session, and of gradients that have come.
+        # Held while the optimizer's memory is written, so that data for a session that is over can be discarded.
+        # Notified when the session changes and when gradients arrive.
         self.changed: threading.Condition = threading.Condition()
         self.current: Session | None = None
-        self.arrivals: Arrivals | None = None  # of the session
-        self.flow: Flow | None = None  # the step that is being made, or guessed
-        self._groups_before: list[dict[str, Any]] | None = None  # if it is guessed
+        self.arrivals: Arrivals | None = None  # of the current session
+        self.flow: Flow | None = None  # the step that is under way, requested or guessed
+        self._groups_before: list[dict[str, Any]] | None = None  # groups to restore if a guessed step is undone
 
     # ---- sessions ------------------------------------------------------------------------
 
@@ -77,9 +81,9 @@ class Owner:
         return self.optimizer is not None and bool(self.optimizer.state)
 
     def check(self, request: Request) -> None:
-        """Before a session is granted, and the one before it over. Raises CSDStoreError, CSDStoreExistsError.
+        """Check a request before its session is granted and ends the current one.
 
-        What only the store can tell is found out when it is opened.
+        Raises CSDStoreError, CSDStoreExistsError. What requires the store itself is checked when the store is opened.
         """
         if self.request is None or not self.has_states:
             return
@@ -93,17 +97,17 @@ class Owner:
             check_same(self.request, request)
 
     def begin(self, session: Session) -> None:
-        """From now on this is the session that counts."""
+        """Make this the current session."""
         with self.changed:
             self.current, self.arrivals, self._opened = session, Arrivals(self, session), False
             self.changed.notify_all()
 
     def rest(self) -> None:
-        """Between two sessions: everything is durable."""
+        """End the current session, and make everything durable."""
         with self.changed:
             self.current = self.arrivals = None
             self.changed.notify_all()
-        with contextlib.suppress(NotUndone):  # the next session goes on from the store
+        with contextlib.suppress(NotUndone):  # the next session resumes from the store
             self.finish_step()
         with self.changed:
             self._contributions.clear()
@@ -121,13 +125,13 @@ class Owner:
     # ---- what trainers ask for -------------------------------------------------------------
 
     def open(self, request: Request, blocks: list[list[Block]]) -> dict[str, Any]:
-        """Goes on with what is in memory, or in the store; or makes a new one. Returns the reply."""
+        """Continue with the optimizer in memory, resume one from the store, or make a new one. Returns the reply."""
         params = request.params
         check_cover([p.name for p in params], [p.shape for p in params], blocks)
         self._blocks, self._opened, self._layout = blocks, True, None
         notes: list[str] = []
         goes_on = request.mode == "resume" and self.has_states and not self.in_doubt and self.request == request
-        if self._ranks:  # some of them may have failed where the others did not
+        if self._ranks:  # other owners may have failed where this one did not
             goes_on = all(there for (there,) in self._ranks.gather(goes_on))
         if not goes_on:
             self.close()
@@ -155,7 +159,7 @@ class Owner:
     def _make(self, request: Request) -> None:
         groups = [self._group(group) for group in request.groups]
         options: dict[str, Any] = dict(request.options)
-        if "decoupled_weight_decay" in request.defaults:  # which makes it another rule; the rest groups have
+        if "decoupled_weight_decay" in request.defaults:  # selects the update rule; other defaults are in the groups
             options["decoupled_weight_decay"] = request.defaults["decoupled_weight_decay"]
         mode = {} if request.mode == "new" else {request.mode: True}
         self.optimizer = self.optimizers[request.optimizer](groups, devices=[*self._devices], **options, **mode)
@@ -177,21 +181,24 @@ class Owner:
         return torch.nn.Parameter(self._divided(local, p.shape, p.stride), requires_grad=p.trains)
 
     def _divided(self, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        """The tensor of which this owner has these rows."""
+        """Return the DTensor of this shape and stride of which this owner has the rows `local`."""
         from torch.distributed.tensor import Shard
 
         assert self._ranks
         return shown_as(local, self._ranks.mesh, (Shard(0),), torch.Size(shape), stride)
 
     def listen(self, session: Session) -> None:
-        """From now on gradients of this session may come before their step."""
+        """Accept gradients of this session before their step from now on."""
         with self.changed:
             self.check_counts(session)
             assert self.arrivals
             self.arrivals.listen()
 
     def join(self, groups: Sequence[Group], blocks: list[list[Block]]) -> dict[str, Any]:
-        """Parameter groups that are new; if they are there already, a step has failed in which they were to join."""
+        """Add new parameter groups.
+
+        The optimizer is in doubt until the next step: if that never succeeds, the groups must not stay.
+        """
         assert self.request
         params = [p for group in groups for p in group.params]
         check_cover([p.name for p in params], [p.shape for p in params], blocks)
@@ -204,15 +211,15 @@ class Owner:
         return {}
 
     def begin_step(self, message: dict[str, Any], received: Mapping[int, torch.Tensor]) -> None:
-        """What a step takes besides gradients: it begins, if it can before they are there. See `flow`.
+        """Take in all that a step needs except gradients, and begin it if it need not wait for them: see flow.py.
 
-        `received`: new values of parameters, by number. If that is what was guessed, it has begun.
+        `received`: new values of parameters, by number. A guessed step that matches the message goes on.
         """
         with all_ranks_or_none(self._ranks):
             goes_on = self.flow is not None and not received and self.flow.is_for(message)
             if not goes_on:
                 self.finish_step()
-            self.in_doubt = True  # until the step is made: values, hyperparameters and user_state go with it
+            self.in_doubt = True  # until the step is made: new values, hyperparameters and user_state belong to it
             self._groups_before = None
             self._take(received)
             if message["user_states"] is not None:
@@ -224,7 +231,7 @@ class Owner:
             self._begin(message, waits=bool(received))
 
     def guess(self, message: dict[str, Any]) -> None:
-        """Begins a step that is only announced, if it can: until it is asked for nothing has changed."""
+        """Begin a step that was only announced, if possible. Nothing that anyone can see changes before its request."""
         with all_ranks_or_none(self._ranks):
             self.finish_step()
         self._groups_before = [plain(group) for group in self.optimizer.param_groups]
@@ -257,7 +264,7 @@ class Owner:
         opt._grad_factor, opt._sums, opt.max_grad_norm = float(message["scale"]), NO_SUMS, message.get("max_grad_norm")
 
     def end_step(self, message: dict[str, Any]) -> dict[str, Any]:
-        """All gradients are there: the step becomes whole. Returns the reply; raises what a step raises."""
+        """Complete the step once all gradients have arrived. Returns the reply; raises what a step raises."""
         opt = self.optimizer
         assert self.flow
         if "shares" in message and not self.flow.under_way:
@@ -269,7 +276,7 @@ class Owner:
         return {"committed_step": opt.committed_step, "grad_norm": opt._grad_norm}
 
     def finish_step(self) -> None:
-        """If a step has begun: it is whole, or undone now. No collective. Raises NotUndone."""
+        """Undo the step under way, if any; a complete step stays. Not a collective. Raises NotUndone."""
         flow = self.flow
         if flow is None:
             return
@@ -287,24 +294,27 @@ class Owner:
                 put_back(group, kept)
 
     def layout_of(self, plan: StepPlan, indices: Sequence[int], *, apart: bool) -> Layout:
-        """See Layout."""
+        """Return the cached Layout if it fits, or a new one."""
         if self._layout is None or not self._layout.fits(plan, indices, apart=apart):
             self._layout = Layout(self, plan, indices, apart=apart)
         return self._layout
 
     def mine(self, index: int) -> Block:
-        """What this owner keeps of a parameter."""
+        """Return the block of a parameter that this owner keeps."""
         return owned(tuple(self.params[index].shape), self.owners, self.rank)
 
     def expected(self, index: int, *, apart: bool) -> list[Block]:
-        """What each trainer sends of its gradient; `apart`: to be summed."""
+        """Return the block of a gradient that each trainer sends here.
+
+        `apart`: owners sum the gradients, so each trainer sends all of this owner's rows.
+        """
         mine = self.mine(index)
         return [mine if apart else blocks[index].common(mine) for blocks in self._blocks]
 
     def _sums(self, message: dict[str, Any]) -> Sums:
-        """What the gradients of a step are the sums of. Raises CSDRankError if that is not what was to be sent.
+        """Return the summands of each gradient of a step. Raises CSDRankError if one is not what the message announced.
 
-        Before the vote, so that whatever else a trainer sends makes no difference any more.
+        Called before the vote; what trainers send afterwards cannot change the result any more.
         """
         sums: dict[int, list[Summand]] = {}
         params, trainers = self.params, range(len(self._blocks))
@@ -315,7 +325,7 @@ class Owner:
         return sums
 
     def load(self, message: dict[str, Any], received: Mapping[int, torch.Tensor], states: list[torch.Tensor]) -> None:
-        """States from trainers; `states`: those that the message names, in its order."""
+        """Load states from trainers. `states`: this owner's rows of the states named in the message, in its order."""
         opt, params = self.optimizer, self.params
         self._take(received)
         self._put_back(message["hyper"])
@@ -331,7 +341,7 @@ class Owner:
         opt.synchronize()
 
     def states(self) -> tuple[list[Any], list[torch.Tensor]]:
-        """What there is to be sent of each parameter, as a reply says it, and this owner's rows of that."""
+        """Return the list of states for the reply, [parameter number, step, names], and this owner's rows of them."""
         said, tensors = [], []
         for index, p in enumerate(self.params):
             if entry := self.optimizer.state.get(p):
@@ -358,16 +368,16 @@ class Owner:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Within it is waited for what travels."""
+        """Add the time spent inside to the time for which this owner has waited for the network."""
         began = time.perf_counter()
         yield
         self._moving += time.perf_counter() - began
 
     def receive(self, session: Session, message: dict[str, Any]) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-        """What follows a message of a step, or of states to load: values of parameters, and states.
+        """Receive the tensors that follow a message: values of parameters, by number, and states to load.
 
-        There is room for gradients, too, of those that owners do not select. On any thread. Raises CSDRankError if the
-        session is over.
+        For a step it also allocates buffers for dense gradients. Callable on any thread. Raises CSDRankError if the
+        message is malformed or the session is over.
         """
         if self.optimizer is None or self.request is None or not self._opened:
             raise CSDRankError("a session begins with its model")
@@ -406,7 +416,7 @@ class Owner:
             self.rooms_apart(session, trainer, wire)
 
     def take_gradients(self, session: Session, message: dict[str, Any]) -> None:
-        """Returns when all gradients of a step are where they belong. On any thread. Raises CSDRankError."""
+        """Wait until all gradients of a step are in their buffers. Callable on any thread. Raises CSDRankError."""
         backwards = dict(zip(message["params"], message["pushed"], strict=True))
         dtypes = dict(zip(message["params"], map(dtype_named, message["dtypes"]), strict=True))
         follow = {index: dtype for index, dtype in dtypes.items() if not backwards[index]}
@@ -425,7 +435,10 @@ class Owner:
             arrivals.wait(pushed, [{i: block.numel for i, block in of_one.items()} for of_one in expected])
 
     def room_for(self, session: Session, indices: Sequence[int]) -> Mapping[int, torch.Tensor]:
-        """Where gradients go. Raises CSDRankError if the session is over: else they are of another model by now."""
+        """Return gradient buffers that include these parameters.
+
+        Raises CSDRankError if the session is over, because the buffers may belong to another model by then.
+        """
         with self.counts(session):
             for index in indices:
                 if index not in self._grads:
@@ -433,13 +446,13 @@ class Owner:
             return self._grads
 
     def _dtypes(self, said: Sequence[Any]) -> list[tuple[int, torch.dtype]]:
-        """Of states as a message names them, one after another: the number of the parameter, and their dtype."""
+        """Return (parameter number, dtype) of each state in the order in which a message names them."""
         params = self.params
         of = [index for index, _, names in said for _ in names]
         return [(index, torch.complex64 if params[index].is_complex() else torch.float32) for index in of]
 
     def _state_parts(self, said: Sequence[Any], trainer: int | None) -> list[Part]:
-        """The parts of these states that a trainer has; None: all of each."""
+        """Return the parts of these states that a trainer has; `trainer` None: all of each state."""
         params = self.params
         blocks = self._blocks[trainer] if trainer is not None else [whole(p.shape) for p in params]
         return [Part(k, tuple(params[i].shape), blocks[i], dtype) for k, (i, dtype) in enumerate(self._dtypes(said))]
@@ -452,7 +465,7 @@ class Owner:
         *,
         notes: bool = False,
     ) -> None:
-        """Of all trainers, their parts of parameters. `notes`: that are gradients of a step."""
+        """Receive from all trainers their parts of tensors. `notes`: these are gradients; record their arrival."""
         params, trainers = self.params, range(session.trainers)
         parts = {trainer: self._parts_of(trainer, params, wire) for trainer in trainers}
         sources = {t: with_owner(parts[t], self.owners, self.rank) for t in trainers}
@@ -462,7 +475,10 @@ class Owner:
     def rooms_apart(
         self, session: Session, trainer: int, wire: Mapping[int, torch.dtype]
     ) -> Mapping[int, torch.Tensor]:
-        """Where whole gradients of one trainer go that are to be summed. Raises CSDRankError, as room_for()."""
+        """Return buffers for dense gradients of one trainer that owners sum. `wire`: dtypes by parameter number.
+
+        Raises CSDRankError if a dtype does not fit its parameter, and as room_for() does.
+        """
         rooms = {}
         with self.counts(session):
             for index, dtype in wire.items():
@@ -475,7 +491,7 @@ class Owner:
         return rooms
 
     def _receive_apart(self, session: Session, wire: Mapping[int, torch.dtype], shares: Mapping[int, float]) -> None:
-        """Gradients of trainers that are to be summed. `shares`: of Top-K; 0: all of it."""
+        """Receive gradients that owners sum. `shares`: Top-K ratio by parameter number; 0: the dense gradient."""
         params = self.params
         into: dict[int, torch.Tensor] = {}
         parts: dict[int, list[Part]] = {}
@@ -516,13 +532,13 @@ class Owner:
 
     @contextlib.contextmanager
     def counts(self, session: Session) -> Iterator[None]:
-        """Nobody else becomes the current session within. Raises CSDRankError if this one is over."""
+        """Keep this session the current one inside the context. Raises CSDRankError if it is over."""
         with self.changed:
             self.check_counts(session)
             yield
 
     def check_counts(self, session: Session) -> None:
-        """Raises CSDRankError if this session is over. Called with `changed` held."""
+        """Raise CSDRankError if this session is over. The caller holds `changed`."""
         if self.current is not session:
             raise CSDRankError(f"session {session.number} is over")
 
@@ -530,7 +546,7 @@ class Owner:
         return [Part(i, tuple(params[i].shape), self._blocks[trainer][i], dtype) for i, dtype in wire.items()]
 
     def send(self, session: Session, indices: Sequence[int], ready: Callable[[Bucket], None] = lambda _: None) -> None:
-        """Values of parameters, to each trainer its part, when they are `ready`. On any thread."""
+        """Send each trainer its part of these parameters; `ready` blocks until a bucket can be read. On any thread."""
         params = self.params
         wire = {i: params[i].dtype for i in indices}
         parts = {t: self._parts_of(t, params, wire) for t in range(session.trainers)}
@@ -541,7 +557,7 @@ class Owner:
     def send_states(
         self, session: Session, to: int | None, tensors: Sequence[torch.Tensor], said: Sequence[Any]
     ) -> None:
-        """All of them to one trainer, or to each of them its part."""
+        """Send all states to trainer `to`, or with None each trainer its part."""
         view_of = self.views(dict(enumerate(tensors)), {part.key: part.shape for part in self._state_parts(said, None)})
         trainers = range(session.trainers) if to is None else [to]
         parts = {t: self._state_parts(said, t if to is None else None) for t in trainers}
@@ -549,7 +565,7 @@ class Owner:
         send_buckets(session, lists, view_of, lambda: self.counts(session))
 
     def views(self, rows: Mapping[int, torch.Tensor], shapes: Mapping[int, tuple[int, ...]]) -> ViewOf:
-        """Of what this owner has of tensors of these shapes."""
+        """Return the function that views blocks of `rows`: this owner's rows of tensors of these shapes, by key."""
         mine = {key: owned(shape, self.owners, self.rank) for key, shape in shapes.items()}
 
         def view_of(key: int, block: Block) -> torch.Tensor:
@@ -559,13 +575,13 @@ class Owner:
 
 
 def _local(t: Any) -> torch.Tensor:
-    """This owner's rows: writes to them count as writes to the parameter."""
+    """Return this owner's rows. They share the parameter's version counter, so writes to them are noticed."""
     local: torch.Tensor = t._local_tensor if hasattr(t, "to_local") else t
     return local.detach()
 
 
 def _check_shares(message: dict[str, Any], request: Request) -> None:
-    """Of gradients that are to be summed. Raises ValueError, TypeError."""
+    """Check the fields of a message that concern gradients which owners sum. Raises ValueError, TypeError."""
     norm = message["max_grad_norm"]
     if not (norm is None or isinstance(norm, (int, float))):
         raise ValueError(f"max_grad_norm {norm!r}")
@@ -579,7 +595,7 @@ def _check_shares(message: dict[str, Any], request: Request) -> None:
 
 
 def read_blocks(message: dict[str, Any]) -> list[Block]:
-    """Of a trainer. Raises CSDRankError."""
+    """Parse a trainer's blocks. Raises CSDRankError if they are malformed."""
     try:
         blocks = [Block(tuple(first), tuple(sizes)) for first, sizes in message["blocks"]]
         if any(type(n) is not int or n < 0 for block in blocks for n in (*block.first, *block.sizes)):
@@ -590,7 +606,7 @@ def read_blocks(message: dict[str, Any]) -> list[Block]:
 
 
 def check_message(message: dict[str, Any], request: Request, trainers: int) -> None:
-    """Raises CSDRankError unless a message about parameters says all that it takes, before anything follows from it."""
+    """Check that a message about parameters is complete and valid before it is acted on. Raises CSDRankError."""
     n, op = len(request.params), message["op"]
 
     def numbers(values: Any) -> list[int]:

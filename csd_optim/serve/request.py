@@ -1,4 +1,4 @@
-"""What trainers say of their model and optimizer when they ask for a session, and how owners read it."""
+"""The request for a session, with which trainers describe their model and optimizer, and how owners parse it."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from .values import dtype_named
 from .wire import PROTOCOL
 
 MOST_TRAINERS = 4096
-MOST_DIMS = 64  # as torch
+MOST_DIMS = 64  # torch's own limit
 MODES = ("new", "resume", "overwrite")
 
 
 @dataclass(frozen=True)
 class Param:
     name: str
-    named: bool  # by the user; else `name` is group and position
-    shape: tuple[int, ...]  # of all of it
+    named: bool  # whether the user named it; otherwise `name` is made of group and position
+    shape: tuple[int, ...]  # of the whole parameter
     stride: tuple[int, ...]
     dtype: torch.dtype
-    trains: bool  # it requires a gradient
+    trains: bool  # requires_grad
 
 
 @dataclass(frozen=True)
 class Group:
-    hyper: dict[str, Any] = field(compare=False)  # as plain() has them
+    hyper: dict[str, Any] = field(compare=False)  # as plain() returns them
     params: tuple[Param, ...]
 
 
 @dataclass(frozen=True)
 class Request:
-    """Of one session; two that are equal are of the same model and optimizer, whatever their hyperparameters."""
+    """The request for one session. Equal requests describe the same model and optimizer; hyperparameters may differ."""
 
-    optimizer: str  # the name of its class here
+    optimizer: str  # class name in this package
     defaults: dict[str, Any] = field(compare=False)
-    options: dict[str, Any]  # of the optimizer: state_dtype, shadow, tile_size
+    options: dict[str, Any]  # the optimizer's state_dtype, shadow and tile_size
     mode: str = field(compare=False)
     trainers: int = field(compare=False)
     who: str = field(compare=False)
@@ -72,9 +72,10 @@ def describe_group(
     *,
     star: bool,
 ) -> Group:
-    """Of an optimizer. `shape_of`: of all of a parameter, of which it may be a part. `star`: owners sum gradients.
+    """Describe parameter group `k` of an optimizer.
 
-    Raises CSDRuntimeError for what owners cannot serve.
+    `shape_of` returns the shape of the whole parameter of which a tensor may be a shard. `star`: owners sum gradients.
+    Raises CSDRuntimeError for parameters that owners cannot serve.
     """
     group = groups[k]
     params = []
@@ -100,7 +101,7 @@ def group_message(group: Group) -> dict[str, Any]:
 
 
 def read_request(message: dict[str, Any], optimizers: Sequence[str]) -> Request:
-    """Raises CSDRankError for what is no request, or none that can be served."""
+    """Parse a request. Raises CSDRankError if it is malformed or cannot be served; `optimizers`: known class names."""
     if message.get("protocol") != PROTOCOL:
         raise CSDRankError(
             f"trainers speak protocol {message.get('protocol')!r} and optimizer ranks {PROTOCOL}: install the same "
@@ -108,7 +109,9 @@ def read_request(message: dict[str, Any], optimizers: Sequence[str]) -> Request:
         )
     with _Reading():
         if message["optimizer"] not in optimizers:
-            raise CSDRankError(f"optimizer ranks know no {message['optimizer']!r}, but {', '.join(optimizers)}")
+            raise CSDRankError(
+                f"optimizer ranks do not know the optimizer {message['optimizer']!r}, only {', '.join(optimizers)}"
+            )
         if message["mode"] not in MODES:
             raise ValueError(f"mode {message['mode']!r}")
         if not (type(message["trainers"]) is int and 1 <= message["trainers"] <= MOST_TRAINERS):
@@ -126,7 +129,7 @@ def read_request(message: dict[str, Any], optimizers: Sequence[str]) -> Request:
 
 
 def read_group(message: dict[str, Any]) -> Group:
-    """Raises CSDRankError."""
+    """Parse a parameter group. Raises CSDRankError if it is malformed."""
     with _Reading():
         return Group(_hyperparameters(message["hyper"]), tuple(_read_param(p) for p in message["params"]))
 
@@ -145,13 +148,16 @@ def _read_param(said: dict[str, Any]) -> Param:
 
 
 def read_hyper(said: Any, groups: int) -> None:
-    """Of all groups, or None. Raises ValueError, TypeError, AttributeError."""
+    """Check the hyperparameters of all groups (or None). Raises ValueError, TypeError, AttributeError."""
     if said is not None and len([_hyperparameters(group) for group in said]) != groups:
         raise ValueError(f"hyperparameters of {len(said)} groups, not {groups}")
 
 
 def _hyperparameters(said: dict[str, Any]) -> dict[str, Any]:
-    """Numbers, strings and lists of them; betas are a tuple, as torch has them."""
+    """Check and return hyperparameters: numbers, strings, None and lists, which become tuples as torch's betas are.
+
+    Raises ValueError for any other value.
+    """
     for value in said.values():
         if not all(
             isinstance(v, (int, float, str, type(None))) for v in (value if isinstance(value, list) else [value])
@@ -161,7 +167,7 @@ def _hyperparameters(said: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Reading:
-    """What is not as it should be in a message becomes a CSDRankError."""
+    """Context manager that turns errors from parsing a message into CSDRankError."""
 
     def __enter__(self) -> None:
         pass
@@ -172,10 +178,10 @@ class _Reading:
 
 
 def check_same(there: Request, here: Request) -> None:
-    """Raises CSDStoreError if `here`, of trainers, is another model than the one that owners have."""
+    """Raise CSDStoreError if the model of `here` (the trainers) differs from that of `there` (the owners)."""
     if there.optimizer != here.optimizer:
         raise CSDStoreError(f"optimizer ranks keep the states of a {there.optimizer}, not of a {here.optimizer}")
-    for what in ("decoupled_weight_decay", "state_dtype"):  # which a store has for good
+    for what in ("decoupled_weight_decay", "state_dtype"):  # fixed for the lifetime of a store
         a, b = ({**of.defaults, **of.options}.get(what) for of in (there, here))
         if a != b:
             raise CSDStoreError(f"{what} of the optimizer is {a} there and {b} here")

@@ -1,11 +1,11 @@
-"""The life of an owner: it waits for sessions, does what their trainers ask for, and outlives all of them.
+"""The main loop of an owner: it waits for sessions, executes the requests of their trainers, and outlives all of them.
 
-All owners do everything together. What ends a session, whichever of them notices, is said in a vote that goes before
-each thing they do: all of them have all that it takes, or none of them does it. A session that is asked for ends the
-one before it, unless what it asks for is refused.
+All owners act together. Before each operation they vote: either all of them have everything that it needs, or none
+executes it. An owner that has noticed the end of the session says so in that vote. A new session ends the current one,
+unless its request is refused.
 
-What waits for trainers does so on a thread of the session, as gloo cannot be told to give up: a session that is over
-leaves its thread behind, until the trainers are gone. What that still receives is thrown away (Owner.current).
+Waiting for trainers happens on a thread of the session, because a gloo operation cannot be cancelled. A session that is
+over leaves its thread behind until the trainers are gone; what the thread still receives is discarded (Owner.current).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .wire import (
     saved_key,
 )
 
-TELL = 10.0  # between two lines about progress
+TELL = 10.0  # seconds between two lines about progress
 OPS = ("open", "listen", "guess", "step", "pull", "join", "load", "state", "save", "synchronize", "close")
 GOES_ON, OVER, STOPS = range(3)  # votes
 
@@ -58,7 +58,7 @@ class _Stop(Exception):
 
 @dataclass
 class _Asked:
-    """What trainers want done, with all that it takes."""
+    """An operation that trainers have requested, with everything that it needs."""
 
     message: dict[str, Any]
     received: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters
@@ -72,9 +72,10 @@ class _Asked:
 
 
 class Service:
-    """`connect`: makes another client of the store of owner 0. `host`: this owner's address for gloo, "" for any.
+    """The loop of one owner over its sessions.
 
-    `timeout`: seconds that a trainer may be silent within a step. `say`: told each line for the terminal.
+    `connect` makes another client of owner 0's TCPStore. `host`: this owner's address for gloo, "" for any. `timeout`:
+    seconds that a trainer may be silent within a step. `say` is called with each line for the terminal.
     """
 
     def __init__(
@@ -91,16 +92,16 @@ class Service:
         self._host, self._timeout = host, timeout
         self._say = say if owner.rank == 0 else lambda _: None
         self._store = connect()
-        # What owners tell each other there has keys that nobody meets by chance.
+        # The owners' own keys in the store have a random prefix, so that trainers' keys cannot collide with them.
         token = secrets.token_hex(8)
         token = ranks.gather_objects(token)[0] if ranks else token
         self._current, self._stop = f"{token}/current", f"{token}/stop"
-        self._looked_at = 0  # the last session that owner 0 has granted or refused
-        self._served = 0  # the last that all owners came to
-        self.stopping = False  # set by a signal's handler
+        self._looked_at = 0  # number of the last session that owner 0 has granted or refused
+        self._served = 0  # number of the last session that all owners have begun
+        self.stopping = False  # set by a signal handler
 
     def run(self) -> None:
-        """Until an owner is asked to stop; then everything is durable and closed.
+        """Serve sessions until an owner is asked to stop, then make everything durable and close it.
 
         Raises CSDRankError if another owner is gone, CSDOSError if the last step cannot be made durable.
         """
@@ -121,7 +122,7 @@ class Service:
     # ---- which session ---------------------------------------------------------------------
 
     def _look(self) -> int:
-        """The number of the session that counts: owner 0 grants it. Raises _Stop if any owner is to."""
+        """Return the number of the current session, which owner 0 grants. Raises _Stop if any owner is to stop."""
         with lost("the first optimizer rank is gone"):
             if self.stopping:
                 self._store.set(self._stop, "1")
@@ -129,7 +130,7 @@ class Service:
                 raise _Stop
             if self._owner.rank == 0:
                 for number in range(self._looked_at + 1, self._store.add(COUNTER, 0) + 1):
-                    if self._store.check([request_key(number)]):  # else whoever counted has not said yet what it wants
+                    if self._store.check([request_key(number)]):  # trainers take a number first, then set the request
                         self._grant(number)
             return int(self._store.get(self._current)) if self._store.check([self._current]) else 0
 
@@ -145,7 +146,7 @@ class Service:
             self._store.set(self._current, str(number))
 
     def _request(self, number: int) -> Request:
-        """What trainers ask for. Raises CSDRankError if that cannot be read."""
+        """Read the request for a session. Raises CSDRankError if it is missing or malformed."""
         if not self._store.check([request_key(number)]):
             raise CSDRankError("what was asked for is gone")
         return read_request(parse(self._store.get(request_key(number))), [*self._owner.optimizers])
@@ -156,9 +157,9 @@ class Service:
         return number
 
     def _vote(self, number: int, failure: BaseException | None) -> bool:
-        """Do all owners go on with this session? A collective. Raises _Stop on all of them if one is to stop.
+        """Return whether all owners continue with this session. A collective.
 
-        Raises CSDRankError if an owner is gone.
+        `failure`: why this owner does not. Raises _Stop on all owners if one is to stop, CSDRankError if one is gone.
         """
         vote = STOPS if isinstance(failure, _Stop) else OVER if failure else GOES_ON
         votes = self._ranks.gather(vote, number) if self._ranks else [(vote, number)]
@@ -169,7 +170,7 @@ class Service:
     # ---- a session -------------------------------------------------------------------------
 
     def _serve(self, number: int) -> None:
-        """From here to its end, in which all owners agree."""
+        """Serve a session to its end, on which all owners agree."""
         self._served = number
         begun, steps = time.monotonic(), 0
         session: Session | None = None
@@ -184,7 +185,7 @@ class Service:
         while self._vote(number, failure):
             assert session
             if asked is None and self._owner.rank == 0:
-                self._store.delete_key(request_key(number))  # which all owners have read
+                self._store.delete_key(request_key(number))  # all owners have read it
             if asked:
                 failure = self._do(session, request, asked)
                 if asked.op == "step":
@@ -210,7 +211,7 @@ class Service:
             self._say(f"the last step is not durable yet: {e}")
 
     def _join(self, request: Request, number: int) -> Session:
-        """Connects trainers and owners to each other."""
+        """Form the process group of trainers and owners. Raises CSDRankError if a member does not join, _Stop."""
         if self._owner.rank == 0:
             self._store.set(answer_key(number), json.dumps({"owners": self._owner.owners}))
         keys = [ready_key(number, trainer) for trainer in range(request.trainers)]
@@ -236,13 +237,13 @@ class Service:
             raise CSDRankError(arrivals.failure)
 
     def _await(self, future: Future[Any], number: int) -> Any:
-        """What a thread of the session returns. Raises CSDRankError if the session is over, _Stop."""
+        """Return the result of a thread of the session. Raises CSDRankError if the session is over, _Stop."""
         while not wait([future], LOOK).done:
             self._check_counts(number)
         return future.result()
 
     def _hear(self, session: Session) -> Future[_Asked]:
-        """The next message, and what follows it."""
+        """Receive the next message and the tensors that follow it, on a thread."""
 
         def hear() -> _Asked:
             asked = _Asked(session.hear(0, PATIENCE))
@@ -263,7 +264,7 @@ class Service:
         return _in_thread(hear)
 
     def _end(self, session: Session, why: str) -> None:
-        """Tells trainers that are still there."""
+        """Tell the trainers that are still connected why the session is over, and close it."""
         if self._owner.rank == 0:
             for trainer in range(session.trainers):
                 with contextlib.suppress(CSDError):
@@ -271,7 +272,7 @@ class Service:
         session.close()
 
     def _do(self, session: Session, request: Request, asked: _Asked) -> BaseException | None:
-        """What all owners have decided to do. Returns why the session is over, if it is."""
+        """Execute an operation after the vote. Returns why the session is over, if it is."""
         if asked.op == "step":
             return self._step(session, asked)
         if asked.op == "guess":
@@ -295,21 +296,21 @@ class Service:
         return self._awaited(_in_thread(answer), session.number) or failure
 
     def _failed(self, op: str, e: Exception) -> tuple[dict[str, Any], Exception | None]:
-        """The reply, and why the session is over, if it is. Raises `e` if an owner is gone."""
+        """Return the reply to a failed `op`, and why the session is over, if it is. Raises `e` if an owner is gone."""
         if self._ranks and self._ranks.lost:
             raise e
         self._say(f"{op} failed: {e}")
-        if not isinstance(e, CSDError):  # nobody has thought of that: the store is what counts
+        if not isinstance(e, CSDError):  # an unforeseen error: only the store can be trusted
             self._owner.in_doubt = True
         goes_on = isinstance(e, CSDError) and not isinstance(e, NotUndone) and op != "open"
         return error_message(e), None if goes_on else e
 
     def _step(self, session: Session, asked: _Asked) -> BaseException | None:
-        """A step, see flow.py. Returns why the session is over, if it is."""
+        """Make a step: see flow.py. Returns why the session is over, if it is."""
         owner, message = self._owner, asked.message
-        # Whatever becomes of the step: nobody is to wait in vain for what belongs to it.
+        # All transfers of a step complete even if the step fails, so that no process waits for them in vain.
         arriving = _in_thread(lambda: owner.take_gradients(session, message))
-        made = Future[Flow | None]()  # set when it has begun, or is over
+        made = Future[Flow | None]()  # set when the step has begun; None if it failed before
         leaving = _in_thread(lambda: owner.send(session, message["params"], partial(_await_params, made)))
         failure: BaseException | None = None
         reply: dict[str, Any] = {}
@@ -340,7 +341,10 @@ class Service:
             return failure or self._awaited(_in_thread(answer), session.number)
 
     def _guess(self, asked: _Asked) -> BaseException | None:
-        """A step that may be asked for next. Nobody is told of what becomes of it; the step tries again."""
+        """Begin an announced step. Trainers get no reply; if it fails, the real step is made from scratch.
+
+        Returns why the session is over, if it is.
+        """
         try:
             self._owner.guess(asked.message)
         except Exception as e:
@@ -350,7 +354,7 @@ class Service:
         return None
 
     def _put_back(self) -> NotUndone | None:
-        """Of a step that is not whole: returns why it could not be undone, if so; the session is over then."""
+        """Undo a step that is not complete. Returns the error if that fails; the session is over then."""
         try:
             self._owner.finish_step()
         except NotUndone as e:
@@ -358,7 +362,7 @@ class Service:
         return None
 
     def _awaited(self, future: Future[Any], number: int) -> BaseException | None:
-        """Returns when that is done; or why the session is over."""
+        """Wait for a thread of the session. Returns why the session is over, if it is."""
         try:
             self._await(future, number)
         except (CSDRankError, _Stop) as e:
@@ -368,7 +372,7 @@ class Service:
     def _done(
         self, session: Session, request: Request, asked: _Asked
     ) -> tuple[dict[str, Any], Callable[[], None] | None]:
-        """The reply, and what sends that which follows it."""
+        """Execute an operation other than a step. Returns the reply, and a function that sends the tensors after it."""
         owner, message = self._owner, asked.message
         if asked.op == "open":
             return owner.open(request, asked.blocks), None
@@ -392,9 +396,9 @@ class Service:
         return {"committed_step": owner.optimizer.committed_step}, None
 
     def _saved(self, key: str, saving: Future[Any]) -> None:
-        """Says in the store, where any trainer looks for it, what has become of a snapshot. On any thread."""
+        """Publish the outcome of a snapshot in the TCPStore, where trainers poll for it. Called on any thread."""
         failure = saving.exception()
-        with contextlib.suppress(RuntimeError):  # the first owner is gone
+        with contextlib.suppress(RuntimeError):  # owner 0, which hosts the store, is gone
             self._store.set(key, json.dumps(error_message(failure) if failure else {}))
 
     def _tell(self, request: Request, number: int, seconds: float) -> None:
@@ -413,19 +417,19 @@ class Service:
 
 
 def _await_params(begun: Future[Flow | None], bucket: Bucket) -> None:
-    """Returns when parameters of a step can be sent."""
+    """Wait until a bucket of a step's parameters can be sent."""
     if flow := begun.result():
         flow.await_params(bucket)
 
 
 def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Runs it on a thread that nobody waits for at exit. What is no CSDError is a message that made no sense."""
+    """Run `function` on a daemon thread. Any exception becomes a CSDRankError: a malformed message ends the session."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except Exception as e:  # a new one: `e` knows of frames, and they of connections that are to end
+        except Exception as e:  # a new exception: the traceback of `e` would keep frames and open connections alive
             future.set_exception(CSDRankError(str(e) if isinstance(e, CSDRankError) else f"{type(e).__name__}: {e}"))
 
     threading.Thread(target=run, daemon=True, name="csd_optim session").start()

@@ -1,4 +1,4 @@
-"""`user_state` as JSON, for the network: plain values and tensors, and nothing that would have to be unpickled."""
+"""`user_state` as JSON for the network: plain values and tensors, so that no pickle is needed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isi
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """Raises CSDRankError if there is none of this name."""
+    """Return the torch dtype of this name ("float32"). Raises CSDRankError if there is none."""
     if not isinstance(name, str) or name not in _DTYPES:
         raise CSDRankError(f"there is no dtype {name!r}")
     return _DTYPES[name]
 
 
 def packed(value: Any, name: str = "user_state") -> Any:
-    """`value` as JSON has it. Raises CSDTypeError, naming what cannot be sent."""
+    """Convert `value` to what JSON can express. Raises CSDTypeError, which names the value that cannot be sent."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
@@ -39,7 +39,7 @@ def packed(value: Any, name: str = "user_state") -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """What packed() had. Raises CSDRankError."""
+    """Invert packed(). Raises CSDRankError if `value` is malformed."""
     if not isinstance(value, dict):
         return value
     try:

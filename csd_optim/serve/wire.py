@@ -1,7 +1,7 @@
-"""What trainers and owners send each other: messages of JSON and blocks of tensors, over a gloo group of their own.
+"""The transport between trainers and owners: JSON messages and blocks of tensors over a gloo process group.
 
-Owner 0 has a TCPStore at the address that trainers know. Trainers ask there for a *session*; once it is granted, all
-trainers and all owners join one process group, trainers first. Nothing that is received is ever unpickled.
+Owner 0 hosts a TCPStore at the address that trainers know. Trainers request a *session* there. Once it is granted, all
+trainers and all owners join one process group; the trainers have the first ranks. Received data is never unpickled.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 from ..errors import CSDError, CSDRankError, CSDUnavailableError, CSDValueError
 
 SCHEME = "serve://"
-PROTOCOL = 3  # of what is said below, in owner.py and flow.py: both sides have the same
+PROTOCOL = 3  # version of the messages in this file, owner.py and flow.py: must be the same on both sides
 MAGIC = 0x6373645F73657276  # begins each message
-HEAD = struct.Struct("=3q")  # MAGIC, number of the session, bytes of JSON that follow
-# What travels, each apart: none is ever taken for another, and nobody sends the last one.
+HEAD = struct.Struct("=3q")  # MAGIC, session number, length of the JSON that follows (bytes)
+# Kinds of traffic. Each has a tag of its own, so that one is never received as another. NOTHING is never sent.
 MESSAGE, BULK, NOTHING = 0, 1, 2
-PUSH, PUSHED = 3, 4  # the same of gradients that leave before the step: see arrivals.py
-# Connections between two processes: of messages, and of tensors each way. gloo sends a tensor when it is told that
-# there is room for it, which on one connection would wait behind all tensors that go the other way.
+PUSH, PUSHED = 3, 4  # messages and tensors of gradients that leave before the step: see arrivals.py
+# Connections between two processes: one for messages, one for tensors in each direction. gloo sends a tensor only after
+# the receiver has announced a buffer. On a shared connection that announcement would queue behind all tensors that
+# travel the other way.
 CONNECTIONS = 3
-SHORT_BYTES = 16 << 10  # of a message with its head that goes at once: the rest of a longer one follows
-MESSAGE_BYTES = 64 << 20  # of JSON at most
-USER_STATE_BYTES = MESSAGE_BYTES // 2  # of all trainers: a message has other things to say, too
-REQUEST_BYTES = 7 << 20  # the same of a request: a TCPStore takes 8 MiB
+SHORT_BYTES = 16 << 10  # size of a message's first piece, header included; a longer message has a second piece
+MESSAGE_BYTES = 64 << 20  # maximum length of the JSON
+USER_STATE_BYTES = MESSAGE_BYTES // 2  # maximum for all trainers together: a message contains other fields, too
+REQUEST_BYTES = 7 << 20  # maximum length of a request: a TCPStore value is limited to 8 MiB
 DEFAULT_TIMEOUT = 600.0  # seconds that the other side may be silent within a step
-CONNECT_TIMEOUT = 60.0  # to reach owner 0
-LAST_WORDS = 2.0  # to hear why a session is over
-JOIN_TIMEOUT = 60.0  # seconds to connect to each other when all are known to be there
-# A trainer computes as long as it likes, and an owner reads as much as it has. If the other side's machine vanishes
-# without a word, what waits for it is given up by the next session; a thread of it may stay so long.
+CONNECT_TIMEOUT = 60.0  # seconds to reach owner 0
+LAST_WORDS = 2.0  # seconds to wait for the reason why a session is over
+JOIN_TIMEOUT = 60.0  # seconds to form the process group once all members are known to be running
+# Timeout in seconds where no limit makes sense: a trainer may compute, and an owner may read its store, for any length
+# of time. If the other side's machine vanishes silently, the next session supersedes this one; a thread that still
+# waits may stay this long.
 PATIENCE = 24 * 3600.0
-LOOK = 0.05  # seconds between looks at the store
+LOOK = 0.05  # seconds between polls of the store
 
-ROUTES = ("kept", "slices", "star", "auto")  # of gradients: see docs/optimizer-ranks.md
+ROUTES = ("kept", "slices", "star", "auto")  # how gradients reach the owners: see docs/optimizer-ranks.md
 
-COUNTER = "sessions"  # how many were asked for
+COUNTER = "sessions"  # store key: number of sessions requested so far
 
 
 def request_key(session: int) -> str:
@@ -67,20 +69,20 @@ def saved_key(session: int, snapshot: int, owner: int) -> str:
 
 
 class Address(NamedTuple):
-    """Where owners are, as a device string says it."""
+    """The address of the owners, parsed from a device string."""
 
     text: str
     host: str
     port: int
     timeout: float  # seconds
-    route: str  # one of ROUTES; what takes the hook has it only once that is registered
+    route: str  # one of ROUTES; those that need DDP's communication hook take effect once it is registered
 
     def __str__(self) -> str:
         return self.text
 
 
 def parse_address(text: str) -> Address:
-    """`serve://host:port` or `serve://host:port?timeout=60&route=star`. Raises CSDValueError."""
+    """Parse `serve://host:port` or `serve://host:port?timeout=60&route=star`. Raises CSDValueError."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
@@ -93,17 +95,17 @@ def parse_address(text: str) -> Address:
         raise CSDValueError(f"Invalid device: {text!r}; write serve://host:port")
     if options:
         raise CSDValueError(
-            f"Invalid device: {text!r}; unknown option {next(iter(options))!r}, there are timeout and route"
+            f"Invalid device: {text!r}; unknown option {next(iter(options))!r}, the options are timeout and route"
         )
     if route not in ROUTES:
-        raise CSDValueError(f"Invalid device: {text!r}; there is no route {route!r}, but {', '.join(ROUTES)}")
+        raise CSDValueError(f"Invalid device: {text!r}; unknown route {route!r}, the routes are {', '.join(ROUTES)}")
     if not 0.1 <= timeout <= PATIENCE:
         raise CSDValueError(f"Invalid device: {text!r}; timeout is a number of seconds from 0.1 to {PATIENCE:.0f}")
     return Address(text, host, port, timeout, route)
 
 
 def connect(host: str, port: int, timeout: float) -> TCPStore:
-    """A client of the store at an address. Raises CSDUnavailableError."""
+    """Connect to the TCPStore at this address, as a client; `timeout` in seconds. Raises CSDUnavailableError."""
     try:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
     except RuntimeError as e:  # torch's DistError
@@ -113,8 +115,8 @@ def connect(host: str, port: int, timeout: float) -> TCPStore:
 
 
 def listen(host: str, port: int) -> tuple[TCPStore, int]:
-    """The store of owner 0, and its port; `port` 0: any that is free. Raises OSError."""
-    # The store would listen on all addresses of the machine.
+    """Create owner 0's TCPStore. Returns it and its port; `port` 0 picks any free one. Raises OSError."""
+    # The socket is made here because a TCPStore on its own would listen on all addresses of the machine.
     host = "" if is_wildcard(host) else host
     sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = sock.getsockname()[1]
@@ -123,24 +125,24 @@ def listen(host: str, port: int) -> tuple[TCPStore, int]:
 
 
 def gloo_group(store: Any, name: str, rank: int, size: int, host: str, timeout: float) -> Any:
-    """A process group that is nobody's default. `host`: the address of this machine to use, "" for gloo's own choice.
+    """Create a gloo process group apart from the default one.
 
-    Raises CSDRankError if the others do not come.
+    `host`: the address of this machine to use, "" for gloo's own choice. Raises CSDRankError if a member does not join.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout)
     make = ProcessGroupGloo.create_default_device
     if host:
         make = functools.partial(ProcessGroupGloo.create_device, hostname=host)
-    # One for each: those that share one cannot connect with TORCH_GLOO_LAZY_INIT=1.
+    # Each connection needs its own gloo device: with TORCH_GLOO_LAZY_INIT=1, connections of one device are confused.
     options._devices = [make() for _ in range(CONNECTIONS)]  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=JOIN_TIMEOUT))
-    with lost("trainers and optimizer ranks do not reach each other (is GLOO_SOCKET_IFNAME their network?)"):
+    with lost("trainers and optimizer ranks cannot reach each other (does GLOO_SOCKET_IFNAME name their network?)"):
         return ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
 
 
 def is_here(host: str) -> bool:
-    """Is this an address of this machine?"""
+    """Return whether this is an address of this machine."""
     try:
         socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError:
@@ -149,7 +151,7 @@ def is_here(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Does this name all addresses of the machine?"""
+    """Return whether this stands for all addresses of the machine."""
     return host in ("", "0.0.0.0", "::", "*")
 
 
@@ -158,25 +160,26 @@ def is_loopback(host: str) -> bool:
 
 
 class Lost(CSDRankError):
-    """The other side is gone, or silent; whoever else knows why, knows more."""
+    """The other side is gone or silent. Any other error of the same session explains more, and takes precedence."""
 
 
 class Session:
-    """One of the processes of a session: trainers are ranks 0 to `trainers` - 1, owners follow."""
+    """This process's end of a session. Trainers are ranks 0 to `trainers` - 1 of its process group, owners follow."""
 
     def __init__(self, group: Any, number: int, trainers: int, owners: int, timeout: float) -> None:
         self._group = group
         self._is_owner: bool = group.rank() >= trainers
-        self._under_way: dict[int, tuple[Any, torch.Tensor]] = {}  # memory that gloo may use: until wait() has returned
+        # Transfers that were begun: gloo may use their memory until wait() has returned.
+        self._under_way: dict[int, tuple[Any, torch.Tensor]] = {}
         self.number: int = number
         self.trainers: int = trainers
         self.owners: int = owners
         self.timeout: float = timeout
 
     def close(self) -> None:
-        """Ends the connections, as soon as nothing waits for them; whoever still holds this object."""
+        """Close the connections once no thread waits on them, even while references to this object remain."""
         self._group = None
-        self._under_way.clear()  # which would keep them open
+        self._under_way.clear()  # works in flight would keep the connections open
 
     def owner(self, k: int) -> int:
         return self.trainers + k
@@ -188,7 +191,7 @@ class Session:
         return self._group
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = BULK) -> Any:
-        """Begins to send a dense CPU tensor (uint8, 1-D), to be left as it is until wait() has returned."""
+        """Begin to send a dense CPU tensor (uint8, 1-D); the caller must not modify it until wait() has returned."""
         with lost(f"rank {to} is gone"):
             return self._begun(self._open.send([tensor], to, _tag(tag, self._is_owner)), tensor)
 
@@ -201,29 +204,29 @@ class Session:
         return work
 
     def wait(self, work: Any, timeout: float | None = None) -> None:
-        """Raises CSDRankError if the other side is gone, or silent for so many seconds."""
+        """Wait for a transfer. Raises CSDRankError if the other side is gone, or silent for `timeout` seconds."""
         with lost("the other side is gone"):
             work.wait(timedelta(seconds=self.timeout if timeout is None else timeout))
         self._under_way.pop(id(work), None)
 
     def abort(self) -> None:
-        """Of a trainer: ends the connections whoever waits for them, and so the session. The others notice at once."""
+        """End the session at once from a trainer, even while threads wait on its connections. All members notice."""
         group, self._group = self._group, None
         if group is None:
             return
-        # gloo has one way: whoever waits too long closes all of the connections that are numbered so.
+        # gloo offers one way to do this: a receive that times out closes all connections of the number in its tag.
         for k, connection in itertools.product(range(self.owners), range(CONNECTIONS)):
             with contextlib.suppress(RuntimeError):
                 nothing = group.recv([torch.empty(1)], self.owner(k), CONNECTIONS * NOTHING + connection)
                 nothing.wait(timedelta(milliseconds=1))
 
     def say(self, message: dict[str, Any], *to: int, timeout: float | None = None, tag: int = MESSAGE) -> None:
-        """Sends a message, and waits until it is heard. Raises CSDValueError if it is too long."""
+        """Send a message, and wait until it is sent. Raises CSDValueError if it is too long."""
         for work in self.begin_saying(message, *to, tag=tag):
             self.wait(work, timeout)
 
     def begin_saying(self, message: dict[str, Any], *to: int, tag: int = MESSAGE) -> list[Any]:
-        """The same without waiting, which is to follow."""
+        """Begin to send a message; the caller waits for the returned works. Raises CSDValueError if it is too long."""
         data = json.dumps(message).encode()
         if len(data) > MESSAGE_BYTES:
             raise CSDValueError(
@@ -234,9 +237,9 @@ class Session:
         return [self.send(piece, rank, tag) for rank in to for piece in pieces if len(piece)]
 
     def hear(self, source: int, timeout: float | None = None, tag: int = MESSAGE) -> dict[str, Any]:
-        """The next message of a rank. Raises CSDRankError also if it is none of this session."""
+        """Receive the next message of a rank. Raises CSDRankError, also if the message is not of this session."""
         piece = torch.zeros(SHORT_BYTES, dtype=torch.uint8, device="cpu")
-        self.wait(self.receive(piece, source, tag), timeout)  # gloo takes less than there is room for
+        self.wait(self.receive(piece, source, tag), timeout)  # a gloo receive accepts less than the buffer's size
         magic, session, n = HEAD.unpack_from(piece.numpy().data)
         if magic != MAGIC or session != self.number or not 0 < n <= MESSAGE_BYTES:
             raise CSDRankError(f"rank {source} of session {self.number} has sent what is no message")
@@ -249,7 +252,7 @@ class Session:
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """A message. Raises CSDRankError if it is none."""
+    """Decode a message. Raises CSDRankError if the data is not one."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as e:
@@ -260,13 +263,13 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def _tag(kind: int, from_owner: bool) -> int:
-    """gloo's, of a kind of what travels: divided by the number of connections it leaves that of the connection."""
+    """Return gloo's tag for a kind of traffic. Modulo CONNECTIONS it is the number of the connection."""
     return CONNECTIONS * kind + (0 if kind in (MESSAGE, PUSH) else 1 + from_owner)
 
 
 @contextlib.contextmanager
 def lost(what: str) -> Iterator[None]:
-    """torch's errors of a store or a group become Lost: `what` is gone. Others pass."""
+    """Turn errors of torch's stores and process groups into Lost, with `what` as the text; pass on all others."""
     try:
         yield
     except RuntimeError as e:
@@ -276,6 +279,6 @@ def lost(what: str) -> Iterator[None]:
 
 
 def _first_line(e: BaseException) -> str:
-    """torch appends where in its own code that was."""
+    """Return the message of a torch error without the location in torch's own code, at most 300 characters."""
     text = str(e).partition("\n")[0].partition(" Exception raised from")[0]
     return text.partition(". This is typically")[0][:300]

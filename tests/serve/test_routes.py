@@ -286,7 +286,7 @@ def beside_others(rank, address):
         images.append([p.detach().clone() for p in model.parameters()])
     with pytest.raises(CSDTypeError, match="register_comm_hook"):
         push(other, None)
-    with pytest.raises(CSDValueError, match="no route 'scenic'"):
+    with pytest.raises(CSDValueError, match="unknown route 'scenic'"):
         CSDAdam(mine, devices=f"{address}&route=scenic")
     return images
 

@@ -261,7 +261,7 @@ def test_what_is_no_request_is_refused_and_a_session_goes_on(owners):
         ("{}", "protocol None"),
         (json.dumps({"protocol": PROTOCOL - 1}), f"protocol {PROTOCOL - 1} and optimizer ranks {PROTOCOL}: install"),
         (json.dumps({"protocol": PROTOCOL}), "cannot be read"),
-        (json.dumps(a_request(optimizer="os.system")), "know no 'os.system'"),
+        (json.dumps(a_request(optimizer="os.system")), "not know the optimizer 'os.system'"),
         (json.dumps(a_request(trainers=10**9)), "trainers"),
         (json.dumps(a_request(shape=[1 << 40, 1 << 40])), "shape"),
         (json.dumps(a_request(shape=[-1])), "shape"),
