@@ -1,8 +1,8 @@
-"""`CSD_OPTIM_OVERLAP=check`: a parameter that is used before it has arrived is an error, whatever uses it.
+"""`CSD_OPTIM_OVERLAP=check`: any operation that uses a parameter before it has arrived raises an error.
 
-For tests, and for who doubts whether the nets of waits.py catch a model's reads: it costs 5 to 20 µs an operation, and
-under it torch.compile runs eagerly. It sees views, `detach()`, `.data`, NumPy's arrays and `torch._foreach_*`; it does
-not see `tolist()`, `repr()`, `data_ptr()` and other threads.
+It is meant for tests, and for users who doubt that the nets of waits.py catch every read of their model. It costs 5 to
+20 µs per operation, and torch.compile runs eagerly under it. It sees uses through views, `detach()`, `.data`, NumPy
+arrays and `torch._foreach_*`; it does not see `tolist()`, `repr()`, `data_ptr()` or other threads.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..errors import CSDRuntimeError
 
 
 class UseCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises CSDRuntimeError for an operation on this thread one argument of which is still under way.
+    """A dispatch mode that raises CSDRuntimeError if an operation on this thread uses a parameter still under way.
 
-    `under_way()` gives the name of each such parameter, by the address of its storage,
-    `p.untyped_storage().data_ptr()`. It is asked for every operation.
+    `under_way()` returns the names of these parameters, keyed by the address of their storage,
+    `p.untyped_storage().data_ptr()`. It is called for every operation.
     """
 
     supports_higher_order_operators = True
@@ -36,9 +36,10 @@ class UseCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.under_way = under_way
 
     def enter(self) -> None:
-        """Check from now on; does nothing if it does already.
+        """Start to check; a no-op if this thread is checking already.
 
-        It goes below all modes that the user is in, so that the user may leave them before it is left, or after.
+        The mode is inserted below all modes that the user has entered, so that the user may leave those before or after
+        this one is left.
         """
         if self not in _get_current_dispatch_mode_stack():
             above = left(lambda mode: True)
@@ -46,7 +47,7 @@ class UseCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             entered_again(above)
 
     def exit(self) -> None:
-        """Check no more. Does nothing on a thread that has not entered it."""
+        """Stop checking; a no-op on a thread that has not entered the mode."""
         if self in _get_current_dispatch_mode_stack():
             above = left(lambda mode: mode is not self)
             TorchDispatchMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
@@ -65,24 +66,25 @@ class UseCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def left(whether: Callable[[TorchDispatchMode], bool]) -> list[TorchDispatchMode]:
-    """Leave modes as long as `whether` says so, the innermost first; torch's own always lie below the others."""
+    """Leave modes, innermost first, while `whether(mode)` is true; return them. Torch's own, always lowest, stay."""
     above = []
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if getattr(mode, "_mode_key", None) is not None or not whether(mode):
             break
-        # Not its own, which may do more.
+        # Not the mode's own __exit__, which may have side effects.
         TorchDispatchMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
         above.append(mode)
     return above
 
 
 def entered_again(above: list[TorchDispatchMode]) -> None:
+    """Enter again the modes that left() returned."""
     for mode in reversed(above):
         TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
 
 
 def addresses(leaf: object) -> Iterator[int]:
-    """Of the memory of a tensor, or of those that it wraps; none of a tensor without memory."""
+    """Yield the storage address of a tensor, or of each tensor that it wraps; nothing for a tensor without memory."""
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
         return
     if is_traceable_wrapper_subclass(leaf):
@@ -91,5 +93,5 @@ def addresses(leaf: object) -> Iterator[int]:
         return
     try:
         yield leaf.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, or of a functorch transformation
+    except (RuntimeError, NotImplementedError):  # sparse tensors, and those of functorch transformations
         return

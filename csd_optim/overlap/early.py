@@ -1,4 +1,4 @@
-"""Steps that begin in backward: when one may, which tiles flow there, and how long none does after wrong guesses."""
+"""Steps that begin in backward: when one may begin, which tiles it updates there, and the pause after wrong guesses."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from ..store.format import Record
 from .guess import Guess
 from .order import spread
 
-MOST_PAUSE = 15  # steps without a guess, after several wrong ones in a row: each writes for nothing
-FIRST_SHARE = 0.5  # of the tiles, that flow in backward, before it is known how long that and the step take
+MOST_PAUSE = 15  # steps: the longest pause after several wrong guesses in a row, each of which wrote for nothing
+FIRST_SHARE = 0.5  # fraction of the tiles that flow in backward until the durations of backward and step are known
 
-# Prepares the step that would follow if gradients were there, with the parameters in their place; None: it cannot.
+# Prepares the next step with the parameters in place of their gradients. Returns None if that is impossible.
 Foresee = Callable[[], tuple[PreparedStep, "Record | None"] | None]
 
 
 class EarlySteps:
-    """Of one optimizer: begins a guess in backward, as soon as a gradient is final that has as many as last time."""
+    """Begins the steps of one optimizer in backward: each is a Guess, begun as soon as the first gradient is final.
+
+    A gradient counts as final once it was accumulated as many times as in the last step.
+    """
 
     def __init__(
         self,
@@ -42,29 +45,29 @@ class EarlySteps:
         may_begin: Callable[[], Pieces | None],
         hold: torch.Tensor,
     ) -> None:
-        """`foresee`: a bound method of something that may go away.
+        """`foresee`: a bound method, held weakly because its object (the optimizer) may be dropped.
 
-        `may_begin`: None: no step may begin now. `hold`: host memory (uint8, 1-D) for what is ready before step(); of
-        parameters on an accelerator pinned.
+        `may_begin` returns None if no step may begin now. `hold`: host memory (uint8, 1-D) for results that are ready
+        before step(); pinned if parameters are on an accelerator.
         """
         self._engine = engine
         self.redone: Counter[str] = Counter()  # wrong guesses, by what was wrong
         self._state_map, self._may_begin, self._hold = state_map, may_begin, hold
         self._foresee = weakref.WeakMethod(foresee)  # type: ignore[arg-type]
-        # Before the finalizer that closes the engine: the last that is made comes first.
+        # Finalizers run last made, first called: this one runs before the one that closes the engine.
         self._if_dropped = weakref.finalize(foresee.__self__, self._give_up)  # type: ignore[attr-defined]
-        self._brings = ThreadPoolExecutor(1, "csd_optim brings gradients")  # a thread when it is first needed
+        self._brings = ThreadPoolExecutor(1, "csd_optim brings gradients")  # lazy
         self._guess: Guess | None = None
-        self._hold_used: list[Future[None]] = []  # by a guess that was undone, until these are done
+        self._hold_used: list[Future[None]] = []  # copies of an undone guess, which use `hold` until they are done
         self._fired: Counter[int] = Counter()  # by id of the parameter: gradients accumulated since the last step
-        self._expected: Counter[int] = Counter()  # the same, in the last step: then a gradient is final
-        self._made: dict[int, Any] = {}  # events, likewise: after them final gradients on an accelerator are there
+        self._expected: Counter[int] = Counter()  # the same counts in the last step: at these a gradient is final
+        self._made: dict[int, Any] = {}  # likewise: event after which the final gradient (on an accelerator) is ready
         self._share = FIRST_SHARE
-        self._began: float | None = None  # when, the guess that the last step kept, or the one under way
-        self._stepped = 0.0  # when
+        self._began: float | None = None  # start time of the guess under way, or of the one that the last step kept
+        self._stepped = 0.0  # time of the last step()
         self._wrong_in_a_row = 0
-        self._pause = 0  # steps for which there is no guess
-        self._in_vain = False  # it was tried already since the last step, and cannot be
+        self._pause = 0  # number of coming steps without a guess
+        self._in_vain = False  # since the last step a guess was tried, and foresee() found it impossible
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
             for p in params
@@ -72,95 +75,95 @@ class EarlySteps:
         ]
 
     def end(self) -> None:
-        """No further step begins early."""
+        """Undo the guess, if any, and remove the hooks: no further step begins early."""
         self.undo("other calls")
         self._if_dropped.detach()
         self._brings.shutdown(wait=False)
         for hook in self._hooks:
             hook.remove()
-        self._engine.lent, self._hold = None, self._hold.new_empty(0)  # not when the collector comes by
+        self._engine.lent, self._hold = None, self._hold.new_empty(0)  # freed now, not at the next garbage collection
 
     def _give_up(self) -> None:
-        """The optimizer is gone, and its engine about to be closed, perhaps on the thread that brings gradients."""
+        """Finalizer: the optimizer was dropped; its engine is about to close, perhaps on the background thread."""
         if guess := self._guess:
             guess.give_up()
 
     # ---- in backward -----------------------------------------------------------
 
     def _on_grad(self, p: torch.Tensor) -> None:
-        """A gradient was added to what the parameter has. A guess that fails was none: no CSDError leaves backward."""
+        """Hook: a gradient was accumulated into `p.grad`. A guess that fails is undone; backward gets no CSDError."""
         self._fired[id(p)] += 1
         fired, expected = self._fired[id(p)], self._expected[id(p)]
         if fired == expected and is_far(p):
             self._made[id(p)] = recorded(torch.accelerator.current_stream(p.device))
         if self._guess and fired > expected:
             self.undo("more backward passes")
-        elif fired == expected and (self._guess or self._engine.idle):  # the step before is whole, and committed
+        elif fired == expected and (self._guess or self._engine.idle):  # the previous step is complete and committed
             try:
-                with self._engine.lock, torch.no_grad():  # several threads may go backward
-                    if not self._engine.guessed:  # it went with the optimizer, which was closed or dropped
+                with self._engine.lock, torch.no_grad():  # several threads may run backward
+                    if not self._engine.guessed:  # the engine was closed, and the guess with it
                         self._guess = None
                     if self._guess or self._begin():
                         self._tell(p)
-            except BaseException as failure:  # Ctrl-C, too: the guess may be half told
+            except BaseException as failure:  # also Ctrl-C: the guess may have seen only part of this gradient
                 self.undo("failure")
                 if not isinstance(failure, CSDError):
                     raise
 
     def _begin(self) -> bool:
-        """Begins a guess, if nothing stands in its way."""
+        """Begins a guess if that is possible now; returns whether it did."""
         foresee = self._foresee()
         if foresee is None or self._pause or self._in_vain:
             return False
-        if not all(future.done() for future in self._hold_used):  # what comes late would overwrite new parameters
+        if not all(future.done() for future in self._hold_used):  # a late copy would overwrite parameters in `hold`
             return False
         foreseen = foresee()
         if foreseen is None:
-            self._in_vain = True  # not for each gradient: it looks at all parameters
+            self._in_vain = True  # do not retry at each gradient: foresee() looks at all parameters
             return False
         pieces = self._may_begin()
         if pieces is None:
             return False
         (step, record), engine = foreseen, self._engine
-        with defer_signals():  # that it has begun is noted
+        with defer_signals():  # no Ctrl-C between the start of the guess and self._guess
             early, late = spread(engine.flowing(step.not_given), self._share)
             if step.given:
                 late = np.concatenate([late, step.given.tiles])
             self._began = time.perf_counter()
             self._guess = Guess(engine, self._state_map, step, record, early, late, pieces, self._hold, self._brings)
-        for param_state in step.plan.param_states:  # those that were final before it could begin
+        for param_state in step.plan.param_states:  # some gradients were final before the guess could begin
             self._tell(param_state.param)
         return True
 
     def _tell(self, p: torch.Tensor) -> None:
-        """Hands a gradient to the guess, if it is final."""
+        """Passes the parameter's gradient to the guess if the gradient is final."""
         if self._guess and p.grad is not None and self._fired[id(p)] == self._expected[id(p)]:
             self._guess.is_final(self._state_map.param_states[id(p)].index, p.grad, self._made.get(id(p)))
 
     # ---- in step() -------------------------------------------------------------
 
     def before_step(self) -> None:
-        """From here on gradients are those of the next step."""
+        """Starts to count the gradients of the next step. Called at the beginning of step()."""
         self._expected, self._fired, self._made, self._in_vain = self._fired, Counter(), {}, False
         self._pause = max(0, self._pause - (self._guess is None))
 
     def check(self, taking_part: Participants) -> None:
-        """Undoes a guess that is wrong whatever the gradients are: nobody else may use the engine before this."""
+        """Undoes a guess that is wrong whatever the gradients are. Call this before anything else uses the engine."""
         if self._guess and (why := self._guess.wrong_before(taking_part.params)):
             self.undo(why)
 
     def compare(self, step: PreparedStep) -> None:
-        """Undoes a guess that is not this step, which has not changed anything yet."""
+        """Undoes a guess that differs from `step`, which was prepared but has not changed anything yet."""
         if self._guess:
             try:
                 why = self._guess.wrong(step)
-            except (CSDError, RuntimeError):  # such as no memory to compare in: the step tells what lasts
+            except (CSDError, RuntimeError):  # for example out of memory; if the cause persists, the step raises it
                 why = "failure"
             if why:
                 self.undo(why)
 
     def kept(self) -> Guess | None:
-        """The guess, which compare() has left, for the step to go on from; from now on there is none."""
+        """Removes and returns the guess that compare() left, for the step to continue from; None if there is none."""
         self._stepped = time.perf_counter()
         guess, self._guess = self._guess, None
         if guess:
@@ -170,12 +173,12 @@ class EarlySteps:
         return guess
 
     def landed(self, at: float) -> None:
-        """The step has, at this time: so that from now on as much of each flows in backward as fits there."""
+        """Notes when the step landed: later guesses push the fraction of the tiles in backward that fits there."""
         if self._began is not None and self._guess is None:
             self._share = min(1.0, (self._stepped - self._began) / (at - self._began))
 
     def undo(self, why: str) -> None:
-        """There is no guess any more. `why`: for stats()."""
+        """Undoes the guess, if there is one. `why`: the reason, as stats() counts it."""
         with self._engine.lock:
             if (guess := self._guess) is None:
                 return
@@ -186,7 +189,7 @@ class EarlySteps:
             self._pause = min(2 ** (self._wrong_in_a_row - 1) - 1, MOST_PAUSE)
 
     def forget_gradients(self) -> None:
-        """They are cleared, and no step is to have them."""
+        """Undoes the guess because the gradients are cleared: no step will use them."""
         self.undo("cleared gradients")
         self._fired.clear()
         self._made.clear()

@@ -1,4 +1,4 @@
-"""A step that was launched and has not landed: the devices update while the program goes on."""
+"""A step that was launched and has not landed yet: the devices update parameters while the program goes on."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from ..step.run import StepRunner
 from ..store.format import Record
 from .order import last_places
 
-BATCHES = 16  # of tiles, after each of which the gradients that nobody needs any more are let go of
+BATCHES = 16  # of tiles: after each batch the gradients that have been used are freed
 
 
 class Flight:
-    """Waits for one step on a thread of its own, and makes it whole there; or puts everything back.
+    """Waits for one step on a background thread, and completes it there; if it fails, restores everything.
 
-    Until it has landed, only that thread and wait() use the engine. It holds the gradients until they have been used.
+    Until the step has landed, only that thread and wait() use the engine. The flight keeps the gradients alive until
+    they have been used.
 
-    What travels by images is copied there, too: of an accelerator, on streams of the ring. Who waits for a parameter
-    stands still until it has been copied. A stream that waited in his stead would be the current one, and whoever has a
-    reference may use the parameter on another.
+    The thread also copies the tiles that travel through staging buffers (images); for an accelerator, on streams of the
+    ring. wait() blocks the host until a parameter has been copied. Making a stream wait instead would only cover the
+    current stream, and the program may use the parameter on another one.
 
-    What is updated on the accelerator is queued when the step is launched. For that nobody waits. Where directories
-    keep its states, the thread copies these, too, as soon as each is updated.
+    Updates on the accelerator itself are queued at launch, and nothing waits for them. If directories keep these
+    states, the thread copies each one as soon as it is updated.
     """
 
     def __init__(
@@ -46,14 +47,14 @@ class Flight:
         launch: Callable[[], np.ndarray[Any, Any]],
         pieces: Pieces,
     ) -> None:
-        """Launches the step, by `launch`, which returns its tiles in the order in which they flow.
+        """Launches the step by calling `launch`, which returns the step's tiles in flow order.
 
-        Raises what that raises; then nothing is under way.
+        Raises what `launch` raises; then nothing is under way.
         """
         self._runner, self._engine, self._record = runner, engine, record
         self.step: PreparedStep = step
         self._pieces = pieces
-        self.failure: BaseException | None = None  # parameters and states are those before the step: see give_up()
+        self.failure: BaseException | None = None  # if set, the step is undone: see StepRunner.give_up()
         self.landed_at: float = 0.0
         self._tiles = launch()
         self._near = frozenset(runner.launch_near(engine, step))
@@ -62,8 +63,8 @@ class Flight:
         self._takes_part, self._is_image, self._pulled = (np.zeros(engine.n_tiles, bool) for _ in range(3))  # each tile
         self._takes_part[self._tiles] = True
         self._is_image[step.images] = True
-        self._arrivals: dict[int, Any] = {}  # events, by row: the last copies to parameters on an accelerator
-        self._news = threading.Condition()  # of tiles that were pulled, and of the end
+        self._arrivals: dict[int, Any] = {}  # events, by row: the last copy to a parameter on an accelerator
+        self._news = threading.Condition()  # notified when tiles are pulled, and when the step has landed
         engine.landing = self._landed = threading.Event()
         try:
             threading.Thread(target=self._land, name="csd_optim lands a step").start()
@@ -75,17 +76,17 @@ class Flight:
         return self._landed.is_set()
 
     def wait(self, rows: Sequence[int]) -> bool:
-        """Returns whether these parameters have arrived, which are rows of the step's table; no: it has failed."""
+        """Waits for parameters, rows of the step's table. Returns True when they have arrived, False if it failed."""
         self._check_process()
-        rows = [row for row in rows if row not in self._near]  # which is there, though states travel
+        rows = [row for row in rows if row not in self._near]  # those are up to date
         tiles = self._pieces.tiles_of(rows)
-        tiles = tiles[self._takes_part[tiles]]  # others are as they were
+        tiles = tiles[self._takes_part[tiles]]  # the step does not change the others
         images = tiles[self._is_image[tiles]]
         with self._news:
             self._news.wait_for(lambda: self._pulled[images].all() or self.landed)
         try:
             self._engine.params_ready(tiles[~self._is_image[tiles]], wait=True)
-        except CSDError:  # it has failed; or it has just landed, and all have arrived
+        except CSDError:  # the step has failed; or it has just landed, and all parameters have arrived
             self.join()
         if self.landed and self.failure:
             return False
@@ -105,17 +106,17 @@ class Flight:
         wait_for(event)
 
     def owes(self, row: int) -> bool:
-        """Is the parameter's gradient needed until the step is whole, as Top-K owes what it did not send?"""
+        """Returns whether the gradient is needed until the step is complete: Top-K adds what it left to a residual."""
         return bool(self.step.table["residual"][row])
 
     def join(self) -> None:
-        """Returns when the step is whole and its commit has begun, or is undone."""
-        if not self.landed:  # before a fork it may have
+        """Returns when the step is complete and its commit has begun, or when the step is undone."""
+        if not self.landed:  # a flight that landed before a fork is fine in the child
             self._check_process()
             self._landed.wait()
 
     def _check_process(self) -> None:
-        """In a forked child nobody lands. Raises CSDRuntimeError."""
+        """Raises CSDRuntimeError in a forked child, which lacks the thread that lands the step."""
         if self._engine.pid != os.getpid():
             self._engine.check_open()
 
@@ -127,11 +128,11 @@ class Flight:
                 with self._engine.lock:
                     self._runner.land(self._engine, self.step, self._record)
         except BaseException as failure:
-            for param_state in self.step.written:  # those that the step was to take over count as written still
+            for param_state in self.step.written:  # outside writes, which the step did not take over, are still due
                 param_state.version = -1
             self.failure = failure
             with torch.no_grad(), self._engine.lock:
-                if self._engine.stepping:  # there were no streams for it
+                if self._engine.stepping:  # the ring could not make its streams
                     self._runner.give_up(self._engine, self.step)
         finally:
             self._held.clear()
@@ -142,9 +143,9 @@ class Flight:
                 self._news.notify_all()
 
     def _wait_for_use(self) -> None:
-        """Lets go of gradients as soon as they have been used. Raises CSDRuntimeError if somebody changed one before.
+        """Frees gradients as soon as they have been used. Raises CSDRuntimeError if one was changed before its use.
 
-        Then, and on any other failure, the step is undone.
+        On that and any other failure the step is undone.
         """
         last = last_places(self._pieces, self._engine.n_params, self._tiles)
         try:
@@ -171,7 +172,7 @@ class Flight:
             raise
 
     def _is_pulled(self, tile: int) -> None:
-        """The last copies to the parameters of an image were begun."""
+        """Called when the last copies from the image of a tile to its parameters were queued."""
         rows = [row for row in self._engine.pieces_of(tile)["param"].tolist() if row in self._held]
         for row in rows:
             if (source := self.step.prepared.get(row)) and source.arrives:
@@ -184,7 +185,7 @@ class Flight:
                 self._is_used(row)
 
     def _is_used(self, row: int) -> None:
-        """The gradient is not needed any more, unless it was changed before this, or the step owes something of it."""
+        """Frees a gradient that has been used, unless it was changed before, or Top-K needs it until the end."""
         held = self._held.get(row)
         if held and held[0]._version == held[1] and not self.owes(row):
             self._held.pop(row, None)

@@ -1,4 +1,4 @@
-"""What FSDP2 reads of parameters: their shards, when it gathers them."""
+"""Waiting where FSDP2 reads parameters: it reads their shards when it all-gathers them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_fsdp(module: nn.Module) -> bool:
 
 
 def unit(module: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters FSDP gathers at once: those below `module`, without units of their own."""
+    """The modules whose parameters FSDP gathers together: `module` and those below it that are in no other unit."""
     found, stack = [module], [module]
     while stack:
         for child in stack.pop().children():
@@ -35,11 +35,11 @@ def unit(module: nn.Module) -> list[nn.Module]:
 
 
 def groups_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """FSDP's groups of these modules, each once: what a group has is gathered together."""
+    """FSDP's parameter groups of these modules, each once. A group's parameters are gathered together."""
     found = {}
     for module in filter(is_fsdp, modules):
         state = module._get_fsdp_state()  # type: ignore[operator]
-        of_state = getattr(state, "_fsdp_param_groups", None)  # until torch 2.12 there is one at most
+        of_state = getattr(state, "_fsdp_param_groups", None)  # up to torch 2.12 a state has at most one group
         for group in [state._fsdp_param_group] if of_state is None else of_state:
             if group is not None:
                 found[id(group)] = group
@@ -47,19 +47,19 @@ def groups_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def ours_of(group: Any, ours: Container[int]) -> list[torch.Tensor]:
-    """The shards of a group's parameters that are among `ours`, by id."""
+    """The shards of a group's parameters whose ids are in `ours`."""
     return [of_fsdp.sharded_param for of_fsdp in group.fsdp_params if id(of_fsdp.sharded_param) in ours]
 
 
 class GatherNet:
-    """Stands in place of a group's `unshard`, where its shards are read: they arrive before that.
+    """Replaces a group's `unshard`, which reads its shards, and waits for these shards first.
 
-    So it does not matter who gathers: a forward, also of several modules that make a group; a unit that is gathered
-    ahead of its forward; `unshard()`; a backward. FSDP2 does not let torch.compile see it.
+    This covers every cause of an all-gather: a forward, also of several modules that form a group; a prefetch; an
+    explicit `unshard()`; a backward. FSDP2 hides `unshard` from torch.compile.
     """
 
     def __init__(self, group: Any, ours: Container[int], arrivals: Arrivals) -> None:
-        """`ours`: ids of the parameters that have to be waited for."""
+        """`ours`: ids of the parameters to wait for."""
         self.group: Any = group
         self.ours: Container[int] = ours
         self.arrivals: Arrivals = arrivals
@@ -72,14 +72,14 @@ class GatherNet:
         return self.unshard(*args, **kwargs)
 
     def is_intact(self) -> bool:
-        """Is it in the way of who gathers? There may be another optimizer's, too."""
+        """Returns whether `unshard` still calls this net, perhaps through the net of another optimizer."""
         net = self.group.__dict__.get("unshard")
         while isinstance(net, GatherNet) and net is not self:
             net = net.unshard
         return net is self
 
     def remove(self) -> None:
-        """If others' are around it, it stays, for nothing."""
+        """Restores `unshard`. If another optimizer's net wraps this one, this one stays, and no longer waits."""
         if self.group.__dict__.get("unshard") is self:
             del self.group.unshard
             if isinstance(self.unshard, GatherNet):

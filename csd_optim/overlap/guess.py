@@ -1,4 +1,4 @@
-"""A step that begins in backward: a guess, which step() keeps or undoes."""
+"""A guess: a step that begins in backward, and that step() keeps or undoes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .early_images import EarlyImages
 
 
 class Guess:
-    """One step that began before step(), with constants as they were then, and gradients as they become final.
+    """One step that begins before step(), with the hyperparameters of that time, and gradients as they become final.
 
-    Nothing changes that a program can see: new states go to the slots that nobody reads yet; new parameters, and the
-    gradients that they were made from, stay in `hold`.
+    A program sees no change: new states go to the inactive slots of the store; new parameters, and the gradients that
+    they were made from, stay in `hold`.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Guess:
         hold: torch.Tensor,
         brings: Executor,
     ) -> None:
-        """Begins `step`, in which the parameters stand for their gradients.
+        """Begins `step`, which was prepared with the parameters in place of their gradients.
 
-        `early`: tiles that are pushed as soon as their gradients are final, as long as `hold` (uint8, 1-D) has room;
-        `late`: those that step() pushes. Both uint32, in the order in which they are to flow. `brings`: one thread.
+        `early`: tiles that are pushed as soon as their gradients are final, while `hold` (uint8, 1-D) has room; `late`:
+        tiles that step() pushes. Both uint32, in flow order. `brings`: an executor with one thread.
         Raises what Engine.begin() raises.
         """
         self.step: PreparedStep = step
@@ -51,10 +51,10 @@ class Guess:
         self._engine, self._state_map = engine, state_map
         self._hold, self._taken = hold, 0  # bytes
         self._grads: dict[int, torch.Tensor] = {}  # final ones, by row
-        self._made: dict[int, Any] = {}  # events, by row: after them gradients on an accelerator are there
+        self._made: dict[int, Any] = {}  # by row: event after which the gradient, on an accelerator, is ready
         self._images = EarlyImages(engine, state_map, step, brings)
-        self._tiles_of: dict[int, list[int]] = {}  # that may be pushed, by row
-        self._missing = dict.fromkeys(early.tolist(), 0)  # of each of them: gradients that are not final
+        self._tiles_of: dict[int, list[int]] = {}  # by row: tiles that may be pushed in backward
+        self._missing = dict.fromkeys(early.tolist(), 0)  # by tile: number of gradients that are not final yet
         rows, tiles = pieces.all["param"], pieces.all["tile"]
         can = [tile for tile in early.tolist() if tile not in self._images.tiles or self._images.can(tile)]
         awaited = (step.table["grad"][rows] != 0) & np.isin(tiles, can)
@@ -70,14 +70,14 @@ class Guess:
     # ---- in backward -----------------------------------------------------------
 
     def is_final(self, row: int, grad: torch.Tensor, made: Any) -> None:
-        """This is a parameter's gradient; on an accelerator, after the event `made`.
+        """Takes a parameter's final gradient, and pushes the tiles that lack no other gradient.
 
-        Raises CSDError if the step has failed.
+        `made`: for a gradient on an accelerator, the event after which it is ready. Raises CSDError if the step fails.
         """
         if row not in self._tiles_of or row in self._grads:
             return
         if not _is_plain(grad, self._state_map.by_index[row]):
-            return  # step() finds a way for it
+            return  # step() converts it
         self._grads[row] = grad
         if made is not None:
             self._made[row] = made
@@ -105,12 +105,12 @@ class Guess:
     # ---- in step() -------------------------------------------------------------
 
     def _writes(self) -> list[Any]:
-        """Counts what somebody writes to states."""
+        """Version counters of all states: they differ from earlier ones if somebody has written to a state."""
         windows = [w._version for b in self._state_map.by_index for w in b.windows.values()]
         return [windows, self._engine.decoded.versions()]
 
     def wrong_before(self, params: list[torch.Tensor]) -> str:
-        """What makes it wrong, before anybody looks at the gradients of these parameters, who take part; or nothing."""
+        """Why the guess is wrong, whatever the gradients are; "" if it is not. `params`: those that take part."""
         plan, places = self.step.plan, self._state_map
         if len(params) != len(plan.params) or any(p is not q for p, q in zip(params, plan.params, strict=True)):
             return "parameters that take part"
@@ -119,25 +119,25 @@ class Guess:
         return "" if places.intact() and self._writes() == self._writes_before else "states"
 
     def wrong(self, step: PreparedStep) -> str:
-        """What makes it wrong: `step` is what it should have been; or nothing. Raises CSDError if it has failed."""
+        """Why the guess differs from `step`, the actual step; "" if it does not. Raises CSDError if it has failed."""
         if step.plan is not self.step.plan or step.prepared.keys() != self._far:
             return "parameters that take part"
         if not np.array_equal(step.hypers, self.step.hypers):
             return "constants"
         table = step.table.copy()
-        if self.step.given:  # the same: nobody has written to states, or moved a parameter
+        if self.step.given:  # these are the same in `step`: no state was written, no parameter was moved
             self.step.given.tell(table)
         but_grad = [name for name in table.dtype.names or () if name != "grad"]
         if not all(np.array_equal(table[name], self.step.table[name]) for name in but_grad):
             return "constants"
-        # All bytes: torch does not count what is written through `grad.data` or NumPy.
+        # All bytes are compared, as writes through `grad.data` or NumPy do not change torch's version counters.
         unchanged = self._images.unchanged(step) and self._engine.unchanged(table)
         return "" if unchanged else "gradients"
 
     def keep(self, step: PreparedStep, record: Record | None, order: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """It was right: parameters get what is held, and the rest follows in `order`. Returns all tiles.
+        """Keeps a right guess: writes the held parameters, and pushes the other tiles in `order`. Returns all tiles.
 
-        `record`: for its commit. Raises CSDOSError if that has no room; then undo() is to follow.
+        `record`: for the commit. Raises CSDOSError if the store has no room for it; then call undo().
         """
         self._engine.committer.reserve(record)
         self._engine.release(step.table, order)
@@ -149,20 +149,20 @@ class Guess:
         return self.tiles
 
     def give_up(self) -> None:
-        """From now on the engine is no longer used, which somebody closes."""
+        """Stops using the engine, which is about to be closed."""
         self._images.give_up()
 
     def undo(self) -> list[Future[None]]:
-        """It was wrong, or failed: as if it had never begun. When what it returns is done, `hold` is free again."""
+        """Undoes a guess that was wrong or failed. Returns futures: when all are done, `hold` may be used again."""
         self._images.give_up()
         if self._engine.stepping:
-            with contextlib.suppress(CSDError):  # what made it fail, if anything did
+            with contextlib.suppress(CSDError):  # the reason why the guess failed, if it did
                 self._engine.finish(keep=False)
         return self._images.brought
 
 
 def _is_plain(grad: torch.Tensor, param_state: ParamState) -> bool:
-    """Has its memory what is to be pushed, in this order?"""
+    """Returns whether the gradient can be pushed as it lies in memory: dtype, device and element order fit."""
     if param_state.direct:
         return grad.dtype is param_state.direct and grad.is_contiguous() and not grad.is_neg()
     p = param_state.local

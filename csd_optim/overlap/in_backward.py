@@ -1,4 +1,4 @@
-"""Steps that run in backward: each gradient goes to the devices when it is there, and its memory is free again."""
+"""Steps that run in backward: each gradient goes to the devices as soon as it is final, and is freed after its use."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from .order import NEVER
 from .taken import TakenGradient
 
 _CHANGED = (
-    "backward has changed parameters already, as it does with overlap(free_gradients=True): nobody can read them, or "
-    "the states, before step(), or zero_grad(), which undoes that"
+    "with overlap(free_gradients=True) backward has changed parameters already: they and the states cannot be read "
+    "until step() completes these updates, or zero_grad() undoes them"
 )
 _AGAIN = (
-    "a second backward before step(), or a checkpoint with use_reentrant=True, which makes several: with "
-    "overlap(free_gradients=True) a step has the gradients of one, and everything is as it was before. Nothing can be "
-    "accumulated; checkpoints take use_reentrant=False"
+    "a second backward before step(), or a checkpoint with use_reentrant=True, which runs several: with "
+    "overlap(free_gradients=True) a step uses the gradients of one backward, and the step is undone. Gradients cannot "
+    "be accumulated; use checkpoints with use_reentrant=False"
 )
 
-# What prepares a step in which all parameters take part that require gradients, and stand for these.
+# Prepares a step of all parameters that require gradients, with the parameters in place of their gradients.
 Prepare = Callable[[], tuple[PreparedStep, "Record | None"]]
 
 
@@ -56,29 +56,30 @@ class Lent(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A gradient, or a part of it, contiguous, that begins with the parameter's element `first`."""
+    """A contiguous gradient, or a contiguous part of one that begins at element `first` of the parameter."""
 
     grad: torch.Tensor
     first: int
 
     @property
     def address(self) -> int:
-        """Where the whole would begin."""
+        """The address at which the whole gradient would begin."""
         return self.grad.data_ptr() - self.first * self.grad.element_size()
 
 
 class Taken(NamedTuple):
-    """A parameter whose gradient a step has."""
+    """A parameter whose gradient the step has taken."""
 
     param_state: ParamState
-    version: int  # of the parameter, since then
+    version: int  # of the parameter, right after that
 
 
 class StepsInBackward(BesideModel):
-    """Of one optimizer and one model. A step is under way from the first gradient of a backward to the end of step().
+    """The steps of one optimizer and one model: each is under way from the first gradient of a backward until step().
 
-    Until then its parameters change, and whoever reads one that may have changed gets a CSDRuntimeError. So does who
-    wants what such a step cannot do, and then it is undone: parameters and states are those before that backward.
+    In between its parameters change, and reading one that may have changed raises CSDRuntimeError. Anything that such a
+    step cannot support raises CSDRuntimeError, too, and undoes the step: parameters and states are those before that
+    backward.
     """
 
     def __init__(
@@ -91,18 +92,19 @@ class StepsInBackward(BesideModel):
         most: int,
         spans: list[Span] | None,
     ) -> None:
-        """`groups`, `spans`: as of BesideModel. `prepare`: a bound method of something that may go away.
+        """`groups`, `spans`: as in BesideModel.
 
-        `most`: bytes of gradients that may be under way; backward waits when there are more.
+        `prepare`: a bound method, held weakly because its object (the optimizer) may be dropped.
+        `most`: bytes of gradients that may be in flight; backward waits while there are more.
         """
         super().__init__(model, groups, spans)
         self._engine, self._runner = engine, runner
         self._prepare = weakref.WeakMethod(prepare)  # type: ignore[arg-type]
-        # Before the finalizer that closes the engine: the last that is made comes first.
+        # Finalizers run last made, first called: this one runs before the one that closes the engine.
         self._if_dropped = weakref.finalize(prepare.__self__, self.abandon)  # type: ignore[attr-defined]
         self._most = most
-        self._waited, self._early_elems = 0.0, 0  # seconds, elements, of the last step
-        self._given_up = -1  # a backward whose step was undone before its end
+        self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
+        self._given_up = -1  # number of a backward whose step was undone before the backward ended
         self._reset()
         self._hooks += [
             p.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
@@ -110,25 +112,25 @@ class StepsInBackward(BesideModel):
         ]
 
     def _reset(self) -> None:
-        """No step is under way."""
+        """Resets all state: no step is under way."""
         self.active: bool = False
         self._step: PreparedStep | None = None
-        self._task, self._over = -1, False  # torch's number of the backward; has it come to its end?
-        self._gone = threading.Event()  # it has, or it has failed; or there is none
+        self._task, self._over = -1, False  # torch's number of the backward; whether it has ended
+        self._gone = threading.Event()  # set if no backward is under way: it has ended or failed
         self._gone.set()
-        self._constants: list[dict[str, Any]] = []  # of the groups
+        self._constants: list[dict[str, Any]] = []  # the groups' hyperparameters
         self._awaited: dict[int, ParamState] = {}  # by id of the parameter: all that may take part
-        self._taken: dict[int, Taken] = {}  # those whose gradients are there, likewise
+        self._taken: dict[int, Taken] = {}  # likewise: those whose gradients the step has taken
         self._pieces: Pieces | None = None
-        self._to_push: dict[int, None] = {}  # tiles
-        self._tiles: list[int] = []  # that were pushed, in this order
-        self._missing = np.zeros(0, np.int64)  # of each tile: gradients that are not there
-        self._parts: dict[int, dict[int, Part]] = {}  # by tile that lacks others, by row
+        self._to_push: dict[int, None] = {}  # tiles not pushed yet
+        self._tiles: list[int] = []  # tiles pushed, in this order
+        self._missing = np.zeros(0, np.int64)  # by tile: number of gradients it still lacks
+        self._parts: dict[int, dict[int, Part]] = {}  # by tile that lacks gradients, then by row: those it has
         self._lent: deque[Lent] = deque()
-        self._lent_bytes = 0  # of these, and of gradients that are to be copied
-        self._images: frozenset[int] = frozenset()  # tiles that travel by images, such as those on an accelerator
-        self._flow: Flow | None = None  # of these
-        self._to_copy: dict[int, int] = {}  # of each of these that is on its way: bytes of gradients
+        self._lent_bytes = 0  # of the gradients in _lent, and of those to be copied to images
+        self._images: frozenset[int] = frozenset()  # tiles that travel through staging buffers, as for an accelerator
+        self._flow: Flow | None = None  # of the tiles in _images
+        self._to_copy: dict[int, int] = {}  # by tile of _images that is in flight: bytes of its gradients
 
     def end(self) -> None:
         self.abandon()
@@ -141,13 +143,13 @@ class StepsInBackward(BesideModel):
     # ---- in backward -----------------------------------------------------------
 
     def _on_grad(self, p: torch.Tensor) -> None:
-        """A gradient is there. Raises what a step raises, and CSDRuntimeError; the step is undone then."""
+        """Hook: takes a final gradient. Raises what a step raises, and CSDRuntimeError; then the step is undone."""
         prepare = self._prepare()
         if prepare is None or p.grad is None:
             return
-        with self._engine.lock, torch.no_grad():  # several threads may go backward
+        with self._engine.lock, torch.no_grad():  # several threads may run backward
             task = torch._C._current_graph_task_id()
-            if task == self._given_up:  # what is under way is not of this backward
+            if task == self._given_up:  # the step of this backward was undone already
                 raise CSDRuntimeError(_AGAIN)
             try:
                 if self._step and task != self._task:
@@ -162,12 +164,12 @@ class StepsInBackward(BesideModel):
 
     def _begin(self, prepare: Prepare, task: int) -> None:
         engine = self._engine
-        with defer_signals():  # that it has begun is noted
+        with defer_signals():  # no Ctrl-C between the start of the step and self._step
             step, record = prepare()
             moved = any(s.back or s.grad_dtype is not s.param.dtype for s in step.prepared.values())
             if moved or step.table["topk"].any():
                 raise CSDRuntimeError(
-                    "overlap(free_gradients=True): a parameter moved in memory, or owes what Top-K left"
+                    "overlap(free_gradients=True): a parameter has moved in memory, or has a residual of Top-K"
                 )
             self._awaited = {id(b.param): b for b in step.plan.param_states}
             self._constants = [plain(group) for group in self._groups()]
@@ -200,7 +202,7 @@ class StepsInBackward(BesideModel):
                 f"takes dense ones of the parameter's dtype, {dtype}"
             )
         was_ours = not param_state.is_written
-        # From now on it may change: torch refuses to go back through what has saved it.
+        # The parameter may change from now on: make torch refuse a backward through graphs that saved it.
         torch.autograd.graph.increment_version([p])
         if was_ours:
             param_state.is_ours()
@@ -215,9 +217,9 @@ class StepsInBackward(BesideModel):
             self._hand_over(param_state.index, grad)
 
     def _hand_over(self, row: int, grad: torch.Tensor | None) -> None:
-        """Pushes the tiles that lack no other gradient. Of the others' parts copies are kept, not the whole.
+        """Pushes the tiles that lack no other gradient. For each other tile a copy of its part is kept, not the whole.
 
-        None: the accelerator has used it.
+        `grad` None: the accelerator has used it already.
         """
         assert self._pieces is not None
         complete: dict[int, dict[int, Part]] = {}
@@ -241,7 +243,7 @@ class StepsInBackward(BesideModel):
             self._lent_bytes += self._lent[-1].nbytes
 
     def _push(self, tile: int, parts: dict[int, Part]) -> None:
-        """With these gradients, by row; others it has none."""
+        """Pushes a tile with the gradients `parts`, by row; its other parameters have no gradient."""
         pieces = self._engine.pieces_of(tile)
         if tile in self._images:
             assert self._flow
@@ -257,7 +259,7 @@ class StepsInBackward(BesideModel):
         del self._to_push[tile]
 
     def _sources_of(self, rows: list[int], parts: dict[int, Part]) -> dict[int, GradSource]:
-        """Of a tile that travels by an image."""
+        """The gradient sources, by row, of a tile that travels through a staging buffer."""
         assert self._step
         sources = {}
         for row in rows:
@@ -274,7 +276,7 @@ class StepsInBackward(BesideModel):
         self._lent_bytes -= self._to_copy.pop(tile)
 
     def _let_go(self) -> None:
-        """Of gradients that have been used, or copied; waits as long as there are too many that have not.
+        """Frees gradients that were used or copied; waits while more than `most` bytes are in flight.
 
         Raises CSDOSError.
         """
@@ -288,7 +290,7 @@ class StepsInBackward(BesideModel):
         self._waited += time.perf_counter() - began
 
     def ended(self, task: int, *, whole: bool) -> None:
-        """A backward has come to its end, or failed."""
+        """Notes that a backward has ended (`whole`) or failed; undoes the step of one that failed."""
         if task == self._task and not self._over:
             self._over = whole
             if not whole:
@@ -297,12 +299,15 @@ class StepsInBackward(BesideModel):
     # ---- what is asked of a step under way -----------------------------------------
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
-        """Somebody is about to read these: see Arrivals. Raises CSDRuntimeError if one may have changed."""
+        """Called before these parameters are read: see Arrivals. Raises CSDRuntimeError if one may have changed."""
         if any(id(p) in self._taken for p in params):
             self.settle()
 
     def settle(self) -> None:
-        """Returns when no step is under way: one that nobody can ask for any more is undone. Else CSDRuntimeError."""
+        """Returns when no step is under way. Undoes one whose gradients were cleared, and which step() cannot take.
+
+        Raises CSDRuntimeError if step() can still take it.
+        """
         self._wait_for_failure()
         with self._engine.lock:
             if self._step is None:
@@ -312,10 +317,10 @@ class StepsInBackward(BesideModel):
             self.abandon()
 
     def _wait_for_failure(self) -> None:
-        """A thread of autograd's undoes the step of a backward that fails, perhaps after that has returned."""
+        """Waits until backward has ended. If it failed, a thread of autograd undoes the step, perhaps a bit later."""
         if torch._C._current_graph_task_id() < 0:  # not in a backward
             self._gone.wait()
-            with self._engine.lock:  # or is undoing it: what says that it is gone is another one then
+            with self._engine.lock:  # abandon() replaces `_gone` by a set one before it undoes the step under this lock
                 pass
 
     def come_to_rest(self, *, meets: bool) -> None:
@@ -326,26 +331,26 @@ class StepsInBackward(BesideModel):
         return False
 
     def _cleared(self) -> bool:
-        """Has somebody set the gradients to None, as model.zero_grad() does?"""
+        """Returns whether all gradients were set to None, as model.zero_grad() does."""
         return all(taken.param_state.param.grad is None for taken in self._taken.values())
 
     def abandon(self) -> None:
-        """What a backward has changed is as it was before; gradients that were taken are gone."""
+        """Undoes the step: parameters and states are those before backward; gradients that were taken are lost."""
         with self._engine.lock, torch.no_grad():
             step, taken, flow = self._step, self._taken, self._flow
             if step is None:
                 return
-            lent, parts = self._lent, self._parts  # read until the step is undone
+            lent, parts = self._lent, self._parts  # the engine reads these gradients until the step is undone
             if not self._over:
                 self._given_up = self._task
             self._reset()
-            self.active, self._taken = True, taken  # who reads one of these on another thread waits in settle()
+            self.active, self._taken = True, taken  # so that a read on another thread waits in settle()
             try:
                 with contextlib.ExitStack() as last:
                     if self._engine.stepping:
                         last.callback(self._runner.undo, self._engine, step)  # also if the accelerator fails
                     if flow and step.ring:
-                        step.ring.join()  # what goes back to parameters does so before they are restored
+                        step.ring.join()  # what is being copied to parameters arrives before they are restored
             finally:
                 self._clear(taken)
                 self._engine.lent = None
@@ -366,7 +371,7 @@ class StepsInBackward(BesideModel):
         return self._step is not None
 
     def before_step(self, *, skips: bool, scaled: bool) -> None:
-        """Raises CSDRuntimeError if the step is not the one that is asked for now, and undoes it."""
+        """Undoes the step, and raises CSDRuntimeError, if step() cannot take it: see _wrong()."""
         if self._spans:
             self._spans.is_over()
         self._wait_for_failure()
@@ -377,6 +382,7 @@ class StepsInBackward(BesideModel):
             raise CSDRuntimeError(f"overlap(free_gradients=True) cannot take this step, and it is undone: {why}")
 
     def _wrong(self, *, scaled: bool) -> str:
+        """Why step() cannot take the step under way; "" if it can."""
         groups = self._groups()
         has_grad = [
             (name_of(groups, k, i), p)
@@ -386,7 +392,7 @@ class StepsInBackward(BesideModel):
         ]
         if self._step is None:
             old = [name for name, p in has_grad if isinstance(p.grad, TakenGradient)]
-            return f"{old[0]} has had its gradient used by a step before: call zero_grad() between steps" if old else ""
+            return f"an earlier step has used the gradient of {old[0]}: call zero_grad() between steps" if old else ""
         if not self._over:
             return "backward is still going on"
         if scaled:
@@ -406,7 +412,7 @@ class StepsInBackward(BesideModel):
         return ""
 
     def end_step(self, record: Record | None) -> None:
-        """The rest of the step, which is undone if that fails."""
+        """Completes the step with the tiles that were not pushed in backward; undoes it if that fails."""
         step, engine = self._step, self._engine
         assert step is not None
         self._early_elems = sum(map(engine.elems_of, self._tiles))
@@ -443,7 +449,7 @@ class StepsInBackward(BesideModel):
 
 
 class _Pass:
-    """Queued in a backward, to tell when that ends: autograd calls it then, and drops it uncalled on an exception."""
+    """A callback queued in a backward. Autograd calls it at the end; after an exception it drops it uncalled."""
 
     def __init__(self, steps: StepsInBackward, task: int, gone: threading.Event) -> None:
         self._steps, self._task, self._gone = steps, task, gone
@@ -454,14 +460,14 @@ class _Pass:
 
     def __del__(self) -> None:
         try:
-            with contextlib.suppress(CSDError):  # what keeps parameters from being restored is said by the next step
+            with contextlib.suppress(CSDError):  # if parameters cannot be restored, the next step says why
                 self._steps.ended(self._task, whole=False)
-        finally:  # or who reads a parameter waits for ever
+        finally:  # otherwise a reader of a parameter would wait forever
             self._gone.set()
 
 
 def cannot_free(groups: Groups, options: GradOptions, max_grad_norm: float | None) -> str:
-    """Why gradients cannot be freed in backward; or nothing."""
+    """Why gradients cannot be freed in backward; "" if they can."""
     if max_grad_norm is not None:
         return "max_grad_norm is set, and the norm of all gradients is known only when backward is over"
     if options.topk is not None or any(group.get("topk") is not None for group in groups):

@@ -1,4 +1,4 @@
-"""What the ways of steps that go on beside the model have in common."""
+"""The base class of the modes in which a step runs concurrently with the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .waits import Nets, WaitingList
 
 
 class BesideModel(InStep):
-    """Steps that go on while a model runs: while `active`, who reads a parameter of it has to wait(). See Arrivals."""
+    """Steps that run concurrently with a model. While `active`, its parameters are read after wait(): see Arrivals."""
 
     overlaps = True
 
     def __init__(self, model: torch.nn.Module, groups: Callable[[], Groups], spans: list[Span] | None) -> None:
-        """`groups`: the optimizer's, which load_state_dict() exchanges; none: it is gone. `spans`: see ModelSpans.
+        """`groups` returns the optimizer's groups, which load_state_dict() replaces; empty if the optimizer is gone.
 
-        Who derives from this adds hooks of gradients: after it, so that spans see gradients first.
+        `spans`: see ModelSpans. Subclasses register their gradient hooks after this constructor, so that the spans see
+        each gradient first.
         """
         self.active = False
         self._groups = groups
@@ -40,7 +41,7 @@ class BesideModel(InStep):
         raise NotImplementedError
 
     def _spread_nets(self) -> None:
-        """Whoever goes through the parameters of a group waits, too."""
+        """Makes iterating over a group's parameters wait for them, too."""
         for group in self._groups():
             if not isinstance(group["params"], WaitingList):
                 group["params"] = WaitingList(group["params"], self)
@@ -55,11 +56,11 @@ class BesideModel(InStep):
             group["params"] = list(group["params"])
 
     def abandon(self) -> None:
-        """What is under way is nobody's any more."""
+        """Ends the step under way without an error, because no caller is left to hear of one."""
         raise NotImplementedError
 
     def give_way(self) -> bool:
-        """Ends if the optimizer is gone, which cannot be asked to. Returns whether it is."""
+        """Ends this mode if its optimizer was dropped, which nobody can call any more. Returns whether it was."""
         if self._groups():
             return False
         self.abandon()

@@ -1,4 +1,4 @@
-"""In which order the tiles of a step flow, so that each parameter arrives when it is used next."""
+"""The order in which the tiles of a step flow, so that parameters arrive in the order of their next use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import numpy as np
 
 from ..engine.pieces import Pieces
 
-NEVER = np.iinfo(np.int64).max  # used, as far as is known
+NEVER = np.iinfo(np.int64).max  # rank of a parameter that no noted forward has used
 
 
 def last_places(pieces: Pieces, n_params: int, flow: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Of each parameter, by row: the place in `flow`, a sequence of tiles, of the last one that has a piece of it."""
+    """For each parameter, by row: the index in `flow`, a sequence of tiles, of the last tile with a piece of it.
+
+    -1 if no tile of `flow` has any.
+    """
     place = np.full(pieces.n_tiles, -1)
     place[flow] = np.arange(len(flow))
     last = np.full(n_params, -1)
@@ -22,7 +25,7 @@ def last_places(pieces: Pieces, n_params: int, flow: np.ndarray[Any, Any]) -> np
 
 
 def by_next_use(pieces: Pieces, n_params: int, uses: Mapping[int, int]) -> np.ndarray[Any, Any]:
-    """A rank for each tile, int64: that of the earliest use of what is in it. `uses`: of parameters, by row."""
+    """A rank for each tile, int64: that of its parameter that is used first. `uses`: rank of each parameter, by row."""
     rank_of = np.full(n_params, NEVER)
     rank_of[[*uses]] = [*uses.values()]
     ranks = np.full(pieces.n_tiles, NEVER)
@@ -31,10 +34,10 @@ def by_next_use(pieces: Pieces, n_params: int, uses: Mapping[int, int]) -> np.nd
 
 
 def spread(flow: np.ndarray[Any, Any], share: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Divides tiles, given in the order of use, into those for backward and those for after it, each as it flows.
+    """Divides tiles, given in the order of use, into those for backward and those for step(), each in flow order.
 
-    In backward every layer's share comes, the last layer first: then the forward that follows finds a share of each
-    layer done, and waits for the rest of one only as long as that takes.
+    Backward gets the fraction `share` of every layer, last layer first. The next forward then finds that fraction of
+    each layer done, and waits for the rest of one layer at a time.
     """
     places = np.arange(len(flow))
     early = np.floor((places + 1) * share) > np.floor(places * share)

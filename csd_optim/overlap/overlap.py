@@ -1,4 +1,4 @@
-"""The step beside the program: what of it is under way, and who waits for what."""
+"""A step that runs concurrently with the program: its state, and what the program has to wait for."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .mode import BesideModel
 from .order import by_next_use
 from .together import Together
 
-NOTED = 2  # forwards of which the order of use is noted: the first may be an odd one
+NOTED = 2  # forwards whose order of use is noted: the first may be atypical
 
 
 class Overlap(BesideModel):
-    """Of one optimizer and one model: a step goes on after step(), and may begin in backward.
+    """The overlap of one optimizer with one model: a step goes on after step() returns, and may begin in backward.
 
-    Between two calls of step() there may be a step that was launched, or one that began in backward and that nobody has
-    asked for yet (early.py); never both.
+    Between two calls of step() one step may be under way: either one that step() has launched, or one that began in
+    backward and that step() has not confirmed yet (early.py); never both.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class Overlap(BesideModel):
         hold: torch.Tensor,
         spans: list[Span] | None,
     ) -> None:
-        """`groups`, `spans`: as of BesideModel. `ranks`: all of them overlap, or none.
+        """`groups`, `spans`: as in BesideModel. `ranks`: either all of them overlap, or none does.
 
-        `foresee`: with it steps begin in backward; it and `hold` as of EarlySteps.
+        `foresee`: if given, steps begin in backward. `foresee` and `hold` are those of EarlySteps.
         """
         super().__init__(model, groups, spans)
         self._engine, self._runner, self._state_map = engine, runner, state_map
         self._flight: Flight | None = None
         self._together = Together(ranks, engine, runner) if ranks else None
-        # Row of a parameter: how many were used before it in the forward under way
+        # By row of a parameter: how many others the current forward used before it. None: not noted any more
         self._noting: dict[int, int] | None = {}
         self._to_note = NOTED
         self._pieces: Pieces | None = None
         self._at_once: list[int] = []  # rows that step() waits for
-        self._to_give_back: dict[int, GradSource] = {}  # by row: parameters that are not in the order of their states
-        self._waited, self._early_elems = 0.0, 0  # seconds, elements, of the last step
-        self._told = False  # that somebody took nets off
-        self._under_way: dict[int, str] = {}  # for the check: names of parameters that nobody waited for, by address
+        self._to_give_back: dict[int, GradSource] = {}  # by row: parameters ordered unlike their states in memory
+        self._waited, self._early_elems = 0.0, 0  # of the last step: seconds waited, elements pushed in backward
+        self._told = False  # whether the user was warned that the model has changed
+        self._under_way: dict[int, str] = {}  # for UseCheck: names of parameters not waited for yet, by address
         self._check = UseCheck(lambda: self._under_way) if settings.checks_overlap() else None
         trained = self._trained()
         self._hooks += [
@@ -91,7 +91,7 @@ class Overlap(BesideModel):
         super().end()
 
     def abandon(self) -> None:
-        with contextlib.suppress(CSDError):  # nobody is left to be told
+        with contextlib.suppress(CSDError):  # no caller is left to hear of it
             self.land()
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Overlap(BesideModel):
     # ---- step() ----------------------------------------------------------------
 
     def before_step(self, *, skips: bool, scaled: bool) -> None:
-        """What is under way from here on is this step, or nothing."""
+        """Ends the last step. From here on only a guess at the new step may be under way."""
         if self._spans:
             self._spans.is_over()
         self._meet()
@@ -131,7 +131,7 @@ class Overlap(BesideModel):
         return can
 
     def _fly(self, step: PreparedStep, record: Record | None) -> None:
-        """Raises what a step raises; among ranks, the next meeting does."""
+        """Launches the step. Raises what a step raises; with several ranks, the next meeting raises it."""
         engine, reached = self._engine, self._reached()
         self._spread_nets()
         self._note_order()
@@ -171,12 +171,12 @@ class Overlap(BesideModel):
             self._state_map.by_index[row].is_ours()
 
     def _undo_early(self, why: str) -> None:
-        """What began in backward has not begun. `why`: for stats()."""
+        """Undoes a step that began in backward. `why`: for stats()."""
         if self._early:
             self._early.undo(why)
 
     def clears(self, *, set_to_none: bool) -> bool:
-        """A step under way goes on, unless gradients are to become zeros."""
+        """Sets gradients to None itself while a step goes on; waits for that step if they are to become zeros."""
         if not set_to_none:
             self._undo_early("other calls")
             self.land()
@@ -184,12 +184,12 @@ class Overlap(BesideModel):
         if self._early:
             self._early.forget_gradients()
         for group in self._groups():
-            for p in list.__iter__(group["params"]):  # who goes through a WaitingList waits
+            for p in list.__iter__(group["params"]):  # iterating over a WaitingList itself would wait
                 p.grad = None
         return True
 
     def _reached(self) -> Set[int]:
-        """Ids of the parameters for which somebody waits."""
+        """Ids of the parameters whose readers wait; none, with a warning, if the model has changed."""
         if self._nets.intact():
             return self._nets.reached
         if not self._told:
@@ -205,18 +205,18 @@ class Overlap(BesideModel):
     # ---- order -----------------------------------------------------------------
 
     def _note_order(self) -> None:
-        """A forward is over: tiles flow from now on in the order in which it has used their parameters."""
+        """Called after a forward: from now on tiles flow in the order in which it used their parameters."""
         if self._noting:
             self._engine.rank = by_next_use(self._pieces_now(), self._engine.n_params, self._noting)
             self._to_note -= 1
         self._noting = {} if self._to_note else None
 
     def _may_begin(self) -> Pieces | None:
-        """In backward: what there is to flow, if the order is known and no step is under way."""
+        """Called in backward: returns the pieces if the order of use is known and no step is under way, else None."""
         if self._engine.rank is None or (self._flight and (not self._flight.landed or self._flight.failure)):
             return None
         self.land()
-        self._runner.in_flight = True  # who looks at states undoes the guess: codes are not decoded in a step
+        self._runner.in_flight = True  # reading states undoes the guess: codes are not decoded during a step
         return self._pieces_now()
 
     def _pieces_now(self) -> Pieces:
@@ -227,12 +227,12 @@ class Overlap(BesideModel):
     # ---- waiting ---------------------------------------------------------------
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
-        """Returns when these parameters have arrived. Raises what land() raises."""
+        """Returns when these parameters have arrived. Raises what land() raises. See Arrivals."""
         places = self._state_map.param_states
         rows = [places[id(p)].index for p in params if id(p) in places]
         if self._noting is not None:
             for row in rows:
-                if self._state_map.by_index[row].copy:  # nobody waits for it: its tiles flow last
+                if self._state_map.by_index[row].copy:  # updated on the accelerator, nothing waits: tiles flow last
                     continue
                 self._noting.setdefault(row, len(self._noting))
         if (flight := self._flight) is None:
@@ -245,11 +245,11 @@ class Overlap(BesideModel):
         self._waited += time.perf_counter() - began
 
     def _before_grad(self, to: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
-        """A gradient is to be added to what a parameter has: not while the step still reads that."""
+        """Hook: a gradient is about to be accumulated. Waits while the step still reads the one in `p.grad`."""
         p = to()
         if not (self.active and self._flight) or p is None:
             return
-        if self._together:  # DDP writes to the memory of gradients that nobody has any more
+        if self._together:  # DDP reuses the memory of gradients even after `p.grad` is cleared
             self.land()
             return
         if p.grad is None:
@@ -261,13 +261,13 @@ class Overlap(BesideModel):
             self.wait([p])
 
     def land(self) -> None:
-        """Returns when no step is under way here. If one has failed, raises that, once; it is undone then.
+        """Returns when no step is under way on this rank. If it has failed, it is undone, and this raises why, once.
 
-        Among ranks nobody raises that alone: see together.py.
+        With several ranks none of them raises alone: see together.py.
         """
         if (flight := self._flight) is not None:
             flight.join()
-            with defer_signals():  # a Ctrl-C between would lose what the ranks have to tell each other
+            with defer_signals():  # a Ctrl-C here would lose the outcome that ranks have to exchange
                 if self._flight is not flight:  # another thread was faster
                     return
                 self._under_way = {}
@@ -277,15 +277,15 @@ class Overlap(BesideModel):
                 self._is_over(flight.step, flight.failure)
 
     def _is_over(self, step: PreparedStep, failure: BaseException | None) -> None:
-        """A step is whole here, or has failed. Raises why, if there is nobody else to be told."""
+        """Notes that a step is complete here or has failed. Raises why, unless other ranks have to be told first."""
         if self._together:
             self._together.is_over(step, failure)
-            self.active |= failure is not None  # who would keep parameters is told
+            self.active |= failure is not None  # so that saving the parameters raises it: see settle()
         elif failure:
             raise failure
 
     def settle(self) -> None:
-        """Among ranks raises what made a step fail here, too."""
+        """As land(); with several ranks also raises why a step failed here, before they have met."""
         self.land()
         if self._together:
             self._together.reveal()
@@ -295,7 +295,7 @@ class Overlap(BesideModel):
         self._meet() if meets else self.settle()
 
     def _meet(self) -> None:
-        """As land(), and on all ranks: a collective, which raises on all of them."""
+        """As land(), but for all ranks: a collective, which raises on all of them if the step failed on any."""
         self.land()
         if self._together:
             try:

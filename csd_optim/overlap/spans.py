@@ -1,4 +1,4 @@
-"""When the model computes, for the timeline of CSD_OPTIM_TRACE: beside what the devices do then."""
+"""The times at which the model computes, for the timeline of CSD_OPTIM_TRACE, next to the work of the devices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .waits import NOTHING
 
 
 class ModelSpans:
-    """Notes each forward, from the first module entered to the first gradient, and of each backward, from there to
-    the last gradient. It is a forward pre-hook of all modules; a copy of it, with the model or pickled, does nothing.
+    """Notes each forward, from the first module entered to the first gradient, and each backward, from there to the
+    last gradient. It is a forward pre-hook of all modules; a copy of it, with the model or pickled, does nothing.
     """
 
     def __init__(self, spans: list[Span], model: torch.nn.Module, params: Iterable[torch.Tensor]) -> None:
-        """`spans`: to which they are added."""
+        """`spans`: the list to which spans are appended."""
         self._spans = spans
-        self._entered = self._first = self._last = 0.0  # when: a module, gradients; 0: not yet
+        self._entered = self._first = self._last = 0.0  # times of the first module, of gradients; 0: not yet
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._hooks = [m.register_forward_pre_hook(self) for m in modules]
         self._hooks += [
@@ -35,7 +35,7 @@ class ModelSpans:
         if torch._C._current_graph_task_id() != -1:  # recomputed in backward
             return
         if self._first:
-            self.is_over()  # the one before, whose gradients are accumulated
+            self.is_over()  # a backward before this forward: gradient accumulation
         self._entered = self._entered or time.perf_counter()
 
     def _on_grad(self, p: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class ModelSpans:
         self._first = self._first or self._last
 
     def is_over(self) -> None:
-        """No gradient is added any more to those of this backward."""
+        """Appends the spans of a forward and a backward, which has made its last gradient."""
         if self._entered and self._first:
             self._spans.append(("forward", self._entered, self._first))
         if self._first:

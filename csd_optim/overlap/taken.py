@@ -1,4 +1,4 @@
-"""What stands in `p.grad` for a gradient that a step has taken in backward."""
+"""The placeholder in `p.grad` for a gradient that a step has used and freed in backward."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..errors import CSDRuntimeError
 
 
 class TakenGradient(torch.Tensor):
-    """Has shape, dtype and device of its parameter, and no values: every operation on it raises CSDRuntimeError.
+    """A tensor with the shape, dtype and device of its parameter, and no values. All operations raise CSDRuntimeError.
 
-    Also those of autograd, which would add another gradient to it.
+    That includes autograd's accumulation of another gradient.
     """
 
     @staticmethod
@@ -42,7 +42,7 @@ class TakenGradient(torch.Tensor):
 
 def refuse(operation: object) -> NoReturn:
     raise CSDRuntimeError(
-        f"{operation} on a gradient that a step has taken already: with overlap(free_gradients=True) it is used and "
-        "gone when backward has made it. No clipping, no GradScaler, no accumulation, one backward between zero_grad() "
-        "and step(), and zero_grad() sets to None; see docs/overlap.md"
+        f"{operation} on a gradient that a step has taken already: with overlap(free_gradients=True) each gradient is "
+        "used and freed as soon as backward has made it. No clipping, no GradScaler, no accumulation, one backward "
+        "between zero_grad() and step(), and zero_grad() must set to None; see docs/overlap.md"
     )

@@ -1,7 +1,7 @@
-"""Overlap where ranks train together: a step that fails on one of them is undone on all, when they meet next.
+"""Overlap with several ranks: a step that fails on one rank is undone on all of them when they meet next.
 
-A rank whose step failed must not raise there alone, for the others would wait for it in their next collective. It goes
-on with the parameters that there are, and so do those whose step is whole; in what all of them call next, they meet.
+A rank whose step failed must not raise alone, because the others would wait for it in their next collective. It goes on
+with the parameters it has, as do the ranks whose step is complete. They meet in the next call that is a collective.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..step.run import StepRunner
 
 
 def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
-    """Raises CSDRuntimeError if overlap() cannot do what it is asked for where ranks train together.
+    """Raises CSDRuntimeError if overlap() does not support these options with several ranks.
 
-    `backward`: the step is to begin in backward.
+    `backward`: steps begin in backward.
     """
     if backward:
         raise CSDRuntimeError(
@@ -40,31 +40,34 @@ def check_ranks(groups: Groups, state_map: StateMap, *, backward: bool) -> None:
 
 
 class Together:
-    """What the ranks have still to tell each other of the last step."""
+    """The outcome of the last step on this rank, until the ranks have told each other theirs."""
 
     def __init__(self, ranks: Ranks, engine: Engine, runner: StepRunner) -> None:
         self._ranks, self._engine, self._runner = ranks, engine, runner
-        # A step that is over here, about which they have not met, and what made it fail here.
+        # A step that has ended here but was not agreed on yet, and the exception that made it fail here, if any.
         self._unmet: tuple[PreparedStep, BaseException | None] | None = None
 
     def all_can(self, can: bool) -> bool:
-        """Can all ranks launch their step? A collective."""
+        """Returns whether all ranks can launch their step. A collective."""
         return all(there for (there,) in self._ranks.gather(can))
 
     def is_over(self, step: PreparedStep, failure: BaseException | None) -> None:
-        """A launched step is whole here; or its states are undone, because of `failure`."""
-        step.prepared = {}  # gradients, which nobody needs any more
+        """Notes that a launched step has ended here: it is complete, or `failure` made it undo its states."""
+        step.prepared = {}  # frees gradients, which are no longer needed
         self._unmet = step, failure
 
     def reveal(self) -> None:
-        """Raises what made the last step fail here, until they have met: for who would keep what there is."""
+        """Raises the failure of the last step here, as long as the ranks have not met.
+
+        Called before parameters are saved, since they may not be those of a complete step.
+        """
         if self._unmet and (failure := self._unmet[1]):
             raise failure
 
     def meet(self) -> None:
-        """A collective. If the last step has failed on some rank, it is undone on all.
+        """Agrees on the last step, a collective. If the step failed on any rank, it is undone on all of them.
 
-        Then it raises on all of them: there what made it fail, elsewhere CSDRankError.
+        Then this raises on all ranks: the failure where it happened, CSDRankError elsewhere.
         """
         if self._unmet is None:
             return
@@ -73,20 +76,20 @@ class Together:
             try:
                 self._ranks.agree(failure)
             except BaseException:
-                if not self._ranks.lost:  # else nobody knows what the others have
+                if not self._ranks.lost:  # with a rank lost, it is unknown whether the others have the step
                     self._take_back(step)
                 raise
             self._is_met()
 
     def leave(self) -> None:
-        """This rank meets the others no more: what failed here is undone here."""
+        """Ends the meetings of this rank: a step that failed here is undone here."""
         if self._unmet and self._unmet[1] and not self._engine.closed:
             with contextlib.suppress(CSDError):
                 self._take_back(self._unmet[0])
         self._is_met()
 
     def _is_met(self) -> None:
-        """The last step is not undone any more."""
+        """Frees what was kept to undo the last step, which is final now."""
         if self._unmet and (near := self._unmet[0].near):
             near.end()
         self._unmet = None

@@ -1,20 +1,20 @@
-"""The nets around a model's parameters: whoever reads one that is still under way waits for it.
+"""The nets around a model's parameters: they make the reader of a parameter wait while it is still under way.
 
-    pre-hook        of each module with parameters: they arrive together, before its forward
-    WaitingDict     in `module._parameters`: what reads a parameter past its module's forward, such as
+    pre-hook        of each module with parameters: waits for all of them before the module's forward
+    WaitingDict     in `module._parameters`: for reads that bypass the module's forward, such as
                     `F.linear(x, m.weight)`, a chunked loss, `nn.MultiheadAttention`, `state_dict()`
-    GatherNet       where FSDP2 reads the shards that it gathers: see fsdp.py
-    CompiledCall    around what `torch.compile` made of a module: all parameters below it arrive first
-    WaitingList     in `group["params"]`
+    GatherNet       where FSDP2 reads the shards that it all-gathers: see fsdp.py
+    CompiledCall    around a module that `torch.compile` compiled: waits for all parameters below it
+    WaitingList     in `group["params"]`: for reads through the optimizer
 
-While nothing is under way each of them is one test of a flag, and on an accelerator whether a graph is captured. No
-lock of ours is held while somebody waits. References that somebody has kept are out of reach:
-`ps = list(model.parameters())`, and C++ that is handed a WaitingList itself.
+While nothing is under way, each net costs the test of a flag, and on an accelerator a check for graph capture. We hold
+no lock while a reader waits. The nets cannot catch references taken earlier, as by `ps = list(model.parameters())`, or
+C++ code that is passed a WaitingList itself.
 
-`torch.compile` looks at Python once and never runs these nets again. Below a CompiledCall that is right, and they leave
-no trace in the graph. Elsewhere, in a compiled function that calls the model, what was traced gives up its parameters:
-they leave `Nets.reached`, and no later step lets them arrive after it has returned. So does what is captured in a CUDA
-graph, a replay of which runs no Python at all.
+`torch.compile` traces Python once and never runs these nets again. Below a CompiledCall that is right, and the nets
+leave no trace in the graph. Elsewhere, as in a compiled function that calls the model, a traced net gives up its
+parameters: they leave `Nets.reached`, and from then on each step() waits for them before it returns. The same holds for
+CUDA graphs, whose replay runs no Python at all.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from .fsdp import GatherNet, groups_of, is_fsdp, is_fsdp1, ours_of, unit
 class Arrivals(Protocol):
     """The parameters under way."""
 
-    active: bool  # may anything have to be waited for, or is the order of use being noted? A plain attribute
+    active: bool  # whether wait() has to be called: a step is under way, or the order of use is noted. Plain attribute
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
-        """Return when these have arrived, for whatever thread and stream; raise what made the step fail.
+        """Return when `params` have arrived, for all threads and streams; raise the error of a step that failed.
 
-        Called only while `active`: with a module's parameters when it is entered, and with single ones when they are
-        read. Many come again and again; all of `params` are the optimizer's. Any thread may call it.
+        Called only while `active`: with all parameters of a module when it is entered, and with single ones when they
+        are read. The same ones may come repeatedly; all belong to the optimizer. Any thread may call this.
         """
 
     def settle(self) -> None:
-        """Return when all have arrived; raise what made the step fail, also where others are to be told of it first."""
+        """Return when all have arrived; raise the error of a step that failed, even before other ranks know of it."""
 
     def give_way(self) -> bool:
-        """Take the nets away if nobody is left who could. Returns whether that is so."""
+        """Remove the nets if their optimizer is gone, and nothing else can. Returns whether it is."""
 
 
-# What a hook of ours is where it was copied, or pickled: a function that takes anything and gives None. It takes no
-# csd_optim to read.
+# Copies and pickles of our hooks become this: a function that takes any arguments and returns None. Unpickling it does
+# not import csd_optim.
 NOTHING: tuple[Any, ...] = getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Landed:
-    """Arrivals of nothing: for nets that have been removed, and that somebody has a copy of."""
+    """Arrivals that never wait: for nets that have been removed, but are still referenced."""
 
     active = False
 
@@ -74,7 +74,7 @@ class Landed:
 
 
 class Reach:
-    """What the nets of one optimizer are for. It knows no module, so that a model is freed as soon as nobody has it."""
+    """The parameters that the nets of one optimizer wait for. Refers to no module, so as not to keep a model alive."""
 
     def __init__(self, params: Iterable[torch.Tensor], arrivals: Arrivals) -> None:
         self.arrivals = arrivals
@@ -82,7 +82,7 @@ class Reach:
         self.ids: set[int] = set()
 
     def give_up(self, params: Iterable[torch.Tensor]) -> None:
-        """These are no longer waited for."""
+        """Stop waiting for these parameters at later steps; wait for them now, once."""
         params = list(params)
         self.ids.difference_update(map(id, params))
         if self.arrivals.active:
@@ -90,15 +90,15 @@ class Reach:
 
 
 class Cover:
-    """Whether a compiled module is running, all parameters below which have arrived."""
+    """Whether a compiled module is running: all parameters below it have arrived."""
 
     inside = False
 
 
 class Net:
-    """The forward pre-hook of a module; its WaitingDict asks here too.
+    """The forward pre-hook of a module. The module's WaitingDict waits through it, too.
 
-    A copy, with the model or pickled, does nothing, and takes no csd_optim to read.
+    A copy, made with the model or by pickle, does nothing, and is read without csd_optim.
     """
 
     def __init__(self, reach: Reach, params: list[torch.Tensor], covers: tuple[Cover, ...]) -> None:
@@ -108,21 +108,21 @@ class Net:
         self.covers = covers
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        # `module` may be a replica of nn.DataParallel: the parameters are those of the one that it was made from.
+        # Not the parameters of `module`, which may be a replica of nn.DataParallel.
         if self.is_due():
             self.arrivals.wait(self.params)
 
     def is_due(self) -> bool:
-        """May something have to be waited for here?"""
+        """Return whether this net has to wait now. Gives up its parameters if it is being traced or captured."""
         for cover in self.covers:
             if cover.inside:
                 return False
-        # Before `active`, which a graph would be compiled for, and which may change while it is traced.
+        # Tested before `active`, on which the graph would be specialized, and which may change while it is traced.
         if torch.compiler.is_dynamo_compiling():
             give_up(self)
             return False
         if self.params and is_far(self.params[0]) and is_captured(self.params[0].device):
-            give_up(self)  # who replays the graph asks nobody
+            give_up(self)  # a replay of the graph would not wait
             return False
         return self.arrivals.active
 
@@ -135,13 +135,13 @@ class Net:
 
 
 def give_up(net: Net) -> bool:
-    """A net is being traced where no CompiledCall is around it, or captured: it is not going to wait."""
+    """Give up the parameters of a net that is captured, or traced outside a CompiledCall: it will not run again."""
     net.reach.give_up(net.params)
     return True
 
 
 class WaitingDict(dict[str, Any]):
-    """`module._parameters` whose values are there when somebody has them. Copies and pickles as a dict."""
+    """A `module._parameters` that waits for each value before it returns it. Copies and pickles as a dict."""
 
     __slots__ = ("net",)
     net: Net
@@ -187,7 +187,7 @@ class WaitingDict(dict[str, Any]):
         return value
 
     def __iter__(self) -> Iterator[str]:
-        return dict.__iter__(self)  # defined, so that dict(self), {**self}, copy() and | ask for each value
+        return dict.__iter__(self)  # overridden so that dict(self), {**self}, copy() and | call __getitem__
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -204,9 +204,9 @@ _BETWEEN = 10  # frames from `zero_grad` to `items`, with some to spare; 5 in to
 
 
 def only_frees_gradients(frame: FrameType | None) -> bool:
-    """Is it `model.zero_grad()`, which goes over all parameters and looks at none?
+    """Return whether the caller is `model.zero_grad(set_to_none=True)`, which reads no parameter.
 
-    Trainers call that right after `step()`. It has to wait if it sets to zero: gradients are still being read.
+    Trainers call it right after `step()`. With set_to_none=False it has to wait: the step still reads the gradients.
     """
     for _ in range(_BETWEEN):
         if frame is None:
@@ -218,9 +218,9 @@ def only_frees_gradients(frame: FrameType | None) -> bool:
 
 
 class CompiledCall:
-    """What torch.compile made of a module, called once all parameters below the module have arrived.
+    """A wrapper of a compiled module that first waits for all parameters below the module.
 
-    It stands in place of `module._compiled_call_impl` or `module.forward`, and pickles as what it stands for.
+    It replaces `module._compiled_call_impl` or `module.forward`, and pickles as the callable that it replaces.
     """
 
     def __init__(self, compiled: Callable[..., Any], reach: Reach, params: list[torch.Tensor]) -> None:
@@ -229,7 +229,7 @@ class CompiledCall:
         self.arrivals: Arrivals = reach.arrivals
         self.params = params
         self.cover: Cover = Cover()
-        self.covers: tuple[Cover, ...] = ()  # those around it, and its own
+        self.covers: tuple[Cover, ...] = ()  # of the compiled modules around this one, and its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or any(cover.inside for cover in self.covers):
@@ -252,11 +252,12 @@ def itself(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def tell_compiler() -> None:
-    """Say to torch.compile what of this module it is to run at once, and what it is not to compile by itself."""
-    from torch._dynamo.eval_frame import skip_code  # a second; whoever has an optimizer has it already
+    """Tell torch.compile to run give_up() while it traces, and not to compile the methods of the nets by themselves."""
+    from torch._dynamo.eval_frame import skip_code  # takes a second, but the optimizer has imported it already
 
     torch.compiler.assume_constant_result(give_up)  # type: ignore[no-untyped-call]
-    # Python between two graphs calls these as functions. Compiled by themselves, they would seem to be traced.
+    # Between two graphs these methods are called as plain functions. If dynamo compiled them by themselves there,
+    # is_dynamo_compiling() would be true and the nets would give up.
     for kind in (Net, WaitingDict, CompiledCall):
         for function in vars(kind).values():
             if isinstance(function, FunctionType):
@@ -264,18 +265,18 @@ def tell_compiler() -> None:
 
 
 class Site:
-    """What a module looked like once its nets were in place."""
+    """A module's nets, and what they replaced: to detect later changes of the module, and to remove the nets."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.kind: type[nn.Module] = type(module)
-        self.plain: dict[str, Any] | None = None  # what was in module._parameters
+        self.plain: dict[str, Any] | None = None  # the original module._parameters
         self.waiting: WaitingDict | None = None
         self.net: Net | None = None
         self.hook: Any = None
-        self.calls: dict[str, CompiledCall] = {}  # by the attribute that it stands in
-        self.covered: dict[str, Any] = {}  # those attributes, before
-        self.params: list[tuple[str, torch.Tensor]] = []  # none where FSDP exchanges them
+        self.calls: dict[str, CompiledCall] = {}  # by the attribute that it replaces
+        self.covered: dict[str, Any] = {}  # the original values of these attributes
+        self.params: list[tuple[str, torch.Tensor]] = []  # empty where FSDP replaces them
 
     def is_intact(self) -> bool:
         module = self.module
@@ -296,9 +297,9 @@ class Site:
 class Nets:
     """The nets of one optimizer around one model, from the constructor to `remove`.
 
-    `params` are the optimizer's; those of them that are not in `reached`, by id, can be read without anybody noticing,
-    so they have to arrive before `step()` returns: parameters that the model does not have, those of a ScriptModule or
-    of FSDP1, what was traced into the graph of a compiled function, or captured. The set may shrink during a forward.
+    `params` are the optimizer's. Those whose ids are not in `reached` can be read unnoticed, so they have to arrive
+    before `step()` returns: parameters outside the model, those of a ScriptModule or of FSDP1, and those that were
+    traced into the graph of a compiled function or captured. `reached` may shrink during a forward.
     Raises CSDRuntimeError if another optimizer's nets are around one of the modules.
     """
 
@@ -329,11 +330,11 @@ class Nets:
         return [p for p in dict.values(module.__dict__["_parameters"]) if id(p) in self.reach.ours]
 
     def _hidden(self, modules: list[nn.Module]) -> set[int]:
-        """What is read below Python, or under another name."""
+        """Ids of the parameters that are read below Python (TorchScript), or under another name (FSDP1)."""
         return {id(p) for m in modules if is_script(m) or is_fsdp1(m) for p in m.parameters()}
 
     def _cover(self, owned: dict[nn.Module, list[torch.Tensor]]) -> dict[nn.Module, list[Cover]]:
-        """Put a CompiledCall around whatever is compiled. Returns the covers above each module."""
+        """Put a CompiledCall around each compiled module. Returns the covers of each module and of those above it."""
         covers: dict[nn.Module, list[Cover]] = {}
         calls: dict[nn.Module, list[CompiledCall]] = {}
         for module in owned:
@@ -369,11 +370,11 @@ class Nets:
 
     @property
     def reached(self) -> set[int]:
-        """The parameters that are waited for, by id."""
+        """Ids of the parameters whose readers wait."""
         return self.reach.ids
 
     def intact(self) -> bool:
-        """Are all nets in place, and around all there is now? If not: `remove`, and make new ones."""
+        """Return whether all nets are in place, and no module lacks one. If not: `remove`, and make new ones."""
         if not all(site.is_intact() for site in self.sites.values()):
             return False
         if not all(gather.is_intact() for gather in self.gathers):
@@ -392,7 +393,7 @@ class Nets:
         return True
 
     def remove(self) -> None:
-        """Leave the model as it was; nets that somebody has a copy of let everything through."""
+        """Restore the model. Nets that are still referenced elsewhere no longer wait."""
         for site in self.sites.values():
             attributes = site.module.__dict__
             for name, call in site.calls.items():
@@ -420,8 +421,11 @@ def is_script(module: nn.Module) -> bool:
 
 
 def compiled_parts(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """What torch.compile made of this module, by the attribute that is called: of `module.compile()`, of
-    `torch.compile(module)`, whose result is a module too, and of a compiled `forward`."""
+    """The compiled callables of this module, by the attribute through which they are called.
+
+    They come from `module.compile()`, from `torch.compile(module)`, whose result is a module, too, or from a compiled
+    `forward`.
+    """
     found = {}
     if module._compiled_call_impl is not None:
         found["_compiled_call_impl"] = module._compiled_call_impl
@@ -432,9 +436,9 @@ def compiled_parts(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 class WaitingList(list[torch.Tensor]):
-    """`group["params"]` whose parameters are all there when somebody has one. Copies and pickles as a list.
+    """A `group["params"]` that waits for all its parameters before any is read. Copies and pickles as a list.
 
-    For ourselves: `list.copy(params)` does not wait.
+    `list.copy(params)`, as csd_optim itself uses it, does not wait.
     """
 
     def __init__(self, params: Iterable[torch.Tensor], arrivals: Arrivals) -> None:
@@ -460,7 +464,7 @@ class WaitingList(list[torch.Tensor]):
     def __add__(self, other: Any) -> Any:
         return self.copy() + other
 
-    def __radd__(self, other: Any) -> Any:  # of `sum(lists, [])`; a list that is added to would not ask us
+    def __radd__(self, other: Any) -> Any:  # for `sum(lists, [])`: list.__add__ would read without waiting
         return other + self.copy()
 
     def __mul__(self, times: Any) -> Any:

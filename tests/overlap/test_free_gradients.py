@@ -356,7 +356,7 @@ REFUSED = {
     scales: "has changed parameters already",
     says_that_it_scaled: "GradScaler",
     changes_lr: "learning rate",
-    reads_parameters: "nobody can read them",
+    reads_parameters: "they and the states cannot be read",
     evaluates: "has changed parameters already",
     looks_at_states: "has changed parameters already",
     saves: "has changed parameters already",
@@ -550,7 +550,7 @@ def test_gradients_that_are_never_cleared(tmp_path, again):
     before = [checksum(p) for p in training.model.parameters()]
     with pytest.raises(CSDRuntimeError, match={"backward": "No clipping", "step": "zero_grad.* between steps"}[again]):
         training.backward() if again == "backward" else training.opt.step()
-    with pytest.raises(CSDRuntimeError, match="sets to None"):
+    with pytest.raises(CSDRuntimeError, match="must set to None"):
         training.opt.zero_grad(set_to_none=False)
     assert [checksum(p) for p in training.model.parameters()] == before
     training.opt.zero_grad()
