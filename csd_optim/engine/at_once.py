@@ -1,4 +1,4 @@
-"""The engine without a drive: how fast the CPU is where nothing has to be waited for."""
+"""Measures the engine without a drive: how fast the CPU alone verifies, updates and checksums tiles."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ..store.layout import TILE_ELEMS, plan_extent
 from ..store.sections import FP32, SECTIONS
 
 ENGINE_ELEMS, ENGINE_STEPS = 1 << 24, 5  # 200 MB of states, 67 MB of gradients and parameters in 16 bits
-ADAMW_STEP = (bindings.RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0))  # constants of some step
+ADAMW_STEP = (bindings.RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0))  # of an arbitrary step
 HYPERS = np.array([ADAMW_STEP], HYPER)
 
 
 class AtOnce:
-    """The engine on a device that completes at once: /dev/zero takes what is written, and nothing needs to be read.
+    """The engine on a device whose I/O completes immediately: /dev/zero accepts all writes, and nothing needs reading.
 
-    Every tile stays in its buffer, one beside the other in memory; there it is verified, updated and summed, by the
-    engine's own threads, as on any drive. So this is how fast the engine is when drives are not the limit. Not `kept`:
-    every step reads, and gets zeros, which are right until the first update.
+    Every tile stays in its own buffer in memory. The engine's threads verify, update and checksum it there as they
+    would with any drive, so this measures the engine where drives are not the limit. With `kept` False every step reads
+    tiles again; it gets zeros, which are the right states only until the first update.
 
-    `in_memory`: instead on states as `ram:` beside other devices keeps them, which are read and written in each step.
+    `in_memory`: instead, the states lie as `ram:` beside other devices keeps them, read and written in each step.
 
     `grad`, `param`: `elems` elements of `dtype`; `hyper`: one element of HYPER; all may be changed between steps.
-    `state_dtype`: "8bit" keeps codes; who wants an optimizer's bits gives the number of the step as `seed`. `sections`:
-    names of the states, the master first, of the rule in `hyper`.
+    `state_dtype`: "8bit" stores codes; for the same bits as an optimizer, pass the number of the step as `seed`.
+    `sections`: names of the states, the master first, as the rule in `hyper` has them.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class AtOnce:
         self._table["grad"], self._table["param"] = self.grad.data_ptr(), self.param.data_ptr()
         self._table["grad_dtype"] = self._table["param_dtype"] = DTYPE_CODES[dtype]
         self._table["master"] = bindings.IN_SECTION
-        param_dtype = None if state_dtype == FP32 else dtype  # of codes
+        param_dtype = None if state_dtype == FP32 else dtype  # only codes have one
         how: dict[str, Any] = {"codec": state_dtype, "param_dtype": param_dtype}
         extent = plan_extent([elems], 1, sections=sections, tile_elems=tile_elems, **how)
         self.tiles: np.ndarray[Any, Any] = np.arange(extent.n_tiles, dtype=np.uint32)
-        # As of a store that is there already, whose sums nobody knows: its windows are not looked at.
+        # As for an existing store without known checksums; nobody reads its windows.
         shape = (extent.n_tiles, extent.chunks, len(extent.slot))
         states, sums = np.zeros(extent.n_tiles, TILE_STATE), np.zeros(shape, np.uint32)
         self._store = StoreFile(None, durable=False) if in_memory else None
@@ -83,7 +83,7 @@ class AtOnce:
             raise
 
     def step(self, *, update: bool = True, seed: int = 0) -> None:
-        """One step, until the last state is written. Not `update`: tiles pass through, verified."""
+        """Runs one step until the last state is written. With `update` False tiles are only verified and rewritten."""
         self._table["seed"] = seed
         table = self._table if update else np.zeros(1, PARAM)
         bindings.engine_begin(self._engine, table, self.hyper, self.tiles, self._name)
@@ -121,11 +121,11 @@ def engine_rate(
     *,
     in_memory: bool = False,
 ) -> float:
-    """Parameters per second that the engine's threads verify, update and sum: the best of a few steps, without drives.
+    """Return how many parameters per second the engine verifies, updates and checksums without drives: best of 5 steps.
 
-    `dtype`: of parameters and gradients; `state_dtype`: CSDAdam's; `sections`, `hyper`: states, number and constants of
-    a rule; `in_memory`: see AtOnce. Measured once per process and number of update threads, in a fraction of a second.
-    Raises CSDMemoryError.
+    `dtype`: of parameters and gradients; `state_dtype`: CSDAdam's; `sections`, `hyper`: the states of a rule, its
+    number and constants; `in_memory`: see AtOnce. Measured once per process and number of update threads, in a
+    fraction of a second. Raises CSDMemoryError.
     """
     return _engine_rate(dtype, state_dtype, sections, hyper, in_memory, bindings.threads_used())
 

@@ -1,12 +1,12 @@
-"""A commit: a step becomes the durable one on all devices, or on none, beside the next forward.
+"""A commit makes a step durable on all devices or on none, in the background of the next forward.
 
-copy 0    all tiles and residuals reach the disk (after a flush that failed: are read back from there, see proof.py),
-          then the first copy of manifest, table and superblock; a crash in between finds the new step on some devices,
-          and the one before, in copy 1, on all of them
-copy 1    so does the second copy: now what the step before had may be overwritten
+It publishes two copies of manifest, table and superblock, one after the other:
+copy 0    is written after all tiles and residuals are on the disk (after a failed flush, they are read back first, see
+          proof.py). After a crash in between, some devices have the new step, and all have the previous one in copy 1
+copy 1    is written after copy 0 is on all disks; from then on the slots of the previous step may be overwritten
 
-Of a step that several ranks make together, copy 1 waits until the ranks have told each other that all of them have
-copy 0: see Engine.confirm().
+When several ranks commit a step together, each writes copy 1 only after the ranks have told each other that all of them
+have copy 0: see Engine.confirm().
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ Work = Callable[[InParallel], None]
 
 @dataclass
 class CommitJob:
-    """What a commit carries, as it was when the commit began; made on the thread of who commits.
+    """What a commit contains, captured when the commit began, on the thread that commits.
 
-    Of the engine itself `stage()` looks only at the tiles, which nobody moves on before the commit has come to its end.
+    From the engine itself `stage()` reads only the tiles, which do not move before the commit has completed.
     """
 
     engine: Engine
     residuals: Residuals
     stores: dict[int, StoreFile]  # by device: the durable ones
-    superblock: Superblock  # of device 0, without its regions
-    manifests: dict[int, bytes]  # by device; empty: those that are there stay
-    extents_on: dict[int, list[dict[str, Any]]]  # by device: as manifests have them
+    superblock: Superblock  # for device 0, without its regions
+    manifests: dict[int, bytes]  # by device; empty: the stores keep the manifests that they have
+    extents_on: dict[int, list[dict[str, Any]]]  # by device: the extents as in the manifests
     steps: np.ndarray[Any, Any]  # `step` of each parameter
     record: Record
-    new_residuals: dict[int, torch.Tensor]  # by parameter: those to be written
-    after: dict[torch.device, Any]  # events on accelerators, by which these are as they are to be written
-    spaces: Spaces  # of the others; of all of them, when the commit is staged
+    new_residuals: dict[int, torch.Tensor]  # by parameter: the residuals to be written
+    after: dict[torch.device, Any]  # by accelerator: an event after which its residuals have the values to be written
+    spaces: Spaces  # of the unchanged residuals; stage() adds the written ones
 
     @property
     def step(self) -> int:
         return self.superblock.step
 
     def stage(self, in_parallel: InParallel) -> list[Staged]:
-        """What is to be written to each store. Writes residuals, where the commit before has nothing.
+        """Writes residuals, to space that the previous commit does not use; returns what to publish in each store.
 
-        On the thread of the commit; to be called again if it raises something.
+        Runs on the thread of the commit; may be called again if it raises.
         """
         engine = self.engine
         engine.check_whole()
         if engine.windows.open.any():
-            engine.windows.sync()  # before their sums are taken: what these say is on the disk then
-            engine.remap()  # what is committed is not to be written to
+            engine.windows.sync()  # before their checksums are taken, which then vouch for what is on the disk
+            engine.remap()  # closes the windows: committed slots must not be written
         else:
             engine.wait_writes()
         tiles = [engine.tiles_of(extent) for extent in engine.extents]
@@ -92,7 +92,7 @@ class CommitJob:
 
 
 class Commit:
-    """One commit: `prepare()`, and then `complete()`, each to be called until it raises nothing."""
+    """One commit: `prepare()` and then `complete()`. Call each again until it returns without an exception."""
 
     def __init__(self, job: CommitJob) -> None:
         self.job = job
@@ -101,8 +101,11 @@ class Commit:
         self._prepared = False
 
     def prepare(self, in_parallel: InParallel) -> None:
-        """Raises CSDLostError if a flush has failed and something is not there: then every call does."""
-        if self._prepared:  # copy 1 may be half written by now: copy 0 is all that there is
+        """Stages the commit and publishes copy 0.
+
+        Raises CSDLostError, in this and every later call, if a flush has failed and data is missing on the disk.
+        """
+        if self._prepared:  # copy 1 may be half written by now, so copy 0 is the only valid copy: leave it alone
             return
         if lost := next((store.lost for store in self._stores if store.lost), ""):
             raise CSDLostError(errno.EIO, lost)
@@ -116,7 +119,7 @@ class Commit:
         self._publish(1, in_parallel)
 
     def _publish(self, copy: int, in_parallel: InParallel) -> None:
-        # A second attempt writes what the first may have written, and the same again.
+        # A second attempt writes the same bytes again, so it does not matter what the first one has written.
         in_parallel([functools.partial(store.publish, staged, copy) for store, staged in self._pairs()])
 
     def _pairs(self) -> Iterable[tuple[StoreFile, Staged]]:
@@ -124,23 +127,23 @@ class Commit:
 
 
 class Background:
-    """Runs commits, or parts of them, one after another, on threads of its own.
+    """Runs commits, or parts of them, one after another on background threads.
 
-    Only `start()` uses them, and never from a finalizer: the collector may call one while its thread holds locks of
-    the pool. What is left to do is done on the thread that waits.
+    Only `start()` uses these threads, and no finalizer may call it: the garbage collector may run a finalizer on a
+    thread that holds locks of the pool. `wait()` does work that is left over on the calling thread.
     """
 
     def __init__(self, n_devices: int) -> None:
-        self._pool = ThreadPoolExecutor(1 + n_devices, thread_name_prefix="csd_optim")  # starts threads when needed
+        self._pool = ThreadPoolExecutor(1 + n_devices, thread_name_prefix="csd_optim")  # starts threads lazily
         self._work: Work | None = None
         self._name = ""
         self._running: Future[None] | None = None
 
     def start(self, name: str, work: Work) -> None:
-        """Starts `work`, to be called until it raises nothing, after the one before. Raises what that one raised."""
+        """Waits for the previous work, then starts `work`, which is retried until it succeeds. Raises as wait()."""
         self.wait()
         self._name, self._work = name, work
-        with contextlib.suppress(RuntimeError):  # the interpreter shuts down and has no more threads: wait() does it
+        with contextlib.suppress(RuntimeError):  # at interpreter shutdown no thread can start: wait() runs the work
             self._running = self._pool.submit(work, self._in_parallel)
 
     @property
@@ -148,18 +151,18 @@ class Background:
         return self._running is None or self._running.done()
 
     def run(self, name: str, work: Work) -> None:
-        """The same on the calling thread, to the end. Raises CSDOSError."""
+        """Runs `work` on the calling thread, after the previous work. Raises CSDOSError."""
         self.wait()
         self._name, self._work = name, work
         self.wait()
 
     def wait(self) -> None:
-        """Returns when the last work is done. Raises CSDOSError if it is not; every call tries again."""
+        """Returns when the last work is done. Raises CSDOSError if it failed; every call tries again."""
         if self._work is None:
             return
-        again = self._running is None  # it has failed before
+        again = self._running is None  # the work failed before, or was never started
         if self._running:
-            wait([self._running])  # an interrupt here leaves it running
+            wait([self._running])  # an interrupt (KeyboardInterrupt) here leaves the work running
             again, self._running = self._running.exception() is not None, None
         if again:
             try:
@@ -173,13 +176,13 @@ class Background:
         self._work = None
 
     def forget(self) -> None:
-        """Waits until nothing is going on, whatever becomes of that: nobody tries again."""
+        """Waits until no work is running, and drops it: if it failed, it is not retried."""
         if self._running:
             wait([self._running])
         self._work = self._running = None
 
     def _in_parallel(self, calls: Iterable[Callable[[], Any]]) -> list[Any]:
-        """All of them, also if one fails; then raises that."""
+        """Runs all calls, even if one fails, and returns their results; then raises the first failure."""
         futures = [self._pool.submit(call) for call in calls]
         wait(futures)
         return [f.result() for f in futures]
@@ -190,8 +193,8 @@ class Background:
 
 @dataclass(frozen=True)
 class Pin:
-    """Somebody copies what a commit holds: it is not to be overwritten meanwhile."""
+    """Protects the slots of a commit from being overwritten while somebody, such as a snapshot, copies them."""
 
-    sequence: float  # of the commit; what follows a later one writes over it
-    done: Future[Any]
-    wanted: threading.Event = field(default_factory=threading.Event)  # somebody waits for it
+    sequence: float  # of the commit; whatever follows a later commit overwrites its slots
+    done: Future[Any]  # completes when the copy is finished
+    wanted: threading.Event = field(default_factory=threading.Event)  # set when somebody waits for the copy

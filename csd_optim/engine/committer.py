@@ -1,4 +1,4 @@
-"""What becomes of a step that is whole: this committer's are gone with the process, those of durable.py stay."""
+"""The committer: decides what becomes of completed steps. This one keeps nothing; durable.py's makes them durable."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 
 class Committer:
-    """Of an engine, which asks it before whatever changes states and tells it afterwards. This one keeps nothing."""
+    """An engine's committer, called before and after everything that changes states. This one makes nothing durable."""
 
     durable = False
     committed_step = 0  # the last step that is durable
-    uncommitted = False  # current slots of committed tiles changed since the last commit began
+    uncommitted = False  # a committed tile has moved to its other slot since the last commit began
 
     def __init__(self, engine: Engine) -> None:
-        self._engine: Engine = weakref.proxy(engine)  # it owns this, and goes with its last user, not with a collection
+        # Weak, as the engine owns this: without a cycle it is freed with its last user, not by the garbage collector.
+        self._engine: Engine = weakref.proxy(engine)
 
-    # ---- as of Engine, which passes these on -----------------------------------
+    # ---- see the methods of Engine that call these -----------------------------
 
     def describe(self, manifest: dict[str, Any]) -> None:
         pass
@@ -55,18 +56,18 @@ class Committer:
         self._engine.windows.sync()
         self._engine.windows.write_decoded()
 
-    # ---- what an engine tells and asks -------------------------------------------
+    # ---- called by the engine ----------------------------------------------------
 
     def before_extend(self) -> None:
-        """Something joins that is no part of the step before."""
+        """Called before parameters join, which were no part of the last step."""
 
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:
-        """An extent is there, on each device from this byte of the store on."""
+        """Called after an extent was added. `offsets`: where it begins in the store of each device (bytes)."""
 
     def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
-        """A step over these tiles comes next; returns those that it has to take: also what somebody wrote to.
+        """Called before a step over `tiles`; returns them with all tiles whose windows were written.
 
-        Raises CSDOSError: it must not.
+        Raises CSDOSError if the step must not begin.
         """
         written = self._engine.windows.note_written()
         if not len(written):
@@ -74,50 +75,50 @@ class Committer:
         return self._engine.flowing(np.sort(np.concatenate([tiles, np.setdiff1d(written, tiles)])))
 
     def reserve(self, record: Record | None) -> None:
-        """Takes the room for the commit of the step under way, while a full disk is only the caller's business.
+        """Allocates space for the commit of the step in flight, so that a full disk fails now and not in the commit.
 
-        `record`: as it will be, if it is not that of before_step(). Raises CSDOSError.
+        `record`: the one to be committed, if it is not that of before_step(). Raises CSDOSError.
         """
 
     def after_step(self) -> None:
-        """The step is whole."""
+        """Called after a step has completed."""
 
     def before_taking_back(self) -> None:
-        """The last step will be undone, although it was whole: its commit goes no further."""
+        """Called before a completed step is undone; its commit goes no further."""
 
     def after_taking_back(self) -> None:
-        """It is."""
+        """Called after a completed step was undone."""
 
     def before_keeping(self, param: int, residual: torch.Tensor) -> None:
-        """This will be a parameter's residual."""
+        """Called before `residual` becomes the residual of a parameter."""
 
     def after_dropping(self, param: int) -> None:
-        """The parameter has none any more."""
+        """Called after the residual of a parameter was dropped."""
 
     def adopt_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None:
-        """These are those of the commit that was taken up."""
+        """Called with the residuals of the resumed commit, by parameter."""
 
     def name_tile(self, device: int, tile: int) -> str:
-        """What messages say of a tile: the parameters in it, if they are known."""
+        """Return the names of the parameters in a tile, for messages; "" if they are unknown."""
         return ""
 
     def before_counting(self) -> None:
-        """Returns when the last step has written what it writes. Raises CSDOSError."""
+        """Returns when the last step and its commit have written everything that stats() counts. Raises CSDOSError."""
 
     def residual_bytes(self, device: int) -> tuple[int, int]:
-        """Written of residuals: in the last step and its commit, and in all."""
+        """Return the bytes of residuals written to a device: by the last step with its commit, and in total."""
         return 0, 0
 
     @property
     def idle(self) -> bool:
-        """Nothing goes on in the background that close() would wait for."""
+        """Whether no background work is in flight that close() would wait for."""
         return True
 
     def end_copies(self) -> None:
-        """Returns when nobody copies what a commit holds: they are told to hurry."""
+        """Asks those who copy the last commit, such as snapshots, to hurry; returns when all have finished."""
 
     def before_close(self) -> None:
         """The last chance to commit. Raises CSDOSError."""
 
     def close(self) -> None:
-        """Returns when no other thread uses the engine."""
+        """Stops background work; returns when no other thread uses the engine."""

@@ -1,4 +1,4 @@
-"""States that devices keep as codes, as fp32 tensors for whoever looks at them."""
+"""fp32 tensors of states that devices store as codes, decoded when somebody reads them."""
 
 from __future__ import annotations
 
@@ -17,49 +17,50 @@ if TYPE_CHECKING:
 
 
 class Decoded:
-    """Of one engine. Codes cannot be mapped as fp32: they are decoded when somebody asks, and that is let go of when a
-    step has changed them. Who has kept a tensor from before keeps the states of before.
+    """The decoded states of one engine. Codes cannot be memory-mapped as fp32, so they are decoded lazily.
 
-    What somebody writes to these tensors counts with the next step, which begins with it, rounded to the codes, or with
-    a flush before that; see csd_param.edited. Torch counts what is written, as it does of windows.
+    A step that changes the codes drops the decoded tensors here; a tensor that the user kept still has the old states.
+
+    What is written to these tensors takes effect with the next step, which starts from it, rounded to codes, or with a
+    flush before that; see csd_param.edited. As for windows, torch's version counters tell what was written.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine: Engine = weakref.proxy(engine)  # it owns this
+        self._engine: Engine = weakref.proxy(engine)  # weak, as the engine owns this
         self._states: dict[int, dict[str, torch.Tensor]] = {}  # by parameter: 1-D, in the order of its memory
-        self._shown: dict[int, dict[str, torch.Tensor]] = {}  # the same as shown()
-        self._seen: dict[int, list[tuple[str, torch.Tensor, int]]] = {}  # tensors that show them, and their versions
-        # Parameters whose masters somebody wrote, and that no step has updated since: that they are not the rounded
-        # masters does not mean that somebody set them.
+        self._shown: dict[int, dict[str, torch.Tensor]] = {}  # by parameter: the same states as shown() returns them
+        self._seen: dict[int, list[tuple[str, torch.Tensor, int]]] = {}  # all tensors of a state, with known versions
+        # Parameters whose masters were written, and that no step has updated since. They may differ from the rounded
+        # masters although nobody has set the parameters.
         self.apart: set[int] = set()
-        self._rounded: set[int] = set()  # of which it is known that they are what was written
-        self._updated: set[int] = set()  # parameters, by the step that was told last
-        # Parameters that lie in host memory, 1-D, where devices update states where they are: `own` are the sections
-        # themselves (csd_master IN_PARAM), of `others` the tile has one, until a step has updated them.
+        self._rounded: set[int] = set()  # parameters known to equal their written masters, rounded
+        self._updated: set[int] = set()  # parameters that the step prepared by the last tell() updates
+        # Parameters in host memory, 1-D, on devices that update states in place. Those in `own` serve as the master
+        # section themselves (csd_master IN_PARAM); the tile has a section for `others` until a step updates them.
         self._own: dict[int, torch.Tensor] = {}
         self._others: dict[int, torch.Tensor] = {}
-        self._leaving: set[int] = set()  # the step that was told last gives them a section
-        self._own_rows: tuple[np.ndarray[Any, Any], ...] | None = None  # what a table says of `own`
+        self._leaving: set[int] = set()  # parameters of `own` that get a section in the step of the last tell()
+        self._own_rows: tuple[np.ndarray[Any, Any], ...] | None = None  # rows, addresses and dtypes of `own`, cached
 
     @property
     def durable(self) -> bool:
-        """Do the codes outlive the process?"""
+        """Whether the codes outlive the process."""
         return self._engine.durable
 
     @property
     def resident(self) -> bool:
-        """Do the devices update them where they lie, in memory?"""
+        """Whether the devices keep the codes in memory and update them in place."""
         return self._engine.devices.resident
 
     @property
     def kept(self) -> set[int]:
-        """Parameters whose states are in memory now."""
+        """Parameters whose decoded states are in memory now."""
         return {*self._states}
 
     def states(self, param: int) -> dict[str, torch.Tensor]:
-        """All states of a parameter by name, 1-D fp32: as the next step begins with them. Raises CSDOSError.
+        """Return all states of a parameter by name, 1-D fp32, as the next step will find them. Raises CSDOSError.
 
-        The same dict until a step changes them. Waits for writes; not while a step is under way.
+        Returns the same dict until a step changes the states. Waits for writes. Not while a step is in flight.
         """
         self._engine.check_open()
         if param not in self._states:
@@ -77,7 +78,7 @@ class Decoded:
         return self._states[param]
 
     def replace(self, param: int, states: Mapping[str, torch.Tensor]) -> None:
-        """The next step begins with these states: 1-D fp32, contiguous, on the CPU, and nobody's else."""
+        """Makes the next step start from `states`: 1-D fp32, contiguous, on the CPU, used by nobody else."""
         names = self._engine.extent_with(param).sections
         had = {} if {*states} == {*names} else self.states(param)
         others = [seen for seen in self._seen.get(param, ()) if seen[0] not in states]
@@ -85,17 +86,17 @@ class Decoded:
         self._shown.pop(param, None)
         self._seen[param] = others + [(name, state, -1) for name, state in states.items()]
 
-    # ---- parameters that are their own sections ------------------------------------------
+    # ---- parameters that serve as their own master section -------------------------------
 
     def is_own(self, param: int) -> bool:
-        """Is the parameter the section that has its values, and the tile has none?"""
+        """Return whether the parameter itself serves as its master section, so that the tile has none."""
         return param in self._own
 
     def lies_at(self, param: int, where: torch.Tensor | None, *, fresh: bool = False) -> None:
-        """Where a parameter is now, 1-D, contiguous, of the dtype of its codes; None: not in reach.
+        """Tells where a parameter is now: 1-D, contiguous, in the dtype of its codes; None: not in host memory.
 
-        It was its own section, or is `fresh`, in an empty place: then it is from now on. One that gets out of reach
-        leaves its master behind, for the next step to put into a section.
+        If it was its own master section, or is `fresh` (its tile has no state yet), it is its own section from now on.
+        If it leaves host memory, its master is kept here, and the next step writes it to a section of the tile.
         """
         if where is None and param in self._own:
             master = self.states(param)["master"]
@@ -110,7 +111,7 @@ class Decoded:
         self._own_rows = None
 
     def wrote_master(self, param: int) -> bool:
-        """Since it was decoded, did somebody write the master?"""
+        """Return whether the master was written since it was decoded."""
         return any(name == "master" and shown._version != version for name, shown, version in self._seen.get(param, ()))
 
     def _tell_own(self, table: np.ndarray[Any, Any]) -> None:
@@ -126,7 +127,7 @@ class Decoded:
             own = self._own.get(param)
             if own is None or "master" not in names or table["grad"][param]:
                 continue
-            # It is not to be written without a gradient; and need not be, if it is what its master rounds to.
+            # A parameter without a gradient must not be changed. It need not be if its master rounds to it.
             if torch.equal(self._states[param]["master"].to(own.dtype), own):
                 self._rounded.add(param)
             else:
@@ -135,7 +136,7 @@ class Decoded:
                 table["master"][param] = FROM_PARAM
 
     def _change_places(self, gone: Iterable[int]) -> None:
-        """A step is whole: who got a section has it, and who was updated from one needs it no longer."""
+        """After a step: moves parameters that got a section to `others`, and updated ones back to `own`."""
         left = self._leaving.intersection(gone)
         back = self._updated.intersection(self._others)
         for param in left:
@@ -147,18 +148,18 @@ class Decoded:
         self._leaving.clear()
 
     def is_rounded(self, param: int) -> None:
-        """The parameter is what its master, as it was written now, rounds to."""
+        """Notes that the parameter equals its master, as written just now, rounded."""
         self._rounded.add(param)
 
     def shown(self, param: int, show: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same as `show` shows them: tensors through which somebody may write, and which count that themselves."""
+        """Return the states as `show` presents them. Users may write to these tensors; their versions are watched."""
         if param not in self._shown:
             self._shown[param] = shown = {name: show(state) for name, state in self.states(param).items()}
             self._seen[param] += [(name, tensor, tensor._version) for name, tensor in shown.items()]
         return self._shown[param]
 
     def written(self) -> dict[int, set[str]]:
-        """Parameters of which somebody wrote states since they were decoded, and which."""
+        """Return, by parameter, the names of the states that were written since they were decoded."""
         found = {
             param: {name for name, shown, version in seen if shown._version != version}
             for param, seen in self._seen.items()
@@ -166,11 +167,11 @@ class Decoded:
         return {param: names for param, names in found.items() if names}
 
     def versions(self) -> dict[int, list[int]]:
-        """Of the same parameters: what tells whether somebody wrote once more."""
+        """Return, for the same parameters, the versions of their tensors, which tell whether they are written again."""
         return {param: [shown._version for _, shown, _ in self._seen[param]] for param in self.written()}
 
     def tell(self, table: np.ndarray[Any, Any]) -> None:
-        """Says in a step's table (dtype PARAM) what was written. It is read until the step has come to its end."""
+        """Enters what was written into a step's table (dtype PARAM). The step reads these tensors until its end."""
         if self._own:
             self._tell_own(table)
         for param, names in self.written().items():
@@ -180,7 +181,7 @@ class Decoded:
         self._updated = {*np.flatnonzero(table["grad"]).tolist()} if wanted else set()
 
     def forget(self, tiles: np.ndarray[Any, Any] | None = None) -> None:
-        """A step has changed the codes, or what was written has got there: in `tiles` (ascending), or everywhere."""
+        """Drops decoded states after a step or a flush rewrote their codes, in `tiles` (ascending) or everywhere."""
         gone = [p for p in self._states if tiles is None or np.isin(self._engine.tiles_of_params([p]), tiles).all()]
         masters = {param for param, names in self.written().items() if "master" in names}
         self.apart = (self.apart | masters & {*gone}) - self._rounded - self._updated
@@ -188,12 +189,12 @@ class Decoded:
         self._drop(gone)
 
     def forget_unwritten(self, params: Iterable[int] | None = None) -> None:
-        """What was decoded is not needed any longer, or no longer true: of these parameters, or of all."""
+        """Drops decoded states that nobody has written, of these parameters or of all, as stale or no longer needed."""
         kept = self.written()
         self._drop([p for p in (list(self._states) if params is None else params) if p not in kept])
 
     def discard(self, tiles: np.ndarray[Any, Any]) -> None:
-        """What was decoded of these tiles is no longer true, nor does it count that somebody wrote to it."""
+        """Drops decoded states in these tiles as stale, including what was written to them."""
         self._drop([p for p in self._states if np.isin(self._engine.tiles_of_params([p]), tiles).any()])
 
     def _drop(self, params: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""What keeps an engine's states: what is committed stays as it is until the next commit, whatever happens."""
+"""The durable committer: a commit stays intact on the devices until the next one is complete, whatever happens."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ NOWHERE = Region(0, 0, 0, 0)
 
 
 class DurableCommitter(Committer):
-    """Of an engine of which at least one device has a store with a name.
+    """The committer of an engine with at least one durable store, that is, one in a directory that the user named.
 
-    Each step is committed (see commit.py), and what a commit holds is not touched before the next one: a step reads
-    the slots that it names and writes the others; windows are private (see windows.py). Of residuals a commit writes
-    what has changed, where the commit before has nothing.
+    It commits each step (see commit.py). What a commit names stays untouched until the next commit: a step reads the
+    slots that the commit names and writes the other ones; windows are private mappings (see windows.py). A commit
+    writes the residuals that have changed, to space that the previous commit does not use.
 
-    Ranks commit their steps together: a *round*. Each writes copy 0 beside the next forward; with `confirm()`, which
-    goes before whatever writes over the round before, they tell each other that all have it, and then it counts.
-    Nothing else is said, and nothing in the background: whoever dies, and whenever, all ranks have one round in common.
-    Between two rounds a rank may commit by itself (what somebody wrote to its windows); that belongs to the first.
+    Several ranks commit a step together, as a *round*. Each rank writes copy 0 during the next forward. In `confirm()`,
+    which comes before anything overwrites the previous round, the ranks tell each other that all have copy 0; from then
+    on the round counts. They exchange nothing else, and nothing in the background: whichever rank dies, at any time,
+    all ranks have one round in common. Between two rounds a rank may commit alone (what was written to its windows);
+    such a commit belongs to the earlier round.
     """
 
     durable = True
@@ -56,21 +57,21 @@ class DurableCommitter(Committer):
         self._residuals = Residuals(n_devices)
         self._manifests = Manifests(n_devices, ranks)
         self._reports = Reports()
-        self._sequence = 0  # of the last commit, or mark
-        self._marking: int | None = None  # the sequence of a mark that not all stores are known to have
-        self._changed = False  # since the store was last closed in order
-        self._committed_steps = np.zeros(0, np.float32)
-        self._round = 0  # the last that this rank has begun to commit
-        self._round_step = 0  # and the step that it has
-        self._unconfirmed: Commit | None = None  # of a round
-        self._record_before = engine.record  # of the round before that
-        self._went_back = False  # a round is undone that copy 0 may have
-        self._within_loading = False
-        self._loading = False  # what is loaded makes a round, whatever its step
-        self._loaded_record: Record | None = None  # to be committed with what is being loaded
+        self._sequence = 0  # number of the last commit, or mark of announce_step()
+        self._marking: int | None = None  # sequence of a mark that may not have reached all stores yet
+        self._changed = False  # something has changed since the store was last closed cleanly
+        self._committed_steps = np.zeros(0, np.float32)  # `step` of each parameter in the last commit
+        self._round = 0  # the last round that this rank has begun to commit
+        self._round_step = 0  # the step of that round
+        self._unconfirmed: Commit | None = None  # the last round's commit, until confirm()
+        self._record_before = engine.record  # the record of the round before the unconfirmed one
+        self._went_back = False  # a round was undone whose copy 0 may be on the disk
+        self._within_loading = False  # inside loading()
+        self._loading = False  # the next commit is a round, even if the step is that of the last round
+        self._loaded_record: Record | None = None  # to be committed with the states that are being loaded
 
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:
-        """Goes on from what the stores say, device by device; the engine adopts it next."""
+        """Continues from the commit found in the stores, given by device; the engine adopts the commit next."""
         block = recovered[0].superblock
         self.store_id, self._sequence, self._round = block.store_id, block.sequence, block.round
         self.committed_step = self._round_step = block.step
@@ -78,7 +79,7 @@ class DurableCommitter(Committer):
         self._manifests.adopt(recovered[0].manifest)
         self._residuals.adopt_commit(recovered)
 
-    # ---- what the engine tells -------------------------------------------------
+    # ---- called by the engine --------------------------------------------------
 
     def name_tile(self, device: int, tile: int) -> str:
         if not self._manifests:
@@ -91,9 +92,9 @@ class DurableCommitter(Committer):
         self._changed = True
 
     def before_extend(self) -> None:
-        if self.uncommitted:  # what joins is no part of the step before
+        if self.uncommitted:  # the parameters that join must not be part of the last step's commit
             self.commit()
-        self._background.wait()  # it may still be allocating
+        self._background.wait()  # the commit may still be allocating space
         self._changed = True
 
     def after_extend(self, extent: Extent, offsets: list[int]) -> None:
@@ -108,7 +109,7 @@ class DurableCommitter(Committer):
         numel = extent.numels[param - extent.first_param]
         if residual.dtype is not torch.bfloat16 or residual.shape != (numel,) or not residual.is_contiguous():
             raise CSDValueError(f"residual is {tuple(residual.shape)} {residual.dtype}, not dense ({numel},) bfloat16")
-        self._background.wait()  # it may still be allocating
+        self._background.wait()  # the commit may still be allocating space
         self._residuals.make_room(param, numel, engine.devices.stores)
         self._residuals.replaced(param)
         self._manifests.written &= param in engine.residuals
@@ -129,14 +130,14 @@ class DurableCommitter(Committer):
         return written - self._residuals.before_step[device], written
 
     def before_step(self, tiles: np.ndarray[Any, Any], record: Record | None) -> np.ndarray[Any, Any]:
-        """Adds the tiles that somebody wrote to.
+        """Adds the tiles whose windows were written.
 
-        Raises CSDOSError if the step before cannot be committed; nothing has been touched then.
+        Raises CSDOSError if the previous step cannot be committed; nothing has been touched then.
         """
         engine = self._engine
         if self.uncommitted:
             self.commit()
-        self._background.wait()  # this step writes where the one before the last committed one lies
+        self._background.wait()  # this step overwrites the slots of the commit before the last one
         self.make_way()
         self.reserve(record)
         tiles = super().before_step(tiles, record)
@@ -154,8 +155,10 @@ class DurableCommitter(Committer):
             self._background.forget()
 
     def after_taking_back(self) -> None:
-        """Copy 0 may have the round that is undone: nobody goes on from that, for not all ranks have it. But they will
-        have another one of its number, and before that confirm() sees to it that there is nothing left of this one.
+        """Withdraws the round of the undone step.
+
+        Copy 0 may contain that round. No resume continues from it, because not all ranks have it. But the next round
+        gets the same number, so confirm() commits once more before that, which overwrites the withdrawn one.
         """
         if self._unconfirmed:
             self._engine.record = self._record_before
@@ -173,10 +176,10 @@ class DurableCommitter(Committer):
                 store.reserve("manifest", len(self._manifests.pack(d, self._rooms)))
 
     def announce_step(self) -> None:
-        """Before a step writes in place: whoever finds this, and not the commit after it, finds a mix of two steps.
+        """Marks the stores before a step writes in place: a mark without a later commit tells of a mix of two steps.
 
-        Raises CSDOSError. Some stores may be marked then, and tiles are whole: what they are marked with is the
-        sequence behind the commit, and so it is when this is called again.
+        Raises CSDOSError. Some stores may be marked then although all tiles are still whole; so the next call marks
+        the stores with the same sequence number, the one after the last commit's.
         """
         if self._marking != self._sequence:
             self._sequence += 1
@@ -185,10 +188,10 @@ class DurableCommitter(Committer):
             store.mark(self._sequence, UNDER_WAY)
         self._marking = None
 
-    # ---- copies of what is committed ---------------------------------------------
+    # ---- copies of the last commit, such as snapshots ----------------------------
 
     def make_way(self) -> None:
-        """Waits until nobody copies what is to be written over now."""
+        """Waits until nobody copies the slots that will be overwritten next."""
         for pin in self.pins:
             if self._sequence > pin.sequence:
                 pin.wanted.set()
@@ -204,24 +207,24 @@ class DurableCommitter(Committer):
 
     @property
     def _stores(self) -> dict[int, StoreFile]:
-        """Those that keep something, by device."""
+        """The durable stores, by device."""
         return {d: store for d, store in enumerate(self._engine.devices.stores) if store and store.durable}
 
     @property
     def _rooms(self) -> dict[int, Room]:
-        """Of the residuals that there are, by parameter."""
+        """Where the current residuals are stored, by parameter."""
         return {param: self._residuals.rooms[param] for param in self._engine.residuals}
 
     @property
     def _makes_round(self) -> bool:
-        """Is the next commit one that the ranks make together?"""
+        """Whether the next commit is a round."""
         return self.ranks is not None and (self._loading or self._engine.step != self._round_step)
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
         return all_ranks_or_none(self.ranks)
 
     def commit(self, record: Record | None = None, *, clean: bool = False, background: bool = True) -> None:
-        """As of Engine: in the background, or before it returns. `clean`: the store is closed next."""
+        """Commits as Engine.commit(), in the `background` or before this returns. `clean`: the store is closed next."""
         engine = self._engine
         engine.check_whole()
         self._background.wait()
@@ -242,7 +245,7 @@ class DurableCommitter(Committer):
         run(f"step {engine.step}", partial(self._prepare if makes_round else self._alone, commit))
 
     def _job(self, *, clean: bool, round: int) -> CommitJob:
-        """What the next commit carries, as it is now."""
+        """Return what the next commit contains, as of now."""
         engine, stores, rooms = self._engine, self._stores, self._rooms
         if changed := self._residuals.changed(engine.residuals):
             self.make_way()
@@ -259,7 +262,7 @@ class DurableCommitter(Committer):
             steps=engine.all_steps(),
             record=engine.record,
             new_residuals=changed,
-            after={d: recorded(torch.accelerator.current_stream(d)) for d in far},  # what writes to them
+            after={d: recorded(torch.accelerator.current_stream(d)) for d in far},  # the kernels that write to them
             spaces={param: self._residuals.committed[param] for param in rooms if param not in changed},
         )
 
@@ -282,7 +285,7 @@ class DurableCommitter(Committer):
         self._counts(commit)
 
     def _counts(self, commit: Commit) -> None:
-        """It is where a crash goes back to now."""
+        """Notes that a resume after a crash continues from this commit from now on."""
         self.committed_step, self._residuals.committed = commit.job.step, commit.job.spaces
 
     def confirm(self) -> None:
@@ -290,7 +293,7 @@ class DurableCommitter(Committer):
             return self._engine.check_whole()
         with self.all_ranks_or_none():
             self._engine.check_whole()
-            if self._makes_round or self._went_back:  # its commit did not even begin
+            if self._makes_round or self._went_back:  # no commit has begun yet, or a withdrawn round is left
                 self.commit()
             self._background.wait()
         if self._unconfirmed:
@@ -310,13 +313,13 @@ class DurableCommitter(Committer):
                 yield
             here = engine.step, engine.n_params
             said = self.ranks.gather(*here) if self.ranks else [here]
-            # That of the rank that is farthest: its parameters may have made more steps than others.
+            # Continue from the highest step of all ranks: parameters on one rank may have made more steps than others.
             engine.step = max((step for step, n in said if n), default=engine.step)
             if any(n for _, n in said):
                 with self.all_ranks_or_none():
                     self.flush()
                 self.wait()
-            self._loading = False  # if there was nothing to commit
+            self._loading = False  # still set if there was nothing to commit
         finally:
             self._loaded_record, self._within_loading = None, False
 
@@ -326,7 +329,7 @@ class DurableCommitter(Committer):
             self._background.wait()
 
     def flush(self, *, clean: bool = False) -> None:
-        """Commits everything, also what somebody wrote to windows since the last step, and waits. Raises CSDOSError.
+        """Commits everything, including writes to windows since the last step, and waits. Raises CSDOSError.
 
         `clean`: the store is closed next.
         """
@@ -345,16 +348,16 @@ class DurableCommitter(Committer):
         self.commit(clean=clean and windows.synced, background=False)
 
     def committed(self) -> list[Contents]:
-        """What the stores hold of the last commit, when it has come to its end."""
+        """Return the contents of the last commit as read from the stores. Call it after the commit has completed."""
         return [read_commits(store.fd, str(store.path))[0] for store in self._engine.devices.stores if store]
 
     # ---- writing to windows ----------------------------------------------------------
 
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
-        """What is committed before stays as it is until this ends: these tiles move to their other slots first.
+        """See Engine.writing(). The previous commit stays intact: the tiles move to their other slots first.
 
-        The commit of tiles that are new is that of the next step; while ranks are loading, that of `loading()`.
+        New tiles are committed with the next step, and within `loading()` everything is committed at its end.
         """
         engine = self._engine
         self._open_windows(params)
@@ -370,7 +373,7 @@ class DurableCommitter(Committer):
                     self.commit(background=False)
         except BaseException:
             with contextlib.suppress(CSDError):
-                engine.remap()  # others' windows were opened, too, and theirs are committed
+                engine.remap()  # the windows of other parameters, whose tiles are committed, were opened too
             raise
 
     def _open_windows(self, params: Sequence[int]) -> None:
@@ -380,7 +383,7 @@ class DurableCommitter(Committer):
             return
         tiles = engine.tiles_of_params(params)
         engine.check_whole()
-        self._background.wait()  # it closes windows that are still open
+        self._background.wait()  # the commit closes windows that are still open
         coded = engine.coded
         if coded.any():
             self._keep_step()
@@ -390,25 +393,25 @@ class DurableCommitter(Committer):
         self.make_way()
         self._changed = True
         edited = windows.note_written()
-        edited = edited[~coded[edited]]  # they stay as they are, and move once
+        edited = edited[~coded[edited]]  # codes have no windows: _write_decoded() moves their tiles, and only once
         if engine.slots == 1:
             self.announce_step()
-        # In place, too: the blocks may be a snapshot's as well (a reflink), and whoever writes takes new ones. On a
-        # full disk that is an error here; for who writes through a window it would be SIGBUS.
+        # Tiles with one slot are rewritten too: a snapshot may share their blocks (a reflink), so that a write
+        # allocates new ones. On a full disk that is an error here, but SIGBUS in a write through a window.
         tiles = np.union1d(tiles, edited)
         windows.pass_through(tiles[~windows.loose[tiles]])
         self.uncommitted = True
         windows.show(open=True)
 
     def _keep_step(self) -> None:
-        """Commits the last step if that failed: else the other slots of its tiles are those of the last commit."""
+        """Commits the last step if its commit failed. Until then the other slots of its tiles are the last commit's."""
         if self.uncommitted and not (self._within_loading or self._makes_round):
             self.commit(background=False)
 
     def _write_decoded(self, new: np.ndarray[Any, Any]) -> None:
-        """What was written to states that are kept as codes. Within loading() its flush does that, once for all.
+        """Encodes what was written to decoded states. Does nothing inside loading(), whose flush does it once for all.
 
-        `new`: tiles that have had no states; bool, one per tile.
+        `new`: tiles that had no states before; bool, one per tile.
         """
         engine = self._engine
         edited = engine.tiles_of_params([*engine.decoded.written()])
@@ -424,15 +427,15 @@ class DurableCommitter(Committer):
     # ---- the end -------------------------------------------------------------------
 
     def before_close(self) -> None:
-        self.end_copies()  # one may have begun since
+        self.end_copies()  # a copy may have begun since close() waited for them
         engine = self._engine
         if not engine.extents and not self._round:
             return
         engine.windows.note_written()
         edited = engine.windows.edited or self._residuals.changed(engine.residuals) or self._steps_changed
-        # The other ranks may lack this round, or be gone: what all of them have is not to be written over.
+        # Other ranks may lack this round, or be gone: the last round that all ranks have must not be overwritten.
         unconfirmed = self._unconfirmed or self._makes_round
-        # A step failed in which parameters joined: what it was to begin with has no state yet.
+        # A step failed in which parameters joined: these have no state yet.
         stateless = engine.windows.empty.any()
         why = ""
         if unconfirmed and edited:
@@ -445,22 +448,22 @@ class DurableCommitter(Committer):
         self._background.wait()
         if stateless or (self._failed_to_join and not edited):
             return
-        # What is broken, somebody has been told of.
+        # If the engine is broken, an earlier call has raised that already.
         keeps = self._manifests and engine.mode != "read" and not (unconfirmed or engine.broken)
         if keeps and (self._changed or edited):
             self.flush(clean=True)
 
     @property
     def _steps_changed(self) -> bool:
-        """Since the last commit? Parameters that joined since have made none."""
+        """Whether a `step` count differs from the last commit's, which is 0 for parameters that joined since."""
         now, then = self._engine.all_steps(), self._committed_steps
         return not np.array_equal(now[: len(then)], then) or bool(now[len(then) :].any())
 
     @property
     def _failed_to_join(self) -> bool:
-        """The step failed in which parameters joined: the last commit, which is without them, is the one to go on from.
+        """Whether the step failed in which parameters joined, so that a resume must find the last commit, without them.
 
-        A script that is started again adds them in that step again.
+        A script that is restarted adds the parameters in that step again.
         """
         marked = any(s.current.flags & UNDER_WAY for s in self._stores.values() if s.current)
         joined = not self._manifests.written or self._engine.n_params > len(self._committed_steps)

@@ -1,4 +1,4 @@
-"""An engine: several devices driven as one. Windows onto their states: windows.py; what keeps those: committer.py."""
+"""The engine: drives several devices as one. windows.py maps their states; committer.py makes these durable."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from .windows import Windows
 
 
 class Engine:
-    """Owns `specs`' devices from now to `close()`. States are fp32, or codes of that; who extends it names them.
+    """The devices of `specs`, owned until `close()`, and the states on them: fp32 or 8-bit codes, as extend() is told.
 
-    Raises what `StoreFile` raises when a directory cannot be had; then nothing is left open.
+    Raises what `StoreFile` raises when a directory cannot be used; then nothing is left open.
     """
 
     def __init__(
@@ -53,48 +53,48 @@ class Engine:
         self.slots = 2 if shadow else 1
         self.extents: list[Extent] = []
         self.pid: int = os.getpid()
-        self.lock: threading.RLock = threading.RLock()  # held through a step, by whoever looks at the state, by close()
-        self.steps: list[np.ndarray[Any, Any]] = []  # per extent: `step` of each parameter, fp32
-        self.residuals: dict[int, torch.Tensor] = {}  # by parameter, over all extents: see keep_residual()
-        self.step: int = 0  # whole steps of this engine
+        self.lock: threading.RLock = threading.RLock()  # held during a step, while the state is read, and in close()
+        self.steps: list[np.ndarray[Any, Any]] = []  # per extent: the `step` count of each parameter, fp32
+        self.residuals: dict[int, torch.Tensor] = {}  # by parameter, numbered over all extents: see keep_residual()
+        self.step: int = 0  # number of completed steps
         self.record: Record = Record()  # of the last step
         self.stepping: bool = False
-        self.lent: object = None  # memory that a step which begins in backward uses: of host or of gradients
-        self.guessed: bool = False  # nobody has asked yet for the step under way, which began in backward: see overlap/
-        self.landing: threading.Event | None = None  # set when a thread has made the step whole that is under way
-        self.rank: np.ndarray[Any, Any] | None = None  # of each tile (int64): in this order they flow; None: to and fro
-        self._torn = False  # a step in place was cut short
-        self.recovered: Sequence[Contents] = ()  # what a store that is resumed says of itself, on each device
+        self.lent: object = None  # keeps alive the host memory or gradients that a step begun in backward uses
+        self.guessed: bool = False  # the step in flight began in backward, before step() was called: see overlap/
+        self.landing: threading.Event | None = None  # set once a background thread has completed the step in flight
+        self.rank: np.ndarray[Any, Any] | None = None  # int64 per tile: steps go by rising rank; None: to and fro
+        self._torn = False  # a step that writes in place was cut short
+        self.recovered: Sequence[Contents] = ()  # per device: what the resumed store contains
         self.windows: Windows = Windows(self)
         self.decoded: Decoded = Decoded(self)
         self.committer: Committer = Committer(self)
-        self.handle: Any = None  # of the native engine, from the first extent on
-        self.accelerator: OnAccelerator | None = None  # whose parameters have no element on the devices here
+        self.handle: Any = None  # the native engine; created with the first extent
+        self.accelerator: OnAccelerator | None = None  # its parameters have no elements on `devices`
         self._trace: Trace | None = None
-        self.served: dict[str, float] = {}  # of an owner: what `csd-optim top` is told of its trainers
-        self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward, to be traced
+        self.served: dict[str, float] = {}  # on an owner: what reports tell `csd-optim top` about its trainers
+        self.model_spans: list[Span] | None = [] if settings.trace() else None  # forward and backward, for the trace
         self.near_spans: list[Span] | None = [] if settings.trace() else None  # updates on the accelerator, likewise
-        self._began = self._ended = 0.0  # the step to be traced: when
-        self._undone = False  # the same
+        self._began = self._ended = 0.0  # when the step that is traced next began and ended
+        self._undone = False  # whether that step was undone
 
     # ---- layout ------------------------------------------------------------
 
     def fills_by_step(self, params: Sequence[int]) -> bool:
-        """Can the next step make the state of these parameters, which joined since the last, from what they are?"""
+        """Return whether the next step can initialise the state of these newly joined parameters from their values."""
         if not (self.devices.reaches_params and params and all(self.devices.stores)):
             return False
         return bool(self.windows.loose[self.tiles_of_params(params)].all()) and not self.committer.uncommitted
 
     @property
     def specs(self) -> list[DeviceSpec]:
-        """What the user has named, the accelerator first."""
+        """The devices that the user named, the accelerator first."""
         if not self.accelerator:
             return self.devices.specs
         return [self.accelerator.spec, *([] if self.accelerator.alone else self.devices.specs)]
 
     @property
     def copies(self) -> int:
-        """Of states that a step changes: so many it needs at the same time, to be undone."""
+        """How many copies of the states a step needs at the same time, so that it can be undone."""
         near = self.accelerator
         return 1 if self.devices.resident or (near and near.copies) else self.slots
 
@@ -107,7 +107,7 @@ class Engine:
         return sum(e.n_tiles for e in self.extents)
 
     def name_device(self, device: int, tile: int = -1) -> str:
-        """What messages call a device. `tile`: one that is damaged there, or -1."""
+        """Return the name of a device for messages. `tile`: a damaged tile on it, to be named too, or -1."""
         damaged = self.committer.name_tile(device, tile) if tile >= 0 else ""
         return f"{self.devices.name(device)}: {damaged}" if damaged else self.devices.name(device)
 
@@ -120,16 +120,16 @@ class Engine:
         param_dtype: torch.dtype | None = None,
         is_copied: bool = False,
     ) -> Extent:
-        """Makes room for parameters of these sizes; their states read as zero. CSDOSError: a disk is full.
+        """Allocates the states of parameters with these sizes; they read as zero. Raises CSDOSError: a disk is full.
 
-        `sections`: names of the states of each, the fp32 master being the first.
-        `codec`: "8bit" keeps codes of them, which have no windows; all parameters are of `param_dtype` then.
-        `is_copied`: the accelerator will have copies of them, see near_copies.py.
-        To be followed by `describe()`, and to be filled within `writing()`; codes by a step.
+        `sections`: names of each parameter's states, the fp32 master first.
+        `codec`: "8bit" stores codes, which have no windows; all parameters then have `param_dtype`.
+        `is_copied`: the accelerator will hold copies of the states, see near_copies.py.
+        Call `describe()` next, then fill the states within `writing()`; a step fills codes.
         """
         self.check_open()
         self.committer.before_extend()
-        self.windows.synced &= codec != FP32  # codes have no windows to write to
+        self.windows.synced &= codec != FP32  # codes have no windows that somebody could write to
         self._tune(numels, sections, codec, param_dtype)
         plan = partial(
             plan_extent,
@@ -146,13 +146,13 @@ class Engine:
             mapped=0 if self.devices.resident else bindings.mappings(),
         )
         extent = plan(shares=self.devices.shares)
-        placement = self.devices.placement if extent.n_tiles else None  # empty parameters are nowhere
+        placement = self.devices.placement if extent.n_tiles else None  # empty parameters need no device
         if placement:
             shares = placement.shares(extent, is_copied=is_copied)
             extent = placement.divide(plan(shares=shares), is_copied=is_copied)
-            if self.handle is None:  # what joins first may have so few tiles that not every device gets one
+            if self.handle is None:  # the first extent may have too few tiles for every device to get one
                 self.devices.share_memory([share * extent.n_tiles * extent.slot_bytes for share in shares])
-        # Everything that can be refused comes first; a store that was extended in vain is shrunk again.
+        # Every check comes first; if adding the extent fails all the same, room_for() shrinks the stores again.
         with self.devices.room_for(extent) as offsets:
             self._add(extent, offsets, None)
         if placement:
@@ -166,7 +166,7 @@ class Engine:
     def _tune(
         self, numels: Sequence[int], sections: Sequence[str], codec: str, param_dtype: torch.dtype | None
     ) -> None:
-        """Has drives tried out, before the first states are to be there."""
+        """Measures the drives before the first states are allocated on them."""
         if not any(e.n_tiles for e in self.extents) and self.devices.placement is None:
             nbytes = self.slots * elem_bytes(sections, codec, param_dtype) * sum(numels)
             self.devices.tune(int(nbytes), new=True)
@@ -174,9 +174,9 @@ class Engine:
                 self.devices.placement.beside = self.accelerator
 
     def part_on_accelerator(self, numels: Sequence[int], sections: Sequence[str], param_bytes: float) -> float | None:
-        """How much of such parameters `auto` wants on the accelerator; None: there is no `auto`. Raises as extend().
+        """Return the fraction of these parameters that `auto` wants on the accelerator; None: there is no `auto`.
 
-        `param_bytes`: of an element of them, on average.
+        `param_bytes`: average bytes per element of the parameters. Raises what extend() raises.
         """
         if self.accelerator is None or not self.accelerator.spec.is_placed or not sum(numels):
             return None
@@ -188,7 +188,10 @@ class Engine:
     def _add(
         self, extent: Extent, offsets: list[int], tiles: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None
     ) -> None:
-        """`offsets`: where it begins in each store (bytes). `tiles`: None if they are new; else as of tiles_of()."""
+        """Adds an extent to the native engine, the windows and the committer.
+
+        `offsets`: where the extent begins in each store (bytes). `tiles`: None for a new extent, else as tiles_of().
+        """
         if self.handle is None:
             self._create()
         states, sums = tiles or (None, None)
@@ -219,10 +222,10 @@ class Engine:
         if path := settings.trace():
             near = [str(self.accelerator.spec)] if self.accelerator else []
             self._trace = Trace(path, [*map(str, self.devices.specs), *near])
-            bindings.engine_events(self.handle)  # from now on they are kept
+            bindings.engine_events(self.handle)  # the first call makes the native engine record events
 
     def adopt_commit(self, found: Sequence[Contents], order: Sequence[int]) -> None:
-        """Goes on from what the stores have, of a commit of theirs. `order`: which of them is device 0, 1 ..."""
+        """Continues from the commit `found` in the stores. `order`: the index of the store that is device 0, 1 ..."""
         self.recovered = recovered = [found[d] for d in order]
         self.devices.adopt_commit(recovered, order)
         first = recovered[0]
@@ -246,7 +249,7 @@ class Engine:
 
     @property
     def coded(self) -> np.ndarray[Any, Any]:
-        """Which tiles keep codes of their states: bool, one per tile."""
+        """Which tiles store codes: bool, one per tile."""
         return np.repeat([e.codec != FP32 for e in self.extents], [e.n_tiles for e in self.extents])
 
     def extent_with(self, param: int) -> Extent:
@@ -263,37 +266,37 @@ class Engine:
         return self.extent_of(tile).tile_elems
 
     def tiles_of(self, extent: Extent) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """What is known of the tiles of an extent: TILE_STATE of each, checksums (uint32: tiles, chunks, sections)."""
+        """Return the TILE_STATE of each tile of an extent, and the checksums, uint32 (tiles, chunks, sections)."""
         n, first = extent.n_tiles, extent.first_tile
         return bindings.engine_tiles(self.handle, first, n, extent.chunks, len(extent.slot))
 
     def pieces_of(self, tile: int) -> np.ndarray[Any, Any]:
-        """The parts of parameters in a tile, dtype PIECE."""
+        """Return the parts of parameters in a tile, dtype PIECE."""
         extent = self.extent_of(tile)
         return extent.pieces_in(tile - extent.first_tile)
 
     def tiles_with(self, has_grad: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Tiles with a parameter of the mask (bool, one per parameter), in the order in which they flow next."""
+        """Return the tiles of the parameters in a mask (bool, one per parameter), in the order of the next step."""
         tiles = [e.pieces["tile"][has_grad[e.pieces["param"]]] + np.uint32(e.first_tile) for e in self.extents]
         return self.flowing(np.unique(np.concatenate(tiles)))
 
     def tiles_of_params(self, params: Sequence[int]) -> np.ndarray[Any, Any]:
-        """The same for these parameters, counted over all extents."""
+        """Return the tiles of these parameters (numbered over all extents), in the order of the next step."""
         mask = np.zeros(self.n_params, bool)
         mask[params] = True
         return self.tiles_with(mask)
 
     @property
     def descending(self) -> bool:
-        """Does the next step go from the last tile to the first?"""
+        """Whether the next step goes from the last tile to the first."""
         return self.step % 2 == 1
 
     def flowing(self, tiles: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Ascending tiles in the order in which the next step takes them.
+        """Return `tiles`, given in ascending order, in the order in which the next step takes them.
 
-        Steps go to and fro: one begins with what the one before wrote last, which is still in memory. That follows from
-        the step's number alone, so that all processes do the same, and whoever resumes. With a `rank` they take the
-        lowest first; tiles that have none, as they are new, come last.
+        Steps alternate their direction: each begins with the tiles that the previous step wrote last, which are still
+        in memory. The direction follows from the step's number alone, so that all processes agree on it, also after a
+        resume. With a `rank`, the lowest rank goes first; new tiles, which have no rank yet, come last.
         """
         if self.rank is not None:
             new = np.full(self.n_tiles - len(self.rank), np.iinfo(np.int64).max)
@@ -311,9 +314,9 @@ class Engine:
         *,
         order: int = TO_AND_FRO,
     ) -> np.ndarray[Any, Any]:
-        """Begins a step over `tiles`, or more; returns all of them, to be pushed. `record`: for its commit.
+        """Begins a step over `tiles`; returns all tiles to be pushed, with those that the committer adds.
 
-        `order`: TO_AND_FRO, SAME_ORDER or AS_PUSHED of bindings.py, see csd_order.
+        `record`: for the step's commit. `order`: TO_AND_FRO, SAME_ORDER or AS_PUSHED of bindings.py, see csd_order.
         """
         self.check_open()
         self.check_whole()
@@ -336,7 +339,7 @@ class Engine:
         bindings.engine_begin(self.handle, params, hypers, tiles, self.name_device, order=order)
 
     def _trace_step(self) -> None:
-        """What the last step did is known when its last states are where they belong."""
+        """Writes the last step to the trace, once all its states are written and so all its events are known."""
         if self._trace and self._began:
             bindings.engine_wait_writes(self.handle, self.name_device)
             events = bindings.engine_events(self.handle)
@@ -349,65 +352,66 @@ class Engine:
         bindings.engine_push(self.handle, tile, grad, param, entries, n_entries, self.name_device)
 
     def give(self, tile: int, states: int) -> None:
-        """Goes before the push of a tile with parameters whose master is GIVEN: their states as they will be.
+        """Passes the updated states of a tile's parameters whose master is GIVEN. Call it before pushing the tile.
 
-        `states`: address of all sections of the tile, one after another, read until its parameters are there.
+        `states`: address of all sections of the tile, one after another; read until the tile's parameters are ready.
         """
         bindings.engine_give(self.handle, tile, states, self.name_device)
 
     def read(self, tile: int, states: int) -> None:
-        """Copies the states of a tile to an address, as they are now: all sections, one after another.
+        """Copies the current states of a tile to the address `states`: all sections, one after another.
 
-        Not within a step. Raises CSDOSError, CSDStoreError if the tile is damaged.
+        Not during a step. Raises CSDOSError, or CSDStoreError if the tile is damaged.
         """
         bindings.engine_read(self.handle, tile, states, self.name_device)
 
     def push_grads(self, tile: int, grads: Sequence[int]) -> None:
-        """The same of gradients that begin at `grads`, one for each of `pieces_of(tile)`; 0: it has none after all.
+        """Pushes a tile whose gradients begin at the addresses `grads`, one for each of `pieces_of(tile)`.
 
-        Read until the tile has its parameters, or the step is over. Raises CSDValueError for tiles with Top-K.
+        Address 0: the piece has no gradient after all. The gradients are read until the tile's parameters are ready or
+        the step ends. Raises CSDValueError for tiles with Top-K.
         """
         bindings.engine_push_grads(self.handle, tile, grads, self.name_device)
 
     def drop_grads(self, params: Sequence[int]) -> None:
-        """These parameters have no gradient after all, and keep every bit. Before any of their tiles is pushed."""
+        """Leaves these parameters unchanged, as they have no gradient. Call it before any of their tiles is pushed."""
         bindings.engine_drop_grads(self.handle, np.array(params, np.uint32), self.name_device)
 
     def pull(self) -> int:
         return bindings.engine_pull(self.handle, self.name_device)
 
     def params_ready(self, tiles: np.ndarray[Any, Any], *, wait: bool) -> bool:
-        """Do these tiles (uint32), all of them pushed, have their new parameters? `wait`: until they have."""
+        """Return whether these pushed tiles (uint32) have their new parameters. `wait`: blocks until they have."""
         return bindings.engine_params_ready(self.handle, tiles, wait, self.name_device)
 
     def hold_bytes(self, tile: int) -> int:
-        """Of the memory for push_early(), in the step that is under way; 0: the tile is not part of it."""
+        """Return how many bytes push_early() needs for a tile in the step in flight; 0: the tile is not part of it."""
         return bindings.engine_hold_bytes(self.handle, tile)
 
     def push_early(self, tile: int, grads: Sequence[int], hold: int) -> None:
-        """Pushes a tile while the step is a guess: nothing changes before release(); finish(keep=False) undoes it.
+        """Pushes a tile of a speculative step: nothing changes before release(); finish(keep=False) undoes it.
 
-        `grads`: of each of `pieces_of(tile)`, where its parameter's dense gradient begins; 0: it has none. Read until
-        unchanged() returns, or the step is over. `hold`: memory of hold_bytes(), until the tile has its parameters.
-        Raises CSDValueError for tiles in memory or with one slot, new ones, and those with Top-K.
+        `grads`: for each of `pieces_of(tile)` the address where its parameter's dense gradient begins; 0: none. They
+        are read until unchanged() returns or the step ends. `hold`: address of hold_bytes() bytes, in use until the
+        tile's parameters are ready. Raises CSDValueError for tiles in memory, with one slot, new, or with Top-K.
         """
         bindings.engine_push_early(self.handle, tile, grads, hold, self.name_device)
 
     def unchanged(self, params: np.ndarray[Any, Any]) -> bool:
-        """Did the tiles that were pushed early read what is there now? `params`: all rows, with their addresses now."""
+        """Return whether the tiles pushed early read what is in memory now. `params`: all rows, current addresses."""
         return bindings.engine_unchanged(self.handle, params, self.name_device)
 
     def release(self, params: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> None:
-        """The guess was right: what was pushed early goes to its parameters, and the other tiles may be pushed.
+        """Confirms a speculative step: writes the parameters of tiles pushed early, and lets other tiles be pushed.
 
-        `params`: rows as to begin(), but for the addresses of gradients and parameters. `order`: tiles (uint32) in the
-        order in which they are wanted; others follow.
+        `params`: the rows passed to begin(), with current addresses of gradients and parameters. `order`: tiles
+        (uint32) in the order in which their parameters are needed; the other tiles follow.
         """
         bindings.engine_release(self.handle, params, order, self.name_device)
         self.guessed = False
 
     def begin_without_tiles(self) -> None:
-        """Begins a step all of which is on the accelerator. To be followed by end_without_tiles()."""
+        """Begins a step that updates only states on the accelerator. Call end_without_tiles() at its end."""
         self.check_open()
         self.check_whole()
         self._trace_step()
@@ -418,11 +422,11 @@ class Engine:
         self.step += 1
 
     def tear(self) -> None:
-        """A step that cannot be undone has changed states in place, and has not come to its end."""
+        """Marks the states as torn: a step that cannot be undone changed states in place, and did not complete."""
         self._torn = True
 
     def finish(self, keep: bool = True) -> None:
-        """The step is whole; or undone, with `keep` False or an exception. To be followed by `commit()`."""
+        """Completes the step. With `keep` False, or if this raises, the step is undone. Call `commit()` next."""
         try:
             bindings.engine_finish(self.handle, keep, self.name_device)
         except CSDTornError:
@@ -435,14 +439,15 @@ class Engine:
             self.step += 1
             self.windows.after_step()
             self.committer.after_step()
-        elif self.devices.resident:  # it changed them in place
+        elif self.devices.resident:  # the step changed the states in place
             self.decoded.forget_unwritten()
 
     def take_back(self, params: np.ndarray[Any, Any]) -> None:
-        """Undoes the last step, which was finished, and may be committed on this rank: other ranks could not make it.
+        """Undoes the last finished step, even if this rank has committed it, because another rank failed to.
 
-        `params`: those that took part in it. Nothing may have changed states since but who wrote to windows. Raises
-        CSDValueError if it began with such writes, or a tile has one slot. undone() is as after finish().
+        `params`: the parameters that took part in the step. Since then, nothing but writes to windows may have changed
+        states. Raises CSDValueError if the step began with such writes, or a tile has one slot. Afterwards undone()
+        answers as after finish().
         """
         self.committer.before_taking_back()
         self.windows.note_written()
@@ -457,12 +462,12 @@ class Engine:
         self.committer.after_taking_back()
 
     def forget_copies(self, params: Sequence[int] | None = None) -> None:
-        """States of these parameters, None: of all, are no longer what copies on the accelerator have."""
+        """Invalidates the accelerator's copies of the states of these parameters; None: of all."""
         if self.accelerator and self.accelerator.copies:
             self.accelerator.copies.forget(params)
 
     def copy_to_next_slots(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Reads tiles, or takes what somebody wrote to their windows, and waits until that is in their next slots."""
+        """Copies tiles, with what was written to their windows, to their other slots, and waits for the writes."""
         if not len(tiles):
             return
         self._begin(np.zeros(self.n_params, PARAM), np.zeros(0, HYPER), tiles)
@@ -473,35 +478,39 @@ class Engine:
         self.wait_writes()
 
     def undone(self) -> list[tuple[int, int]]:
-        """Tiles whose parameters the last undone step had already written: of how many elements, from the first on."""
+        """Return the tiles whose parameters the last undone step had already written.
+
+        With each tile comes how many of its elements were written, from its first one on.
+        """
         return bindings.engine_undone(self.handle)
 
     def remap(self) -> None:
-        """Waits until every state is on its device and the windows show it. Raises CSDOSError if one will not go."""
+        """Waits until all states are written, then remaps the windows. Raises CSDOSError if a write keeps failing."""
         self.check_open()
         if self.handle is not None:
             self.windows.show(open=not self.durable)
 
     def wait_writes(self) -> None:
-        """Waits until every state is on its device. Raises CSDOSError if one will not go."""
+        """Waits until all states are written to their devices. Raises CSDOSError if a write keeps failing."""
         if self.handle is not None:
             bindings.engine_wait_writes(self.handle, self.name_device)
 
     @contextlib.contextmanager
     def writing(self, params: Sequence[int]) -> Iterator[None]:
-        """What is written to the windows of these parameters within is on the devices at the end. Raises CSDOSError.
+        """Inside, the windows of these parameters may be written; on exit, the writes are on the devices.
 
-        Where states are durable it is committed there, and what is committed before stays as it is until then.
+        Where states are durable, the exit also commits them; the previous commit stays intact until then. Raises
+        CSDOSError.
         """
         self.forget_copies(params)
         with self.committer.writing(params):
             yield
 
-    # ---- commits: where states are durable; elsewhere nothing happens ------------------
+    # ---- commits: no-ops unless states are durable -------------------------------------
 
     @property
     def durable(self) -> bool:
-        """Is there a device whose states outlive the process?"""
+        """Whether the states on some device outlive the process."""
         return self.committer.durable
 
     @property
@@ -510,92 +519,92 @@ class Engine:
         return self.committer.committed_step
 
     def describe(self, manifest: dict[str, Any]) -> None:
-        """Says what the parameters are; stores carry it from the next commit on."""
+        """Sets the description of the parameters, which the stores contain from the next commit on."""
         self.committer.describe(manifest)
 
     def commit(self, record: Record | None = None) -> None:
-        """Makes the state durable as it is, in the background; `steps` and `record` with it (None: that of before).
+        """Starts committing the current state, `steps` and `record` (None: the previous record) in the background.
 
-        `wait()` waits for that; a round of ranks counts with `confirm()` only. Raises CSDOSError if the commit before
-        had failed and fails again.
+        `wait()` waits for the commit; a round, the joint commit of several ranks, only counts after `confirm()`.
+        Raises CSDOSError if the previous commit failed and its retry fails too.
         """
         self.committer.commit(record)
 
     def confirm(self) -> None:
-        """Goes before whatever changes states: returns when all ranks have the last round. It counts then.
+        """Returns when all ranks have the last round, which counts from then on. Call it before changing states.
 
-        All ranks call it. Raises on all of them if one does not have the round: there CSDOSError, elsewhere
-        CSDRankError; nothing has been touched, and the next call tries again.
+        All ranks call it. If one of them does not have the round, raises on all: CSDOSError on that rank, CSDRankError
+        elsewhere. Nothing has been touched then, and the next call tries again.
         """
         self.committer.confirm()
 
     def wait(self) -> None:
-        """Returns when the last step is durable. Raises CSDOSError. Of ranks, all call it, and it raises on all."""
+        """Returns when the last step is durable. Raises CSDOSError. All ranks call it, and it raises on all."""
         self.committer.wait()
 
     def all_ranks_or_none(self) -> contextlib.AbstractContextManager[object]:
-        """What fails within raises on all ranks, where ranks commit together; all call it then."""
+        """Return a context that raises on all ranks if its body fails on one. All ranks enter it."""
         return self.committer.all_ranks_or_none()
 
     def loading(self, record: Record | None = None) -> contextlib.AbstractContextManager[None]:
-        """What is loaded within is durable at the end, with `record`: as a whole, or not at all.
+        """Return a context: what is loaded inside becomes durable at its end, with `record`, entirely or not at all.
 
-        Ranks make it a round; all of them call it, and it raises on all.
+        Several ranks commit it as a round: all of them enter the context, and it raises on all.
         """
         return self.committer.loading(record)
 
     # ---- residuals -------------------------------------------------------------
 
     def keep_residual(self, param: int, residual: torch.Tensor) -> None:
-        """From now on this is the residual of a parameter (counted over all extents): not while a step is under way.
+        """Registers the residual of a parameter (numbered over all extents). Not while a step is in flight.
 
-        1-D bfloat16, dense, as many elements as the parameter has, in the order of its state, anywhere.
-        Where states are durable, each commit carries it as it is then. Who writes to it past torch counts that, by
-        torch.autograd.graph.increment_version. Raises CSDOSError if a disk is full; then nothing has changed.
+        `residual`: 1-D bfloat16, contiguous, as many elements as the parameter, in the order of its state, on any
+        device. Where states are durable, each commit contains its current value. Code that writes to it without torch
+        must call torch.autograd.graph.increment_version. Raises CSDOSError if a disk is full; nothing changes then.
         """
         self.committer.before_keeping(param, residual)
         self.residuals[param] = residual
 
     def drop_residual(self, param: int) -> None:
-        """The parameter has a residual no more."""
+        """Removes the residual of a parameter, if it has one."""
         if self.residuals.pop(param, None) is not None:
             self.committer.after_dropping(param)
 
     def adopt_residuals(self, residuals: dict[int, torch.Tensor]) -> None:
-        """Those of the commit that was taken up, by parameter."""
+        """Registers the residuals of the commit that was resumed, by parameter."""
         self.residuals = residuals
         self.committer.adopt_residuals(residuals)
 
-    # ---- what is known of it -------------------------------------------------
+    # ---- statistics and the end ----------------------------------------------
 
     @property
     def step_span(self) -> tuple[float, float]:
-        """When the last step began, and when all its tiles had been updated: of time.perf_counter()."""
+        """When the last step began, and when all its tiles had been updated: times of time.perf_counter()."""
         return self._began, self._ended
 
     def stats(self) -> list[dict[str, Any]]:
-        """Counts of the last step, one dict per device; see `csd_stats`. Totals are those since the store was made.
+        """Return the counts of the last step, one dict per device; see `csd_stats`. Totals cover the store's lifetime.
 
-        Waits for the last step's commit if that writes residuals. Raises CSDOSError.
+        Waits for the last step's commit if it writes residuals. Raises CSDOSError.
         """
         self.committer.before_counting()
         return self.counted()
 
     def counted(self) -> list[dict[str, Any]]:
-        """The same without waiting: a commit may be writing residuals."""
+        """Return the same counts without waiting: a commit may still be writing residuals, which then count partly."""
         return self.devices.counted(self.handle, self.committer.residual_bytes) if self.handle else []
 
     def written_bytes(self) -> list[int]:
-        """To each device since its store was made, as far as is known: a commit may be writing residuals."""
+        """Return the bytes written to each device since its store was created; a commit may be adding to them."""
         return [int(counts["total_write_bytes"]) for counts in self.counted()] or self.devices.written_before
 
     def all_steps(self) -> np.ndarray[Any, Any]:
-        """A copy of `step` of each parameter, over all extents, fp32."""
+        """Return a copy of the `step` counts of all parameters, fp32."""
         return np.concatenate([np.zeros(0, np.float32), *self.steps])
 
     @property
     def idle(self) -> bool:
-        """Nothing goes on in the background that close() would wait for."""
+        """Whether no background work is in flight that close() would wait for."""
         return self.committer.idle and (self.landing is None or self.landing.is_set())
 
     @property
@@ -603,24 +612,24 @@ class Engine:
         return not self.devices.stores
 
     def close(self) -> None:
-        """Drains and lets go of the devices. Raises CSDOSError if the last states could not be written.
+        """Completes all writes and closes the devices. Raises CSDOSError if the last states could not be written.
 
-        Ctrl-C, and every other signal that Python code handles, comes when that is done; while a snapshot is being
-        made, at once: the optimizer is then as it was.
+        Ctrl-C, and every other signal that Python code handles, is deferred until that is done. Only while this waits
+        for a snapshot, a signal interrupts it at once, and the optimizer stays open and unchanged.
 
-        A forked child has neither the threads nor the devices: there, nothing happens.
+        A no-op in a forked child, which has neither the threads nor the devices.
         """
         if self.pid != os.getpid():
             return
-        self.committer.end_copies()  # which may take long, and be interrupted: nothing has been given up yet
+        self.committer.end_copies()  # this may take long and may be interrupted: nothing has been closed yet
         if self.landing:
             self.landing.wait()
-        with defer_signals(), self.lock:  # interrupted, it would go on to let go of what a commit still uses
+        with defer_signals(), self.lock:  # an interrupt would run abandon() while a commit still uses the devices
             if self.closed:
                 return
             if self.guessed:
                 self.finish(keep=False)
-            if self.stepping:  # the same thread, say in a signal handler
+            if self.stepping:  # close() is called on the thread that steps, for example by a signal handler
                 raise CSDRuntimeError("a step is under way: close() when it has returned")
             try:
                 self.committer.before_close()
@@ -630,7 +639,7 @@ class Engine:
                 self.abandon()
 
     def abandon(self) -> None:
-        """Lets go of the devices as they are: nothing is made durable any more, and no error is told."""
+        """Closes the devices as they are: commits nothing, and suppresses the native engine's errors."""
         if self._trace:
             self._trace.close()
         self.committer.close()
@@ -638,17 +647,17 @@ class Engine:
             self.accelerator.copies.close()
         handle, self.handle = self.handle, None
         if handle is not None:
-            with contextlib.suppress(CSDError):  # whoever waited for the last states has raised it
+            with contextlib.suppress(CSDError):  # whoever waited for the last writes has already raised it
                 bindings.engine_close(handle, self.name_device)
         self.devices.close()
 
     @property
     def broken(self) -> bool:
-        """No step and no commit is possible any more: see check_whole()."""
+        """Whether steps and commits are impossible from now on: see check_whole()."""
         return self._torn or bool(self.windows.lost)
 
     def check_whole(self) -> None:
-        """Raises CSDTornError, CSDLostError if the states are not those of a step any more."""
+        """Raises CSDTornError or CSDLostError if the states are no longer those of one whole step."""
         if self._torn:
             raise CSDTornError(errno.EIO, f"an earlier step was cut short. {TORN}")
         self.windows.check()

@@ -1,4 +1,4 @@
-"""What the stores of an engine say of themselves: parameters, extents and where they lie, features."""
+"""The manifests of an engine's stores: their parameters, extents with their offsets, and format features."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ from .residuals import Room
 
 
 class Manifests:
-    """One for each device: they differ in extents. `rooms`, where asked for: of the residuals there are, by row."""
+    """The manifests, one per device; they differ in the extents.
+
+    `rooms`, a parameter of several methods: where the existing residuals are stored, by parameter.
+    """
 
     def __init__(self, n_devices: int, ranks: Ranks | None) -> None:
-        self.written: bool = True  # the stores carry them as they are, or will with the commit that has begun
+        self.written: bool = True  # the stores have the current manifests, or will with the commit in flight
         self.extents_on: list[list[dict[str, Any]]] = [[] for _ in range(n_devices)]  # per device
-        self.tiles_bytes: list[int] = [0] * n_devices  # per device: what the table has of its tiles
+        self.tiles_bytes: list[int] = [0] * n_devices  # per device: size of the tiles' entries in the table
         self._params: dict[str, Any] = {}  # see describe()
         self._of_rank = {"rank": ranks.rank, "world_size": ranks.size} if ranks else {}
 
     def __bool__(self) -> bool:
-        """Has anybody said what the parameters are?"""
+        """Whether describe() or adopt() has told what the parameters are."""
         return bool(self._params)
 
     def describe(self, params: dict[str, Any]) -> None:
-        """`params`: as of params.manifest, the same for all devices."""
+        """Sets the description of the parameters, as params.manifest makes it; the same for all devices."""
         self._params, self.written = params, False
 
     def adopt(self, manifest: dict[str, Any]) -> None:
-        """Goes on from that of a store; its extents are to be added."""
+        """Continues from the manifest of a store. The caller adds its extents."""
         self._params = {k: v for k, v in manifest.items() if k not in ("extents", "tiles", "features")}
         self._params["params"] = [{k: v for k, v in p.items() if k != "residual"} for p in manifest["params"]]
 
     def add(self, extent: Extent, offsets: list[int]) -> None:
-        """`offsets`: where it begins on each device (bytes)."""
+        """Adds an extent. `offsets`: where it begins on each device (bytes)."""
         dtype = extent.param_dtype
         for device, offset in enumerate(offsets):
             about: dict[str, Any] = {
@@ -57,7 +60,7 @@ class Manifests:
             self.tiles_bytes[device] += tile_entry(about).itemsize * about["tiles"]
 
     def version(self, rooms: Mapping[int, Room]) -> int:
-        """Of the format that has all that these name."""
+        """Return the version of the store format that has all features in use."""
         return version_of(self._features(0, rooms))
 
     def _features(self, device: int, rooms: Mapping[int, Room]) -> set[str]:
@@ -78,5 +81,5 @@ class Manifests:
         return {**manifest, "features": sorted(features)} if version_of(features) >= NAMED_FEATURES else manifest
 
     def lying_in(self, device: int, extent: int, tile: int) -> str:
-        """The names of the parameters in a tile, counted within its extent."""
+        """Return the names of the parameters in a tile, which is numbered within its extent."""
         return ", ".join(lying_in(self._on(device, {}), extent, tile))

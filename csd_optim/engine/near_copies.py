@@ -1,13 +1,13 @@
-"""Copies on the accelerator of states that named directories have: beside these, `gpu:` is where steps update them.
+"""Copies of durable states on the accelerator: with `gpu:` beside named directories, steps update the states there.
 
-The directories have all states, as always. Of some of them there is a copy on the parameter's accelerator, and which of
-the two counts when:
+The directories always contain all states. Some states also have a copy on their parameter's accelerator. Which of the
+two is authoritative:
 
-between steps         what is in the directory: `state` shows it, commits have it. A copy that is `known` is the same;
-                      another one is read from there by the step that needs it
-in a step             the copy: it is updated, goes to the host, and is written to the tile's next slot, with nothing
-                      read (csd_master GIVEN)
-after an undone step  what is in the directory: what the step has updated here is not known any more
+between steps         the directory: `state` shows it and commits contain it. A copy with `is_known` is identical; any
+                      other copy is loaded from the directory by the step that needs it
+in a step             the copy: it is updated, copied to the host and written to the tile's other slot, without reading
+                      the tile (csd_master GIVEN)
+after an undone step  the directory: the copies that the step updated are no longer `is_known`
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class NearCopy:
-    """Of the states of one parameter."""
+    """The copy of one parameter's states."""
 
-    states: list[torch.Tensor]  # 1-D fp32, the master first, as the tiles have them
-    is_known: bool = False  # it is what is in the directory
+    states: list[torch.Tensor]  # 1-D fp32, the master first, in the order of the tile's sections
+    is_known: bool = False  # the copy equals the states in the directory
 
     @property
     def device(self) -> torch.device:
@@ -38,35 +38,38 @@ class NearCopy:
 
 
 class NearCopies:
-    """Of one engine."""
+    """The copies of one engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine: Engine = weakref.proxy(engine)  # it owns this, and goes with its last user
-        self.of: dict[int, NearCopy] = {}  # by parameter, counted over all extents
+        self._engine: Engine = weakref.proxy(engine)  # weak, as the engine owns this
+        self.of: dict[int, NearCopy] = {}  # by parameter, numbered over all extents
 
     @property
     def nbytes(self) -> int:
         return sum(state.nbytes for copy in self.of.values() for state in copy.states)
 
     def forget(self, params: Iterable[int] | None = None) -> None:
-        """What is in the directory is another state now, or will be. None: of all parameters."""
+        """Invalidates copies, as their states in the directory change. None: the copies of all parameters."""
         for param in self.of if params is None else params:
             if param in self.of:
                 self.of[param].is_known = False
 
     def close(self) -> None:
-        """Nobody updates them any more: their memory is free again."""
+        """Frees the memory of all copies."""
         for copy in self.of.values():
             copy.states.clear()
 
     def load(self, params: Collection[int]) -> None:
-        """Reads these that are not known. Not within a step. Raises CSDOSError, CSDStoreError: a tile is damaged."""
+        """Loads the invalid copies among these parameters from the directory. Not during a step.
+
+        Raises CSDOSError, or CSDStoreError if a tile is damaged.
+        """
         missing = {param: copy for param in params if not (copy := self.of[param]).is_known}
         if not missing:
             return
         engine = self._engine
         largest = max(e.tile_elems * len(e.sections) for e in engine.extents)
-        # While one is copied to the accelerator, the next is read.
+        # Two buffers: while one tile is copied to the accelerator, the next is read.
         buffers = [torch.empty(largest, dtype=torch.float32, device="cpu", pin_memory=True) for _ in range(2)]
         leaving: list[list[torch.Event]] = [[], []]
         try:

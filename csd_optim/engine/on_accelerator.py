@@ -1,4 +1,4 @@
-"""Which parameters have their states in the memory of their accelerator: whole ones, as many as `gpu:` may have."""
+"""Chooses the parameters whose states `gpu:` keeps in accelerator memory: whole parameters, as many as it may hold."""
 
 from __future__ import annotations
 
@@ -21,57 +21,61 @@ from .torch_rules import Scratch, other_roundings, update
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-CHUNK = 1 << 22  # elements that are updated at a time: 100 MB of scratch, and launches that cost nothing beside them
-LINK_BYTES = 64 << 20  # that are copied each way, to measure that
+CHUNK = 1 << 22  # elements updated at a time: 100 MB of scratch, and large enough to hide the cost of kernel launches
+LINK_BYTES = 64 << 20  # bytes that are copied each way to measure the link
 ROUNDS = 3
 
 
 class Joining(NamedTuple):
-    """A parameter that takes part for the first time."""
+    """A parameter that takes part in a step for the first time."""
 
     name: str
     device: torch.device
     elems: int
-    param_bytes: int  # of one of them
-    nbytes: int  # of its states there, and of a copy where a step can be undone
-    in_place: bool  # it is its own master
-    is_coded: bool
+    param_bytes: int  # bytes per element of the parameter
+    nbytes: int  # bytes of its states on the accelerator, with the second copy that undoing a step needs
+    in_place: bool  # the parameter is its own master
+    is_coded: bool  # its states are stored as codes
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of an accelerator: what is known or measured."""
+    """The speed of an accelerator, as the user states it or as measured."""
 
-    update: float  # parameters per second, of AdamW
-    link: float  # bytes per second each way, both at the same time, to host memory and from there
+    update: float  # parameters per second that AdamW updates
+    link: float  # bytes per second each way between accelerator and host memory, with both ways busy
 
 
 class OnAccelerator:
-    """What an engine has on accelerators, which is no device of its own. `others`: the devices beside."""
+    """The states that an engine keeps on accelerators; not one of the native engine's devices.
 
-    copies: NearCopies | None = None  # beside named directories, which have these states, too
+    `others`: the devices that the user named beside `gpu:`.
+    """
+
+    copies: NearCopies | None = None  # set if named directories contain these states too
 
     def __init__(self, spec: DeviceSpec, others: Sequence[DeviceSpec]) -> None:
         self.spec = spec
         self.alone: bool = not others
         shares = [1.0 if s.share is None else s.share for s in (spec, *others)]
         self._share = shares[0] / sum(shares)
-        self.params: int = 0  # elements of parameters that are there
-        self.nbytes: int = 0  # of their states, and of copies where a step can be undone
+        self.params: int = 0  # elements of the parameters whose states are on the accelerator
+        self.nbytes: int = 0  # bytes of these states, with the second copies that undoing a step needs
 
     @property
     def room(self) -> float:
-        """Bytes that are left."""
+        """Bytes that are still free."""
         return float("inf") if self.spec.room_bytes is None else self.spec.room_bytes - self.nbytes
 
     def choose(
         self, joining: Sequence[Joining], part: float | None = None, before: Sequence[Joining] = ()
     ) -> list[bool]:
-        """Which of them are to be there. `part`: of their elements, at most; None: as its share and room say.
+        """Return for each parameter whether its states go to the accelerator.
 
-        `before`: those that were chosen already, and did not take their room yet.
+        `part`: at most this fraction of their elements; None: as the share and room of `gpu:` say. `before`: parameters
+        that were already chosen, but are not counted in `nbytes` yet.
 
-        Alone, all of them: raises CSDRuntimeError, CSDValueError, CSDMemoryError if that cannot be.
+        With no device beside `gpu:` it takes all. Raises CSDRuntimeError, CSDValueError, CSDMemoryError if it cannot.
         """
         room = self.room - sum(j.nbytes for j in before)
         if self.alone:
@@ -91,7 +95,7 @@ class OnAccelerator:
             chosen = [False] * len(joining)
             elems = part * sum(j.elems for j in joining)
             left = room
-            # The largest first: so what is left over is small.
+            # Largest first, so that little of the accelerator's part is left unused.
             for i in sorted(range(len(joining)), key=lambda i: -joining[i].elems):
                 j = joining[i]
                 may_be = j.elems and j.device.type not in ("cpu", "meta") and not j.is_coded
@@ -110,7 +114,7 @@ class OnAccelerator:
         return chosen
 
     def _check(self, device: torch.device) -> None:
-        """Raises CSDRuntimeError if the bits there would not be those of other devices, and have to be."""
+        """Raises CSDRuntimeError if `device` rounds differently from the CPU, unless the user allows it (exact=0)."""
         if self.spec.exact and (others := _other_roundings(device)):
             raise CSDRuntimeError(
                 f"{device} rounds otherwise than the CPU: {', '.join(others)}. So states there would not have the bits "
@@ -118,7 +122,7 @@ class OnAccelerator:
             )
 
     def rates(self) -> Rates:
-        """Measured, where they are not known. Raises CSDUnavailableError, CSDMemoryError."""
+        """Return the rates of rates_of(). Raises CSDUnavailableError, CSDMemoryError."""
         return rates_of(self.spec)
 
 
@@ -128,7 +132,10 @@ def _other_roundings(device: torch.device) -> list[str]:
 
 
 def rates_of(spec: DeviceSpec) -> Rates:
-    """Of the current accelerator, but for what `spec` says of it. Raises CSDUnavailableError if there is none."""
+    """Return the rates that `spec` states, and measures the others on the current accelerator.
+
+    Raises CSDUnavailableError if a rate has to be measured and there is no accelerator.
+    """
     known = spec.known_update, spec.known_link
     if None in known and not kind():
         raise CSDUnavailableError(
@@ -140,7 +147,7 @@ def rates_of(spec: DeviceSpec) -> Rates:
 
 @functools.cache
 def _update_rate(exact: bool) -> float:
-    """Parameters per second of AdamW, with 16-bit parameters, as the step does it."""
+    """Measures how many 16-bit parameters per second AdamW updates, by the operations of a step."""
     device = torch.device(kind(), torch.accelerator.current_device_index())
     scratch = Scratch.of(CHUNK, device, exact=exact)
     states = [torch.zeros(CHUNK, dtype=torch.float32, device=device) for _ in range(3)]
@@ -158,7 +165,7 @@ def _update_rate(exact: bool) -> float:
 
 @functools.cache
 def _link_rate() -> float:
-    """Bytes per second each way."""
+    """Measures the link: bytes per second each way, with both ways busy."""
     device = torch.device(kind(), torch.accelerator.current_device_index())
     here = [torch.ones(LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     there = [torch.ones(LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""How a SmartSSD is opened for an engine: its kernels, its drive, and whether the two reach each other."""
+"""Opens a SmartSSD for an engine: its kernels, its drive, and the peer-to-peer path (P2P) between FPGA and drive."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from ..store.format import PAGE
 
 
 def open_card(spec: DeviceSpec, cards: dict[str, Any], kernels: Collection[str] = ()) -> DeviceSpec:
-    """Opens the card that `spec` names, and adds its handle to `cards`, by name: also if it is refused afterwards.
+    """Opens the card that `spec` names and adds its handle to `cards`, by name, even if this raises afterwards.
 
-    `kernels`: those that its xclbin has to have.
+    `kernels`: the kernels that its xclbin must contain.
 
-    Returns the spec with the card's own name and a directory. Raises CSDValueError if it is among `cards` already,
-    CSDUnavailableError, CSDOSError. Warns of what makes it slow.
+    Returns the spec with the card's own name and its directory. Warns of whatever makes the card slow. Raises
+    CSDValueError if the card is among `cards` already, CSDUnavailableError, CSDOSError.
     """
     card = find_card(spec.card)
     if card.name in cards:
         raise CSDValueError(f"Invalid devices: card {card.name} is named twice, the second time as '{spec}'")
     directory = card.place(spec.directory)
     program = find_kernels(spec.xclbin, kernels)
-    with defer_signals():  # else nobody would close it
+    with defer_signals():  # an interrupt between the two lines would leak the handle
         handle = bindings.card_open(card.name, program.path, program.kernels, spec.timeout)
         cards[card.name] = handle
     if spec.p2p != "0" and bindings.card_has_p2p(handle):
         place = directory if directory.is_dir() else directory.parent
         with contextlib.closing(StoreFile(place, durable=False)) as page, warnings.catch_warnings():
-            warnings.simplefilter("ignore", CSDWarning)  # of no direct I/O: the store itself says so
+            warnings.simplefilter("ignore", CSDWarning)  # the real store warns if there is no direct I/O
             offset = page.allocate(PAGE)
             if page.direct:
                 bindings.card_try_p2p(handle, page.io_fd, offset, card.name)

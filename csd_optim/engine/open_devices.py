@@ -1,4 +1,4 @@
-"""The devices of an engine: their cards, their stores, and what the native engine is told of them."""
+"""The devices of an engine: their cards, their stores, and their configuration for the native engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log: logging.Logger = logging.getLogger("csd_optim")
 
 
 class OpenDevices:
-    """Devices that belong to this process from now to `close()`, in the order of `specs`, or of stores taken up.
+    """Devices that this process owns until `close()`, in the order of `specs`, or of the stores once it resumes them.
 
-    `in_place`: what lies in memory alone is updated there; no: a step can be undone. `kernels`: see open_card().
-    Raises what `StoreFile` and open_card() raise; then nothing is left open.
+    `in_place`: states that lie only in memory are updated in place; if False, a step can be undone there. `kernels`:
+    see open_card(). Raises what `StoreFile` and open_card() raise; then nothing is left open.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class OpenDevices:
     ) -> None:
         self.specs: list[DeviceSpec] = list(specs)
         self.stores: list[StoreFile | None] = []
-        self.shares = shares_of(self.specs)  # that the devices have of extents to come; None: equal ones
-        self.placement: Placement | None = None  # of extents to come, where shares are chosen
-        self.written_before: list[int] = [0] * len(self.specs)  # bytes, to each device when it was opened
+        self.shares = shares_of(self.specs)  # the devices' shares of future extents; None: equal shares
+        self.placement: Placement | None = None  # divides future extents if `auto` chooses the shares
+        self.written_before: list[int] = [0] * len(self.specs)  # bytes written to each device before it was opened
         self._in_place = in_place
         self._cards: dict[str, Any] = {}  # by name
         try:
@@ -51,7 +51,7 @@ class OpenDevices:
                 if spec.directory:
                     store = StoreFile(spec.directory, durable=spec.durable, mode=mode)
                 elif spec.kind.in_memory and not self.resident:
-                    # Beside a device that can fail, a step must be undone in memory, too: two slots, like a file's.
+                    # A device beside it may fail, so a step must be undoable in memory too: two slots, as in a file.
                     store = StoreFile(None, durable=False)
                 self.stores.append(store)
         except BaseException:
@@ -60,12 +60,12 @@ class OpenDevices:
 
     @property
     def resident(self) -> bool:
-        """The state lies in host memory, on every device, and is updated there."""
+        """Whether every device keeps its states in host memory and updates them in place."""
         return self._in_place and all(s.kind.in_memory for s in self.specs)
 
     @property
     def reaches_params(self) -> bool:
-        """Can every device take a master from an fp32 parameter in host memory? A card would have to be sent it."""
+        """Whether every device can read an fp32 parameter in host memory as its master. A card cannot reach it."""
         return not self._cards
 
     @property
@@ -73,14 +73,17 @@ class OpenDevices:
         return any(s.kind.keeps_state for s in self.specs)
 
     def name(self, device: int) -> str:
-        """What messages call a device."""
+        """Return the name of a device for messages."""
         spec, store = self.specs[device], self.stores[device]
         card = f"xrt:{spec.card}, " if spec.card else ""
         return f"device {device} ({card}{store.path})" if store else f"device {device} ({spec})"
 
     @contextlib.contextmanager
     def room_for(self, extent: Extent) -> Iterator[list[int]]:
-        """Where an extent begins in each store (bytes). Given back if something is raised within. CSDOSError: full."""
+        """Allocates an extent and gives its offset in each store (bytes); frees it if the body of the context raises.
+
+        Raises CSDOSError if a disk is full.
+        """
         ends = [s.end if s else 0 for s in self.stores]
         each = extent.slots * elem_bytes(extent.sections, extent.codec, extent.param_dtype)
         what = STATE if extent.codec == FP32 else f"optimizer state ({each:.0f} bytes per parameter)"
@@ -93,7 +96,7 @@ class OpenDevices:
             raise
 
     def configs(self) -> list[DeviceConfig]:
-        """For the native engine."""
+        """Return the configuration of each device for the native engine."""
         return [
             DeviceConfig(
                 spec.backend,
@@ -113,7 +116,7 @@ class OpenDevices:
         ]
 
     def tune(self, nbytes: int, *, new: bool) -> None:
-        """Has drives tried out for `nbytes` of states: see tune_devices()."""
+        """Measures drives that will store `nbytes` of states, and adopts the result: see tune_devices()."""
         self.specs, shares, rates = tune_devices(self.specs, self.stores, nbytes, new=new)
         self.shares = shares or self.shares
         if new and any(spec.is_placed for spec in self.specs):
@@ -121,9 +124,9 @@ class OpenDevices:
             self.placement = Placement(self.specs, rates, rooms(self.specs, places))
 
     def share_memory(self, states: Sequence[float]) -> None:
-        """Where `auto` has turned memory into caches of drives: each gets its part, by the states that it has.
+        """If `auto` uses memory to cache drives, divides it among them in proportion to their states.
 
-        `states`: bytes of these, in one slot. Raises CSDMemoryError: there is less memory than those would fill.
+        `states`: bytes of one slot of the states on each device. Raises CSDMemoryError if there is not enough memory.
         """
         cache = sum(spec.cache_bytes for spec in self.specs)
         if cache > 0 and any(states) and all(spec.is_placed for spec in self.specs):
@@ -132,7 +135,7 @@ class OpenDevices:
             self.specs = [replace(spec, cache_bytes=n) for spec, n in zip(self.specs, parts, strict=True)]
 
     def announce(self, extent: Extent) -> None:
-        """Logs what of an extent is scratch."""
+        """Logs which parts of an extent are scratch, that is, deleted when the process ends."""
         for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
             if store and spec.directory and not store.durable:
                 log.info(
@@ -144,7 +147,7 @@ class OpenDevices:
                 )
 
     def adopt_commit(self, recovered: Sequence[Contents], order: Sequence[int]) -> None:
-        """Goes on from what the stores have, of a commit of theirs. `order`: which of them is device 0, 1 ..."""
+        """Continues from a commit, given by device. `order`: the index of the store that is device 0, 1 ..."""
         self.specs, self.stores = [self.specs[d] for d in order], [self.stores[d] for d in order]
         self.written_before = [contents.record.written_bytes for contents in recovered]
         for store, contents in zip(self.stores, recovered, strict=True):
@@ -152,18 +155,18 @@ class OpenDevices:
             store.adopt_commit(contents)
 
     def sync(self) -> None:
-        """Waits until what was written, through mappings too, is on the disks. Raises CSDOSError."""
+        """Flushes all stores, including writes through mappings, to the disks. Raises CSDOSError."""
         for store in self.stores:
             if store:
                 store.sync()
 
     def counted(self, handle: Any, residual_bytes: Callable[[int], tuple[int, int]]) -> list[dict[str, Any]]:
-        """One dict per device: see Engine.stats(). `residual_bytes`: as of Committer."""
+        """Return one dict per device: see Engine.stats(). `residual_bytes`: see Committer."""
         stats = []
         for d, (spec, store) in enumerate(zip(self.specs, self.stores, strict=True)):
             counts = bindings.engine_stats(handle, d)
             counts["total_write_bytes"] += self.written_before[d]
-            if spec.directory is None:  # memory, where `ram:` moves like a file
+            if spec.directory is None:  # `ram:` in slots moves tiles like a file, but in memory: no drive traffic
                 counts |= {"read_bytes": 0, "write_bytes": 0, "total_write_bytes": 0}
             of_step, in_all = residual_bytes(d)
             counts["write_bytes"] += of_step
@@ -172,7 +175,8 @@ class OpenDevices:
             card = self._cards.get(spec.card)
             p2p = bindings.card_has_p2p(card) and spec.p2p != "0" if card else None
             about: dict[str, Any] = {"device": str(spec), "backend": spec.backend, "direct_io": direct, "p2p": p2p}
-            # Else transfers cost 4 to 5 times the CPU time. A card has other buffers; what is smaller never has one.
+            # Without huge pages transfers cost 4 to 5 times the CPU time. A card's buffers are elsewhere, and smaller
+            # buffers never get a huge page.
             if store and not card and counts["buffer_bytes"] >= HUGE_PAGE:
                 about["huge_pages"] = 2 * counts["huge_bytes"] > counts["buffer_bytes"]
             node = counts.pop("numa")
@@ -184,7 +188,7 @@ class OpenDevices:
         return stats
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # all of them, whatever happens to one
+        with contextlib.ExitStack() as stack:  # closes all of them, even if one raises
             for store in self.stores:
                 if store:
                     stack.callback(store.close)

@@ -1,4 +1,4 @@
-"""How an engine is made for devices, with what its stores hold."""
+"""Opens an engine on devices, and resumes from what their stores contain."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def open_engine(
     ranks: Ranks | None = None,
     kernels: Collection[str] = (),
 ) -> Engine:
-    """The engine for these devices, of one of `ranks`: then a collective, and raises on all of them or on none.
+    """Return the engine for these devices. With `ranks` this is a collective, and raises on all ranks or on none.
 
-    With mode "resume" or "read" an existing store is taken up: see recover(). `kernels`: see open_card().
-    Raises what the engine raises, CSDStoreError when stores do not belong together, CSDValueError if the ranks do not
-    want the same.
+    With mode "resume" or "read" it continues from an existing store: see recover(). `kernels`: see open_card().
+    Raises what the engine raises, CSDStoreError if the stores do not belong together, and CSDValueError if the ranks
+    ask for different things.
     """
     durable = any(s.durable for s in specs)
     near = [s for s in specs if s.kind.on_accelerator]
@@ -53,9 +53,9 @@ def open_engine(
     engine = None
     try:
         with all_ranks_or_none(ranks):
-            # In memory nothing fails; but a step that fails on another rank's disk has to be undone there, too.
+            # Updates in memory do not fail, but a step that fails on another rank's disk must be undone here as well.
             in_place = all(in_memory for _, _, in_memory in said)
-            # What has nothing has to have a place, too: the steps of parameters, for one.
+            # With `gpu:` alone the engine still needs a device, for example for the `step` counts of parameters.
             of_engine = beside or [parse_device("ram:")]
             how: dict[str, Any] = {"mode": mode, "tile_elems": tile_elems, "shadow": shadow, "kernels": kernels}
             engine = Engine(of_engine, in_place=in_place, **how)

@@ -1,4 +1,4 @@
-"""Where the parts of each parameter lie, over all extents of an engine."""
+"""Looks up the tiles and pieces of each parameter, over all extents of an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from .engine import Engine
 
 
 class Pieces:
-    """Of an engine with the tiles that it has now. `all`: dtype PIECE, by parameter; tiles count over all extents."""
+    """The pieces (parts of parameters in tiles) of an engine as it is now.
+
+    `all`: dtype PIECE, sorted by parameter; tiles are numbered over all extents.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.n_tiles: int = engine.n_tiles
@@ -22,10 +25,10 @@ class Pieces:
         self._begins = np.searchsorted(self.all["param"], np.arange(engine.n_params + 1))
 
     def of(self, param: int) -> np.ndarray[Any, Any]:
-        """Those of one parameter, counted over all extents."""
+        """Return the pieces of one parameter, which is numbered over all extents."""
         return self.all[self._begins[param] : self._begins[param + 1]]
 
     def tiles_of(self, params: Iterable[int]) -> np.ndarray[Any, Any]:
-        """The tiles of these parameters: uint32, ascending, each once."""
+        """Return the tiles of these parameters: uint32, ascending, each once."""
         tiles = [self.of(param)["tile"] for param in params]
         return np.unique(np.concatenate(tiles)) if tiles else np.zeros(0, np.uint32)

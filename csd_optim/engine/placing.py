@@ -1,4 +1,4 @@
-"""With `auto` among the devices: which part of the states each gets, by how fast it is and what it has room for."""
+"""Divides the states among devices that include `auto`, according to the speed and the free space of each."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from .on_accelerator import OnAccelerator
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-CODES = "8bit"  # why the accelerator has nothing
+CODES = "8bit"  # value of `limited_by` if the accelerator has nothing because the states are codes
 
-PARTS = 4096  # into which states are divided to find shares, before there are tiles
+PARTS = 4096  # equal parts into which states are divided to choose shares before the tiles are known
 
 
 class Taken(NamedTuple):
-    """An extent that is where it is to be."""
+    """An extent that has been placed."""
 
     extent: Extent
-    tiles: list[int]  # of each device
-    candidates: list[Candidate]  # what these took of it
-    is_copied: bool  # the accelerator updates it, and devices write it
+    tiles: list[int]  # number of tiles per device
+    candidates: list[Candidate]  # per device: the speed and room that the placement was based on
+    is_copied: bool  # the accelerator updates its states, and the devices only write them
 
     @property
     def params(self) -> int:
@@ -44,17 +44,17 @@ class Taken(NamedTuple):
 
 
 class Placement:
-    """Divides extents among devices, so that all are through with a step at the same time.
+    """Divides extents among devices so that all devices finish a step at the same time.
 
-    `rates`: bytes per second, read plus written, that unpaced drives were measured to move, by device. `rooms`: bytes
-    that each device can have of states in all, as rooms() tells. `beside`: where states can be that are on none of
-    them; or beside named directories, where those are updated that these need not read, but write.
+    `rates`: by device, measured bytes per second, read plus written, of unpaced drives. `rooms`: by device, how many
+    bytes of states it can hold in total, see rooms(). `beside`: the accelerator. It holds states that no device has;
+    or, beside named directories, copies of states that it updates, which the devices write but need not read.
     """
 
     beside: OnAccelerator | None = None
-    _near: Candidate | None = None  # what was chosen by: of one element there
-    _link = _near_link = 0.0  # seconds of the link: of one elsewhere, and of one there
-    _is_full = False  # there is no room for more there
+    _near: Candidate | None = None  # the accelerator's speed and room, per element, that the choice was based on
+    _link = _near_link = 0.0  # seconds per element on the link: for elements elsewhere, and on the accelerator
+    _is_full = False  # the accelerator has no room for more
 
     def __init__(self, specs: Sequence[DeviceSpec], rates: Mapping[int, float], rooms: Sequence[int]) -> None:
         self._specs, self._rates, self._rooms = specs, rates, [*rooms]
@@ -62,24 +62,24 @@ class Placement:
 
     @property
     def _copies(self) -> bool:
-        """Do devices have what is on the accelerator, too?"""
+        """Whether the devices also contain the states that are on the accelerator."""
         return any(spec.durable for spec in self._specs)
 
     def shares(self, extent: Extent, *, is_copied: bool = False) -> list[float]:
-        """That devices should have of an extent, whatever its tiles; their sum is 1. Raises CSDOSError: no room.
+        """Return the devices' best shares of an extent, regardless of its tiles. Raises CSDOSError: no room.
 
         `is_copied`: see Taken.
         """
         elems = extent.n_tiles * extent.tile_elems / PARTS
         tiles, _ = self._place(extent, PARTS, elems, is_copied=is_copied)
-        return [max(n, 1) / PARTS for n in tiles]  # what has none now may have some of what joins later
+        return [max(n, 1) / PARTS for n in tiles]  # a device with nothing now may get states that join later
 
     def divide(self, extent: Extent, *, is_copied: bool = False) -> Extent:
-        """The extent with its tiles where they are to be. Raises CSDOSError, CSDMemoryError: no room."""
+        """Return the extent with its tiles assigned to devices. Raises CSDOSError, CSDMemoryError: no room."""
         tiles, _ = self._place(extent, extent.n_tiles, extent.tile_elems, is_copied=is_copied)
         in_memory = sum(n for n, spec in zip(tiles, self._specs, strict=True) if spec.kind.in_memory)
         needed = extent.slots * extent.slot_bytes * in_memory
-        if self._taken:  # of the first, share_memory() asks
+        if self._taken:  # for the first extent, share_memory() checks the memory for caches
             more = 0 if is_copied else extent.n_tiles * extent.slot_bytes
             needed += self._cached(self._read_bytes + more) - self._cached(self._read_bytes)
         check_memory(needed)
@@ -90,15 +90,15 @@ class Placement:
         )
 
     def part_beside(self, extent: Extent, param_bytes: float) -> float:
-        """How much of an extent is to be on the accelerator. Raises CSDOSError: no room.
+        """Return the fraction of an extent that goes to the accelerator. Raises CSDOSError: no room.
 
-        `param_bytes`: of an element of a parameter, which crosses the link, as its gradient does the other way.
+        `param_bytes`: bytes per element of the parameters, which cross the link one way, as gradients do the other way.
         """
         assert self.beside
         rates, elems = self.beside.rates(), extent.n_tiles * extent.tile_elems / PARTS
         state_bytes = 4 * len(extent.sections) * elems
         room = int(self.beside.room / (state_bytes * (1 if self._copies else extent.slots)))
-        # What is measured is AdamW's; other rules go through as many bytes as they have states.
+        # The measured rate is AdamW's, with 3 states; for other rules the time scales with the number of states.
         near = Candidate(elems / rates.update * len(extent.sections) / 3, room=max(0, room))
         link = elems * param_bytes / rates.link
         others = [replace(c, link=link) for c in self.candidates(extent, elems)]
@@ -114,16 +114,16 @@ class Placement:
         return there / PARTS
 
     def _part_copied(self, near: Candidate, others: list[Candidate], written: list[Candidate], extent: Extent) -> int:
-        """How many of PARTS the accelerator is to have a copy of, so that a step takes least.
+        """Return how many of PARTS the accelerator should have copies of, so that a step takes the least time.
 
-        `others`: what devices take of those that they update; `written`: of those that they write only. Raises
-        CSDOSError.
+        `others`: the devices, for parts that they update; `written`: the same devices, for parts that they only write.
+        Raises CSDOSError: no room.
         """
-        if place(PARTS, others) is None:  # they have all of it
+        if place(PARTS, others) is None:  # the devices must have room for all parts, also the copied ones
             raise self._no_room(extent)
 
         def devices(n: int) -> float:
-            """Seconds that these are busy if the accelerator has so many: the more, the less there is to be read."""
+            """Seconds that the devices are busy if the accelerator has `n` parts, which they need not read."""
             return sum(step_seconds(place(k, c) or [], c) for k, c in ((n, written), (PARTS - n, others)) if k)
 
         def accelerator(n: int) -> float:
@@ -137,27 +137,27 @@ class Placement:
 
     @property
     def extents(self) -> list[Extent]:
-        """Those that were placed."""
+        """All extents that have been placed."""
         return [taken.extent for taken in self._taken]
 
     @property
     def _read_bytes(self) -> int:
-        """Of states that a step reads if memory keeps nothing."""
+        """Bytes of states that a step reads from devices if nothing is cached."""
         return sum(t.extent.n_tiles * t.extent.slot_bytes for t in self._taken if not t.is_copied)
 
     def _cached(self, nbytes: int) -> int:
-        """How many of so many bytes of states memory keeps for drives."""
+        """Return how many of `nbytes` bytes of states the drives' caches in memory can keep."""
         return min(nbytes, sum(max(0, spec.cache_bytes) for spec in self._specs))
 
     def take(self, extent: Extent, *, is_copied: bool = False) -> None:
-        """An extent is where divide() has put it."""
+        """Records an extent as placed by divide(), and subtracts its space from the rooms."""
         found = self._place(extent, extent.n_tiles, extent.tile_elems, is_copied=is_copied)
         self._taken.append(Taken(extent, *found, is_copied))
         for d in range(len(self._specs)):
             self._rooms[d] -= extent.device_bytes(d)
 
     def _place(self, extent: Extent, n: int, elems: float, *, is_copied: bool) -> tuple[list[int], list[Candidate]]:
-        """`n` tiles of so many elements each."""
+        """Return how many of `n` tiles with `elems` elements each device gets, and the candidates it was chosen by."""
         candidates = self.candidates(extent, elems, is_copied=is_copied)
         tiles = place(n, candidates)
         if tiles is None:
@@ -178,9 +178,9 @@ class Placement:
         )
 
     def candidates(self, extent: Extent, elems: float, *, is_copied: bool = False) -> list[Candidate]:
-        """The devices, for tiles of an extent that have so many elements. `is_copied`: see Taken."""
+        """Return the devices' speed and room for tiles of `elems` elements of an extent. `is_copied`: see Taken."""
         dtype, slot = extent.param_dtype, extent.slot_bytes * elems / extent.tile_elems
-        # Of codes the parameters are in memory, and need not be read.
+        # With codes, the 16-bit parameters are part of the slot, but are in memory and need not be read.
         read = slot - (0 if extent.codec == FP32 or dtype is None else dtype.itemsize * elems)
         read = 0 if is_copied else read
         found = []
@@ -189,8 +189,8 @@ class Placement:
             if spec.pace != UNPACED:
                 found.append(Candidate(spec.pace.seconds(0 if is_copied else elems, read, slot), room=room))
                 continue
-            # What is measured is AdamW's; other rules move as many bytes as they have states. What comes from the
-            # accelerator is copied and summed, which takes as long as what is updated in memory.
+            # The measured rate is AdamW's, with 3 states; for other rules the time scales with the number of states.
+            # States from the accelerator are copied and checksummed, which takes as long as an update in memory.
             in_memory = spec.kind.in_memory or is_copied
             host = elems / engine_rate(dtype or torch.bfloat16, extent.codec, in_memory=in_memory)
             host *= len(extent.sections) / 3
@@ -198,21 +198,21 @@ class Placement:
             found.append(Candidate(drive, host, room))
         cache = sum(max(0, spec.cache_bytes) for spec in self._specs)
         if cache > 0 and not is_copied:
-            # Memory for drives, which share_memory() gives out as they have states: all save the same time.
+            # share_memory() divides the drives' cache in proportion to their states, so all save the same time.
             saved = cache / sum((read + slot) / c.seconds for c in found)
             found = [replace(c, saved=saved) for c in found]
         return found
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen, and why: plain values.
+        """Return what was chosen, and why, as plain values.
 
-        `seconds`: that a step is predicted to take. `host_seconds`: that the update threads are busy. `link_seconds`:
-        that the link to the accelerator is, where there is one among the devices. `cache_bytes`:
-        memory for what drives then need not read. Of each of the `devices`: `params`; `share`, of all; `seconds`, that
-        it is busy by itself; `params_per_second`, None: as fast as the host; `limited_by` its "room" or its "speed",
-        or by the "host" or the "link" to the accelerator, for which the others wait; that by "8bit", as states are, and
-        it keeps none of these. Beside named directories the `params` of a device are those that the accelerator does
-        not update, and its `seconds` also those in which it writes the others.
+        `seconds`: predicted time of a step. `host_seconds`: time that the update threads are busy. `link_seconds`: time
+        that the link to the accelerator is busy, present if there is one. `cache_bytes`: memory for caches, whose
+        content drives need not read. `devices`: one dict each, with `params`; `share`, the fraction of all parameters;
+        `seconds`, the time that the device itself is busy; `params_per_second`, None: as fast as the host;
+        `limited_by`: its "room" or its "speed", or the "host" or the "link", for which it waits. The accelerator is
+        limited by "8bit" if states are codes, of which it keeps none. Beside named directories, `params` of a device
+        are those that the accelerator does not update, and `seconds` includes the time to write the others.
         """
         elsewhere = sum(taken.params for taken in self._taken if not taken.is_copied)
         near = sum(taken.params for taken in self._taken if taken.is_copied)
@@ -256,7 +256,7 @@ class Placement:
         return found | ({"link_seconds": link} if self._near else {})
 
     def announce(self) -> None:
-        """Logs what was chosen, and why."""
+        """Logs what describe() tells."""
         found = self.describe()
         for d in found["devices"]:
             if d["limited_by"] == CODES:
@@ -275,7 +275,7 @@ class Placement:
 
 
 def check_memory(nbytes: int) -> None:
-    """Raises CSDMemoryError if so many bytes of states cannot be had without swapping."""
+    """Raises CSDMemoryError if `nbytes` bytes of states do not fit into memory without swapping."""
     if nbytes and nbytes > (there := available_memory()):
         raise CSDMemoryError(
             f"{nbytes / 1e9:.3f} GB of states would be in memory, of which {there / 1e9:.3f} GB are available: "
@@ -284,9 +284,9 @@ def check_memory(nbytes: int) -> None:
 
 
 def rooms(specs: Sequence[DeviceSpec], places: Sequence[Path | None]) -> list[int]:
-    """Bytes of states that each device can have: what was said, and no more than what is free there.
+    """Return how many bytes of states each device can hold: the `room` that the user set, or less if less is free.
 
-    `places`: the file of its store, or a directory; None: it lies in memory.
+    `places`: by device, the file of its store or a directory; None: the device is in memory.
     """
     systems = [place.stat().st_dev if place else None for place in places]
     found = []
@@ -294,7 +294,7 @@ def rooms(specs: Sequence[DeviceSpec], places: Sequence[Path | None]) -> list[in
         room = 1 << 60 if spec.room_bytes is None else spec.room_bytes
         if place_:
             free = os.statvfs(place_)
-            own = 0 if place_.is_dir() else 512 * place_.stat().st_blocks  # of a store that is to be written over
+            own = 0 if place_.is_dir() else 512 * place_.stat().st_blocks  # of a store that will be overwritten
             room = min(room, free.f_bavail * free.f_frsize // systems.count(system) + own)
         found.append(room)
     return found

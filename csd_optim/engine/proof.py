@@ -1,8 +1,8 @@
-"""After a flush that failed, what a commit names counts only if it can be read from the disk itself.
+"""After a failed flush, a commit is valid only if everything that it names can be read back from the disk itself.
 
-The system tells once that it could not write a page, marks it as written and may keep it: the next flush succeeds, and
-whoever reads the file sees what should be there until the page leaves the cache. And a drive that failed to empty its
-cache may have lost that.
+The kernel reports a failed page write only once; it then marks the page clean and may keep it. So the next flush
+succeeds, and reads return the expected bytes until the page leaves the page cache, although the disk never got them.
+Likewise, a drive that failed to flush its own cache may have lost that content.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def prove(store: StoreFile, staged: Staged) -> None:
-    """Reads everything that a commit names, past the page cache, and compares it with the sums of its table.
+    """Reads everything that a commit names, bypassing the page cache, and verifies it by the checksums of its table.
 
-    Raises CSDOSError if the store cannot be flushed or read, CSDLostError if something is not what was written there.
+    Raises CSDOSError if the store cannot be flushed or read, CSDLostError if something differs from what was written.
     """
     store.sync()
     block, path = staged.superblock, str(store.path)
     try:
-        with store.naming("read"):  # somebody may have renamed the directory
+        with store.naming("read"):  # find_damage() opens the store by its path, which may be gone
             store.forget_cached()
             manifest = staged.manifest or read_region(store.fd, block.manifest, 0, "manifest", path)
             contents = unpack(path, 0, block, manifest, staged.table, None)
@@ -48,11 +48,11 @@ def prove(store: StoreFile, staged: Staged) -> None:
 
 
 def _may_be_cached(store: StoreFile, contents: Contents) -> bool:
-    """May some of what was just read have come out of the page cache? Pages that are mapped do not leave it."""
+    """Return whether some of the reads may have been served by the page cache, which mapped pages never leave."""
     with mmap.mmap(-1, PAGE) as page:
         store.forget_cached()
-        os.preadv(store.io_fd, [page], 0)  # of the superblock, which nobody maps
-    if not _cached(store.fd, 0, PAGE):  # it is read past the cache
+        os.preadv(store.io_fd, [page], 0)  # reads the superblock, which nobody maps, as a probe
+    if not _cached(store.fd, 0, PAGE):  # so reads bypass the page cache
         return False
     places = [(t.offset, t.size) for t in tiles_of([contents])]
     places += [(r.offset, r.size) for r in residuals_of([contents])]
@@ -60,7 +60,7 @@ def _may_be_cached(store: StoreFile, contents: Contents) -> bool:
 
 
 def _cached(fd: int, at: int, size: int) -> bool:
-    """Is any page of these bytes of a file in the page cache?"""
+    """Return whether any page of this range of a file is in the page cache."""
     first = at // mmap.PAGESIZE * mmap.PAGESIZE
     with mmap.mmap(fd, at + size - first, access=mmap.ACCESS_READ, offset=first) as pages:
         found = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
@@ -78,7 +78,7 @@ def _what_is_lost(store: StoreFile, contents: Contents, damage: list[str]) -> st
 
 
 def way_out(committed_step: int, in_place: bool) -> str:
-    """What is left when something is lost for good, and what to do."""
+    """Return the end of an error message about lost data: what is left, and what the user can do."""
     if in_place:
         left = "With shadow=False nothing older is left, and the store is damaged"
         then = "go back to a snapshot or a checkpoint"

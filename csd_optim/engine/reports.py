@@ -1,4 +1,4 @@
-"""Tells `csd-optim top` of each step: beside the next forward, and without waiting for anything."""
+"""Reports each step to `csd-optim top`, in the background of the next forward and without waiting for anything."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Reports:
-    """Of one engine, a file for each device with a durable store."""
+    """The report files of one engine, one for each device with a durable store."""
 
     def __init__(self) -> None:
         self._files: dict[int, ReportFile] = {}
-        self._step = -1  # that was told of last
-        self._ended = 0.0  # when it was whole
+        self._step = -1  # the step that was reported last
+        self._ended = 0.0  # when that step ended
 
     def tell(
         self,
@@ -32,9 +32,9 @@ class Reports:
         rank: int,
         world_size: int,
     ) -> None:
-        """Of the last step, whose last states are on their devices, unless that is done. `counted`: Engine.stats().
+        """Reports the last step, whose states must all be on their devices, unless it was reported already.
 
-        `trained`: seconds since the stores were made, at the beginning of that step.
+        `counted`: as of Engine.stats(). `trained`: seconds of training in the stores' life, up to that step's begin.
         """
         if engine.step == self._step:
             return

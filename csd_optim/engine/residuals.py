@@ -1,4 +1,4 @@
-"""The residuals of a durable engine: where they are on its devices, and what a commit writes of them."""
+"""The residuals of a durable engine: where they lie on its devices, and which of them a commit writes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..store.format import PAGE, RESIDUAL_BYTES, Contents, rows_with_residual
 from ..store.layout import round_up
 from ..store.reader import CHUNK
 
-Spaces = dict[int, tuple[int, int]]  # by parameter: the space that a commit names, and the checksum of what is in it
+Spaces = dict[int, tuple[int, int]]  # by parameter: the space (0 or 1) that a commit names, and its content's checksum
 
 
 class Room(NamedTuple):
-    """Of a residual: two spaces of `room` bytes, one after the other from `base` on, in the store of a device."""
+    """Where a residual lies: two adjacent spaces of `room` bytes, from offset `base` on, in the store of a device."""
 
     device: int
     base: int
@@ -27,21 +27,21 @@ class Room(NamedTuple):
 
 
 class Residuals:
-    """Of the two spaces of each a commit writes the one that the commit before does not name.
+    """Two spaces for each residual on the durable devices: a commit writes the one that the last commit does not name.
 
-    A residual that is the tensor that it was, and was not written since as torch counts it, stays where it is.
+    A residual that is still the same tensor, and has the same torch version, is not written again.
     """
 
     def __init__(self, n_devices: int) -> None:
         self.rooms: dict[int, Room] = {}  # by parameter: also of residuals that were dropped
-        self.committed: Spaces = {}
-        self._taken = [0] * n_devices  # by all their rooms
-        self.written_bytes: list[int] = [0] * n_devices
-        self.before_step: list[int] = [0] * n_devices  # what had been written when the last step began
-        self._seen: dict[int, int] = {}  # versions, when the last commit began
+        self.committed: Spaces = {}  # the spaces that the last commit names
+        self._taken = [0] * n_devices  # per device: bytes of the rooms there, one space each
+        self.written_bytes: list[int] = [0] * n_devices  # per device, in total
+        self.before_step: list[int] = [0] * n_devices  # `written_bytes` when the last step began
+        self._seen: dict[int, int] = {}  # by parameter: the residual's version when the last commit began
 
     def adopt_commit(self, recovered: Sequence[Contents]) -> None:
-        """Goes on from what the stores say, device by device."""
+        """Continues from a commit, given by device."""
         for row, p in enumerate(recovered[0].manifest["params"]):
             if "residual" in p:
                 self._keep_room(row, Room(**p["residual"]))
@@ -50,7 +50,10 @@ class Residuals:
             self.committed.update(zip(rows, contents.residuals.tolist(), strict=True))
 
     def make_room(self, param: int, numel: int, stores: Sequence[StoreFile | None]) -> None:
-        """On the durable device that has least of them. Raises CSDOSError if its disk is full."""
+        """Allocates a residual's room on the durable device with the fewest bytes of residuals.
+
+        Raises CSDOSError if its disk is full.
+        """
         if param not in self.rooms:
             durable = [(self._taken[d], d, store) for d, store in enumerate(stores) if store and store.durable]
             _, device, store = min(durable, key=lambda place: place[:2])
@@ -63,23 +66,24 @@ class Residuals:
         self._taken[room.device] += room.room
 
     def replaced(self, param: int) -> None:
-        """It is another tensor now."""
+        """Notes that the residual is another tensor now, which the next commit must write."""
         self._seen.pop(param, None)
 
     def changed(self, residuals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Those that are not known to be what the last commit has."""
+        """Return the residuals that may differ from the last commit."""
         return {param: r for param, r in residuals.items() if self._seen.get(param) != r._version}
 
     def seen(self, residuals: Mapping[int, torch.Tensor]) -> None:
-        """As they are now, a commit has them, or will."""
+        """Notes that a commit, perhaps one in flight, contains the residuals as they are now."""
         self._seen = {param: r._version for param, r in residuals.items()}
 
     def write(
         self, device: int, store: StoreFile, changed: Mapping[int, torch.Tensor], after: Mapping[torch.device, Any]
     ) -> Spaces:
-        """Writes those of one device. `after`: events, by accelerator: by then they are as they are to be written.
+        """Writes the changed residuals of one device, and returns their spaces.
 
-        May be called again, until the commit is there. Raises CSDOSError.
+        `after`: by accelerator, an event after which the residuals there have the values to be written. May be called
+        again until the commit has completed. Raises CSDOSError.
         """
         spaces = {}
         for param, residual in changed.items():
@@ -93,7 +97,7 @@ class Residuals:
 
 
 def _write(store: StoreFile, offset: int, residual: torch.Tensor, after: Any) -> int:
-    """Through a few MB of memory, wherever the residual is; returns its checksum."""
+    """Writes a residual from any torch device, through a few MB of host memory; returns its checksum."""
     crc = 0
     for first, n, buffer in _chunks(residual, after):
         crc = crc32c(buffer[:n].data.cast("B"), crc)
@@ -104,10 +108,10 @@ def _write(store: StoreFile, offset: int, residual: torch.Tensor, after: Any) ->
 
 
 def _chunks(residual: torch.Tensor, after: Any) -> Iterator[tuple[int, int, np.ndarray[Any, Any]]]:
-    """Where each chunk begins, how long it is, and a buffer with it (int16), until the next one is asked for.
+    """Yields first element, length and buffer (int16) of each chunk; the buffer is valid until the next chunk.
 
-    Of a residual on an accelerator the next chunk arrives meanwhile, on a stream of its own: not behind the forward,
-    which is on its way by now, but `after` an event.
+    From an accelerator, the next chunk is copied meanwhile, on a separate stream: it waits for the event `after`, and
+    not for the forward, which has been queued on the current stream by now.
     """
     far = is_far(residual)
     stream = torch.Stream(residual.device) if far else None
@@ -133,6 +137,6 @@ def _chunks(residual: torch.Tensor, after: Any) -> Iterator[tuple[int, int, np.n
 
 
 def _pages(*, pinned: bool) -> torch.Tensor:
-    """A buffer of CHUNK bytes, int16, that begins with a page, for O_DIRECT."""
+    """Return a buffer of CHUNK bytes, int16, aligned to a page for O_DIRECT."""
     room = torch.empty(CHUNK + PAGE, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     return room[-room.data_ptr() % PAGE :][:CHUNK].view(torch.int16)

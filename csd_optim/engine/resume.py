@@ -1,4 +1,4 @@
-"""How an engine takes up what its stores hold: the last step that all devices have, on all ranks."""
+"""Resumes an engine from its stores: at the last step that all devices of all ranks have committed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .engine import Engine
 
 
 def recover(engine: Engine, committer: DurableCommitter) -> None:
-    """Takes up the last step that all have, if there is one; `engine.recovered` is then what the stores say of it.
+    """Resumes from the last step that all devices of all ranks have, if there is one, and sets `engine.recovered`.
 
-    A collective of the ranks; raises CSDStoreError on all of them when the stores do not belong together.
+    A collective of the ranks; raises CSDStoreError on all of them if the stores do not belong together.
     """
     ranks, stores = committer.ranks, [store for store in engine.devices.stores if store]
     with all_ranks_or_none(ranks):
@@ -32,7 +32,7 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
     if commits:
         with all_ranks_or_none(ranks):
             found = commits[0]
-            # The order of the devices is that of the store.
+            # The stores determine the order of the devices, not the order in which the user names them.
             order = sorted(range(len(found)), key=lambda d: found[d].superblock.device)
             committer.adopt_commit([found[d] for d in order])
             engine.adopt_commit(found, order)
@@ -41,10 +41,10 @@ def recover(engine: Engine, committer: DurableCommitter) -> None:
 def check_recovered(
     engine: Engine, use: Callable[[Tile, memoryview | None], None] = lambda *_: None, tick: Tick = lambda _: None
 ) -> None:
-    """Reads all states that were taken up; residuals into memory, unless the store is only looked at.
+    """Reads and verifies all states of the resumed commit; loads residuals into memory, unless the mode is "read".
 
-    `use`, `tick`: as of each_tile(); `use` of tiles that are whole. Raises CSDStoreError, naming tile and parameters,
-    if one is not.
+    `use`, `tick`: see each_tile(); `use` is called for intact tiles only. Raises CSDStoreError, naming tile and
+    parameters, if a tile is damaged.
     """
     residuals = {
         r.row: torch.empty(r.size // RESIDUAL_BYTES, dtype=torch.bfloat16, device="cpu")
@@ -64,8 +64,8 @@ def check_recovered(
 
 
 def discard_newer(engine: Engine) -> None:
-    """Forgets what some of the devices have and others have not, before something new is written. Raises CSDOSError."""
-    # What was found came from the disks themselves: see StoreFile. So each always has a whole copy of it.
+    """Discards commits that only some devices have; call it before anything new is written. Raises CSDOSError."""
+    # recover() read the commit from the disks, not the page cache (see StoreFile), so each has a whole copy of it.
     for store, commit in zip(engine.devices.stores, engine.recovered, strict=True):
         assert store is not None
         store.discard_newer(commit)

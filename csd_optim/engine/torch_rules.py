@@ -1,10 +1,10 @@
-"""The update rules in torch's operations, for states on an accelerator: with the bits of native/include/rules.h.
+"""The update rules in torch operations, for states on an accelerator, with the same bits as native/include/rules.h.
 
-There as here each operation is rounded to nearest fp32 by itself, in the same order, and subnormal numbers are zero. A
-kernel of torch does one operation, and so cannot fuse a product with a sum. What it does with subnormal numbers is up
-to the device: so they become zero here, before and after each operation that they may come from. Its fp32 square root
-need not be the nearest number (on CPUs it is MKL's): it is taken in fp64, and rounded once. That is the nearest one, as
-a root of 24 bits is 4 ulps of fp64 or more from where fp32 rounds the other way.
+Both round each operation to the nearest fp32 number, in the same order, and treat subnormal numbers as zero. A torch
+kernel does one operation, and so cannot fuse a product with a sum. Devices differ in how they treat subnormal numbers,
+so these are set to zero here, in the operands and in every result that may be subnormal. torch's fp32 square root need
+not be the nearest number (on CPUs it is MKL's), so the root is taken in fp64 and rounded to fp32. The double rounding
+is exact: the root of a 24-bit number is at least 4 ulps of fp64 away from a point where fp32 rounds the other way.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 from ..bindings import GRAD_SCALE, RULES
 
-SMALLEST = 2.0**-126  # of the normal fp32 numbers
+SMALLEST = 2.0**-126  # the smallest normal fp32 number
 LARGEST_SUBNORMAL = SMALLEST - 2.0**-149
-TRIED = 1 << 14  # numbers, of each operation
+TRIED = 1 << 14  # how many numbers other_roundings() tries per operation
 
 Constants = Sequence[float]
 States = Sequence[torch.Tensor]
@@ -27,13 +27,13 @@ States = Sequence[torch.Tensor]
 
 @dataclass
 class Scratch:
-    """Memory that update() needs beside the states: `n` elements of each tensor. Not `exact`: roots are fp32's own."""
+    """Scratch memory for update(): tensors of `n` elements each. With `exact` False roots are taken in fp32."""
 
     g: torch.Tensor  # fp32, as the next three
     a: torch.Tensor
     b: torch.Tensor
     spare: torch.Tensor
-    wide: torch.Tensor | None  # fp64
+    wide: torch.Tensor | None  # fp64, for exact roots
 
     @classmethod
     def of(cls, n: int, device: torch.device, *, exact: bool = True) -> Scratch:
@@ -41,18 +41,18 @@ class Scratch:
         return cls(g, a, b, spare, torch.empty(n, dtype=torch.float64, device=device) if exact else None)
 
     def first(self, n: int) -> Scratch:
-        """As many elements of each."""
+        """Return the first `n` elements of each tensor."""
         return Scratch(self.g[:n], self.a[:n], self.b[:n], self.spare[:n], None if self.wide is None else self.wide[:n])
 
 
 class _Rounded:
-    """Operations on fp32 tensors of one size. Each writes to `out`, and returns it."""
+    """Operations on fp32 tensors of one size, without subnormal results. Each writes to `out`, and returns it."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._spare, self._wide = scratch.spare, scratch.wide
 
     def flush(self, x: torch.Tensor) -> torch.Tensor:
-        """Subnormal numbers become zero, with their sign."""
+        """Sets subnormal numbers in `x` to zero and keeps their sign; returns `x`."""
         torch.ops.aten.hardshrink.out(x, LARGEST_SUBNORMAL, out=self._spare)
         return torch.copysign(self._spare, x, out=x)
 
@@ -74,28 +74,28 @@ class _Rounded:
         return out.copy_(torch.sqrt(self._wide.copy_(x), out=self._wide))
 
     def decay(self, g: torch.Tensor, weight_decay: float, weight: torch.Tensor, a: torch.Tensor) -> None:
-        """As decayed_grad() of weight_decay.h."""
+        """Adds the L2 decay to the gradient `g`, like decayed_grad() of weight_decay.h; `a` is scratch."""
         if weight_decay:
             self.plus(g, self.times(weight, weight_decay, a), g)
 
     def average(self, x: torch.Tensor, keep: float, y: torch.Tensor, add: float, a: torch.Tensor) -> None:
-        """x * keep + y * add, in x."""
+        """Sets x to x * keep + y * add; `a` is scratch."""
         self.times(x, keep, x)
         self.plus(x, self.times(y, add, a), x)
 
     def square_average(self, x: torch.Tensor, keep: float, g: torch.Tensor, add: float, a: torch.Tensor) -> None:
-        """x * keep + add * g * g, in x."""
+        """Sets x to x * keep + add * g * g; `a` is scratch."""
         self.times(x, keep, x)
         self.times(g, add, a)
         self.plus(x, self.times(a, g, a), x)
 
 
-# Each: operations, constants, states, scaled gradient, two more tensors.
+# Arguments of a rule: operations, constants, states, scaled gradient, two scratch tensors.
 Rule = Callable[[_Rounded, Constants, States, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def _descend(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """What follows the decay: adamw.h."""
+    """Updates the moments and the master, after the weight decay: see adamw.h."""
     master, exp_avg, exp_avg_sq = s[:3]
     o.average(exp_avg, c[1], g, c[2], a)
     o.square_average(exp_avg_sq, c[3], g, c[4], a)
@@ -141,7 +141,7 @@ def _adagrad(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Ten
 
 
 def _rmsprop(*, average: int | None = None, momentum: int | None = None) -> Rule:
-    """`average`, `momentum`: which of the states it is, if the rule has it."""
+    """Return RMSprop's rule. `average`, `momentum`: index of that state, or None if the rule does not have it."""
 
     def rule(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         o.decay(g, c[1], s[0], a)
@@ -170,8 +170,8 @@ def _lion(o: _Rounded, c: Constants, s: States, g: torch.Tensor, a: torch.Tensor
     o.average(s[1], c[4], g, c[5], a)
 
 
-# By the number of a rule: what it does, and which states it reads. Others keep every bit. The fourth of AMSGrad is
-# compared, and not computed with: it is no operand that becomes zero.
+# By the number of a rule: its function, and the indices of the states whose subnormal numbers become zero first. States
+# that a rule does not use keep every bit. AMSGrad's fourth state is compared, not computed with, so it is not flushed.
 _RULES: dict[int, tuple[Rule, tuple[int, ...]]] = {
     RULES[name]: rule
     for name, rule in {
@@ -194,9 +194,10 @@ _RULES: dict[int, tuple[Rule, tuple[int, ...]]] = {
 
 
 def update(rule: int, constants: Constants, states: States, grad: torch.Tensor, scratch: Scratch) -> None:
-    """One step of a rule: csd_hyper's number and constants. Allocates nothing, waits for nothing.
+    """Queues one step of a rule. Allocates no memory and does not wait for the device.
 
-    `states`: 1-D fp32 of one size, the master first, in place; `grad`: as many elements, of any dtype.
+    `rule`, `constants`: as in csd_hyper. `states`: 1-D fp32 of one size, the master first, updated in place. `grad`: as
+    many elements, of any dtype.
     """
     g, a, b = scratch.g, scratch.a, scratch.b
     o = _Rounded(scratch)
@@ -210,7 +211,10 @@ def update(rule: int, constants: Constants, states: States, grad: torch.Tensor, 
 
 
 def other_roundings(device: torch.device) -> list[str]:
-    """The operations of update() that a device does not round as the CPU does, which is as IEEE 754 says; by trying."""
+    """Return the operations of update() that `device` rounds differently from the CPU, found by trying random numbers.
+
+    The CPU rounds as IEEE 754 demands.
+    """
     host = torch.device("cpu")
     generator = torch.Generator(host).manual_seed(0)
     of_host: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": host}
@@ -232,6 +236,6 @@ def other_roundings(device: torch.device) -> list[str]:
 
     try:
         Scratch.of(1, device)
-    except (TypeError, RuntimeError):  # such as on MPS
+    except (TypeError, RuntimeError):  # the device has no fp64, for example MPS
         return ["square root, for which fp64 is missing there"]
     return [what for what in tried if not torch.equal(found(what, device), found(what, host))]

@@ -1,8 +1,8 @@
-"""A timeline of what devices do: CSD_OPTIM_TRACE=step.json, to be looked at in https://ui.perfetto.dev or chrome://tracing.
+"""Writes a timeline of the devices' work: CSD_OPTIM_TRACE=step.json, for https://ui.perfetto.dev or chrome://tracing.
 
-The file is a JSON array of events (the "Trace Event Format"): an optimizer is a process, its tracks are its steps,
-forward and backward with overlap(), and what each device, and the accelerator, reads, updates and writes at the same
-time. It is written step by step; both viewers also take what a killed process has left of it.
+The file is a JSON array of events (the "Trace Event Format"). An optimizer appears as a process. Its tracks are its
+steps; forward and backward, with overlap(); and the reads, updates and writes of each device and of the accelerator.
+The file is written step by step; both viewers also accept the incomplete file that a killed process leaves behind.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ..errors import CSDOSError
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-Span = tuple[str, float, float]  # what, from when, until when
-Place = tuple[int, int]  # device, kind; or one of these
+Span = tuple[str, float, float]  # name, begin, end (seconds)
+Place = tuple[int, int]  # (device, kind of event), or one of the two constants below
 STEPS, MODEL = (-1, 1), (-1, 2)
 _numbers = itertools.count(1)
 
 
 class Trace:
-    """The timeline of one engine. `devices`: their names. Raises CSDOSError if the file cannot be written.
+    """The timeline of one engine. `devices`: their names. Raises CSDOSError if the file cannot be created.
 
-    A second optimizer, or a file that is there already, gets a name with process and number behind it.
+    If `path` exists already, for example from another optimizer, a number made of process and optimizer is appended.
     """
 
     def __init__(self, path: str, devices: Sequence[str]) -> None:
-        self._process = os.getpid() * 1000 + next(_numbers)  # as the viewers call an optimizer
+        self._process = os.getpid() * 1000 + next(_numbers)  # the "process" that viewers show this optimizer as
         self._devices = devices
-        self._ends: dict[Place, list[float]] = {}  # of each of its tracks, when the last event in it was over
-        self._tracks: dict[tuple[Place, int], int] = {}
+        self._ends: dict[Place, list[float]] = {}  # per place: when the last event of each of its tracks ended
+        self._tracks: dict[tuple[Place, int], int] = {}  # the number of each track
         self.path: Path = Path(path) if not Path(path).exists() else Path(f"{path}.{self._process}")
         try:
             self._file = self.path.open("x", encoding="utf-8")
@@ -56,10 +56,10 @@ class Trace:
         model: list[Span],
         near: list[Span],
     ) -> None:
-        """One step, from begin to end (seconds of CLOCK_MONOTONIC), and its events (dtype EVENT).
+        """Writes one step, from begin to end (seconds of CLOCK_MONOTONIC), and its events (dtype EVENT).
 
-        `model`: what the model has done meanwhile, which is taken out of there; `near`: likewise what was updated on
-        the accelerator, which is the last of the devices.
+        `model`: the forward and backward spans meanwhile; `near`: the updates on the accelerator, which is the last
+        device. Both lists are emptied.
         """
         self._write(STEPS, name, begin, end)
         while model:
@@ -71,7 +71,7 @@ class Trace:
         self._file.flush()
 
     def _write(self, place: Place, name: str, begin: float, end: float) -> None:
-        # What goes on at the same time is on tracks of its own.
+        # Events that overlap in time go to separate tracks of their place.
         ends = self._ends.setdefault(place, [])
         lane = next((i for i, last in enumerate(ends) if last <= begin), len(ends))
         ends[lane:] = [end, *ends[lane + 1 :]]

@@ -1,4 +1,4 @@
-"""How fast drives are, and how they want to be spoken to: short measurements on scratch space."""
+"""Measures drives on scratch space, briefly: how fast they are, and with which request size and queue depth."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from ..store.transfer import read_into, write
 
 log: logging.Logger = logging.getLogger("csd_optim")
 
-TUNE_BYTES = 4 << 30  # of states on each device: a step then takes seconds, and what it gains is worth half of one
-UNEQUAL = 1.5  # times as fast: what two short measurements of equal drives do not differ by
+TUNE_BYTES = 4 << 30  # states per device from which measuring pays: steps then take seconds, measuring half a second
+UNEQUAL = 1.5  # ratio of rates from which drives count as unequal; equal drives differ by less when measured briefly
 HUGE_PAGE = 2 << 20  # bytes; a transparent huge page on x86-64, and on arm64 with 4 KiB base pages
 Kind = Literal["read", "write", "mixed"]
 
 
 class Scratch:
-    """A nameless file of `size` bytes in `directory`, gone with the process, however that ends.
+    """A nameless file of `size` bytes in `directory`, which disappears with the process, however that ends.
 
-    Its bytes read as unwritten until `fill()`. Raises CSDOSError: no such directory, not allowed, no room.
+    Its space is reserved, but unwritten until `fill()`. Raises CSDOSError: no such directory, no permission, no space.
     """
 
     def __init__(self, directory: Path, size: int, block: int) -> None:
@@ -47,7 +47,7 @@ class Scratch:
         self._store = StoreFile(directory, durable=False)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", CSDWarning)  # `direct` says it
+                warnings.simplefilter("ignore", CSDWarning)  # of no direct I/O: `direct` tells
                 self.first: int = self._store.allocate(self.blocks * block)
         except BaseException:
             self._store.close()
@@ -57,7 +57,7 @@ class Scratch:
         self.file_system: int = os.fstat(self.fd).st_dev
 
     def requests(self, kind: Kind) -> Iterator[tuple[bool, int]]:
-        """One pass over the file: (is it a write?, offset). `mixed` reads one half and writes the other, in turns."""
+        """Yields one pass over the file: (is write, offset). "mixed" reads one half and writes the other in turns."""
         if kind != "mixed":
             for i in range(self.blocks):
                 yield kind == "write", self.first + i * self.block
@@ -68,15 +68,15 @@ class Scratch:
             yield True, self.first + (half + i) * self.block
 
     def fill(self, seconds: float = 60) -> None:
-        """Writes every block once: space that is only reserved is neither read from the disk nor written as fast.
+        """Writes every block once: reserved, unwritten space is not read from the disk, and is slower to write.
 
-        After `seconds` what is not written by then is left out of the measurements.
+        After `seconds` it stops, and measurements leave out the blocks that are still unwritten.
         """
         [done], _ = _transfer([self], "write", seconds)
         self.blocks = max(2, done // self.block)
 
     def cut(self, block: int) -> None:
-        """From now on, requests are of `block` bytes."""
+        """Sets the size of requests to `block` bytes."""
         self.blocks = max(2, self.blocks * self.block // block)
         self.block = block
 
@@ -92,24 +92,24 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Tuned:
-    """How a drive wants to be spoken to."""
+    """The best settings for a drive."""
 
-    block_bytes: int  # of a request
+    block_bytes: int  # size of a request
     depth: int  # requests in flight on its file system
-    bytes_per_second: float  # that it then reads and writes, the other drives beside it
+    bytes_per_second: float  # measured rate, read plus written, while the other drives are busy too
 
 
-# What is tried, from the fewest bytes in flight to the most.
+# The settings (block, depth) to try, from the fewest bytes in flight to the most.
 SETTINGS = ((512 << 10, IO_DEPTH), (1 << 20, IO_DEPTH), (1 << 20, 2 * IO_DEPTH), (4 << 20, IO_DEPTH))
-TUNE_ROUNDS, TUNE_SECONDS = 2, 0.04  # each setting has so many turns, each so long
+TUNE_ROUNDS, TUNE_SECONDS = 2, 0.04  # number of measurements of each setting, and the duration of each
 TUNE_FILE = 128 << 20  # bytes
-CLOSE = 0.95  # of the best rate: a smaller setting that reaches that is preferred
+CLOSE = 0.95  # the first, smallest setting that reaches this fraction of the best rate is chosen
 
 
 def tune(directories: Sequence[Path]) -> list[Tuned]:
-    """Tries out the drives behind directories, all at the same time, in about half a second, on nameless files.
+    """Measures the drives behind `directories`, all at the same time, in about half a second, on nameless files.
 
-    Two directories on one file system have the same rate. Raises CSDOSError.
+    Two directories on one file system get the same rate. Raises CSDOSError.
     """
     tried: list[dict[tuple[int, int], float]] = [{} for _ in directories]
     with contextlib.ExitStack() as stack:
@@ -123,7 +123,7 @@ def tune(directories: Sequence[Path]) -> list[Tuned]:
                 for file in files:
                     file.cut(block)
                 moved, took = _transfer(files, "mixed", TUNE_SECONDS, depth, endless=buffer)
-                for rates, n in zip(tried, moved, strict=True):  # the best: others may have been in the way
+                for rates, n in zip(tried, moved, strict=True):  # keep the best: other programs may use the drive
                     rates[block, depth] = max(rates.get((block, depth), 0.0), n / took)
     chosen = []
     for rates in tried:
@@ -135,13 +135,14 @@ def tune(directories: Sequence[Path]) -> list[Tuned]:
 def tune_devices(
     specs: Sequence[DeviceSpec], stores: Sequence[StoreFile | None], nbytes: int, *, new: bool
 ) -> tuple[list[DeviceSpec], tuple[float, ...] | None, dict[int, float]]:
-    """Tries out how drives want to be spoken to; how fast they are decides on shares, where a store is `new`.
+    """Measures drives to choose request sizes and queue depths and, for `new` stores, shares in proportion to speed.
 
-    Returns the specs, with what was found in them; shares, None: nothing was found to say about these; and bytes per
-    second of the devices that were tried.
+    Returns the specs with the chosen settings; the shares, or None: leave them as they are; and the rates of the
+    measured devices in bytes per second.
 
-    Only where `nbytes` of states, over all devices, make it worth the half second, and only what nobody has said; but
-    always where a new store is to be placed by it. There, it raises CSDValueError, CSDOSError if it cannot be.
+    It measures only if `nbytes` of states, over all devices, make it worth half a second, and sets only what the user
+    left open. But it always measures if `auto` places a new store by the rates; it then raises CSDValueError or
+    CSDOSError if it cannot.
     """
     tried = {
         d: store.path if store.path.is_dir() else store.path.parent
@@ -183,16 +184,17 @@ def tune_devices(
 
 
 def node_of(spec: DeviceSpec, store: StoreFile) -> int | None:
-    """From which node a device's buffers are to come, and whose CPUs are to update its tiles; None: any."""
+    """Return the NUMA node for a device's buffers, whose CPUs also update its tiles; None: any node."""
     if spec.numa is not None:
         return None if spec.numa == ANY_NODE else spec.numa
     return numa_node(os.fstat(store.fd).st_dev)
 
 
 def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60, depth: int = IO_DEPTH) -> float:
-    """Bytes per second (read plus written) of one pass over all files at once, or of as much as `seconds` allow.
+    """Measures bytes per second (read plus written) in one pass over all files at once, cut short after `seconds`.
 
-    The requests are the engine's: as large, as many in flight for each file system (or `depth`), buffers on huge pages.
+    It does I/O as the engine does: requests of `block` bytes, the engine's queue depth per file system (or `depth`),
+    buffers on huge pages.
     """
     moved, took = _transfer(files, kind, seconds, depth)
     return sum(moved) / took
@@ -201,18 +203,19 @@ def rate(files: Sequence[Scratch], kind: Kind, seconds: float = 60, depth: int =
 def _transfer(
     files: Sequence[Scratch], kind: Kind, seconds: float, depth: int = IO_DEPTH, *, endless: memoryview | None = None
 ) -> tuple[list[int], float]:
-    """Moves bytes, in one pass, or until the time is over; returns how many of each file, and the seconds.
+    """Moves bytes in one pass, or until `seconds` are over; returns how many bytes of each file, and the seconds.
 
-    `endless`: memory that all requests share, what is in it does not matter. Else each thread makes its own.
+    `endless`: passes repeat until `seconds` are over, and all requests share this memory, whatever its content. None:
+    one pass, and each thread allocates its own buffer.
     """
     stop = threading.Event()
     errors: list[OSError] = []
-    moved: list[Counter[Scratch]] = []  # by each thread
+    moved: list[Counter[Scratch]] = []  # bytes per file, one Counter per thread
     threads = []
     for _, group in itertools.groupby(sorted(files, key=lambda f: f.file_system), key=lambda f: f.file_system):
         queue = _Queue(list(group), kind, endless is not None)
         for _ in range(depth):
-            buffer = endless or _huge_buffer(queue.block)  # made before the clock starts
+            buffer = endless or _huge_buffer(queue.block)  # allocated before the clock starts
             threads.append(threading.Thread(target=_serve, args=(queue, buffer, stop, moved, errors), daemon=True))
     start = time.perf_counter()
     try:
@@ -221,7 +224,7 @@ def _transfer(
         for thread in threads:
             thread.join(max(0.0, start + seconds - time.perf_counter()))
     finally:
-        stop.set()  # out of time, or interrupted: what is in flight is finished, nothing else begun
+        stop.set()  # out of time, or interrupted: threads finish the requests in flight and begin no others
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
@@ -231,7 +234,7 @@ def _transfer(
 
 
 class _Queue:
-    """The requests of several files on one file system, in turns, for several threads."""
+    """The requests to several files on one file system, taken in turns by several threads."""
 
     def __init__(self, files: list[Scratch], kind: Kind, endless: bool) -> None:
         self.block = max(f.block for f in files)
@@ -248,7 +251,7 @@ class _Queue:
 def _serve(
     queue: _Queue, buffer: memoryview, stop: threading.Event, moved: list[Counter[Scratch]], errors: list[OSError]
 ) -> None:
-    """One thread: one request at a time until there are no more."""
+    """Runs in each thread: serves one request at a time until there are no more."""
     done: Counter[Scratch] = Counter()
     try:
         while not stop.is_set() and (request := queue.next()):
@@ -266,16 +269,16 @@ def _serve(
 
 
 def _huge_buffer(nbytes: int) -> memoryview:
-    """`nbytes` of random bytes on huge pages: there are disks that are quicker to store zeros."""
+    """Return `nbytes` random bytes on huge pages; random, because some disks store zeros faster."""
     array = huge_array(nbytes)
     array[:] = np.frombuffer(np.random.default_rng(0).bytes(nbytes), np.uint8)
     return array.data
 
 
 def huge_array(nbytes: int) -> np.ndarray[Any, Any]:
-    # Private: Python's default is shared memory, which gets no huge pages.
+    # A private mapping: Python's default is a shared one, which gets no huge pages.
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them refuses the advice
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages refuses the advice
         mapping.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(mapping, np.uint8)
     first = -raw.ctypes.data % HUGE_PAGE

@@ -1,4 +1,4 @@
-"""The windows: tensors that are mapped onto states, and when what is written to them counts."""
+"""The windows: tensors that are memory-mapped onto states, and when writes to them take effect."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ if TYPE_CHECKING:
 
 
 class Windows:
-    """Onto the states of one engine: a tensor per parameter and section, fp32, over what the device has.
+    """The windows of one engine: a tensor per parameter and section, fp32, mapped onto the states on the device.
 
-    A step moves a tile to its other slot, and its windows follow when they are shown again: by `show()`, which reading
-    `optimizer.state` calls. Where nothing is committed they are always open. Where states are durable, what a commit
-    holds must stay as it is, and windows are private but for as long as somebody is said to write:
+    A step moves a tile to its other slot. The tile's windows follow at the next `show()`, which reading
+    `optimizer.state` calls. Without durable states, windows are always open: writes go straight to the device. With
+    durable states, committed slots must not change, so windows are private mappings except within `writing()`:
 
     ========  ======================================  ============================================================
-    tile is   when                                    what somebody writes to its windows counts
+    tile is   when                                    writes to its windows take effect
     ========  ======================================  ============================================================
-    open      it is new, and was in no commit yet;    at once: it is on the device, and durable with the commit
-              or within `writing()`                   that ends writing(), of a new tile with that of the step
-    shown     a commit closed it (`open=False`), or   with the next step, which begins with it, or with a flush()
-              `state` was read                        before that; until then in memory. An undone step leaves it
-    reseeded  the same, if written in `reseeding()`   with the step that follows, and with no commit before that
-    stale     a step moved it since it was shown      never: the next show() drops it. Read `state` again
+    open      it is new and not yet committed,        at once, on the device. They are durable with the commit
+              or within `writing()`                   at the end of writing(); of a new tile, with the step's commit
+    shown     a commit closed it (`open=False`), or   with the next step, which starts from them, or with an earlier
+              `state` was read                        flush(); in memory until then. An undone step keeps them
+    reseeded  as shown, but written in `reseeding()`  with the step that follows, and in no commit before that
+    stale     a step moved it since it was shown      never: the next show() drops them. Read `state` again
     ========  ======================================  ============================================================
 
-    What was written is known by the versions that torch counts, of every tensor that was handed out: see
-    `note_written()`. Besides, a tile is *loose* while its current slot is part of no commit, and may be written where
-    it lies; and *empty* as long as it is to have states, and nobody has written any.
+    torch's version counters of all tensors that were handed out tell what was written: see `note_written()`. A tile is
+    *loose* while its current slot is part of no commit, so that it may be overwritten in place. A tile is *empty* from
+    its allocation until states are written to it.
 
-    That a window is the device's own memory of a slot, or its file, is known to `window()`, whose buffers are these
-    mappings, and to `show()`. Tiles of codes have no windows and are never open: what is shown of them, and written to
-    that, see decoded.py. What the table says of those that are not open is true of them, too.
+    Only `window()` and `show()` depend on windows being mappings of a slot in the device's memory or file. Tiles of
+    codes have no windows and are never open: decoded.py shows their states and collects what is written to them. What
+    the table says of tiles that are not open also holds for them.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine: Engine = weakref.proxy(engine)  # it owns this, and goes with its last user, not with a collection
-        self.synced: bool = True  # what was written to open windows is on the devices
-        self.lost: str = ""  # why what was written to them will never be committed
-        self._buffers: list[list[Any]] = []  # per extent, per section: one that unmaps itself
-        self._handed_out: list[tuple[int, torch.Tensor]] = []  # parameter and window, of all that were handed out
-        self._seen: list[int] = []  # their versions when the native engine was last told of what was written to them
-        self._decoded_seen: dict[int, list[int]] = {}  # versions of what was written to decoded states, likewise
+        self._engine: Engine = weakref.proxy(engine)  # weak, as the engine owns this: no cycle to be collected
+        self.synced: bool = True  # writes to open windows have been flushed to the devices
+        self.lost: str = ""  # if such writes are lost for good: the error message that says why
+        self._buffers: list[list[Any]] = []  # per extent and section: a buffer that unmaps itself
+        self._handed_out: list[tuple[int, torch.Tensor]] = []  # parameter and window, for all windows handed out
+        self._seen: list[int] = []  # versions of these windows at the last note_written()
+        self._decoded_seen: dict[int, list[int]] = {}  # versions of the written decoded states, likewise
         self._in_step = np.zeros(0, np.uint32)  # tiles of the last step that began
         # Per tile:
-        self.open: np.ndarray[Any, Any] = np.zeros(0, bool)  # what is written to its windows goes to the device
-        self.loose: np.ndarray[Any, Any] = np.zeros(0, bool)  # its slot is part of no commit
-        self.empty: np.ndarray[Any, Any] = np.zeros(0, bool)  # it is to have states, and nobody has written any
-        self._edited = np.zeros(0, bool)  # somebody wrote to its windows, and no step has begun with that
-        self._reseeded = np.zeros(0, bool)  # a step did, which is not whole yet
+        self.open: np.ndarray[Any, Any] = np.zeros(0, bool)  # writes to its windows go to the device
+        self.loose: np.ndarray[Any, Any] = np.zeros(0, bool)  # its current slot is part of no commit
+        self.empty: np.ndarray[Any, Any] = np.zeros(0, bool)  # it has parameters, but no states were written yet
+        self._edited = np.zeros(0, bool)  # its windows were written, and no completed step has started from that
+        self._reseeded = np.zeros(0, bool)  # edited in reseeding(), for a step that has not completed yet
 
     def add(self, extent: Extent, buffers: list[Any], *, new: bool) -> None:
-        """Those onto an extent: one that is `new`, or a store's. `buffers`: as of bindings.engine_extend()."""
+        """Adds the windows of an extent, which is `new` or in a store. `buffers`: see bindings.engine_extend()."""
         self._buffers.append(buffers)
         none, fresh = np.zeros(extent.n_tiles, bool), np.full(extent.n_tiles, new)
         self.open, self.loose = np.append(self.open, fresh if buffers else none), np.append(self.loose, fresh)
@@ -76,9 +76,9 @@ class Windows:
     # ---- handed out ----------------------------------------------------------
 
     def window(self, extent: Extent, param: int, section: int, dtype: torch.dtype) -> torch.Tensor:
-        """One state of one parameter (`param` counts within the extent): 1-D, fp32 (or complex64 over the same bytes).
+        """Return one state of one parameter: 1-D, fp32, or complex64 over the same bytes.
 
-        The tensor is the state: reading it reads the device; what writing it does, the table above says.
+        `param`: numbered within the extent. Reading the tensor reads the device; for writes see the table above.
         """
         n, start = extent.numels[param], extent.starts[param]
         if n == 0:
@@ -91,28 +91,31 @@ class Windows:
         return window
 
     def watch(self, param: int, shown: torch.Tensor) -> None:
-        """Somebody may write to a parameter's windows through this tensor, which counts that by itself."""
+        """Watches the version counter of a tensor through which the user may write to a parameter's windows."""
         if self._engine.durable:
             self._handed_out.append((param, shown))
             self._seen.append(shown._version)
 
     def hold(self, keeper: object) -> None:
-        """Keeps `keeper` alive as long as somebody has a window."""
+        """Keeps `keeper` alive as long as any window is alive."""
         for buffer in chain.from_iterable(self._buffers):
             weakref.finalize(buffer, id, keeper).atexit = False
 
-    # ---- what is written to them -----------------------------------------------
+    # ---- writes to windows -----------------------------------------------------
 
     def show(self, *, open: bool) -> None:
-        """Waits until every state is on its device, and shows them. Raises CSDOSError if one will not go."""
+        """Waits until all states are written, and maps their current slots. Raises CSDOSError if a write keeps failing.
+
+        `open`: writes to the windows go to the device from now on.
+        """
         bindings.engine_remap(self._engine.handle, self._engine.name_device, open=open)
         self.open[:] = open
 
     def sync(self) -> None:
-        """Makes sure that what was written to open windows got there: the system reports such errors only here.
+        """Flushes writes to open windows; only the flush reports an I/O error of such a write.
 
-        Raises CSDOSError. Where states are durable CSDLostError, as everything does from then on: sums of what was
-        written through windows are those of the page cache, and cannot show what a failed flush lost.
+        Raises CSDOSError. With durable states raises CSDLostError, now and in all later operations: the checksums of
+        these writes are taken from the page cache, and so cannot reveal what a failed flush has lost.
         """
         self.synced = False
         try:
@@ -126,20 +129,20 @@ class Windows:
             self.lost = self.lost or said
             raise CSDLostError(e.errno, self.lost) from e
         self.synced = True
-        self.empty[:] = False  # whoever fills places fills all that there are
+        self.empty[:] = False  # the caller has filled all empty tiles
 
     def check(self) -> None:
-        """Raises CSDLostError if something that was written to them is lost."""
+        """Raises CSDLostError if a write to a window is lost."""
         if self.lost:
             raise CSDLostError(errno.EIO, self.lost)
 
     def note_written(self) -> np.ndarray[Any, Any]:
-        """Tells the native engine which tiles were written through their windows since this was last called.
+        """Tells the native engine which tiles were written through their windows since the last call.
 
-        Returns them, and those before them of which no step has taken account since. Ascending, uint32.
+        Returns these tiles and those written earlier that no step has started from yet: ascending, uint32.
         """
         versions, decoded = self._versions(), self._engine.decoded.versions()
-        if versions == self._seen and not decoded:  # as nearly always
+        if versions == self._seen and not decoded:  # the usual case
             return np.flatnonzero(self._edited).astype(np.uint32)
         all_of_them = zip(self._handed_out, versions, self._seen, strict=True)
         changed = [param for (param, _), now, then in all_of_them if now != then]
@@ -156,7 +159,7 @@ class Windows:
 
     @property
     def written(self) -> bool:
-        """Has somebody written to states, and no step has taken account of it? Changes nothing."""
+        """Whether states were written that no step has started from yet. Without side effects."""
         return bool(self._edited.any() or self._engine.decoded.versions()) or self._versions() != self._seen
 
     def _versions(self) -> list[int]:
@@ -164,9 +167,9 @@ class Windows:
 
     @contextlib.contextmanager
     def reseeding(self) -> Iterator[None]:
-        """What is written to windows within belongs to the step that follows: no commit has it before that is whole.
+        """Return a context: writes to windows inside it belong to the next step, and to no commit before it completes.
 
-        Who goes on from the step before sets the parameters again.
+        A resume from the step before writes them again, from the parameters.
         """
         self.note_written()
         before = self._edited.copy()
@@ -177,45 +180,45 @@ class Windows:
             self._reseeded |= self._edited & ~before
 
     def to_flush(self) -> np.ndarray[Any, Any]:
-        """Tiles of which a commit without a step has to take what somebody wrote: not reseeded. Ascending, uint32."""
+        """Return the written tiles that a commit without a step must include (not reseeded ones): ascending, uint32."""
         edited = self.note_written()
         flushed: np.ndarray[Any, Any] = edited[~(self.open | self._reseeded)[edited]]
         return flushed
 
     @property
     def edited(self) -> bool:
-        """Is there something that would be lost if no step and no flush followed? As far as note_written() knows."""
+        """Whether writes known to note_written() would be lost if no step and no flush followed."""
         return bool((self._edited & ~self._reseeded).any())
 
     def pass_through(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Reads tiles and writes them as they are to their next slots; what somebody wrote to windows with them."""
+        """Copies tiles to their other slots, with what was written to their windows."""
         self._engine.copy_to_next_slots(tiles)
         self._engine.decoded.forget(tiles)
         self._edited[tiles] = False
         self.loose[tiles] = True
 
     def write_decoded(self) -> None:
-        """What somebody wrote to states that are kept as codes goes to the devices, with no step."""
+        """Encodes what was written to decoded states and writes it to the devices, without a step."""
         self.note_written()
         tiles = self._engine.tiles_of_params([*self._engine.decoded.written()])
         if len(tiles):
             self.pass_through(np.sort(tiles))
 
     def before_step(self, tiles: np.ndarray[Any, Any]) -> None:
-        """A step over these tiles begins."""
+        """Called when a step over these tiles begins."""
         self._in_step = tiles
 
     def after_step(self) -> None:
-        """It is whole; it began with what had been written to them."""
+        """Called when the step has completed: it started from everything that had been written."""
         self._edited[:] = self._reseeded[:] = False
         self._engine.decoded.forget()
         self.empty[self._in_step] = False
 
     def after_taking_back(self) -> None:
-        """It is undone although it was whole, and with it what has been written to its tiles since."""
+        """Called when a completed step was undone, and with it everything written to its tiles since."""
         self._engine.decoded.discard(self._in_step)
         self._edited[self._in_step] = False
 
     def before_commit(self) -> None:
-        """Every slot is part of the commit that begins."""
+        """Called when a commit begins, which includes the current slots of all tiles."""
         self.loose[:] = False
