@@ -1,11 +1,12 @@
-"""Gradients of a trainer that leave before its step(): bucket by bucket, as DDP has them, while backward goes on.
+"""Pushes a trainer's gradients before its step(): one DDP bucket after another, while backward goes on.
 
-A bucket is cut into rounds, and what there is of a parameter in a round is a `Strip`. slices() takes what it needs of a
-round out of DDP's bucket, which is somebody else's memory again afterwards, and says what this trainer pushes: the mean
-over all trainers of its share. With the route star it pushes all of its own gradient, straight from the bucket, which
-DDP leaves alone until the next backward; by then step() has seen to it that all has left, or what leaves anew takes its
-place. One thread reduces and another one pushes, round after round: backward waits for no owner, unless it is one more
-before a step, and what trainers keep for owners would be more than their shares of all gradients.
+A bucket is split into rounds; the rows of one parameter in a round are a `Strip`. With the route slices a trainer
+pushes its share of each gradient, averaged over all trainers. slices() copies the round out of DDP's bucket, because
+DDP reuses that memory. With the route star a trainer pushes all of its own gradient directly from the bucket, which DDP
+does not write to until the next backward; by then step() has waited for all sends, or the new gradients replace these.
+
+One thread reduces rounds and another one pushes them, so backward does not wait for owners. The exception is a further
+backward before the step: it waits while reduced data for the owners would exceed the trainer's share of all gradients.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from ..store.layout import round_up
 from .blocks import ALIGN, Block, Part, Piece, end_of, owned, room_of, send_buckets, whole, with_owner
 from .wire import PUSH, PUSHED, Session
 
-ROUND_BYTES = 16 << 20  # of all trainers' shares
-LEAST_BYTES = 256 << 10  # the same of models so small that all would be in one round
-ROUNDS = 3  # that trainers reduce at the same time: of more, they keep those from their link that are pushed
-WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which halves are summed
+ROUND_BYTES = 16 << 20  # maximum size of a round: all trainers' shares together
+LEAST_BYTES = 256 << 10  # lower bound of a round's size for small models, which would otherwise be a single round
+ROUNDS = 3  # rounds reduced at the same time: with more of them, pushes would get too little of the trainer's link
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtype in which 16-bit gradients are summed
 
 CHANGED = (
-    "it left in backward, as push is DDP's communication hook, and `.grad` has been this trainer's own since then, not "
-    "the mean over all: clip by the optimizer's max_grad_norm=, and let GradScaler unscale in its step(); or take "
-    "serve://...?route=kept; before gradients that are made without DDP call the optimizer's own zero_grad() "
+    "DDP's communication hook csd_optim.push has sent it to the optimizer ranks in backward, and `.grad` is not the "
+    "mean over all trainers. Clip by the optimizer's max_grad_norm=, let GradScaler unscale in its step(), or use "
+    "serve://...?route=kept. Before a backward without DDP, call the optimizer's own zero_grad() "
     "(docs/optimizer-ranks.md)"
 )
 
@@ -49,17 +50,17 @@ CHANGED = (
 class Leaving(NamedTuple):
     """A gradient in DDP's bucket that goes to the owners."""
 
-    part: Part  # of this trainer
+    part: Part  # that this trainer pushes
     param: torch.Tensor
     grad: torch.Tensor  # of the parameter's shape
 
 
 class Strip(NamedTuple):
-    """Some rows of each trainer's share of a gradient: as many of the k-th as it has there."""
+    """Rows [first, first + rows) of each trainer's share of a gradient; a smaller share has fewer of them."""
 
-    key: int  # of the parameter
+    key: int  # the parameter's number
     shape: tuple[int, ...]
-    wire: torch.dtype  # in which it goes to owners
+    wire: torch.dtype  # on the wire to owners
     grad: torch.Tensor
     first: int
     rows: int
@@ -74,15 +75,15 @@ class Strip(NamedTuple):
 
 
 class Push(NamedTuple):
-    """What a trainer pushes of a strip."""
+    """The part of a strip that a trainer pushes."""
 
     strip: Strip
-    block: Block  # of the parameter
+    block: Block  # within the parameter
     values: torch.Tensor
 
 
 def rounds_of(leaving: Iterable[Leaving], trainers: int, round_bytes: int) -> list[list[Strip]]:
-    """The same on all trainers."""
+    """Split gradients into rounds of strips, identically on all trainers. `round_bytes`: of all trainers' shares."""
     out: list[list[Strip]] = []
     room = 0
     for part, _, grad in leaving:
@@ -101,7 +102,7 @@ def rounds_of(leaving: Iterable[Leaving], trainers: int, round_bytes: int) -> li
 
 
 def own(strips: Sequence[Strip]) -> list[Push]:
-    """A trainer pushes its own gradients as they are."""
+    """Return pushes of a trainer's own gradients, without reduction or copy."""
     pushes = []
     for strip in strips:
         block = strip.block(1, 0)
@@ -110,13 +111,15 @@ def own(strips: Sequence[Strip]) -> list[Push]:
 
 
 def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Push]]:
-    """Each trainer gets from all others what they have of its share, and pushes the mean.
+    """Begin a reduce-scatter of these strips; the returned function waits for it and returns this trainer's pushes.
 
-    Every trainer divides its own by their number, as DDP does; halves are summed in fp32 and rounded once, in the order
-    of ranks: the same bits whoever is late, and DDP's if there are two.
+    Each trainer divides its gradients by the number of trainers, as DDP does. The sum is taken in rank order; 16-bit
+    gradients are summed in fp32 and rounded once. So the bits do not depend on timing, and equal DDP's with two
+    trainers.
 
-    What it returns may be called on another thread. On an accelerator, whose current streams are others, that is to
-    wait for what is queued here, and then for what it has queued there before it lets go of it.
+    The returned function may be called on another thread. On an accelerator that thread has another current stream: it
+    must first make that stream wait for the work queued here, and wait for its own work before it drops the function,
+    which owns the buffers.
     """
     size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
     layouts = [_layout(strips, size, k) for k in range(size)]
@@ -149,7 +152,7 @@ def slices(strips: Sequence[Strip], ranks: Ranks | None) -> Callable[[], list[Pu
 
 
 def _layout(strips: Sequence[Strip], trainers: int, k: int) -> list[Piece]:
-    """Where what trainer k gets of these strips lies in a buffer. Keys: their numbers."""
+    """Return the layout of trainer k's rows of these strips in a buffer. A piece's key is the strip's index."""
     pieces: list[Piece] = []
     for i, strip in enumerate(strips):
         block = strip.block(trainers, k)
@@ -159,9 +162,9 @@ def _layout(strips: Sequence[Strip], trainers: int, k: int) -> list[Piece]:
 
 
 def in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Their sum, in the dtype that they have, and in memory of its own; of one value that itself."""
+    """Return the sum of `values`, in their dtype and in memory of its own; a single value is returned as it is."""
     first, *others = values
-    # A view of what has come would keep all of it until this is pushed.
+    # A view would keep the whole receive buffer alive until this slice is pushed.
     total = first.to(WIDE.get(first.dtype, first.dtype), copy=bool(others))
     for value in others:
         total.add_(value)
@@ -169,13 +172,13 @@ def in_order(values: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class _Thread:
-    """Does one job after another."""
+    """A background thread that executes one job after another."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # the collector may come, too
+        self._lock = threading.RLock()  # reentrant: the garbage collector may call stop() inside do()
         self._stopped = False
-        self._streams: dict[torch.device, Any] = {}  # its own: see accelerator.on()
+        self._streams: dict[torch.device, Any] = {}  # used by this thread only: see accelerator.on()
         self._thread = threading.Thread(target=self._run, daemon=True, name="csd_optim push")
         self._thread.start()
 
@@ -185,46 +188,49 @@ class _Thread:
             del job
 
     def do(self, job: Callable[[], None]) -> None:
-        """Raises CSDRankError after stop(): nobody is to wait for what will never be done."""
+        """Queue a job. Raises CSDRankError after stop(), when it would never be executed."""
         with self._lock:
             if self._stopped:
                 raise CSDRankError("gradients were not pushed: the session is over")
             self._jobs.put(job)
 
     def stop(self) -> None:
-        """It ends when it has done what it was given before."""
+        """Let the thread end after the jobs that are queued by now."""
         with self._lock:
             self._stopped = True
             self._jobs.put(None)
 
     def join(self, timeout: float) -> None:
-        """Returns when it has ended, or after so many seconds."""
-        if self._thread is not threading.current_thread():  # on which the collector may be
+        """Wait until the thread has ended, or `timeout` seconds have passed."""
+        if self._thread is not threading.current_thread():  # the garbage collector may call this on any thread
             self._thread.join(timeout)
 
     def beside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """On this thread: what is done within is not behind what the program queues, as backward goes on there."""
+        """Make a stream of this thread current, so that its work does not queue behind the rest of backward.
+
+        Call this on the thread itself.
+        """
         if device.type != "cpu" and device not in self._streams:
             self._streams[device] = torch.Stream(device)
         return on(self._streams.get(device))
 
 
 class _Pushing:
-    """To the owners of a session, one round after another."""
+    """Reduces rounds and pushes them to the owners of a session. `apart`: owners sum, so nothing is reduced here."""
 
     def __init__(self, session: Session, *, apart: bool) -> None:
         self._session, self._apart = session, apart
         self._reduces, self._pushes = _Thread(), _Thread()
         self._window = threading.Semaphore(ROUNDS)
         self._shares: dict[int, int] = {}  # bytes of this trainer's share of each parameter
-        self._kept = 0  # bytes of what is reduced, or will be, and not pushed yet
-        self._fewer = threading.Condition()  # are kept
-        self._said: deque[Any] = deque()  # of pushes, still being sent: what is said of them
-        self._sent: deque[Any] = deque()  # and their buckets
+        self._kept = 0  # bytes of this trainer's shares in rounds that were put and are not pushed yet
+        self._fewer = threading.Condition()  # guards _kept; notified when it has decreased
+        self._said: deque[Any] = deque()  # announcements of pushes that are in flight
+        self._sent: deque[Any] = deque()  # buckets of pushes that are in flight
         self.failure: CSDRankError | None = None  # why nothing can be pushed any more
 
     def stop(self) -> None:
-        self._pushes.do(self._said.clear)  # which would keep connections open
+        self._pushes.do(self._said.clear)  # sends in flight would keep connections open
         self._pushes.do(self._sent.clear)
         self._reduces.stop()
         self._pushes.stop()
@@ -234,7 +240,7 @@ class _Pushing:
         self._pushes.join(timeout)
 
     def flush(self) -> None:
-        """Returns when all is pushed. Raises CSDRankError if it could not be."""
+        """Wait until everything is pushed. Raises CSDRankError if that failed."""
         done: Future[None] = Future()
 
         def job() -> None:
@@ -249,11 +255,11 @@ class _Pushing:
             raise self.failure
 
     def put(self, backward: int, strips: Sequence[Strip], ranks: Ranks | None) -> Future[dict[int, float]]:
-        """Pushes these, reduced over the ranks. Returns what has the sum of squares of what is pushed, by parameter;
-        NaN where a value is not finite. Of what others are to sum it has 0 instead.
+        """Reduce these strips over the ranks, and push the result.
 
-        When that is there, all trainers have reduced this round; it may still be under way to the owners. Of gradients
-        in host memory that nobody reduces it is there at once.
+        Returns a future of the sum of squares of the pushed values, by parameter: NaN where a value is not finite, 0
+        where owners sum the gradients. When it is set, all trainers have reduced this round; pushes may still be in
+        flight. It is set on return for gradients in host memory that are not reduced.
         """
         reduced: Future[dict[int, float]] = Future()
         here: list[Push] = []
@@ -278,7 +284,7 @@ class _Pushing:
                 self._window.release()
 
         def push() -> None:
-            failed = reduced.exception()  # which waits for it, and for what it has queued
+            failed = reduced.exception()  # waits for reduce() and, through the squares, for its queued device work
             with self._failing(), self._pushes.beside(device):
                 if not failed and here and not self.failure:
                     self._push(backward, here)
@@ -297,8 +303,10 @@ class _Pushing:
         return reduced
 
     def _wait_for_room(self, strips: Sequence[Strip], ranks: Ranks | None) -> int:
-        """Returns the bytes of this trainer's share of these, when no more is kept with them than of all parameters
-        once: at once, unless what an earlier backward has left is still there."""
+        """Wait until this trainer's share of these strips may be kept. Returns its size, bytes.
+
+        The limit is its share of all parameters, so this waits only while shares of an earlier backward remain.
+        """
         size, rank = (ranks.size, ranks.rank) if ranks else (1, 0)
         for strip in strips:
             self._shares[strip.key] = owned(strip.shape, size, rank).numel * strip.grad.element_size()
@@ -309,13 +317,13 @@ class _Pushing:
         return share
 
     def _square(self, values: torch.Tensor) -> float:
-        if self._apart:  # others sum them, and know their norm
+        if self._apart:  # owners sum them, and compute the norm of the sum
             return 0.0 if _is_finite(values) else math.nan
         return _square(values)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What is raised within is why nothing can be pushed any more."""
+        """Record the first exception raised inside: nothing can be pushed after it."""
         try:
             yield
         except CSDRankError as e:
@@ -324,12 +332,15 @@ class _Pushing:
             self.failure = self.failure or CSDRankError(f"gradients were not pushed: {type(e).__name__}: {e}")
 
     def _wait(self, sends: deque[Any], left: int) -> None:
-        """Returns when no more than `left` of them are under way."""
+        """Wait until at most `left` of these sends are in flight."""
         while len(sends) > left:
             self._session.wait(sends.popleft())
 
     def _push(self, backward: int, pushes: list[Push]) -> None:
-        """Returns when others can follow: owners take one after another, and nothing should be awaited in between."""
+        """Send pushes to their owners.
+
+        Returns before all data is sent, so that the next push can follow without a round trip between them.
+        """
         session = self._session
         parts = [Part(strip.key, strip.shape, block, strip.wire) for strip, block, _ in pushes]
         values = {strip.key: (values, block) for strip, block, values in pushes}
@@ -347,29 +358,32 @@ class _Pushing:
 
 
 def _square(values: torch.Tensor) -> float:
-    """Waits for what was queued before: then the memory of others that this has read may go."""
-    values = values.to(WIDE.get(values.dtype, values.dtype))  # the norm of halves in fp32 is slow in torch
+    """Return the sum of squares, or NaN if a value is not finite.
+
+    It waits for the device work queued before, after which the memory that this work has read may be reused.
+    """
+    values = values.to(WIDE.get(values.dtype, values.dtype))  # torch's vector_norm of 16 bits into fp32 is slow
     square = float(torch.linalg.vector_norm(values)) ** 2
-    # The norm of large values may overflow, which makes none of them an overflow.
+    # The norm of large finite values may be infinite, so that alone does not mean an overflow.
     return square if math.isfinite(square) or _is_finite(values) else math.nan
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Are all of them? It waits, too."""
-    if bool(torch.linalg.vector_norm(values).isfinite()):  # fast in their own dtype, in which it may overflow
+    """Return whether all values are finite. It waits for device work, as _square() does."""
+    if bool(torch.linalg.vector_norm(values).isfinite()):  # fast in the values' own dtype, but it may overflow
         return True
     low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
     return bool(low.isfinite() & high.isfinite())
 
 
 def part_message(part: Part) -> list[Any]:
-    """Some rows of a parameter, for arrivals.py: number, first row, rows and dtype."""
+    """Describe a part, rows of a parameter, for arrivals.py: number, first row, number of rows and dtype."""
     first, rows = (part.block.first[0], part.block.sizes[0]) if part.shape else (0, 1)
     return [part.key, first, rows, str(part.dtype).removeprefix("torch.")]
 
 
 class _Written:
-    """What `.grad` is at the end of backward, to be told from what somebody writes to it or puts in its place."""
+    """The identity of a `.grad` at the end of backward, by which later writes and replacements are detected."""
 
     def __init__(self, grad: torch.Tensor | None) -> None:
         self._grad = None if grad is None else weakref.ref(grad)
@@ -380,50 +394,52 @@ class _Written:
 
 
 def _values_of(grad: torch.Tensor | None) -> tuple[int, int] | None:
-    """Another one after each operation that writes to it, and when its `.data` is exchanged."""
+    """Return a key that changes with each counted in-place operation, and when `.data` is replaced."""
     return None if grad is None else (grad._version, grad.data_ptr())
 
 
 @dataclass
 class _Left:
-    """A gradient that has left."""
+    """A gradient that was pushed in backward."""
 
     backward: int
-    square: float = 0.0  # of what this trainer has pushed of it
-    written: _Written | None = None  # of `.grad` at the end of backward; None: before that
+    square: float = 0.0  # sum of squares of what this trainer has pushed of it
+    written: _Written | None = None  # `.grad` at the end of backward; None until then
 
 
 class Early:
-    """What leaves in the backwards of one session. `take` and `settle` are collectives of the trainers."""
+    """The gradients that leave in the backwards of one session. `take` and `settle` are collectives of the trainers."""
 
     def __init__(self, session: Session, ranks: Ranks | None, nbytes: int, *, star: bool) -> None:
-        """`nbytes`: of all gradients; `star`: each trainer pushes its own ones, for the owners to sum."""
+        """`nbytes`: size of all gradients; `star`: each trainer pushes its own gradients, and owners sum them."""
         self._ranks = ranks
         self._reducing = None if star else ranks
         self._shares = 1 if star else session.trainers
         self._round_bytes = min(ROUND_BYTES, max(LEAST_BYTES, nbytes // FEWEST))
         self._pushing = _Pushing(session, apart=star)
-        self._backward = 0  # counts those that have begun
+        self._backward = 0  # number of backwards that have begun
         self._left: dict[int, _Left] = {}
         self._under_way: list[Future[dict[int, float]]] = []
         self._of_backward: list[Leaving] = []
 
     def stop(self, timeout: float) -> None:
-        """Returns when nothing leaves any more, or after so many seconds: the interpreter must not end while a thread
-        waits for what it sends. To be called when the session has ended."""
+        """Stop the threads, and wait for them for at most `timeout` seconds each.
+
+        The interpreter must not exit while a thread waits in gloo. Call this only after the session has ended.
+        """
         self._pushing.stop()
         self._pushing.join(timeout)
 
     @property
     def backwards(self) -> int:
-        """How many have begun."""
+        """Number of backwards that have begun."""
         return self._backward
 
     def take(self, bucket: Any, travels: Callable[[torch.Tensor, torch.Tensor], Part | None]) -> Any:
-        """What a communication hook of DDP does with a bucket, and returns.
+        """Handle a bucket as DDP's communication hook. Returns the future that DDP expects.
 
-        `travels`: what this trainer pushes of a parameter with a gradient; None: that is reduced as DDP does it.
-        Raises CSDRankError if the other trainers are gone.
+        `travels(param, grad)` returns the part that this trainer pushes, or None for a gradient that is all-reduced as
+        DDP does it. Raises CSDRankError if the other trainers are gone.
         """
         if bucket.index() == 0:
             self._backward += 1
@@ -446,7 +462,7 @@ class Early:
         return future
 
     def _end(self) -> None:
-        """All trainers have reduced all; what has left may be under way to the owners."""
+        """Finish a backward: wait until all trainers have reduced all rounds. Pushes may still be in flight."""
         finite = True
         for reduced in self._under_way:
             for index, square in reduced.result().items():
@@ -454,31 +470,31 @@ class Early:
                 self._left[index].square += square
         there, self._under_way, self._of_backward = self._of_backward, [], []
         if not all_finite(self._ranks, finite):
-            self.settle()  # with the route star these are what leaves
+            self.settle()  # with the route star, pushes read the memory that tell_overflow() writes
             tell_overflow(grad for _, _, grad in there)
 
         def note() -> None:
             for part, p, _ in there:
                 self._left[part.key].written = _Written(p.grad)
 
-        # DDP gives `.grad` its values in a callback of its own, which follows the one that is queued here.
+        # DDP writes `.grad` in a callback that runs after the one queued here, so note() is queued from within that.
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        with contextlib.suppress(RuntimeError):  # this rank is out of data (Join), and there is no backward
+        with contextlib.suppress(RuntimeError):  # no backward is running: this rank has run out of data (Join)
             engine.queue_callback(lambda: engine.queue_callback(note))
 
     def forget(self) -> None:
-        """Gradients are no more: what is there at the next step has not left."""
+        """Forget all pushed gradients, because they were cleared: gradients made later are sent in the step."""
         self._left.clear()
 
     def settle(self) -> None:
-        """Returns when all has left. Raises CSDRankError if it could not."""
+        """Wait until all gradients are sent. Raises CSDRankError if that failed."""
         self._pushing.flush()
 
     def left(self, index: int, name: str, grad: torch.Tensor, *, joined: bool, unscaled: bool) -> int:
-        """The backward in which this gradient has left; 0 if it has not.
+        """Return the backward in which this gradient was pushed; 0 if it was not.
 
-        `joined`: the gradient is another trainer's; `unscaled`: by GradScaler. Raises CSDRuntimeError if it is not what
-        left then.
+        `joined`: it is another trainer's gradient (Join); `unscaled`: GradScaler has unscaled it. Raises
+        CSDRuntimeError if the gradient has changed since then.
         """
         left = self._left.get(index)
         if left is None:
@@ -486,32 +502,32 @@ class Early:
         if joined:
             return left.backward
         if left.written is None:
-            raise CSDRuntimeError(f"the backward that the gradient of {name} is of has not come to its end")
+            raise CSDRuntimeError(f"the backward that computed the gradient of {name} has not finished")
         if unscaled or not left.written.is_still(grad):
             raise CSDRuntimeError(f"the gradient of {name} was changed, which the step would not notice: {CHANGED}")
         return left.backward
 
     def square(self, index: int) -> float:
-        """The sum of squares of what this trainer has pushed of a gradient."""
+        """Return the sum of squares of what this trainer has pushed of a gradient."""
         return self._left[index].square
 
 
 def all_finite(ranks: Ranks | None, finite: bool) -> bool:
-    """Are the gradients of all trainers? A collective."""
+    """Return whether `finite` is true on all trainers. A collective."""
     return all(there for (there,) in ranks.gather(finite)) if ranks else finite
 
 
 def tell_overflow(grads: Iterable[torch.Tensor]) -> None:
-    """Puts a NaN into each gradient: GradScaler of each trainer looks at its own.
+    """Write a NaN into each gradient, so that every trainer's GradScaler, which checks its own, finds the overflow.
 
-    DDP leaves `.grad` of those alone that nobody has used.
+    All of them are marked because DDP does not copy the gradients of unused parameters to `.grad`.
     """
     for grad in grads:
         grad[(0,) * grad.dim()] = math.nan
 
 
 def mean_of(ranks: Ranks | None, buffer: torch.Tensor, views: Sequence[torch.Tensor] | None = None) -> Any:
-    """A future of `buffer`, with the mean over the ranks as DDP makes it; with `views` only in these parts of it."""
+    """Return a future of `buffer` averaged over the ranks as DDP does it; with `views`, only these parts of it are."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     if ranks is None or (views is not None and not views):
         future.set_result(buffer)

@@ -1,30 +1,31 @@
-"""A step of an owner that is made while its gradients come, and whose parameters leave while others are made.
+"""A step of an owner in which tiles are updated, and parameters sent back, while other gradients still arrive.
 
-The protocol of a step; what is said goes by MESSAGE, and what follows it by BULK, one way each:
+The protocol of a step (messages travel with the tag MESSAGE, tensors with BULK, on one connection per direction):
 
-    trainer 0     says the step to all owners: parameters, in the order in which they travel, and hyperparameters
+    trainer 0     sends the step's message to all owners: parameters, in the order in which they travel, hyperparameters
     trainers      send values that were set from outside, then gradients that have not left in backward, and receive
-                  parameters at the same time; with the hook gradients may still be leaving (PUSH, PUSHED)
+                  parameters at the same time; with the hook, gradients may still be leaving (PUSH, PUSHED)
     owners        vote when they have the message and those values; begin; update each tile when all trainers' gradients
-                  of it are there; send each bucket of parameters when its tiles have theirs; vote; commit
-    owner 0       replies to all trainers, behind the parameters
+                  of it have arrived; send each bucket of parameters when its tiles are updated; vote; commit
+    owner 0       replies to all trainers after the parameters
 
-All that belongs to a step travels, whatever becomes of it, so that nobody waits in vain: an owner whose drive fails
-goes on to receive, and what it has not sent it sends as it is once everything is put back. Then
+All data of a step travels even if the step fails, so that no process waits in vain: an owner whose drive fails keeps
+receiving, and after the step is undone it sends the remaining parameters unchanged. Failures:
 
-    a drive fails, or an owner says no    undone on all owners; the reply says why, and trainers pull once more what was
-                                          there before. The session goes on
-    a trainer is gone, or silent          undone on all owners, unless all of them have all gradients; the session ends
+    a drive fails, or an owner refuses    undone on all owners; the reply says why, and trainers pull the previous
+                                          parameters again. The session goes on
+    a trainer is gone or silent           undone on all owners, unless all of them have all gradients; the session ends
     another session takes over            the same
-    an owner is gone                      the others and the trainers end; owners go on from their last common step
+    an owner is gone                      the other owners and the trainers raise; restarted owners resume from their
+                                          last common step
 
-With the hook trainer 0 announces, with the first bucket of a backward, what the step will be if nothing but gradients
-changes ("guess"; no reply). Owners begin it, and update in their other slots while backward goes on; nothing is sent.
-The step's message says whether that was right. If not, or if anything else is asked for, or the session ends, it is
-undone, and the step is made as without.
+With the hook, trainer 0 announces at the first bucket of a backward what the step will be if nothing but the gradients
+changes ("guess"; it has no reply). Owners begin that step and update tiles in the other slots while backward goes on;
+they send nothing. The step's message shows whether the guess was right. If it was wrong, if anything else is requested,
+or if the session ends, the guess is undone, and the step is made as without one.
 
-Values from outside, new states, one slot (shadow=False), sums that are clipped or of entries (Top-K): with these a step
-begins when all gradients are there, and its parameters leave when it is whole. The protocol is the same.
+With values from outside, new states, a single slot (shadow=False), Top-K entries, or sums that are clipped, a step
+begins only when all gradients have arrived, and sends its parameters when it is complete. The protocol is the same.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ if TYPE_CHECKING:
     from .owner import Owner
 
 NEVER = np.iinfo(np.int64).max
-# What a message says of a step that is announced in backward, and again when it is asked for.
+# Fields that a guess and the message of its step have in common; the guess is right if all of them are equal.
 FORESEEN = ("params", "dtypes", "pushed", "scale", "hyper", "shares", "max_grad_norm")
 
 
 class Rows:
-    """In which tiles the rows are that an owner has of a parameter."""
+    """Maps an owner's rows of a parameter to the tiles that contain them."""
 
     def __init__(self, local: torch.Tensor, first: int, pieces: np.ndarray[Any, Any]) -> None:
-        """`first`: the parameter's row that is the first of `local`; `pieces`: of `local`, dtype PIECE."""
+        """`first`: number of the parameter's row that `local` begins with; `pieces` of `local`: dtype PIECE."""
         self._first = first
         self._tiles: np.ndarray[Any, Any] = pieces["tile"].astype(np.int64)
         rows = local.shape[0] if local.dim() else 1
         begin, end = np.zeros(len(pieces), np.int64), np.full(len(pieces), rows)
-        if rows and local.is_contiguous():  # else a tile may have something of each row
+        if rows and local.is_contiguous():  # otherwise each tile may contain elements of every row
             width = numel(local) // rows
             begin = pieces["param_first"].astype(np.int64)
             end = -(-(begin + pieces["elems"].astype(np.int64)) // width)
@@ -74,9 +75,9 @@ class Rows:
         self._begin, self._end = begin, end
 
     def tiles(self, block: Block) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Those with rows of a block of the parameter, and how much of it each lacks without: of an own unit, int64.
+        """Return the tiles with rows of a block of the parameter, and how many units of the block each contains; int64.
 
-        The units of blocks add up to those of a block that consists of them.
+        Units are additive: those of disjoint blocks sum up to those of their union.
         """
         if not block.numel:
             return self._tiles[:0], self._tiles[:0]
@@ -87,18 +88,18 @@ class Rows:
 
 
 class Layout:
-    """What stays the same from step to step while the same parameters take part."""
+    """What stays the same from step to step while the same parameters take part: which tiles need which gradients."""
 
     def __init__(self, owner: Owner, plan: StepPlan, indices: Sequence[int], *, apart: bool) -> None:
-        """`indices`: of the parameters; `apart`: each trainer sends all of each."""
+        """`indices`: numbers of the parameters; `apart`: each trainer sends all of this owner's rows."""
         opt = owner.optimizer
         self.plan: StepPlan = plan
         self.indices: list[int] = [*indices]
         self.apart: bool = apart
         pieces, params = Pieces(opt._engine), owner.params
         self.rows: dict[int, Rows] = {}
-        self.others: set[int] = set()  # parameters of which owners get a part from each other, when the step is whole
-        # Of each tile: how much its gradients are.
+        self.others: set[int] = set()  # parameters of which owners all-gather a part when the step is complete
+        # Units of gradients that each tile needs from all trainers together.
         self.gradients: np.ndarray[Any, Any] = np.zeros(pieces.n_tiles, np.int64)
         for index in indices:
             state, mine = opt._state_map.param_states[id(params[index])], owner.mine(index)
@@ -109,7 +110,7 @@ class Layout:
             for block in owner.expected(index, apart=apart):
                 tiles, units = rows.tiles(block)
                 np.add.at(self.gradients, tiles, units)
-        # In the order in which parameters travel: so those that leave first are there first. int64.
+        # Tiles in the order in which parameters travel, so that gradients which leave first are used first. int64.
         flow = np.concatenate([rows.tiles(owner.mine(index))[0] for index, rows in self.rows.items()])
         self.order: np.ndarray[Any, Any] = flow[np.sort(np.unique(flow, return_index=True)[1])]
 
@@ -117,50 +118,50 @@ class Layout:
         return self.plan is plan and self.indices == [*indices] and self.apart is apart
 
     def tiles_of(self, bucket: Bucket) -> np.ndarray[Any, Any] | None:
-        """Those that a bucket of parameters is in, uint32; None: not only these."""
+        """Return the tiles with a bucket's parameters (uint32); None if it includes a parameter in `others`."""
         if not self.others.isdisjoint(piece.key for piece in bucket):
             return None
         return np.unique(np.concatenate([self.rows[piece.key].tiles(piece.block)[0] for piece in bucket])).astype("u4")
 
 
 class Flow(InStep):
-    """One step of an owner's optimizer, from its message to its end; `begin` and `end_step` are for all owners.
+    """One step of an owner's optimizer, from its message to its end; `begin` and `end_step` are collectives of owners.
 
-    Its gradients are noted on the threads that receive them, and its parameters awaited on another one.
+    Receiving threads report gradients with `note`; the sending thread waits for parameters with `await_params`.
     """
 
     def __init__(self, owner: Owner, message: dict[str, Any]) -> None:
         self._owner, self._optimizer, self._message = owner, owner.optimizer, message
         self._indices: list[int] = message["params"]
         dtypes = map(dtype_named, message["dtypes"])
-        # Of each parameter: the backward in which its gradient leaves, and as what it travels.
+        # By parameter: the backward in which its gradient leaves, and its dtype on the wire.
         self._gradients = dict(zip(self._indices, zip(message["pushed"], dtypes, strict=True), strict=True))
         self._apart = "shares" in message
-        # All of what follows is read and written with owner.changed held, which is notified.
-        self._step: PreparedStep | None = None  # that has begun
-        self._layout: Layout | None = None  # likewise
-        self._lacks = np.zeros(0, np.int64)  # of each tile
-        self._pushed = np.zeros(0, bool)  # each tile
-        self._order: list[int] = []  # in which they were
+        # owner.changed guards all fields below, and is notified when they change.
+        self._step: PreparedStep | None = None  # the step under way
+        self._layout: Layout | None = None  # of that step
+        self._lacks = np.zeros(0, np.int64)  # by tile: units of gradients that have yet to arrive
+        self._pushed = np.zeros(0, bool)  # by tile: it was pushed to the engine
+        self._order: list[int] = []  # tiles in the order in which they were pushed
         self._failure: CSDError | None = None
-        self._over = False  # whole, or everything is put back
-        self._looks = threading.Lock()  # while a thread is in the engine that is not the optimizer's
+        self._over = False  # the step is complete, or undone
+        self._looks = threading.Lock()  # held by the sending thread while it uses the engine
 
     @property
     def under_way(self) -> bool:
         return self._step is not None
 
     def is_for(self, message: dict[str, Any]) -> bool:
-        """Was it begun with what is asked for now?"""
+        """Return whether this step was begun as `message` now requests it."""
         same = all(message.get(name) == self._message.get(name) for name in FORESEEN)
         return same and self.under_way and not message["written"]
 
     # ---- on the owner's own thread ----------------------------------------------------
 
     def begin(self) -> None:
-        """Begins, if the step can go on while gradients come, on all owners or on none: see `under_way`.
+        """Begin the step if it need not wait for all gradients, on all owners or on none: see `under_way`.
 
-        Raises what a step raises, on all of them; end() is to follow.
+        Raises what a step raises, on all owners. The caller calls end() afterwards.
         """
         opt, engine = self._optimizer, self._optimizer._engine
         engine.check_open()
@@ -208,7 +209,7 @@ class Flow(InStep):
             if self._failure:
                 raise self._failure
             if not self._pushed[step.tiles].all():
-                raise CSDRankError("gradients of the step have not come")
+                raise CSDRankError("not all gradients of the step have arrived")
             engine.committer.reserve(record)
 
         try:
@@ -217,7 +218,7 @@ class Flow(InStep):
             with self._owner.changed:
                 self._step = None
         engine.lent = None
-        engine.rank = np.full(engine.n_tiles, NEVER)  # gradients will come in the same order
+        engine.rank = np.full(engine.n_tiles, NEVER)  # expect the next step's gradients in the same order
         engine.rank[self._order] = np.arange(len(self._order))
 
     def come_to_rest(self, *, meets: bool) -> None:
@@ -227,7 +228,7 @@ class Flow(InStep):
         self._undo()
 
     def end(self) -> None:
-        """The step is whole, or undone now; parameters that have not left do so as they are."""
+        """End the step: undo it unless it is complete. Parameters that have not left are then sent as they are."""
         try:
             self._undo()
         finally:
@@ -235,7 +236,7 @@ class Flow(InStep):
             with self._owner.changed:
                 self._over = True
                 self._owner.changed.notify_all()
-            with self._looks:  # nobody is left in the engine
+            with self._looks:  # wait until the sending thread has left the engine
                 pass
 
     def _undo(self) -> None:
@@ -251,12 +252,12 @@ class Flow(InStep):
     # ---- on threads that receive ------------------------------------------------------
 
     def note(self, arrival: Arrival) -> None:
-        """This has come from a trainer."""
+        """Count a gradient that has arrived, and push the tiles that it completes. The caller holds owner.changed."""
         if self._step is not None and self._layout is not None:
             self._push(np.unique(self._count(arrival)))
 
     def _count(self, arrival: Arrival) -> np.ndarray[Any, Any]:
-        """Returns the tiles that have something of it; none if it is not of this step."""
+        """Count an arrival. Returns the tiles that contain part of it; none if it does not belong to this step."""
         assert self._layout
         if self._gradients.get(arrival.param) != (arrival.backward, arrival.dtype):
             return np.zeros(0, np.int64)
@@ -265,7 +266,7 @@ class Flow(InStep):
         return tiles
 
     def _push(self, tiles: np.ndarray[Any, Any]) -> None:
-        """Those of them that lack nothing any more."""
+        """Push those of these tiles whose gradients are complete to the engine."""
         engine = self._optimizer._engine
         try:
             for tile in tiles[(self._lacks[tiles] == 0) & ~self._pushed[tiles]].tolist():
@@ -278,7 +279,7 @@ class Flow(InStep):
     # ---- on the thread that sends -----------------------------------------------------
 
     def await_params(self, bucket: Bucket) -> None:
-        """Returns when these parameters can be sent."""
+        """Wait until these parameters can be sent."""
         changed = self._owner.changed
         tiles: np.ndarray[Any, Any] | None = None
         with changed:
@@ -290,7 +291,7 @@ class Flow(InStep):
                 return
         with self._looks:
             if not self._over and tiles is not None and len(tiles):
-                with contextlib.suppress(CSDError):  # it has failed, and is undone next
+                with contextlib.suppress(CSDError):  # the step has failed, and will be undone next
                     self._optimizer._engine.params_ready(tiles, wait=True)
                     return
         with changed:

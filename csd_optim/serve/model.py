@@ -1,4 +1,4 @@
-"""What a trainer knows of its model as the owners do: each parameter's number, and the part that is this trainer's."""
+"""A trainer's view of its model as the owners know it: each parameter's number, and the part that this trainer has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ else:
     _Optimizer = object
 
 
-# Receives what comes from owners: by rank, where it goes, and who is told of a bucket that is there.
+# Receives tensors from owners. Arguments: buckets by rank, views to write to, callback for each bucket on arrival.
 Receive = Callable[[Mapping[int, list[Bucket]], ViewOf, Callable[[int, Bucket], None]], Any]
 
 
@@ -37,24 +37,24 @@ class TrainerParam:
     param: torch.Tensor
     part: Partition
     name: str
-    index: int  # over all groups: so owners know it
-    block: Block  # of the part
-    shape: torch.Size  # as the owners know it
+    index: int  # the parameter's number over all groups, by which owners identify it
+    block: Block  # the part's block of the whole parameter
+    shape: torch.Size  # of the whole parameter, as the owners know it
     stride: tuple[int, ...]
     dtype: torch.dtype
-    here: torch.Size  # of `param`: what is done to it may change that
+    here: torch.Size  # shape of `param` when this was made: the user may change it later
     steps: float = 0.0
-    version: int = -1  # when the owners last had its value; -1: they have none of this parameter
-    pointer: int = -1
+    version: int = -1  # the parameter's version when owners last had its value; -1: they have never had it
+    pointer: int = -1  # the parameter's address at that time
 
     @property
     def local(self) -> torch.Tensor:
-        """The part as it is now."""
+        """The part in the parameter's current memory."""
         return self.part.of(self.param)
 
     @property
     def is_absent(self) -> bool:
-        """Has this trainer nothing of a parameter of FSDP1? Then it has no gradient, and no entry in `state`."""
+        """Whether this trainer's FSDP1 shard is empty: then it has no gradient and no entry in `state`."""
         return isinstance(self.part, FlatShard) and not self.block.numel
 
     @property
@@ -69,20 +69,20 @@ class TrainerParam:
 
 
 class TrainerModel(_Optimizer):
-    """Parameters of an optimizer whose states are elsewhere, and how they travel."""
+    """The parameters of an optimizer whose states are with owners, and how they travel."""
 
     _address: Address
 
     def _forget_model(self) -> None:
-        """Nothing is known yet."""
+        """Reset to the state before the first look at the model."""
         self._known: dict[int, TrainerParam] = {}  # by id of the parameter
-        self._flat: dict[int, FlatShard] = {}  # likewise
+        self._flat: dict[int, FlatShard] = {}  # by id of the parameter
         self._gathers: dict[tuple[Any, ...], ParamAllGather] = {}
         self._groups_told = 0
 
     @property
     def _is_star(self) -> bool:
-        """Do trainers send their own gradients, for the owners to sum?"""
+        """Whether trainers send their own gradients, and owners sum them."""
         return self._address.route == "star"
 
     @property
@@ -91,11 +91,11 @@ class TrainerModel(_Optimizer):
         return self._engine
 
     def _shape_of(self, p: torch.Tensor) -> torch.Size:
-        """Of all of it, as the owners know it."""
+        """Return the shape of the whole parameter, as the owners know it."""
         return flat.shape if (flat := self._flat.get(id(p))) else p.shape
 
     def _measure(self) -> None:
-        """Finds out which trainer has how much of FSDP1's parameters; a collective, if some are new."""
+        """Exchange the sizes of all trainers' FSDP1 shards; a collective if some parameters are new."""
         there = {id(p): p for _, _, p in members(self.param_groups) if is_flat(p)}
         new = [p for key, p in there.items() if key not in self._flat or self._flat[key].param is not p]
         if new and self._ranks:
@@ -104,7 +104,7 @@ class TrainerModel(_Optimizer):
                 self._flat[id(p)] = FlatShard(p, self._ranks, of_ranks)
 
     def _know(self) -> None:
-        """Notes parameters that are new. Raises CSDStoreError for one that takes the place of another kind."""
+        """Record new parameters. Raises CSDStoreError if one replaces a parameter of another shape or dtype."""
         self._measure()
         there = {known.index: known for known in self._known.values()}
         known: dict[int, TrainerParam] = {}
@@ -121,7 +121,7 @@ class TrainerModel(_Optimizer):
             new = TrainerParam(
                 p, part, name_of(self.param_groups, k, i), index, block, shape, p.stride(), p.dtype, p.shape
             )
-            if before is not None:  # a trainer has exchanged it, as some do when they move a model
+            if before is not None:  # the parameter was replaced, as some training libraries do when they move a model
                 if (p.shape, p.dtype, block) != (before.here, before.dtype, before.block):
                     raise CSDStoreError(
                         f"parameter {new.name} is {tuple(p.shape)} {p.dtype} now; the optimizer ranks know it as "
@@ -141,16 +141,16 @@ class TrainerModel(_Optimizer):
         return describe_group(self.param_groups, k, self._rule.hyperparameters, self._shape_of, star=self._is_star)
 
     def _join(self) -> None:
-        """Tells the owners of parameter groups that are new."""
+        """Tell the owners about new parameter groups."""
         first = self._groups_told
         new = [group_message(self._described(k)) for k in range(first, len(self.param_groups))]
         self._remote.call({"op": "join", "groups": new}, blocks=self._blocks(first))
         self._groups_told = len(self.param_groups)
 
     def _agreed(self, said: Sequence[dict[int, Any]], differ: str) -> dict[int, Any]:
-        """What each trainer says of parameters, by number. Raises CSDRankError with that text if they `differ`.
+        """Merge what each trainer says about parameters, by number. Raises CSDRankError(differ) if they disagree.
 
-        What is absent on one of them may be missing there.
+        A trainer whose FSDP1 shard of a parameter is empty need not mention it.
         """
         agreed = {index: value for of_rank in said for index, value in of_rank.items()}
         lengths = {known.index: flat.lengths for key, known in self._known.items() if (flat := self._flat.get(key))}
@@ -161,27 +161,27 @@ class TrainerModel(_Optimizer):
         return dict(sorted(agreed.items()))
 
     def _wire(self, known: TrainerParam) -> torch.dtype:
-        """How a gradient travels. Raises CSDValueError for a `grad_dtype` that would not arrive as it is."""
+        """Return a gradient's dtype on the wire. Raises CSDValueError for a `grad_dtype` that cannot be sent."""
         dtype, wanted = known.param.dtype, self.grad_dtype
         if wanted in (None, dtype, torch.float32) and not (wanted and dtype.is_complex):
             return dtype
         if dtype is not torch.float32:
             raise CSDValueError(
-                f"Invalid grad_dtype: {wanted}; to optimizer ranks (serve://) it is the parameter's own, or one of 16 "
-                f"bits for fp32 parameters, and {known.name} is {dtype}"
+                f"Invalid grad_dtype: {wanted}; for optimizer ranks (serve://) it is the parameter's own dtype, or a "
+                f"16-bit one for fp32 parameters, and {known.name} is {dtype}"
             )
         assert wanted is not None
         return wanted
 
     def _values(self, there: Sequence[TrainerParam]) -> tuple[list[Part], ViewOf]:
-        """The parameters themselves, to be sent or received."""
+        """Return parts and views to send or receive the values of parameters."""
         parts = [known.travels(known.param.dtype) for known in there]
         return parts, views({known.index: (known.local, known.block) for known in there})
 
     def _receive(self, there: Sequence[TrainerParam], by: Receive) -> tuple[Any, int]:
-        """New values of parameters, from owners and, as they come, from the other trainers.
+        """Receive new values of parameters from owners, and all-gather them among trainers as they arrive.
 
-        `by`: receives what comes from owners. Returns what that does, and bytes from trainers.
+        `by` does the receiving from owners. Returns its result, and the number of bytes from other trainers.
         """
         parts, view_of = self._values(there)
         sources = self._remote.with_owners(parts)
@@ -193,7 +193,7 @@ class TrainerModel(_Optimizer):
             try:
                 arrived = lambda _, bucket: gather.pulled(numbers[id(bucket)]) if gather else None  # noqa: E731
                 said = by(sources, view_of, arrived)
-            finally:  # also if the session is over: so that no other trainer waits in vain
+            finally:  # also if the session is over, so that no other trainer waits in vain
                 if gather and not gather.ranks.lost:
                     gather.finish()
                 torch.autograd.graph.increment_version([known.param for known in there])
@@ -204,7 +204,10 @@ class TrainerModel(_Optimizer):
     def _gather(
         self, there: Sequence[TrainerParam], sources: Mapping[int, list[Bucket]], numbers: Mapping[int, int]
     ) -> ParamAllGather | None:
-        """What of these parameters goes on to other trainers, and comes from them, if any. `numbers`: of buckets."""
+        """Return the cached all-gather among trainers for these parameters; None if there is nothing to gather.
+
+        `numbers`: by id of a bucket.
+        """
         divided = [known for known in there if known.part.replicas]
         if not (self._ranks and divided):
             return None
@@ -218,7 +221,7 @@ class TrainerModel(_Optimizer):
 
 
 class _Comes:
-    """By which buckets, by their numbers, the elements of local parts come."""
+    """Locates the elements of local parts in buckets (as `Located` of step/all_gather.py; buckets stand for tiles)."""
 
     def __init__(
         self,
@@ -233,7 +236,7 @@ class _Comes:
                     continue
                 t, within = local[piece.key]
                 first, n = 0, numel(t)
-                if t.dim() and t.is_contiguous():  # else some of it may be anywhere
+                if t.dim() and t.is_contiguous():  # otherwise the piece may be anywhere in the tensor
                     width = n // t.shape[0]
                     first, n = (piece.block.first[0] - within.first[0]) * width, piece.block.sizes[0] * width
                 there[piece.key].append((piece.key, numbers[id(bucket)], first, 0, n))
@@ -245,7 +248,7 @@ class _Comes:
 
 @dataclass
 class _Share:
-    """As ParamAllGather wants it."""
+    """A parameter as ParamAllGather expects it (`Shared` of step/all_gather.py)."""
 
     param: torch.Tensor
     part: Partition
@@ -254,7 +257,7 @@ class _Share:
 
 
 def views(there: dict[int, tuple[torch.Tensor, Block]]) -> ViewOf:
-    """Of tensors that are these blocks, by key."""
+    """Return the function that views blocks of tensors. `there`: by key, a tensor and the block that it holds."""
 
     def view_of(key: int, block: Block) -> torch.Tensor:
         tensor, within = there[key]

@@ -1,4 +1,4 @@
-"""RemoteEngine: stands in a trainer where the engine of devices would be; the states are with the owners."""
+"""RemoteEngine: a trainer's counterpart of the engine of devices when the states are with owners."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from .wire import (
     saved_key,
 )
 
-_addresses: set[tuple[str, int]] = set()  # that optimizers of this process are connected to
+_addresses: set[tuple[str, int]] = set()  # to which optimizers of this process are connected
 
 
 class RemoteEngine(Engine):
-    """An engine without devices. Everything but `close()` is a collective of the trainers.
+    """An engine without devices. All methods except `close()` are collectives of the trainers.
 
-    Raises CSDUnavailableError if nobody answers, CSDBusyError if another optimizer of this process is there already,
-    CSDRankError, and whatever the owners say of the request.
+    The constructor raises CSDUnavailableError if no owner answers, CSDBusyError if another optimizer of this process
+    uses the same owners, CSDRankError, and the owners' own error if they refuse the request.
     """
 
     def __init__(self, address: Address, ranks: Ranks | None, request: Request) -> None:
@@ -59,9 +59,9 @@ class RemoteEngine(Engine):
         self.address: Address = address
         self._ranks = ranks
         self._session: Session | None = None
-        self._snapshots = 0  # that were asked for
-        self.early: Early | None = None  # if gradients leave in backward
-        self._announced: list[Any] = []  # what is under way of that
+        self._snapshots = 0  # number of snapshots requested
+        self.early: Early | None = None  # set once gradients leave in backward
+        self._announced: list[Any] = []  # sends of the last announced step that are in flight
         place = address.host, address.port
         with all_ranks_or_none(ranks):
             if place in _addresses:
@@ -95,19 +95,19 @@ class RemoteEngine(Engine):
         self.call({"op": "synchronize"})
 
     def abandon(self) -> None:
-        """Forgets the session. The owners notice when the connection ends."""
+        """Drop the session without a message. The owners notice when the connection ends."""
         _addresses.discard((self.address.host, self.address.port))
         session, early = self._session, self.early
         self._session = self.early = None
         if session and early:
-            session.abort()  # whatever is still leaving
+            session.abort()  # cancels gradients that are still leaving
         if session:
             session.close()
         if early:
             early.stop(LAST_WORDS)
 
     def close(self) -> None:
-        """No collective, and nobody waits: the owners make durable what they have."""
+        """End the session without waiting; the owners then make everything durable. Not a collective."""
         session = self._session
         if session is None or self.pid != os.getpid():
             return
@@ -120,13 +120,13 @@ class RemoteEngine(Engine):
 
     @property
     def owners(self) -> int:
-        """How many there are."""
+        """Number of owners."""
         assert self._session
         return self._session.owners
 
     @property
     def leads(self) -> bool:
-        """Is this the trainer that speaks for all?"""
+        """Whether this is trainer 0, which sends the messages on behalf of all trainers."""
         return self._ranks is None or self._ranks.rank == 0
 
     def _join(self, request: Request) -> None:
@@ -148,10 +148,10 @@ class RemoteEngine(Engine):
         self._session = Session(group, number, size, owners, address.timeout)
 
     def _ask(self, store: Any, request: Request) -> tuple[int, int]:
-        """The number of a session that was granted, and how many owners there are."""
+        """Request a session. Returns its number and the number of owners; raises the owners' error if they refuse."""
         data = json.dumps(request.message())
         if len(data) > REQUEST_BYTES:
-            raise CSDValueError(f"what is to be said of the model has {len(data)} bytes; {REQUEST_BYTES} are the limit")
+            raise CSDValueError(f"the description of the model has {len(data)} bytes; {REQUEST_BYTES} are the limit")
         try:
             number = store.add(COUNTER, 1)
             store.set(request_key(number), data)
@@ -171,10 +171,11 @@ class RemoteEngine(Engine):
         sends: Sequence[tuple[Sequence[Part], ViewOf]] = (),
         patience: float | None = None,
     ) -> dict[str, Any]:
-        """Has the owners do something, and returns their reply. `patience`: seconds for that.
+        """Have the owners execute an operation, and return their reply.
 
-        `blocks`: of parameters that they do not know yet, in order. `sends`: what they get of this trainer.
-        Raises what they raised, and then nothing has changed; CSDRankError if the session is over.
+        `patience`: seconds to wait for it. `blocks`: this trainer's blocks of new parameters, in order. `sends`:
+        tensors that this trainer sends after the message. Raises the owners' error if they fail, and then nothing has
+        changed; CSDRankError if the session is over.
         """
         self.check_open()
         with self.exchange() as session:
@@ -196,10 +197,10 @@ class RemoteEngine(Engine):
         return reply
 
     def announce(self, message: dict[str, Any]) -> None:
-        """Tells owners of a step that may follow; of the trainer that leads. They do not answer, and nobody waits."""
+        """Send the owners a guess of the next step (trainer 0 only), without waiting. They do not reply."""
         session = self._session
         if session and self.leads:
-            with contextlib.suppress(CSDRankError):  # the step will raise that
+            with contextlib.suppress(CSDRankError):  # the step will raise it
                 self._wait_announced(session)
                 owners = (session.owner(k) for k in range(session.owners))
                 self._announced = session.begin_saying(message, *owners)
@@ -216,10 +217,10 @@ class RemoteEngine(Engine):
         view_of: ViewOf,
         arrived: Callable[[int, Bucket], None],
     ) -> dict[str, Any]:
-        """Has the owners make a step, and returns their reply: see flow.py.
+        """Have the owners make a step, and return their reply: see flow.py.
 
-        `sends` sends what belongs to it, on a thread of its own; `sources`, `view_of`, `arrived`: what comes back at
-        the same time, whatever becomes of the step, as of receive_buckets(). Raises as call().
+        `sends` sends the step's tensors, on a thread of its own. At the same time parameters are received, also if the
+        step fails; `sources`, `view_of` and `arrived` are as for receive_buckets(). Raises as call() does.
         """
         self.check_open()
         with self.exchange() as session:
@@ -241,11 +242,11 @@ class RemoteEngine(Engine):
             finally:
                 if reply.failure or sending.failure or not (reply.done and sending.done):
                     session.abort()
-                    sending.end(LAST_WORDS)  # before anybody else writes to gradients
+                    sending.end(LAST_WORDS)  # gradients must not be written to while they are sent
         return self._told(said)
 
     def save(self, path: Path, *, wait: bool) -> Future[Path]:
-        """Has the owners make a snapshot; a future of the path there."""
+        """Have the owners make a snapshot. Returns a future of its path on their machines."""
         session, saved = self._session, Future[Path]()
         self._snapshots += 1
         self.call({"op": "save", "path": str(path), "wait": wait, "snapshot": self._snapshots}, patience=PATIENCE)
@@ -277,17 +278,17 @@ class RemoteEngine(Engine):
         view_of: ViewOf,
         arrived: Callable[[int, Bucket], None] = lambda _, __: None,
     ) -> None:
-        """What follows a reply: as of receive_buckets()."""
+        """Receive the tensors that follow a reply; arguments as for receive_buckets()."""
         with self.exchange() as session:
             receive_buckets(session, sources, view_of, arrived=arrived)
 
     def begin_early(self, nbytes: int, *, star: bool) -> None:
-        """From now on gradients, so many bytes, may leave in backward, which the owners know."""
+        """Let gradients (`nbytes` in total) leave in backward from now on. The owners must listen for them already."""
         assert self._session
         self.early = Early(self._session, self._ranks, nbytes, star=star)
 
     def with_owners(self, parts: Sequence[Part]) -> dict[int, list[Bucket]]:
-        """By an owner's rank: the buckets that go between it and this trainer."""
+        """Return the buckets that travel between this trainer and each owner, by the owner's rank."""
         self.check_open()
         session = self._session
         assert session
@@ -295,13 +296,13 @@ class RemoteEngine(Engine):
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[Session]:
-        """What is raised within is the end of the session: nobody knows what was sent by then."""
+        """Any exception inside ends the session, because it is unknown how much was already sent."""
         session = self._session
         assert session is not None
         try:
             with interruptible(session.abort):
                 yield session
-        except CSDValueError:  # a message that is too long to be sent
+        except CSDValueError:  # the message is too long; nothing was sent
             raise
         except CSDRankError as e:
             self._over(e)
@@ -324,7 +325,7 @@ class RemoteEngine(Engine):
 
 
 class _Beside:
-    """Something done on a thread of its own, for this one; if it fails, the session is over for both."""
+    """A function that runs on a thread of its own. If it fails, it ends the session for the calling thread, too."""
 
     def __init__(self, session: Session, work: Callable[[], Any]) -> None:
         self._future: Future[Any] = Future()
@@ -344,15 +345,15 @@ class _Beside:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why it has ended, so far."""
+        """The exception of the function; None while it runs or if it has succeeded."""
         return self._future.exception() if self.done else None
 
     def end(self, timeout: float | None) -> None:
-        """Returns when it has ended, or after so many seconds."""
+        """Wait until it has ended, or `timeout` seconds have passed."""
         wait([self._future], timeout)
 
     def result(self, timeout: float | None = None) -> Any:
-        """Raises CSDRankError if it is not there in so many seconds, and what has made it fail."""
+        """Wait for the result. Raises the function's exception, CSDRankError after `timeout` seconds."""
         self.end(timeout)
         if not self.done:
             raise CSDRankError(f"the optimizer ranks have not answered: Timed out after {timeout:g} s")
@@ -360,14 +361,14 @@ class _Beside:
 
 
 def error_message(e: BaseException) -> dict[str, Any]:
-    """An error for the other side."""
+    """Encode an error as a message for the other side."""
     kind = next((c.__name__ for c in type(e).__mro__ if c.__name__ in vars(errors)), "CSDRankError")
     text = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
     return {"error": kind, "errno": getattr(e, "errno", None) or 5, "text": text}
 
 
 def _checked(reply: dict[str, Any]) -> dict[str, Any]:
-    """Raises CSDRankError if it says that the session is over."""
+    """Return the reply. Raises CSDRankError if it says that the session is over."""
     if "over" in reply:
         raise CSDRankError(str(reply["over"]))
     return reply

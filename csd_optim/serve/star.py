@@ -1,7 +1,8 @@
-"""The route *star*: each trainer sends its own gradients to the owners of their rows, which add them up in its order.
+"""The route *star*: each trainer sends its own gradients to the owners of their rows, which sum them in rank order.
 
-With Top-K entries travel: of each run of RUN elements of an owner's rows, in the order of its memory, those that
-step/sparse.py selects. How many words that takes follows from the share, so that both sides know it.
+With Top-K, entries (values with indices) travel instead. An owner's rows are divided into runs of RUN elements in the
+order of its memory, and step/sparse.py selects the entries of each run. The number of words per run follows from the
+Top-K ratio, so both sides know it.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ def _blocks(n: int) -> int:
 
 
 def words_of(n: int, ratio: float) -> int:
-    """Of each run of `n` elements: as pack() lays out the entries of one that is full."""
+    """Return the number of int32 words per run of `n` elements' entries, as pack() lays out a full run."""
     run = min(n, RUN)
     return topk_count(ratio, run) + WORD_ENTRIES * _blocks(run) + 1
 
 
 def entries_part(key: int, shape: Sequence[int], owners: int, ratio: float) -> Part:
-    """How the entries of a parameter of this shape travel: to each owner some rows, as many as the first one needs."""
+    """Return the part as which the entries of a parameter of this shape travel: a 2-D int32 tensor.
+
+    Each owner gets the same number of its rows, as many as owner 0 needs, whose part of the parameter is the largest.
+    """
     n = owned(shape, owners, 0).numel
     words = -(-n // RUN) * words_of(n, ratio)
     rows = max(1, -(-4 * words // BUCKET_BYTES))
@@ -47,49 +51,49 @@ def entries_part(key: int, shape: Sequence[int], owners: int, ratio: float) -> P
 
 
 class Source(NamedTuple):
-    """A gradient of a trainer."""
+    """A gradient from which a trainer may select entries."""
 
-    key: int  # of its parameter
+    key: int  # the parameter's number
     param: torch.Tensor
     stride: tuple[int, ...]  # of the parameter, as owners know it
     grad: torch.Tensor
     group: int
-    step: int  # of the parameter, from 1
+    step: int  # the parameter's step, from 1
 
 
 class Entries(NamedTuple):
-    """What is sent of a gradient with Top-K."""
+    """The Top-K entries that are sent of a gradient."""
 
     part: Part
-    values: torch.Tensor  # int32, of the part
-    share: float
-    dtype: torch.dtype  # of the gradient's values among them
+    values: torch.Tensor  # packed entries, int32, of the part's shape
+    share: float  # Top-K ratio
+    dtype: torch.dtype  # of the gradient values in the entries
 
 
 # ---- trainers ------------------------------------------------------------------------------
 
 
 class Selection:
-    """What one trainer selects from its gradients in a session, and what it owes of them: bf16, on their device."""
+    """Top-K selection of one trainer in a session, with its residuals (bf16, on the gradients' device)."""
 
     def __init__(self, owners: int) -> None:
         self._owners = owners
         self._residuals: dict[int, dict[int, torch.Tensor]] = {}  # by parameter and owner
-        self._fed_back: dict[int, dict[int, torch.Tensor]] = {}  # what they are after the step that select() begins
-        self._owing: list[SparsePiece] = []
-        self._all_sent: list[int] = []
+        self._fed_back: dict[int, dict[int, torch.Tensor]] = {}  # residuals that become valid with end()
+        self._owing: list[SparsePiece] = []  # pieces whose residuals end() updates
+        self._all_sent: list[int] = []  # parameters that leave no residual in this step
 
     def is_used(self, topk: float | None, groups: Groups) -> bool:
-        """Do gradients go as entries, some of them?"""
+        """Return whether some gradients travel as entries."""
         return topk is not None or bool(self._residuals) or any(group.get("topk") for group in groups)
 
     def select(
         self, sources: Sequence[Source], groups: Groups, options: GradOptions, scale: float
     ) -> dict[int, Entries]:
-        """What goes as entries in a step, by number of the parameter. `scale`: the gradients', without the clipping.
+        """Return the entries to send in a step, by parameter number. `scale`: the gradients' factor before clipping.
 
-        To be followed by end(); if it is not, the step was not made, and nothing has changed.
-        Raises CSDValueError if a `topk` is none.
+        Call end() once the step is made; without it the residuals stay as they were. Raises CSDValueError for an
+        invalid `topk`.
         """
         self._owing.clear()
         self._all_sent.clear()
@@ -123,10 +127,10 @@ class Selection:
             block = owned(shape, self._owners, k)
             if not block.numel:
                 continue
-            # In the order that the owner's memory has.
+            # Elements in the order of the owner's memory.
             rows = flat(ordered(block.of(grad, whole(shape)), torch.empty_like(block.of(like, whole(shape))).stride()))
             residual = self._residual(index, k, rows) if feeds_back else None
-            first = block.first[0] * block.numel // block.sizes[0] if shape else 0  # of the parameter's
+            first = block.first[0] * block.numel // block.sizes[0] if shape else 0  # element of the parameter
             of_run = words_of(len(rows), topk.ratio)
             for number, begin in enumerate(range(0, len(rows), RUN)):
                 here = slice(begin, begin + RUN)
@@ -147,7 +151,7 @@ class Selection:
         return residual
 
     def end(self, *, feeds_back: bool) -> None:
-        """The step is made: what was not sent is owed."""
+        """Record that the step was made: what was not sent becomes the residual."""
         for piece in self._owing:
             piece.feed_back()
         self._residuals |= self._fed_back
@@ -160,7 +164,7 @@ class Selection:
 
 
 class Contributions:
-    """An owner's memory for the gradients of trainers, which stay apart until a step adds them up."""
+    """An owner's buffers for gradients, one per trainer and parameter, until a step sums them."""
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}  # by trainer and parameter
@@ -169,8 +173,10 @@ class Contributions:
         self._rooms.clear()
 
     def room(self, trainer: int, index: int, like: torch.Tensor) -> torch.Tensor:
-        """For what a trainer sends of a parameter: memory as `like`, on the meta device, has it; the same until that
-        is another."""
+        """Return the buffer for a trainer's gradient of a parameter, with shape, dtype and strides of `like` (meta).
+
+        The buffer stays the same as long as these do.
+        """
         room = self._rooms.get((trainer, index))
         if room is None or (room.shape, room.dtype, room.stride()) != (like.shape, like.dtype, like.stride()):
             self._rooms.pop((trainer, index), None)
@@ -178,7 +184,10 @@ class Contributions:
         return room
 
     def summand(self, trainer: int, index: int, n: int, entries: torch.dtype | None, ratio: float) -> Summand:
-        """What a trainer has sent of `n` elements of a parameter. Raises CSDRankError if that is of another kind."""
+        """Return what a trainer has sent of a parameter's `n` elements, for the sum. `ratio`: of Top-K; 0: dense.
+
+        Raises CSDRankError if entries have arrived where dense values were expected, or the reverse.
+        """
         room = self._rooms.get((trainer, index))
         if room is None or (room.dtype is torch.int32) is not bool(ratio):
             raise CSDRankError(f"gradient {index} of trainer {trainer} is not what was to be sent")
@@ -190,7 +199,7 @@ class Contributions:
 
 
 def check_entries(summand: Summand, n: int) -> None:
-    """Raises CSDRankError where entries of `n` elements would run beyond their words: somebody else has made them."""
+    """Check entries of `n` elements, which come from the network. Raises CSDRankError if they exceed their words."""
     runs = -(-n // RUN)
     words = summand.values.numpy().view(np.uint32)[: runs * summand.run_words].reshape(runs, summand.run_words)
     blocks = np.array([_blocks(min(RUN, n - first)) for first in range(0, n, RUN)])
@@ -198,5 +207,5 @@ def check_entries(summand: Summand, n: int) -> None:
     for block in range(_blocks(min(n, RUN))):
         has = blocks > block
         at[has] += (words[has, at[has]].astype(np.int64) + WORD_ENTRIES) // WORD_ENTRIES * WORD_ENTRIES
-        if (at >= summand.run_words).any():  # the last word is none of them
+        if (at >= summand.run_words).any():  # the last word of a run is not an entry
             raise CSDRankError("a trainer has sent more entries than there is room for")

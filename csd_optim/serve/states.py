@@ -1,4 +1,4 @@
-"""What `state`, checkpoints and consolidation are to a trainer whose states are with optimizer ranks."""
+"""`state`, checkpoints and consolidation on a trainer whose states are with optimizer ranks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from .model import TrainerModel, TrainerParam, views
 from .wire import PATIENCE
 
 ELSEWHERE = (
-    "the states are with the optimizer ranks (serve://). Call consolidate_state_dict() on all trainers before, which "
-    "takes all states into the memory of one of them, or consolidate_state_dict(None), which takes of each trainer its "
-    "part; or save(path), a snapshot on the owners' machines; or run `csd-optim export` there (docs/optimizer-ranks.md)"
+    "the states are with the optimizer ranks (serve://). Before this, call consolidate_state_dict() on all trainers, "
+    "which fetches all states into the memory of one trainer, or consolidate_state_dict(None), which fetches to each "
+    "trainer its part. Or call save(path) for a snapshot on the owners' machines, or run `csd-optim export` there "
+    "(docs/optimizer-ranks.md)"
 )
 
 
 class StatesElsewhere(TrainerModel):
-    """The methods of an optimizer that are about states."""
+    """The methods of an optimizer that deal with states."""
 
     def _forget_states(self) -> None:
-        """None were fetched yet."""
+        """Reset to the state before any states were fetched."""
         self._consolidates = False  # consolidate_state_dict() was called, and no step since
-        self._asked_together = False  # state_dict() is called on all trainers, under DDP, too
-        self._fetched: dict[int, dict[str, torch.Tensor]] | None = None  # by it: this trainer's part of states
+        self._asked_together = False  # all trainers call state_dict(), also under DDP
+        self._fetched: dict[int, dict[str, torch.Tensor]] | None = None  # this trainer's part of states, by parameter
 
     def _show(self, there: Sequence[TrainerParam]) -> None:
-        """`state` has the count of steps, and of the rest tensors without data that nobody can save."""
+        """Fill `state` with the count of steps, and with tensors without data that refuse to be saved."""
         for known in there:
             if known.is_absent:
                 continue
@@ -48,10 +49,11 @@ class StatesElsewhere(TrainerModel):
             entry["step"].fill_(known.steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with this trainer's part of all states in memory, which all trainers fetch together.
+        """Return torch's state dict with this trainer's part of all states, which all trainers fetch together.
 
-        Where all of them hold the same plain parameters, as under DDP, libraries ask one of them alone, and what it
-        gets has no data: call consolidate_state_dict() before, or once consolidate_state_dict(None).
+        Where all trainers hold the same plain parameters, as under DDP, libraries call this on one trainer only, so
+        nothing is fetched and the tensors have no data. To get the states there, call consolidate_state_dict() before,
+        or consolidate_state_dict(None) once.
         """
         alike = bool(self._ranks) and all(is_replicated(known.param) for known in self._known.values())
         fetches = not alike or self._asked_together
@@ -60,7 +62,7 @@ class StatesElsewhere(TrainerModel):
         return super().state_dict()
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        to = None if self._flat else to  # only FSDP1 puts its shards together
+        to = None if self._flat else to  # only FSDP1 itself can assemble its shards
         self._forget_consolidated()
         self._asked_together |= to is None
         engine = self._live_engine
@@ -79,7 +81,7 @@ class StatesElsewhere(TrainerModel):
         self._consolidates, self._fetched = False, None
 
     def _fetch_states(self, said: list[Any], *, whole: bool) -> dict[int, dict[str, torch.Tensor]]:
-        """What the owners send of these states: `whole`, or this trainer's part, as `state` shows it elsewhere."""
+        """Receive these states from the owners: with `whole` all of each, else this trainer's part as with devices."""
         by_index = {known.index: known for known in self._known.values()}
         states: dict[int, dict[str, torch.Tensor]] = {}
         there: list[tuple[TrainerParam, torch.Tensor]] = []
@@ -102,12 +104,12 @@ class StatesElsewhere(TrainerModel):
         return states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As elsewhere. What state_dict() shows without data stays as it is with the owners."""
+        """Load states, as with devices. If they are the tensors without data in `state`, the owners keep theirs."""
         engine = self._live_engine
         shown = self._state_map.state
         as_they_are = _values_of(state_dict["state"]) == _values_of(shown)
         if self._ranks and len({*self._ranks.gather(as_they_are)}) > 1:
-            raise CSDRankError("some trainers load states, others what stands for those of the owners")
+            raise CSDRankError("some trainers load states, others the tensors without data from their own state_dict()")
         with all_ranks_or_none(self._ranks):
             self._know()
             self._check_and_take(engine, {**state_dict, "state": {}} if as_they_are else state_dict)
@@ -116,7 +118,7 @@ class StatesElsewhere(TrainerModel):
             self._send_states([(known, entry) for known in self._known.values() if (entry := given.get(known.param))])
 
     def _send_states(self, entries: Sequence[tuple[TrainerParam, Mapping[str, Any]]]) -> None:
-        """Of each trainer its part of these states, which are all that there are. Durable with the owners then."""
+        """Send the owners this trainer's part of these states, which replace all others. Durable on return."""
         states = {known.index: entry for known, entry in entries}
         names = {i: [n for n in self._rule.sections if isinstance(e.get(n), torch.Tensor)] for i, e in states.items()}
         said = {i: (float(entry.get("step", 0)), names[i]) for i, entry in states.items()}
@@ -150,9 +152,9 @@ class StatesElsewhere(TrainerModel):
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """What is written within to the tensors of state_dict(), before or here, goes to the owners.
+        """On exit, send the owners what was written to the tensors of state_dict(), whether before or inside.
 
-        Durable at the end, as a whole or not at all. All trainers call it.
+        The states become durable at the end, all or none. A collective of the trainers.
         """
         if self._fetched is None:
             self.consolidate_state_dict(None)
@@ -163,7 +165,10 @@ class StatesElsewhere(TrainerModel):
 
 
 def states_of(there: Sequence[tuple[TrainerParam, torch.Tensor]], *, whole: bool = False) -> tuple[list[Part], ViewOf]:
-    """States, one after another: fp32, of the part of each parameter that this trainer has, or of all of it."""
+    """Return parts and views for these states (fp32 or complex64), in this order.
+
+    With `whole` they cover the whole of each parameter, else this trainer's part.
+    """
     parts = [
         Part(k, tuple(known.shape), all_of(known.shape) if whole else known.block, _dtype_of_states(known.dtype))
         for k, (known, _) in enumerate(there)
@@ -176,7 +181,7 @@ def _dtype_of_states(dtype: torch.dtype) -> torch.dtype:
 
 
 def _values_of(state: Mapping[Any, Any]) -> set[int]:
-    """Which tensors there are in `state`, but for steps."""
+    """Return the ids of the tensors in `state`, except those of `step`."""
     return {id(v) for entry in state.values() for name, v in entry.items() if name != "step"}
 
 
@@ -190,5 +195,5 @@ def _without_data(p: torch.Tensor) -> torch.Tensor:
         return shown
 
     shown.__reduce_ex__ = refuse  # type: ignore[method-assign]
-    shown.to = stay  # type: ignore[method-assign]  # Lightning moves `state` when it has resumed, and at its end
+    shown.to = stay  # type: ignore[method-assign]  # Lightning moves `state` after resuming and at the end
     return shown

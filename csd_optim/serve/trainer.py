@@ -1,4 +1,4 @@
-"""What an optimizer does whose states are with optimizer ranks: `devices="serve://host:port"`."""
+"""The optimizer of a trainer whose states are with optimizer ranks: `devices="serve://host:port"`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from .values import packed, unpacked
 from .wire import PATIENCE, SCHEME, USER_STATE_BYTES, Address, Session, parse_address
 
 OTHER_RANKS = (
-    "FSDP1 pads its flat parameters for a number of ranks: take the same as before, or another one that it pads to the "
-    "same size; with use_orig_params=True nothing is padded"
+    "FSDP1 pads its flat parameters for a number of ranks: use the same number as before, or one with the same padded "
+    "sizes; with use_orig_params=True nothing is padded"
 )
 DIFFERENT_WAYS = (
     "trainers send gradients in different ways: grad_dtype and topk are the same on all of them, and with ?route=star "
@@ -49,7 +49,7 @@ DIFFERENT_WAYS = (
 
 
 def address_of(devices: Any) -> Address | None:
-    """Where owners are, if that is what `devices` says, or CSD_OPTIM_DEVICES where it is None. Raises CSDValueError."""
+    """Return the owners' address if `devices` (or CSD_OPTIM_DEVICES, if it is None) names one. Raises CSDValueError."""
     named = settings.devices() if devices is None else [devices] if isinstance(devices, str) else devices
     if not isinstance(named, (list, tuple)):
         return None
@@ -61,12 +61,12 @@ def address_of(devices: Any) -> Address | None:
 
 @functools.cache
 def served(kind: type[Any]) -> type[Any]:
-    """The class of optimizers of this kind whose states are with owners; it is called the same."""
+    """Return the subclass of an optimizer class that keeps its states with owners, under the same name."""
     return type(kind.__name__, (_Trainer, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 class _Trainer(StatesElsewhere):
-    """Stands before an optimizer's class, see served(): the step is that of CSDOptimizer up to `_update`."""
+    """Mixin before an optimizer's class, see served(). step() is CSDOptimizer's; this class replaces `_update`."""
 
     # ---- construction ------------------------------------------------------------------
 
@@ -76,13 +76,13 @@ class _Trainer(StatesElsewhere):
             raise CSDValueError("Invalid sharded: False; to optimizer ranks (serve://) each trainer pushes its share")
         self._forget_model()
         self._forget_states()
-        self._hyper_told = self._user_states_told = ""  # as they were sent last, JSON
-        self._resumed = False  # and no step was made since
+        self._hyper_told = self._user_states_told = ""  # as sent last, JSON
+        self._resumed = False  # resumed, and no step was made since
         self._route = "kept"  # of the last step
-        self._foreseen: dict[str, Any] | None = None  # what is said of the next one if that is like the last
-        self._backwards = 0  # until the last step
-        self._selection: Selection | None = None  # of Top-K
-        self._unreduced: list[torch.Tensor] = []  # of a backward under way, what it selects from
+        self._foreseen: dict[str, Any] | None = None  # the guess of the next step's message, if one is possible
+        self._backwards = 0  # number of backwards up to the last step
+        self._selection: Selection | None = None  # Top-K
+        self._unreduced: list[torch.Tensor] = []  # gradients of the current backward that Top-K selects from
         self._moved = (0, 0, 0)  # in the last step: elements updated, bytes pushed, bytes gathered
         self._measure()
         with all_ranks_or_none(ranks):
@@ -122,11 +122,11 @@ class _Trainer(StatesElsewhere):
         )
 
     def _check_topk(self) -> None:
-        """Raises CSDValueError if gradients are to be sparse, and go a way that has none."""
+        """Raise CSDValueError if Top-K is requested on a route other than star."""
         shares = [self.topk, *(group.get("topk") for group in self.param_groups)]
         if not self._is_star and shares != [None] * len(shares):
             raise CSDValueError(
-                "Invalid topk: to optimizer ranks (serve://) gradients go whole, but by ?route=star "
+                "Invalid topk: optimizer ranks (serve://) take sparse gradients only with ?route=star "
                 "(docs/optimizer-ranks.md)"
             )
 
@@ -156,7 +156,7 @@ class _Trainer(StatesElsewhere):
             raise CSDRuntimeError("restore() goes before the first step()")
 
     def _pull(self) -> None:
-        """Gives parameters the values that the owners have of them; not those on the meta device."""
+        """Set parameters to the owners' values, except those on the meta device."""
         there = [known for known in self._known.values() if known.steps and not known.param.is_meta]
         if there:
             self._pull_values(there)
@@ -200,11 +200,12 @@ class _Trainer(StatesElsewhere):
         if len(self.param_groups) > self._groups_told:
             self._join()
         hyper_now, states_now = json.dumps(hyper), json.dumps(user_states)
-        if len(states_now) > USER_STATE_BYTES:  # the same on all trainers: none of them has sent anything
+        if len(states_now) > USER_STATE_BYTES:  # raised on all trainers alike, before anything is sent
             raise CSDValueError(
                 f"user_state of all trainers has {len(states_now)} bytes as JSON; {USER_STATE_BYTES} are the limit"
             )
-        # In this order they travel: that in which backward makes gradients, about; what owners share comes last.
+        # The order in which parameters travel: roughly that in which backward produces gradients. Scalars, which every
+        # owner keeps, come last.
         entries.sort(key=lambda known: (not known.shape, -known.index))
         parts = [known.travels(self._wire(known)) for known in entries]
         tensors = {k.index: (grads[k.index], k.block) for k in entries if k.index in grads}
@@ -219,7 +220,7 @@ class _Trainer(StatesElsewhere):
             "hyper": None if hyper_now == self._hyper_told else hyper,
             "user_states": None if states_now == self._user_states_told else user_states,
         }
-        self._hyper_told = self._user_states_told = ""  # unless all goes well
+        self._hyper_told = self._user_states_told = ""  # if the step fails, they are sent again
         self._foreseen = None
         by_index = {known.index: known for known in self._known.values()}
         if self._is_star:
@@ -236,7 +237,7 @@ class _Trainer(StatesElsewhere):
         try:
             reply, gathered = self._receive(entries, functools.partial(remote.make_step, message, leaves))
         except CSDError:
-            if not remote.closed:  # values of a step that was not made may have come
+            if not remote.closed:  # parameters of the failed step may have arrived
                 self._pull_values(entries)
                 for known, version in zip(from_outside, versions, strict=True):
                     known.version = version
@@ -262,9 +263,9 @@ class _Trainer(StatesElsewhere):
     def _sending(
         self, sends: Sequence[tuple[Sequence[Part], ViewOf]], tensors: Sequence[torch.Tensor]
     ) -> Callable[[Session], None]:
-        """What sends these parts of tensors to the owners, and waits until all is there that leaves in backward.
+        """Return the function that sends these parts to the owners, and waits for gradients that leave in backward.
 
-        On a thread of its own.
+        It runs on a thread of its own; `tensors` are those that it reads.
         """
         remote = self._remote
         far = {tensor.device for tensor in tensors if is_far(tensor)}
@@ -285,7 +286,7 @@ class _Trainer(StatesElsewhere):
     def _take_bucket(self, bucket: Any) -> Any:
         engine = self._engine
         if self._address.route == "kept" or engine is None or engine.closed:
-            return mean_of(self._ranks, bucket.buffer())  # step() says that it is closed
+            return mean_of(self._ranks, bucket.buffer())  # if the engine is closed, step() raises
         remote = self._remote
         if self._selection and self._selection.is_used(self.topk, self.param_groups):
             return self._leave_to_step(bucket, remote.early)
@@ -299,14 +300,14 @@ class _Trainer(StatesElsewhere):
         return remote.early.take(bucket, self._leaves)
 
     def _expect_another(self, message: dict[str, Any]) -> None:
-        """After a step: the next one may be like it, if all of it has left in the only backward since the last one."""
+        """Set the guess of the next step: one like this, if all its gradients left in the only backward before it."""
         early = self._remote.early
         before, self._backwards = self._backwards, early.backwards if early else 0
         if self._backwards == before + 1 and all(message["pushed"]) and self.max_grad_norm is None:
             self._foreseen = {name: message[name] for name in FORESEEN if name in message}
 
     def _announce(self, remote: RemoteEngine) -> None:
-        """In backward: owners may begin the step that is foreseen. If it is another one, that costs what they do."""
+        """In backward: let owners begin the guessed step. A wrong guess costs the work that they have done for it."""
         assert remote.early
         joined = len(self.param_groups) > self._groups_told
         if not (self._foreseen and remote.leads) or joined or self.max_grad_norm is not None or self._written({}):
@@ -324,13 +325,13 @@ class _Trainer(StatesElsewhere):
         )
 
     def _leave_to_step(self, bucket: Any, early: Early | None) -> Any:
-        """Of a bucket from which step() selects: DDP leaves its gradients as they are, and reduces the others."""
+        """Handle a bucket under Top-K: gradients from which step() selects stay unreduced, the others are averaged."""
         own = self._unreduced
         others: list[torch.Tensor] = []
         if bucket.index() == 0:
             own.clear()
             if early:
-                early.forget()  # what an earlier backward has pushed
+                early.forget()  # gradients that an earlier backward has pushed
         for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             (others if self._leaves(p, grad) is None else own).append(grad)
         future = mean_of(self._ranks, bucket.buffer(), others)
@@ -341,9 +342,9 @@ class _Trainer(StatesElsewhere):
         return future
 
     def _leaves(self, p: torch.Tensor, grad: torch.Tensor) -> Part | None:
-        """What this trainer pushes of a gradient in DDP's bucket; None: owners do not know the parameter.
+        """Return the part that this trainer pushes of a gradient in a DDP bucket; None: it does not leave in backward.
 
-        The same on all trainers.
+        The decision is the same on all trainers.
         """
         known = self._known.get(id(p))
         told = sum(len(group["params"]) for group in self.param_groups[: self._groups_told])
@@ -354,9 +355,9 @@ class _Trainer(StatesElsewhere):
         return known.travels(self._wire(known))
 
     def _pushed(self, taking_part: Participants) -> dict[int, int]:
-        """By number of a parameter the backward in which its gradient has left; 0: it leaves in the step.
+        """Return, by parameter number, the backward in which its gradient has left; 0: it leaves in the step.
 
-        Raises CSDRankError if the session is over, CSDRuntimeError if a gradient is not what has left.
+        Raises CSDRuntimeError if a gradient was changed after it has left.
         """
         known = [self._known[id(p)] for p in taking_part.params]
         early = self._remote.early
@@ -369,7 +370,7 @@ class _Trainer(StatesElsewhere):
         }
 
     def _norm(self, entries: Sequence[TrainerParam], pushed: dict[int, int]) -> float:
-        """Of all gradients; a collective, the same on all trainers."""
+        """Return the 2-norm of all gradients, the same on all trainers. A collective."""
         norm = global_norm((known.param, known.part) for known in entries if not pushed[known.index])
         early = self._remote.early
         if early is None or not any(pushed.values()):
@@ -387,7 +388,7 @@ class _Trainer(StatesElsewhere):
     def _select(
         self, taking_part: Participants, grads: dict[int, torch.Tensor], pushed: dict[int, int], grad_scale: float
     ) -> dict[int, Entries]:
-        """What is sent as entries (Top-K), by number of the parameter. Raises CSDValueError if a `topk` is none."""
+        """Return the Top-K entries to send, by parameter number. Raises CSDValueError for an invalid `topk`."""
         if self._selection is None:
             return {}
         there = []
@@ -401,8 +402,11 @@ class _Trainer(StatesElsewhere):
     def _sends(
         self, grads: dict[int, torch.Tensor], selected: dict[int, Entries], grad_scale: float
     ) -> dict[int, tuple[Any, ...]]:
-        """In which way gradients go, by number: owners know the leader's, and expect the same of all trainers."""
-        own = grad_scale if self._is_star else None  # else it is that of a mean
+        """Return, by parameter number, how its gradient is sent: dtype, Top-K ratio and, with the route star, scale.
+
+        Owners learn this from trainer 0's message only, so all trainers must agree.
+        """
+        own = grad_scale if self._is_star else None  # on other routes it applies to the mean: trainer 0's counts
         there = [known for known in self._known.values() if known.index in grads]
         ways = {known.index: (str(self._wire(known)), 0.0, own) for known in there}
         return ways | {index: (str(e.dtype), e.share, own) for index, e in selected.items()}
@@ -410,7 +414,7 @@ class _Trainer(StatesElsewhere):
     def _for_sum(
         self, entries: Sequence[TrainerParam], selected: dict[int, Entries], grad_scale: float
     ) -> dict[str, Any]:
-        """What owners that sum gradients are told of a step: the mean is theirs to make, and the norm of it."""
+        """Return the fields of a step's message for owners that sum gradients, and so compute the mean and its norm."""
         sent = [selected.get(known.index) for known in entries]
         dtypes = [e.dtype if e else self._wire(known) for known, e in zip(entries, sent, strict=True)]
         return {
@@ -421,7 +425,10 @@ class _Trainer(StatesElsewhere):
         }
 
     def _grads(self, taking_part: Participants) -> dict[int, torch.Tensor]:
-        """This trainer's part of each gradient, by number. Raises CSDTypeError, CSDValueError if one cannot be sent."""
+        """Return this trainer's part of each gradient, by parameter number.
+
+        Raises CSDTypeError, CSDValueError or CSDRuntimeError if one cannot be sent.
+        """
         grads = {}
         for p, g in zip(taking_part.params, taking_part.grads, strict=True):
             known = self._known[id(p)]
@@ -439,7 +446,7 @@ class _Trainer(StatesElsewhere):
         return grads
 
     def _written(self, grads: dict[int, torch.Tensor]) -> list[TrainerParam]:
-        """Those whose values the owners lack: of parameters with a gradient, and of those that they have had before."""
+        """Return the parameters written to since owners last had them, if they have a gradient or owners know them."""
         there = [known for known in self._known.values() if not known.param.is_meta and known.is_written]
         return [known for known in there if known.index in grads or known.version != -1 or known.steps]
 
@@ -452,7 +459,7 @@ class _Trainer(StatesElsewhere):
             )
 
     def stats(self) -> dict[str, Any]:
-        """What this trainer knows of the last step: the owners' terminals tell of devices."""
+        """Return what this trainer knows about the last step. Statistics of devices are on the owners' machines."""
         params, pushed, gathered = self._moved
         return {
             "route": self._route,
@@ -466,15 +473,18 @@ class _Trainer(StatesElsewhere):
         }
 
     def save(self, path: str | os.PathLike[str], *, wait: bool = True, progress: bool = False) -> Future[Path]:
-        """A snapshot on the owners' machines, as elsewhere; all trainers call it. Nobody shows `progress`."""
+        """Make a snapshot, as with devices, but on the owners' machines. A collective. `progress` is ignored."""
         there = Path(os.fsdecode(path))
         if not there.is_absolute():
-            raise CSDValueError(f"Invalid path: {str(there)!r}; the owners' machines know absolute ones only")
+            raise CSDValueError(f"Invalid path: {str(there)!r}; on the owners' machines it must be absolute")
         with self._settled(meets=True):
             return self._remote.save(there, wait=wait)
 
     def close(self) -> None:
-        """The last step of one trainer alone is durable then. Of several, call synchronize() on all of them before."""
+        """Close the optimizer. A single trainer's last step is durable on return.
+
+        Several trainers must all call synchronize() before to ensure that.
+        """
         engine = self._engine
         if engine is not None and not engine.closed and engine.pid == os.getpid() and not self._ranks:
             self.synchronize()
