@@ -1,4 +1,4 @@
-"""What ranks tell each other before a step: whether they all take it, and the same one."""
+"""The agreement of all ranks before a step: whether all of them take it, and whether it is the same step."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ DIVIDED = (
 
 
 class _Vote(NamedTuple):
-    """Of one rank. What is sent are numbers."""
+    """What one rank says, in numbers, which a collective can send."""
 
-    skips: int  # the step: it has found an overflow
-    taken: int  # steps that it has taken
-    joined: int  # it has no more data
-    names: int  # checksum of the names of parameters with gradients that ranks hold alike
-    new: int  # the same of those among them that have not taken part before; 0: there are none
+    skips: int  # the rank skips the step: it has found an overflow
+    taken: int  # number of steps that it has taken
+    joined: int  # it has run out of data
+    names: int  # checksum of the names of replicated parameters that have gradients
+    new: int  # likewise of those among them that take part for the first time; 0: there are none
     descending: int  # its tiles would flow from the last to the first
     overlaps: int  # overlap() was called
 
 
 @dataclass
 class StepAgreement:
-    """About one step."""
+    """What the ranks have agreed on for one step."""
 
-    skips: bool  # one overflow is enough
+    skips: bool  # true if any rank has an overflow
     descending: bool
     scale: float | None  # of the gradients
 
@@ -56,12 +56,13 @@ def agree_on_step(
     overlaps: bool,
     scale: float | None,
 ) -> StepAgreement:
-    """Before anything is touched; a collective. `scale`: a GradScaler's, which ranks that have `joined` lack.
+    """Agrees on a step with all ranks, before anything is changed; a collective.
 
-    `placed`: the ids of parameters that have taken part before; `descending`: tiles would flow from the last on.
+    `placed`: the ids of parameters that have taken part before. `descending`: tiles would flow from the last to the
+    first. `scale`: that of a GradScaler, which ranks that have `joined` lack.
 
-    Of parameters that take part for the first time, ranks that share them have to hold the same.
-    Raises CSDRankError, on all ranks, if they cannot take this step together.
+    Raises CSDRankError, on all ranks, if they cannot take this step together. In particular, replicas of a parameter
+    that takes part for the first time must be equal.
     """
 
     def is_bound(p: torch.Tensor) -> bool:
@@ -91,7 +92,7 @@ def agree_on_step(
             f"be replicas, with gradients reduced over the ranks, as DistributedDataParallel does it. {DIVIDED}"
         )
     if any(word.new for word in words):
-        # Where a rank failed before it gave them a place, others may have done so: then all of them are compared.
+        # If a rank failed before it gave new parameters their places, others may have done so. Then all are compared.
         same = len({word.new for word in words}) == 1
         if difference := ranks.first_difference(
             [(name, *_digest(p)) for name, p in alike if not (same and is_bound(p))]
@@ -105,7 +106,7 @@ def agree_on_step(
 
 
 def _digest(p: torch.Tensor) -> tuple[Any, ...]:
-    """What replicas have in common: shape, stride, dtype, and the sum of their bits as integers."""
+    """What must be equal among replicas: shape, stride, dtype, and the sum of the elements' bits as integers."""
     bits = flat(p.detach().contiguous())
     integers = bits.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
     return tuple(p.shape), p.stride(), str(p.dtype), int(integers.sum(dtype=torch.int64))
@@ -116,5 +117,5 @@ def _checksum(names: list[str]) -> int:
 
 
 def _with_gradients(groups: Groups) -> list[tuple[str, torch.Tensor]]:
-    """Those that ranks hold alike, with their names."""
+    """The replicated parameters that have a gradient, with their names."""
     return [(name_of(groups, k, i), p) for k, i, p in members(groups) if p.grad is not None and is_replicated(p)]

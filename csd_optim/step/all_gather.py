@@ -1,8 +1,9 @@
-"""Updated shares of parameters go from the rank that updated them to all others: in buckets, beside later updates.
+"""The all-gather of updated parameters: each rank sends its shares to all others while later tiles are being updated.
 
-A bucket holds pieces of parameters, of every rank's share as much: elements [first, first + n) of it, where it has so
-many. It travels when this rank's tiles with these pieces have their new parameters. Buckets follow each other in the
-same order on all ranks, and all of them travel in every step, whatever happens on a rank: so that none waits in vain.
+Shares travel in buckets. A bucket holds pieces of parameters, each piece with the elements [first, first + n) of every
+rank's share, as far as a share has so many. A bucket leaves when this rank's tiles with its pieces have their new
+parameters. All ranks send all buckets in the same order in every step, whatever happens on a rank, so that no rank
+waits for a bucket that never comes.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from ..params.grad_source import GradSource
 from ..params.strides import flat, numel, same_order
 from ..store.layout import round_up
 
-ALIGN = 16  # bytes: of what is in a bucket; any dtype may begin there
-IN_FLIGHT = 3  # buckets: one is filled, one travels, one is emptied
+ALIGN = 16  # bytes: alignment of pieces in a bucket, enough for any dtype
+IN_FLIGHT = 3  # buckets: one being filled, one travelling, one being emptied
 
 
 class Shared(Protocol):
-    """A parameter whose updates ranks share: a ParamState, say."""
+    """A parameter whose updates the ranks share, such as a ParamState."""
 
     @property
     def param(self) -> torch.Tensor: ...
@@ -41,11 +42,11 @@ class Shared(Protocol):
     def index(self) -> int: ...
     @property
     def local(self) -> torch.Tensor:
-        """The part of it that this rank updates."""
+        """The part of the parameter that this rank updates."""
 
 
 class Located(Protocol):
-    """Where the parts of parameters lie, or by what they come: as of Pieces, whose tiles may be any numbers."""
+    """The location of parameters, as in Pieces. Its "tiles" may be any units in which parameters arrive, by number."""
 
     def of(self, param: int, /) -> np.ndarray[Any, Any]: ...
 
@@ -53,9 +54,9 @@ class Located(Protocol):
 @dataclass
 class _Piece:
     param_state: Shared
-    first: int | None  # element of the share, as flat() has it; None: all of a share that is not dense
-    n: int  # elements, of the largest share
-    offset: int  # in the bucket, bytes
+    first: int | None  # first element in the share, in the order of flat(); None: all of a share that is not dense
+    n: int  # elements, in the largest share
+    offset: int  # bytes, in the bucket
     bytes: int
 
 
@@ -65,8 +66,8 @@ class _Bucket:
     tiles: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.uint32))
     leaves: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (buffer, parameter)
     arrives: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (parameter, buffer)
-    ranks: Ranks = field(init=False)  # among which it travels
-    buffer: torch.Tensor = field(init=False)  # begins with a row of `bytes` for each rank
+    ranks: Ranks = field(init=False)  # the ranks that exchange it
+    buffer: torch.Tensor = field(init=False)  # begins with one row of `bytes` per rank
 
     @property
     def bytes(self) -> int:
@@ -74,9 +75,9 @@ class _Bucket:
 
 
 class ParamAllGather:
-    """What travels of `param_states`, in the same order on all ranks, after each step in which the same ones take part.
+    """The all-gather of `param_states`, reused for every step in which the same ones take part.
 
-    It refers to the memory of their parameters as it is now.
+    `param_states` has the same order on all ranks. The object refers to the current memory of the parameters.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ParamAllGather:
         param_states: Sequence[Shared],
         comes: Located | None = None,
     ) -> None:
-        """`engine`: whose tiles they lie in; None: they come by what `comes` says, of which pulled() is told."""
+        """`engine`: its tiles hold the parameters. None: they arrive in the units of `comes`, reported by pulled()."""
         self.ranks: Ranks = ranks
         self._engine = engine
         self.buckets: list[_Bucket] = []
@@ -102,7 +103,7 @@ class ParamAllGather:
         self.received_bytes: int = sum(b.bytes * (b.ranks.size - 1) for b in self.buckets)
 
     def _bind(self, bucket: _Bucket, before: _Bucket | None) -> None:
-        """Gives a bucket its buffers, those of one that has arrived when this leaves, and views of them."""
+        """Gives a bucket its buffer and views of it. `before`: a bucket that is empty by then, to reuse its buffer."""
         ranks, size, n = bucket.ranks, bucket.ranks.size, bucket.bytes
         device = bucket.pieces[0].param_state.local.device
         if device.type not in ranks.device_types:
@@ -132,22 +133,22 @@ class ParamAllGather:
         *,
         descending: bool = False,
     ) -> None:
-        """A step begins. `images`: tiles that pulled() will be told of; of the others the engine knows.
+        """Begins a step. `images`: tiles that pulled() will report; the engine reports the others.
 
-        `sources`: of parameters, by index, that have to be given back before they leave. `descending`: the last bucket
-        leaves first, since the last tile flows first; the same on all ranks.
+        `sources`: by index, parameters whose new values have to be copied back into them before they leave.
+        `descending`: the last bucket leaves first, since the last tile flows first; the same on all ranks.
         """
         self._to_leave = deque(reversed(self.buckets) if descending else self.buckets)
         self._missing, self._sources = set(images), sources
         self._under_way: deque[tuple[_Bucket, list[Any]]] = deque()
 
     def pulled(self, tile: int) -> None:
-        """One of the images has its new parameters, and they are where they belong."""
+        """Called when the new parameters of one of the `images` have been copied to their place."""
         self._missing.remove(tile)
         self.advance(wait=False)
 
     def advance(self, *, wait: bool) -> None:
-        """Lets go of the buckets that can; with `wait` of all, as soon as each can."""
+        """Sends the buckets that are ready; with `wait` all of them, each as soon as it is ready."""
         while self._to_leave:
             tiles = self._to_leave[0].tiles
             missing = not self._missing.isdisjoint(tiles.tolist())
@@ -159,14 +160,14 @@ class ParamAllGather:
             self._leave()
 
     def finish(self) -> None:
-        """Lets go of all that have not left yet, as they are, and returns when all have arrived."""
+        """Sends the remaining buckets with their present content, and returns when all buckets have arrived."""
         while self._to_leave:
             self._leave()
         while self._under_way:
             self._arrive()
 
     def again(self) -> None:
-        """The step was undone on all ranks: what they have put back travels once more. Not if a rank is lost."""
+        """Sends the restored shares once more, after all ranks have undone the step. A no-op if a rank is lost."""
         if not (self.ranks.lost or any(bucket.ranks.lost for bucket in self.buckets)):
             self.begin()
             self.finish()
@@ -187,15 +188,15 @@ class ParamAllGather:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pairs:  # to the host, it is to be there when this returns
+    if pairs:  # a copy to the host is synchronous
         to, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(list(to), list(sources), non_blocking=is_far(to[0]))
 
 
 def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]:
-    """Cuts these ranks' shares of parameters of one device into buckets.
+    """Cuts the shares that `ranks` have of the parameters of one device into buckets.
 
-    The same on every rank: by what they have in common.
+    The result is the same on every rank, because it depends only on what all ranks know.
     """
     of_all_ranks = bucket_bytes(sum(b.part.local(b.param).nbytes for b in param_states))
     room = max(1 << 12, of_all_ranks // ranks.size)
@@ -221,7 +222,7 @@ def _fill_buckets(param_states: Sequence[Shared], ranks: Ranks) -> list[_Bucket]
 
 
 def _tiles_of(piece: _Piece, pieces: Located) -> np.ndarray[Any, Any]:
-    """The tiles (over all extents) in which the elements of a piece of this rank's share lie."""
+    """The tiles (over all extents) with the elements of a piece of this rank's share."""
     mine = pieces.of(piece.param_state.index)
     if piece.first is not None:
         first = mine["param_first"]

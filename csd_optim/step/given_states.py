@@ -1,4 +1,4 @@
-"""States that a step updates on the accelerator, and that go from there to tiles of the devices, which keep them."""
+"""Given states: a step updates them on the accelerator, and copies them into tiles of the devices, which keep them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class GivenStates:
-    """Of one step: `rows` of its table, in the order in which tiles need them.
+    """The given states of one step: those of `rows` of its table, in the order in which tiles need them.
 
-    Some have no gradient, and are as they were: a tile of which all is given need not be read.
+    Rows without a gradient, whose states do not change, may be among them: a tile that is given whole need not be read.
     """
 
     def __init__(self, copies: NearCopies, rows: Iterable[int]) -> None:
         self.copies: dict[int, NearCopy] = {row: copies.of[row] for row in rows}
         self.updated: frozenset[int] = frozenset()  # of these rows, those with a gradient
-        self.tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # that have some of them
-        self.nbytes: int = 0  # that went to tiles
+        self.tiles: np.ndarray[Any, Any] = np.zeros(0, np.uint32)  # with some of these rows
+        self.nbytes: int = 0  # copied to tiles so far
         self._near: NearUpdates | None = None
         self._launching: Iterator[None] = iter(())
 
@@ -39,27 +39,27 @@ class GivenStates:
 
     @property
     def tile_sections(self) -> int:
-        """Of the tile that has most."""
+        """The largest number of state sections of any of these rows."""
         return max(len(copy.states) for copy in self.copies.values())
 
     def in_order(self, updates: Sequence[NearUpdate]) -> list[NearUpdate]:
-        """As tiles need them."""
+        """`updates` in the order in which tiles need them."""
         order = {row: k for k, row in enumerate(self.copies)}
         return sorted(updates, key=lambda u: order[u.param_state.index])
 
     def follow(self, near: NearUpdates, launching: Iterator[None]) -> None:
-        """They are what `near` makes of them, which `launching` queues bit by bit."""
+        """Sets the updates that produce these states: `near`, which the iterator `launching` queues bit by bit."""
         self._near, self._launching = near, launching
 
     def devices_of(self, engine: Engine, tile: int) -> set[torch.device]:
-        """Where a tile has some of them from."""
+        """The accelerators that give states to a tile."""
         rows = engine.pieces_of(tile)["param"].tolist()
         return {self.copies[row].device for row in rows if row in self.copies}
 
     def fill(self, states: torch.Tensor, engine: Engine, tile: int, streams: Mapping[torch.device, Any]) -> bool:
-        """Begins to copy what a tile has of them, on the streams. False: it has none.
+        """Begins to copy a tile's given states, on `streams`. Returns False if the tile has none.
 
-        `states`: fp32, the sections of the tile one after another.
+        `states`: destination, fp32, the sections of the tile one after another.
         """
         elems, any_of_them = engine.elems_of(tile), False
         for row, _, first, in_tile, n in engine.pieces_of(tile).tolist():
@@ -75,7 +75,7 @@ class GivenStates:
         return any_of_them
 
     def _event(self, row: int) -> Any:
-        """After which it is updated; that is queued first, where it was not yet."""
+        """The event after which a row is updated. Queues updates until it is there."""
         assert self._near
         if row not in self._near.events:
             for _ in self._launching:
@@ -84,33 +84,34 @@ class GivenStates:
         return self._near.events[row]
 
     def tell(self, table: np.ndarray[Any, Any]) -> None:
-        """Says in a step's table (dtype PARAM) which they are."""
+        """Marks these rows as given in a step's table (dtype PARAM)."""
         table["master"][[*self.copies]] = GIVEN
         table["in_image"][[*self.copies]] = 0
 
     def keep(self) -> None:
-        """The step is whole, and devices have the same."""
+        """Called when the step is complete: the devices have the same states as the copies."""
         for row in self.updated:
             self.copies[row].is_known = True
 
 
 def given_states(engine: Engine, step: PreparedStep) -> GivenStates | None:
-    """What the accelerator will give in this step; says so in its table. Reads copies that are not known yet.
+    """The states that the accelerator will give in this step, marked in its table; None if there are none.
 
-    Raises CSDOSError, CSDStoreError if that fails; nothing has changed then.
+    Loads the copies of these states that are not on the accelerator yet. Raises CSDOSError or CSDStoreError if that
+    fails; nothing has changed then.
     """
     copies = engine.accelerator.copies if engine.accelerator else None
     if copies is None:
         return None
-    edited = engine.windows.note_written()  # of these, copies are not known any more
+    edited = engine.windows.note_written()  # tiles; copies of their states are invalid now
     with_grad = [b for b in step.plan.param_states if b.copy and b.numel]
-    # One that somebody has moved elsewhere is updated by the devices like any other.
+    # The devices update a parameter that was moved off the accelerator, like any other.
     updated = {b.index: b for b in with_grad if _is_there(b)}
     copies.forget([b.index for b in with_grad if b.index not in updated])
     if not updated:
         return None
     copies.load([row for row, b in updated.items() if not b.is_new])
-    # Also what is in the same tiles and has no gradient; but tiles that somebody wrote to are read by the devices.
+    # Rows of the same tiles without a gradient are given, too. But devices read the tiles that somebody has written to.
     rows_edited: set[int] = set()
     for tile in np.setdiff1d(edited, step.tiles).tolist():
         rows_edited.update(engine.pieces_of(tile)["param"].tolist())

@@ -1,4 +1,4 @@
-"""Ranks that have run out of data (torch.distributed.algorithms.Join) go on to update their share of the parameters."""
+"""Support of torch.distributed.algorithms.Join: ranks without data go on updating their shares of the parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..params.groups import Groups, members, plain, put_back
 
 
 class StepHook(JoinHook):
-    """`step` takes one of the steps that the others take."""
+    """Join's hook for a rank without data. `step` takes one step together with the other ranks."""
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self.step = step
@@ -25,10 +25,10 @@ class StepHook(JoinHook):
 
 
 def borrow(ranks: Ranks, leader: int, groups: Groups, scale: float | None, *, joined: bool) -> float | None:
-    """Gives ranks that have `joined` the gradients and hyperparameters of `leader`, a rank that has not; a collective.
+    """Copies gradients and hyperparameters of `leader`, which has data, to ranks that have `joined`; a collective.
 
-    `scale`: of the gradients (a GradScaler's), or None. Returns the leader's. Raises CSDRankError, on all ranks, if
-    those that have not joined have gradients of different parameters.
+    `scale`: of the gradients (a GradScaler's), or None. Returns the leader's scale. Raises CSDRankError, on all ranks,
+    if ranks that have not joined have gradients of different parameters.
     """
     params = [p for _, _, p in members(groups) if is_replicated(p)]
     with_own = [k for k, p in enumerate(params) if p.grad is not None]

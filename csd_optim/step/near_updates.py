@@ -1,8 +1,8 @@
-"""What a step does on the accelerator: it updates parameters whose states are there, one after another.
+"""Near updates: the part of a step that runs on the accelerator, for parameters whose states are there.
 
-All of it is queued on the streams that are current, behind the backward pass and before whatever the program queues
-next: as with an optimizer of torch's, nobody has to wait. So it goes on beside the tiles of the devices; and within
-step() it is queued bit by bit while these travel, as a thread that only queues does not feed them.
+The updates are queued on the current streams, behind the backward pass and before whatever the program queues next, so
+nothing has to wait for them, as with torch's optimizers. They run concurrently with the tiles of the devices. Within
+step() they are queued bit by bit while tiles travel, because a thread that is busy queueing cannot feed the devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..params.strides import flat
 
 @dataclass
 class NearUpdate:
-    """Of one parameter."""
+    """The update of one parameter."""
 
     param_state: ParamState
     source: GradSource
@@ -37,12 +37,12 @@ class NearUpdate:
 
     @property
     def is_rounded(self) -> bool:
-        """Is its gradient to have the optimizer's grad_dtype, which is another?"""
+        """Whether the gradient has to be rounded to the optimizer's grad_dtype, which differs from its own."""
         return self.source.grad.dtype is not self.source.grad_dtype
 
 
 def _states(param_state: ParamState) -> list[torch.Tensor]:
-    """1-D fp32, the master first. What is written to them torch does not count; whose step it is does."""
+    """The parameter's states, 1-D fp32, master first. Writes to them change no version counter; the step does that."""
     if param_state.copy:
         return param_state.copy.states
     return [flat(param_state.windows[name].data) for name in param_state.sections]
@@ -57,7 +57,7 @@ def _taking_memory() -> Iterator[None]:
 
 
 def parameters_of_new(updates: Sequence[NearUpdate]) -> dict[int, torch.Tensor]:
-    """Copies of parameters, by row, that devices have nothing of yet: an undone step gives them back.
+    """Copies, by row, of the parameters that have no states yet: an undone step restores them from these.
 
     Raises CSDMemoryError.
     """
@@ -67,10 +67,10 @@ def parameters_of_new(updates: Sequence[NearUpdate]) -> dict[int, torch.Tensor]:
 
 
 class Queued:
-    """Updates that were queued together: between two events on each accelerator."""
+    """Updates that were queued together, enclosed by two events on each accelerator."""
 
     def __init__(self, params: int, devices: Sequence[torch.device], *, timed: bool) -> None:
-        """`timed`: waits for what was queued before, to know when it begins."""
+        """`timed`: wait for everything queued before, so that the time of the beginning is known."""
         self._params = params
         self._events = {d: (torch.Event(d, enable_timing=True), torch.Event(d, enable_timing=True)) for d in devices}
         for device, (first, _) in self._events.items():
@@ -84,50 +84,50 @@ class Queued:
             last.record(torch.accelerator.current_stream(device))
 
     def seconds(self, device: torch.device) -> float:
-        """That an accelerator took; 0: it does not tell. Waits until it is done."""
+        """The seconds that an accelerator took, 0 if it has no timers. Waits until the updates are done."""
         if device not in self._events:
             return 0.0
         first, last = self._events[device]
         wait_for(last)
         try:
             return float(first.elapsed_time(last)) / 1e3
-        except RuntimeError:  # events of a back end that has no time
+        except RuntimeError:  # a back end whose events have no timers
             return 0.0
 
     @property
     def span(self) -> Span:
-        """What it is, and when, if it was `timed`: of time.perf_counter(). Waits until it is done."""
+        """Name, begin and end (time.perf_counter()), valid if `timed`. Waits until the updates are done."""
         seconds = max(self.seconds(d) for d in self._events) or float("inf")
         return f"{self._params} parameters", self._began, min(time.perf_counter(), self._began + seconds)
 
 
 class NearUpdates:
-    """Of one step, nothing of which is queued yet. Raises CSDMemoryError.
+    """The updates of one step on the accelerator. The constructor queues none, and raises CSDMemoryError.
 
-    To be followed by get_ready() and launch(); or, where gradients come one by one, by take() of each.
+    Call get_ready() and launch() after it; or take() for each gradient where they come one by one.
 
-    `exact`: see torch_rules.Scratch. `undoes`: the states as they are before are kept, for undo().
+    `exact`: see torch_rules.Scratch. `undoes`: keep the previous states for undo().
     """
 
     def __init__(self, updates: Sequence[NearUpdate], *, exact: bool, undoes: bool) -> None:
         self.undoes = undoes
         self.launched: bool = False
-        self.params: int = 0  # elements of those that were queued
+        self.params: int = 0  # elements of the parameters whose updates were queued
         self._updates = {u.param_state.index: u for u in updates}
         self._before: list[tuple[ParamState, list[torch.Tensor]]] = []
         self._queued: list[Queued] = []
-        self.events: dict[int, Any] = {}  # by row, of those that were queued: after which it is updated
-        self.commit_bytes: int = 0  # of states that went to the host, for directories to keep
+        self.events: dict[int, Any] = {}  # by row, if queued: event after which it is updated
+        self.commit_bytes: int = 0  # bytes of states copied to the host, for directories to keep
         largest: dict[torch.device, int] = {}
         for u in updates:
             largest[u.source.param.device] = max(largest.get(u.source.param.device, 0), u.param_state.numel)
         self._devices = [*largest]
-        self._streams = {d: torch.accelerator.current_stream(d) for d in largest}  # whose memory it takes
+        self._streams = {d: torch.accelerator.current_stream(d) for d in largest}  # they own the scratch memory
         for u in updates:
-            if u.param_state.is_new:  # what it begins as, which other devices find when they update it
+            if u.param_state.is_new:  # initial states; other devices make theirs when they first update a parameter
                 master, *others = _states(u.param_state)
                 master.copy_(u.source.param)
-                for state in others:  # a copy may have something from a step that was undone
+                for state in others:  # a copy may have values of a step that was undone
                     state.zero_()
         with _taking_memory():
             self._scratch = {d: Scratch.of(min(n, CHUNK), d, exact=exact) for d, n in largest.items()}
@@ -139,25 +139,25 @@ class NearUpdates:
 
     @property
     def rows(self) -> Collection[int]:
-        """Of its parameters; none any more when all is queued."""
+        """The rows of its parameters; empty after all_queued()."""
         return self._updates.keys()
 
     def get_ready(self) -> None:
-        """Takes the rest of the memory that launch() needs. Raises CSDMemoryError."""
+        """Allocates the rest of the memory that launch() needs. Raises CSDMemoryError."""
         for u in self._updates.values():
             self._get_ready(u)
 
     def _get_ready(self, u: NearUpdate) -> None:
         with _taking_memory():
             if self.undoes:
-                # Of a copy there is another one.
+                # A copy needs no backup: the devices have the same states.
                 before = [] if u.param_state.copy else [state.clone() for state in _states(u.param_state)]
                 self._before.append((u.param_state, before))
             for grad in self._grads(u):
                 self._nonfinite[grad.device] += grad.isfinite().logical_not().sum()
 
     def launch(self, *, timed: bool = False) -> Iterator[None]:
-        """Queues a chunk for each that is asked for. `timed`: see Queued."""
+        """Queues one chunk per next(). `timed`: see Queued."""
         self.launched = True
         queued = Queued(len(self._updates), self._devices, timed=timed)
         for u in self._updates.values():
@@ -166,9 +166,9 @@ class NearUpdates:
         self._queued.append(queued)
 
     def take(self, row: int, grad: torch.Tensor, *, timed: bool = False) -> None:
-        """Queues the update of one parameter, with this gradient (of the parameter's shape). Raises CSDMemoryError.
+        """Queues the update of one parameter with this gradient (of the parameter's shape). Raises CSDMemoryError.
 
-        Backward may make gradients on several streams; updates share memory, and so they are on one.
+        Backward may produce gradients on several streams. All updates run on one stream, as they share scratch memory.
         """
         u = self._updates[row]
         u = dataclasses.replace(u, source=dataclasses.replace(u.source, grad=flat(grad)))
@@ -181,13 +181,13 @@ class NearUpdates:
             for _ in self._update(u):
                 pass
             queued.end()
-        made_on.wait_stream(stream)  # whose memory the gradient is
+        made_on.wait_stream(stream)  # the gradient's memory belongs to this stream
         self._queued.append(queued)
 
     def _grads(self, u: NearUpdate) -> Iterator[torch.Tensor]:
-        """Its gradient in chunks, rounded as it would travel. Each until the next is asked for.
+        """Yields the gradient in chunks, rounded to grad_dtype. Each is valid until the next one is requested.
 
-        They come to the parameter's device, if somebody has moved that and left the gradient where it was.
+        Chunks are on the parameter's device, even if the parameter was moved and its gradient was not.
         """
         device = u.source.param.device
         for grad in torch.split(u.source.grad, CHUNK):
@@ -206,7 +206,7 @@ class NearUpdates:
         self.events[u.param_state.index] = recorded(torch.accelerator.current_stream(param.device))
 
     def all_queued(self) -> list[int]:
-        """Memory that this takes is free again, and gradients are the program's. Returns the rows of its parameters."""
+        """Frees scratch memory and references to gradients, once all is queued. Returns the rows of its parameters."""
         rows = [*self._updates]
         self._updates.clear()
         self._scratch.clear()
@@ -215,13 +215,13 @@ class NearUpdates:
 
     @property
     def changed(self) -> list[ParamState]:
-        """Those that undo() puts back."""
+        """The parameters whose states undo() restores."""
         return [param_state for param_state, _ in self._before] if self.launched else []
 
     def undo(self) -> None:
-        """States are as they were before it was launched; parameters are the caller's business.
+        """Restores the states to those before launch(). The caller restores the parameters.
 
-        On whatever thread and stream: waits for what was queued, and is to be followed by wait().
+        May run on any thread and stream: it waits for everything that was queued. Call wait() after it.
         """
         self.wait()
         for param_state, before in self._before:
@@ -232,22 +232,22 @@ class NearUpdates:
                 state.copy_(kept)
 
     def wait(self) -> None:
-        """Returns when all has happened that anybody has queued."""
+        """Returns when everything queued on the accelerators, by anyone, is done."""
         for device in self._devices:
             torch.accelerator.synchronize(device)
 
     def end(self) -> None:
-        """Nobody undoes it any more: memory that it took is free again."""
+        """Frees all memory: the updates can no longer be undone."""
         self.all_queued()
         self._before.clear()
 
     @property
     def spans(self) -> list[Span]:
-        """What was queued, if it was `timed`. Waits until it is done."""
+        """The spans of everything that was queued, valid if `timed`. Waits until it is done."""
         return [queued.span for queued in self._queued]
 
     def counted(self) -> dict[str, Any]:
-        """For stats(): waits until it is done. `seconds`: of the busiest accelerator; 0: it does not tell."""
+        """Counters for stats(). Waits until all is done. `seconds`: of the busiest accelerator, 0 without timers."""
         seconds = max(sum(queued.seconds(d) for queued in self._queued) for d in self._devices)
         nonfinite = sum(int(n) for n in self._nonfinite.values())
         done = {"params": self.params, "nonfinite_grads": nonfinite, "seconds": seconds}

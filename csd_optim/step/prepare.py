@@ -1,12 +1,12 @@
-"""What a step will do, before it does anything.
+"""The preparation of a step: everything that happens before it changes anything.
 
-    bound = bind(...)           those that take part have their places on the devices, and are looked at
-    step = prepare(...)         everything is checked, nothing is changed: neither on the devices nor in `state`
-    add_residuals(...)          from here on something changes
+    bound = bind(...)           gives parameters their places on the devices, and detects writes from outside
+    step = prepare(...)         checks everything and changes nothing, neither on the devices nor in `state`
+    add_residuals(...)          the first change
     apply_outside_writes(...)
     StepRunner.make_ready(...), .run(...)    in run.py
 
-The update rule is handed in: nothing here knows what it computes.
+The update rule is an argument: this module does not know what it computes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .given_states import GivenStates
 from .near_updates import NearUpdates
 from .staging import StagingBuffer, StagingRing
 
-# Written from outside since the last step, in fp32 bytes: up to this it is kept in memory until the next step writes
-# it; more goes to the devices at once, and is committed there by itself.
+# fp32 bytes of masters that were written from outside since the last step. Up to this limit they stay in memory until
+# the step writes them; beyond it they are written to the devices at once, and committed separately.
 EDIT_BYTES = 256 << 20
 
 
-# Of parameters, by id: gradients of which theirs is the sum. What they have in `grad` stands for it.
+# By id of a parameter: the summands of its gradient. Its `grad` is a placeholder then.
 Sums = Mapping[int, Sequence[Summand]]
 NO_SUMS: Sums = MappingProxyType({})
 
 
 class GradOptions(NamedTuple):
-    """How gradients travel: the optimizer's arguments of these names, as they are in this step."""
+    """How gradients travel in this step: the optimizer's arguments of these names."""
 
     grad_dtype: torch.dtype | None
     topk: float | None
@@ -69,17 +69,17 @@ class Participants(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """What stays the same from step to step while the same parameters take part."""
+    """The part of a step that is reused while the same parameters take part."""
 
     params: list[torch.Tensor]
     param_states: list[ParamState]
     rows: np.ndarray[Any, Any]  # their rows in the table
-    layouts: list[tuple[str, ...]]  # the sections that they have: all kinds of it
-    layout_of: np.ndarray[Any, Any]  # which of these each has
+    layouts: list[tuple[str, ...]]  # the distinct sets of sections among them
+    layout_of: np.ndarray[Any, Any]  # index into `layouts`, for each parameter
     table: np.ndarray[Any, Any]  # dtype PARAM, without gradients and hyperparameters
-    grad_dtype: torch.dtype | None  # the optimizer's option when this was made
-    changes: int  # of the state map, when this was made
-    gather: ParamAllGather | None = None  # of the parameters whose updates the ranks share; made when first needed
+    grad_dtype: torch.dtype | None  # the optimizer's option when the plan was made
+    changes: int  # StateMap.changes when the plan was made
+    gather: ParamAllGather | None = None  # of the parameters whose updates the ranks share; created lazily
 
 
 @dataclass
@@ -88,48 +88,48 @@ class BoundStep:
 
     plan: StepPlan
     participants: Participants
-    new: list[ParamState]  # whose places are empty: the step fills them
-    written: list[ParamState]  # from outside, since the last step
+    new: list[ParamState]  # those whose places are empty: the step fills them
+    written: list[ParamState]  # those written from outside since the last step
     coded: list[ParamState]  # all whose states are kept as codes
 
 
 @dataclass
 class PreparedStep:
-    """A step that can be taken."""
+    """A step that was checked and is ready to run."""
 
     plan: StepPlan
-    grads: dict[int, torch.Tensor]  # of the parts, by row of the table
-    steps: np.ndarray[Any, Any]  # as they will be
+    grads: dict[int, torch.Tensor]  # by row of the table: gradients of the parts that this rank updates
+    steps: np.ndarray[Any, Any]  # step counts of all parameters after this step
     table: np.ndarray[Any, Any]
     hypers: np.ndarray[Any, Any]
-    prepared: dict[int, GradSource]  # what the engine cannot take as it stands, by row
-    written: list[ParamState]  # from outside, since the last step
-    owed: list[ParamState]  # residuals that the step changes
+    prepared: dict[int, GradSource]  # by row: gradients that the engine cannot read as they are
+    written: list[ParamState]  # those written from outside since the last step
+    owed: list[ParamState]  # those whose residuals the step changes
     error_feedback: bool
-    unscaled: bool  # gradients can be told from the scale: what is sent whole is owed no more
-    # What somebody set parameters to whose masters only the step finds out about, by row: an undone step gives it back
+    unscaled: bool  # grad_scale is invertible: a gradient that is sent whole leaves no residual
+    # By row: values set from outside where the step itself detects the write (codes); an undone step restores them
     set_to: dict[int, torch.Tensor] = field(default_factory=dict)
-    summands: list[np.ndarray[Any, Any]] = field(default_factory=list)  # to which the table refers
-    whole: bool = False
-    # How it flows: see StepRunner.make_ready()
+    summands: list[np.ndarray[Any, Any]] = field(default_factory=list)  # keeps alive what the table points to
+    whole: bool = False  # the step is complete
+    # How it flows: set by StepRunner.make_ready()
     tiles: np.ndarray[Any, Any] = field(init=False)
-    images: list[int] = field(init=False)  # tiles that travel by them
-    held: dict[int, StagingBuffer] = field(default_factory=dict)  # of those, what was pushed in backward: see Guess
+    images: list[int] = field(init=False)  # tiles that travel through staging buffers
+    held: dict[int, StagingBuffer] = field(default_factory=dict)  # of these, the ones pushed in backward: see Guess
     ring: StagingRing | None = field(init=False)
     gather: ParamAllGather | None = field(init=False)
-    near: NearUpdates | None = None  # on the accelerator
-    given: GivenStates | None = None  # that go from there to tiles
+    near: NearUpdates | None = None  # updates on the accelerator
+    given: GivenStates | None = None  # states that it gives to tiles
 
     @property
     def not_given(self) -> np.ndarray[Any, Any]:
-        """Of its tiles, ascending, those to which nothing goes from there: they may begin in backward."""
+        """The tiles, ascending, that get no states from the accelerator: these may begin in backward."""
         return np.sort(self.tiles) if self.given is None else np.setdiff1d(self.tiles, self.given.tiles)
 
 
 def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participants:
-    """All that have a gradient. Raises CSDRuntimeError if one is sparse, or a graph is captured.
+    """All parameters with a gradient. Raises CSDRuntimeError if a gradient is sparse, or during graph capture.
 
-    `optimizer`: what a message calls it; `for_sparse`: what it recommends for sparse gradients.
+    For error messages: `optimizer` is its name, `for_sparse` the optimizer to recommend for sparse gradients.
     """
     params, grads, groups_of, strided = [], [], [], torch.strided
     for k, group in enumerate(groups):
@@ -151,16 +151,16 @@ def participants(groups: Groups, optimizer: str, for_sparse: str) -> Participant
 def clip_scale(
     groups: Groups, state_map: StateMap, grad_scale: float, max_norm: float, sums: Sums = NO_SUMS
 ) -> tuple[float, float]:
-    """What brings the gradients down to `max_norm`, and their norm. As torch.nn.utils.clip_grad_norm_, but in fp32.
+    """The factor that clips gradients to `max_norm`, and their norm. As torch.nn.utils.clip_grad_norm_, but in fp32.
 
-    A collective of the process groups over which parameters are divided.
+    A collective of the process groups over which parameters are sharded.
     """
 
     def grads() -> Iterator[tuple[torch.Tensor | None, Partition]]:
         for _, _, p in members(groups):
             part = state_map.part(p)
             if id(p) in sums:
-                yield total(sums[id(p)], part.local(p)), part  # one after another: all of them are seldom in memory
+                yield total(sums[id(p)], part.local(p)), part  # one at a time: all sums may not fit in memory
             else:
                 yield None if p.grad is None else part.local(p.grad), part
 
@@ -169,7 +169,7 @@ def clip_scale(
 
 
 def clip_to(norm: float, max_norm: float) -> float:
-    """What brings gradients of this norm down to `max_norm`; NaN for one that is none."""
+    """The factor that clips gradients of this norm to `max_norm`; NaN if the norm is NaN."""
     return min(1.0, max_norm / (norm + 1e-6)) if norm == norm else norm
 
 
@@ -184,10 +184,10 @@ def bind(
     grad_dtype: torch.dtype | None,
     plan: StepPlan | None,
 ) -> BoundStep | None:
-    """Gives parameters that take part for the first time their places, and looks at those that somebody has changed.
+    """Gives new parameters their places, and examines those that were written from outside.
 
-    Takes in what was put into `state`. `plan`: that of the step before. None: there is no gradient.
-    Raises what StateMap.join(), adopt() and ParamState.look() raise.
+    Adopts tensors that were assigned to `state`. `plan`: that of the previous step. Returns None if there is no
+    gradient. Raises what StateMap.join(), adopt() and ParamState.look() raise.
     """
     if not state_map.intact():
         state_map.adopt(engine, groups, grad_dtype)
@@ -199,7 +199,7 @@ def bind(
         state_map.fill(engine)
     state_map.describe(engine, groups)
     written = _written(state_map, plan, grad_dtype)
-    if written and new:  # what is written may be committed by itself, and then with all places filled
+    if written and new:  # outside writes may be committed separately, which requires that all places are filled
         state_map.fill(engine)
         new = []
     if written:
@@ -214,10 +214,7 @@ def bind(
 
 
 def _written(state_map: StateMap, plan: StepPlan, grad_dtype: torch.dtype | None) -> list[ParamState]:
-    """Those whose parameters somebody wrote, moved or converted since the last step.
-
-    Without a gradient, too, if they can still be ours.
-    """
+    """Parameters that were written, moved or converted since the last step, if they have a gradient or still fit."""
     written: Iterable[ParamState] = plan.param_states
     if grad_dtype is plan.grad_dtype:
         written = (b for b in state_map.param_states.values() if not b.is_new and b.is_written)
@@ -232,7 +229,7 @@ def _plan_for(
     grad_dtype: torch.dtype | None,
     plan: StepPlan | None,
 ) -> StepPlan:
-    """`plan` if it is still true, else another one. Gives places to parameters that are new."""
+    """`plan` if it is still valid, else a new one. Gives places to new parameters."""
     if (
         plan is not None
         and plan.changes == state_map.changes
@@ -272,10 +269,10 @@ def _plan_for(
 def prepare(
     engine: Engine, rule: UpdateRule, bound: BoundStep, groups: Groups, grad_scale: float, options: GradOptions
 ) -> PreparedStep:
-    """Checks everything, changes nothing. `grad_scale`: what gradients are multiplied by.
+    """Checks everything, changes nothing. `grad_scale`: factor by which gradients are multiplied.
 
     Raises CSDValueError, CSDTypeError for a gradient that does not fit its parameter or an invalid `topk`,
-    CSDRuntimeError if a group needs a state that a parameter of it does not have.
+    CSDRuntimeError if a group needs a state that one of its parameters does not have.
     """
     plan, (_, grads, groups_of) = bound.plan, bound.participants
     grads = [g if b.part.is_whole else b.part.of(g) for b, g in zip(plan.param_states, grads, strict=True)]
@@ -290,7 +287,7 @@ def prepare(
     summands = _sum(plan, options.sums, table)
     owing = np.array([may_owe and b.residual is not None for b in plan.param_states])
     topk = ratios(plan.params, owing, groups_of, groups, steps[plan.rows], options.topk, options.topk_warmup)
-    if engine.accelerator:  # also what a warm-up still sends dense
+    if engine.accelerator:  # also refuse what is dense only until the end of a warm-up
         final = ratios(plan.params, owing, groups_of, groups, steps[plan.rows], options.topk, 0)
         _check_near(plan, final, owing)
     owed = _compress(plan, grads, steps, topk, table, sources, options)
@@ -320,10 +317,10 @@ def foresee(
     grad_scale: float,
     options: GradOptions,
 ) -> PreparedStep | None:
-    """The step after that of `plan` if the same parameters take part in it, which stand for their gradients here.
+    """The step that would follow that of `plan` if the same parameters take part; they stand in for their gradients.
 
-    None: something has changed since, or gradients take more than to be pushed, or copied, as they are. Raises as
-    prepare().
+    Returns None if something has changed since, or if gradients have to be converted before they are pushed. Raises
+    what prepare() raises.
     """
     if plan.changes != state_map.changes or not state_map.intact() or state_map.unfilled:
         return None
@@ -347,9 +344,9 @@ def _hypers(
     steps: np.ndarray[Any, Any],
     grad_scale: float,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """This step's constants (dtype HYPER), and which of them each parameter has.
+    """This step's constants (dtype HYPER), and for each parameter the index of its constants.
 
-    A set per group, kind of sections and step count.
+    There is one set of constants per combination of group, layout of sections and step count.
     """
     kinds = np.array(groups_of) * len(plan.layouts) + plan.layout_of
     pairs, hyper_of = np.unique(kinds * 2.0**32 + steps, return_inverse=True)
@@ -371,7 +368,7 @@ def _hypers(
 def _reach(
     plan: StepPlan, grads: list[torch.Tensor], table: np.ndarray[Any, Any], grad_dtype: torch.dtype | None
 ) -> dict[int, GradSource]:
-    """Says in the table where the gradients lie. Returns those that the engine cannot take as they stand, by row."""
+    """Writes addresses of gradients to the table. Returns, by row, those that the engine cannot read as they are."""
     sources: dict[int, GradSource] = {}
     pointers = []
     for param_state, g in zip(plan.param_states, grads, strict=True):
@@ -388,7 +385,7 @@ def _reach(
 
 
 def _sum(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Says in the table which gradients are sums, and returns of what, to be kept until the step is over."""
+    """Marks summed gradients in the table. Returns the tables of their summands, to keep until the step is over."""
     tables = []
     for param_state in plan.param_states:
         if summands := sums.get(id(param_state.param)):
@@ -400,20 +397,20 @@ def _sum(plan: StepPlan, sums: Sums, table: np.ndarray[Any, Any]) -> list[np.nda
 
 
 def _check_near(plan: StepPlan, topk: np.ndarray[Any, Any], owing: np.ndarray[Any, Any]) -> None:
-    """Raises CSDValueError if a gradient is to be sparse, or to bring what is owed, and its states are there."""
+    """Raises CSDValueError if a parameter with states on the accelerator has Top-K or a residual."""
     for b, share, owes in zip(plan.param_states, topk.tolist(), owing.tolist(), strict=True):
         is_near = b.on_accelerator or b.copy
         if is_near and owes:
             raise CSDValueError(
-                f"parameter {b.name} is owed what Top-K did not send ('residual' of its state), and gpu: has its "
-                "states, to which nothing is sent; error_feedback=False drops it"
+                f"parameter {b.name} has a residual of Top-K ('residual' in its state), but gpu: has its states, and "
+                "no gradient is sent there; error_feedback=False drops it"
             )
         if is_near and share:
             raise CSDValueError(f"topk of parameter {b.name}: gpu: has its states, and nothing is sent; leave topk out")
 
 
 def _tell_codes(coded: list[ParamState], steps: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> None:
-    """Says in the table what codes need to know: the chance of this step, and where all parameters of a tile are."""
+    """Writes to the table what codes need: the seed of this step's rounding, and addresses of a tile's parameters."""
     for b in coded:
         row = table[b.index]
         row["seed"] = int(steps[b.index]) % (1 << 32)
@@ -431,7 +428,7 @@ def _compress(
     sources: dict[int, GradSource],
     options: GradOptions,
 ) -> list[ParamState]:
-    """Says in the table which gradients go sparse. Returns the parameters whose residuals that changes."""
+    """Marks sparse gradients in the table. Returns the parameters whose residuals the step changes."""
     if not topk.any():
         return []
     owed = []
@@ -440,7 +437,7 @@ def _compress(
             continue
         row = table[param_state.index]
         row["topk"], row["topk_dtype"] = ratio, DTYPE_CODES[entry_dtype(grad.dtype, options.grad_dtype)]
-        if param_state.index in sources:  # the engine selects from the gradient as it is
+        if param_state.index in sources:  # entries are selected from the gradient in its own dtype
             row["grad_dtype"] = DTYPE_CODES[sources[param_state.index].grad.dtype]
         if options.error_feedback:
             row["seed"] = int(steps[param_state.index])
@@ -452,7 +449,7 @@ def _compress(
 
 
 def add_residuals(engine: Engine, state_map: StateMap, step: PreparedStep) -> None:
-    """Gives residuals to the parameters that will owe something, and tells the step. Raises CSDOSError."""
+    """Adds residuals to the parameters that need one, and their addresses to the table. Raises CSDOSError."""
     new = False
     for param_state in step.owed:
         if state_map.add_residual(engine, param_state) and param_state not in state_map.unfilled:
@@ -464,10 +461,10 @@ def add_residuals(engine: Engine, state_map: StateMap, step: PreparedStep) -> No
 
 
 def apply_outside_writes(engine: Engine, step: PreparedStep) -> None:
-    """What was written to parameters since the last step becomes their masters. Raises CSDOSError."""
+    """Copies parameters that were written from outside since the last step to their masters. Raises CSDOSError."""
     taking_part = {b.index for b in step.plan.param_states}
     written = [b for b in step.written if engine.devices.keeps_state or b.on_accelerator]
-    if not engine.devices.resident:  # there no step is undone
+    if not engine.devices.resident:  # states in memory only: steps are not undone there
         step.set_to = {b.index: b.local.detach().clone() for b in written if b.compares and b.index in taking_part}
     if not written:
         return

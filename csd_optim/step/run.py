@@ -1,4 +1,4 @@
-"""One step, from what is prepared to what is done: tiles flow through the devices, or everything is put back."""
+"""The execution of a prepared step: tiles flow through the devices and the step is committed, or all is restored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .staging import BUFFERS_PER_DEVICE, NOTHING, StagingRing
 
 
 def _exhaust(work: Iterator[None]) -> None:
-    """Does all that is left of it."""
+    """Runs an iterator to its end."""
     for _ in work:
         pass
 
@@ -40,13 +40,13 @@ class StepRunner:
     def __init__(self, state_map: StateMap, ranks: Ranks | None) -> None:
         self._state_map, self._ranks = state_map, ranks
         self.ring: StagingRing | None = None  # made when first needed
-        self.taken: int = 0  # steps, that ranks have to agree about
-        self.moved: bool = False  # tiles, in the last step
-        self.near: NearUpdates | None = None  # of the last step
-        self.in_flight: bool = False  # last states may still be on their way
+        self.taken: int = 0  # number of steps taken, which must be the same on all ranks
+        self.moved: bool = False  # whether the last step has updated anything
+        self.near: NearUpdates | None = None  # the updates of the last step on the accelerator
+        self.in_flight: bool = False  # whether states of the last step may still be on their way
 
     def make_ready(self, engine: Engine, step: PreparedStep) -> None:
-        """Whatever can fail before the ranks begin to exchange parameters, such as for lack of memory."""
+        """Does everything that may fail, as for lack of memory, before ranks begin to exchange parameters."""
         step.tiles = engine.tiles_with(step.table["grad"] != 0)
         step.given = given_states(engine, step)
         step.images = self._images(engine, step)
@@ -54,7 +54,7 @@ class StepRunner:
         step.gather = self._gather(engine, step.plan)
 
     def make_near_ready(self, engine: Engine, step: PreparedStep, *, one_by_one: bool) -> None:
-        """The same of what it does on the accelerator. `one_by_one`: its gradients are not there yet, but come so.
+        """As make_ready(), for the updates on the accelerator. `one_by_one`: gradients come later, one by one.
 
         Raises CSDMemoryError.
         """
@@ -83,23 +83,23 @@ class StepRunner:
         descending: bool,
         pushed: Callable[[], None] | None = None,
     ) -> None:
-        """Takes the step, and commits it with `record`. On any failure, of any rank, all is put back.
+        """Takes the step, and commits it with `record`. On a failure of any rank, everything is restored.
 
-        `descending`: of what the ranks share, the last goes first. `pushed`: the step was launched before, and has no
-        images; when this returns all of its tiles are pushed, or it raises what a step raises.
+        `descending`: ranks exchange the last bucket first. `pushed`: given if the step was launched before, without
+        images; it returns when all tiles are pushed, and raises what a step raises.
         """
         self._flow(engine, step, record, descending=descending, pushed=pushed)
         if step.near:
             step.near.end()
         try:
             self._complete(engine, step, record)
-        finally:  # it is whole, and parameters have new values
+        finally:  # the step is complete, and parameters have new values
             for source in step.prepared.values():
                 source.give_back()
             self.is_ours(step)
 
     def _complete(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
-        """The step is whole: what it owes is noted, and it is committed."""
+        """Updates residuals after a complete step, and commits it."""
         step.whole = True
         self.near = step.near
         self.moved |= step.near is not None
@@ -111,7 +111,7 @@ class StepRunner:
         try:
             if step.ring is not None:
                 step.ring.feed_back()
-        finally:  # the step is whole, whatever becomes of what it owes
+        finally:  # the step is complete even if the update of its residuals fails
             torch.autograd.graph.increment_version([b.windows["residual"] for b in step.owed])
             if not step.error_feedback:
                 self._state_map.drop_residual(engine, step.plan.param_states)
@@ -124,7 +124,7 @@ class StepRunner:
 
     @staticmethod
     def is_ours(step: PreparedStep) -> None:
-        """Counts the step's write to its parameters; what is written to them from here on is written by others."""
+        """Counts the step's writes to its parameters. Any later write is one from outside."""
         torch.autograd.graph.increment_version(step.plan.params)
         for param_state in (*step.written, *step.plan.param_states):
             param_state.is_ours()
@@ -132,23 +132,23 @@ class StepRunner:
     # ---- a step that lands later: see overlap/ -----------------------------------------
 
     def can_land_later(self, engine: Engine, step: PreparedStep) -> bool:
-        """Can it go on without this thread? Nobody else waits for what it updates.
+        """Whether the step can go on without this thread, which is not so if other ranks wait for its updates.
 
-        Among ranks it has to be one that take_back() undoes.
+        With several ranks it also has to be a step that take_back() can undo.
         """
         can = bool(len(step.tiles)) and step.gather is None
         return can and (self._ranks is None or self.can_undo(engine, step))
 
     def can_undo(self, engine: Engine, step: PreparedStep) -> bool:
-        """Can it be undone at any time, as if it had never begun?"""
+        """Whether the step can be undone at any time, even after it is complete."""
         if engine.slots == 1 or engine.devices.resident or self._state_map.unfilled:
             return False
-        owes = step.owed or engine.residuals  # of what is owed there is one copy
+        owes = step.owed or engine.residuals  # residuals have a single copy
         written = step.written or engine.windows.written or engine.decoded.apart
         return not (owes or written)
 
     def launch(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
-        """Begins the step, and returns its tiles in the order in which they flow. Images, and land(), are to follow."""
+        """Begins the step, and returns its tiles in flow order. The caller then runs the images, and calls land()."""
         try:
             return self._begin(engine, step, record)
         except BaseException:
@@ -158,9 +158,9 @@ class StepRunner:
 
     @staticmethod
     def launch_near(engine: Engine, step: PreparedStep) -> list[int]:
-        """Queues what there is to do on the accelerator, on the streams that are current.
+        """Queues the updates on the accelerator, on the current streams.
 
-        Returns the rows of what is updated so: for those nobody has to wait, and their gradients are the program's.
+        Returns the rows that are updated there. Nothing has to wait for these, and the step drops their gradients.
         """
         if not step.near:
             return []
@@ -173,10 +173,10 @@ class StepRunner:
         return rows
 
     def land(self, engine: Engine, step: PreparedStep, record: Record | None) -> None:
-        """Waits until the step is whole, and commits it. On any failure all is put back.
+        """Waits until the step is complete, and commits it. On any failure everything is restored.
 
-        Among ranks only the states are: take_back() is to follow. A commit that fails is confirm()'s business there.
-        What it takes to undo what was done on the accelerator they keep until they have met.
+        With several ranks only the states are restored, and take_back() has to follow; a commit that fails is left to
+        Engine.confirm(). They keep what undoes the updates on the accelerator until they have met.
         """
         try:
             self._note_near(engine, step)
@@ -190,16 +190,16 @@ class StepRunner:
             self._complete(engine, step, record)
 
     def give_up(self, engine: Engine, step: PreparedStep) -> None:
-        """Puts back a step that was launched; among ranks only its states, for the others go on with their forward."""
+        """Undoes a step that was launched; with several ranks only its states, because the others run their forward."""
         if self._ranks:
             self._undo_states(engine, step)
         else:
             self.undo(engine, step)
 
     def take_back(self, engine: Engine, step: PreparedStep) -> None:
-        """Of ranks: undoes a step that not all of them could make, whether it was landed here or given up.
+        """Undoes a step that failed on some rank, whether it has landed here or was given up.
 
-        Also what somebody has written to its parameters since: how far it had come differs from rank to rank.
+        Also undoes writes to its parameters from outside since then, because these may differ from rank to rank.
         """
         if step.whole:
             engine.take_back(step.plan.rows)
@@ -214,7 +214,7 @@ class StepRunner:
             step.near.end()
 
     def run_without_gradients(self, engine: Engine, groups: Groups, record: Record | None) -> None:
-        """A step of the other ranks, for which this one has no gradients: it is counted and committed with theirs."""
+        """Counts and commits a step of the other ranks, for which this rank has no gradients."""
         with all_ranks_or_none(self._ranks):
             self._state_map.fill(engine)
         self.taken += 1
@@ -231,7 +231,7 @@ class StepRunner:
         descending: bool,
         pushed: Callable[[], None] | None,
     ) -> None:
-        """The step proper. On any failure, of any rank, parameters and state are put back."""
+        """Runs the step without its commit. On a failure of any rank, parameters and states are restored."""
         prepared, images, ring, gather = step.prepared, step.images, step.ring, step.gather
         if gather:
             gather.begin(images, prepared, descending=descending)
@@ -249,7 +249,7 @@ class StepRunner:
                     launching = step.near.launch(timed=engine.near_spans is not None) if step.near else NOTHING
                     if step.near and step.given:
                         step.given.follow(step.near, launching)
-                    if ring is None or gather:  # which sends what is on no tile as soon as it is asked
+                    if ring is None or gather:  # gather sends parameters without tiles at its first advance()
                         _exhaust(launching)
                     if ring is not None:
                         pulled = gather.pulled if gather else None
@@ -278,7 +278,7 @@ class StepRunner:
             raise
 
     def _begin(self, engine: Engine, step: PreparedStep, record: Record | None) -> np.ndarray[Any, Any]:
-        """Begins, and pushes all tiles that need no image. Returns all that flow, in their order."""
+        """Begins the step, and pushes all tiles that need no image. Returns all tiles, in flow order."""
         order = TO_AND_FRO if engine.rank is None else SAME_ORDER
         tiles = engine.begin(step.table, step.hypers, step.tiles, record, order=order)
         self.in_flight = self.moved = True
@@ -290,16 +290,16 @@ class StepRunner:
 
     @staticmethod
     def _note_near(engine: Engine, step: PreparedStep) -> None:
-        """For the timeline: what was done on the accelerator."""
+        """Adds the updates on the accelerator to the timeline."""
         if step.near and engine.near_spans is not None:
             engine.near_spans += step.near.spans
 
     def undo(self, engine: Engine, step: PreparedStep) -> None:
-        """Puts everything back; a finish() that failed has done so with the states already."""
+        """Restores everything. If finish() has failed, it has restored the devices' states already."""
         self._undo_states(engine, step)
         self._restore(engine, step)
         if step.near and step.near.launched:
-            step.near.wait()  # whoever is told of it, on any stream, finds what was before
+            step.near.wait()  # whoever learns of the failure finds the old values, on any stream
 
     @staticmethod
     def _undo_states(engine: Engine, step: PreparedStep) -> None:
@@ -318,7 +318,10 @@ class StepRunner:
                     engine.tear()
 
     def _images(self, engine: Engine, step: PreparedStep) -> list[int]:
-        """Tiles that travel by images: with gradients on a GPU, or to be rounded. Prepares whatever lies in them."""
+        """Tiles that travel through staging buffers: those with gradients on a GPU, or to be rounded.
+
+        Prepares the sources of all gradients in these tiles.
+        """
         table, prepared = step.table, step.prepared
         travels = np.zeros(len(table), bool)
         for row, s in prepared.items():
@@ -328,12 +331,12 @@ class StepRunner:
         if step.given:
             travels[[*step.given.copies]] = True
         tiles: list[int] = step.tiles[np.isin(step.tiles, engine.tiles_with(travels))].tolist()
-        # A tile goes as a whole: what shares it with a travelling parameter travels too.
+        # A tile travels as a whole, so every parameter that shares a tile with a travelling one travels, too.
         for tile in tiles:
             for row in engine.pieces_of(tile)["param"].tolist():
                 if table["grad"][row] and row not in prepared:
                     prepared[row] = self._state_map.by_index[row].source(step.grads[row], step.plan.grad_dtype)
-        # What the table tells the engine, which does not select from images.
+        # Top-K settings from the table: for images the ring selects the entries, not the engine.
         for row, source in prepared.items():
             if share := float(table["topk"][row]):
                 residual = self._state_map.by_index[row].residual if table["residual"][row] else None
@@ -356,16 +359,13 @@ class StepRunner:
         return self.ring
 
     def _gather(self, engine: Engine, plan: StepPlan) -> ParamAllGather | None:
-        """What goes to the other ranks, if they share the updates of these parameters."""
+        """The all-gather of the plan's parameters whose updates the ranks share; None if there are none."""
         if plan.gather is None and self._ranks and (shares := [b for b in plan.param_states if b.part.replicas]):
             plan.gather = ParamAllGather(self._ranks, engine, shares)
         return plan.gather
 
     def _restore(self, engine: Engine, step: PreparedStep) -> None:
-        """Gives the parameters of an undone step the values they had: those of the masters, back in their place.
-
-        Or those that somebody had set them to.
-        """
+        """Restores the parameters of an undone step from the masters, or to the values that were set from outside."""
         took_part, set_to = step.table["grad"] != 0, step.set_to
         engine.remap()  # the windows show the masters as they were
         written = defaultdict[int, list[tuple[int, int]]](list)

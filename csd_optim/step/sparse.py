@@ -1,7 +1,7 @@
-"""Gradients with Top-K that the engine cannot read: selected where they lie, and only the entries travel.
+"""Top-K of gradients that the engine cannot read: entries are selected on the gradient's device, and only they travel.
 
-A large parameter fills many tiles by itself. Those are selected some at a time, as the rows of one matrix: an
-accelerator takes longer to launch the kernels of one tile than to run them.
+A large parameter fills many tiles by itself. Several such tiles are selected at once, as the rows of a matrix, because
+an accelerator takes longer to launch the kernels of one tile than to run them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..compression.selection import TopK, feed_back, listed, pack, rounded, sele
 from ..engine.engine import Engine
 from ..params.grad_source import GradSource
 
-# At once, if their temporary memory is no more than that.
+# The most tiles selected at once, and the most temporary memory for that.
 ROWS, BATCH_BYTES = 8, 160 << 20
-# Of selection.py: for each element, or for each that stays and for each that is sent.
+# Temporary memory of selection.py: ELEM_BYTES per element, or KEPT_BYTES per element and SENT_BYTES per sent one.
 ELEM_BYTES, KEPT_BYTES, SENT_BYTES = 20, 3, 80
 
 
 @dataclass
 class SparsePiece:
-    """What a parameter with Top-K has in `rows` tiles, in each as much; all tensors 1-D and on its device."""
+    """The part of a parameter with Top-K in `rows` tiles, of equal length in each. All tensors 1-D, on its device."""
 
     topk: TopK
     grad: torch.Tensor
@@ -36,7 +36,7 @@ class SparsePiece:
 
     @property
     def k(self) -> int:
-        """How many of each row are sent at most."""
+        """The most elements of each row that are sent."""
         return topk_count(self.topk.ratio, len(self.grad) // self.rows)
 
     @property
@@ -44,19 +44,19 @@ class SparsePiece:
         return self.residual is not None and self.topk.ratio < 1
 
     def select(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What there is to send, in 16 bits, and which of it is sent (bool); both of shape (rows, elements)."""
+        """The values to choose from, in 16 bits, and which of them are sent (bool); both of shape (rows, elements)."""
         values = rounded(self.grad, self.residual, self.topk.scale, self.topk.dtype).view(self.rows, -1)
         return values, select(values, self.k)
 
     def feed_back(self) -> None:
-        """Selects once more, which costs less than keeping what was sent of all parameters would."""
+        """Updates the residual. Selects once more, which costs less than keeping the selections of all parameters."""
         assert self.residual is not None
         values, sent = (t.view(-1) for t in self.select())
         feed_back(self.grad, self.residual, self.topk.scale, values, sent, self.first, self.topk.step)
 
 
 class _Place(NamedTuple):
-    """Of a sparse parameter in a tile."""
+    """The place of a sparse parameter in a tile."""
 
     source: GradSource
     first: int  # in the parameter
@@ -65,18 +65,18 @@ class _Place(NamedTuple):
 
 
 class SparseTiles:
-    """What was selected in the step under way: entries that have not left yet, and whose residuals will change."""
+    """The selections of the step under way."""
 
     def __init__(self) -> None:
-        self._ahead: dict[int, torch.Tensor] = {}  # by tile
-        self._owing: list[SparsePiece] = []
+        self._ahead: dict[int, torch.Tensor] = {}  # by tile: entries that have not left yet
+        self._owing: list[SparsePiece] = []  # those whose residuals change when the step is complete
 
     def entries_of(
         self, engine: Engine, tile: int, sources: Mapping[int, GradSource], streams: Mapping[torch.device, Any]
     ) -> torch.Tensor | None:
-        """The entries of a tile as pack() leaves them, 1-D, on the device and the stream that selects.
+        """The entries of a tile, as pack() returns them, 1-D, on the device and the stream that selects them.
 
-        None: it has no sparse gradient.
+        None if the tile has no sparse gradient.
         """
         if tile in self._ahead:
             return self._ahead.pop(tile)
@@ -102,9 +102,9 @@ class SparseTiles:
         return self._ahead.pop(tile)
 
     def feed_back(self, streams: Mapping[torch.device, Any]) -> None:
-        """The step is whole: what it did not send is owed, and the residuals say so."""
+        """Called when the step is complete: updates the residuals with what it did not send."""
         for piece in self._owing:
-            # On the stream that selects: this comes after the selection, and before that of the next step.
+            # On the stream that selects, so after this step's selection and before the next step's.
             with on(streams.get(piece.grad.device)):
                 piece.feed_back()
 
@@ -122,7 +122,7 @@ def _piece(place: _Place, rows: int = 1) -> SparsePiece:
 
 
 def _batch(tile: int, place: _Place) -> tuple[list[int], list[SparsePiece]]:
-    """The tiles that the parameter fills next to this one, which it fills: as many as are selected at once."""
+    """The batch of tiles around `tile` that are selected at once. The parameter at `place` fills each of them."""
     topk, n = place.source.topk, place.n
     assert topk
     row_bytes = max(ELEM_BYTES * n, KEPT_BYTES * n + SENT_BYTES * topk_count(topk.ratio, n))

@@ -1,8 +1,9 @@
-"""Tiles whose gradients the engine cannot read where they lie travel as images: a ring of fixed host buffers.
+"""Staging buffers: a ring of fixed host buffers for tiles whose gradients the engine cannot read where they lie.
 
-That is every tensor on an accelerator, and every gradient pushed in a lower precision than it has. For an accelerator
-the buffers are pinned, and the copies run on two side streams, one each way, so that several tiles travel while others
-are updated. Of gradients with Top-K only the entries travel, selected on the stream that brings them (see sparse.py).
+These are all gradients on an accelerator, and all that are pushed in a lower precision than they have. Their tiles
+travel as images: contiguous copies of the gradients and the parameters of a tile. For an accelerator the buffers are
+pinned, and the copies run on two side streams, one each way, so that several tiles travel while others are updated.
+Gradients with Top-K travel as entries only, selected on the stream that copies them (see sparse.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..params.grad_source import GradSource
 from .given_states import GivenStates
 from .sparse import SparseTiles
 
-# Tiles under way per device: one travelling each way while two are updated or wait for their states.
+# Tiles in flight per device: one travelling each way, and two being updated or waiting for their states.
 BUFFERS_PER_DEVICE = 4
 
 Streams = dict[torch.device, Any]
@@ -32,10 +33,10 @@ NOTHING: Iterator[None] = iter(())
 @dataclass
 class StagingBuffer:
     grad: torch.Tensor  # uint8, 4 bytes per element of a tile
-    param: torch.Tensor
-    entries: torch.Tensor  # int32: as many as the fullest tile so far needed
-    n_entries: int = 0  # words that a tile's entries may take, and one that says how many they do; 0: there are none
-    states: torch.Tensor | None = None  # fp32: of a tile, all its sections; where some come from an accelerator
+    param: torch.Tensor  # likewise
+    entries: torch.Tensor  # int32: grows to what the fullest tile so far needed
+    n_entries: int = 0  # most words that a tile's entries may take, plus one for the actual number; 0: no entries
+    states: torch.Tensor | None = None  # fp32: all sections of a tile; only where an accelerator gives states
     has_states: bool = False
     under_way: list[Any] = field(default_factory=list)  # events: the last copies from or to this buffer
 
@@ -48,14 +49,14 @@ class StagingBuffer:
         self.under_way.clear()
 
     def words(self) -> tuple[int, int]:
-        """Address and number of the entries that have arrived."""
+        """Address of the entries that have arrived, and the number of their words."""
         if not self.n_entries:
             return 0, 0
         return self.entries.data_ptr(), int(self.entries[self.n_entries - 1])
 
 
 class StagingRing:
-    """The buffers and streams; made once per engine and tile size, memory fixed from then on, but that of entries."""
+    """The buffers and streams. Created once per engine and tile size; then only the memory of entries may grow."""
 
     def __init__(self, tile_elems: int, slots: int, *, pinned: bool) -> None:
         self.tile_elems = tile_elems
@@ -67,14 +68,14 @@ class StagingRing:
             )
             for _ in range(slots)
         ]
-        self._streams: dict[torch.device, tuple[Any, ...]] = {}  # to the host, and back
-        self._beside: dict[torch.device, Any] = {}  # made when first needed
-        self._far: set[torch.device] = set()  # of the step under way
+        self._streams: dict[torch.device, tuple[Any, ...]] = {}  # one to the host, one back
+        self._beside: dict[torch.device, Any] = {}  # streams for beside(), created lazily
+        self._far: set[torch.device] = set()  # accelerators of the step under way
         self._sparse = SparseTiles()
         self._given: GivenStates | None = None  # of the step under way
 
     def make_room_for_states(self, sections: int) -> None:
-        """Of tiles with so many sections: see GivenStates."""
+        """Makes the slots large enough for the states of tiles with that many sections: see GivenStates."""
         for slot in self.slots:
             if slot.states is None or len(slot.states) < sections * self.tile_elems:
                 slot.states = self._buffer(sections * self.tile_elems, torch.float32)
@@ -88,9 +89,9 @@ class StagingRing:
         return sum(t.nbytes for t in of_slots if t is not None)
 
     def begin(self, sources: Mapping[int, GradSource], given: GivenStates | None = None) -> None:
-        """Goes before run(), on the thread whose current streams make gradients and read parameters.
+        """Call this before run(), on the thread whose current streams produce gradients and read parameters.
 
-        `sources` holds the parameters that have a gradient, `given` those whose states come from the accelerator.
+        `sources`: the parameters that have a gradient. `given`: those whose states come from the accelerator.
         """
         self.forget()
         self._given = given
@@ -99,7 +100,7 @@ class StagingRing:
         for device in self._far:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device), torch.Stream(device)
-        for device in self._far:  # gradients must be there, and nobody may read the old parameters any more
+        for device in self._far:  # wait until gradients are ready, and the old parameters were read
             self.follow(device)
 
     def run(
@@ -111,12 +112,12 @@ class StagingRing:
         held: Mapping[int, StagingBuffer] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
-        """Pushes and pulls `tiles` of the step under way. `sources`: as of begin().
+        """Pushes and pulls `tiles` of the step under way. `sources`: as in begin().
 
-        `pulled` is called with each tile when its parameters can be used, on the current streams. `held`: tiles that
-        were pushed before, from these buffers, in the order in which they are wanted. `meanwhile`: what else there is
-        to do on this thread, asked for a little of it whenever tiles travel. To be followed by feed_back() when the
-        step is whole, or by forget().
+        `pulled` is called with each tile when its parameters can be used on the current streams. `held`: tiles that
+        were pushed before, from these buffers, in the order in which they are wanted. `meanwhile`: other work for this
+        thread, advanced by one item whenever tiles travel. Call feed_back() after it when the step is complete, else
+        forget().
         """
         flow = Flow(self, engine, pulled=pulled, meanwhile=meanwhile)
         try:
@@ -130,21 +131,21 @@ class StagingRing:
             self.join()
 
     def join(self) -> None:
-        """Whoever uses parameters or gradients next, on the current streams, waits for the copies of the step."""
+        """Makes the current streams wait for the step's copies of gradients and parameters."""
         for way in self._ways():
             _join(way)
 
     def join_back(self) -> None:
-        """The same of copies to parameters."""
+        """Makes the current streams wait for the step's copies to parameters."""
         _join(self._ways()[1])
 
     def follow(self, device: torch.device) -> None:
-        """What is copied from now on waits for what is queued on the device's current stream by now."""
+        """Makes later copies wait for everything queued so far on the device's current stream."""
         for stream in self._streams[device]:
             stream.wait_stream(torch.accelerator.current_stream(device))
 
     def _ways(self) -> tuple[Streams, Streams]:
-        """Of the step under way: streams to the host, and back."""
+        """The streams of the step under way, by device: those to the host, and those back."""
         return {d: self._streams[d][0] for d in self._far}, {d: self._streams[d][1] for d in self._far}
 
     # ---- a step that begins in backward: see overlap/early_images.py -----------------------------------
@@ -152,9 +153,9 @@ class StagingRing:
     def fill(
         self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource], after: Iterable[Any]
     ) -> None:
-        """Begins to copy a tile's gradients, dense ones, and the parameters that a device reads, into the slot.
+        """Begins to copy a tile's dense gradients, and the parameters that a device reads, into the slot.
 
-        `sources`: as of begin(), or those of this tile alone. `after`: events after which the gradients are there.
+        `sources`: as in begin(), or only those of this tile. `after`: events after which the gradients are ready.
         """
         to_host, _ = self._ways()
         for event in after:
@@ -162,9 +163,10 @@ class StagingRing:
         self.begin_fill(slot, engine, tile, sources)
 
     def equal(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """Are all bytes of these tensors the same? Of each pair, the first in a slot, the second anywhere.
+        """Returns whether the tensors of each pair have the same bytes. The first is in a slot, the second anywhere.
 
-        The second are those that the current streams, at begin(), have made. Compared where they lie.
+        The second tensors are the ones produced by the streams that were current at begin(). They are compared on their
+        own device.
         """
         to_host, _ = self._ways()
         differ: dict[torch.device, torch.Tensor] = {}
@@ -187,10 +189,9 @@ class StagingRing:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """For a thread that runs the step beside the program: within, its current streams are none of the program's.
+        """A context for a thread that runs a step concurrently with the program: it makes separate streams current.
 
-        What that queues from now on is not waited for, and waits for nothing here. In the end all has happened that was
-        begun within.
+        So neither side waits for work that the other one queues from now on. On exit all work queued within is done.
         """
         with contextlib.ExitStack() as entered:
             for device in self._far:
@@ -203,12 +204,12 @@ class StagingRing:
                 self.wait_for_copies()
 
     def wait_for_copies(self) -> None:
-        """Returns when what was queued on the current streams has happened, such as the copies of run()."""
+        """Returns when everything queued on the current streams is done, such as the copies of run()."""
         for device in self._far:
             wait_for(recorded(torch.accelerator.current_stream(device)))
 
     def feed_back(self) -> None:
-        """The step is whole: what it did not send is owed, and the residuals say so."""
+        """Called when the step is complete: updates the residuals with what it did not send."""
         to_host = {device: streams[0] for device, streams in self._streams.items()}
         try:
             self._sparse.feed_back(to_host)
@@ -217,12 +218,12 @@ class StagingRing:
             _join(to_host)
 
     def forget(self) -> None:
-        """The step is undone: the residuals stay as they are."""
+        """Forgets the selections of a step, which is undone or over. The residuals do not change."""
         self._sparse.forget()
         self._given = None
 
     def begin_fill(self, slot: StagingBuffer, engine: Engine, tile: int, sources: Mapping[int, GradSource]) -> None:
-        """Begins to copy into the slot: a tile's gradients, or their entries, and parameters that the device reads."""
+        """Begins to copy a tile's gradients, or their entries, and parameters that the device reads into the slot."""
         streams, _ = self._ways()
         copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # stream, to, from
         for param, _, first, tile_first, n in engine.pieces_of(tile).tolist():
@@ -240,10 +241,10 @@ class StagingRing:
         slot.n_entries = 0 if entries is None else len(entries)
         if entries is not None:
             if len(slot.entries) < len(entries):
-                slot.entries = self._buffer(1 << (len(entries) - 1).bit_length(), torch.int32)  # seldom again
+                slot.entries = self._buffer(1 << (len(entries) - 1).bit_length(), torch.int32)  # grows seldom
             copies.append((streams.get(entries.device), slot.entries[: len(entries)], entries))
         used = {stream.device: stream for stream, _, _ in copies if stream is not None}
-        # What still leaves the slot goes before. The stream waits for it, not the host, which waits once, for all.
+        # Copies out of the slot come first. The stream waits for them, so that the host waits once, for all copies.
         for stream in used.values():
             for event in slot.under_way:
                 stream.wait_event(event)
@@ -263,11 +264,11 @@ class StagingRing:
             slot.under_way = [recorded(stream) for stream in used.values()]
 
     def _to_move(self, row: int, sources: Mapping[int, GradSource]) -> GradSource | None:
-        """Gradient and parameter, if they go with the images of a tile: not if its states are given."""
+        """The source of a row, if its gradient and parameter travel in images: not so if its states are given."""
         return None if self._given and row in self._given.copies else sources.get(row)
 
     def begin_empty(self, slot: StagingBuffer, pieces: np.ndarray[Any, Any], sources: Mapping[int, GradSource]) -> None:
-        """Begins to copy a tile's parameters out of the slot. Torch does not count that: whose step it is does."""
+        """Begins to copy a tile's parameters out of the slot. Does not change version counters: the step does."""
         _, streams = self._ways()
         used, copied = {}, list[tuple[GradSource, Any]]()
         for param, _, first, tile_first, n in pieces.tolist():
@@ -288,7 +289,7 @@ class StagingRing:
 
 
 class Flow:
-    """Tiles that travel by the slots of a ring, in one step: there with gradients, and back with parameters."""
+    """The travel of one step's tiles through the slots of a ring: out with gradients, back with parameters."""
 
     def __init__(
         self,
@@ -299,33 +300,36 @@ class Flow:
         pulled: Callable[[int], None] | None = None,
         meanwhile: Iterator[None] = NOTHING,
     ) -> None:
-        """`copied` is called when a tile's gradients have been, with its sources; others: as of StagingRing.run()."""
+        """`copied` is called with a tile and its sources when its gradients were copied. Others: see StagingRing."""
         self._ring, self._engine, self._copied, self._pulled = ring, engine, copied, pulled
         self._meanwhile = meanwhile
         self.held: Mapping[int, StagingBuffer] = {}
-        self._sources: dict[int, Mapping[int, GradSource]] = {}  # of each tile, by row
-        self._todo: dict[int, deque[int]] = {}  # tiles, by device
-        self._out_on: Counter[int] = Counter()  # tiles, by device
+        self._sources: dict[int, Mapping[int, GradSource]] = {}  # by tile, by row
+        self._todo: dict[int, deque[int]] = {}  # by device: tiles that have not begun to travel
+        self._out_on: Counter[int] = Counter()  # by device: number of tiles in flight
         self._free, self._travelling = deque(ring.slots), deque[tuple[int, StagingBuffer]]()
         self._out: dict[int, StagingBuffer] = {}
 
     def add(self, tile: int, sources: Mapping[int, GradSource]) -> None:
-        """It is to be pushed and pulled. `sources`: at least those of its parameters that have a gradient."""
+        """Adds a tile to push and pull. `sources`: at least those of its parameters that have a gradient."""
         self._sources[tile] = sources
         self._todo.setdefault(self._engine.device_of(tile), deque()).append(tile)
 
     def take_over(self, held: Mapping[int, StagingBuffer], sources: Mapping[int, GradSource]) -> None:
-        """These were pushed before: see StagingRing.run()."""
+        """Adds the tiles that were pushed before: see `held` of StagingRing.run()."""
         self.held, self._out = held, dict(held)
         self._sources.update(dict.fromkeys(held, sources))
-        updated = {self._engine.pull() for tile in held if self._is_updated(tile)}  # others were perhaps, meanwhile
+        updated = {self._engine.pull() for tile in held if self._is_updated(tile)}  # pull() returns any updated tile
         for tile in [tile for tile in held if tile in updated]:
             self._comes_back(tile)
 
     def advance(self, *, wait: bool) -> bool:
-        """Does what can be done next; with `wait` returns when it could be. False: there was nothing."""
+        """Does the next thing that can be done, and returns True; with `wait` waits for it if necessary.
+
+        Returns False if nothing is left to do, or, without `wait`, if nothing can be done yet.
+        """
         while self._todo and self._free:
-            # The device with the fewest tiles out goes first: a slow one must not hold all slots.
+            # The device with the fewest tiles in flight goes first, so that a slow one cannot take all slots.
             owner = min(self._todo, key=lambda d: self._out_on[d])
             tile, slot = self._todo[owner].popleft(), self._free.popleft()
             if not self._todo[owner]:
@@ -335,7 +339,7 @@ class Flow:
             self._travelling.append((tile, slot))
         if self._travelling or self._out:
             next(self._meanwhile, None)
-        # While the next gradients are under way, parameters that wait to go back do so.
+        # While the next gradients are in flight, updated parameters are copied back.
         has_arrived = bool(self._travelling) and self._travelling[0][1].arrived()
         is_updated = not has_arrived and any(map(self._is_updated, self._out))
         if has_arrived or (wait and self._travelling and not is_updated):
@@ -370,11 +374,11 @@ class Flow:
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: as numbers, NaN is not what it is, and 0 is -0."""
+    """The same memory as integers: compared as floats, NaN would differ from itself, and 0 would equal -0."""
     return t.view({2: torch.int16, 4: torch.int32}[t.itemsize])
 
 
 def _join(streams: Streams) -> None:
-    """Whoever uses parameters, gradients or residuals next, on the current streams, waits for these."""
+    """Makes the current stream of each device wait for this stream."""
     for device, stream in streams.items():
         torch.accelerator.current_stream(device).wait_stream(stream)

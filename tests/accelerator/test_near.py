@@ -536,7 +536,7 @@ def test_what_is_owed_is_refused():
     optimizer = CSDAdam(params, devices="gpu:")
     optimizer.load_state_dict(owing.state_dict())
     set_grads(params, 1)
-    with pytest.raises(CSDValueError, match=r"parameter 0\.3 is owed what Top-K .* error_feedback=False drops it"):
+    with pytest.raises(CSDValueError, match=r"parameter 0\.3 has a residual of Top-K .* error_feedback=False drops it"):
         optimizer.step()
     optimizer.error_feedback = False
     optimizer.step()
