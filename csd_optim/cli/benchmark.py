@@ -1,4 +1,4 @@
-"""`csd-optim bench`: an optimizer step on given devices, beside what the same devices do with nothing to compute."""
+"""`csd-optim bench`: an optimizer step on given devices, beside the same reads and writes without the update."""
 
 from __future__ import annotations
 
@@ -23,35 +23,37 @@ from .io import Tick
 from .measure import Memory, Updater, spread
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-TENSOR = 1 << 24  # elements of one parameter tensor at most
-WARM_UP = 3  # steps; both slots of every tile have then been written once
-RAW_RUNS = 3  # passes over a device, per kind
+TENSOR = 1 << 24  # elements of the largest parameter tensor
+WARM_UP = 3  # steps; after them, both slots of every tile have been written
+RAW_RUNS = 3  # passes over a device, for each of read, write and mixed
 DISK_BYTES = 24  # per parameter and step: three fp32 states, read and written
-# Per parameter and step in memory. 16 bit: three fp32 states read and written, gradient in, parameter out. An fp32
-# parameter is its own master: it and two states read and written, gradient in. The same number.
+# Per parameter and step in memory. With 16-bit parameters: three fp32 states read and written, gradient in, parameter
+# out. With fp32, the parameter is its own master: it and two states read and written, gradient in. Both make 28.
 MEMORY_BYTES = 28
-UPDATER_ELEMS = 1 << 24  # far more than caches hold
+UPDATER_ELEMS = 1 << 24  # far more than fits in the CPU's caches
 TOLERANCE = 1e-6  # relative, against torch.optim.AdamW
 
 
 def ticks(specs: Sequence[DeviceSpec], steps: int) -> int:
-    """How often `bench` calls its `tick`."""
+    """Return how often `bench` calls its `tick`."""
     files = sum(s.kind.has_file for s in specs)
     return 1 + 1 + files * (1 + 3) + 1 + WARM_UP + steps
 
 
 def bench(specs: Sequence[DeviceSpec], params: int, dtype: str, steps: int, tick: Tick) -> dict[str, Any]:
-    """Verifies, then measures. Only nameless scratch files are made, in the devices' directories.
+    """Verify a step, then measure it. Creates only unnamed scratch files, in the devices' directories.
 
-    `tick` is called at the beginning of each part with what it is. Raises CSDError: no room, a device fails, or the
-    result is not torch's.
+    `tick` is called at the beginning of each part with its description. Raises CSDError if there is no room, a device
+    fails, or the result is not torch's.
     """
     if any(spec.is_placed for spec in specs):
-        raise CSDValueError("'auto' is for training: name devices with shares, which `csd-optim plan --place` tells")
+        raise CSDValueError(
+            "'auto' is for training only: name devices with their shares, which `csd-optim plan --place` shows"
+        )
     if near := next((spec for spec in specs if spec.kind.on_accelerator), None):
         raise CSDValueError(
-            f"{near} keeps states of parameters on an accelerator, and those of this command are in host memory: time "
-            "a step of the model itself, or see csd-optim plan --place"
+            f"{near} keeps states of parameters on an accelerator, but this command's parameters are in host memory: "
+            "time a step of your model instead, or use csd-optim plan --place"
         )
     specs = [located(spec) for spec in specs]
     check_room(specs, params, DTYPES[dtype])
@@ -141,10 +143,11 @@ def _steps(
     memory: Memory | None,
     tick: Tick,
 ) -> tuple[list[float], list[float], list[float], list[float], dict[str, Any]]:
-    """Times steps, each followed by one pass of the same size over the disks and the memory.
+    """Time steps, each followed by one pass over the disks and one over the memory.
 
-    Returns per step: seconds until the last state is in its place, seconds until step() returned, bytes per second of
-    the disks, of the memory; and the statistics of the last step.
+    Returns lists with an entry per step: seconds until all states are written, seconds until step() returned, bytes per
+    second of the disks, bytes per second of the memory (the last two empty if there is none); and the last step's
+    statistics.
     """
     seconds, returned, disk, in_memory = [], [], [], []
     with make_optimizer(specs, params, dtype) as opt:
@@ -153,7 +156,7 @@ def _steps(
             start = time.perf_counter()
             opt.step()
             back = time.perf_counter()
-            stats = opt.stats()  # waits for the last states
+            stats = opt.stats()  # waits until all states are written
             end = time.perf_counter()
             if i < WARM_UP:
                 continue
@@ -175,22 +178,22 @@ def make_optimizer(
     topk: float | None = None,
     **options: Any,
 ) -> CSDAdam:
-    """One over `params` random elements with gradients, on scratch space of the devices unless `durable`.
+    """Return a CSDAdam over `params` random elements that have gradients, on scratch space of the devices.
 
-    `options` are CSDAdam's.
+    With `durable`, on ordinary stores there. `options` are CSDAdam's.
     """
     sizes = [min(TENSOR, params - first) for first in range(0, params, TENSOR)]
     tensors = [torch.nn.Parameter(torch.randn(n).to(dtype)) for n in sizes]
     for p in tensors:
         p.grad = torch.randn(p.numel()).to(dtype)
-    groups = [{"params": tensors, "topk": topk}]  # named by the group, it is for all parameters
+    groups = [{"params": tensors, "topk": topk}]  # as a group's option it applies to every parameter
     return CSDAdam(groups, devices=[str(s) if durable else scratch(s) for s in specs], **options)
 
 
 def scratch(spec: DeviceSpec) -> str:
-    """The device as the user named it, but with a nameless store: a store that is there is never touched.
+    """Return the user's device string with an unnamed scratch store, so that a store in the directory is not touched.
 
-    And if he has not named a cache, without: so few parameters may all be in buffers, and they stand for many.
+    Unless the string names a cache, there is none: it might hold all states of a bench, but not those of a model.
     """
     if spec.card:
         return f"{spec}{'&' if '?' in spec.text else '?'}scratch=1"
@@ -207,10 +210,10 @@ def verify(
     ours: Callable[..., CSDOptimizer] = CSDAdam,
     theirs: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> float | None:
-    """Ten steps on these devices, compared with torch's on fp32 copies: the largest relative difference.
+    """Compare ten steps on these devices with torch's on fp32 copies. Returns the largest relative difference.
 
-    That is of masters and states. Raises CSDRuntimeError if it is more than TOLERANCE. None: a device keeps nothing
-    that could be compared.
+    Masters and states are compared. Returns None if a device keeps no state to compare. Raises CSDRuntimeError if the
+    difference exceeds TOLERANCE.
     """
     if not all(s.kind.keeps_state for s in specs):
         return None
@@ -239,13 +242,13 @@ def verify(
 
 
 def _divided(specs: Sequence[DeviceSpec], params: int) -> list[int]:
-    """How many of the parameters each device has."""
+    """Return how many of the parameters each device has."""
     shares = shares_of(specs) or [1.0] * len(specs)
     return [math.ceil(params * share / sum(shares)) for share in shares]
 
 
 def check_room(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> None:
-    """Raises CSDValueError if disks or memory are too small, before anything is made."""
+    """Raise CSDValueError if disks or memory are too small, before anything is created."""
     needs: dict[int, int] = {}
     for spec, here in zip(specs, _divided(specs, params), strict=True):
         if spec.directory is None:
@@ -254,7 +257,7 @@ def check_room(specs: Sequence[DeviceSpec], params: int, dtype: torch.dtype) -> 
             raise CSDValueError(f"{spec.directory}: no such directory")
         place = storage(spec.directory)
         file_system = spec.directory.stat().st_dev
-        # The store, and as much again to measure the disk with.
+        # Half for the store, half for the scratch file that measures the disk.
         needs[file_system] = needs.get(file_system, 64 << 20) + 2 * DISK_BYTES * here + (64 << 20)
         if needs[file_system] > place["free_bytes"]:
             raise CSDValueError(

@@ -1,8 +1,9 @@
 """The command line. Data on stdout, messages and progress on stderr; `--json` prints one object with a `schema`.
 
-Exit codes: 0 done, 1 it failed and one line says why, 2 the command was wrong (130: interrupted).
+Exit codes: 0 success, 1 failure (one line on stderr says why), 2 wrong usage, 130 interrupted.
 
-Each command imports what it takes by itself, most of it with torch: `--help` and `--version` need not wait for that.
+Each command imports its modules inside its function, because most of them import torch: so `--help` and `--version`
+are fast.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ def devices(
     check: Annotated[bool, typer.Option("--probe", help="Measure each disk and card for a few seconds.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What is there: devices, the disks behind them, room, stores, the updater; unless some are named, all cards."""
+    """Shows devices: the disks behind them, free space, stores, and the CPU updater.
+
+    Without DEVICE, all SmartSSDs are shown too.
+    """
     with reported():
         from ..devices import machine
         from ..devices import smartssd as cards
@@ -120,17 +124,21 @@ def count(text: str) -> int:
 def doctor(
     names: Devices = None,
     params: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="Of a model: is there room?", show_default=False)
+        int | None,
+        typer.Option(
+            parser=count, metavar="N", help="Check that a model of N parameters fits: 7B, 70e9 ...", show_default=False
+        ),
     ] = None,
-    state_dtype: Annotated[str, typer.Option(help="Of its states: fp32 or 8bit.")] = "fp32",
+    state_dtype: Annotated[str, typer.Option(help="How that model's states are kept: fp32 or 8bit.")] = "fp32",
     probe: Annotated[
-        int, typer.Option(min=0, metavar="S", help="Read and write each drive so many seconds: does it slow down?")
+        int, typer.Option(min=0, metavar="S", help="Read and write each drive for S seconds: does it slow down?")
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Looks for what would slow training down or stop it, here and on these drives, and says what to do.
+    """Checks this machine and these drives for what would stop training or slow it down, and says what to do.
 
-    A probe of 60 seconds writes up to 30 s times the drive's rate. Exit code 1: something here cannot be used.
+    A probe of 60 seconds writes up to 30 seconds' worth of data at the drive's full rate. Exit code 1: the machine or a
+    device cannot be used as it is.
     """
     with reported():
         from ..params.groups import check_state_dtype
@@ -155,11 +163,12 @@ def inspect(
     store: Annotated[Path, typer.Argument(help="A store's file, or the directory that holds it.", show_default=False)],
     everything: Annotated[bool, typer.Option("--all", help="List every parameter.")] = False,
     tbw: Annotated[
-        str | None, typer.Option(help="What the drive is rated to take, for example 600TB: how long will it last?")
+        str | None,
+        typer.Option(help="The drive's endurance rating, for example 600TB: shows how long it will last."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What a store holds. Reads only, also while it is in use."""
+    """Shows what a store holds. It is only read, and may be in use."""
     with reported():
         from .facts import describe_store
         from .output import show_store
@@ -175,17 +184,22 @@ def inspect(
 def top(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR...", help="Of a training's devices, of one rank or all.", show_default=False),
+        typer.Argument(
+            metavar="DIR...", help="Directories of a training's devices, of one rank or of all.", show_default=False
+        ),
     ],
-    interval: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between two updates.")] = 1.0,
     n: Annotated[
-        int | None, typer.Option("-n", min=1, help="How often to look (until Ctrl-C; once without a terminal).")
+        int | None,
+        typer.Option(
+            "-n", min=1, help="Number of updates.", show_default="until Ctrl-C; 1 if stdout is not a terminal"
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a line with a JSON object for each look.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per update, each on a line.")] = False,
 ) -> None:
-    """Watches a training: its step, what is committed, what each drive does now, wear, and what a step waits for.
+    """Watches a training: steps, commits, what each drive does now, wear, and what the step waits for.
 
-    Only looks: the training takes no notice. Where it has ended, what is known last.
+    The training is not disturbed. If it has ended, its last known state is shown.
     """
     with reported(), contextlib.suppress(KeyboardInterrupt):
         from rich.live import Live
@@ -211,9 +225,9 @@ def top(
 
 @app.command()
 def verify(stores: Stores, as_json: Json = False) -> None:
-    """Reads everything in stores and snapshots that has a checksum, and names what is damaged.
+    """Reads stores or snapshots whole, compares every checksum, and names what is damaged.
 
-    Not while they are in use: make a snapshot then, by save(), and verify that.
+    A store in use cannot be verified: make a snapshot of it with save(), and verify the snapshot.
     """
     with reported():
         from ..checkpoint.files import bar
@@ -233,16 +247,20 @@ def verify(stores: Stores, as_json: Json = False) -> None:
 @app.command()
 def export(
     stores: Stores,
-    out: Annotated[Path, typer.Argument(help="What to make; nothing is overwritten.", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(help="The file or directory to create; nothing is overwritten.", show_default=False)
+    ],
     form: Annotated[
         str, typer.Option("--format", help="torch: one file for torch.load(). safetensors: a directory of shards.")
     ] = "torch",
-    shard_size: Annotated[str, typer.Option(help="safetensors: of a shard, at least one tensor each.")] = "5GB",
+    shard_size: Annotated[
+        str, typer.Option(help="Largest shard of the safetensors format; a larger tensor has a shard of its own.")
+    ] = "5GB",
     as_json: Json = False,
 ) -> None:
-    """Turns a store or snapshot into a state dict of AdamW, with `master`, the fp32 parameters.
+    """Writes a store or snapshot as AdamW's state dict; `master` in it are the fp32 parameters.
 
-    Takes the memory of a few tiles, whatever the size of the model, and checks every tile.
+    Every tile is checked. Memory for a few tiles is enough, whatever the size of the model.
     """
     if form not in ("torch", "safetensors"):
         raise typer.BadParameter(f"{form!r} is not one of torch, safetensors", param_hint="--format")
@@ -265,20 +283,19 @@ def export(
 @app.command("import")
 def import_(
     source: Annotated[
-        Path, typer.Argument(metavar="FILE_OR_DIR", help="What `export` made, in either format.", show_default=False)
+        Path,
+        typer.Argument(metavar="FILE_OR_DIR", help="The output of `export`, in either format.", show_default=False),
     ],
     names: Annotated[
         list[str],
-        typer.Argument(
-            metavar="DEVICE...", help="Directories of the new store, as many as you like.", show_default=False
-        ),
+        typer.Argument(metavar="DEVICE...", help="Directories of the new store, one per device.", show_default=False),
     ],
-    tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="chosen")] = None,
+    tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="automatic")] = None,
     as_json: Json = False,
 ) -> None:
-    """Makes a store from an export: CSDAdam(..., devices=[...], resume=True) goes on from there.
+    """Creates a store from an export: CSDAdam(..., devices=[...], resume=True) continues from it.
 
-    To change the number of devices: export, then import.
+    To change the number of devices, export and then import.
     """
     with reported():
         from ..checkpoint.export import import_store
@@ -302,24 +319,24 @@ def convert(
         str,
         typer.Argument(
             metavar="STORE",
-            help="A store's directory, or a snapshot's; of several devices, separated by commas.",
+            help="A snapshot's directory, or the directories of all devices of a store, separated by commas.",
             show_default=False,
         ),
     ],
     names: Annotated[
         list[str],
-        typer.Argument(
-            metavar="DEVICE...", help="Directories of the new store, as many as you like.", show_default=False
-        ),
+        typer.Argument(metavar="DEVICE...", help="Directories of the new store, one per device.", show_default=False),
     ],
-    state_dtype: Annotated[str, typer.Option(help="Of the new store's states: fp32 or 8bit.", show_default=False)],
-    tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="chosen")] = None,
+    state_dtype: Annotated[
+        str, typer.Option(help="How the new store keeps the states: fp32 or 8bit.", show_default=False)
+    ],
+    tile_size: Annotated[int | None, typer.Option(min=1, help="Elements per tile.", show_default="automatic")] = None,
     as_json: Json = False,
 ) -> None:
-    """Makes a store with states of another kind, all of them: CSDAdam(..., state_dtype=..., resume=True) goes on there.
+    """Creates a copy of a store with another state_dtype: CSDAdam(..., state_dtype=..., resume=True) continues from it.
 
-    The old one is only read. Takes the memory of a few tiles; 8-bit states take 12 B per parameter on the new drive
-    while they are decoded.
+    The old store is only read. Memory for a few tiles is enough. To decode 8-bit states, the new drives need another 12
+    B per parameter meanwhile.
     """
     with reported():
         from ..checkpoint.convert import convert_store
@@ -336,20 +353,25 @@ def convert(
                 "continue with resume=True"
             )
             if described["clipped"]:
-                print(f"{described['clipped']} elements of exp_avg were too large, and are 15.5 times the root")
+                print(
+                    f"{described['clipped']} elements of exp_avg were too large for 8 bits: each is now "
+                    "15.5 * sqrt(exp_avg_sq), with its sign"
+                )
 
 
 @app.command()
 def bench(
     names: Devices = None,
-    params: Annotated[int, typer.Option(parser=count, metavar="N", help="Parameters: 100e6, 100M ...")] = "100e6",  # type: ignore[assignment]
-    dtype: Annotated[str, typer.Option(help="Of parameters and gradients: fp16, bf16 or fp32.")] = "bf16",
-    steps: Annotated[int, typer.Option(min=5, help="Steps to time.")] = 5,
+    params: Annotated[
+        int, typer.Option(parser=count, metavar="N", help="Number of parameters: 100e6, 100M ...")
+    ] = "100e6",  # type: ignore[assignment]
+    dtype: Annotated[str, typer.Option(help="Type of parameters and gradients: fp16, bf16 or fp32.")] = "bf16",
+    steps: Annotated[int, typer.Option(min=5, help="Number of steps to time.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Measures a step on these devices beside what they do with nothing to compute.
+    """Measures a step on these devices, and the same reads and writes without the update.
 
-    Uses nameless scratch files in the devices' directories, 48 bytes per parameter; a store there is not touched.
+    Uses unnamed scratch files in the devices' directories, 48 bytes per parameter; stores there are not touched.
     """
     with reported():
         from . import benchmark
@@ -370,79 +392,109 @@ def bench(
 @app.command()
 def plan(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="DEVICE", help="Measured for a few seconds each.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="DEVICE", help="Devices to plan for; each is measured for a few seconds.", show_default=False
+        ),
     ] = None,
     params: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="Parameters: 7B, 70e9 ...", show_default=False)
+        int | None,
+        typer.Option(parser=count, metavar="N", help="Number of the model's parameters: 7B ...", show_default=False),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Or a Hugging Face config.json to count them.", show_default=False)
+        Path | None,
+        typer.Option(help="A Hugging Face config.json to count them from, instead of --params.", show_default=False),
     ] = None,
     n_devices: Annotated[
-        int | None, typer.Option("--devices", min=1, max=1024, help="How many, where none are named.", show_default="1")
+        int | None,
+        typer.Option("--devices", min=1, max=1024, help="Number of devices, if none are named.", show_default="1"),
     ] = None,
     drive: Annotated[
-        str, typer.Option(help="A plain drive: gen3, gen4, gen5, or rates: read=7GB/s,write=5GB/s[,mixed=6GB/s].")
+        str,
+        typer.Option(help="The plain drives: gen3, gen4, gen5, or their rates: read=7GB/s,write=5GB/s[,mixed=6GB/s]."),
     ] = "gen4",
     csd: Annotated[
         str | None,
-        typer.Option(help="Plan for CSDs: smartssd, or rates, also update=240M/s.", show_default="for plain drives"),
+        typer.Option(
+            help="Plan for CSDs: smartssd, or rates as of --drive, also update=240M/s.",
+            show_default="plan for plain drives",
+        ),
     ] = None,
     link: Annotated[
-        str | None, typer.Option(help="Shared by all devices, each way: 8GB/s.", show_default="each has its own lanes")
+        str | None,
+        typer.Option(
+            help="Rate of a link that all devices share, each way: 8GB/s.", show_default="each has its own lanes"
+        ),
     ] = None,
-    gpu_link: Annotated[str, typer.Option(help="Between GPU and host, each way.")] = "25GB/s",
+    gpu_link: Annotated[str, typer.Option(help="Rate of the link between GPU and host, each way.")] = "25GB/s",
     cpu: Annotated[
         str | None,
         typer.Option(
             help="Parameters per second that the CPU updates: 1.4G/s.", show_default="measured on this machine"
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of parameters and gradients: fp16, bf16 or fp32.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="Type of parameters and gradients: fp16, bf16 or fp32.")] = "bf16",
     optimizer: Annotated[
-        str, typer.Option(metavar="CLASS[,OPTION...]", help="Such as CSDSGD,momentum, or CSDAdam,amsgrad.")
+        str,
+        typer.Option(
+            metavar="CLASS[,OPTION...]",
+            help="The optimizer, and its options that add states: CSDSGD,momentum or CSDAdam,amsgrad.",
+        ),
     ] = "CSDAdam",
-    state_dtype: Annotated[str, typer.Option(help="Of CSDAdam's states: fp32 or 8bit.")] = "fp32",
+    state_dtype: Annotated[str, typer.Option(help="How CSDAdam's states are kept: fp32 or 8bit.")] = "fp32",
     topk: Annotated[
-        float | None, typer.Option(help="Share of gradients to send, such as 0.01.", show_default="all")
+        float | None, typer.Option(help="Share of the gradients that Top-K sends, such as 0.01.", show_default="all")
     ] = None,
-    error_feedback: Annotated[bool, typer.Option(help="Keep what Top-K does not send: 2 B per parameter.")] = True,
-    forward: Annotated[float, typer.Option(metavar="S", help="Seconds of the GPU for one batch.")] = 0,
-    backward: Annotated[float, typer.Option(metavar="S", help="The same.")] = 0,
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches per step.")] = 1,
+    error_feedback: Annotated[
+        bool, typer.Option(help="Keep what Top-K does not send as residuals, 2 B per parameter.")
+    ] = True,
+    forward: Annotated[float, typer.Option(metavar="S", help="Seconds that the GPU takes for forward, per batch.")] = 0,
+    backward: Annotated[
+        float, typer.Option(metavar="S", help="Seconds that the GPU takes for backward, per batch.")
+    ] = 0,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches per step (gradient accumulation).")] = 1,
     tbw: Annotated[
-        str | None, typer.Option(help="What a device is rated to take: 600TB.", show_default="7PB for smartssd")
+        str | None, typer.Option(help="Endurance rating of each device: 600TB.", show_default="7PB for smartssd")
     ] = None,
     trainers: Annotated[
-        int | None, typer.Option(min=1, help="With optimizer ranks: how many trainers.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Plan with optimizer ranks (owners), for so many trainers.", show_default=False),
     ] = None,
-    owners: Annotated[int, typer.Option(min=1, help="Optimizer ranks, with these devices each.")] = 1,
-    trainer_link: Annotated[str, typer.Option(help="A trainer's network, each way.")] = "100Gb/s",
-    owner_link: Annotated[str, typer.Option(help="An owner's network, each way.")] = "100Gb/s",
-    route: Annotated[str, typer.Option(help="How gradients get there: kept, slices, star, or auto.")] = "auto",
+    owners: Annotated[int, typer.Option(min=1, help="Number of optimizer ranks, each with these devices.")] = 1,
+    trainer_link: Annotated[str, typer.Option(help="Rate of a trainer's network link, each way.")] = "100Gb/s",
+    owner_link: Annotated[str, typer.Option(help="Rate of an owner's network link, each way.")] = "100Gb/s",
+    route: Annotated[
+        str, typer.Option(help="How gradients travel to owners: kept, slices, star, or auto, the fastest of them.")
+    ] = "auto",
     place: Annotated[
-        bool, typer.Option("--place", help="Which part of the states 'auto' would give each device, and why.")
+        bool, typer.Option("--place", help="Show which part of the states 'auto' would place on each device, and why.")
     ] = False,
-    sweep: Annotated[str | None, typer.Option(metavar="devices=A..B", help="The same for each number.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Of the sweep, as PNG.", show_default=False)] = None,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="devices=A..B", help="Predict also for each number of devices from A to B.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the sweep to this PNG file.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """Predicts steps on devices you have, or think of buying: time, what bounds it, space, wear, what to change.
+    """Predicts the time of a step and what bounds it, space and wear, on devices you have or think of buying.
 
     Example: csd-optim plan --params 7B --devices 2 --drive gen4 --forward 0.4 --backward 0.8
     """
     if (params is None) == (config is None):
-        raise typer.BadParameter("give --params, or --config", param_hint="--params")
+        raise typer.BadParameter("give either --params or --config", param_hint="--params")
     if names and n_devices:
-        raise typer.BadParameter("name devices to be measured, or say how many", param_hint="--devices")
+        raise typer.BadParameter("either name devices, to be measured, or give their number", param_hint="--devices")
     if plot and not sweep:
         raise typer.BadParameter("plots a sweep: add --sweep devices=1..16", param_hint="--plot")
     if place and (sweep or n_devices):
-        raise typer.BadParameter("is for devices that are named, and measured", param_hint="--place")
+        raise typer.BadParameter(
+            "needs named devices, which it measures; it takes neither --sweep nor --devices", param_hint="--place"
+        )
     if trainers and (sweep or place):
-        raise typer.BadParameter("has neither --sweep nor --place", param_hint="--trainers")
+        raise typer.BadParameter("cannot be combined with --sweep or --place", param_hint="--trainers")
     if not trainers and (owners, trainer_link, owner_link, route) != (1, "100Gb/s", "100Gb/s", "auto"):
-        raise typer.BadParameter("how many are there? Owners, links and a route take them", param_hint="--trainers")
+        raise typer.BadParameter(
+            "is needed with --owners, --trainer-link, --owner-link and --route", param_hint="--trainers"
+        )
     with reported():
         from ..engine import at_once
         from ..planning import advice, model, ranks
@@ -463,7 +515,7 @@ def plan(
             host=model.Host(
                 link=parse_rate(link) if link else math.inf,
                 gpu_link=parse_rate(gpu_link),
-                update=parse_rate(cpu, "") if cpu else math.inf,  # until it is measured
+                update=parse_rate(cpu, "") if cpu else math.inf,  # replaced below by the measured rate
             ),
             dtype=dtype,
             optimizer=planned,
@@ -510,19 +562,27 @@ def plan(
 def serve(
     devices: Annotated[
         list[str],
-        typer.Argument(metavar="DEVICE...", help="Directories, or device strings with one; as of CSDAdam."),
+        typer.Argument(
+            metavar="DEVICE...", help="Directories for the states, or device strings with a directory, as for CSDAdam."
+        ),
     ],
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where trainers come to; without HOST on all addresses.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Address on which trainers connect; without HOST, all addresses of this machine."
+        ),
     ],
     timeout: Annotated[
-        float, typer.Option(min=0.1, max=86400, metavar="S", help="Seconds that a trainer may be silent in a step.")
+        float,
+        typer.Option(min=0.1, max=86400, metavar="S", help="Seconds that a trainer may be silent within a step."),
     ] = 600,
 ) -> None:
-    """Keeps the optimizer's states here for trainers elsewhere, whose devices are serve://HOST:PORT.
+    """Runs an optimizer rank: keeps states here for trainers elsewhere, whose devices are serve://HOST:PORT.
 
-    On a private network only: nobody is asked for a password. SIGTERM or Ctrl-C ends it; started again, it goes on when
-    a trainer comes that resumes. Several optimizer ranks: torchrun ... -m csd_optim serve /mnt/nvme{rank} --listen ...
+    Use it on a private network only: connections are not authenticated. SIGTERM or Ctrl-C stops it; started again, it
+    continues when a trainer connects with resume=True.
+
+    For several optimizer ranks: torchrun ... -m csd_optim serve /mnt/nvme{rank} --listen ...
     """
     with reported():
         from .serving import serve as serve_
@@ -537,23 +597,28 @@ def emu(
     ],
     devices: Annotated[
         int | None,
-        typer.Option("--devices", min=1, max=emulation.MAX_DEVICES, help="Emulated cards.", show_default="1"),
+        typer.Option("--devices", min=1, max=emulation.MAX_DEVICES, help="Number of emulated cards.", show_default="1"),
     ] = None,
     drives: Annotated[
         list[Path] | None,
         typer.Option(
-            "--drive", metavar="DIR", help="Stands for a card's NVMe, once for each card.", show_default="temporary"
+            "--drive",
+            metavar="DIR",
+            help="Directory that stands for a card's NVMe drive; give it once per card.",
+            show_default="temporary",
         ),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0, metavar="S", help="Seconds until it is ended, with status 124.")
+        float | None,
+        typer.Option(min=0, metavar="S", help="Stop the command after S seconds; the exit code is then 124."),
     ] = None,
 ) -> None:
     """Runs a command with emulated SmartSSDs: devices=["xrt:0"] works without a card.
 
-    XRT is the real one, in its software emulation (apt install libxrt1); the FPGA's kernels run on the CPU.
+    Uses the real XRT in its software emulation (apt install libxrt1); the FPGA's kernels run on the CPU, so times mean
+    nothing.
 
-    For trying things out: times mean nothing. Example: csd-optim emu --devices 2 -- python train.py
+    Example: csd-optim emu --devices 2 -- python train.py
     """
     with reported():
         try:

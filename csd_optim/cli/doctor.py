@@ -1,6 +1,6 @@
-"""What `doctor` looks at: whether this machine and its drives are fit for training, and what to do where they are not.
+"""`csd-optim doctor`: checks whether this machine and its drives are fit for training, and says how to fix them.
 
-Each check turns facts into a Finding, and does nothing else: facts come from /proc, /sys, smartctl and a probe.
+Each check only turns facts into Findings; the facts come from /proc, /sys, smartctl and a probe.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from .facts import describe_device
 
 Status = Literal["ok", "slow", "no", "unknown"]
 OK: Final = "ok"
-SLOW: Final = "slow"  # it works, but should not be left so
+SLOW: Final = "slow"  # it works, but should be fixed
 BAD: Final = "no"
 UNKNOWN: Final = "unknown"
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "virtiofs", "fuse")
 COPY_ON_WRITE = ("btrfs", "zfs", "bcachefs")
-USUAL_MAPPINGS = 65530 * 7 // 8  # what Linux allows unless it is told otherwise, less what max_mappings() leaves
-WORN = 80  # percent of what the maker promises
-FELL = 0.75  # of its first rate, below which a drive has slowed down
+USUAL_MAPPINGS = 65530 * 7 // 8  # max_mappings() with Linux's default limit
+WORN = 80  # percent of the endurance that the maker promises
+FELL = 0.75  # a drive has slowed down if its last rate is below this share of its first
 PROBE_BLOCK, PROBE_BYTES = 1 << 20, 8 << 30
-TURNS = 20  # that a probe has at least
+TURNS = 20  # equal parts of a probe, each measured by itself
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy`: what to do, "" if nothing is."""
+    """One line of the report. `remedy`: what to do about it, empty if nothing."""
 
     what: str
     status: Status
@@ -80,14 +80,14 @@ def check_updater(updater: dict[str, Any], asked: str | None, cpu: str) -> Findi
     if asked == "scalar":
         return Finding("CPU updater", SLOW, text, "unset CSD_OPTIM_ISA")
     about = "this CPU has neither AVX-512 nor AVX2" if cpu == "x86_64" else f"vectorized by the compiler only on {cpu}"
-    return Finding("CPU updater", SLOW, f"{text}: {about}", "see with csd-optim bench whether the CPU is the limit")
+    return Finding("CPU updater", SLOW, f"{text}: {about}", "csd-optim bench shows whether the CPU is the limit")
 
 
 def check_quota(quota: float | None, threads: int) -> Iterator[Finding]:
-    """`quota`: of machine.cpu_quota()."""
+    """Check the cgroup's CPU limit against the updater's threads. `quota`: CPUs, from machine.cpu_quota()."""
     if quota is not None:
-        text = f"of {quota:g} CPUs: this cgroup's limit"
-        remedy = f"CSD_OPTIM_THREADS={max(1, int(quota))}: more threads are stopped in the middle of an update"
+        text = f"{quota:g} CPUs: this cgroup's limit"
+        remedy = f"set CSD_OPTIM_THREADS={max(1, int(quota))}: more threads are throttled in the middle of an update"
         yield Finding("CPU time", SLOW, text, remedy) if quota < threads else Finding("CPU time", OK, text)
 
 
@@ -103,11 +103,11 @@ def check_huge_pages(enabled: str) -> Finding:
 
 
 def check_mappings(usable: int) -> Finding:
-    """`usable`: of max_mappings()."""
+    """Check how many memory mappings the states may have. `usable`: from max_mappings()."""
     text = f"{usable} mappings for states"
     if usable >= USUAL_MAPPINGS:
         return Finding("vm.max_map_count", OK, text)
-    return Finding("vm.max_map_count", SLOW, f"{text}: tiles are cut larger", "sysctl -w vm.max_map_count=262144")
+    return Finding("vm.max_map_count", SLOW, f"{text}, so tiles are larger", "sysctl -w vm.max_map_count=262144")
 
 
 def check_accelerator(version: str, there: bool) -> Finding:
@@ -125,13 +125,13 @@ def check_cards(there: Sequence[cards.Card]) -> list[Finding]:
 
 
 def examine_directory(spec: DeviceSpec, share: int | None) -> list[Finding]:
-    """`share`: bytes that a store is going to take on this file system, None if nobody knows."""
+    """Check a device's directory. `share`: bytes that the model's states take on its file system, None if unknown."""
     entry = describe_device(spec, {})
     if "problem" in entry:
         remedy = how_to_own(spec.directory) if spec.directory and not spec.card else ""
         return [Finding("accelerator" if spec.kind.on_accelerator else "directory", BAD, entry["problem"], remedy)]
     if "storage" not in entry:
-        return [Finding("directory", OK, "memory: nothing to look at")]
+        return [Finding("directory", OK, "memory: nothing to check")]
     place, store = entry["storage"], entry["store"]
     found = [check_file_system(place["filesystem"]), check_direct_io(entry["direct_io"])]
     found.append(check_room(place["free_bytes"] + (store or {}).get("bytes", 0), share))
@@ -144,19 +144,20 @@ def examine_directory(spec: DeviceSpec, share: int | None) -> list[Finding]:
         found += check_limits(disk["name"], machine.io_limits(text_of(block / "dev")))
         found += check_smart(disk, health.smart(disk["name"]))
     if not blocks and place["filesystem"] not in MEMORY_FILE_SYSTEMS:
-        found.append(Finding("drive", UNKNOWN, "the system does not say what is below this file system"))
+        found.append(Finding("drive", UNKNOWN, "the system does not say which drive this file system is on"))
     return found
 
 
 def check_file_system(kind: str) -> Finding:
     if kind in MEMORY_FILE_SYSTEMS:
-        return Finding("file system", BAD, f"{kind}: memory, not a drive", 'devices="ram:" is faster, if that is meant')
+        remedy = 'use a directory on a drive; if memory is meant, devices="ram:" is faster'
+        return Finding("file system", BAD, f"{kind}: memory, not a drive", remedy)
     if kind == "overlay":
-        return Finding("file system", SLOW, "a container's own layer: gone with it", "mount a volume of the host")
+        return Finding("file system", SLOW, "a container's own layer: lost with it", "mount a volume of the host")
     if kind.partition(".")[0] in NETWORK_FILE_SYSTEMS:
         return Finding("file system", SLOW, f"{kind}: over a network", "use a local drive")
     if kind in COPY_ON_WRITE:
-        return Finding("file system", SLOW, f"{kind}: writes a copy, and sums it again", "use ext4 or xfs")
+        return Finding("file system", SLOW, f"{kind}: copy-on-write, with its own checksums", "use ext4 or xfs")
     return Finding("file system", OK, kind)
 
 
@@ -167,29 +168,29 @@ def check_direct_io(direct: bool) -> Finding:
 
 def check_room(free: int, share: int | None) -> Finding:
     if share is None:
-        return Finding("room", OK, f"{free / 1e9:.0f} GB; --params 7B says whether a model fits")
-    text = f"{free / 1e9:.0f} GB, and the states take {share / 1e9:.0f} GB"
+        return Finding("room", OK, f"{free / 1e9:.0f} GB free; --params 7B checks whether a model fits")
+    text = f"{free / 1e9:.0f} GB free, and the states take {share / 1e9:.0f} GB"
     remedy = 'state_dtype="8bit", shadow=False, or one more drive'
     return Finding("room", OK, text) if share <= free else Finding("room", BAD, text, remedy)
 
 
 def check_store(store: dict[str, Any]) -> Finding:
-    """`store`: as describe_device() has it."""
+    """Check the store that is there. `store`: as in the result of describe_device()."""
     if "problem" in store:
         return Finding("store", BAD, store["problem"], "csd-optim verify")
     if store["owner"] is not None:
         return Finding("store", OK, f"step {store['step']}, in use by process {store['owner']}")
     if store["torn"]:
-        text = f"step {store['step']}, torn: a step was under way, without a second slot"
-        return Finding("store", BAD, text, "go on from a snapshot or a checkpoint")
-    return Finding("store", OK, f"step {store['step']}; resume=True goes on, overwrite=True begins anew")
+        text = f"step {store['step']}, torn: stopped within the next step, which shadow=False cannot undo"
+        return Finding("store", BAD, text, "continue from a snapshot or a checkpoint")
+    return Finding("store", OK, f"step {store['step']}; resume=True continues, overwrite=True starts anew")
 
 
 def check_disk(disk: dict[str, Any]) -> Iterator[Finding]:
-    """`disk`: of health.describe_disk()."""
+    """Check what kind of drive it is, and its PCIe link. `disk`: from health.describe_disk()."""
     what, model = f"drive {disk['name']}", disk["model"] or "of unknown make"
     if disk["name"].startswith(("vd", "xvd", "nbd", "rbd", "loop")):
-        yield Finding(what, UNKNOWN, "virtual: what is below it is not shown", "--probe 60 measures it")
+        yield Finding(what, UNKNOWN, "virtual: the physical drive is not visible", "--probe 60 measures it")
     elif disk["rotational"]:
         yield Finding(what, SLOW, f"{model}: a hard disk", "use an SSD: a step would take minutes per GB")
     elif disk["removable"]:
@@ -200,7 +201,7 @@ def check_disk(disk: dict[str, Any]) -> Iterator[Finding]:
     if link and best:
         text = f"{link[0]:g} GT/s x {link[1]}"
         slow = math.prod(link) < math.prod(best)
-        remedy = "another slot, or the power management of PCIe"
+        remedy = "try another slot; check PCIe power management"
         yield (
             Finding(f"{what}, PCIe", SLOW, f"{text}, could be {best[0]:g} GT/s x {best[1]}", remedy)
             if slow
@@ -209,7 +210,7 @@ def check_disk(disk: dict[str, Any]) -> Iterator[Finding]:
 
 
 def check_limits(name: str, limits: dict[str, int]) -> Iterator[Finding]:
-    """`limits`: of machine.io_limits()."""
+    """Check what the cgroup allows on drive `name`. `limits`: bytes per second, from machine.io_limits()."""
     if limits:
         text = ", ".join(f"{kind} {rate / 1e9:.2f} GB/s" for kind, rate in limits.items())
         remedy = "raise what the container may read and write, or give it another drive"
@@ -217,7 +218,7 @@ def check_limits(name: str, limits: dict[str, int]) -> Iterator[Finding]:
 
 
 def check_smart(disk: dict[str, Any], said: dict[str, Any]) -> Iterator[Finding]:
-    """`said`: of health.smart()."""
+    """Check a drive's health and wear. `said`: from health.smart()."""
     what = f"drive {disk['name']}, health"
     if "problem" in said:
         warm = "" if disk["celsius"] is None else f"; {disk['celsius']:.0f} °C"
@@ -232,24 +233,24 @@ def check_smart(disk: dict[str, Any], said: dict[str, Any]) -> Iterator[Finding]
     if not said["passed"] or said["critical_warning"]:
         yield Finding(what, BAD, f"failing: {text}", "replace it before it loses data")
     elif said["media_errors"]:
-        yield Finding(what, SLOW, f"{said['media_errors']} errors of its medium; {text}", "keep snapshots elsewhere")
+        yield Finding(what, SLOW, f"{said['media_errors']} media errors; {text}", "keep snapshots elsewhere")
     elif (said["percent_used"] or 0) >= WORN:
         yield Finding(what, SLOW, text, 'state_dtype="8bit" writes less than half as much')
     else:
         yield Finding(what, OK, text)
     if said["hot_minutes"]:
         hot = f"was above its critical temperature for {said['hot_minutes']} minutes of its life"
-        yield Finding(f"{what}, heat", SLOW, hot, "a heat sink, or air")
+        yield Finding(f"{what}, heat", SLOW, hot, "add a heat sink or airflow")
 
 
 # ---- a probe -----------------------------------------------------------------------------------
 
 
 def probe(directory: Path, seconds: float, tick: Callable[[], None]) -> tuple[list[float], tuple[float, float] | None]:
-    """Bytes per second, read and written together as a step does, in TURNS turns of `seconds` altogether.
+    """Read and write an unnamed scratch file as a step does, for `seconds`, in TURNS equal turns.
 
-    And health.heat_of() the drive that came nearest to its limit meanwhile. On a nameless scratch file. `tick`: called
-    after each turn. Raises CSDOSError.
+    Returns the bytes per second of each turn, read plus written, and health.heat_of() the drive that came nearest to
+    its temperature limit, or None. `tick` is called after each turn. Raises CSDOSError.
     """
     free = machine.storage(directory)["free_bytes"]
     blocks = health.disks_below(directory.stat().st_dev)
@@ -276,9 +277,9 @@ def _turns(scratch: Scratch, seconds: float, tick: Callable[[], None]) -> Iterat
 
 
 def check_rates(rates: Sequence[float], seconds: float, heat: tuple[float, float] | None) -> Finding:
-    """Whether a drive became slower: the median of the last third of the turns against that of the first.
+    """Check whether a drive slowed down: the median of the last third of the turns against that of the first third.
 
-    `heat`: of probe().
+    `rates`, `heat`: from probe(), in bytes per second and °C.
     """
     third = len(rates) // 3
     first, last = statistics.median(rates[:third]), statistics.median(rates[-third:])
@@ -290,7 +291,7 @@ def check_rates(rates: Sequence[float], seconds: float, heat: tuple[float, float
     cold = heat is not None and not hot and heat[1] < math.inf
     why = "it is too hot" if hot else "its fast cache is full" if cold else "its fast cache is full, or it is too hot"
     text = f"falls from {first / 1e9:.2f} to {last / 1e9:.2f} GB/s: {why}{warm}"
-    return Finding(what, SLOW, text, "training gets the second figure" + ("" if cold else "; cool it"))
+    return Finding(what, SLOW, text, "expect the lower rate in training" + ("" if cold else "; cool it"))
 
 
 # ---- all of it ---------------------------------------------------------------------------------
@@ -299,10 +300,10 @@ def check_rates(rates: Sequence[float], seconds: float, heat: tuple[float, float
 def examine(
     specs: Sequence[DeviceSpec], params: int | None, state_dtype: str, seconds: float, tick: Callable[[str], None]
 ) -> dict[str, list[Finding]]:
-    """Findings of the machine, and of each device under its name.
+    """Return the findings about the machine, and about each device under its name.
 
-    `params`: of a model that is to be trained, if known; `seconds`: of a probe of each drive, 0: none; `tick` is told
-    what comes next, TURNS times for each probe. Raises CSDOSError.
+    `params`: the model's size, if known. `seconds`: how long each drive is probed, 0 for no probe. `tick` is called
+    TURNS times per probe. Raises CSDOSError.
     """
     found = {"this machine": examine_machine()}
     for spec, share in zip(specs, shares(specs, params, state_dtype), strict=True):
@@ -315,10 +316,10 @@ def examine(
 
 
 def shares(specs: Sequence[DeviceSpec], params: int | None, state_dtype: str) -> list[int | None]:
-    """Bytes that a model's states take on the file system of each device, those of other devices there included."""
+    """Return the bytes that the states of all devices on each device's file system take, per device."""
     if params is None:
         return [None] * len(specs)
-    each = 2 * slot_bytes(state_dtype, 2) * params / len(specs)  # of 16-bit parameters, in two slots
+    each = 2 * slot_bytes(state_dtype, 2) * params / len(specs)  # two slots, 16-bit parameters
     systems = [_file_system(spec) for spec in specs]
     return [round(each * systems.count(system)) for system in systems]
 

@@ -1,4 +1,4 @@
-"""What the commands show: facts of devices and stores as plain values."""
+"""Facts about devices and stores, as plain values: what the commands print and what `--json` contains."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from ..store.sections import FP32, PARAM_DTYPES, elem_bytes, sections_of, size_o
 from . import measure
 from .io import message, progress
 
-P2P_SHARE = 0.6  # of the drive's rate, at which a way to the card is suspected to be a detour
-PROBE_BYTES = 1 << 30  # of scratch space for a speed check; less where it does not last a second
+P2P_SHARE = 0.6  # P2P below this share of the drive's rate is suspected to take a detour
+PROBE_BYTES = 1 << 30  # scratch space of a speed check; less on a drive that cannot fill it in the time
 
 
 def specs_of(names: list[str] | None) -> list[DeviceSpec]:
-    """The devices named, else those of CSD_OPTIM_DEVICES, else the current directory."""
+    """Return the named devices, by default those of CSD_OPTIM_DEVICES or else the current directory."""
     return parse_devices(names or (None if settings.devices() else "."))
 
 
 def describe_states(extents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How a store's states are kept, each way once: which, as what, and the bytes in a slot for a parameter."""
+    """Return how a store keeps its states: for each kind of extent the states' names, codec and bytes per parameter."""
     found = []
     for extent in extents:
         how = {"names": extent["sections"], "codec": extent.get("codec", FP32), "of": extent.get("param_dtype")}
@@ -52,7 +52,7 @@ def describe_states(extents: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[str, Any]:
-    """What is known of a device, and by pyxrt; `problem` says what keeps it from being used."""
+    """Return what is known of a device. `told`: pyxrt's facts. `problem` in the result says why it cannot be used."""
     entry: dict[str, Any] = {"device": str(spec), "backend": spec.backend}
     if spec.card:
         try:
@@ -88,13 +88,13 @@ def describe_device(spec: DeviceSpec, told: Mapping[str, cards.Facts]) -> dict[s
 
 
 def describe_xclbin(program: Xclbin) -> dict[str, Any]:
-    """The program that is going to be loaded."""
+    """Return facts about the program that a step would load on the card."""
     facts = {"file": str(program.path), "uuid": str(program.uuid), "platform": program.platform, "mode": program.mode}
     return facts | {"kernels": list(program.kernels)}
 
 
 def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
-    """What `--probe` adds to what is known of a device: how fast it is."""
+    """Return what `--probe` adds to a device's facts: how fast it is."""
     directory, free = Path(entry["directory"]), entry["storage"]["free_bytes"]
     speed = check_speed(directory, free)
     if not spec.card:
@@ -104,21 +104,22 @@ def measure_device(spec: DeviceSpec, entry: dict[str, Any]) -> dict[str, Any]:
     except CSDError as e:
         return {"speed": speed, "problem": message(e)}
     added: dict[str, Any] = {"speed": speed, "card_speed": rates}
-    # The card's drive as the host reads it, beside the way to the card: that should be no slower.
+    # P2P to the card should be no slower than the host's reads of the same drive.
     if not rates["drive_to_card"] and spec.p2p != "0":
         added["problem" if spec.p2p == "1" else "warning"] = (
-            f"its drive cannot reach its memory (P2P, says the driver: {entry['card']['p2p']}): the host stands between"
+            f"its drive cannot reach its memory by P2P (the driver says: {entry['card']['p2p']}): data goes through "
+            "the host"
         )
     slow = rates["drive_to_card"] < P2P_SHARE * speed["read_bytes_per_second"]
     if rates["drive_to_card"] and slow and not entry["card"]["emulated"]:
         added["warning"] = (
-            "P2P is much slower than the drive: it goes through the host, or the IOMMU (docs/smartssd.md, step 1)"
+            "P2P is much slower than the drive: it goes through the host or the IOMMU (docs/smartssd.md, step 1)"
         )
     return added
 
 
 def measured_request(request: advice.Request, names: list[str]) -> advice.Request:
-    """What is measured of the named devices takes the place of what was assumed. Raises CSDError."""
+    """Return the request with the measured rates of the named devices in place of assumed ones. Raises CSDError."""
     specs = parse_devices(names)
     entries = [describe_device(spec, {}) for spec in specs]
     with progress(len(specs)) as tick:
@@ -144,10 +145,11 @@ def measured_request(request: advice.Request, names: list[str]) -> advice.Reques
 def planned_placement(
     names: list[str] | None, params: int, dtype: torch.dtype, state_dtype: str, sections: Sequence[str]
 ) -> dict[str, Any]:
-    """What `auto` would choose for so many parameters on these devices, after measuring those, the CPU and the link.
+    """Return the placement that `auto` would choose for `params` parameters, after measuring devices, CPU and link.
 
-    As Placement.describe(), and `rooms`, bytes of each device; `drives_alone`: seconds of a step without memory, None:
-    there is none, or no room. Raises CSDError.
+    The result is that of Placement.describe(), with `rooms`, the bytes that each device has room for, and
+    `drives_alone`, the seconds of a step on the drives only; None if there are only drives, none, or too small ones.
+    Raises CSDError.
     """
     named = parse_devices([AUTO, *(names or settings.devices())])
     near = next((s for s in named if s.kind.on_accelerator), None)
@@ -174,7 +176,7 @@ def planned_placement(
             if state_dtype == FP32:
                 left = on_accelerator = round(params * placement.part_beside(plan(), dtype.itemsize))
                 placement.beside.params = on_accelerator
-                if left and any(spec.durable for spec in chosen.values()):  # these have it, too
+                if left and any(spec.durable for spec in chosen.values()):  # durable devices keep a copy
                     shares = placement.shares(plan(), is_copied=True)
                     placement.take(placement.divide(plan(shares), is_copied=True), is_copied=True)
                 left = params - on_accelerator
@@ -193,7 +195,7 @@ def planned_placement(
 
 
 def describe_store_there(file: Path) -> dict[str, Any] | None:
-    """The store in a device's directory, in short; None if there is none."""
+    """Return a summary of the store in a device's directory, None if there is none."""
     if not file.exists():
         return None
     owner = lock_owner(file.stat())
@@ -213,14 +215,14 @@ def describe_store_there(file: Path) -> dict[str, Any] | None:
 
 
 def check_speed(directory: Path, free: int) -> dict[str, float]:
-    """Bytes per second of direct reads, writes and both at once, on scratch space; about four seconds."""
+    """Return bytes per second of direct reads, writes and both at once, on scratch space. Takes about four seconds."""
     with Scratch(directory, min(PROBE_BYTES, free // 4), DEFAULT_BLOCK) as scratch:
         scratch.fill(seconds=1.5)
         return {f"{kind}_bytes_per_second": rate([scratch], kind, 1.0) for kind in ("read", "write", "mixed")}
 
 
 def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
-    """Everything `inspect` shows. `tbw_bytes`: the drive's rating. Raises CSDStoreError, CSDOSError."""
+    """Return all that `inspect` shows. `tbw_bytes`: the drive's rating. Raises CSDStoreError, CSDOSError."""
     try:
         contents = read_contents(path)
     except OSError as e:
@@ -231,7 +233,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
     stat = file.stat()
     total = sum(p["numel"] for p in manifest["params"])
     shares = next((e["shares"] for e in manifest["extents"] if "shares" in e), [1.0] * block.devices)
-    share = shares[block.device] / sum(shares)  # of the parameters
+    share = shares[block.device] / sum(shares)  # of all parameters, between 0 and 1
     slots = contents.tiles["slot"]
     rows = rows_with_residual(manifest, block.device)
     residual_bytes = [RESIDUAL_BYTES * manifest["params"][row]["numel"] for row in rows]
@@ -259,7 +261,7 @@ def describe_store(path: Path, tbw_bytes: int | None = None) -> dict[str, Any]:
         },
         "states": describe_states(manifest["extents"]),
         "residuals": {"count": len(residual_bytes), "bytes": sum(residual_bytes)},
-        # When every parameter has a gradient.
+        # Bytes that a step writes if every parameter has a gradient.
         "step_bytes": sum(size_of(sections_of(e)) * e["tiles"] for e in manifest["extents"]) + sum(residual_bytes),
         "written_bytes": contents.record.written_bytes,
         "training_seconds": contents.record.seconds,

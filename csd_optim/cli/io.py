@@ -1,4 +1,4 @@
-"""What a command prints: one JSON object, a bar while it works, errors as a line each."""
+"""What every command prints alike: one JSON object, a progress bar while it works, one line per error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from ..errors import CSDError, CSDWarning
 
-Tick = Callable[[str], None]  # what is begun now
+Tick = Callable[[str], None]  # called with a description of the part that begins now
 
 
 def print_json(command: str, **content: Any) -> None:
@@ -21,8 +21,8 @@ def print_json(command: str, **content: Any) -> None:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Tick]:
-    """A bar on stderr, gone when it is done; each call of what it yields begins one more of `total` parts."""
-    from rich.console import Console  # which takes longer than `--version` by itself
+    """Show a progress bar on stderr until the block ends. Yields a Tick: each call begins one more of `total` parts."""
+    from rich.console import Console  # imported here because it takes longer than all of `--version`
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -40,9 +40,9 @@ def progress(total: int) -> Iterator[Tick]:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Errors and warnings become one line each on stderr."""
+    """Turn errors and Ctrl-C into one line on stderr and an exit code: raises typer.Exit."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=CSDWarning)  # what they say is part of what is shown
+        warnings.filterwarnings("ignore", category=CSDWarning)  # the commands' output says the same
         try:
             yield
         except BrokenPipeError:
@@ -56,7 +56,7 @@ def reported() -> Iterator[None]:
 
 
 def _say(what: str, text: str = "") -> None:
-    """One line on stderr, `what` in red if anything follows."""
+    """Print one line on stderr; `what` is red if `text` follows it."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -65,7 +65,7 @@ def _say(what: str, text: str = "") -> None:
 
 
 def message(e: BaseException) -> str:
-    """An error's text without the errno's number."""
+    """Return an error's text without its errno."""
     if isinstance(e, OSError) and e.strerror:
         return e.strerror if isinstance(e, CSDError) or not e.filename else f"{e.filename}: {e.strerror}"
     return str(e)

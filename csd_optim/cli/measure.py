@@ -1,7 +1,7 @@
-"""How fast cards, memory and the updater are, each on its own: short measurements.
+"""Short measurements of how fast cards, memory and the updater are, each on its own.
 
-A figure such as "70 million parameters per second" says little by itself; beside the rate that the same disk or the
-same memory reaches with nothing to compute, measured in the same run, it does.
+A figure such as "70 million parameters per second" means little by itself. It does beside the rate that the same disk
+or memory reaches in the same run without computing anything.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CARD_BYTES, LEAST_CARD_BYTES = 1 << 30, 48 << 20  # of scratch space on a card's
 
 
 def card_rates(spec: DeviceSpec, free: int) -> dict[str, float]:
-    """Bytes per second between card, drive and host, parameters per second of its kernel; see `csd_card_rates`.
+    """Return bytes per second between card, drive and host, and the kernel's parameters per second: `csd_card_rates`.
 
-    `spec`: with a directory, of which `free` bytes are free. Raises CSDUnavailableError, CSDOSError.
+    `spec` has a directory, and `free` bytes are free there. Raises CSDUnavailableError, CSDOSError.
     """
     assert spec.directory is not None
     size = min(CARD_BYTES, free // 4)
@@ -50,26 +50,26 @@ def card_rates(spec: DeviceSpec, free: int) -> dict[str, float]:
 
 
 class Memory:
-    """Some memory on huge pages, to be read and written back in place."""
+    """Memory on huge pages whose bandwidth is measured by reading it and writing it back in place."""
 
     def __init__(self, nbytes: int) -> None:
         self._values = torch.from_numpy(huge_array(nbytes).view(np.float32))
-        self._values.fill_(1.0)  # touches every page: faults are not bandwidth
+        self._values.fill_(1.0)  # touches every page, so that page faults are not timed
 
     def rate(self, threads: int) -> float:
-        """Bytes per second of one pass; a byte counts twice, once read and once written."""
+        """Return bytes per second of one pass; each byte counts twice, as read and as written."""
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
             start = time.perf_counter()
-            self._values.neg_()  # one bit of each value: nothing to compute
+            self._values.neg_()  # flips one bit of each value: the cheapest operation that reads and writes everything
             return 2 * self._values.nbytes / (time.perf_counter() - start)
         finally:
             torch.set_num_threads(before)
 
 
 class Updater:
-    """The updater alone, on states of `elems` parameters in memory."""
+    """The CPU updater alone, on states of `elems` parameters in memory."""
 
     def __init__(self, elems: int, dtype: torch.dtype) -> None:
         threads = bindings.threads_used()
@@ -82,7 +82,7 @@ class Updater:
         self.elems = elems
 
     def rate(self) -> float:
-        """Parameters per second of one update of all of them, on the engine's number of threads."""
+        """Update all parameters once, on as many threads as the engine uses. Returns parameters per second."""
         start = time.perf_counter()
         threads = [threading.Thread(target=self._update, args=part, daemon=True) for part in self._parts]
         for thread in threads:
@@ -98,5 +98,5 @@ class Updater:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and largest."""
+    """Return the median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}

@@ -1,4 +1,4 @@
-"""Our optimizers, as somebody names them who plans for one: `CSDSGD,momentum`."""
+"""Optimizers as `csd-optim plan --optimizer` names them, such as `CSDSGD,momentum`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ OPTIMIZERS = {cls.__name__: cls for cls in _CLASSES}
 
 
 def described(text: str, state_dtype: str) -> tuple[Optimizer, tuple[str, ...], tuple[int, tuple[float, ...]]]:
-    """Of a class, and those of its arguments that add a state: its sections, and its first step.
+    """Parse `CLASS[,OPTION...]`, an optimizer class and those of its arguments that add a state.
 
-    That step as csd_rule and csd_hyper.c have it. Raises CSDValueError, also if its states cannot be kept so.
+    Returns the optimizer for a plan, the names of its sections, and the rule and constants of its first step as
+    csd_hyper has them. Raises CSDValueError, also if its states cannot be kept as `state_dtype`.
     """
     name, *options = (part.strip() for part in text.split(","))
     if name not in OPTIMIZERS:

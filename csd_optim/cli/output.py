@@ -1,4 +1,4 @@
-"""What the commands show to people; programs get the same facts as JSON."""
+"""The commands' output for people; with `--json`, programs get the same facts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import benchmark
 from .doctor import Finding, Status
 from .top import process
 
-LONG = 16  # parameters; more are listed in part
+LONG = 16  # parameters that are listed in full; of a longer list only both ends are shown
 
 
 def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[dict[str, Any]]) -> None:
@@ -35,7 +35,7 @@ def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[d
             disk = ", ".join(filter(None, (place["source"], place["model"])))
             in_memory = "; this is memory, not a disk" if place["filesystem"] in ("tmpfs", "ramfs") else ""
             rows += [
-                ("directory", entry["directory"] + ("" if entry["exists"] else " (the device's own is made there)")),
+                ("directory", entry["directory"] + ("" if entry["exists"] else " (the device's is created in it)")),
                 ("file system", f"{place['filesystem']} on {disk}, mounted at {place['mounted_at']}{in_memory}"),
             ]
             free = place["free_bytes"]
@@ -45,7 +45,7 @@ def show_devices(machine: dict[str, Any], updater: dict[str, Any], found: list[d
             each = STORE_BYTES if place else MEMORY_STATE_BYTES
             rows.append(("free", f"{size(free)}: room for {number(free // each)} parameters, {each} B each"))
         if "direct_io" in entry:
-            direct = "yes" if entry["direct_io"] else "no: slower, through the page cache; ext4 and xfs have it"
+            direct = "yes" if entry["direct_io"] else "no: slower, through the page cache; ext4 and xfs support it"
             rows += [("direct I/O", direct), ("store", store_there_text(entry["store"]))]
         if speed := entry.get("speed"):
             read, write, mixed = (speed[f"{k}_bytes_per_second"] / 1e9 for k in ("read", "write", "mixed"))
@@ -117,7 +117,7 @@ def store_there_text(described: dict[str, Any] | None) -> str:
 
 
 def show_top(found: list[dict[str, Any]]) -> Group:
-    """For each training a line, and a table of its devices."""
+    """Return one line and a table of the devices for each process that trains."""
     shown: list[RenderableType] = []
     for who in dict.fromkeys(map(process, found)):
         devices = [d for d in found if process(d) == who]
@@ -126,7 +126,7 @@ def show_top(found: list[dict[str, Any]]) -> Group:
 
 
 def describe_training(devices: list[dict[str, Any]]) -> str:
-    """Of one process, or of the one that was there last."""
+    """Return the line about a training. `devices`: those of one process, which may have ended."""
     d = devices[0]
     kind = "rank" if d["trainers"] is None else "owner"
     rank = f", {kind} {d['rank']} of {d['world_size']}" if d["world_size"] > 1 else ""
@@ -136,11 +136,11 @@ def describe_training(devices: list[dict[str, Any]]) -> str:
     text = f"[bold]{who}{rank}[/]: step {d['committed_step'] if d['step'] is None else d['step']}, "
     text += f"committed {min(e['committed_step'] for e in devices)}"
     if d["step"] is None:
-        return f"{text}; it tells nothing: it has made no step yet, or trains with a csd_optim from before"
+        return f"{text}; no report: it has made no step yet, or its csd_optim is older than `top`"
     text += f"; a step takes {d['step_seconds']:.2f} s"
     if d["iteration_seconds"]:
-        text += f", all in all {d['iteration_seconds']:.2f} s"
-    text += f", the last one was {duration(time.time() - d['at'])} ago"
+        text += f", an iteration {d['iteration_seconds']:.2f} s"
+    text += f", the last step was {duration(time.time() - d['at'])} ago"
     if d["waits_for"]:
         kind, _, where = d["waits_for"].partition(" ")
         text += f"; waits for {WAITING[kind]}{escape(f' of {where}' if where else '')}"
@@ -153,17 +153,17 @@ WAITING = {
     "read": "reads",
     "update": "the update",
     "write": "writes",
-    "ranks": "ranks that are not shown, gradients or the model",
-    "network": "gradients and parameters on their way",
+    "ranks": "ranks not listed here, gradients or the model",
+    "network": "gradients and parameters in transit",
     "trainers": "trainers",
 }
 
 
 def top_table(devices: list[dict[str, Any]]) -> Table:
-    """Rates of the drive now; the last step; wear."""
+    """Return a table with a row per device: its drive's current rates, its part of the last step, its wear."""
     made = Table(box=box.SIMPLE_HEAD)
     heads = ("drive reads", "writes", "queue", "step: read", "update", "write", "Mparam/s", "written", "lasts")
-    made.add_column("device", overflow="fold")  # not cut: the ends of directories tell them apart
+    made.add_column("device", overflow="fold")  # never truncated: directories often differ only at the end
     for head in heads:
         made.add_column(head, justify="right")
     for d in devices:
@@ -180,7 +180,7 @@ def top_table(devices: list[dict[str, Any]]) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Since something happened; clocks of others may be ahead."""
+    """Return a time span as text. Negative ones, from another machine's clock that is ahead, count as 0."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -209,7 +209,7 @@ def show_store(described: dict[str, Any], everything: bool) -> None:
     of_rank = f", of rank {described['rank']} of {described['world_size']}" if described["world_size"] > 1 else ""
     tiles, params = described["tiles"], described["params"]
     kept = described["residuals"]
-    residuals = f"{kept['count']} here, {size(kept['bytes'])} in bf16, each in two spaces"
+    residuals = f"{kept['count']} here, {size(kept['bytes'])} in bf16, two spaces for each"
     sizes = sorted({e["tile_elems"] for e in described["extents"]})
     out.print(escape(described["file"]), style="bold")
     out.print(
@@ -270,7 +270,7 @@ def states_text(states: list[dict[str, Any]]) -> list[str]:
 
 
 def describe_end(described: dict[str, Any]) -> str:
-    """How a store was left that nobody uses."""
+    """Return how the last process left a store that is not in use now."""
     if described["torn"]:
         return "cut short in the middle of a step, which shadow=False cannot undo"
     if described["clean"]:
@@ -296,7 +296,7 @@ def describe_wear(described: dict[str, Any]) -> str:
     if seconds:
         text += f", {size(86400 * written / seconds)} a day of training"
     if rating:
-        text += f"; of {size(rating)} it takes, {described['days_left']:,.1f} days of training are left"
+        text += f"; rated for {size(rating)}: {described['days_left']:,.1f} days of training are left"
     return text
 
 
@@ -309,7 +309,7 @@ def show_bench(result: dict[str, Any]) -> None:
     )
     difference = result["largest_relative_difference"]
     out.print(
-        "nothing to verify: null: computes nothing"
+        "not verified: null: computes nothing"
         if difference is None
         else f"verified against torch.optim.AdamW: largest relative difference {difference:.1e} after 10 steps"
     )
@@ -334,7 +334,7 @@ def show_bench(result: dict[str, Any]) -> None:
     updater, moved = result["updater"], result["bytes_per_param"]
     on = f"{updater['threads']} threads, {updater['isa']}"
     rows = [
-        ("step", span(result["step_seconds"], 1e-3, "ms", 1) + ", until the last state is in its place"),
+        ("step", span(result["step_seconds"], 1e-3, "ms", 1) + ", until all states are written"),
         ("", span(result["params_per_second"], 1e6, "Mparam/s", 1)),
         ("CPU's updater alone", f"{span(updater['params_per_second'], 1e6, 'Mparam/s', 0)}: {on}"),
         (
@@ -346,11 +346,11 @@ def show_bench(result: dict[str, Any]) -> None:
     ]
     each = {"disk": benchmark.DISK_BYTES, "memory": benchmark.MEMORY_BYTES}
     for name, limit in result["limits"].items():
-        what = "requests alone, both at once, all devices" if name == "disk" else "read and written back in place"
+        what = "reads and writes at once on all devices, no update" if name == "disk" else "read and written in place"
         rows.append((f"{name} alone", f"{span(limit['bytes_per_second'], 1e9, 'GB/s', 2)}: {what}"))
         rows.append(("", f"{span(limit['seconds'], 1e-3, 'ms', 1)} for {each[name]} B per parameter"))
     if ratio := result["ratio_to_limit"]:
-        rows.append(("ratio", f"{span(ratio, 1, '', 2)} of that speed, step by step"))
+        rows.append(("ratio", f"{span(ratio, 1, '', 2)} of that speed, which is measured again after each step"))
     out.print()
     out.print("CSDAdam.step(), all devices", style="bold")
     out.print(facts(rows))
@@ -366,8 +366,8 @@ def show_plan(found: dict[str, Any]) -> None:
     states = "" if r["state_dtype"] == "fp32" else " with 8-bit states"
     out.print(
         f"{number(r['params'])} {r['dtype']} parameters{of}{states} on "
-        f"{kind[:-1] if r['devices'] == 1 else kind}: {r['devices']}, "
-        f"{'as measured' if r['measured'] else 'of the rates below'}. All times are predicted (docs/plan.md).",
+        f"{r['devices']} {kind[:-1] if r['devices'] == 1 else kind}, "
+        f"{'as measured' if r['measured'] else 'with the rates below'}. All times are predicted (docs/plan.md).",
         style="bold",
     )
     capacity = found["capacity_bytes_per_device"]
@@ -376,7 +376,7 @@ def show_plan(found: dict[str, Any]) -> None:
     cpu = f"{r['host']['update'] / 1e9:.2f} G parameters/s, {'measured here' if r['cpu_measured'] else 'as given'}"
     rows = [
         ("each", describe_rates(d)),
-        ("updated by", "the CPU" if d["on_host"] else f"each itself, {d['update'] / 1e6:.0f} Mparam/s"),
+        ("updated by", "the CPU" if d["on_host"] else f"each CSD itself, {d['update'] / 1e6:.0f} Mparam/s"),
         ("CPU", cpu),
         ("space", f"{short(capacity)} on each, or half with shadow=False{room}"),
         ("memory", f"{', '.join(described)} where the model lives; buffers {short(memory['buffers'])}"),
@@ -399,7 +399,7 @@ def show_plan(found: dict[str, Any]) -> None:
     )
     rows += [
         ("CSDs", f"each {describe_rates(r['csd'])}; a plain drive {describe_rates(r['drive'])}"),
-        ("pay", f"against ZeRO-Infinity on as many plain drives: {base}; against {optimizer.name} on them: {ours}"),
+        ("break even", f"CSDs beat as many plain drives with ZeRO-Infinity: {base}; with {optimizer.name}: {ours}"),
     ]
     trains = r["forward"] + r["backward"] > 0
     a_day = f", {short(wear['bytes_per_day_and_device'])} a day" if trains else ""
@@ -408,18 +408,18 @@ def show_plan(found: dict[str, Any]) -> None:
         days = f"{wear['days']:,.0f} days{'' if trains else ' of nothing but steps'}"
         rows.append(("", f"the rating of {short(rating)} is used up after {wear['steps']:,.0f} steps, {days}"))
     else:
-        rows.append(("", "--tbw 600TB: how long will it last?"))
+        rows.append(("", "--tbw 600TB, the drive's endurance rating, would show how long it lasts"))
     out.print(facts(rows))
     if found["sweep"]:
-        out.print("\nseconds of an iteration", style="bold")
+        out.print("\nseconds per iteration", style="bold")
         out.print(sweep_table(found["sweep"], optimizer.name))
 
 
 def show_placement(params: int, found: dict[str, Any]) -> None:
     out = console()
-    out.print(f"{number(params)} parameters, placed so that all devices are through with a step at once", style="bold")
+    out.print(f"{number(params)} parameters, placed so that all devices finish a step at the same time", style="bold")
     table = Table(box=box.SIMPLE_HEAD)
-    for head in ("device", "Mparam/s", "room", "has", "parameters", "seconds", "limited by"):
+    for head in ("device", "Mparam/s", "room", "share", "parameters", "seconds", "limited by"):
         table.add_column(head, justify="left" if head in ("device", "limited by") else "right")
     for device, room in zip(found["devices"], found["rooms"], strict=True):
         rate = device["params_per_second"]
@@ -440,7 +440,7 @@ def show_placement(params: int, found: dict[str, Any]) -> None:
         rows.append(("link", f"busy for {found['link_seconds']:.2f} s of it, between the accelerator and host memory"))
     if found["cache_bytes"]:
         rows.append(
-            ("memory", f"{short(found['cache_bytes'])}, for what drives then need not read: the store is durable")
+            ("memory", f"{short(found['cache_bytes'])} to cache the durable store's states, so that drives read less")
         )
     if alone := found["drives_alone"]:
         rows.append(("drives alone", f"{alone:.2f} s: {alone / found['seconds']:.2f} times as long"))
@@ -448,7 +448,7 @@ def show_placement(params: int, found: dict[str, Any]) -> None:
 
 
 def short(n: float) -> str:
-    """Bytes in decimal units only."""
+    """Return bytes as text, in decimal units only."""
     return size(n).partition(" (")[0]
 
 
@@ -484,7 +484,7 @@ def sweep_table(sweep: list[dict[str, Any]], name: str) -> Table:
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:
-    """Names and values below each other."""
+    """Return a table of names and values without a frame."""
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
         grid.add_row(f"  {name}", escape(value))
@@ -492,7 +492,7 @@ def facts(rows: list[tuple[str, str]]) -> Table:
 
 
 def size(n: float) -> str:
-    """Bytes as people and as machines count them."""
+    """Return bytes as text, in decimal and in binary units."""
     for unit, binary, power in (("TB", "TiB", 4), ("GB", "GiB", 3), ("MB", "MiB", 2)):
         if n >= 1000**power:
             return f"{n / 1000**power:.1f} {unit} ({n / 1024**power:.1f} {binary})"
@@ -512,5 +512,5 @@ def span(values: dict[str, float], scale: float, unit: str, digits: int) -> str:
 
 
 def console() -> Console:
-    """stdout; where that is no terminal, wide enough that nothing is cut (rich would assume 80 columns)."""
+    """Return a console on stdout, 120 columns wide if that is no terminal: rich would assume 80 and cut tables."""
     return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 120)

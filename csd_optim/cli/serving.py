@@ -1,4 +1,4 @@
-"""`csd-optim serve`: this process becomes an optimizer rank; under torchrun, as many as it has started."""
+"""`csd-optim serve`: this process becomes an optimizer rank (an owner); torchrun starts several that work together."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT) -> None:
-    """Returns when it was asked to stop, by SIGTERM or Ctrl-C, and all is durable.
+    """Serve trainers until SIGTERM or Ctrl-C. Returns when all states are durable.
 
-    Raises CSDValueError, CSDOSError if it cannot begin; CSDRankError if another optimizer rank is gone.
+    Raises CSDValueError or CSDOSError if it cannot start, CSDRankError if another optimizer rank is lost.
     """
     host, port = parse_listen(address)
     if "RANK" in os.environ and not dist.is_initialized():
@@ -47,7 +47,7 @@ def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT) ->
         owner,
         ranks,
         lambda: connect(reach, port, CONNECT_TIMEOUT),
-        # On the machines of the other owners this may be owner 0's address, or one of their own.
+        # Other owners get the same --listen: bind to its host only if that is an address of this machine.
         host=host if not is_wildcard(host) and is_here(host) else "",
         timeout=timeout,
         say=_say,
@@ -71,7 +71,7 @@ def serve(devices: list[str], address: str, timeout: float = DEFAULT_TIMEOUT) ->
 
 
 def _meet(host: str, port: int, ranks: Ranks | None) -> tuple[str, int, Any]:
-    """Where owner 0 can be reached, and on it the store itself."""
+    """Start owner 0's rendezvous store. Returns the host and port where it is reached, and on owner 0 the store."""
     store: Any = None
     with all_ranks_or_none(ranks):
         if ranks is None or ranks.rank == 0:
@@ -88,7 +88,7 @@ def _meet(host: str, port: int, ranks: Ranks | None) -> tuple[str, int, Any]:
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """`HOST:PORT`; without HOST, all addresses. Raises CSDValueError."""
+    """Parse `HOST:PORT` into both. Without HOST, the host is empty: all addresses. Raises CSDValueError."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise CSDValueError(f"Invalid --listen: {text!r}; write HOST:PORT, such as 10.0.0.1:29600")
@@ -96,5 +96,5 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # a log whose disk is full is no reason to end
+    with contextlib.suppress(OSError):  # serving continues even if the log's disk is full
         print(line, file=sys.stderr, flush=True)

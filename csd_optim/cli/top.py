@@ -1,7 +1,7 @@
-"""What a training does now: what it tells once per step, and what the system says of its drives. It asks nothing of it.
+"""What a training does now: its own report after each step, and what the system says about its drives.
 
-The process that trains takes no notice: what it tells is in a file beside each store (csd_optim/store/report.py), what
-is committed in the store's first pages, what a drive does in /sys.
+The training process is not involved. Its report is a file beside each store (csd_optim/store/report.py), the committed
+step is in the store's first pages, and the drives' counters are in /sys.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..store.file import lock_owner
 from ..store.format import FILE_NAME, superblocks
 from ..store.report import read_report
 
-SECTOR = 512  # bytes, in what the kernel counts, whatever the drive's are
-WAITS = 0.6  # share of a step in which a device is busy with the same from which on that is what the step waits for
+SECTOR = 512  # bytes: the unit of the kernel's counters, whatever the drive's sector size
+WAITS = 0.6  # a step waits for a device's reads, updates or writes if they take more than this share of the step
 
 
 @dataclass(frozen=True)
 class DriveCounts:
-    """Of the file system's block device since it is there: bytes, and requests under way now. At a time, in seconds."""
+    """A block device's counters at the time `at` (s): bytes read and written so far, and requests in flight."""
 
     at: float
     read: int
@@ -35,7 +35,7 @@ class DriveCounts:
 
 
 def drive_counts(directory: Path) -> DriveCounts | None:
-    """None where the system does not tell, as of a file system without a drive."""
+    """Return the counters of the drive below `directory`, or None if there are none: a file system without a drive."""
     number = directory.stat().st_dev
     fields = text_of(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat").split()
     if len(fields) < 9:
@@ -44,17 +44,17 @@ def drive_counts(directory: Path) -> DriveCounts | None:
 
 
 class Top:
-    """Looks at directories with stores, again and again. Raises CSDOSError if there is no store in one of them."""
+    """Watches directories with stores. Raises CSDOSError if there is no store in one of them."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = directories
         for directory in directories:
             if not (directory / FILE_NAME).exists():
-                raise CSDOSError(2, f"there is no store in {directory}; name the directories that a training names")
+                raise CSDOSError(2, f"there is no store in {directory}; name the directories of the training's devices")
         self._before = [drive_counts(directory) for directory in directories]
 
     def look(self) -> list[dict[str, Any]]:
-        """What is known of each now; rates are since the look before. What is not known is None."""
+        """Return what is known of each device. Rates are averages since the previous call; unknown values are None."""
         found = []
         for i, directory in enumerate(self._directories):
             now, before = drive_counts(directory), self._before[i]
@@ -65,19 +65,19 @@ class Top:
 
 
 def process(described: dict[str, Any]) -> tuple[Any, ...]:
-    """What devices of the same optimizer in the same process have in common; its ranks share the store_id alone."""
+    """Return a key that devices of one optimizer in one process share. Its ranks have only the store_id in common."""
     return described["pid"], described["rank"], described["store_id"]
 
 
 def described(directory: Path) -> dict[str, Any]:
-    """Without rates."""
+    """Return what the store and the report beside it say of one device, without the drive's rates."""
     file = directory / FILE_NAME
     with file.open("rb") as f:
         blocks = superblocks(f.fileno(), str(file))
         pid = lock_owner(os.fstat(f.fileno()))
     report, block = read_report(directory) or {}, blocks[0][1] if blocks else None
     if block is None or report.get("store_id") != block.store_id.hex():
-        report = {}  # of a store that was there before
+        report = {}  # it belongs to an earlier store in this directory
     keys = ("step", "at", "step_seconds", "iteration_seconds", "transfer_seconds", "params", "seconds", "backend")
     of_drive = ("flash_read_bytes", "flash_write_bytes", "written_bytes", "tbw_bytes")
     known = {key: report.get(key) for key in (*keys, *of_drive)}
@@ -96,7 +96,7 @@ def described(directory: Path) -> dict[str, Any]:
 
 
 def rates(before: DriveCounts | None, now: DriveCounts | None) -> dict[str, Any]:
-    """Of the drive, whoever uses it."""
+    """Return the drive's rates in bytes per second, whichever process caused them, and its queue length."""
     if before is None or now is None or now.at <= before.at:
         return {"drive_read": None, "drive_written": None, "queue": now.queue if now else None}
     seconds = now.at - before.at
@@ -105,19 +105,19 @@ def rates(before: DriveCounts | None, now: DriveCounts | None) -> dict[str, Any]
 
 
 def waits_for(devices: Iterable[dict[str, Any]]) -> str | None:
-    """What would make the last iteration shorter, of the devices of one optimizer, on all its ranks: a rank waits for
-    the slowest one.
+    """Return what bounded the last iteration. `devices`: those of one optimizer on all ranks that are watched, because
+    each rank waits for the slowest one.
 
-    "read", "update" or "write", with the device's directory; "gradients", which came more slowly than devices take
-    them; or "model". Of owners: "network", between them and trainers, or "trainers". "ranks": something else than the
-    ranks among `devices`. None: not known.
+    "read", "update" or "write", followed by the device's directory; "gradients" if they came more slowly than the
+    devices take them; or "model". For owners (optimizer ranks): "network", between owners and trainers, or "trainers".
+    "ranks": possibly ranks that are not among `devices`. None: unknown.
     """
     known = [d for d in devices if d["seconds"] and d["pid"] is not None]
     if not known or not all(d["iteration_seconds"] for d in known):
         return None
     step, iteration = (max(d[f"{what}_seconds"] for d in known) for what in ("step", "iteration"))
     most, kind, directory = max((s, kind, d["directory"]) for d in known for kind, s in d["seconds"].items())
-    served = known[0]["trainers"] is not None  # then gradients are there before a step begins
+    served = known[0]["trainers"] is not None  # an owner begins its step only when all gradients have arrived
     if step >= 0.5 * iteration and (served or most > WAITS * step):
         return f"{kind} {directory}"
     if len({d["rank"] for d in known}) < known[0]["world_size"]:

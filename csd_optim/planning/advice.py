@@ -1,4 +1,4 @@
-"""A plan for a person's model and drives: times, space, wear, break-even, what to change. The times are model.py's."""
+"""A plan for a user's model and drives: times (from model.py), space, wear, break-even, what to change."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from .model import (
     traffic,
 )
 
-MOST_DEVICES = 64  # so far break-even is looked for
-WORTH_OVERLAP = 0.98  # of an iteration: if more is left of it with overlap, that gains nothing to speak of
+MOST_DEVICES = 64  # the search for break-even ends here
+WORTH_OVERLAP = 0.98  # overlap is worth it if an iteration takes at most this share of its time without
 
 
 # ---- a plan ----------------------------------------------------------------------
@@ -44,12 +44,12 @@ WORTH_OVERLAP = 0.98  # of an iteration: if more is left of it with overlap, tha
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Whose states they are."""
+    """The optimizer that is planned for: what determines the size of its states and who can update them."""
 
     name: str = "CSDAdam"
-    options: tuple[str, ...] = ()  # that add a state
+    options: tuple[str, ...] = ()  # those that add a state
     rule: str = "adamw"
-    sections: int = ADAMS  # the master among them
+    sections: int = ADAMS  # including the master
 
     def __str__(self) -> str:
         return self.name + (f"({', '.join(self.options)})" if self.options else "")
@@ -57,40 +57,40 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Request:
-    """What a person wants to know about."""
+    """The model, devices and options that a plan is for."""
 
     params: int
     devices: int
     host: Host
-    on: str = "drive"  # or "csd": what the plan is for; the other is what it is compared with
+    on: str = "drive"  # or "csd": the kind of device that is planned for; the other kind is for comparison
     drive: Device = DRIVES["gen4"]
     csd: Device = SMARTSSD
     dtype: str = "bf16"
     optimizer: Optimizer = Optimizer()
-    state_dtype: str = FP32  # or "8bit": of CSDAdam's states
+    state_dtype: str = FP32  # or "8bit": how CSDAdam's states are kept
     topk: float | None = None
     error_feedback: bool = True
     forward: float = 0.0  # seconds of the GPU for one batch
     backward: float = 0.0
     accumulate: int = 1  # batches per step
-    tbw: float | None = None  # bytes that a device is rated to take
-    free: float | None = None  # bytes of room on the fullest device
-    measured: bool = False  # the rates of the devices that the plan is for
-    cpu_measured: bool = False  # host.update, on this machine
+    tbw: float | None = None  # a device's endurance rating in bytes
+    free: float | None = None  # free bytes of the fullest device
+    measured: bool = False  # whether the devices' rates were measured
+    cpu_measured: bool = False  # whether host.update was measured, on this machine
 
     @property
     def variant(self) -> str:
         return "csdadam_topk" if self.topk else "csdadam"
 
     def to_dict(self) -> dict[str, Any]:
-        """`optimizer` only where it is another than CSDAdam, as before there were others."""
+        """Return plain values. `optimizer` is left out if it is plain CSDAdam, as in output of older versions."""
         return {k: v for k, v in asdict(self).items() if k != "optimizer" or self.optimizer != Optimizer()}
 
 
 def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
-    """Everything `csd-optim plan` shows, plain values only: None where something has no bound or was not given.
+    """Return all that `csd-optim plan` shows as plain values; None stands for no bound, or not given.
 
-    Raises CSDValueError.
+    `sweep`: numbers of devices to predict for as well. Raises CSDValueError.
     """
     check(request)
     r, item = request, ITEM_BYTES[request.dtype]
@@ -128,7 +128,7 @@ def plan(request: Request, sweep: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def check(r: Request) -> None:
-    """Raises CSDValueError at the first value that cannot be."""
+    """Raise CSDValueError for the first invalid value."""
     if r.dtype not in ITEM_BYTES:
         raise CSDValueError(f"Invalid dtype: {r.dtype!r}; there are {', '.join(ITEM_BYTES)}")
     if r.state_dtype not in STATE_DTYPES:
@@ -145,10 +145,10 @@ def check(r: Request) -> None:
 
 
 def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
-    """`on`: "drive" or "csd"."""
+    """Predict `variant` on `devices` plain drives (`on` is "drive") or CSDs ("csd")."""
     device, host = (r.drive if on == "drive" else r.csd), r.host
     if variant == "base":
-        # How fast this CPU updates fp32 states is not known where it was asked for codes.
+        # ZeRO-Infinity's states are fp32: a rate for 8-bit states says nothing about it.
         host = replace(host, update=min(ZERO_UPDATE, host.update) if r.state_dtype == FP32 else ZERO_UPDATE)
     elif variant in PUBLISHED_UPDATE:
         device = replace(device, update=published_update(variant, r.optimizer.sections))
@@ -168,7 +168,7 @@ def _predict(r: Request, variant: str, on: str, devices: int) -> Prediction:
 
 
 def _rows(r: Request, devices: int) -> list[dict[str, Any]]:
-    """Every way to run the step on so many devices; `chosen`: what the plan is for."""
+    """Return a row for every way to run the step on `devices` devices; the plan's own has `chosen` set."""
     ours = ["csdadam", "csdadam_topk"] if r.topk else ["csdadam"]
     smart = ["su_o", "su_o_c"] if r.topk else ["su_o"]
     ways = [(v, "drive") for v in ("base", *ours)] + [(v, "csd") for v in (*smart, *ours)]
@@ -182,23 +182,24 @@ def _rows(r: Request, devices: int) -> list[dict[str, Any]]:
 
 
 def overlapped(r: Request, step: float, seconds: float) -> dict[str, float] | None:
-    """Seconds of an iteration with `overlap(model)`, "forward", and with `backward=True`, "backward".
+    """Return seconds of an iteration with `overlap(model)` as "forward", and with `backward=True` as "backward".
 
-    `step`, `seconds`: of the step and of the iteration without. What the step does beside the first forward after it,
-    and beside the last backward before it, takes no time of its own. None: it is not known what those take.
+    `step`, `seconds`: time of the step and of an iteration without overlap. The part of the step that runs beside the
+    next forward, or the last backward before it, takes no extra time. Returns None if the GPU's times are not given.
     """
     if not r.forward + r.backward:
         return None
-    beside = {"forward": r.forward, "backward": r.forward + (0 if r.topk else r.backward)}  # Top-K begins in step()
+    # With Top-K, nothing happens before step(): backward hides nothing.
+    beside = {"forward": r.forward, "backward": r.forward + (0 if r.topk else r.backward)}
     return {how: seconds - min(step, hidden) for how, hidden in beside.items()}
 
 
 def describe_overlap(r: dict[str, Any], seconds: float, overlap: dict[str, float]) -> str:
-    """What `overlapped` found, for people. `r`: the request, `seconds`: of an iteration without."""
+    """Return the result of `overlapped` as text. `r`: the request. `seconds`: time of an iteration without overlap."""
     forward, backward = overlap["forward"], overlap["backward"]
     if backward > WORTH_OVERLAP * seconds:
         batches = f" of {r['accumulate']}" if r["accumulate"] > 1 else ""
-        return f"gains nothing to speak of: {_seconds(seconds - backward)}, what fits beside one batch{batches}"
+        return f"gains little: {_seconds(seconds - backward)}, as much as fits beside one batch{batches}"
     said = f"an iteration takes {forward:.2f} s with overlap(model), "
     if forward == backward:
         return f"{said}with backward=True as well: {seconds / backward:.2f} times as fast"
@@ -207,20 +208,20 @@ def describe_overlap(r: dict[str, Any], seconds: float, overlap: dict[str, float
 
 
 def optimizer_of(request: dict[str, Any]) -> Optimizer:
-    """That of a plan's request."""
+    """Return the optimizer of a plan's request."""
     return Optimizer(**request.get("optimizer", {}))
 
 
 def label(row: dict[str, Any], name: str) -> str:
-    """Of a row, for people. `name`: of the optimizer."""
+    """Return a row's name for people. `name`: the optimizer's."""
     states = "" if row["state_dtype"] == FP32 else ", 8-bit states,"
     return f"{VARIANTS[row['variant']].replace('CSDAdam', name)}{states} on {KINDS[row['on']]}"
 
 
 def _break_even(r: Request) -> dict[str, int | None]:
-    """From how many CSDs on CSDAdam's step is shorter there than on as many plain drives, of either software.
+    """Return from how many CSDs on CSDAdam's step there is shorter than a step on as many plain drives.
 
-    `base`: than ZeRO-Infinity's. `csdadam`: than CSDAdam's own. None: not with MOST_DEVICES either.
+    `base`: shorter than ZeRO-Infinity's. `csdadam`: than CSDAdam's own. None: not up to MOST_DEVICES.
     """
 
     def pays(n: int, rival: str) -> bool:
@@ -236,7 +237,7 @@ def _counts() -> range:
 
 
 def _advice(r: Request, own: dict[str, Any]) -> list[str]:
-    """What to change, and what not to."""
+    """Return sentences on what would make the step faster, and what would not."""
     said = []
     bound, step, many = own["bound"], own["step"], KINDS[r.on]
 
@@ -262,12 +263,14 @@ def _advice(r: Request, own: dict[str, Any]) -> list[str]:
         said.append("Top-K buys no time here: the step does not wait for gradients")
     compute = r.forward + r.backward
     if not compute:
-        said.append("--forward and --backward, the GPU's seconds for a batch, tell how much of an iteration that is")
+        said.append(
+            "--forward and --backward, the GPU's seconds per batch, would show the step's share of an iteration"
+        )
     elif step > 0.25 * own["seconds"]:
         batches = math.ceil(4 * step / compute)
         said.append(
-            f"the step is {step / own['seconds']:.0%} of an iteration; a fifth, with gradients accumulated over "
-            f"{batches} batches (--accumulate {batches})"
+            f"the step is {step / own['seconds']:.0%} of an iteration; accumulating {batches} batches makes it a fifth "
+            f"(--accumulate {batches})"
         )
     return said
 
@@ -291,7 +294,7 @@ def _seconds(s: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The same without infinities, which JSON does not know."""
+    """Return `value` with None for infinities and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -303,7 +306,10 @@ def _plain(value: Any) -> Any:
 
 
 def parse_rates(text: str, presets: dict[str, Device], like: Device) -> Device:
-    """`gen4`, or `read=7GB/s,write=5GB/s[,mixed=6GB/s][,update=240M/s]`; what `like` has of the rest. CSDValueError."""
+    """Parse `gen4` or `read=7GB/s,write=5GB/s[,mixed=6GB/s][,update=240M/s]`. Raises CSDValueError.
+
+    `presets`: devices by name. `like`: the device that supplies what the text leaves out.
+    """
     if text in presets:
         return presets[text]
     wrong = CSDValueError(
@@ -321,12 +327,14 @@ def parse_rates(text: str, presets: dict[str, Device], like: Device) -> Device:
         raise wrong
     device = Device.in_turn(given["read"], given["write"], given.get("update", like.update), like.on_host)
     if (mixed := given.get("mixed", device.mixed)) > device.read + device.write:
-        raise CSDValueError(f"Invalid rates: {text!r}; mixed, read plus written at once, is more than both together")
+        raise CSDValueError(
+            f"Invalid rates: {text!r}; mixed, read plus written at once, exceeds the sum of read and write"
+        )
     return replace(device, mixed=mixed)
 
 
 def parse_sweep(text: str) -> range:
-    """`devices=1..16`. Raises CSDValueError."""
+    """Parse `devices=1..16`. Raises CSDValueError."""
     match = re.fullmatch(r"\s*devices\s*=\s*([0-9]{1,4})\s*\.\.\s*([0-9]{1,4})\s*", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]) <= 1024:
         raise CSDValueError(f"Invalid sweep: {text!r}; write for example devices=1..16, at most to 1024")
@@ -334,10 +342,11 @@ def parse_sweep(text: str) -> range:
 
 
 def measured(entries: Sequence[dict[str, Any]]) -> Device:
-    """Of what `csd-optim devices --probe` says of devices: the slowest, since all have the same to do.
+    """Return the slowest rates among devices. `entries`: as `csd-optim devices --probe` shows them.
 
-    Devices on one file system, each measured by itself, share its speed. Raises CSDValueError: there are cards and
-    plain drives, or something has no drive.
+    All devices have the same amount of work, so the slowest one counts. Devices on one file system share its speed,
+    though each was measured alone. Raises CSDValueError if there are both cards and plain drives, or a device has no
+    drive.
     """
     found = []
     places = [entry["storage"]["mounted_at"] for entry in entries if "storage" in entry]
@@ -349,20 +358,20 @@ def measured(entries: Sequence[dict[str, Any]]) -> Device:
         share = places.count(entry["storage"]["mounted_at"])
         drive = {k: entry["speed"][f"{k}_bytes_per_second"] / share for k in ("read", "write", "mixed")}
         if card := entry.get("card_speed"):
-            # Without P2P state goes by way of the host: at the drive's rate or the DMA's.
+            # Without P2P, states go through the host, at the rate of the drive or of the DMA.
             read = card["drive_to_card"] or min(drive["read"], card["to_card"])
             write = card["card_to_drive"] or min(drive["write"], card["from_card"])
             found.append(replace(Device.in_turn(read, write), update=card["kernel"]))
         else:
             found.append(Device(**drive, on_host=True))
     if len({device.on_host for device in found}) > 1:
-        raise CSDValueError("plain drives and cards: plan for one kind at a time")
+        raise CSDValueError("there are both plain drives and cards: plan for one kind at a time")
     slowest = {f.name: min(getattr(d, f.name) for d in found) for f in fields(Device)}
     return Device(**slowest)
 
 
 def count_params(config: Path) -> int:
-    """Parameters of a decoder that a Hugging Face config.json describes. Raises CSDValueError, OSError."""
+    """Return the number of parameters of the decoder in a Hugging Face config.json. Raises CSDValueError, OSError."""
     try:
         c = json.loads(config.read_text())
         kind = c["model_type"]
@@ -395,7 +404,10 @@ FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Seconds of an iteration over the number of devices, of a plan with a sweep. Raises CSDUnavailableError."""
+    """Plot seconds per iteration over the number of devices. `found`: of plan(), with a sweep.
+
+    Raises CSDUnavailableError without matplotlib.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -410,7 +422,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
     for name, rows in lines.items():
         style = "--" if rows[0]["on"] == "drive" else "-"
-        width = 1.5 if "Top-K" in name else 3.5  # often on top of one another
+        width = 1.5 if "Top-K" in name else 3.5  # curves often coincide: the lower one stays visible
         x, y = [r["devices"] for r in rows], [r["seconds"] for r in rows]
         axis.plot(x, y, marker=".", label=name, linestyle=style, linewidth=width, alpha=0.8)
     axis.set(xlabel="devices", ylabel="seconds per iteration", yscale="log")

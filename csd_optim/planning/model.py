@@ -1,10 +1,10 @@
-"""How long a step takes on devices that one may not have: bytes divided by rates, and what works at the same time.
+"""A model of how long a step takes on given devices: bytes divided by rates, and which transfers overlap.
 
-    traffic()   what a step moves over every link
+    traffic()   the bytes that a step moves over every link
     predict()   the seconds that takes, phase by phase, and what bounds it
 
-All sizes are in bytes, all times in seconds, all rates per second, prefixes are decimal. docs/plan.md explains it and
-says how far off it is; the tests compare it with the times that Smart-Infinity's authors have published.
+All sizes are in bytes, all times in seconds, all rates per second, prefixes are decimal. docs/plan.md explains the
+model and its error; the tests compare it with the times that Smart-Infinity's authors have published.
 """
 
 from __future__ import annotations
@@ -28,61 +28,61 @@ VARIANTS = {
 }
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 STATE_DTYPES = (FP32, EIGHT_BIT)
-ADAMS = 3  # fp32 sections of a tile, the master among them, which a step reads and writes; other rules have 1 to 4
-PUBLISHED_ITEM = 4  # bytes of the gradients and parameters that the published systems send
-# Of an entry of a sparse gradient: index and value of 16 bits each; of 32 bits in what is published.
+ADAMS = 3  # fp32 sections of Adam's tile, including the master; a step reads and writes all. Other rules have 1 to 4
+PUBLISHED_ITEM = 4  # bytes of each gradient and parameter that the published systems send
+# Bytes of an entry of a sparse gradient: index and value have 16 bits each, in the published systems 32.
 ENTRY, PUBLISHED_ENTRY = 4, 8
 
-# Two numbers were fitted to published times, and no others; both only slow the published systems down.
+# Only two numbers were fitted to published times; both only make the published systems slower.
 #
-# The share of its link's rate that they reach: 6.4 of the 8 GB/s measured on the testbed. From four drives on
-# ZeRO-Infinity moves 28 B per parameter in 4.4 ns, however many drives and parameters there are.
+# The share of their link's rate that these systems reach: 6.4 of the 8 GB/s measured on the testbed. From four drives
+# on, ZeRO-Infinity moves 28 B per parameter in 4.4 ns, however many drives and parameters there are.
 LINK_SHARE = 0.8
-# Parameters per second that ZeRO-Infinity updates on the CPU, all copies around it included, while drives wait: that
-# takes 1.8 to 2.6 ns per parameter longer than its transfers, on one and on two drives of 3 GB/s.
+# Parameters per second that ZeRO-Infinity updates on the CPU, including all copies around the update, while the drives
+# wait: a step takes 1.8 to 2.6 ns per parameter longer than its transfers, on one and on two drives of 3 GB/s.
 ZERO_UPDATE = 450e6
 
 
 @dataclass(frozen=True)
 class Device:
-    """A drive, or a CSD, and how fast it is."""
+    """The rates of a plain drive or a CSD."""
 
-    read: float  # bytes per second from flash, nothing else going on
+    read: float  # bytes per second from flash, without writes
     write: float
-    mixed: float  # bytes per second, read plus written, as much of both at once
-    # Parameters per second. For a device `on_host` Host.update counts instead.
+    mixed: float  # bytes per second, read plus written, when as much is read as written at once
+    # Parameters per second that the device updates. If `on_host`, Host.update counts instead.
     update: float = math.inf
-    # A plain drive (an emulated CSD): the CPU updates, and states cross the link.
+    # True for a plain drive (an emulated CSD): the CPU updates, and states cross the link.
     on_host: bool = False
 
     @staticmethod
     def in_turn(read: float, write: float, update: float = math.inf, on_host: bool = False) -> Device:
-        """One that does not do both at once any faster than one after the other: careful, and true of most drives."""
+        """Return a device that reads and writes at once no faster than in turn: cautious, and true of most drives."""
         return Device(read, write, 2 / (1 / read + 1 / write), update, on_host)
 
 
 @dataclass(frozen=True)
 class Host:
-    """What all devices share. `math.inf`: no bound."""
+    """The rates of what all devices share. `math.inf`: no bound."""
 
-    # Parameters per second of the CPU, for devices `on_host` and for "base"; of this machine: cli/measure.py.
+    # Parameters per second that the CPU updates, for devices `on_host` and for "base". engine/at_once.py measures it.
     update: float
-    link: float = math.inf  # bytes per second each way at once, of the uplink behind which all devices are
-    gpu_link: float = math.inf  # the same between GPU and host
+    link: float = math.inf  # bytes per second, each way at once, of the uplink that all devices share
+    gpu_link: float = math.inf  # bytes per second, each way at once, between GPU and host
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one iteration, which are those of its phases one after another."""
+    """The predicted seconds of one iteration: the sum of its phases."""
 
     variant: str
     devices: int
-    forward: float  # of the GPU, all batches of a step
+    forward: float  # on the GPU, for all batches of a step
     backward: float
-    gradients: float  # to flash, where the variant sends them there, after backward
+    gradients: float  # writing gradients to flash after backward, if the variant does so
     step: float
-    stages: dict[str, float]  # how long the step keeps each thing busy: all at once for CSDAdam, in turn for the others
-    bound: str  # the longest of the stages
+    stages: dict[str, float]  # seconds that the step keeps each resource busy: at once for CSDAdam, else in turn
+    bound: str  # the longest stage
 
     @property
     def seconds(self) -> float:
@@ -91,28 +91,32 @@ class Prediction:
 
 # The kernels of Smart-Infinity: 8.2 GiB/s of 16 B, with Top-K 2.92 GiB/s of 12.08 B per parameter (its figure 14).
 PUBLISHED_UPDATE = {"su_o": 550e6, "su_o_c": 259e6}
-# Plain drives as their makers' data sheets have it for long transfers, round about.
+# Typical rates of plain drives for long transfers, from data sheets.
 DRIVES = {
     "gen3": Device.in_turn(3.0e9, 2.0e9, on_host=True),
     "gen4": Device.in_turn(6.5e9, 4.0e9, on_host=True),
     "gen5": Device.in_turn(13e9, 6.5e9, on_host=True),
 }
-SMARTSSD_TBW = 7.008e15  # bytes: 3.84 TB, once a day for five years
-CARD_MEMORY = 15.4e9  # bytes per second, of a SmartSSD's
+SMARTSSD_TBW = 7.008e15  # bytes: all 3.84 TB once a day, for five years
+CARD_MEMORY = 15.4e9  # bytes per second of the memory on a SmartSSD
 
 
 def slot_bytes(state_dtype: str, item_bytes: int, sections: int = ADAMS) -> float:
-    """Of a parameter's states, once. `item_bytes`: of the parameter; `sections`: with the master, 3 or 4 in 8 bits."""
+    """Return the bytes of one parameter's states in a slot.
+
+    `item_bytes`: bytes of the parameter itself. `sections`: including the master; 3 or 4 for 8-bit states.
+    """
     if state_dtype == FP32:
         return 4 * sections
     return elem_bytes(SECTIONS[:sections], state_dtype, torch.float32 if item_bytes == 4 else torch.bfloat16)
 
 
 def smartssd(state_dtype: str = FP32, sections: int = ADAMS) -> Device:
-    """Published peer-to-peer rates, and what the memory on the card allows an update of 16-bit parameters.
+    """Return a SmartSSD: published peer-to-peer rates, and the update rate that the card's memory allows.
 
-    States cross it four times: in from the drive, into the kernel, back, out to the drive. So do gradients and
-    parameters together, in from the host, into the kernel, back and out; but codes have the parameter in them.
+    States cross that memory four times: in from the drive, into the kernel, back, out to the drive. A 16-bit gradient
+    crosses it twice, in from the host and into the kernel, and so does the parameter on its way back: together 8 B.
+    8-bit states contain the parameter, which saves one of these crossings: 6 B.
     """
     crossing = 4 * slot_bytes(state_dtype, 2, sections) + (8 if state_dtype == FP32 else 6)
     return Device.in_turn(2.9e9, 1.6e9, CARD_MEMORY / crossing // 5e6 * 5e6)
@@ -122,7 +126,9 @@ SMARTSSD, SMARTSSD_8BIT = smartssd(), smartssd(EIGHT_BIT)  # 275 and 590 million
 
 
 def published_update(variant: str, sections: int = ADAMS) -> float:
-    """PUBLISHED_UPDATE, if kernels of other rules move as many bytes per second; that was published of Adam's only."""
+    """Return PUBLISHED_UPDATE scaled to `sections`: it was published for Adam, and other kernels are assumed to move as
+    many bytes per second.
+    """
     return PUBLISHED_UPDATE[variant] * (4 * ADAMS + PUBLISHED_ITEM) / (4 * sections + PUBLISHED_ITEM)
 
 
@@ -136,13 +142,14 @@ def traffic(
     state_dtype: str = FP32,
     sections: int = ADAMS,
 ) -> dict[str, tuple[float, float]]:
-    """Bytes that a step moves over each link, all devices together: (towards flash, back).
+    """Return the bytes that a step moves over each link, all devices together, as (towards flash, back).
 
-    `gpu`: between GPU and host. `link`: between host and devices. `flash`: (written, read). `item_bytes`: of a gradient
-    and of a parameter; only what the published systems send to their devices is always fp32. `on_host`: CSDAdam on
-    plain drives. `sections`: of the rule, whoever applies it. `state_dtype`: of CSDAdam's states. 8-bit ones begin with
-    the parameter, which plain drives need not read: a GPU sends it along with the gradient. Raises CSDValueError: no
-    such variant, or one with Top-K and no share `topk`.
+    Keys: `gpu`, between GPU and host; `link`, between host and devices; `flash`, (written, read).
+
+    `item_bytes`: bytes of a gradient and of a parameter; the published systems always send fp32 to their devices.
+    `on_host`: CSDAdam on plain drives. `sections`: those of the rule, for every variant. `state_dtype`: how CSDAdam
+    keeps its states. 8-bit states begin with the parameter, which plain drives need not read: a GPU sends it along with
+    the gradient. Raises CSDValueError for an unknown variant, or one with Top-K without a valid `topk`.
     """
     if variant not in VARIANTS:
         raise CSDValueError(f"Invalid variant: {variant!r}; there are {', '.join(VARIANTS)}")
@@ -179,15 +186,15 @@ def predict(
     forward: float = 0.0,
     backward: float = 0.0,
 ) -> Prediction:
-    """The time of an iteration of `variant` with `params` parameters on so many equal devices.
+    """Return the time of an iteration of `variant` with `params` parameters on `devices` equal devices.
 
-    base         read, update, write in turn, unless that is more than the link takes; then the link alone counts
+    base         read, update and write in turn, or the link if it takes longer than that
     su_o[_c]     every phase in turn: that is how the published times add up, whatever was meant to overlap
-    csdadam[..]  everything at once: the slowest counts, and one tile's way through the others (pipeline fill and drain)
+    csdadam[..]  everything at once: the slowest stage, plus one tile's time in the others (pipeline fill and drain)
 
-    `device`: for "base" the plain drive. Its CPU updates `host.update` parameters per second (published: ZERO_UPDATE).
-    `state_dtype`, `sections`: see `traffic`; rates of updates are those with such states. `forward`, `backward`: the
-    GPU's seconds. Raises CSDValueError as `traffic` does.
+    `device`: for "base" the plain drive, with a CPU that updates `host.update` parameters per second (ZERO_UPDATE was
+    published). `state_dtype`, `sections`: see `traffic`; all update rates are those with such states. `forward`,
+    `backward`: the GPU's seconds. Raises CSDValueError as `traffic` does.
     """
     moved = traffic(
         variant,
@@ -201,7 +208,7 @@ def predict(
     (gpu_down, gpu_up), (down, up), (written, read) = moved["gpu"], moved["link"], moved["flash"]
     gradients = 0.0
     if variant.startswith("csdadam"):
-        both = min(read, written)  # what is written beyond that, is written alone
+        both = min(read, written)  # moved at the mixed rate; the rest at the rate of one direction alone
         alone = (read - both) / device.read + (written - both) / device.write
         stages = {
             "read": read / (devices * device.read),
@@ -219,7 +226,7 @@ def predict(
     else:
         link = LINK_SHARE * host.link
         states = 4 * sections * params
-        pushed = written - states  # the gradients, to flash
+        pushed = written - states  # gradients written to flash
         gradients = pushed / min(devices * device.write, link)
         stages = {
             "read": read / (devices * device.read),
@@ -235,13 +242,13 @@ def predict(
         else:
             stages["link up"] = up / link
             step = in_turn + stages["link up"]
-    # The first of equals: reads and writes say more than that the drive is busy.
+    # max() returns the first of equal stages: "read" and "write" say more than "drive".
     bound = max(stages, key=lambda stage: stages[stage])
     return Prediction(variant, devices, forward, backward, gradients, step, stages, bound)
 
 
 def tiles_per_device(params: float, devices: int, state_dtype: str = FP32, sections: int = ADAMS) -> int:
-    """As layout.plan_extent() cuts it."""
+    """Return into how many tiles layout.plan_extent() divides each device's share."""
     mapped = sections if state_dtype == FP32 else 0
     largest = max(TILE_ELEMS, math.ceil(mapped * params / MAX_MAPPINGS))
     return max(TILES_PER_DEVICE, math.ceil(params / (devices * largest)))

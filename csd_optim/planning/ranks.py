@@ -1,12 +1,12 @@
-"""How long a step takes with optimizer ranks: buckets of gradients pass links, drives and the collectives of trainers.
+"""A model of how long a step takes with optimizer ranks (owners), which update for trainers over a network.
 
-    Fleet        so many trainers and owners, their links and drives
-    ROUTES       what a bucket passes, one stage after another, on each of the ways to use them
-    simulate()   a discrete-event simulation of that
-    at_least()   bytes divided by rates, which no simulation is below
+    Fleet        the number of trainers and owners, and the rates of their links
+    ROUTES       the stages that a bucket of gradients passes on each route: collectives, links, drives
+    simulate()   a discrete-event simulation of the buckets
+    at_least()   bytes divided by rates: a lower bound of any simulation
 
-All trainers do the same at the same time, and so do all owners: one of each stands for all of them, with its own link,
-which is as fast in both directions at once. docs/plan.md says what is left out. Sizes are in bytes, times in seconds.
+All trainers do the same at the same time, and so do all owners. So one of each is simulated, with its own link, which
+reaches its rate in both directions at once. docs/plan.md says what is left out. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .advice import Request, check
 from .model import ITEM_BYTES, Device, Host, predict
 
 BUCKET_BYTES = 25e6  # DDP's
-MOST = 256  # buckets that are worth simulating
-HIDDEN = 1.05  # times an iteration whose owners take no time: who is that near is not worth another owner
-MOST_OWNERS = 4096  # so far it is looked for how many are enough
-MOST_DRIVES = 64  # the same of drives in a trainer
+MOST = 256  # buckets at most: more change nothing but the time of the simulation
+HIDDEN = 1.05  # owners are enough if an iteration takes at most so many times what it takes with infinitely fast owners
+MOST_OWNERS = 4096  # the search for enough owners ends here
+MOST_DRIVES = 64  # the search for enough drives in a trainer ends here
 
 TRAINER_OUT, TRAINER_IN = "trainer out", "trainer in"
 OWNER_IN, OWNER_OUT = "owner in", "owner out"
@@ -37,6 +37,8 @@ LINKS = (TRAINER_OUT, TRAINER_IN, OWNER_IN, OWNER_OUT)
 
 @dataclass(frozen=True)
 class Fleet:
+    """How many trainers and owners there are, and how fast their links are."""
+
     trainers: int
     owners: int
     trainer_link: float  # bytes per second each way; math.inf: no bound
@@ -49,47 +51,51 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Stage:
-    """What all buckets pass together: bytes over each link, and seconds of whatever is no link."""
+    """A stage of a route, with what all buckets together need there: bytes over links, seconds of other resources."""
 
     name: str
     bytes: dict[str, float]
     seconds: dict[str, float]
-    # Begins when all buckets are through this one of the stages before, or BACKWARD; None: each goes on by itself.
+    # The earlier stage (its index, or BACKWARD) that all buckets must have passed before this one begins; None: none.
     after: int | None = None
-    # So many buckets at most are in it at the same time; None: any number.
+    # How many buckets may be in this stage at the same time; None: any number.
     window: int | None = None
 
     def busy(self, fleet: Fleet) -> dict[str, float]:
-        """Seconds that it keeps each resource busy."""
+        """Return the seconds that the stage keeps each resource busy."""
         return {**{name: n / fleet.link[name] for name, n in self.bytes.items()}, **self.seconds}
 
 
 # ---- routes ----------------------------------------------------------------------
 #
-# As it is built, owners update each bucket when its gradients are there, and parameters come back by buckets; but not
-# before trainers have reduced all and call step(), for backward still reads parameters. `flowing`: each bucket goes on
-# as soon as it can.
+# In csd_optim, owners update each bucket as soon as its gradients have arrived, and parameters come back by buckets.
+# But they come back only after trainers have reduced all buckets and called step(), because backward still reads the
+# old parameters. With `flowing` they come back at once: what the links alone would allow.
 BACKWARD = -1
-ROUNDS = 3  # that trainers reduce at the same time
+ROUNDS = 3  # buckets that trainers reduce at the same time
 
 
 def _collective(name: str, r: Request, fleet: Fleet, times: int) -> Stage:
-    """Of trainers, in a ring: a reduce-scatter or an all-gather is one time (N - 1) / N of all, an all-reduce two."""
+    """Return a ring collective of N trainers, which moves `times` (N - 1) / N of all bytes.
+
+    `times` is 1 for a reduce-scatter or an all-gather, 2 for an all-reduce.
+    """
     n = times * size(r) * (fleet.trainers - 1) / fleet.trainers
     return Stage(name, {TRAINER_OUT: n, TRAINER_IN: n}, {})
 
 
 def _push(fleet: Fleet, sent: float, after: int | None = None) -> Stage:
-    """`sent`: by each trainer, to all owners."""
+    """Return the stage that sends gradients to owners. `sent`: bytes of each trainer, to all owners together."""
     return Stage("push", {TRAINER_OUT: sent, OWNER_IN: sent * fleet.trainers / fleet.owners}, {}, after)
 
 
 def _pull(fleet: Fleet, received: float, after: int | None = None) -> Stage:
+    """Return the stage that brings parameters back. `received`: bytes of each trainer, from all owners together."""
     return Stage("pull", {OWNER_OUT: received * fleet.trainers / fleet.owners, TRAINER_IN: received}, {}, after)
 
 
 def _update(r: Request, machines: int, after: int | None = None) -> Stage:
-    """On the drives of so many machines."""
+    """Return the stage that updates on the drives of `machines` machines."""
     device: Device = r.drive if r.on == "drive" else r.csd
     found = predict(
         "csdadam",
@@ -106,7 +112,7 @@ def _update(r: Request, machines: int, after: int | None = None) -> Stage:
 
 
 def size(r: Request) -> float:
-    """Bytes of all gradients, and of all parameters."""
+    """Return the bytes of all gradients, which are also those of all parameters."""
     return float(ITEM_BYTES[r.dtype] * r.params)
 
 
@@ -167,21 +173,21 @@ BOUNDS: dict[str, str] = {
 
 
 def simulate(stages: Sequence[Stage], fleet: Fleet, arrivals: Sequence[float]) -> float:
-    """When the last bucket is through the last stage. `arrivals`: when backward has each of them.
+    """Return when the last bucket leaves the last stage. `arrivals`: when backward finishes each bucket, in seconds.
 
-    A stage takes a bucket's share of each of its resources at once, and is done with the slowest. A resource serves
-    buckets one after another, in the order in which they come to it, whatever stage they are in.
+    In a stage, a bucket uses all resources at once, and leaves when the slowest is done. A resource serves buckets one
+    after another, in the order in which they arrive, whatever stage they are in.
     """
     buckets = len(arrivals)
     seconds = [{name: s / buckets for name, s in stage.busy(fleet).items()} for stage in stages]
-    free: dict[str, float] = defaultdict(float)  # when each resource is
-    through: list[list[float]] = [[] for _ in stages]
+    free: dict[str, float] = defaultdict(float)  # when each resource is free again
+    through: list[list[float]] = [[] for _ in stages]  # when each bucket left each stage
     opens = {
         k: max(arrivals) if s.after == BACKWARD else 0.0 for k, s in enumerate(stages) if s.after in (None, BACKWARD)
     }
     room = [math.inf if stage.window is None else stage.window for stage in stages]
     waiting = [0] * len(stages)  # buckets before each stage
-    # When, at which stage, and so much more of what: buckets that wait, and room. Or nothing, as it opens.
+    # (time, stage, buckets that arrive there, room that becomes free there); both are 0 when the stage opens.
     events: list[tuple[float, int, int, int]] = [(arrival, 0, 1, 0) for arrival in arrivals]
     events += [(when, k, 0, 0) for k, when in opens.items()]
     heapq.heapify(events)
@@ -208,14 +214,14 @@ def simulate(stages: Sequence[Stage], fleet: Fleet, arrivals: Sequence[float]) -
 
 
 def arrivals(r: Request) -> list[float]:
-    """When backward has each bucket: of the last of the batches that a step accumulates."""
+    """Return when backward finishes each bucket, in the last batch that a step accumulates."""
     n = max(FEWEST, min(MOST, math.ceil(size(r) / BUCKET_BYTES)))
     before = r.accumulate * (r.forward + r.backward) - r.backward
     return [before + r.backward * (k + 1) / n for k in range(n)]
 
 
 def busy(way: str, r: Request, fleet: Fleet) -> dict[str, float]:
-    """Seconds of an iteration in which each resource has something to do."""
+    """Return the seconds of an iteration in which each resource is busy."""
     total = {COMPUTE: r.accumulate * (r.forward + r.backward)}
     for stage in WAYS[way](r, fleet, False):
         for name, s in stage.busy(fleet).items():
@@ -224,12 +230,12 @@ def busy(way: str, r: Request, fleet: Fleet) -> dict[str, float]:
 
 
 def at_least(way: str, r: Request, fleet: Fleet) -> float:
-    """The most that one resource has to do: no iteration is shorter."""
+    """Return the seconds that the busiest resource needs: a lower bound of an iteration."""
     return max(busy(way, r, fleet).values())
 
 
 def iteration(way: str, r: Request, fleet: Fleet, flowing: bool = False) -> float:
-    """Seconds until trainers have their parameters, from when they began with the first batch of a step."""
+    """Return the seconds from the beginning of a step's first batch until trainers have the new parameters."""
     return simulate(WAYS[way](r, fleet, flowing), fleet, arrivals(r))
 
 
@@ -237,10 +243,11 @@ def iteration(way: str, r: Request, fleet: Fleet, flowing: bool = False) -> floa
 
 
 def plan_ranks(r: Request, fleet: Fleet, route: str = "auto") -> dict[str, Any]:
-    """What `csd-optim plan --trainers` shows, plain values only: None where something has no bound.
+    """Return all that `csd-optim plan --trainers` shows as plain values; None stands for no bound.
 
-    `r`: the model, GPUs' times, and what each owner has: `r.devices` drives, and a CPU of `r.host.update`. `route`: one
-    of ROUTES, or "auto": that with the shortest iteration, of equal ones the first. Raises CSDValueError.
+    `r`: the model, the GPUs' times, and each owner's hardware: `r.devices` drives and a CPU that updates
+    `r.host.update` parameters per second. `route`: one of ROUTES, or "auto": the one with the shortest iteration, of
+    equal ones the first. Raises CSDValueError.
     """
     check(r)
     for name in ("trainers", "owners"):
@@ -252,7 +259,7 @@ def plan_ranks(r: Request, fleet: Fleet, route: str = "auto") -> dict[str, Any]:
     if route not in (*ROUTES, "auto"):
         raise CSDValueError(f"Invalid route: {route!r}; there are auto, {', '.join(ROUTES)}")
     if r.topk is not None:
-        raise CSDValueError(f"Invalid topk: {r.topk!r}; what is planned of optimizer ranks has whole gradients")
+        raise CSDValueError(f"Invalid topk: {r.topk!r}; plans with optimizer ranks are for dense gradients only")
     times = {way: iteration(way, r, fleet) for way in WAYS}
     chosen = min(ROUTES, key=lambda way: times[way]) if route == "auto" else route
     computing = r.accumulate * (r.forward + r.backward)
@@ -266,7 +273,7 @@ def plan_ranks(r: Request, fleet: Fleet, route: str = "auto") -> dict[str, Any]:
         rows.append(
             {
                 "way": way,
-                "step": times[way] - computing,  # from the end of backward until the parameters are there
+                "step": times[way] - computing,  # from the end of backward until trainers have the parameters
                 "iteration": times[way],
                 "iteration_flowing": iteration(way, r, fleet, flowing=True),
                 "at_least": max(keeps_busy.values()),
@@ -297,17 +304,20 @@ def plan_ranks(r: Request, fleet: Fleet, route: str = "auto") -> dict[str, Any]:
 
 
 def enough_owners(way: str, r: Request, fleet: Fleet, flowing: bool = False) -> int | None:
-    """From how many on they hide: an iteration takes HIDDEN times what it would with owners that take no time."""
+    """Return the least number of owners that are enough: an iteration takes at most HIDDEN times what it takes with
+    infinitely fast owners. None: more than MOST_OWNERS.
+    """
     alone = replace(r, host=Host(update=math.inf), on="csd", csd=Device(math.inf, math.inf, math.inf))
     target = HIDDEN * iteration(way, alone, replace(fleet, owner_link=math.inf), flowing)
     return _first(MOST_OWNERS, lambda n: iteration(way, r, replace(fleet, owners=n), flowing) <= target)
 
 
 def break_even(way: str, r: Request, fleet: Fleet) -> dict[str, int | None]:
-    """Against drives in the trainers.
+    """Compare owners with drives in the trainers.
 
-    `owners`: from how many on an iteration takes no longer than with the same number of drives in each trainer as an
-    owner has. `drives_per_trainer`: from how many drives in each trainer on they are as fast as these owners.
+    `owners`: the least number with which an iteration takes no longer than with an owner's number of drives in each
+    trainer. `drives_per_trainer`: the least number of drives in each trainer that is as fast as these owners. None if
+    even the largest number that is tried is slower.
     """
     local, ours = (iteration(name, r, fleet) for name in ("local", way))
     return {
@@ -317,7 +327,7 @@ def break_even(way: str, r: Request, fleet: Fleet) -> dict[str, int | None]:
 
 
 def _first(most: int, good: Callable[[int], bool]) -> int | None:
-    """The least number that is, of 1 to `most`; more of whatever it counts is never worse. None: not even `most`."""
+    """Return the least number from 1 to `most` that is `good`, or None. If n is good, n + 1 must be good, too."""
     if not good(most):
         return None
     low, high = 0, most

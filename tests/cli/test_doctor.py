@@ -57,9 +57,9 @@ STORE = {"owner": None, "step": 7, "clean": True, "torn": False}
         (doctor.check_rates([2e9] * 10 + [1.4e9] * 10, 60, (99.0, math.inf)), SLOW, "or it is too hot, 99 °C ->"),
         (doctor.check_rates([2e9] * 10 + [1.4e9] * 10, 60, (84.0, 83.0)), SLOW, "GB/s: it is too hot, 84 °C of 83"),
         (doctor.check_rates([2e9] * 10 + [1.4e9] * 10, 60, (60.0, 83.0)), SLOW, "cache is full, 60 °C of 83"),
-        *((found, OK, "of 2 CPUs") for found in doctor.check_quota(2.0, 2)),
+        *((found, OK, "2 CPUs: this") for found in doctor.check_quota(2.0, 2)),
         *(
-            (found, SLOW, "of 1.5 CPUs: this cgroup's limit -> CSD_OPTIM_THREADS=1")
+            (found, SLOW, "1.5 CPUs: this cgroup's limit -> set CSD_OPTIM_THREADS=1")
             for found in doctor.check_quota(1.5, 2)
         ),
         *((found, SLOW, "write 0.10 GB/s: this") for found in doctor.check_limits("sda", {"write": 10**8})),

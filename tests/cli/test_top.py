@@ -84,7 +84,7 @@ def test_what_is_told_counts_for_its_store_only(run, training):
     assert [(d["step"], d["committed_step"]) for d in Top(places).look()] == [(None, 1)] * 2
     code, out, _ = run("top", *places, "--interval", 0.1)
     assert code == 0
-    assert "step 1, committed 1; it tells nothing" in " ".join(out.split())
+    assert "step 1, committed 1; no report" in " ".join(out.split())
 
 
 def under_ddp(rank, places):

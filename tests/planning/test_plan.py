@@ -385,7 +385,7 @@ def test_overlap_by_hand():
     assert overlap()[:2] == (18.2, {"forward": 17.8, "backward": 17.0})
     seconds, rounded, said = overlap(accumulate=57)
     assert (seconds, rounded["backward"]) == (85.4, 84.2)
-    assert said == "gains nothing to speak of: 1.2 s, what fits beside one batch of 57"
+    assert said == "gains little: 1.2 s, as much as fits beside one batch of 57"
     cards = {"params": 33 * 10**9, "devices": 10, "on": "csd", "forward": 4, "backward": 27}
     behind = server(link=8e9, gpu_link=25e9)
     seconds, rounded, said = overlap(**cards, host=behind)
@@ -750,7 +750,7 @@ def test_command_says_what_cards_have_no_kernel_for(run, monkeypatch):
 def test_command_for_people(run):
     code, out, err = run("plan", "--params", "7B", "--devices", "2", "--forward", "0.4", "--backward", "0.8")
     assert (code, err) == (0, "")
-    for word in ("84.0 GB on each", "CSDAdam on plain drives", "waits for", "--accumulate", "against ZeRO-Infinity"):
+    for word in ("84.0 GB on each", "CSDAdam on plain drives", "waits for", "--accumulate", "with ZeRO-Infinity"):
         assert word in out
     assert "--tbw" in out
     assert "of nothing but steps" in run("plan", "--params", "7B", "--tbw", "1PB")[1]
