@@ -1,4 +1,4 @@
-"""The back ends: what may be said to each, and what each can do. A new one is a row here; see CONTRIBUTING.md."""
+"""The table of back ends: the options and the capabilities of each. A new one is a row here; see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..bindings import IO_DEPTH
 from .units import parse_bytes, parse_rate, parse_seconds
 from .xclbin import RULES
 
-DEFAULT_BLOCK = 1 << 20  # bytes of one I/O request; half and twice as much were measured to be slower
+DEFAULT_BLOCK = 1 << 20  # bytes per I/O request; half and twice this size were measured to be slower
 DEFAULT_DEPTH = IO_DEPTH  # requests in flight on a file system
-NO_CACHE = -1  # every step reads everything, also what is still in a buffer
-ANY_NODE = -1  # buffers and update threads are not to be those of the drive's NUMA node
-CARD_BLOCK = 4 << 20  # what others have published of P2P asks for 4 MiB and more
+NO_CACHE = -1  # every step reads everything, even tiles that are still in a buffer
+ANY_NODE = -1  # buffers and update threads need not be on the drive's NUMA node
+CARD_BLOCK = 4 << 20  # published measurements of P2P transfers recommend 4 MiB and more
 
 
 @dataclass(frozen=True)
 class Option:
-    """What may stand behind the `?` of a device string."""
+    """An option of a device string, after its `?`."""
 
     name: str
-    what: str  # it takes, as a message says it
-    read: Callable[[str], Any]  # raises ValueError
-    field: str = ""  # of DeviceSpec, if it has another name there
+    what: str  # the values it accepts, for error messages
+    read: Callable[[str], Any]  # parses a value; raises ValueError
+    field: str = ""  # the field of DeviceSpec, if its name differs
 
 
 def _within(value: float, low: float, high: float) -> Any:
@@ -83,7 +83,7 @@ _XRT_OPTIONS = (
     Option("p2p", "0, 1 or auto", _choice("0", "1", "auto")),
     Option("timeout", "a number of seconds from 0.1 to 3600", lambda v: _within(float(v), 0.1, 3600)),
 )
-# Paced are the devices whose drive or FPGA is not real.
+# Only devices without a real FPGA can be paced, that is, slowed down to the speed of another device.
 _PACE = "a rate such as 2.9GB/s"
 _DRIVE_PACE = (
     Option("read", _PACE, _rate("B")),
@@ -97,7 +97,7 @@ _UPDATE_PACE = (
     Option("update", "parameters per second such as 240M/s", _rate("")),
     Option("link", _PACE, _rate("B")),
 )
-# Of an accelerator nothing is paced: this is what `auto` believes instead of measuring it.
+# Rates of an accelerator do not pace it: `auto` uses them instead of measuring.
 _ACCELERATOR_OPTIONS = (
     Option("update", "parameters per second such as 5G/s", _rate(""), "known_update"),
     Option("link", _PACE, _rate("B"), "known_link"),
@@ -107,20 +107,20 @@ _ACCELERATOR_OPTIONS = (
 
 @dataclass(frozen=True)
 class Backend:
-    """What a kind of device takes, and what it can. The engine's half is a file in native/src."""
+    """One kind of device: its options and capabilities. The native engine's part of it is a file in native/src."""
 
     name: str  # before the colon of a device string
     about: str
     example: str  # the shortest device string
-    place: str  # what stands behind the colon: a "directory", a "card" or "" (nothing)
+    place: str  # what follows the colon: a "directory", a "card" or "" (nothing)
     options: tuple[Option, ...]
-    has_file: bool = False  # its state lies in a file, so that it can be durable and must be moved
-    on_card: bool = False  # the FPGA of a card updates, with the kernels of an xclbin; else the CPU does, if anything
-    in_memory: bool = False  # its state lies in host memory, where a step can be in place
-    on_accelerator: bool = False  # it lies where the parameters are, and torch updates it: no device of the engine's
-    keeps_state: bool = True  # no: it only stands for one that does, for timing
-    rules: frozenset[str] | None = None  # that its kernels are made for (UpdateRule.name); None: all
-    block_bytes: int = DEFAULT_BLOCK  # of one I/O request, where nobody says otherwise
+    has_file: bool = False  # its state lies in a file, which can be durable and has to be read and written
+    on_card: bool = False  # a card's FPGA updates its state, with the kernels of an xclbin; else the CPU, if anything
+    in_memory: bool = False  # its state lies in host memory, where a step can update it in place
+    on_accelerator: bool = False  # its state lies with the parameters and torch updates it; the engine has no device
+    keeps_state: bool = True  # False: it only imitates a device, for timing
+    rules: frozenset[str] | None = None  # update rules (UpdateRule.name) that it has kernels for; None: all
+    block_bytes: int = DEFAULT_BLOCK  # default size of one I/O request
 
 
 BACKENDS = {

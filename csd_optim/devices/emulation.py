@@ -1,7 +1,7 @@
 """Runs a command with XRT's software emulation set up around it: `devices=["xrt:0"]` works without a card.
 
 XRT itself is the real one. In place of each card it starts hls_kernels/emulator/device.cpp, which runs the HLS kernels
-as g++ compiled them; a directory stands for the card's NVMe. All that XRT wants to find lies in a temporary directory.
+as compiled by g++; a directory stands in for the card's NVMe. A temporary directory holds the files that XRT expects.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ..errors import CSDUnavailableError, CSDValueError
 from .xclbin import write_emulated
 
 PLATFORM = "xilinx_u2_gen3x4_xdma_emulated"
-MEMORY_BYTES = 2 << 30  # of each card: what the driver library can map; device.cpp says the same
+MEMORY_BYTES = 2 << 30  # per card: the most that the driver library can map; device.cpp has the same constant
 MAX_DEVICES = 16
-PATIENCE = 10  # seconds that a command has to leave after SIGTERM
-TIMED_OUT = 124  # the exit status, as of timeout(1)
+PATIENCE = 10  # seconds that a command has to exit after SIGTERM
+TIMED_OUT = 124  # exit status after a timeout, as of timeout(1)
 DRIVER = "libxrt_swemu.so.2"
 
 _GROWS = re.compile(
-    # CpuemShim::alloc_void() as Debian's g++ made it of a patch that went wrong: the address that realloc returns is
-    # stored where it was null. Every other address is lost, and the next message is written to freed memory.
+    # CpuemShim::alloc_void() of Debian's XRT, which a wrong patch broke: it stores the address that realloc() returns
+    # only if that is null. Every other address is lost, and the next message is written to freed memory.
     rb"(?P<store>\x48\x89\x83\x70\x06\x00\x00)"  # mov %rax,0x670(%rbx)
     rb"\x48\x89\xe8\xeb.\x0f\x1f\x40\x00"  # mov %rbp,%rax; jmp; nop
     rb"\x48\x8b\xbf\x70\x06\x00\x00\xe8....\x48\x85\xc0"  # mov 0x670(%rdi),%rdi; call realloc; test %rax,%rax
@@ -53,11 +53,11 @@ def run(
 ) -> int:
     """Runs `command` with `devices` emulated cards and returns its exit status, 128 + N if signal N ended it.
 
-    `drives`: directories that stand for the cards' NVMe, one each; without them they are temporary. The command has a
-    session of its own and is passed SIGINT, SIGTERM and SIGHUP; whatever it leaves behind is killed. After `timeout`
-    seconds it is ended, and TIMED_OUT returned.
+    `drives`: directories that stand in for the cards' NVMe, one per card; None: temporary ones. The command runs in its
+    own session and receives SIGINT, SIGTERM and SIGHUP; processes that it leaves behind are killed. After `timeout`
+    seconds it is terminated, and TIMED_OUT returned.
 
-    Raises CSDUnavailableError where XRT is not installed, CSDValueError, FileNotFoundError if there is no such command.
+    Raises CSDUnavailableError if XRT is not installed, CSDValueError, FileNotFoundError if the command does not exist.
     """
     if not command:
         raise CSDValueError("Invalid command: []; name a program and its arguments")
@@ -69,7 +69,7 @@ def run(
 def prepare(
     root: Path, devices: int | None = None, drives: Sequence[str | os.PathLike[str]] | None = None
 ) -> dict[str, str]:
-    """Makes below `root`, an empty directory, what XRT wants to find, and returns the environment that says so.
+    """Creates the files that XRT expects in the empty directory `root`; returns the environment that points to them.
 
     Raises CSDUnavailableError, CSDValueError.
     """
@@ -108,19 +108,19 @@ def prepare(
         "XCL_EMULATION_MODE": "sw_emu",
         "XILINX_XRT": str(root / "xrt"),
         "XILINX_VITIS": str(root / "vitis"),
-        "XILINX_OPENCL": str(root / "vitis"),  # goes before the other
+        "XILINX_OPENCL": str(root / "vitis"),  # takes precedence over XILINX_VITIS
         "EMCONFIG_PATH": str(root),
-        "XRT_INI_PATH": str(root / "xrt.ini"),  # not one that happens to lie in the current directory
+        "XRT_INI_PATH": str(root / "xrt.ini"),  # so that one in the current directory is ignored
         "SDACCEL_EM_RUN_DIR": str(root),
-        "USER": os.environ.get("USER") or str(os.getuid()),  # without it all sockets have one name
-        # One map of all the memory for each buffer. Otherwise a program that is loaded onto one card takes away the
-        # maps of the buffers of all others.
+        "USER": os.environ.get("USER") or str(os.getuid()),  # part of the names of sockets, which must differ by user
+        # One mapping of the whole memory for all buffers. Otherwise loading an xclbin onto one card unmaps the buffers
+        # of all other cards.
         "VITIS_SW_EMU_ENABLE_SINGLE_MMAP": "1",
-        "SW_EMU_PACKET_SIZE": "65536",  # of data that goes through a socket; more was measured to be slower
+        "SW_EMU_PACKET_SIZE": "65536",  # bytes per socket message; larger ones were measured to be slower
         "CSD_OPTIM_XCLBIN": str(xclbin),
         settings.EMULATED_DRIVES: os.pathsep.join(map(str, places)),
     }
-    if not libraries.is_relative_to("/usr/lib"):  # where the loader does not look by itself
+    if not libraries.is_relative_to("/usr/lib"):  # elsewhere the dynamic loader does not look by default
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(
             filter(None, [str(libraries), os.environ.get("LD_LIBRARY_PATH", "")])
         )
@@ -128,10 +128,10 @@ def prepare(
 
 
 def find_xrt() -> Path:
-    """The directory of XRT's libraries with the driver for software emulation. Raises CSDUnavailableError."""
+    """Return the directory with XRT's libraries and its software emulation driver. Raises CSDUnavailableError."""
     named = os.environ.get("XILINX_XRT")
     places = [Path(named, "lib")] if named else []
-    # Debian's multiarch directories, other distributions', AMD's packages.
+    # Debian's multiarch directories, those of other distributions, and that of AMD's packages.
     places += [*sorted(Path("/usr/lib").glob("*-linux-gnu*")), Path("/usr/lib64"), Path("/opt/xilinx/xrt/lib")]
     for place in places:
         if (place / DRIVER).exists():
@@ -143,11 +143,11 @@ def find_xrt() -> Path:
     )
 
 
-# ---- what XRT wants to find ----------------------------------------------------------
+# ---- the files that XRT expects ------------------------------------------------------
 
 
 def _make_xrt(root: Path, libraries: Path) -> None:
-    """XRT's own directory: links to the libraries, and the driver, repaired if need be."""
+    """Creates XRT's directory: links to the libraries, and a copy of the driver, repaired if necessary."""
     (root / "lib").mkdir(parents=True)
     for library in libraries.glob("libxrt*"):
         if library.name != DRIVER:
@@ -156,9 +156,9 @@ def _make_xrt(root: Path, libraries: Path) -> None:
 
 
 def repaired(driver: bytes) -> bytes:
-    """The driver library with a working alloc_void(); as it is if it does not have Debian's fault.
+    """Return the driver library with a working alloc_void(), unchanged if it does not have Debian's bug.
 
-    Raises CSDUnavailableError if what is to be repaired is there more than once.
+    Raises CSDUnavailableError if the code to be patched occurs more than once.
     """
     found = list(_GROWS.finditer(driver))
     if not found:
@@ -168,23 +168,24 @@ def repaired(driver: bytes) -> bytes:
             errno.ENOTSUP, f"this {DRIVER} is not one that is known: alloc_void() is there {len(found)} times"
         )
     at, store = found[0].start("jump"), found[0].start("store")
-    return driver[:at] + bytes([(store - (at + 1)) % 256]) + driver[at + 1 :]  # jumps count from the next instruction
+    return driver[:at] + bytes([(store - (at + 1)) % 256]) + driver[at + 1 :]  # relative to the next instruction
 
 
 def _make_vitis(root: Path) -> None:
-    """Of Vitis, XRT only wants the program that stands for a card."""
+    """Creates the only part of Vitis that XRT uses: the program that emulates a card."""
     emulator = importlib.util.find_spec("csd_optim._emulator")
     if emulator is None or emulator.origin is None:
         raise CSDUnavailableError(errno.ENOENT, "this csd_optim was built without its emulator; install it anew")
-    # Not by importing csd_optim, which would import torch. The host's files are closed: it forked, and would not know.
+    # Loads the library by path: importing csd_optim would import torch. Closes the host's files, which the fork has
+    # inherited.
     code = (
         "import ctypes, os; os.closerange(3, os.sysconf('SC_OPEN_MAX')); "
         f"ctypes.CDLL({emulator.origin!r}).csd_emulator_main()"
     )
     program = root / "data/emulation/unified/cpu_em/generic_pcie/model/genericpciemodel"
     program.parent.mkdir(parents=True)
-    # A shell, because `#!` takes neither long paths nor such with spaces. Ctrl-C is for the host alone, from the start.
-    # Where a real Vitis is set up, XRT has put its libraries before ours.
+    # A shell script, because `#!` accepts neither long paths nor paths with spaces. Only the host reacts to Ctrl-C, so
+    # signals are ignored from the start. If a real Vitis is installed, XRT has put its libraries in front of ours.
     program.write_text(
         "#!/bin/sh\n"
         "trap '' INT TERM HUP\n"
@@ -199,7 +200,7 @@ def _make_vitis(root: Path) -> None:
 
 
 def _cards(devices: int) -> dict[str, object]:
-    """emconfig.json, as Vitis' emconfigutil would write it."""
+    """Return the content of emconfig.json, as Vitis' emconfigutil would write it."""
     card = {
         "Name": PLATFORM,
         "DdrBanks": [{"Size": f"{MEMORY_BYTES >> 30}GB"}],
@@ -217,7 +218,7 @@ def _cards(devices: int) -> dict[str, object]:
 
 
 class _Signals:
-    """Passes signals on to a process group; those that come before there is one wait for it."""
+    """Forwards signals to a process group, including those that arrive before the group exists."""
 
     def __enter__(self) -> _Signals:
         self._group: int | None = None
@@ -225,7 +226,7 @@ class _Signals:
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it; the command inherits that
+                if signal.getsignal(number) != signal.SIG_IGN:  # set by nohup, and inherited by the command
                     self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -246,7 +247,7 @@ class _Signals:
 
 
 def _run(command: Sequence[str], environment: dict[str, str], timeout: float | None, signals: _Signals) -> int:
-    # A session of its own, so that whatever the command starts can be found, and ended, as one.
+    # In its own session, so that all processes that the command starts form one group that can be killed.
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         signals.pass_to(process.pid)
@@ -257,7 +258,7 @@ def _run(command: Sequence[str], environment: dict[str, str], timeout: float | N
             _wait(ended, PATIENCE)
         os.close(ended)
     finally:
-        # Before the process is waited for: until then nobody else can have its number.
+        # Before wait() reaps the process: until then no other process group can have its number.
         _kill_group(process.pid, signal.SIGKILL)
         process.wait()
     if timed_out:

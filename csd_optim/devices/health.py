@@ -1,4 +1,4 @@
-"""What is known of the drives below a file system: how they are connected, how warm and worn they are."""
+"""Facts about the drives below a file system: their connection, temperature and wear."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from .sysfs import number_of, text_of
 
-DATA_UNIT = 512_000  # bytes, in which an NVMe drive counts
-SMART_SECONDS = 20  # a drive that sleeps takes a while
+DATA_UNIT = 512_000  # bytes; the unit in which NVMe drives count data
+SMART_SECONDS = 20  # timeout of smartctl; waking a sleeping drive takes a while
 
 
 def disks_below(device: int, sysfs: Path = Path("/sys")) -> list[Path]:
-    """The disks that a file system (`st_dev` of a file) lies on, as directories of sysfs.
+    """Return the disks below a file system as directories of sysfs. `device`: `st_dev` of a file on it.
 
-    Below LVM and a RAID there may be several; network file systems, tmpfs and btrfs show none.
+    With LVM or a RAID there may be several; for network file systems, tmpfs and btrfs there are none.
     """
     found: dict[Path, None] = {}
     below = [(sysfs / f"dev/block/{os.major(device)}:{os.minor(device)}").resolve()]
@@ -35,8 +35,11 @@ def disks_below(device: int, sysfs: Path = Path("/sys")) -> list[Path]:
 
 
 def describe_disk(block: Path) -> dict[str, Any]:
-    """Of a disk in sysfs: name, model, whether it turns; `link`, `best_link`: PCIe's (GT/s, lanes), None of others;
-    `celsius`: None where no sensor tells."""
+    """Return name, model and properties of a disk in sysfs.
+
+    `link`, `best_link`: the current and the best PCIe link as (GT/s, lanes), None for other buses. `celsius`: None
+    without a sensor.
+    """
     heat = heat_of(block)
     return {
         "name": block.name,
@@ -50,9 +53,9 @@ def describe_disk(block: Path) -> dict[str, Any]:
 
 
 def heat_of(block: Path) -> tuple[float, float] | None:
-    """Degrees Celsius of a disk in sysfs, and those at which it warns and slows down (inf: it does not say).
+    """Return the temperature of a disk in sysfs and the one from which it warns and throttles, in degrees Celsius.
 
-    None where no sensor tells.
+    The second is inf if the disk does not report it. Returns None without a sensor.
     """
     for at in sorted((block / "device").glob("**/hwmon*/temp1_input")):
         most = number_of(at.with_name("temp1_max")) / 1000
@@ -61,7 +64,7 @@ def heat_of(block: Path) -> tuple[float, float] | None:
 
 
 def link_of(block: Path, which: str) -> tuple[float, int] | None:
-    """GT/s of a lane, and lanes, of the PCIe function that an NVMe drive is."""
+    """Return the PCIe link of an NVMe drive as (GT/s per lane, lanes). `which`: "current" or "max"."""
     function = block / "device/device"
     speed, lanes = text_of(function / f"{which}_link_speed"), number_of(function / f"{which}_link_width")
     try:
@@ -71,11 +74,11 @@ def link_of(block: Path, which: str) -> tuple[float, int] | None:
 
 
 def smart(name: str) -> dict[str, Any]:
-    """What smartctl says of /dev/`name`; `problem`: why it says nothing.
+    """Return what smartctl reports about /dev/`name`; with only `problem` (and `remedy`) if it reports nothing.
 
-    `passed`; `percent_used` of the endurance that the maker promises, `written_bytes` since the drive was made,
-    `media_errors`, `critical_warning` (bits), `hot_minutes` above its critical temperature, `celsius`: None where the
-    drive does not tell.
+    `passed`; `percent_used` of the endurance that the vendor promises; `written_bytes` in the drive's lifetime;
+    `media_errors`; `critical_warning` (bits); `hot_minutes` above its critical temperature; `celsius`. A value is None
+    if the drive does not report it.
     """
     if shutil.which("smartctl") is None:
         return {"problem": "smartctl is not installed", "remedy": "install smartmontools to see how worn it is"}
@@ -90,7 +93,7 @@ def smart(name: str) -> dict[str, Any]:
 
 
 def read_smart(said: dict[str, Any]) -> dict[str, Any]:
-    """The same from smartctl's JSON."""
+    """Return the same from smartctl's JSON output."""
     if "smart_status" not in said:
         messages = [m["string"] for m in said.get("smartctl", {}).get("messages", [])]
         denied = any("ermission denied" in m for m in messages)

@@ -1,4 +1,4 @@
-"""Facts of this machine from /proc and /sys: processor, memory, what is behind a directory, NUMA nodes."""
+"""Facts about this machine from /proc and /sys: processor, memory, limits, storage behind a directory, NUMA nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMORY_USED = {2: "memory.current", 1: "memory.usage_in_bytes"}
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and memory (bytes) that this process may use, versions."""
+    """Return the processor, the cores and the memory (bytes) that this process may use, and versions."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = (text_of(at / MEMORY_LIMIT[version]) for at, version in control_groups("memory"))
     model = next((v for k, v in _fields("/proc/cpuinfo") if k in ("model name", "Model")), "")
@@ -38,12 +38,12 @@ def machine() -> dict[str, Any]:
 
 
 def updater() -> dict[str, Any]:
-    """Instruction set and threads of the CPU updater."""
+    """Return the instruction set and the number of threads of the CPU updater."""
     return {"isa": bindings.isa_used(), "isas": bindings.isas(), "threads": bindings.threads_used()}
 
 
 def available_memory() -> int:
-    """Bytes that can be had without swapping, nor being killed for them: a container may have less than its machine."""
+    """Return the bytes that can be allocated without swapping or being killed; a container may limit them further."""
     text = dict(_fields("/proc/meminfo")).get("MemAvailable", "")
     available = int(text.split()[0]) << 10 if text else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for directory, version in control_groups("memory"):
@@ -56,7 +56,7 @@ def available_memory() -> int:
 
 
 def cpu_quota() -> float | None:
-    """CPUs' worth of time that this process's control groups let it have; None: no less than the CPUs it may run on."""
+    """Return the CPU time limit of this process's control groups, in CPUs; None: they set no limit."""
     granted = []
     for directory, version in control_groups("cpu"):
         if version == 2:
@@ -69,9 +69,9 @@ def cpu_quota() -> float | None:
 
 
 def io_limits(disk: str) -> dict[str, int]:
-    """Bytes per second that this process's control groups let it "read" and "write" at the most, as far as they say.
+    """Return the limits for "read" and "write" that this process's control groups set, in bytes per second.
 
-    `disk`: as in "254:0". Of requests per second nothing is said.
+    `disk`: its number, such as "254:0". Limits of requests per second are not looked at.
     """
     found: dict[str, int] = {}
     for directory, version in control_groups("blkio"):
@@ -85,24 +85,25 @@ def io_limits(disk: str) -> dict[str, int]:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Directories of the control groups that this process is in, from its own upwards as far as a container sees them.
+    """Yields the directories of this process's control groups, from its own upwards as far as a container sees them.
 
-    With each its version: one of version 1 is there for this `controller`, such as "memory"; of version 2 for all.
+    Each comes with its version, 1 or 2. A group of version 1 belongs to one `controller`, such as "memory"; a group of
+    version 2 is for all controllers.
     """
     for line in text_of("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         root, version = (CGROUPS / controller, 1) if controllers else (CGROUPS, 2)
-        at = root / group.lstrip("/")  # which a container may not see, but what is above it
+        at = root / group.lstrip("/")  # a container may see only directories above it
         yield from ((d, version) for d in (at, *(d for d in at.parents if d.is_relative_to(root))))
 
 
 def storage(directory: Path) -> dict[str, Any]:
-    """File system, drive and space (bytes) behind an existing directory; "" for what the system does not say."""
+    """Return file system, drive and space (bytes) behind an existing directory; "" for what is unknown."""
     where = directory.resolve()
     # Fields of a line: id, parent, major:minor, root, mount point, options ... - type, source, options. The kernel
-    # writes a blank in a path as \040; later lines mount over earlier ones.
+    # writes a blank in a path as \040; mounts of later lines hide those of earlier ones.
     mounts = [line.partition(" - ") for line in text_of("/proc/self/mountinfo").splitlines()]
     points = [(Path(left.split()[4].replace("\\040", " ")), right.split()) for left, _, right in mounts]
     mount, (kind, source, *_) = max(
@@ -126,22 +127,22 @@ def storage(directory: Path) -> dict[str, Any]:
 
 
 def numa_node(device: int, sysfs: Path = Path("/sys")) -> int | None:
-    """The NUMA node of the drives below a file system (`st_dev` of a file).
+    """Return the NUMA node of the drives below a file system. `device`: `st_dev` of a file on it.
 
-    None where the machine has one node only, the system does not say (network file systems, btrfs), or they disagree.
+    None if the machine has only one node, the node is unknown (network file systems, btrfs), or the drives differ.
     """
     if text_of(sysfs / "devices/system/node/online") in ("", "0"):
         return None
     nodes = set()
     for block in disks_below(device, sysfs):
-        # Its controller, which knows, is further up.
+        # The directory of the drive's controller, further up, has the file.
         said = next((text for at in (block, *block.parents) if (text := text_of(at / "numa_node"))), "-1")
         nodes.add(int(said))
     return nodes.pop() if len(nodes) == 1 and min(nodes) >= 0 else None
 
 
 def _fields(path: str) -> Iterator[tuple[str, str]]:
-    """The `key : value` lines of a system file."""
+    """Yields the `key : value` lines of a system file."""
     for line in text_of(path).splitlines():
         key, _, value = line.partition(":")
         yield key.strip(), value.strip()

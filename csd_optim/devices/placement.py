@@ -1,8 +1,7 @@
-"""How many tiles each of several unequal devices is to have, so that a step is through as early as can be.
+"""Distributes tiles among unequal devices so that a step takes the least time.
 
-A device takes so long for a tile by itself. Besides, the host's update threads take so long for it, and so does the
-link to an accelerator, which is time that all devices share. A step takes as long as the busiest of them all: each
-device, the host, and the link.
+Each tile keeps its device busy for some time. It may also keep the host's update threads and the link to an accelerator
+busy, which all devices share. A step takes as long as the busiest of them all: each device, the host, and the link.
 """
 
 from __future__ import annotations
@@ -14,41 +13,41 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """What may have tiles. Seconds are those of one tile."""
+    """A device that may get tiles. Times are seconds per tile, except `saved`."""
 
-    seconds: float  # of the device by itself; 0: it waits for nothing but the host
-    host: float = 0.0  # of all update threads together; 0: the device updates by itself
-    room: int = 1 << 62  # so many tiles
-    link: float = 0.0  # of the link to an accelerator, the same for all that use it; 0: the tile does not cross it
-    saved: float = 0.0  # of a step: what is still in memory need not be read, which is at most half of what moves
+    seconds: float  # that the device itself is busy; 0: it only waits for the host
+    host: float = 0.0  # that all update threads together are busy; 0: the device updates tiles itself
+    room: int = 1 << 62  # number of tiles that fit
+    link: float = 0.0  # that the link to an accelerator is busy, the same for all its users; 0: it does not cross it
+    saved: float = 0.0  # saved per step by cached states, which need not be read; at most half of all traffic is reads
 
     def takes(self, tiles: int) -> float:
-        """Seconds that the device is busy with so many tiles."""
+        """Return the seconds that the device itself is busy with `tiles` tiles."""
         return max(tiles * self.seconds - self.saved, tiles * self.seconds / 2)
 
     def within(self, seconds: float) -> int:
-        """So many tiles it can have, for a step that takes no longer."""
+        """Return how many tiles the device itself can handle in a step of `seconds`."""
         if not self.seconds:
             return self.room
-        # A little more than is asked for: a number of tiles that just fits must not be lost to rounding.
+        # The factor keeps rounding from losing a number of tiles that fits exactly.
         most = min((seconds + self.saved) / self.seconds, 2 * seconds / self.seconds) * (1 + 1e-12)
         return self.room if most >= self.room else math.floor(most)
 
 
 def step_seconds(tiles: Sequence[int], candidates: Sequence[Candidate]) -> float:
-    """Of a step in which each has so many tiles."""
+    """Return the time of a step in which each candidate has the given number of tiles."""
     host = sum(n * c.host for n, c in zip(tiles, candidates, strict=True))
     link = sum(n * c.link for n, c in zip(tiles, candidates, strict=True))
     return max(host, link, *(c.takes(n) for n, c in zip(tiles, candidates, strict=True)))
 
 
 def place(n: int, candidates: Sequence[Candidate]) -> list[int] | None:
-    """The tiles of each, `n` in all, with the least step_seconds(); None: there is no room for so many."""
+    """Return how many of `n` tiles each candidate gets for the least step_seconds(); None: there is not enough room."""
     if sum(c.room for c in candidates) < n:
         return None
-    # In so many seconds a device can have so many tiles; of what the host has time for, there are most if those that
-    # cost it least go first; the link only limits how many cross it in all. So the least time in which all `n` can be
-    # had is found by halving.
+    # For a given step time, possible() finds the most tiles: each device takes what it can handle, and devices whose
+    # tiles cost the host least go first; the link only limits the number of tiles that cross it. A bisection then finds
+    # the least time in which all `n` tiles are possible.
     cheapest = sorted(range(len(candidates)), key=lambda d: candidates[d].host)
 
     def possible(seconds: float) -> list[int]:

@@ -1,11 +1,11 @@
-"""SmartSSDs of this machine: an FPGA and an NVMe drive behind one PCIe switch, and how the two belong together.
+"""Finds the SmartSSDs of this machine, and pairs each FPGA with the NVMe drive behind the same PCIe switch.
 
-Everything is read from sysfs, where XRT's own tools look too: it costs a millisecond, needs no privilege, and works
-where XRT is broken. The drive of a card is found by its place on the PCIe bus, never by its name. `ask_pyxrt()` adds
-what XRT itself says, for `csd-optim devices`; training never waits for it.
+All facts come from sysfs, where XRT's own tools look too: that takes a millisecond, needs no privileges, and works even
+if XRT is broken. The drive of a card is found by its place on the PCIe bus, never by its name. `ask_pyxrt()` adds what
+XRT itself reports, for `csd-optim devices`; training never waits for it.
 
-In emulation (XCL_EMULATION_MODE is set) there is nothing in sysfs: CSD_OPTIM_EMULATED_DRIVES lists a directory for
-each card, with `:` in between.
+In emulation (XCL_EMULATION_MODE is set) sysfs has no cards: CSD_OPTIM_EMULATED_DRIVES lists a directory for each card,
+separated by `:`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ XILINX = 0x10EE
 ACCELERATOR = 0x12  # PCI classes
 NVME = 0x0108
 OLDEST_XRT = (2, 13)  # see native/src/xrt.h
-ASK_SECONDS = 30.0  # for pyxrt to answer
+ASK_SECONDS = 30.0  # timeout for pyxrt's answer
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,25 @@ class Drive:
     model: str
     serial: str
     blocks: tuple[str, ...]  # whole disks, such as nvme4n1
-    mounted: tuple[tuple[str, Path], ...]  # (disk, partition or volume, where); only those on this drive alone
+    mounted: tuple[tuple[str, Path], ...]  # (name of disk, partition or volume; mount point), if on this drive alone
 
 
 @dataclass(frozen=True)
 class Card:
-    """One card. Text is "" where the system does not say."""
+    """One card. Text is "" if the system does not tell it."""
 
-    index: int | None  # XRT's number of it; None if XRT does not see it
+    index: int | None  # XRT's number of the card; None if XRT does not see it
     bdf: str  # PCIe address of the user function, such as 0000:65:00.1; "" in emulation
     shell: str  # VBNV, such as xilinx_u2_gen3x4_xdma_gc_base_2
-    serial: str  # of the card; SmartSSDs carry the drive's
-    xclbin_uuid: str  # loaded now, or ""
+    serial: str  # of the card; on SmartSSDs that of the drive
+    xclbin_uuid: str  # of the xclbin that is loaded now, or ""
     ready: bool
-    p2p: str  # as XRT calls it: enabled, disabled, no iomem, not supported; unknown
+    p2p: str  # in XRT's words: enabled, disabled, no iomem, not supported; or unknown
     nvme: Drive | None
-    directory: Path | None  # where a store goes if the user names no place
-    problems: tuple[str, ...] = ()  # what keeps the FPGA from being used
-    no_directory: str = ""  # why there is no `directory`, and the way out
-    warnings: tuple[str, ...] = ()  # what works, but more slowly than it could
+    directory: Path | None  # where a store goes if the user names no directory
+    problems: tuple[str, ...] = ()  # reasons why the FPGA cannot be used
+    no_directory: str = ""  # why there is no `directory`, and what the user can do
+    warnings: tuple[str, ...] = ()  # reasons why it is slower than it could be
 
     @property
     def emulated(self) -> bool:
@@ -79,13 +79,13 @@ class Card:
 
     @property
     def name(self) -> str:
-        """Names this card to `xrtDeviceOpenByBDF`: XRT's numbering changes with its version, this does not."""
+        """The card's name for `xrtDeviceOpenByBDF`. Unlike XRT's numbering it does not depend on XRT's version."""
         return self.bdf or str(self.index)
 
     def place(self, named: Path | None = None) -> Path:
-        """The directory for a store: `named` by the user, else the card's own.
+        """Return the directory for a store: `named` by the user, else the card's own.
 
-        Raises CSDUnavailableError with what keeps the card from being used and the way out.
+        Raises CSDUnavailableError with the reason why the card cannot be used and what the user can do.
         """
         if self.problems:
             raise CSDUnavailableError(errno.ENODEV, f"card {self.name}: {self.problems[0]}")
@@ -95,21 +95,24 @@ class Card:
         return where
 
     def holds(self, directory: Path, system: System = HERE) -> bool:
-        """Does a directory lie on this card's drive, or will it? If not, its data go through the host."""
+        """Return whether a directory, which need not exist, is on this card's drive. If not, data go through the host.
+
+        In emulation every directory counts as on the drive.
+        """
         if self.emulated:
-            return True  # in emulation any directory is as good
+            return True
         where = directory.resolve()
         over = [m for m in all_mounts(system) if where.is_relative_to(m.at)]
-        mount = max(over, key=lambda m: len(m.at.parts), default=None)  # of several at one place, the newest
+        mount = max(over, key=lambda m: len(m.at.parts), default=None)  # the newest of several at one mount point
         own = disks_and_volumes(self.nvme.blocks, system)[0] if self.nvme else []
         return any(mount in mounts_of(name, system) for name in own)
 
 
-Facts = Mapping[str, str]  # what XRT says of a card: index, name, xclbin_uuid, serial
+Facts = Mapping[str, str]  # what XRT reports about a card: index, name, xclbin_uuid, serial
 
 
 def cards(told: Mapping[str, Facts] | None = None, system: System = HERE) -> list[Card]:
-    """All cards, in XRT's order; last those that XRT does not see. `told`: by BDF, from `ask_pyxrt()`.
+    """Return all cards in XRT's order, then those that XRT does not see. `told`: by BDF, from `ask_pyxrt()`.
 
     Raises CSDUnavailableError in an emulation that names no drives.
     """
@@ -121,7 +124,7 @@ def cards(told: Mapping[str, Facts] | None = None, system: System = HERE) -> lis
     seen = [f for f in functions if (node := nodes[f.name]) and (system.dev / "dri" / node.name).exists()]
     ready = [f for f in seen if number_of(f / "ready")]
     if _xrt_version(system) < (2, 15):
-        ready.reverse()  # until 2.14, XRT counts the cards that are ready from the last to the first
+        ready.reverse()  # up to 2.14, XRT numbers ready cards from the last to the first
     order = ready + [f for f in seen if f not in ready]
     found = [_card(f, order.index(f) if f in order else None, nodes[f.name], system) for f in functions]
     found.sort(key=lambda c: (c.index is None, c.index))
@@ -129,7 +132,7 @@ def cards(told: Mapping[str, Facts] | None = None, system: System = HERE) -> lis
 
 
 def there_are() -> list[Card]:
-    """All cards; none in an emulation that names no drives, where `find` says why."""
+    """Return all cards; none in an emulation that names no drives, for which `find` raises the reason."""
     try:
         return cards()
     except CSDUnavailableError:
@@ -137,9 +140,10 @@ def there_are() -> list[Card]:
 
 
 def find(name: str, system: System = HERE, told: Mapping[str, Facts] | None = None) -> Card:
-    """The card that a user calls `name`: XRT's index, or a PCIe address, in full or short (65:00.1); `told`: `cards`.
+    """Return the card `name`: XRT's index, or a PCIe address, in full or short (65:00.1). `told`: see `cards`.
 
-    Raises CSDValueError if it is wrong, with those there are; CSDUnavailableError if there are no cards, and why.
+    Raises CSDValueError if there is no such card, listing those that exist; CSDUnavailableError if there are no cards,
+    with the reason.
     """
     found = cards(told, system)
     if not found:
@@ -172,13 +176,13 @@ def find(name: str, system: System = HERE, told: Mapping[str, Facts] | None = No
 
 
 def located(spec: DeviceSpec) -> DeviceSpec:
-    """The same device, with the directory of its store. Raises what `find` and `Card.place` raise."""
+    """Return the device with the directory of its store filled in. Raises what `find` and `Card.place` raise."""
     return replace(spec, directory=find(spec.card).place(spec.directory)) if spec.card else spec
 
 
-# ---- what XRT itself says ------------------------------------------------------------
+# ---- what XRT itself reports ---------------------------------------------------------
 
-# Another process: a broken installation may crash or hang as it likes. What a version of pyxrt lacks is left out.
+# Runs in another process, because a broken installation may crash or hang. Leaves out what a version of pyxrt lacks.
 _ASK = """
 import json, sys
 import pyxrt
@@ -212,15 +216,15 @@ sys.stdout.write("\\n" + json.dumps(cards) + "\\n")
 
 
 def ask_pyxrt(seconds: float = ASK_SECONDS) -> dict[str, dict[str, str]]:
-    """What pyxrt says of each card, by BDF; empty without pyxrt, or if it fails or takes longer than `seconds`.
+    """Return what pyxrt reports about each card, by BDF; empty without pyxrt, or if it fails or exceeds `seconds`.
 
-    In emulation it is not asked: it would start cards of its own, and they have no BDF.
+    Empty in emulation too: there pyxrt would start emulated cards of its own, which have no BDF.
     """
     if os.environ.get("XCL_EMULATION_MODE"):
         return {}
     try:
         done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=seconds)
-        answer = json.loads(done.stdout.strip().rpartition("\n")[2])  # XRT may crash at exit: no matter
+        answer = json.loads(done.stdout.strip().rpartition("\n")[2])  # XRT may crash at exit, so the status is ignored
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return {}
     return answer if isinstance(answer, dict) else {}
@@ -240,7 +244,7 @@ def _completed(card: Card, told: Facts) -> Card:
 
 
 def _uuid(text: str) -> str:
-    """Lower case; nothing loaded is all zeros."""
+    """Return a UUID in lower case, or "" if it is all zeros, which means that no xclbin is loaded."""
     return text.lower() if text.strip("0-") else ""
 
 
@@ -291,20 +295,20 @@ _P2P_HELP = {
 
 
 def _p2p(function: Path) -> str:
-    """The state of P2P, from the sizes of the memory window that the driver reports, judged as XRT's tools do."""
+    """Return the state of P2P, derived like XRT's tools do from the sizes of the memory window (BAR) in sysfs."""
     lines = shell_part(function, "p2p", "config").splitlines()
     sizes = {key.strip(): int(size) for key, _, size in (line.partition(":") for line in lines) if size.isdecimal()}
     if not sizes:
         return "unknown"
     if "bar" not in sizes:
         return "not supported"
-    if sizes.get("rbar", 0) > sizes["bar"]:  # the device is ready for more than the system has given it
+    if sizes.get("rbar", 0) > sizes["bar"]:  # the device asks for a larger window than the system has given it
         return "no iomem"
     return "enabled" if sizes.get("exp_bar") == sizes["bar"] else "disabled"
 
 
 def _drive(function: Path, system: System) -> tuple[Drive | None, Path | None, str]:
-    """The card's drive, the directory for a store, and if there is none, why."""
+    """Return the card's drive, the directory for a store, and if there is no directory, the reason."""
     name_it = f"name a directory: 'xrt:{function.name}?nvme=/mnt/...'"
     above = function.resolve().parents  # nearest first
     everything = [p.resolve() for p in (system.sysfs / "bus/pci/devices").glob("*")]
@@ -312,7 +316,7 @@ def _drive(function: Path, system: System) -> tuple[Drive | None, Path | None, s
     common = next((p for p in above if BDF.fullmatch(p.name) and any(d.is_relative_to(p) for d in disks)), None)
     near = sorted(d for d in disks if common and d.is_relative_to(common))
     if not common or number_of(common / "vendor") != XILINX:
-        # A switch of somebody else joins cards: what hangs there is another's, or no card's.
+        # A common switch from another vendor joins several cards: a drive there belongs to another card, or to none.
         also = f"; {near[0].name} is only behind the same switch {common.name}" if common else ""
         return None, None, f"no NVMe drive is behind the switch of this card{also}; {name_it}"
     if len(near) > 1:
@@ -321,7 +325,7 @@ def _drive(function: Path, system: System) -> tuple[Drive | None, Path | None, s
     if not controller:
         drive = Drive("", near[0].name, "", "", (), ())
         return drive, None, f"its NVMe drive {near[0].name} has no driver: `modprobe nvme`"
-    # Where a drive may have several paths, the kernel calls a path nvme4c4n1 and hides it; the disk is nvme4n1.
+    # With NVMe multipath, the kernel names each path like nvme4c4n1 and hides it; the disk is nvme4n1.
     blocks = sorted({re.sub(r"c\d+n", "n", p.name) for p in controller.glob("nvme*n*")})
     own, spread = disks_and_volumes(blocks, system)
     mounted = [(name, mounts[0].at) for name in own if (mounts := mounts_of(name, system))]
@@ -336,13 +340,13 @@ def _drive(function: Path, system: System) -> tuple[Drive | None, Path | None, s
         return drive, None, f"several file systems of its NVMe drive are mounted: {places}; {name_it}"
     if spread:
         return drive, None, f"{spread[0]} lies on other drives too, not only on {blocks[0]}; {name_it}"
-    disk = f"/dev/{own[-1]}"  # the disk, or what was made of it last
+    disk = f"/dev/{own[-1]}"  # the disk, or the topmost partition or volume on it
     new = "" if own[1:] else f", after `mkfs.ext4 {disk}` if it is new (that erases it)"
     return drive, None, f"its NVMe drive {disk} is not mounted: `mount {disk} /mnt/smartssd0`{new}"
 
 
 def _why_none(system: System) -> str:
-    """Why there are no cards."""
+    """Return the reason why no cards were found, with what the user can do."""
     pci = system.sysfs / "bus/pci"
     boards = [
         p.name
@@ -357,7 +361,7 @@ def _why_none(system: System) -> str:
 
 
 def _xrt_version(system: System) -> tuple[int, ...]:
-    """Of the driver, which is installed together with the library; a high one if the driver does not say."""
+    """Return the version of XRT's driver, installed together with the library; a high one if it is unknown."""
     match = re.match(r"(\d+)\.(\d+)", text_of(system.sysfs / "module/xocl/version"))
     return (int(match[1]), int(match[2])) if match else (99,)
 

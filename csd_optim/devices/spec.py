@@ -1,37 +1,40 @@
-"""Device strings: what a user writes for a CSD, and what it means.
+"""Device strings: the syntax in which users name devices, and the parser.
 
 /mnt/nvme0                   an emulated CSD in that directory, durable (short for file:/mnt/nvme0)
-file:/mnt/nvme0?scratch=1    one in a nameless file of that directory, gone with the process, however that ends
+file:/mnt/nvme0?scratch=1    one in a nameless file of that directory, which disappears with the process
 file:                        the same in the current directory
-file:/mnt/nvme0?buffers=16&block=4MiB    tile buffers; size of one I/O request
-file:/mnt/nvme0?depth=32     requests in flight on its file system
-file:/mnt/nvme0?cache=4GB    memory for tiles that the next step then need not read; off: every step reads everything
-file:/mnt/nvme0?numa=1       its buffers and update threads on this NUMA node; without, on the drive's, where the system
-                             tells; off: on any
-file:/mnt/nvme0?share=0.5    half as many parameters as a device that says nothing: any device may have a share
-file:/mnt/nvme0?tbw=600TB    what the drive is rated to take: stats() then tells in how many days that is used up
-xrt:0                        a SmartSSD: its FPGA by XRT's index, or by PCIe address (xrt:0000:65:00.1); durable, on
-                             its own drive, which is found
-xrt:0?nvme=/mnt/nvme0        ... in this directory, which should be on its own drive; also with scratch, buffers, ...
-xrt:0?xclbin=PATH&p2p=0&timeout=60       the kernels' file; state by way of host memory; seconds until a kernel hangs
-auto                         not a device, but a word beside some: which part each gets is chosen, by how fast they are
-ram:?room=20GB               with auto: so many bytes at most; also for file:
-ram:                         state in host memory, updated in place (beside other devices: in two slots, like a file's)
-gpu:                         state in the memory of the parameters' accelerator, updated there; of whole parameters
-gpu:?room=4GB                so many bytes of states at most, and beside other devices as much as that
-gpu:?exact=0                 also where the accelerator rounds otherwise than the CPU
-gpu:?update=5G/s&link=25GB/s with auto: what is known of the accelerator and its link, and is not measured then
-null:                        keeps and computes nothing; times everything else
+file:/mnt/nvme0?buffers=16&block=4MiB    number of tile buffers; size of one I/O request
+file:/mnt/nvme0?depth=32     queue depth: requests in flight on its file system
+file:/mnt/nvme0?cache=4GB    memory that caches tiles for the next step; off: every step reads everything
+file:/mnt/nvme0?numa=1       NUMA node of its buffers and update threads; default: that of the drive, if it is known;
+                             off: any
+file:/mnt/nvme0?share=0.5    half as many parameters as a device without a share; for any device
+file:/mnt/nvme0?tbw=600TB    the bytes that the drive is rated to endure: stats() then tells after how many days of
+                             training they are used up
+xrt:0                        a SmartSSD: its FPGA by XRT's index or by PCIe address (xrt:0000:65:00.1); durable, on the
+                             card's own drive, which is found automatically
+xrt:0?nvme=/mnt/nvme0        ... in this directory, which should be on the card's drive; also with scratch, buffers, ...
+xrt:0?xclbin=PATH&p2p=0&timeout=60       the file with the kernels; p2p=0: state goes through host memory; seconds after
+                             which a kernel counts as hanging
+auto                         not a device: listed beside devices, it chooses their shares by how fast they are
+ram:?room=20GB               with auto: at most this many bytes of states; also for file:
+ram:                         state in host memory, updated in place (beside other devices: in two slots, as in a file)
+gpu:                         state in the memory of the parameters' accelerator, updated there; whole parameters only
+gpu:?room=4GB                at most this many bytes of states; beside other devices, it takes as much as fits
+gpu:?exact=0                 allows an accelerator that rounds differently from the CPU
+gpu:?update=5G/s&link=25GB/s with auto: the speed of the accelerator and of its link, which then need no measuring
+null:                        keeps and computes nothing; for timing everything else
 
-file:/mnt/nvme0?read=2.9GB/s&write=1.6GB/s&latency=100us    paced: its state flows no faster than that, as if the drive
-                             were another (latency: before each read and write of a tile; mixed=3GB/s: what is read
-                             and written together); nothing else changes
-ram:?update=240M/s&link=8GB/s            parameters per second that it updates; and the link to the host, in bytes each
-                             way at once, which all devices of an optimizer that name it share; also for file:, null:
-file:?link=8GB/s&host=1      a plain drive: the host updates, and it is the state that goes over the link
-file:?link=8GB/s&flash_grads=1           gradients come from the drive, where others put them during backward
+file:/mnt/nvme0?read=2.9GB/s&write=1.6GB/s&latency=100us    paced: state flows no faster than this, as if on another
+                             drive (latency: before each read and write of a tile; mixed=3GB/s: limit for reads and
+                             writes together); nothing else changes
+ram:?update=240M/s&link=8GB/s            parameters that it updates per second; bytes per second of the link to the
+                             host, each way at once, shared by all devices of an optimizer that name it; also for
+                             file:, null:
+file:?link=8GB/s&host=1      imitates a plain drive: the host updates, and the state goes over the link
+file:?link=8GB/s&flash_grads=1           reads gradients from the drive, where others store them during backward
 
-/mnt/nvme{local_rank}        {rank}, {local_rank} and {world_size} are filled in where several processes train together
+/mnt/nvme{local_rank}        {rank}, {local_rank} and {world_size} are filled in if several processes train together
 """
 
 from __future__ import annotations
@@ -53,9 +56,9 @@ from ..errors import CSDTypeError, CSDValueError
 from .backends import BACKENDS, DEFAULT_BLOCK, DEFAULT_DEPTH, Backend
 from .machine import available_memory
 
-DEFAULT_BUFFERS = 8  # three were measured to be too few, eight enough
-AUTO = "auto"  # among devices: their shares are chosen
-DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; it takes milliseconds
+DEFAULT_BUFFERS = 8  # three were measured to be too few, eight to be enough
+AUTO = "auto"  # listed among devices: csd_optim chooses their shares
+DEFAULT_TIMEOUT = 30.0  # seconds that a kernel may take for a tile; normally it takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -64,27 +67,27 @@ class DeviceSpec:
 
     text: str
     backend: str
-    directory: Path | None = None  # file; xrt, where it is known
+    directory: Path | None = None  # of file; of xrt, once it is known
     durable: bool = False  # the store has a name and outlives the process
     buffers: int = DEFAULT_BUFFERS
     block_bytes: int = DEFAULT_BLOCK
     depth: int = DEFAULT_DEPTH  # requests in flight on its file system, if no other device there asks for more
-    chosen: frozenset[str] = frozenset()  # by the user, of block and depth
-    cache_bytes: int = 0  # memory, beside the buffers, for what the next step need not read; or NO_CACHE
-    numa: int | None = None  # the node of its buffers and update threads, or ANY_NODE; None: the drive's
-    tbw_bytes: int | None = None  # the drive's rating: bytes that it takes in its life
-    share: float | None = None  # of the tiles, relative to the other devices; None: not said
-    is_placed: bool = False  # its share is chosen, see placement.py
-    room_bytes: int | None = None  # that it may then have of states; None: all that is free
+    chosen: frozenset[str] = frozenset()  # which of "block" and "depth" the user has set
+    cache_bytes: int = 0  # memory, beside the buffers, that caches tiles for the next step; or NO_CACHE
+    numa: int | None = None  # NUMA node of its buffers and update threads, or ANY_NODE; None: that of the drive
+    tbw_bytes: int | None = None  # the bytes that the drive is rated to endure in its life
+    share: float | None = None  # of the tiles, relative to the other devices; None: not set
+    is_placed: bool = False  # `auto` chooses its share, see placement.py
+    room_bytes: int | None = None  # the most bytes of states that it then gets; None: all free space
     pace: Pace = UNPACED
     # gpu only
-    exact: bool = True  # the bits of other devices, or an error
+    exact: bool = True  # demand the bits of other devices, else raise an error
     known_update: float | None = None  # parameters per second; None: to be measured
-    known_link: float | None = None  # bytes per second each way, between host and accelerator; None: likewise
+    known_link: float | None = None  # bytes per second each way, between host and accelerator; None: to be measured
     # xrt only
     card: str = ""  # XRT's index or a PCIe address
-    xclbin: Path | None = None  # None: where it is looked for
-    p2p: str = "auto"  # "1": insist, "0": by way of host memory
+    xclbin: Path | None = None  # None: search the usual places
+    p2p: str = "auto"  # "1": required, "0": go through host memory
     timeout: float = DEFAULT_TIMEOUT  # seconds
 
     def __str__(self) -> str:
@@ -92,12 +95,12 @@ class DeviceSpec:
 
     @property
     def kind(self) -> Backend:
-        """Its row in the table of back ends."""
+        """The device's row in the table of back ends."""
         return BACKENDS[self.backend]
 
 
 def shares_of(specs: Sequence[DeviceSpec]) -> tuple[float, ...] | None:
-    """Of the tiles, relative to each other, as it was said; else, if all are paced, as their pace is. None: equal."""
+    """Return the relative shares of tiles as set by the user; else, if all devices are paced, by pace. None: equal."""
     rates = [s.pace.params_per_second for s in specs]
     if any(s.share is not None for s in specs):
         shares = tuple(1.0 if s.share is None else s.share for s in specs)
@@ -109,7 +112,7 @@ def shares_of(specs: Sequence[DeviceSpec]) -> tuple[float, ...] | None:
 
 
 def days_left(tbw_bytes: int, written_bytes: int, seconds: float) -> float:
-    """Days of training until a drive has taken what it is rated for, at the rate at which it was written so far."""
+    """Return the days of training until a drive has reached its rated endurance, at its average write rate so far."""
     per_day = written_bytes / seconds * 86400 if seconds > 0 else 0.0
     return max(0.0, tbw_bytes - written_bytes) / per_day if per_day else math.inf
 
@@ -118,7 +121,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     """Parses one device string. Raises CSDTypeError or CSDValueError; touches nothing."""
     if not isinstance(text, (str, os.PathLike)):
         raise CSDTypeError(f"a device is a string such as '/mnt/nvme0' or 'ram:', got {type(text).__name__}")
-    if isinstance(text, os.PathLike):  # a path is a directory as it stands
+    if isinstance(text, os.PathLike):  # a path is a directory and is not parsed
         return DeviceSpec(os.fspath(text), "file", Path(text), durable=True)
     text = text.strip()
     if not text:
@@ -126,7 +129,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     if text.lower() in BACKENDS:
         example = BACKENDS[text.lower()].example
         raise CSDValueError(f"Invalid device: {text!r}; write '{example}', or './{text}' for the directory")
-    # A scheme has two letters or more and no slash before its colon; everything else is a directory.
+    # A scheme has at least two letters and no slash before its colon; everything else is a directory.
     scheme = re.match(r"([A-Za-z][A-Za-z0-9_]+):", text)
     if not scheme:
         if "?" in text and not Path(text).exists():
@@ -166,7 +169,10 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
 
 
 def parse_devices(devices: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> list[DeviceSpec]:
-    """What `CSDAdam(devices=...)` accepts: None reads CSD_OPTIM_DEVICES (comma-separated), else one scratch CSD."""
+    """Parses the argument `devices` of CSDAdam. None: CSD_OPTIM_DEVICES (comma-separated), else one scratch CSD.
+
+    Raises CSDTypeError, CSDValueError.
+    """
     if devices is None:
         devices = settings.devices() or ["file:"]
     elif isinstance(devices, (str, os.PathLike)):
@@ -209,7 +215,7 @@ def _is_auto(device: object) -> bool:
 
 
 def _check_accelerator(specs: list[DeviceSpec]) -> None:
-    """Raises CSDValueError if an accelerator cannot keep states beside these."""
+    """Raises CSDValueError if `gpu:` is among the devices and cannot keep states beside the others."""
     near = [s for s in specs if s.kind.on_accelerator]
     if len(near) > 1:
         raise CSDValueError("Invalid devices: gpu: is named twice; it is the accelerator of each parameter")
@@ -227,10 +233,10 @@ def _check_accelerator(specs: list[DeviceSpec]) -> None:
 
 
 def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
-    """Devices that are to have the shares that are best. Raises CSDValueError where that cannot be known.
+    """Return the devices with the fields that `auto` needs. Raises CSDValueError if it cannot choose their shares.
 
-    Where directories keep their states, memory cannot be a device beside them, as nothing could be resumed: it keeps
-    what they then need not read.
+    Memory cannot be a device beside named directories, because a resume would miss its states; it becomes the
+    directories' cache instead.
     """
     for spec in specs:
         if spec.kind.on_accelerator and spec.room_bytes is None:
@@ -245,10 +251,10 @@ def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
         if spec.pace != UNPACED and math.isinf(spec.pace.params_per_second):
             raise CSDValueError(f"Invalid devices: 'auto' cannot tell from its pace how fast '{spec}' is")
     memory = [spec for spec in specs if spec.kind.in_memory]
-    if not any(spec.kind.has_file for spec in specs):  # in place, and in half of the room
+    if not any(spec.kind.has_file for spec in specs):  # without `auto`, memory updates in place, in half the space
         alone = "['gpu:?room=4GB', 'ram:']" if len(memory) < len(specs) else "'ram:'"
         raise CSDValueError(f"Invalid devices: 'auto' needs a drive beside memory; for memory alone write {alone}")
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # on this machine, each with as much
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # ranks on this machine, which share the memory equally
     sharing = int(ranks) if ranks.isdecimal() and int(ranks) else 1
     left = available_memory() // 2 // sharing // (sum(spec.room_bytes is None for spec in memory) or 1)
     rooms = {id(spec): left if spec.room_bytes is None else spec.room_bytes for spec in memory}
@@ -261,7 +267,7 @@ def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
 
 
 def fill_in(device: str) -> str:
-    """`device` with {rank}, {local_rank} and {world_size} filled in; a process on its own is rank 0 of 1."""
+    """Return `device` with {rank}, {local_rank} and {world_size} filled in; a single process is rank 0 of 1."""
     alone = not (dist.is_available() and dist.is_initialized())
     rank = 0 if alone else dist.get_rank()
     values = {

@@ -1,4 +1,4 @@
-"""What sysfs and the kernel's table of mounts say of PCIe functions, block devices and the parts of a card's shell."""
+"""Reads sysfs and the kernel's mount table: PCIe functions, block devices, and the parts of a card's shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class System:
-    """Where the facts are; tests build one of their own."""
+    """Paths to read facts from; tests build a tree of their own."""
 
     sysfs: Path = Path("/sys")
     dev: Path = Path("/dev")
@@ -22,14 +22,17 @@ BDF = re.compile(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{1,2}):([0-9a-fA-F]{1,2})
 
 
 def bdf_numbers(bdf: str) -> list[int | None]:
-    """Domain (None if left out), bus, slot, function."""
+    """Return domain (None if left out), bus, slot, function of a PCIe address."""
     match = BDF.fullmatch(bdf)
     assert match is not None
     return [None if x is None else int(x, 16) for x in match.groups()]
 
 
 def disks_and_volumes(blocks: Sequence[str], system: System) -> tuple[list[str], list[str]]:
-    """These disks with their partitions and what LVM or md made of them alone; and what needs other disks as well."""
+    """Return two lists of block devices that lie on these disks: on them alone, and on other disks as well.
+
+    The first has the disks, their partitions, and LVM or md volumes; the second only such volumes.
+    """
     block = system.sysfs / "class/block"
     own: list[str] = []
     others = list(blocks)
@@ -44,13 +47,13 @@ def disks_and_volumes(blocks: Sequence[str], system: System) -> tuple[list[str],
 @dataclass(frozen=True)
 class Mount:
     number: str  # major:minor
-    root: str  # of the file system, what is mounted
+    root: str  # which directory of the file system is mounted
     at: Path
     source: str
 
 
 def all_mounts(system: System) -> list[Mount]:
-    """Newest first: a later mount hides an earlier one."""
+    """Return all mounts, newest first, as a later mount hides an earlier one."""
     mounts = []
     for line in text_of(system.mounts).splitlines():
         left, _, right = line.partition(" - ")
@@ -60,9 +63,9 @@ def all_mounts(system: System) -> list[Mount]:
 
 
 def mounts_of(device: str, system: System) -> list[Mount]:
-    """Where a block device is mounted, its whole file system before parts of it, such as a container's bind mounts."""
+    """Return the mounts of a block device: of its whole file system first, then of parts, such as bind mounts."""
     at = system.sysfs / "class/block" / device
-    # By number; btrfs shows a number of its own, but names its source.
+    # Compares device numbers, and the source for btrfs, which shows a number of its own.
     number, mapper = text_of(at / "dev"), text_of(at / "dm/name")
     sources = {f"/dev/{device}"} | ({f"/dev/mapper/{mapper}"} if mapper else set())
     mounts = [m for m in all_mounts(system) if m.number == number or m.source in sources]
@@ -70,11 +73,11 @@ def mounts_of(device: str, system: System) -> list[Mount]:
 
 
 def why_detour(function: Path, drive: str, system: System) -> str:
-    """Why data between FPGA and drive leave the card's switch, or "".
+    """Return why data between FPGA and drive leave the card's switch, or "" if they do not.
 
-    Without an IOMMU nothing sends them up. With one that translates, an address means something only above the switch.
-    With one in passthrough it depends on the switch: where its ports isolate their devices (ACS), they send everything
-    up, and then the kernel puts the two into different groups.
+    Without an IOMMU they stay below the switch. If an IOMMU translates, addresses are valid only above the switch. In
+    passthrough mode it depends on the switch: ports that isolate their devices (ACS) send everything upstream, and the
+    kernel then puts FPGA and drive into different IOMMU groups.
     """
     groups = [(system.sysfs / "bus/pci/devices" / bdf / "iommu_group").resolve() for bdf in (function.name, drive)]
     if not all(g.is_dir() for g in groups):
@@ -88,7 +91,7 @@ def why_detour(function: Path, drive: str, system: System) -> str:
 
 
 def text_of(path: str | Path) -> str:
-    """Its text, "" where there is none, or the driver fails to give it."""
+    """Return the content of a file, or "" if it does not exist or the driver fails to provide it."""
     try:
         return Path(path).read_text(errors="replace").strip(" \t\r\n\0")
     except OSError:
@@ -103,5 +106,5 @@ def number_of(path: Path) -> int:
 
 
 def shell_part(function: Path, part: str, attribute: str) -> str:
-    """An attribute of a part of the shell; the folder of a part is called like rom.u.2097152."""
+    """Return an attribute of a part of the shell; a part's directory has a name like rom.u.2097152."""
     return next(filter(None, (text_of(p / attribute) for p in sorted(function.glob(f"{part}.*")))), "")

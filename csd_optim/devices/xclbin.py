@@ -1,4 +1,4 @@
-"""xclbin, the container of an FPGA's program: reads any, writes one for the emulator. Layout: XRT's xclbin.h."""
+"""Reads xclbin files, the containers of FPGA programs, and writes one for the emulator. Layout: XRT's xclbin.h."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..errors import CSDStoreError, CSDUnavailableError
 
 INSTALLED = "/usr/local/share/csd_optim/csd_optim.xclbin"
 
-MODES = {0: "hw", 1: "hw", 4: "hw_emu", 5: "sw_emu", 6: "hw_emu"}  # a full design, or one that is loaded into a shell
+MODES = {0: "hw", 1: "hw", 4: "hw_emu", 5: "sw_emu", 6: "hw_emu"}  # full designs, and those loaded into a shell
 
 _MAGIC = b"xclbin2\0"
 _HEAD = struct.Struct("<8si28s256sQ")  # magic, no signature (-1), reserved, key block, unique id
 # Length, time, time of the feature ROM, version, mode, action mask, interface, VBNV, uuid, debug file, sections.
 _HEADER = struct.Struct("<QQQHBBHH16s64s16s16sI4x")
 _SECTION = struct.Struct("<I16s4xQQ")  # kind, name, offset, size
-_BANK = struct.Struct("<BB6xQQ16s")  # kind, is it there?, KiB, address, name
+_BANK = struct.Struct("<BB6xQQ16s")  # kind, is used, size in KiB, address, name
 _UNIT = struct.Struct("<IIQ64s")  # kind, properties, address of the registers, kernel:unit
 _BITSTREAM, _METADATA, _MEMORIES, _CONNECTIONS, _UNITS = 0, 2, 6, 7, 8
 _DDR4 = 1
 _KERNEL = 1
-_CHAINED = 1 << 8  # ap_ctrl_chain: runs may be queued in the kernel
+_CHAINED = 1 << 8  # ap_ctrl_chain: the kernel can queue runs
 _MOST_SECTIONS = 1 << 16
 
 _FIRST_UNIT, _UNIT_BYTES = 0x1800000, 0x10000
@@ -38,25 +38,25 @@ _FIRST_ARGUMENT, _POINTER_BYTES, _SCALAR_BYTES = 0x10, 12, 8  # registers, as Vi
 
 @dataclass(frozen=True)
 class Xclbin:
-    """What a program says of itself."""
+    """The description of an FPGA program in its xclbin file."""
 
     path: Path
     uuid: uuid.UUID
-    platform: str  # the shell that it is for, as vendor, board, name and version
+    platform: str  # the shell that it was built for, as vendor, board, name and version
     mode: str  # "hw", "hw_emu" or "sw_emu"; "" if it is none of these
     kernels: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The arguments of a kernel in their order: buffers, then scalars of 32 bits."""
+    """The arguments of a kernel in order: buffers, then 32-bit scalars."""
 
     buffers: tuple[str, ...]
     scalars: tuple[str, ...]
 
 
 def _kernel(ports: int) -> Kernel:
-    """One that has so many ports for a tile, each way."""
+    """Return the arguments of a kernel that reads and writes a tile through `ports` ports each way."""
     tile_in, tile_out = ([f"tile_{way}_{port}" for port in range(ports)] for way in ("in", "out"))
     return Kernel(
         (*tile_in, "grad", "entries", "segments", *tile_out, "param", "report"),
@@ -64,15 +64,15 @@ def _kernel(ports: int) -> Kernel:
     )
 
 
-# The kernels that we know, as csd_kernel.h has them; a test compares them with the sources. Each is for an update rule
-# (UpdateRule.name), and has as many ports as that may have sections; or for codes of its states.
+# Our kernels, as declared in csd_kernel.h; a test compares them with the sources. Each is for the fp32 states of an
+# update rule (UpdateRule.name), with as many ports as the rule can have sections, or for the codes of its states.
 _PORTS = {"adamw": 4, "adamw_8bit": 3, "adam": 4, "adam_8bit": 3, "sgd": 2, "adagrad": 2, "rmsprop": 4, "lion": 2}
 KERNELS: Mapping[str, Kernel] = {f"csd_{of}_update": _kernel(ports) for of, ports in _PORTS.items()}
 RULES = frozenset(of for of in _PORTS if not of.endswith("_8bit"))
 
 
 def kernel_for(rule: str, state_dtype: str) -> str:
-    """The name of the kernel for a rule of RULES, on states that are kept as "fp32" or as codes."""
+    """Return the name of the kernel for a rule of RULES, with states stored as "fp32" or as codes ("8bit")."""
     return f"csd_{rule}_update" if state_dtype == "fp32" else f"csd_{rule}_{state_dtype}_update"
 
 
@@ -80,9 +80,9 @@ def kernel_for(rule: str, state_dtype: str) -> str:
 
 
 def read_xclbin(path: str | os.PathLike[str]) -> Xclbin:
-    """Reads the headers and what they say of kernels, whatever the size of the file.
+    """Reads the headers of an xclbin and the names of its kernels, but not the rest of a possibly large file.
 
-    Raises CSDStoreError if it is no xclbin or not whole, OSError if it cannot be read.
+    Raises CSDStoreError if it is no xclbin or is cut short or damaged, OSError if it cannot be read.
     """
     path = Path(path)
     with path.open("rb") as file:
@@ -108,10 +108,10 @@ def read_xclbin(path: str | os.PathLike[str]) -> Xclbin:
 
 
 def find_kernels(named: Path | None = None, needed: Collection[str] = ()) -> Xclbin:
-    """The file with our kernels: `named` by the user, else in CSD_OPTIM_XCLBIN, else where `make install` puts it.
+    """Return the xclbin with our kernels: `named` by the user, else CSD_OPTIM_XCLBIN, else that of `make install`.
 
-    `needed`: names of KERNELS that it has to have; one at least in any case. Its `kernels` are those of ours.
-    Raises CSDUnavailableError if it is not there, is not ours or lacks one.
+    `needed`: names of KERNELS that it must contain; it must contain at least one in any case. `kernels` of the result
+    lists only ours. Raises CSDUnavailableError if the file does not exist, has no kernel of ours or lacks a needed one.
     """
     path = (named or settings.xclbin() or Path(INSTALLED)).resolve()
     try:
@@ -146,7 +146,7 @@ def _read(file: BinaryIO, size: int, path: Path) -> bytes:
 
 
 def _kernels(section: bytes, path: Path) -> tuple[str, ...]:
-    """The kernels that have a compute unit, each once."""
+    """Return the kernels that have a compute unit, each once. `section`: the content of the section of units."""
     (count,) = struct.unpack_from("<i", section.ljust(8, b"\0"))
     if not 0 <= count <= (len(section) - 8) // _UNIT.size:
         raise CSDStoreError(f"{path} is damaged: it claims to have {count} compute units")
@@ -162,9 +162,9 @@ def _text(field: bytes) -> str:
 
 
 def write_emulated(path: Path, platform: str, memory_bytes: int, kernels: Mapping[str, Kernel] = KERNELS) -> None:
-    """Writes a program for software emulation: one unit of each kernel, all buffers in one bank of memory.
+    """Writes an xclbin for software emulation: one compute unit per kernel, all buffers in one bank of memory.
 
-    Its bitstream is what hls_kernels/emulator/device.cpp reads: a line with name and address of each.
+    Its bitstream is text for hls_kernels/emulator/device.cpp: a line with name and address of each unit.
     """
     units = [(_FIRST_UNIT + i * _UNIT_BYTES, name, kernel) for i, (name, kernel) in enumerate(kernels.items())]
     connections = [
@@ -186,7 +186,7 @@ def write_emulated(path: Path, platform: str, memory_bytes: int, kernels: Mappin
     for kind, content in sections:
         headers += _SECTION.pack(kind, b"", first + len(data), len(content))
         data += content.ljust(_aligned(len(content)), b"\0")
-    identity = uuid.uuid5(uuid.NAMESPACE_OID, f"csd_optim {platform} {data!r}")  # the same program, the same uuid
+    identity = uuid.uuid5(uuid.NAMESPACE_OID, f"csd_optim {platform} {data!r}")  # the same content gets the same uuid
     version = (0, 2, 13)
     head = _HEAD.pack(_MAGIC, -1, b"\xff" * 28, b"", identity.int >> 64)
     header = _HEADER.pack(
@@ -200,7 +200,7 @@ def _aligned(size: int) -> int:
 
 
 def _metadata(platform: str, units: list[tuple[int, str, Kernel]]) -> str:
-    """What XRT wants to know of kernels: where in the registers the arguments are."""
+    """Return the XML that tells XRT at which register offsets the kernels' arguments are."""
     text = (
         f'<project name="csd_optim"><platform vendor="xilinx" boardid="emulated" name={quoteattr(platform)}>'
         '<version major="1" minor="0"/><device name="fpga0"><core name="OCL_REGION_0" target="sw_emu" '
