@@ -1,4 +1,4 @@
 from setuptools import setup
 
-# cffi_modules is ignored without a word in setup.cfg, where everything else stands.
+# Everything else is in setup.cfg, which silently ignores cffi_modules.
 setup(cffi_modules=["native/build.py:ffibuilder", "hls_kernels/build.py:ffibuilder"])

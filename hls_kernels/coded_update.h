@@ -1,17 +1,18 @@
-// The top of a kernel for codes: ports are declared and stages connected. Its contract is native/include/csd_kernel.h.
+// The top function of a kernel for codes: declares ports and connects stages. Its interface is
+// native/include/csd_kernel.h.
 //
-// As with update.h, a kernel is a file that includes this and says its Rule, which is one that codes can keep, its
-// CSD_KERNEL and its CSD_OPERATORS, of `update_codes`.
+// As with update.h, the file of a kernel includes this header after defining Rule, which must support codes,
+// CSD_KERNEL, and CSD_OPERATORS for `update_codes`.
 #pragma once
 #include "codes.h"
 #include "kernel.h"
 
-// Seven sections on three bundles. A page of 64 words is all that a burst can be, so that a port which serves sections
-// page by page reads and writes as long bursts as one that has a single section; and a word of bytes is four words of
-// numbers, eight cycles of `update_codes`. What a bank takes is 15 bundles of all kernels (UG1393): the other one has
-// seven, this one six. A bundle has one reader and one writer, here as there: two readers on one channel would wait for
-// each other's bursts, and for ever where one of them cannot go on without the other. Of bursts and outstanding ones
-// update.h says more.
+// Seven sections share three bundles. The longest burst is a page of 64 words, so a port that serves several sections
+// page by page has bursts as long as a port with a single section. A word of bytes lasts for four words of numbers,
+// eight cycles of `update_codes`, so there is enough time. A bank takes 15 bundles of all kernels together (UG1393):
+// AdamW's kernel for fp32 has seven, this one six. As in update.h, a bundle has one reader and one writer. Two readers
+// on one channel would wait for each other's bursts, and would deadlock if one of them depended on the other. update.h
+// explains the burst lengths.
 void CSD_KERNEL(const Word *tile_in_0, const Word *tile_in_1, const Word *tile_in_2, const Word *grad,
                 const Word *entries, const Word *segments, Word *tile_out_0, Word *tile_out_1, Word *tile_out_2,
                 Word *param, Word *report, uint32_t n_words, uint32_t sections, uint32_t n_segments,

@@ -1,28 +1,30 @@
-// What the kernel for tiles of codes has beside the stages of stages.h: sections of bytes, read and written page by page,
-// and the update in two stages. A group's codes are relative to the largest root in it, so that nothing of it can be
-// encoded before all of it is updated: `update_codes` sends the four words of a group and then what it found in them, and
-// `encode` waits for that first. Between them are numbers, not codes; where nothing changes, the codes themselves.
+// The stages of kernels for codes that are not in stages.h: sections of bytes are read and written page by page, and
+// the update has two stages. A group's codes are relative to its largest root, so the whole group must be updated
+// before any of it can be encoded. `update_codes` sends the four words of a group and then a Group that describes them;
+// `encode` reads the Group first. Between the two stages, states are fp32 values, except that groups that do not change
+// remain codes.
 #pragma once
 #include "codec.h"
 #include "stages.h"
 
 constexpr uint32_t kGroupWords = kGroup / kLanes;      // of fp32 values
-constexpr uint32_t kPageGroups = kPageElems / kGroup;  // words of a section of bytes: a page, AXI's longest burst
+constexpr uint32_t kPageGroups = kPageElems / kGroup;  // words per page of a section of bytes: AXI's longest burst
 
-// Two pages: one is on its way through the port while the other is used. One has to fit at least, because a port serves
-// its sections in turns, and who joins them takes a word of each.
+// FIFOs hold two pages: one is transferred through the port while the other is used. They must hold at least one,
+// because a port serves its sections in turns while its consumer takes one word of each.
 constexpr int kFifoPages = 2 * kPageGroups;
 
-// Between the two stages of the update: four groups, of which one has to fit, since what was found in it comes last.
+// FIFOs between the two stages of the update hold four groups. They must hold at least one, because its Group comes
+// last.
 constexpr int kFifoGroups = 4 * kGroupWords;
 
-// ---- Where the sections are ---------------------------------------------------
+// ---- Layout of the sections ----------------------------------------------------
 
 struct CodedTile {
   uint32_t pages;
-  bool narrow;  // its parameters have 16 bits, and corrections
+  bool narrow;  // its parameters have 16 bits, and it has corrections
   bool has_peak;
-  size_t correction, ratio, root, exponent, peak, peak_exponent;  // their first words, as layout.h has them
+  size_t correction, ratio, root, exponent, peak, peak_exponent;  // the sections' first words, as in layout.h
 };
 
 inline CodedTile coded_tile(uint32_t n_words, uint32_t sections) {
@@ -31,7 +33,7 @@ inline CodedTile coded_tile(uint32_t n_words, uint32_t sections) {
   t.pages = n_words / kPageWords;
   t.narrow = sections % 2 != 0;
   t.has_peak = sections > 5;
-  const size_t bytes = n_words / kGroupWords;  // words of a section of bytes
+  const size_t bytes = n_words / kGroupWords;  // number of words in a section of bytes
   const size_t exponents = (t.pages + kPageGroups - 1) / kPageGroups * kPageGroups;
   t.correction = t.narrow ? n_words / 2 : n_words;
   t.ratio = t.correction + (t.narrow ? bytes : 0);
@@ -47,7 +49,7 @@ inline CodedTile coded_tile(uint32_t n_words, uint32_t sections) {
 inline void read_param_section(const Word *tile, uint32_t n_words, uint32_t sections, uint32_t sum_words, Words &words,
                                Numbers &sums) {
 #pragma HLS INLINE off
-  const uint32_t halved = sections % 2;  // words of two where there are 16 bits
+  const uint32_t halved = sections % 2;  // 1 for 16-bit parameters, which take half as many words
   read_section(tile, 0, n_words >> halved, 1, sum_words >> halved, words, sums);
 }
 
@@ -86,7 +88,7 @@ PAGES:
   if (t.pages != 0) ratio_sums.write(~ratio.crc);
 }
 
-// A page's exponents come before its roots: the first root needs them.
+// Reads a page's exponents before its roots, because the first root needs them.
 inline void read_roots(const Word *tile, uint32_t n_words, uint32_t sections, uint32_t sum_words, Words &roots,
                        Words &exponents, Words &peaks, Words &peak_exponents, Numbers &root_sums,
                        Numbers &exponent_sums, Numbers &peak_sums, Numbers &peak_exponent_sums) {
@@ -142,7 +144,7 @@ inline void store_exponents(Word *tile, size_t at, Summing &now, uint32_t sum_wo
   tile[at] = word;
 }
 
-// The last sums of what a port writes: who has them knows that all of it has arrived (store() in stages.h).
+// The last sums of the sections that a port writes. As in store() (stages.h), they show that all writes have arrived.
 struct LastSums {
   uint32_t of[4];
 };
@@ -171,7 +173,7 @@ inline void write_ratios(Word *tile, uint32_t n_words, uint32_t sections, uint32
   if (t.pages != 0) ratio_sums.write(last.of[1]);
 }
 
-// A page's exponents come after its roots: the last one is known with the last root.
+// Writes a page's exponents after its roots, because the last exponent is known only with the last root.
 inline LastSums store_roots(Word *tile, const CodedTile &t, uint32_t sum_words, Words &roots, Words &exponents,
                             Words &peaks, Words &peak_exponents, Numbers &root_sums, Numbers &exponent_sums,
                             Numbers &peak_sums, Numbers &peak_exponent_sums) {
@@ -209,7 +211,7 @@ inline void write_roots(Word *tile, uint32_t n_words, uint32_t sections, uint32_
   }
 }
 
-// As write_report.
+// Like write_report in update.h.
 inline void write_coded_report(Word *report, uint32_t n_words, uint32_t sections, uint32_t sum_words, Numbers &crc_in_0,
                                Numbers &crc_in_1, Numbers &crc_in_2, Numbers &crc_in_3, Numbers &crc_in_4,
                                Numbers &crc_in_5, Numbers &crc_in_6, Numbers &crc_out_0, Numbers &crc_out_1,
@@ -245,10 +247,10 @@ CODED_SUMS:
 
 // ---- Bytes in words ------------------------------------------------------------------
 //
-// 16 elements are a quarter of a word of bytes, and a group has one byte of a word of exponents. Words are shifted by so
-// much each time, which is wires alone; to choose by a number would be multiplexers.
+// 16 elements take a quarter of a word of bytes, and a group has one byte in a word of exponents. Words are shifted by
+// this much each time, which needs only wires; indexing would need multiplexers.
 
-constexpr uint32_t kQuarter = kLanes / kGroupWords;  // lanes that 16 bytes fill
+constexpr uint32_t kQuarter = kLanes / kGroupWords;  // number of lanes that 16 bytes fill
 
 inline uint32_t first_byte(const Word &word, uint32_t i) {
 #pragma HLS INLINE
@@ -264,7 +266,7 @@ DROP:
   }
 }
 
-// 16 bytes come in at the end: after four times the first of them stand at the beginning.
+// Shifts 16 bytes in at the end; after four calls, the first of them are at the beginning of the word.
 inline void append_bytes(Word &word, const uint32_t bytes[kLanes]) {
 #pragma HLS INLINE
   drop_lanes(word, kQuarter);
@@ -276,7 +278,7 @@ APPEND:
   }
 }
 
-// One byte comes in at the end, and the first one is gone.
+// Shifts one byte in at the end and drops the first one.
 inline void append_byte(Word &word, uint32_t byte) {
 #pragma HLS INLINE
 APPEND_BYTE:
@@ -288,25 +290,25 @@ APPEND_BYTE:
 
 // ---- The update ------------------------------------------------------------------------
 
-// What is known of a group when it is updated.
+// Description of a group after its update.
 struct Group {
-  uint32_t elems;  // that are somebody's. 0: it keeps every bit, and its four words are codes
+  uint32_t elems;  // elements of the segment from the group on. 0: the group keeps every bit; its four words are codes
   uint32_t is_f16;
-  uint32_t key;   // of the chance of its first element
-  uint32_t root;  // the bits of its largest finite root; where it keeps every bit, its exponent
+  uint32_t key;   // random key of its first element
+  uint32_t root;  // bits of its largest finite root; if it keeps every bit, its exponent
   uint32_t has_new_peak;
-  uint32_t peak;  // likewise; without a new peak, its exponent
+  uint32_t peak;  // bits of its largest finite peak; without a new peak, its exponent
 };
 using Groups = hls::stream<Group>;
 
-// As exponent_of wants it: of a root that is inf or nan, or below zero, nothing.
+// The bits of a root for exponent_of; 0 if it is inf, nan or negative.
 inline uint32_t finite_bits(float root) {
 #pragma HLS INLINE
   const uint32_t b = float_bits(root);
   return b < 0x7f800000u ? b : 0;
 }
 
-// A tree over the lanes, so that from word to word there is one comparison.
+// Maximum of the lanes, as a tree, so that only one comparison is on the path from word to word.
 inline uint32_t largest_of(uint32_t lanes[kLanes]) {
 #pragma HLS INLINE
 TREE:
@@ -321,8 +323,8 @@ TREE:
   return lanes[0];
 }
 
-// Walks through tile and segments as `update` does. Of an element that changes it sends master, exp_avg and the roots of
-// both second moments; of another one its codes, in their place.
+// Processes tile and segments like `update`. For elements of segments it sends the master, exp_avg and the roots of
+// both second moments; for all others it sends their codes instead.
 static void update_codes(Words &segments, Words &grads, Words &params_in, Words &corrections_in, Words &ratios_in,
                          Words &roots_in, Words &exponents_in, Words &peaks_in, Words &peak_exponents_in,
                          Words &masters, Words &exp_avgs, Words &roots, Words &peaks, Groups &groups,
@@ -347,10 +349,10 @@ UPDATE_CODES:
       segments_left--;
     }
     const bool inside = at >= s.first_word && at < end;
-    const uint32_t first = (at - s.first_word) * kLanes;                     // element of the segment
-    const uint32_t elems = inside && first < s.elems ? s.elems - first : 0;  // lanes from here on are nobody's
-    const bool upper = first / kLanes % 2 != 0;                              // half of a word of 16-bit values
-    const uint32_t word = at % kGroupWords;                                  // of the group
+    const uint32_t first = (at - s.first_word) * kLanes;                     // index of lane 0 in the segment
+    const uint32_t elems = inside && first < s.elems ? s.elems - first : 0;  // lanes from this one on are unused
+    const bool upper = first / kLanes % 2 != 0;                              // which half of a word of 16-bit values
+    const uint32_t word = at % kGroupWords;                                  // index within the group
     if (elems != 0 && (s.grad_dtype == CSD_F32 || !upper)) grad = grads.read();
     if (!narrow || word % 2 == 0) param = params_in.read();
     else drop_lanes(param, kPairs);
@@ -407,7 +409,7 @@ UPDATE_CODES:
     roots.write(root_out);
     if (has_peak) peaks.write(peak_out);
     if (word == kGroupWords - 1) {
-      const uint32_t before = first - word * kLanes;  // elements of the segment before the group
+      const uint32_t before = first - word * kLanes;  // number of the segment's elements before the group
       groups.write({inside ? s.elems - before : 0, is_f16, s.key + before, inside ? largest : exponent, has_new_peak,
                     has_new_peak ? largest_peak : peak_exponent});
     }
@@ -415,7 +417,8 @@ UPDATE_CODES:
   nonfinite_out.write(nonfinite);
 }
 
-// A hash for each element is two multiplications, a ratio one division; all else is shifts and sums.
+// Encodes the groups. Each element needs two multiplications for its hash and a division for its ratio; everything else
+// is shifts and additions.
 inline void encode(Words &masters, Words &exp_avgs, Words &roots, Words &peaks, Groups &groups, Words &params_out,
                    Words &corrections_out, Words &ratios_out, Words &roots_out, Words &exponents_out, Words &peaks_out,
                    Words &peak_exponents_out, Words &params, uint32_t n_words, uint32_t sections) {
@@ -432,7 +435,7 @@ ENCODE:
   for (uint32_t at = 0; at < n_words; at++) {
 #pragma HLS PIPELINE II = 2 style = stp
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 262144
-    const uint32_t word = at % kGroupWords, first = word * kLanes;  // of the group
+    const uint32_t word = at % kGroupWords, first = word * kLanes;  // indices within the group
     if (word == 0) {
       group = groups.read();
       exponent = group.elems != 0 ? exponent_of(group.root) : group.root;

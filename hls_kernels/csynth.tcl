@@ -1,12 +1,12 @@
-# C synthesis of a kernel: its II, latency, DSP, block RAM and clock, as the compiler sees them. Needs neither card nor
-# platform, and takes minutes. The free edition knows the default part, whose fabric is that of the SmartSSD's.
+# C synthesis of a kernel: the compiler's estimates of II, latency, DSP, block RAM and clock. Needs neither card nor
+# platform, and takes minutes. The free edition supports the default part, which has the same fabric as the SmartSSD's.
 #
 #   make csynth                                             with vitis_hls, until 2024.1
 #   make csynth HLS='vitis-run --mode hls --tcl'            from 2024.2 on
 #   make csynth PART=xcku15p-ffva1156-2LV-e                 the SmartSSD's own part
 #   make csynth KERNEL=csd_adamw_8bit_update                the kernel for codes
 #
-# Nobody has run this on an HLS compiler yet; a test runs it on one that only listens.
+# This has not been run with an HLS compiler yet; a test runs it with mock commands.
 
 proc setting {name default} {
     if {[info exists ::env($name)] && $::env($name) ne ""} {
@@ -30,7 +30,7 @@ set_part $part
 create_clock -period ${frequency}MHz
 csynth_design
 
-# The table of all stages and their loops.
+# Print the table of all stages and their loops.
 set report [open csynth/solution/syn/report/csynth.rpt]
 puts [read $report]
 close $report

@@ -1,12 +1,12 @@
-// The stages that all kernels share: labelled loops, joined by streams. update.h connects them, and coded_update.h some of
-// them, beside those of codes.h. README.md draws the picture, bench/cycles.py counts the cycles.
-// None of them is inlined: a stage is a module of its own. What depends on a kernel's rule is `static`, because several
-// kernels are linked to one program where a CPU runs them.
+// The stages that the kernels share: labelled loops, joined by streams. update.h connects all of them; coded_update.h
+// connects some of them with the stages of codes.h. README.md has a diagram, and bench/cycles.py counts the cycles.
+// No stage is inlined: each is a module of its own. Stages that depend on a kernel's rule are `static`, because in
+// simulation several kernels are linked into one program.
 #pragma once
 #include "float16.h"
 #include "word.h"
 
-#ifndef CSD_DATAFLOW  // csim/hls_stream.h makes each stage a thread; here a stage is a call in a DATAFLOW region
+#ifndef CSD_DATAFLOW  // csim/hls_stream.h makes each stage a thread; for Vitis a stage is a call in a DATAFLOW region
 #define CSD_DATAFLOW
 #define CSD_STAGE(stage, ...) stage(__VA_ARGS__);
 #endif
@@ -15,11 +15,12 @@
 #define CSD_PRAGMA(...) _Pragma(#__VA_ARGS__)
 #define CSD_LIMIT(kind, n) CSD_PRAGMA(HLS ALLOCATION operation instances = kind limit = n)
 
-// As deep as a burst is long, so that a stage can wait for one while its neighbours go on. Any depth would do without a
-// deadlock if stages kept nothing back: where streams part and join again, they are written and read in the same order,
-// or carry a single number. But a pipeline that waits for its next word keeps those that it has begun, `update` about
-// 60: this many words have to be on their way before a sum of what was written follows that of what was read.
-constexpr int kFifoWords = 64, kFifoSums = 16;  // 16 sums are of 1024 words at least
+// Streams of words are as deep as a burst is long, so that a stage can wait for a burst while its neighbours continue.
+// If stages held nothing back, any depth would be free of deadlocks, because streams that fork and join again are
+// written and read in the same order or carry a single number. But a stalled pipeline holds the words that it has
+// begun, about 60 in `update`. A sum of written words therefore comes this many words later than the sum of the same
+// words when read, and streams of sums must hold the sums in between.
+constexpr int kFifoWords = 64, kFifoSums = 16;  // 16 sums cover at least 1024 words
 using Words = hls::stream<Word>;
 using Numbers = hls::stream<uint32_t>;
 
@@ -51,11 +52,11 @@ inline csd_segment segment_of(const Word &word) {
 
 inline uint32_t words_of(uint32_t elems, uint32_t dtype) {
 #pragma HLS INLINE
-  // Divided by constants, which are powers of two: shifts.
+  // Divisions by constant powers of two, which become shifts.
   return dtype == CSD_F32 ? elems / kLanes + (elems % kLanes != 0) : elems / (2 * kLanes) + (elems % (2 * kLanes) != 0);
 }
 
-// The word after its last one, in each section.
+// The index of the word after the segment's last one, in each section.
 inline uint32_t end_of(const csd_segment &s) {
 #pragma HLS INLINE
   return s.first_word + words_of(s.elems, CSD_F32);
@@ -63,7 +64,7 @@ inline uint32_t end_of(const csd_segment &s) {
 
 // ---- Memory to streams --------------------------------------------------------
 
-// Linear, and nothing else in the loop: that is what becomes bursts.
+// Reads linearly with nothing else in the loop, so that Vitis infers bursts.
 inline void read_words(const Word *from, uint32_t n, Words &words) {
 #pragma HLS INLINE off
 READ:
@@ -74,7 +75,8 @@ READ:
   }
 }
 
-// Sums of a section, one for every `sum_words` words of it. Each is sent when the next begins; the last one by who calls.
+// Checksums of a section, one for every `sum_words` words. sum() sends each one when the next begins; the caller sends
+// the last one.
 struct Summing {
   uint32_t crc, left;
 };
@@ -90,7 +92,7 @@ inline void sum(Summing &now, const Word &word, uint32_t sum_words, Numbers &sum
   now.left--;
 }
 
-// A word every other cycle, as the update takes them: that leaves the checksum two cycles from word to word.
+// Reads a word every other cycle, the rate of the update; this gives the checksum two cycles per word.
 inline void read_section(const Word *tile, uint32_t section, uint32_t n_words, uint32_t sections, uint32_t sum_words,
                          Words &words, Numbers &sums) {
 #pragma HLS INLINE off
@@ -110,8 +112,8 @@ READ_SECTION:
 
 // ---- Streams to memory --------------------------------------------------------
 
-// A function that writes to memory returns after the memory's last response, if it is not inlined: whoever has its
-// result, the last sum, knows that everything has arrived.
+// A function that is not inlined and writes to memory returns after the memory's last response. The result of this one,
+// the last sum, therefore shows that all writes have arrived.
 inline uint32_t store(Word *to, size_t first, uint32_t n, uint32_t sum_words, Words &words, Numbers &sums) {
 #pragma HLS INLINE off
   Summing now = {kCrcBegin, sum_words};
@@ -134,13 +136,13 @@ inline void write_section(Word *tile, uint32_t section, uint32_t n_words, uint32
   if (n != 0) sums.write(last);
 }
 
-// With a single sum of all.
+// Writes the parameters, with a single checksum for all.
 inline void write_params(Word *param, uint32_t n, Words &words, Numbers &sums) {
 #pragma HLS INLINE off
   sums.write(store(param, 0, n, n, words, sums));
 }
 
-// A csd_report.
+// The first word of the report, a csd_report.
 inline Word head_of_report(uint32_t n_words, Numbers &crc_param, Numbers &nonfinite, Numbers &bad_entries) {
 #pragma HLS INLINE
   Word word = zero_word();
@@ -154,9 +156,10 @@ inline Word head_of_report(uint32_t n_words, Numbers &crc_param, Numbers &nonfin
 
 // ---- The update ---------------------------------------------------------------
 
-constexpr uint32_t kPairs = kLanes / 2;  // lanes that 16 values of 16 bits fill: half a word
+constexpr uint32_t kPairs = kLanes / 2;  // number of lanes that 16 values of 16 bits fill: half a word
 
-// Gradient `lane` of a tile's word; of 16 bits, the `upper` or lower half of a gradient word.
+// The gradient for lane `lane` of a tile's word. With 16 bits, these are in the `upper` or lower half of a gradient
+// word.
 inline float widen(const Word &grad, uint32_t dtype, bool upper, uint32_t lane) {
 #pragma HLS INLINE
   const uint32_t pair = grad[(upper ? kPairs : 0) + lane / 2];
@@ -177,20 +180,20 @@ struct Entry {
   uint32_t element;  // of the tile
   uint32_t value;    // 16 bits
 };
-constexpr uint32_t kNoElement = 0xffffffffu;  // of the entry after the last one
+constexpr uint32_t kNoElement = 0xffffffffu;  // marks the end of the entries
 
-// One entry a cycle out of the blocks, each of them checked, so that whatever memory holds, elements ascend. Without a
-// word there is no entry, and none is missed.
+// Unpacks the blocks, one entry per cycle, and checks each entry, so that elements ascend whatever the memory contains.
+// With no words at all, there are no entries, which is not an error.
 inline void check_entries(Words &words, hls::stream<Entry> &entries, Numbers &bad_out, uint32_t n_words,
                           uint32_t entry_words) {
 #pragma HLS INLINE off
   uint32_t left = entry_words, bad = 0;
-  bool lost = false;  // a count cannot be true: nobody can tell where the next block begins
+  bool lost = false;  // a count is impossible or missing, so the beginning of the next block is unknown
 BLOCKS:
   for (uint32_t first = 0; first < n_words; first += kBlockWords) {
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 64
     const uint32_t block_words = n_words - first < kBlockWords ? n_words - first : kBlockWords;
-    uint32_t count = 0, next = 0;  // the least index that is in order
+    uint32_t count = 0, next = 0;  // next: the smallest index that would be in order
     Word word = zero_word();
     lost = lost || left == 0;
     if (!lost) {
@@ -225,8 +228,9 @@ REST:
   entries.write({kNoElement, 0});
 }
 
-// Makes the gradients of sparse segments dense, so that the update is the same. Entries ascend, so the memory into
-// which they are scattered is one word: it takes an entry a cycle and leaves when no more can fall into it.
+// Makes the gradients of sparse segments dense, so that the update need not distinguish them. As entries ascend, a
+// single word is enough to scatter them into: it takes one entry per cycle, and is sent when the next entry lies beyond
+// it.
 inline void scatter(Words &segments_in, Words &dense, hls::stream<Entry> &entries, Words &segments_out, Words &grads,
                     uint32_t n_segments) {
 #pragma HLS INLINE off
@@ -238,13 +242,13 @@ SEGMENTS:
     segments_out.write(segment);
     const csd_segment s = segment_of(segment);
     const uint32_t words = words_of(s.elems, s.grad_dtype), end = end_of(s) * kLanes;
-    uint32_t first = s.first_word * kLanes;  // element of the tile with which `grad` begins
+    uint32_t first = s.first_word * kLanes;  // the tile's element at the beginning of `grad`
     Word grad = zero_word();
   SPARSE:
     for (uint32_t i = 0; s.sparse && i < words;) {
 #pragma HLS PIPELINE II = 1
 #pragma HLS LOOP_TRIPCOUNT min = 0 max = 131072
-      const uint32_t half = entry.element - first;  // of `grad`; not one of them if the entry is for nobody
+      const uint32_t half = entry.element - first;  // its half lane in `grad`; not used if it is in no segment
       if (entry.element < end && entry.element < first + 2 * kLanes) {
         if (entry.element >= first) grad[half / 2] |= entry.value << half % 2 * 16;
         entry = entries.read();

@@ -1,12 +1,12 @@
-// What a kernel for fp32 states is beside stages.h, whatever its rule: the stages that know how many sections there are,
-// and the top function, which declares ports and connects. Its contract is native/include/csd_kernel.h.
+// A kernel for fp32 states, for any rule: the stages that depend on the number of sections, and the top function, which
+// declares ports and connects stages. Its interface is native/include/csd_kernel.h.
 //
-// A kernel is a file that says what is its own, and includes this (csd_lion_update.cpp):
+// The file of a kernel defines the following and includes this header (see csd_lion_update.cpp):
 //
-//   Rule           its rule, a type of native/include/rules.h: one is in a kernel, with its variants
+//   Rule           its rule, a type of native/include/rules.h; a kernel has one rule with all its variants
 //   CSD_KERNEL     its name
-//   CSD_SECTIONS   2 or 4: what its rule's tiles may have at most. Of others there are neither ports nor streams
-//   CSD_OPERATORS  how many operators `update` may have: 16 lanes' in two cycles, each of which serves two lanes
+//   CSD_SECTIONS   2 or 4: most sections that the rule's tiles may have. Further sections have no ports and streams
+//   CSD_OPERATORS  limits on the operators of `update`: those of 16 lanes in two cycles, so each serves two lanes
 #pragma once
 #include <type_traits>
 
@@ -20,13 +20,13 @@ static_assert(CSD_SECTIONS == 2 || CSD_SECTIONS == 4, "a kernel has two ports fo
 CSD_RULES(CSD_FIT)
 
 #if CSD_SECTIONS > 2
-#define CSD_MORE(...) __VA_ARGS__  // what is there for the third and the fourth section only
+#define CSD_MORE(...) __VA_ARGS__  // code for the third and fourth section only
 #else
 #define CSD_MORE(...)
 #endif
 
-// The header comes last. It is made of the parameters' sum, and follows the last sums of all sections on the same port:
-// hence it is there after everything else.
+// Writes the header last, after everything else has arrived: it contains the sum of the parameters, and it follows the
+// last sums of all sections through the same port.
 static void write_report(Word *report, uint32_t n_words, uint32_t sections, uint32_t sum_words, Numbers &crc_param,
                          Numbers &nonfinite, Numbers &bad_entries, Numbers &crc_in_0, Numbers &crc_out_0,
                          Numbers &crc_in_1,
@@ -53,10 +53,11 @@ SUMS:
   report[0] = head_of_report(n_words, crc_param, nonfinite, bad_entries);
 }
 
-// Walks through the tile and its segments side by side, a word of 16 elements every other cycle: memory brings one
-// every sixth at best (README.md), and with two cycles each operator serves two lanes. That has to be said, because a
-// compiler may well prefer speed to sharing: at most this many of each, 16 lanes of operations in two cycles, and a
-// pipeline that stalls as a whole. Elements in no segment, and lanes beyond the end of one, pass through.
+// Processes the tile and its segments in parallel, a word of 16 elements every other cycle: memory delivers one every
+// sixth cycle at best (README.md), and with two cycles per word each operator serves two lanes. The compiler might
+// prefer speed to sharing, so CSD_OPERATORS limits the number of each operator to what 16 lanes need in two cycles, and
+// the pipeline is told to stall as a whole (style = stp). Elements in no segment, and lanes beyond its end, pass
+// through.
 static void update(Words &segments, Words &grads, Words &params, Numbers &nonfinite_out, uint32_t n_words,
                    uint32_t sections, uint32_t n_segments, Words &master_in, Words &master_out, Words &state_in_1,
                    Words &state_out_1 CSD_MORE(, Words &state_in_2, Words &state_out_2, Words &state_in_3,
@@ -78,9 +79,9 @@ UPDATE:
       segments_left--;
     }
     const bool inside = at >= s.first_word && at < end;
-    const uint32_t word = at - s.first_word;                      // of the segment
-    const uint32_t elems = inside ? s.elems - word * kLanes : 0;  // lanes from here on pass through
-    const bool upper = word % 2 != 0;                             // half of a word of 16-bit values
+    const uint32_t word = at - s.first_word;                      // index within the segment
+    const uint32_t elems = inside ? s.elems - word * kLanes : 0;  // lanes from this one on pass through
+    const bool upper = word % 2 != 0;                             // which half of a word of 16-bit values
     if (inside && (s.grad_dtype == CSD_F32 || !upper)) grad = grads.read();
     Word master = master_in.read();
     Word state_1 = sections > 1 ? state_in_1.read() : zero_word();
@@ -131,10 +132,11 @@ UPDATE:
   nonfinite_out.write(nonfinite);
 }
 
-// One bundle, that is one AXI master, for each stream of data. Reads and writes of a bundle have channels of their
-// own, so that what is read and what is written in its place share one and still overlap. 64 words, 4 KiB, are
-// AXI's longest burst; eight bursts on their way are 512 words, as many as a block RAM holds at its full width.
-// Segments and the report are few: a bundle for themselves so that they interrupt nobody's bursts.
+// The top function. There is one bundle, that is one AXI master, for each stream of data. A bundle has separate
+// channels for reads and writes, so that an array that is read and the one written in its place share a bundle and
+// still overlap. AXI's longest burst is 64 words, 4 KiB; eight outstanding bursts are 512 words, as many as a block RAM
+// holds at its full width. Segments and the report are small: they share a bundle of their own so that they do not
+// interrupt other bursts.
 void CSD_KERNEL(const Word *tile_in_0, const Word *tile_in_1,
                 CSD_MORE(const Word *tile_in_2, const Word *tile_in_3, ) const Word *grad, const Word *entries,
                 const Word *segments, Word *tile_out_0, Word *tile_out_1,

@@ -1,4 +1,4 @@
-// What the FPGA moves in a cycle, and its checksum.
+// A word, the unit that a port of the FPGA moves per cycle, and its checksum.
 #pragma once
 #include <hls_stream.h>
 #include <hls_vector.h>
@@ -8,9 +8,9 @@
 
 using Word = hls::vector<uint32_t, kLanes>;  // lane 0 has the lowest address
 
-// CRC-32C of 512 bits at a time. The checksum is linear over GF(2): each of its bits is the parity of some bits of the
-// word and some of the checksum before. Which ones is worked out here, by the compiler, so that every mask below is a
-// constant and the parities become trees of XOR gates.
+// CRC-32C of 512 bits at a time. The checksum is linear over GF(2): each of its bits is the parity of certain bits of
+// the word and of the previous checksum. The compiler computes here which ones, so that every mask below is a constant
+// and the parities become trees of XOR gates.
 constexpr uint32_t kCrcBits = 32;
 struct CrcMasks {
   uint32_t lane[kLanes][kCrcBits];  // [lane][i]: the bits of this lane that bit i of the checksum depends on
@@ -18,7 +18,7 @@ struct CrcMasks {
 
 constexpr CrcMasks make_crc_masks() {
   CrcMasks masks{};
-  uint32_t effect = 1;  // of one bit of the word, from its last to its first: one step of the bitwise checksum each
+  uint32_t effect = 1;  // effect of one bit, from the word's last to its first: one step of the bitwise checksum each
   for (uint32_t bit = 32 * kLanes; bit-- > 0;) {
     effect = (effect >> 1) ^ (effect & 1u ? 0x82f63b78u : 0u);
     for (uint32_t i = 0; i < kCrcBits; i++) masks.lane[bit / 32][i] |= (effect >> i & 1u) << (bit % 32);
@@ -45,7 +45,7 @@ PARITIES:
   return result;
 }
 
-// The checksum continued by one word. It begins with kCrcBegin and is inverted at the end.
+// Returns the checksum continued by one word. It begins as kCrcBegin and must be inverted at the end.
 constexpr uint32_t kCrcBegin = 0xffffffffu;
 inline uint32_t crc_of(uint32_t before, const Word &word) {
 #pragma HLS INLINE
@@ -53,8 +53,8 @@ inline uint32_t crc_of(uint32_t before, const Word &word) {
 CRC_BITS:
   for (uint32_t i = 0; i < kCrcBits; i++) {
 #pragma HLS UNROLL
-    // The checksum before acts as if it were added to the first 32 bits. Its parities stand apart from those of the
-    // word: they alone have to be there for the next word, the others may take as many cycles as they like.
+    // The previous checksum acts as if it were added to the first 32 bits of the word. Its parities are computed apart
+    // from those of the word: only they are on the critical path from word to word, the others may be pipelined.
     of_before[i] = before & kCrcMasks.lane[0][i];
     of_word[i] = 0;
   }

@@ -1,4 +1,4 @@
-"""Builds `csd_optim._native` (cffi, API mode). The cdef is cut from the header itself: they cannot drift apart."""
+"""Builds `csd_optim._native` (cffi, API mode). The cdef is cut from csd.h itself, so the two cannot drift apart."""
 
 import os
 import re
@@ -34,7 +34,7 @@ SOURCES = [
     "device_paced",
 ]
 
-# An extension that is newer than its sources is not built again; nor would it be when only one of these is edited.
+# setuptools rebuilds the extension only if a source or one of these dependencies is newer.
 HEADERS = [
     str(header.relative_to(ROOT))
     for where in ("native", "hls_kernels")
@@ -44,11 +44,11 @@ HEADERS = [
 FLAGS = [
     "-std=c++17",
     "-O3",
-    # Lines for who debugs. With all that Python's own -g asks for, it takes a third longer to compile.
+    # Line numbers for debugging. Python's own -g would make the compilation a third longer.
     "-g1",
-    # The same bits on every machine, and on an FPGA: no fused multiply-add, IEEE division and square root.
+    # No fused multiply-add (division and square root are IEEE's): the same bits on every machine and on an FPGA.
     "-ffp-contract=off",
-    # errno and traps of the mathematics are not looked at; without this sqrtf is not vectorised.
+    # Nothing reads errno or traps of math functions; without these two flags sqrtf is not vectorised.
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fvisibility=hidden",
@@ -59,7 +59,7 @@ LINK_FLAGS = ["-pthread", "-ldl", *os.environ.get("CSD_OPTIM_LDFLAGS", "").split
 
 
 def cdef(header: str) -> str:
-    """The declarations of csd.h between its two cdef marks."""
+    """Returns the declarations between the two cdef marks of `header`, the text of csd.h."""
     declarations = re.search(r"/\* cdef:.*?\*/(.*?)/\* end of cdef \*/", header, re.S)
     assert declarations, "csd.h has lost its cdef marks"
     return declarations[1]
@@ -71,7 +71,7 @@ ffibuilder.set_source(
     "csd_optim._native",
     '#include "csd.h"',
     source_extension=".cpp",
-    # Relative: setuptools refuses absolute paths in an sdist, and builds from the project's root.
+    # Relative, because setuptools refuses absolute paths in an sdist; it builds from the project's root.
     sources=[f"native/src/{name}.cpp" for name in SOURCES],
     depends=HEADERS,
     include_dirs=[str(NATIVE / "include"), str(NATIVE / "src")],

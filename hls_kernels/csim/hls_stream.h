@@ -1,13 +1,14 @@
-// C-simulation: streams as bounded as the FPGA's FIFOs, between stages that are threads and, like its pipelines, keep
-// what they have begun. Under Vitis its own header of this name is found, whose simulated streams are unbounded; that a
-// FIFO is too shallow is found here, or by a card that hangs.
+// C-simulation: streams with the depth of the FPGA's FIFOs, between stages that are threads and, like the FPGA's
+// pipelines, hold back the iterations that they have begun. Vitis uses its own header of this name, whose simulated
+// streams are unbounded; a FIFO that is too shallow shows up only here, or on a card, which then hangs.
 //
-// A stage runs until a stream has nothing for it, or no room. Then it wakes whoever can go on now, and sleeps. If all
-// sleep and none can go on, none ever will: a deadlock is recognised for certain and at once, not by its taking long.
+// A stage runs until a stream that it reads is empty or one that it writes is full. It then wakes all stages that can
+// continue, and sleeps. If all stages sleep and none can continue, none ever will: deadlocks are detected reliably and
+// at once, without a timeout.
 //
-// What an iteration writes comes out CSD_IN_FLIGHT iterations later, or when the stage has come to its end: a pipeline
-// that waits stands still, with all that is in it. An iteration uses a stream once; who uses one again is in the next.
-// The arithmetic is the FPGA's, too: subnormal numbers are zero.
+// What an iteration writes comes out CSD_IN_FLIGHT iterations later, or when the stage ends, because a stalled pipeline
+// stops with everything that is in it. An iteration uses each stream at most once: using a stream again begins the next
+// iteration. As on the FPGA, subnormal numbers are zero.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -24,7 +25,7 @@
 
 #include "float_mode.h"
 
-#ifndef CSD_IN_FLIGHT  // iterations in a pipeline: the update, the longest, takes about 130 cycles, and a word every two
+#ifndef CSD_IN_FLIGHT  // iterations in a pipeline: the longest, the update, has about 130 cycles, a word every two
 #define CSD_IN_FLIGHT 64
 #endif
 #define CSD_DATAFLOW hls::region csd_region_;
@@ -42,7 +43,7 @@ struct fifo {
   fifo(size_t depth, const char *name) : depth(depth), name(name) {}
   virtual ~fifo() = default;
 
-  virtual void come_out() = 0;  // the oldest number that a pipeline holds for this stream
+  virtual void come_out() = 0;  // releases the oldest value that a pipeline holds for this stream
 
   bool ready(bool to_write) const {
     const uint64_t n = n_written.load(std::memory_order_acquire) - n_read.load(std::memory_order_acquire);
@@ -50,7 +51,8 @@ struct fifo {
   }
 };
 
-// The stages of one call of a kernel. Its destructor runs them, each in a thread, and throws what went wrong.
+// The stages of one call of a kernel. The destructor runs each of them in a thread of its own, and throws if one fails
+// or they deadlock.
 class region {
  public:
   void add(const char *name, std::function<void()> body) { stages_.emplace_back(name, std::move(body)); }
@@ -60,7 +62,7 @@ class region {
     std::vector<std::thread> threads;
     try {
       for (stage &s : stages_) threads.emplace_back([this, &s] { run(s); });
-    } catch (const std::exception &e) {  // no more threads: those there are would wait for the others
+    } catch (const std::exception &e) {  // too few threads: the existing ones would wait forever for the others
       std::lock_guard<std::mutex> lock(mutex_);
       fail(e.what());
     }
@@ -68,13 +70,14 @@ class region {
     if (!failure_.empty()) throw std::runtime_error(failure_);
   }
 
-  // The stage that this thread is returns when the stream is ready for it.
+  // Called by the thread of a stage: waits until the stream is ready for it.
   static void wait(const fifo &stream, bool to_write) {
     stage &self = this_stage(stream);
     this_thread().in->wait(self, stream, to_write);
   }
 
-  // The stage that this thread is uses a stream, for the last time in iteration `used`. Lets come out what is due.
+  // Called by the thread of a stage when it uses a stream; `used` is the iteration in which it last did. Begins the
+  // next iteration if it was this one, and releases the values that are due.
   static void step(const fifo &stream, uint64_t &used) {
     stage &self = this_stage(stream);
     if (used == self.iteration) self.iteration++;
@@ -82,7 +85,7 @@ class region {
     while (!self.held.empty() && self.held.front().due <= self.iteration) self.let_out();
   }
 
-  // What it writes is in its pipeline from now on.
+  // Called by the thread of a stage after a write: the value is in its pipeline from now on.
   static void hold(fifo &stream) {
     stage &self = this_stage(stream);
     self.held.push_back({&stream, self.iteration + CSD_IN_FLIGHT});
@@ -92,14 +95,14 @@ class region {
  private:
   struct number {
     fifo *stream;
-    uint64_t due;  // the iteration in which it comes out
+    uint64_t due;  // the iteration in which it is released
   };
   struct stage {
     const std::string name;
     const std::function<void()> body;
     uint64_t iteration = 1;
     std::deque<number> held;
-    const fifo *waits_for = nullptr;  // while it sleeps
+    const fifo *waits_for = nullptr;  // while the stage sleeps
     bool to_write = false;
     std::condition_variable woken;
 
@@ -152,7 +155,7 @@ class region {
     if (!failure_.empty()) throw given_up();
   }
 
-  // One that was running runs no longer: wakes all that can go on.
+  // Called when a running stage sleeps or ends: wakes all stages that can continue, and detects deadlocks.
   void pass_on() {
     if (!failure_.empty()) return;
     running_--;
@@ -168,7 +171,7 @@ class region {
       if (s.waits_for)
         waiting += " " + s.name + " waits for " + (s.to_write ? "room in " : "") + s.waits_for->name +
                    (s.held.empty() ? "" : ", " + std::to_string(s.held.size()) + " in its pipeline") + ";";
-    if (waiting.empty()) return;  // all have come to their end
+    if (waiting.empty()) return;  // all stages have ended
     waiting.back() = '.';
     fail("deadlock:" + waiting);
   }
@@ -179,7 +182,7 @@ class region {
   }
 
   std::deque<stage> stages_;
-  std::mutex mutex_;  // of all below, and of what stages wait for
+  std::mutex mutex_;  // guards everything below, and the stages' waits_for and to_write
   size_t running_ = 0;
   std::string failure_;
 };
@@ -191,7 +194,7 @@ class stream;
 template <typename T>
 class stream<T, 0> : fifo {
  public:
-  explicit stream(const char *name) : stream(2, name) {}  // the depth of a FIFO of which nothing is said
+  explicit stream(const char *name) : stream(2, name) {}  // Vitis' default depth of a FIFO
   stream(const stream &) = delete;
   stream &operator=(const stream &) = delete;
 
@@ -216,7 +219,7 @@ class stream<T, 0> : fifo {
   }
 
  protected:
-  // Of each stream a pipeline holds one number for each iteration in it.
+  // A pipeline holds one value per stream for each iteration in it.
   stream(size_t depth, const char *name) : fifo(depth, name), slots_(depth + CSD_IN_FLIGHT + 1) {}
 
  private:
@@ -232,7 +235,8 @@ class stream<T, 0> : fifo {
   }
 
   std::vector<T> slots_;
-  // Each side's own: its next slot, the iteration of its stage, and how far the other one was when it last looked.
+  // Private to the writer and to the reader: the next slot, the iteration of its stage that last used the stream, and
+  // the other side's count as last seen.
   alignas(64) size_t write_slot_ = 0;
   uint64_t written_in_ = 0, read_before_ = 0;
   alignas(64) size_t read_slot_ = 0;

@@ -1,10 +1,10 @@
-// C-simulation: as much of Vitis' header of this name as the kernels use, for plain g++. Under Vitis its own is found.
+// C-simulation: the part of Vitis' header of this name that the kernels use, for plain g++. Vitis uses its own header.
 #pragma once
 #include <stddef.h>
 
 namespace hls {
 
-// Aligned as on the FPGA's ports.
+// Aligned as the FPGA's ports require.
 template <typename T, size_t N>
 class alignas(N * sizeof(T)) vector {
  public:

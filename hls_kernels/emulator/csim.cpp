@@ -1,4 +1,4 @@
-// Calls the kernels as a card would: with addresses and numbers.
+// Calls the kernels like a card, with an array of addresses and an array of numbers.
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -12,7 +12,7 @@
 namespace csd::emulator {
 namespace {
 
-// What a register of the kernel holds, as the argument that it stands for. An address is one of a whole word.
+// Converts the next register value to the argument that it stands for. Addresses must be aligned to words.
 template <typename Argument>
 Argument take(void *const *&buffers, const uint32_t *&numbers) {
   if constexpr (std::is_pointer_v<Argument>) {
@@ -25,7 +25,7 @@ Argument take(void *const *&buffers, const uint32_t *&numbers) {
 
 template <typename... Arguments>
 void call(void (*kernel)(Arguments...), void *const *buffers, const uint32_t *numbers) {
-  // Braces: evaluated from left to right.
+  // Braces guarantee evaluation from left to right.
   std::apply(kernel, std::tuple<Arguments...>{take<Arguments>(buffers, numbers)...});
 }
 

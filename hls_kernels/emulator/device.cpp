@@ -1,27 +1,27 @@
-// A card for XRT's software emulation (sw_emu): the process that XRT starts in place of each card, and that runs the
-// HLS kernels as g++ compiled them. XRT's driver library `libxrt_swemu` listens on a Unix socket and sends requests:
+// A card for XRT's software emulation (sw_emu): the process that XRT starts in place of each card. It runs the HLS
+// kernels as compiled by g++. XRT's driver library `libxrt_swemu` listens on a Unix socket and sends requests:
 //
 //   request  {0x09, uint64 size, 0x15, uint32 number}, then a protobuf message of that size
 //   answer   {0x09, uint64 size}, then a message
 //
-// The numbers are those of xcl_macros.h; what is in the messages stands at each function below.
+// The request numbers are those of xcl_macros.h; each function below documents the fields of its message.
 //
-// Device memory is one nameless file, which both sides map: what the host sees in a buffer *is* device memory, as it is
-// with P2P. (Buffers that XRT calls cacheable it keeps apart, and syncs through the socket.) A kernel runs in a child
-// process, one for each run: one that goes astray harms nobody else, and its run hangs.
+// Device memory is one anonymous file, which both sides map: what the host sees in a buffer *is* device memory, as with
+// P2P. (XRT keeps a separate copy of buffers that it calls cacheable, and syncs it through the socket.) Each run of a
+// kernel is a child process: a kernel that accesses memory out of bounds cannot harm the others, and its run hangs.
 //
-// CSD_OPTIM_EMULATOR_FAULT makes a card fail, the first one or with @N card N; runs are counted from 1:
+// CSD_OPTIM_EMULATOR_FAULT makes a card fail: the first card, or with @N card N. Runs are counted from 1:
 //
 //   hang:5     the 5th run does nothing and never ends
-//   lost:5     from the 5th run on the card is gone: runs end at once and do nothing, and what is read is all ones
-//   garble:5   a bit of what the 5th run wrote to the tile is turned over
-//   params:5   a bit of the parameters that the 5th run wrote is
+//   lost:5     from the 5th run on the card is gone: runs end at once and do nothing, and all reads return ones
+//   garble:5   one bit of what the 5th run wrote to the tile is flipped
+//   params:5   one bit of the parameters that the 5th run wrote is flipped
 //   kill:5     instead of the 5th run, this process is killed
-//   nop2p      buffers cannot be mapped by the host: as where P2P is off
+//   nop2p      the host cannot map buffers, as if P2P were off
 //
-// XRT does not expect all that. While a run hangs, its scheduler cannot be stopped: closing the run ends in a crash, and
-// so does leaving in good order. For an answer of a process that is gone it waits for ever, at exit too. And where its
-// handler of SIGCHLD is in place, a child of the host that is killed ends the host's process group.
+// XRT does not handle these faults well. While a run hangs, its scheduler cannot be stopped: closing the run ends in a
+// crash, and so does a regular exit. If this process is gone, XRT waits for its answer forever, even at exit. And while
+// XRT's SIGCHLD handler is installed, killing a child of the host ends the host's process group.
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -52,8 +52,8 @@
 namespace csd::emulator {
 namespace {
 
-constexpr uint64_t kMemoryBytes = uint64_t(1) << 31;  // what the driver library maps; emulation.py says the same
-constexpr uint64_t kGuardBytes = uint64_t(1) << 30;   // before and behind a buffer, for kernels that run beyond it
+constexpr uint64_t kMemoryBytes = uint64_t(1) << 31;  // what the driver library maps; same value in emulation.py
+constexpr uint64_t kGuardBytes = uint64_t(1) << 30;   // before and after a buffer, to catch out-of-bounds accesses
 constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kUnitBytes = 0x10000;  // of control registers
 constexpr long kPollNanoseconds = 200000;
@@ -67,15 +67,15 @@ void say(const char *format, ...) {
   dprintf(STDERR_FILENO, "csd_optim emulator: %s\n", text);
 }
 
-// Something that must not be.
+// For violations of the protocol and failures that cannot be handled.
 template <typename... Arguments>
 [[noreturn]] void die(const char *format, Arguments... arguments) {
   say(format, arguments...);
-  kill(getpid(), SIGKILL);  // XRT takes no notice of a process that merely leaves
+  kill(getpid(), SIGKILL);  // XRT does not notice a process that merely exits
   _exit(1);                 // never reached
 }
 
-// The signal of a child's end, for sigtimedwait.
+// SIGCHLD, as a set for sigtimedwait.
 sigset_t child_signal() {
   sigset_t signals;
   sigemptyset(&signals);
@@ -115,7 +115,7 @@ class Memory {
  public:
   struct Buffer {
     uint64_t bytes;
-    char *data;  // guards lie on both sides, where there is nothing
+    char *data;  // with inaccessible guard areas on both sides
   };
 
   Memory() {
@@ -124,7 +124,7 @@ class Memory {
     path_ = "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(fd_);
   }
 
-  const std::string &path() const { return path_; }  // for the host, to map it
+  const std::string &path() const { return path_; }  // the file that the host maps
 
   void allocate(uint64_t address, uint64_t bytes) {
     bytes = (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
@@ -140,10 +140,10 @@ class Memory {
     buffers_[address] = {bytes, data};
   }
 
-  // Gives the pages back even where the host forgot that it had mapped them.
+  // Frees a buffer, and its pages even if the host has not unmapped them.
   void release(uint64_t address) {
     const auto found = buffers_.find(address);
-    if (found == buffers_.end()) return;  // it went with all others when a program was loaded
+    if (found == buffers_.end()) return;  // already freed by release_all()
     const Buffer &buffer = found->second;
     fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(address), off_t(buffer.bytes));
     munmap(buffer.data - kGuardBytes, buffer.bytes + 2 * kGuardBytes);
@@ -154,7 +154,7 @@ class Memory {
     while (!buffers_.empty()) release(buffers_.begin()->first);
   }
 
-  // `bytes` bytes at an address; nullptr if they are not all in one buffer.
+  // Returns `bytes` bytes of memory at an address; nullptr if they are not within a single buffer.
   char *at(uint64_t address, uint64_t bytes) const {
     const auto found = find(address);
     if (found == buffers_.end()) return nullptr;
@@ -162,7 +162,7 @@ class Memory {
     return bytes <= found->second.bytes - offset ? found->second.data + offset : nullptr;
   }
 
-  // For messages: what of the card's memory is at, or next to, this address of ours?
+  // Describes, for messages, which buffer is at or next to an address of this process.
   void describe(const void *ours, char *text, size_t size) const {
     const char *place = static_cast<const char *>(ours);
     for (const auto &[address, buffer] : buffers_) {
@@ -191,7 +191,7 @@ class Memory {
 
 // ---- The kernels ----------------------------------------------------------------------
 
-// One run with what is in the registers. Returns nullptr, or why it never ends.
+// Runs a kernel with the arguments in its registers. Returns nullptr, or the reason why the run cannot finish.
 const char *run_kernel(const Kernel &kernel, const uint8_t *registers, const Memory &memory) {
   void *buffers[kMostBuffers];
   uint32_t numbers[kNumbers];
@@ -209,7 +209,7 @@ const char *run_kernel(const Kernel &kernel, const uint8_t *registers, const Mem
   return csd_csim_run(kernel.name, buffers, numbers);
 }
 
-const Kernel *kernel_of_run;  // in the child of a run: for the handler below
+const Kernel *kernel_of_run;  // set in the child process of a run, for the signal handler below
 const Memory *memory_of_run;
 
 void on_bad_access(int, siginfo_t *info, void *) {
@@ -221,7 +221,7 @@ void on_bad_access(int, siginfo_t *info, void *) {
 
 // ---- A compute unit -------------------------------------------------------------------
 
-// A kernel's registers. A run is a child process.
+// A kernel's registers and its current run, which is a child process.
 class Unit {
  public:
   Unit(const Kernel &kernel, const Memory &memory) : kernel_(kernel), memory_(memory), registers_(kUnitBytes) {}
@@ -233,7 +233,8 @@ class Unit {
     waitpid(child_, nullptr, 0);
   }
 
-  // `starts`: does this start a run? Then start() or hang() is to be called. Returns false beyond the registers.
+  // Sets `starts` if this write starts a run; the caller must then call start() or hang(). Returns false for an access
+  // beyond the registers.
   bool write(uint64_t offset, std::string_view data, bool &starts) {
     if (offset % 4 || data.size() % 4 || offset > kUnitBytes || data.size() > kUnitBytes - offset) return false;
     memcpy(registers_.data() + offset, data.data(), data.size());
@@ -256,7 +257,7 @@ class Unit {
     return true;
   }
 
-  // `garbles`: 0, or the register of an argument that is not what the run wrote there.
+  // `garbles`: 0, or the register of the argument whose memory is corrupted after the run.
   void start(uint32_t garbles) {
     if (state_ == State::kRunning || state_ == State::kHung) die("%s was started while it runs", kernel_.name);
     state_ = State::kRunning;
@@ -286,7 +287,7 @@ class Unit {
     _exit(why_not ? 1 : 0);
   }
 
-  // Has the run ended? XRT asks all the time: waiting a little saves both sides most of that.
+  // Checks whether the run has ended. XRT polls continuously; waiting a little here saves both sides most of the work.
   void look() {
     if (state_ != State::kRunning) return;
     int status = 0;
@@ -333,7 +334,7 @@ class Card {
   };
   static const std::map<uint32_t, Request> kRequests;
 
-  // {3: is it for good?} -> {1: done}
+  // {3: final?} -> {1: done}
   Answer close(const Fields &fields) {
     units_.clear();
     memory_.release_all();
@@ -341,8 +342,8 @@ class Card {
     return Answer().number(1, 1);
   }
 
-  // {1: file with the metadata, 2: file with the bitstream, ...} -> {1: done}. Our bitstream is text: a line with
-  // kernel and address for each compute unit. There are no files if a buffer is asked for before an xclbin is loaded.
+  // {1: file with the metadata, 2: file with the bitstream, ...} -> {1: done}. Our bitstream is text, with a line for
+  // each compute unit: kernel and address. The files are missing if a buffer is requested before an xclbin is loaded.
   Answer load(const Fields &fields) {
     if (!fault_.known) return Answer().number(1, 0);
     units_.clear();
@@ -351,7 +352,7 @@ class Card {
       std::string kernel;
       uint64_t address;
       while (lines >> kernel >> std::hex >> address)
-        if (const Kernel *const ours = kernel_named(kernel))  // others are there, but do nothing
+        if (const Kernel *const ours = kernel_named(kernel))  // ignore other kernels
           units_.try_emplace(address, *ours, memory_);
       if (!lines.eof()) {
         say("the xclbin was not made for this emulator");
@@ -365,7 +366,8 @@ class Card {
   Answer allocate(const Fields &fields) {
     memory_.allocate(fields.number(1), fields.number(2));
     Answer answer = Answer().number(1, 1);
-    // XRT has no way to say no; a file that is not there it takes for one. Commands are a page, and have to be mapped.
+    // The protocol has no way to refuse, but XRT treats a missing file as a refusal. Command buffers have the size of a
+    // page and must always be mapped.
     const bool refused = fault_.is("nop2p") && fields.number(2) > kPageBytes;
     if (fields.number(3)) answer.bytes(2, refused ? "/nonexistent/P2P is off" : memory_.path());
     return answer;
@@ -408,7 +410,7 @@ class Card {
   // {1: address of a unit, 2: register, 3: bytes} -> {1: done, 2: data}
   Answer read_register(const Fields &fields) { return read_at(fields.number(1) + fields.number(2), fields.number(3)); }
 
-  // Streams between kernels, of which we have none. {...} -> {1: done}
+  // {...} -> {1: done}. Sets up streams between kernels; we have none.
   Answer connect(const Fields &) { return Answer().number(1, 1); }
 
   Answer write_at(uint64_t address, std::string_view data) {
@@ -474,7 +476,7 @@ const std::map<uint32_t, Card::Request> Card::kRequests = {
 
 void Card::receive(void *to, uint64_t bytes) {
   for (char *at = static_cast<char *>(to); bytes;) {
-    // The host's end of the socket may live on in processes that it forked.
+    // Also check whether the host is alive: processes that it forked may keep its end of the socket open.
     pollfd ready = {socket_, POLLIN, 0};
     if (poll(&ready, 1, 1000) == 0) {
       if (getppid() != host_) _exit(0);
@@ -532,11 +534,11 @@ int connect_to_host(const std::string &path, pid_t host) {
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof address.sun_path) die("the socket's name is too long: %s", path.c_str());
   path.copy(address.sun_path, path.size());
-  while (getppid() == host) {  // it may not listen yet
+  while (getppid() == host) {  // retry, because the host may not be listening yet
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (fd < 0) die("no socket: %s", strerror(errno));
     if (!connect(fd, reinterpret_cast<const sockaddr *>(&address), sizeof address)) {
-      unlink(path.c_str());  // nobody else is to find it; if the host dies, it does not stay behind
+      unlink(path.c_str());  // no other process should connect, and it must not remain if the host dies
       return fd;
     }
     if (errno != ENOENT && errno != ECONNREFUSED && errno != EINTR) die("%s: %s", path.c_str(), strerror(errno));
@@ -559,7 +561,7 @@ extern "C" __attribute__((visibility("default"))) int csd_emulator_main(void) {
     say("this is to be started by XRT, with USER set");
     return 1;
   }
-  // Ctrl-C and the like go to the whole process group; the host still needs its card to leave in good order.
+  // Ctrl-C and the like signal the whole process group, but the host still needs its card for an orderly exit.
   for (const int signal_number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) signal(signal_number, SIG_IGN);
   const sigset_t signals = child_signal();
   sigprocmask(SIG_BLOCK, &signals, nullptr);  // for sigtimedwait

@@ -1,4 +1,4 @@
-// The kernels as g++ compiled them, by their names.
+// A table by name of the kernels compiled by g++.
 #pragma once
 #include <stdint.h>
 
@@ -6,10 +6,10 @@
 
 namespace csd::emulator {
 
-// Its arguments: `buffers()` addresses, then numbers, as csd_kernel.h has them.
+// The arguments of a kernel are `buffers()` addresses followed by numbers, in the order of csd_kernel.h.
 struct Kernel {
   const char *name;
-  uint32_t ports;  // for a tile, each way
+  uint32_t ports;  // for the tile, in each direction
   void (*run)(void *const *buffers, const uint32_t *numbers);
 
   constexpr uint32_t tile_out() const { return ports + 3; }
@@ -19,6 +19,6 @@ struct Kernel {
 constexpr uint32_t kNumbers = 7;
 constexpr uint32_t kMostBuffers = 2 * 4 + 5;
 
-const Kernel *kernel_named(std::string_view name);  // nullptr: there is none
+const Kernel *kernel_named(std::string_view name);  // nullptr if there is none
 
 }  // namespace csd::emulator

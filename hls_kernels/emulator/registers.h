@@ -1,4 +1,4 @@
-// A kernel's control registers as Vitis HLS lays them out: addresses first, then numbers.
+// The layout of a kernel's control registers by Vitis HLS: addresses first, then numbers.
 #pragma once
 #include <stdint.h>
 

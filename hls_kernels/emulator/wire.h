@@ -1,4 +1,4 @@
-// The little of protobuf's wire format that XRT's emulation speaks: numbers and byte strings in numbered fields.
+// The part of protobuf's wire format that XRT's emulation uses: numbers and byte strings in numbered fields.
 #pragma once
 #include <stdint.h>
 
@@ -13,7 +13,7 @@ struct BadMessage : std::runtime_error {
   using runtime_error::runtime_error;
 };
 
-// A message that was received; strings stay where they are in it. Of a field that is there twice the last one counts.
+// A received message; strings are views into it. If a field occurs twice, the last one counts.
 class Fields {
  public:
   explicit Fields(std::string_view message) : rest_(message) {

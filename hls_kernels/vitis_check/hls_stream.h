@@ -1,5 +1,5 @@
-// As much of Vitis' header of this name as the kernel uses, declared as Vitis does (UG1399) and in our own words: for
-// tests that compile the kernel as Vitis would. Streams have no bounds, and stages are calls, one after another.
+// The part of Vitis' header of this name that the kernels use, declared as in Vitis (UG1399) but written from scratch:
+// for tests that compile the kernels as Vitis would. Streams are unbounded, and stages are calls, one after another.
 #pragma once
 #include <stdlib.h>
 

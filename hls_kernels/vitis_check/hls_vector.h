@@ -1,4 +1,4 @@
-// As much of Vitis' header of this name as the kernel uses; see hls_stream.h.
+// The part of Vitis' header of this name that the kernels use; see hls_stream.h.
 #pragma once
 #include <stddef.h>
 

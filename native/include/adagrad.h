@@ -1,4 +1,4 @@
-// Adagrad (Duchi, Hazan & Singer, 2011, with a diagonal matrix) as torch.optim.Adagrad has it.
+// Adagrad (Duchi, Hazan & Singer, 2011, with a diagonal matrix) as implemented by torch.optim.Adagrad.
 #pragma once
 #include <math.h>
 

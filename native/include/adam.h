@@ -1,13 +1,13 @@
-// Adam (Kingma & Ba, 2015, algorithm 1) as torch.optim.Adam orders it: weights decay by what is added to the gradient,
-// and the rest is AdamW's.
+// Adam (Kingma & Ba, 2015, algorithm 1) in the order of operations of torch.optim.Adam: weight decay is added to the
+// gradient, and the rest is AdamW's.
 #pragma once
 #include "adamw.h"
 
-// CSD_ADAM, CSD_ADAM_AMSGRAD: the sections of CSD_ADAMW and CSD_AMSGRAD. Constants: theirs, but c[0] is weight_decay.
-// A group of an Adam may have AdamW's decay, and a tile parameters of both: so this type has AdamW's rules as well, for
-// kernels. It takes one addition more.
+// CSD_ADAM, CSD_ADAM_AMSGRAD: sections and constants of CSD_ADAMW and CSD_AMSGRAD, except that c[0] is weight_decay.
+// A parameter group of Adam may use decoupled decay (AdamW's), and a tile may hold parameters of both kinds. For the
+// kernels, this type therefore implements AdamW's rules as well, at the cost of one more addition.
 struct Adam {
-  float decay;  // weight_decay, or AdamW's
+  float decay;  // weight_decay; if decoupled, AdamW's 1 - lr * weight_decay
   bool decoupled;
   AdamW rest;
 
@@ -19,7 +19,7 @@ struct Adam {
     float g = grad * rest.grad_scale;
     const float decayed = decay * state[0];
     if (decoupled) state[0] = decayed;
-    else if (decay != 0) g = g + decayed;  // as decayed_grad() has it
+    else if (decay != 0) g = g + decayed;  // as in decayed_grad()
     rest.descend(state, g);
   }
 };

@@ -1,17 +1,18 @@
-// The update rule. It stands here and nowhere else: the CPU updater and every HLS kernel call it.
+// The AdamW update rule. This is its only implementation: the CPU updater and the HLS kernels all call it.
 //
-// AdamW (Loshchilov & Hutter, 2019, algorithm 2) as torch.optim.AdamW orders it: decay, both moments, then the step.
+// AdamW (Loshchilov & Hutter, 2019, algorithm 2) in the order of torch.optim.AdamW: decay, both moments, then the step.
 // Every operation is rounded to nearest fp32 on its own, and subnormal numbers are zero (native/src/float_mode.h).
-// Compile with -ffp-contract=off: a fused multiply-add here would give other bits on other machines.
+// Compile with -ffp-contract=off: a fused multiply-add would give different bits on different machines.
 #pragma once
 #include <math.h>
 
 #include "csd.h"
 
 // CSD_ADAMW: master, exp_avg, exp_avg_sq. A fourth section, if there is one, keeps every bit.
-// CSD_AMSGRAD: master, exp_avg, exp_avg_sq, max_exp_avg_sq, by whose root it divides.
+// CSD_AMSGRAD: master, exp_avg, exp_avg_sq, max_exp_avg_sq; it divides by the root of the last.
 struct AdamW {
-  // The bias corrections are folded in, computed in double by the caller and rounded once. In this order in csd_hyper:
+  // The caller computes the constants in double, with the bias corrections folded in, and rounds them once. In this
+  // order in csd_hyper:
   float decay;  // 1 - lr * weight_decay
   float beta1;
   float one_minus_beta1;
@@ -42,7 +43,7 @@ struct AdamW {
     descend(state, g);
   }
 
-  // What follows the decay, which is also Adam's (adam.h). `g`: the scaled gradient.
+  // The rest of the update after the decay, shared with Adam (adam.h). `g`: the scaled gradient.
   void descend(float (&state)[4], float g) const {
     float &master = state[0], &exp_avg = state[1], &exp_avg_sq = state[2], &max_exp_avg_sq = state[3];
     // Two products rather than a lerp: with beta1 = 0 exp_avg is the gradient to the last bit.
@@ -51,7 +52,7 @@ struct AdamW {
     exp_avg_sq = exp_avg_sq * beta2 + one_minus_beta2 * g * g;
     float second = exp_avg_sq;
     if (amsgrad) {
-      // As torch.maximum: a nan on either side stays.
+      // Like torch.maximum: nan if either operand is nan.
       max_exp_avg_sq = (second > max_exp_avg_sq || second != second) ? second : max_exp_avg_sq;
       second = max_exp_avg_sq;
     }

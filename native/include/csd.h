@@ -1,17 +1,17 @@
-/* csd.h -- the one interface between csd_optim's Python and its engine.
+/* csd.h -- the only interface between csd_optim's Python code and its native engine.
  *
  * A *device* is a computational storage device (CSD), real or emulated. It keeps
  * an optimizer's fp32 state and updates it. An *engine* drives several devices as one:
  *
  *     csd_engine_create(devices)           once
- *     csd_engine_extend(parameters)        whenever parameters join
- *     csd_engine_begin(...)                each step: states start to flow in,
+ *     csd_engine_extend(parameters)        whenever parameters are added
+ *     csd_engine_begin(...)                each step: the devices start to read states,
  *       csd_engine_push(tile, ...)         gradients go to the devices,
  *       csd_engine_pull(&tile)             updated parameters come back,
- *     csd_engine_finish(...)               the step is whole (or undone)
+ *     csd_engine_finish(...)               the step is complete (or undone)
  *     csd_engine_close()
  *
- * The smallest complete step: one parameter, in one tile of a device in memory, by AdamW (its constants: adamw.h).
+ * The smallest complete step: AdamW on one parameter, in one tile of an in-memory device (adamw.h lists the constants).
  *
  *     #include <stdio.h>
  *     #include "csd.h"
@@ -47,13 +47,14 @@
  *     }
  *
  * Parameters lie one after another in a *flat space*, cut into *tiles*: the unit of
- * I/O and of update. A tile's state is one to four *sections*, each `elems` fp32 values: with AdamW
- * [master | exp_avg | exp_avg_sq (| max_exp_avg_sq)]; or codes of them (csd_codec). A tile has two *slots* on its device: a step
- * reads one and writes the other, so that the old state is untouched until the step after it.
+ * I/O and of update. A tile's state consists of one to four *sections* of `elems` fp32 values each; for AdamW
+ * [master | exp_avg | exp_avg_sq (| max_exp_avg_sq)]. A tile may store 8-bit *codes* of these values instead
+ * (csd_codec). A tile has two *slots* on its device: a step reads one and writes the other, so the old state stays
+ * intact until the next step.
  *
- * Every function returns 0 or a negative csd_status, and then fills `*error` if it is
- * not NULL. Lengths and offsets are in elements unless the name says bytes. One step
- * at a time per engine; different engines may be used from different threads. */
+ * Unless stated otherwise, a function returns 0, or a negative csd_status; on failure it also fills `*error` if `error`
+ * is not NULL. Lengths and offsets are in elements unless the name says bytes. An engine runs one step at a time;
+ * different engines may be used from different threads. */
 #ifndef CSD_H
 #define CSD_H
 
@@ -64,34 +65,34 @@
 extern "C" {
 #endif
 
-/* cdef: from here on this file is read by cffi as it stands. */
+/* cdef: native/build.py passes everything from here on to cffi as it stands. */
 
 enum csd_status {
   CSD_OK = 0,
-  CSD_EINVAL = -1, /* an argument is wrong; nothing was touched */
-  CSD_EIO = -2,    /* the operating system refused; `os_errno` says how */
+  CSD_EINVAL = -1, /* an argument is wrong; nothing was changed */
+  CSD_EIO = -2,    /* a system call failed with `os_errno` */
   CSD_ENOMEM = -3,
   CSD_ESTATE = -4,   /* called out of order */
-  CSD_EDAMAGED = -5, /* a tile is not what was written there */
-  CSD_ETORN = -6,    /* a step in place was cut short: what it wrote cannot be undone */
-  CSD_EDEVICE = -7   /* a card cannot be used, or no longer; `os_errno` says more where it can */
+  CSD_EDAMAGED = -5, /* a tile's content does not match its checksums */
+  CSD_ETORN = -6,    /* an in-place step failed midway: its writes cannot be undone */
+  CSD_EDEVICE = -7   /* a card is unusable or has been lost; `os_errno` may say why */
 };
 
 typedef struct csd_error {
   int32_t status;
-  int32_t os_errno; /* 0 where the operating system had no part in it */
+  int32_t os_errno; /* 0 if the failure did not come from the operating system */
   int32_t device;   /* index of the device, or -1 */
   int32_t tile;     /* index of the damaged tile, or -1 */
-  char text[240];   /* what happened, where; NUL-terminated */
+  char text[240];   /* what happened and where; NUL-terminated */
 } csd_error;
 
 enum csd_dtype { CSD_F32 = 0, CSD_F16 = 1, CSD_BF16 = 2 };
 
-/* The update rules. Each has a header beside this one that says what its constants and sections are; rules.h lists
- * them. The first section of a tile is the fp32 master with all of them. */
+/* The update rules. Each has a header in this directory that documents its constants and sections; rules.h lists
+ * all rules. With every rule, the first section of a tile is the fp32 master. */
 enum csd_rule {
   CSD_ADAMW = 0,   /* adamw.h */
-  CSD_AMSGRAD = 1, /* the same, divided by the root of exp_avg_sq's running maximum: a fourth section */
+  CSD_AMSGRAD = 1, /* AdamW that divides by the root of exp_avg_sq's running maximum, kept in a fourth section */
   CSD_ADAM = 2,    /* adam.h */
   CSD_ADAM_AMSGRAD = 3,
   CSD_SGD = 4, /* sgd.h */
@@ -106,56 +107,57 @@ enum csd_rule {
   CSD_LION = 13 /* lion.h */
 };
 
-/* How a tile keeps its states. */
+/* How a tile stores its states. */
 enum csd_codec {
-  CSD_FP32 = 0, /* as they are: a section each */
-  /* 8 bits for each of AdamW's, in sections of their own, each from a new page of 4096 bytes on: parameter (16 bits;
-   * then correction, 1 byte) or fp32 master; ratio and root, 1 byte, and exponent, 1 byte for 64 elements; of
-   * max_exp_avg_sq peak and its exponent. See codec.h */
+  CSD_FP32 = 0, /* as fp32, one section per state */
+  /* As 8-bit codes of AdamW's states (codec.h). Each section begins on a page of 4096 bytes. The sections are: the
+   * 16-bit parameter and its correction (1 byte), or the fp32 master; ratio and root (1 byte each); exponent (1 byte
+   * per 64 elements); and for max_exp_avg_sq, peak (1 byte) and its exponent (1 byte per 64 elements) */
   CSD_8BIT = 1
 };
 
-/* Of a csd_hyper's constants, with every rule: what a gradient is multiplied by (1/loss scale, clipping, -1 to
- * maximize). */
+/* Index into csd_hyper.c, the same for every rule, of the factor by which gradients are multiplied (1/loss scale,
+ * clipping, -1 to maximize). */
 #define CSD_GRAD_SCALE 8
 
-/* One step's constants for one parameter. */
+/* The constants of one parameter's update in one step. */
 typedef struct csd_hyper {
   uint32_t rule; /* csd_rule */
-  float c[9];    /* as the rule has them */
+  float c[9];    /* in the order that the rule's header gives */
 } csd_hyper;
 
 /* ---- Devices ------------------------------------------------------------ */
 
-/* Requests in flight per file system, whatever the number of engines and devices, unless one asks for more. Four of a
- * megabyte already saturate the drives we measured; twice that keeps reads and writes going at the same time. */
+/* The default queue depth per file system, shared by all engines and devices on it; a device may ask for more. Four
+ * requests of a megabyte already saturate the drives we measured; eight keep reads and writes going at the same
+ * time. */
 #define CSD_IO_DEPTH 8
 
-/* The FPGA of a SmartSSD, through the Xilinx runtime (XRT), which is loaded when the first one is opened. */
+/* The FPGA of a SmartSSD, driven through the Xilinx runtime (XRT). XRT is loaded when the first card is opened. */
 typedef struct csd_card csd_card;
 
-/* How fast an emulated device is at most: at the end. */
+/* Upper limits on the speed of an emulated device; defined near the end of this file. */
 typedef struct csd_pace csd_pace;
 
-/* Between drive and card: directly where that works, insist on it, or through host memory. */
+/* Transfers between drive and card: peer-to-peer (P2P) if it works, always P2P, or always through host memory. */
 enum csd_p2p { CSD_P2P_AUTO = 0, CSD_P2P_ON = 1, CSD_P2P_OFF = 2 };
 
 typedef struct csd_device {
-  /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "null": nowhere;
-   * "ram": in memory, updated in place; or with `buffers`, in the slots of `fd`, a file of memory (memfd_create) */
+  /* "file": tiles in a file; "xrt": in a file on a SmartSSD's drive; "null": stores nothing;
+   * "ram": in memory, updated in place; or if `buffers` > 0, in the slots of `fd`, an in-memory file (memfd_create) */
   const char *backend;
-  int32_t fd;           /* file, xrt: open for reading and writing, belongs to the caller, outlives the engine */
-  uint32_t buffers;     /* file, xrt: tile buffers, allocated once and fixed; with 1, nothing overlaps */
+  int32_t fd;           /* file, xrt: open for reading and writing; the caller owns it and closes it after the engine */
+  uint32_t buffers;     /* file, xrt: number of tile buffers, allocated once; with 1, nothing overlaps */
   uint64_t block_bytes; /* file, xrt: size of one I/O request, a multiple of 4096, up to 1 GiB */
-  csd_card *card;       /* xrt: belongs to the caller, outlives the engine */
+  csd_card *card;       /* xrt: the caller owns it and closes it after the engine */
   uint32_t p2p;         /* xrt: csd_p2p */
-  const csd_pace *pace; /* not xrt; read by csd_engine_create. NULL: as fast as it goes */
-  uint32_t depth;       /* file, xrt: that many requests in flight on its file system; not fewer than CSD_IO_DEPTH */
-  /* file: memory for more buffers. A buffer keeps the tile that was written from it, until it is used for another; a
-   * step need not read a tile that a buffer has. -1: it does all the same */
+  const csd_pace *pace; /* not xrt; read only by csd_engine_create. NULL: no limit */
+  uint32_t depth;       /* file, xrt: queue depth of its file system; at least CSD_IO_DEPTH is used */
+  /* file: memory for additional buffers. A buffer keeps the tile last written from it until the buffer is reused, and
+   * a step does not read a tile that a buffer still holds. -1: keep nothing, read every tile */
   int64_t cache_bytes;
-  /* file: 1 + the NUMA node of its drive, from which its buffers come and on whose CPUs its tiles are updated, where the
-   * system allows it; 0: any */
+  /* file: 1 + the NUMA node of its drive, 0: any. Where the system allows it, the buffers are allocated on this node
+   * and its CPUs update the tiles */
   uint32_t numa;
 } csd_device;
 
@@ -163,15 +165,15 @@ typedef struct csd_engine csd_engine;
 
 int csd_engine_create(const csd_device *devices, uint32_t n_devices, csd_engine **out, csd_error *error);
 
-/* Waits for all writes, stops and frees everything but the windows (see csd_window_release), which keep showing the
- * last state; what is written to them from now on stays private. A step that is under way is undone.
- * Returns the error of a write that never succeeded; the engine is gone all the same. */
+/* Waits for all writes, then stops and frees everything but the windows (see csd_window_release). They keep showing the
+ * last state, but writes to them stay private to the process from now on. A step in progress is undone.
+ * Returns the error of a write that never succeeded; the engine is freed in any case. */
 int csd_engine_close(csd_engine *engine, csd_error *error);
 
 /* ---- Layout ------------------------------------------------------------- */
 
-/* Elements [param_first, param_first + elems) of parameter `param` lie in `tile`
- * from `tile_first` on. */
+/* Elements [param_first, param_first + elems) of parameter `param` are stored in `tile`, starting at its element
+ * `tile_first`. */
 typedef struct csd_piece {
   uint32_t param;
   uint32_t tile;
@@ -181,371 +183,392 @@ typedef struct csd_piece {
 } csd_piece;
 
 typedef struct csd_tile_state {
-  uint32_t slot;   /* 0 or 1: the slot that holds the tile */
-  uint32_t summed; /* 1: its checksums are those of the slot's content as the engine wrote it */
+  uint32_t slot;   /* 0 or 1: the slot that holds the current state */
+  uint32_t summed; /* 1: the checksums are valid, computed when the engine wrote the slot */
 } csd_tile_state;
 
-/* A run of `n_tiles` equal tiles: the parameters that join at one time. On a file, the j-th
+/* A run of `n_tiles` equal tiles, for parameters that are added together. In a file, the j-th
  * of these tiles on device d (counted from 0) has its slot s at
- * byte `file_offset[d] + (slots*j + s) * bytes`, of fp32 states `bytes` = tile_elems * sections * 4. */
+ * byte `file_offset[d] + (slots*j + s) * bytes`; for fp32 states, `bytes` = tile_elems * sections * 4. */
 typedef struct csd_extent {
-  uint64_t tile_elems; /* multiple of 1024 and of the page size / 4, up to 2^31; 2^56 in all n_tiles */
+  uint64_t tile_elems; /* multiple of 1024 and of the page size / 4, up to 2^31; all n_tiles together up to 2^56 */
   uint32_t n_tiles;
-  uint32_t sections;            /* 1 to 4 states, as the rule of its parameters has them */
+  uint32_t sections;            /* number of states, 1 to 4, as the rule of the parameters requires */
   uint32_t slots;               /* 2; or 1: steps write in place and cannot be undone (file only) */
-  const csd_tile_state *states; /* one per tile, of a store that is there already; NULL: new */
-  /* A checksum (CRC-32C) covers so many elements of a section, the last of a tile fewer: a multiple of 1024. Verifying,
-   * updating and summing go chunk by chunk, so that what does not fit into the cache is fetched from memory once.
-   * Of codes on a card: of 4096. */
+  const csd_tile_state *states; /* one per tile, when opening an existing store; NULL: the extent is new */
+  /* Elements of a section covered by one checksum (CRC-32C), a multiple of 1024 (for codes on a card, of 4096); the
+   * last chunk of a tile may be shorter. The engine verifies, updates and sums chunk by chunk, so that a tile larger
+   * than the cache is fetched from memory only once. */
   uint64_t sum_elems;
-  const uint32_t *sums;        /* of `states`: tile by tile, chunk by chunk, one per section (of codes: up to 7) */
+  const uint32_t *sums;        /* with `states`: by tile, then by chunk, one per section (for codes: up to 7) */
   const uint64_t *file_offset; /* one per device, multiples of the page size, up to 2^61 */
-  const csd_piece *pieces;     /* sorted by tile, then by tile_first; tile counted from this extent's first */
+  const csd_piece *pieces;     /* sorted by tile, then by tile_first; `tile` counts from this extent's first tile */
   uint64_t n_pieces;
-  const uint32_t *devices; /* one per tile: which it is on; NULL: tile i is on device (i mod n_devices) */
-  uint32_t codec;          /* csd_codec. CSD_8BIT: of at least 4096 elements, and pieces begin at multiples of 64 */
-  uint32_t param_dtype;    /* with CSD_8BIT: of all parameters */
+  const uint32_t *devices; /* one per tile: the device that stores it; NULL: tile i is on device (i mod n_devices) */
+  uint32_t codec;          /* csd_codec. CSD_8BIT: tile_elems is a multiple of 4096; pieces begin at multiples of 64 */
+  uint32_t param_dtype;    /* with CSD_8BIT: the dtype of all parameters */
 } csd_extent;
 
-/* Adds an extent; its tiles are numbered on from those there are. New states read as zero.
- * `windows` receives one address per section: `n_tiles * tile_elems` fp32 values each, the
- * state itself, readable and writable between steps, after csd_engine_remap: on a file the window of a
- * tile is a mapping of a slot, and csd_engine_remap maps the current one. Windows of a new extent are
- * open (see there), those of one that is there already are not. Codes have none (NULL): see csd_engine_decode. */
+/* Adds an extent. Its tiles are numbered after the existing ones; new states read as zero.
+ * `windows` receives one address per section, each of `n_tiles * tile_elems` fp32 values: the
+ * state itself, readable and writable between steps, after csd_engine_remap. On a file, the window of a
+ * tile is a memory mapping of a slot, and csd_engine_remap maps the current slot. Windows of a new extent are
+ * open (see csd_engine_remap); those of an existing store are not. Codes have no windows (NULL): use
+ * csd_engine_decode. */
 int csd_engine_extend(csd_engine *engine, const csd_extent *extent, float **windows, csd_error *error);
 
-/* Unmaps one window. The caller does so when nobody can look at it any more and the engine is closed. */
+/* Unmaps one window. Call this only after the engine is closed and no reference to the window is left. */
 void csd_window_release(float *window, uint64_t elems);
 
 /* ---- A step ------------------------------------------------------------- */
 
-/* Where the master of a parameter is before a step. An fp32 parameter may be its own, whoever wrote it since the last
- * step. An image of the tile's parameters has to hold it, unless it is in the tile. A card does not reach parameters:
- * there it is in the tile, into which csd_param.edited brings those of new codes. */
+/* Where the master of a parameter is before a step. An fp32 parameter may be its own master, and then includes whatever
+ * the user has written to it since the last step. A tile that is pushed with an image has the parameters in the image,
+ * so the image must hold the master unless the master is in the tile. A card cannot reach parameters: its masters are
+ * always in the tile, and csd_param.edited supplies the masters of new codes. */
 enum csd_master {
   CSD_IN_SECTION = 0, /* in the tile, as usual */
-  CSD_FROM_PARAM = 1, /* in `param`, from where it is copied into the tile first */
-  /* In `param`, and stays there: the section of the tile is not used (ram only). Of codes too, also without a gradient;
-   * where 16 bits of it were set, that is the master, and the 64 elements around lose what is beyond 16 bits */
+  CSD_FROM_PARAM = 1, /* in `param`, and copied from there into the tile first */
+  /* In `param`, where it stays: the tile's section is not used (ram only). This holds for codes too, also without a
+   * gradient. If the user has set a 16-bit parameter, its value is the master, and all 64 elements of its group lose
+   * the bits beyond 16 */
   CSD_IN_PARAM = 2,
-  CSD_UNLESS_SET = 3, /* in the tile; but where `param`, of 16 bits, is not the rounded master, it is the master */
-  /* In `param`, of any dtype: the tile has no state yet. Nothing is read; the master is written to the current slot, for
-   * a step that is undone, and the other sections begin as zero, as they read there. All parameters of a tile are new,
-   * and have gradients, or none is (file only) */
+  CSD_UNLESS_SET = 3, /* in the tile; but an element whose 16-bit `param` is not the rounded master takes `param` */
+  /* In `param`, of any dtype: the tile has no state yet. Nothing is read. The master is written to the current slot, in
+   * case the step is undone; the other sections begin as zeros, which is how that slot reads. Either all parameters of
+   * a tile are new and have gradients, or none is new (file only) */
   CSD_NEW = 4,
-  /* In the tile, of codes, whatever the parameter is: somebody wrote to the master, and not to the parameter */
+  /* In the tile, as codes, whatever value the parameter has: the user has written to the master and not to `param` */
   CSD_UNCOMPARED = 5,
-  /* Elsewhere, with the other states: all of them come with csd_engine_give as they are after the step, with or without a
-   * gradient, and the parameter is the caller's. What is in the tile is not read if all in it come so. Of fp32 states,
-   * on files, and in memory that has two slots */
+  /* Computed by the caller, like all other states: csd_engine_give supplies all states as they are after the step, with
+   * or without a gradient, and the caller updates the parameter. A tile in which all states are given is not read. For
+   * fp32 states only, on files and in memory with two slots */
   CSD_GIVEN = 6
 };
 
-/* One of several gradients whose sum a parameter's gradient is: of all its elements, where csd_param.grad has them. */
+/* One of several gradients that add up to a parameter's gradient. It covers the same elements as csd_param.grad. */
 typedef struct csd_summand {
   const void *values;
-  uint32_t dtype; /* csd_dtype; of entries 16 bits */
-  /* 0: `values` are one per element. Else entries (Top-K, csd_kernel.h): those of each `run_elems` elements, as of a
-   * tile by themselves, have so many words, from a new multiple of that on. Who is no entry of a block counts zero. */
+  uint32_t dtype; /* csd_dtype; 16 bits for entries */
+  /* 0: `values` is dense, one value per element. Otherwise `values` holds entries (Top-K, csd_kernel.h), in runs: each
+   * `run_elems` elements are laid out like a tile of their own and take up `run_words` words. An element without an
+   * entry counts as zero. */
   uint32_t run_words;
   uint64_t run_elems;
 } csd_summand;
 
-/* One parameter of this step. `grad` NULL: it has none, and keeps every bit. */
+/* One parameter in this step. With `grad` NULL it has no gradient and keeps every bit. */
 typedef struct csd_param {
-  const void *grad; /* read; alive until csd_engine_finish */
-  void *param;      /* written with the rounded master. Of codes also read, with or without a gradient: what differs
-                     * from the tile was set by somebody, and is the master. NULL where an image alone has it */
+  const void *grad; /* read; must stay valid until csd_engine_finish */
+  void *param;      /* receives the rounded master. For codes it is also read, with or without a gradient: a value that
+                     * differs from the tile was set by the user and becomes the master. NULL if it is only in an
+                     * image */
   uint32_t grad_dtype;
   uint32_t param_dtype;
   uint32_t hyper;  /* index into this step's hypers */
-  uint32_t master; /* csd_master: where the step finds it */
-  /* Top-K: of each of its pieces, csd_topk_count(topk, elems) gradients are sent, as entries (csd_kernel.h), and the
-   * others are zero. 0: all of them, as they are. */
+  uint32_t master; /* csd_master: where the step finds the master */
+  /* Top-K ratio: for each piece, csd_topk_count(topk, elems) gradients are sent, as entries (csd_kernel.h); the others
+   * count as zero. 0: no Top-K, all gradients are sent. */
   double topk;
-  void *residual; /* bf16, one per element, where `grad` has it: what is owed of the gradient; NULL: nothing ever. It
-                       * stays as it is where topk is 1: then all is sent, and it may be dropped */
-  uint32_t topk_dtype; /* CSD_F16 or CSD_BF16: of what is sent */
-  uint32_t seed;       /* for the rounding of the residual, and of codes: another one in each step */
-  uint32_t first;      /* of codes: which element of the whole parameter its first one is; what chance it has */
-  /* 1: its tiles are pushed with images, which have it as it is before the step: of codes, in place of `param`, NULL */
+  void *residual; /* bf16, one per element, in the order of `grad`: the part of earlier gradients that was not sent yet;
+                   * NULL: no error feedback. With topk = 1 everything is sent: the residual is not updated and may be
+                   * dropped */
+  uint32_t topk_dtype; /* CSD_F16 or CSD_BF16: dtype of the gradients that are sent */
+  uint32_t seed;       /* for the stochastic rounding of residuals and codes; must differ from step to step */
+  uint32_t first;      /* codes: index of its first element within the whole parameter, for the stochastic rounding */
+  /* 1: its tiles are pushed with images that hold the parameter as it is before the step. For codes, the image replaces
+   * `param`, which is NULL */
   uint32_t in_image;
-  /* Codes only: the states that somebody wrote, fp32, of all elements; NULL: those in the tile. The step begins with
-   * them, rounded to nearest, also where there is no gradient. A master that the parameter is not the rounded of stays
-   * all the same, but with CSD_UNLESS_SET */
+  /* Codes only: fp32 states that the user has written, for all elements; NULL: the states in the tile. The step begins
+   * with these states, rounded to nearest, also without a gradient. An edited master is kept even if the parameter is
+   * not its rounded value, except with CSD_UNLESS_SET */
   const float *edited[4];
-  /* The gradient is the sum of `n_summands`, taken in fp32 in their order: then `grad` is any address, and `grad_dtype`
-   * CSD_F32, which is what a device gets. Nothing of it is kept: a tile's update sums as it goes. Not with Top-K, images
-   * or gradients that are named by tile. Both are read like `grad`; 0: it is at `grad`. */
+  /* If `n_summands` > 0, the gradient is the sum of these summands, computed in fp32 in their order. Then `grad` is any
+   * non-NULL address, and `grad_dtype` is CSD_F32, the dtype of the sum. The sum is not stored: each tile's update
+   * computes its part. Not allowed with Top-K, images or csd_engine_push_grads. The array and the values must stay
+   * valid as long as `grad`. */
   const csd_summand *summands;
   uint64_t n_summands;
 } csd_param;
 
-/* In which order the tiles of a device flow. */
+/* The order in which a device processes its tiles. The engine keeps in its buffers the tiles that the next step is
+ * expected to process first. */
 enum csd_order {
-  CSD_TO_AND_FRO = 0, /* as they are named, and the next step flows the other way round */
-  CSD_SAME_ORDER = 1, /* as they are named, and so does the next step */
-  CSD_AS_PUSHED = 2   /* as they are pushed, about as they are named, and so does the next step. None is read ahead: one
-                       * that is pushed never waits for one that is not */
+  CSD_TO_AND_FRO = 0, /* as listed; the next step is expected in the reverse order */
+  CSD_SAME_ORDER = 1, /* as listed; the next step is expected in the same order */
+  CSD_AS_PUSHED = 2   /* as pushed, which should roughly follow the list, also in the next step. No tile is read ahead,
+                       * so a tile that is pushed never waits for one that is not */
 };
 
-/* Begins a step over `tiles` (each once, in the order in which they are to flow) after
- * waiting for the writes of the last one. States are read ahead as far as the buffers reach. The arrays are copied.
- * Buffers keep what the next step takes first, which `order` (csd_order) says.
- * A tile without any gradient is read and written all the same, unchanged: the bare I/O of a step.
- * CSD_EINVAL, before anything is touched: a rule that there is not, or not for tiles of so many sections. */
+/* Begins a step over `tiles` (each listed once, in the order of processing) after
+ * waiting for the writes of the last step. States are read ahead as far as there are buffers. The arrays are copied.
+ * `order`: csd_order.
+ * A tile without any gradient is read and written back unchanged, which gives the bare I/O of a step.
+ * Returns CSD_EINVAL, before anything is changed, for an unknown rule or one that does not fit a tile's sections. */
 int csd_engine_begin(csd_engine *engine, const csd_param *params, uint64_t n_params, const csd_hyper *hypers,
                      uint32_t n_hypers, const uint32_t *tiles, uint32_t n_tiles, int32_t order, csd_error *error);
 
-/* Gives the device the gradients of one tile. With `grad` and `param` NULL they are read and written
- * where the params say. Otherwise both are images of the tile with 4 bytes per element: the piece
- * at `tile_first` has its gradients from `(char *)grad + 4 * tile_first`, in its own dtype, and its
- * parameters go to `(char *)param + 4 * tile_first`. An image has the gradients of parameters with `topk` in
- * `entries`, `n_entries` words of 32 bits as csd_kernel.h lays them out, and the caller keeps their residuals. All of
- * it stays untouched until the tile is pulled.
- * Tiles of a device should be pushed in the order in which they flow. */
+/* Gives the device the gradients of one tile. With `grad` and `param` NULL, gradients are read from and parameters
+ * written to the addresses in csd_param. Otherwise both are *images* of the tile with 4 bytes per element: the piece
+ * at `tile_first` has its gradients at `(char *)grad + 4 * tile_first`, in its own dtype, and its
+ * parameters go to `(char *)param + 4 * tile_first`. With images, the gradients of parameters with `topk` are in
+ * `entries`, `n_entries` words of 32 bits as csd_kernel.h lays them out, and the caller maintains their residuals. The
+ * caller must not touch any of these buffers until the tile is pulled.
+ * The tiles of a device should be pushed in the order in which they are processed. */
 int csd_engine_push(csd_engine *engine, uint32_t tile, const void *grad, void *param, const uint32_t *entries,
                     uint64_t n_entries, csd_error *error);
 
-/* The same without images, of gradients that the params do not know: as they come, in backward. `grads`: of each piece of
- * the tile, in their order, what csd_param.grad would be; NULL: the parameter has none after all, and keeps every bit.
- * Read until the tile has its parameters (csd_engine_params_ready). CSD_EINVAL: Top-K, `in_image`, or one whose `grad` is
- * NULL. */
+/* Like csd_engine_push without images, for gradients whose addresses are not known at csd_engine_begin, because
+ * backward is still producing them. `grads` has, for each piece of the tile in order, the address that csd_param.grad
+ * would have; NULL: the parameter has no gradient after all, and keeps every bit. The gradients are read until the
+ * tile's parameters are ready (csd_engine_params_ready). Returns CSD_EINVAL for a parameter with Top-K, `n_summands`,
+ * `in_image` or CSD_GIVEN, and for a gradient of a parameter whose csd_param.grad is NULL. */
 int csd_engine_push_grads(csd_engine *engine, uint32_t tile, const void *const *grads, csd_error *error);
 
-/* These parameters have no gradient after all, and keep every bit: none of their tiles has been pushed. CSD_EINVAL, and
- * nothing has changed, if one has. */
+/* Declares that these parameters have no gradient after all: they keep every bit. Returns CSD_EINVAL, and changes
+ * nothing, if one of their tiles has already been pushed. */
 int csd_engine_drop_grads(csd_engine *engine, const uint32_t *params, uint32_t n, csd_error *error);
 
-/* States of a tile with parameters that are CSD_GIVEN, as they will be; its push follows. `states`: all its sections one
- * after another, as a slot has them, of which only pieces of these parameters are read; untouched until the tile has its
- * parameters (csd_engine_params_ready), or the step is over. */
+/* Supplies the states, as they are after the step, of the CSD_GIVEN parameters in a tile; call it before the tile is
+ * pushed. `states` has all sections of the tile one after another, like a slot; only the pieces of CSD_GIVEN parameters
+ * are read. The caller must not touch it until the tile's parameters are ready (csd_engine_params_ready) or the step is
+ * over. */
 int csd_engine_give(csd_engine *engine, uint32_t tile, const void *states, csd_error *error);
 
-/* Waits for the parameters of one more tile pushed with an image, and says which. */
+/* Waits until another tile that was pushed with an image has its new parameters, and returns its index in `*tile`. */
 int csd_engine_pull(csd_engine *engine, uint32_t *tile, csd_error *error);
 
-/* Do these tiles of the step have their new parameters (those pushed with an image: in the image)? With `wait`, returns
- * when they have. Reports the failure of the step, if there was one. May be called by other threads than the one that
- * finishes the step: who still waits then is told that they have, or CSD_ESTATE where the step was undone. */
+/* Sets `*given` to whether all these tiles have their new parameters (for tiles pushed with an image: in the image).
+ * With `wait`, returns only when they have. If the step has failed, returns its error. May be called from other threads
+ * than the one that finishes the step: a thread still waiting then returns with `*given` = 1, or with CSD_ESTATE if the
+ * step was undone. */
 int csd_engine_params_ready(csd_engine *engine, const uint32_t *tiles, uint32_t n, int32_t wait, int32_t *given,
                             csd_error *error);
 
-/* With keep = 1, waits until every tile has its new parameters, and brings the residuals up to date; the last states
- * may still be on their way to the device (csd_engine_wait_writes waits for them). If anything failed, or with
- * keep = 0, the step is undone: every tile is back at its old slot, and the tiles whose
- * parameters had already been written are listed by csd_engine_undone, for the caller to restore.
- * CSD_ETORN: tiles with one slot had been written already; states and parameters are a mix. Tiles in memory ("ram") are
- * updated where they lie, and stay as they are: nothing fails there, and nobody should give up such a step. */
+/* With keep = 1, waits until every tile has its new parameters, and updates the residuals; writes of the last states
+ * may still be in flight (csd_engine_wait_writes waits for them). If anything failed, or with
+ * keep = 0, the step is undone: every tile goes back to its old slot, and csd_engine_undone lists the tiles whose
+ * parameters had already been written, for the caller to restore.
+ * Returns CSD_ETORN if tiles with one slot had already been written: states and parameters are then partly old, partly
+ * new. Tiles in memory ("ram") are updated in place and keep their new state. Their updates cannot fail, and the caller
+ * should not undo such a step. */
 int csd_engine_finish(csd_engine *engine, int32_t keep, csd_error *error);
 
-/* Undoes the last step although it was finished, as long as nothing but csd_engine_remap, _edited, _decode and what only
- * asks has followed: other processes could not make it. What was written to its windows since is dropped with it. The
- * tiles are those of csd_engine_undone. CSD_EINVAL, and nothing has changed: one of them has one slot, is in memory
- * ("ram"), was new, or began with what somebody had written to its windows. */
+/* Undoes the last step although it was finished, for example because other ranks failed to complete it. Since then only
+ * csd_engine_remap, _edited, _decode and functions that only query may have been called. Anything written to the
+ * windows of its tiles since then is lost. csd_engine_undone lists the tiles. Returns CSD_EINVAL, and changes nothing,
+ * if one of the tiles has one slot, is in memory ("ram"), was new, or began the step with what the user had written to
+ * its windows. */
 int csd_engine_take_back(csd_engine *engine, csd_error *error);
 
-/* Tiles of the last undone step whose parameters were given out, and of each how many of its elements, from the first
- * on: all of them, unless the tile turned out to be damaged behind these. Returns how many; fills up to `n`. */
+/* Lists the tiles of the last undone step whose parameters had been written, and for each how many elements from the
+ * first on: all of them, unless the rest of the tile turned out to be damaged. Returns their number; fills up to
+ * `n`. */
 uint32_t csd_engine_undone(csd_engine *engine, uint32_t *tiles, uint64_t *elems, uint32_t n);
 
-/* ---- A step as a guess --------------------------------------------------- */
+/* ---- A speculative step (a guess) ----------------------------------------- */
 
-/* A step may begin before it is known whether it will be: its gradients may change, its constants, or nobody asks for it.
+/* A step may begin speculatively, as a *guess*: its gradients or constants may still change, or it may never be wanted.
  *
- *     csd_engine_begin(...)             with the rows as they will be; a `grad` that is not known yet is any address
- *       csd_engine_push_early(tile)     instead of push, for the tiles whose gradients are there
- *     csd_engine_unchanged(rows)        was all of it right? Then
- *     csd_engine_release(rows)          makes it a step like any other: push the other tiles, finish.
+ *     csd_engine_begin(...)             with the rows (csd_param) as expected; an unknown `grad`: any non-NULL address
+ *       csd_engine_push_early(tile)     instead of push, for the tiles whose gradients are available
+ *     csd_engine_unchanged(rows)        checks whether the guess was right. If so,
+ *     csd_engine_release(rows)          makes it an ordinary step: push the other tiles, finish.
  *     csd_engine_finish(keep = 0)       otherwise: nothing that the caller can see has changed
  *
- * Until it is released, it writes nothing but the tiles' other slots, and memory that the caller lends. What is read of
- * the host is copied before, and compared by csd_engine_unchanged; but for what was written to states (`edited`,
- * csd_engine_edited), of which the caller knows. Tiles with images are pushed as always, also before the release: their
- * images are the caller's, and so is the comparison. */
+ * Until the release, the step writes only to the tiles' other slots and to memory that the caller lends. It copies what
+ * it reads from host memory, and csd_engine_unchanged compares the copies. The exception are writes to states
+ * (`edited`, csd_engine_edited): the caller keeps track of those. Tiles with images are pushed with csd_engine_push
+ * even before the release: the caller owns their images and does the comparison. */
 
-/* Memory for csd_engine_push_early, in this step; 0: the tile is not part of it. */
+/* Returns how many bytes csd_engine_push_early needs for this tile in this step; 0: the tile is not part of it. */
 uint64_t csd_engine_hold_bytes(csd_engine *engine, uint32_t tile);
 
-/* Gives the device the gradients of one tile, by a copy. `grads`: of each piece of the tile, in their order, what
- * csd_param.grad would be, and NULL where that is; read until csd_engine_unchanged returns or the step is over. `hold`:
- * of csd_engine_hold_bytes, aligned for any type, untouched until the tile has been given (csd_engine_params_ready) or
- * the step is over. The new parameters stay there before the release: nobody is told of them, and nothing is pulled.
- * CSD_EINVAL: a tile that could not be undone (one slot, "ram", "null"), a new one (CSD_NEW), one with Top-K. */
+/* Gives the device a copy of the gradients of one tile. `grads` has, for each piece of the tile in order, the address
+ * that csd_param.grad would have, and NULL where that is NULL; the gradients are read until csd_engine_unchanged
+ * returns or the step is over. `hold` has csd_engine_hold_bytes bytes, aligned for any type; the caller must not touch
+ * it until the tile's parameters are ready (csd_engine_params_ready) or the step is over. Until the release, the new
+ * parameters stay in `hold`; neither csd_engine_params_ready nor csd_engine_pull reports them.
+ * Returns CSD_EINVAL for a tile that cannot be undone (one slot, "ram", "null"), is new (CSD_NEW), or has parameters
+ * with Top-K, `n_summands`, `in_image` or CSD_GIVEN, or a gradient but no `param`. */
 int csd_engine_push_early(csd_engine *engine, uint32_t tile, const void *const *grads, void *hold, csd_error *error);
 
-/* Are the gradients of the tiles that were pushed early, byte by byte, those that `params` has now, and the parameters
- * that their update reads (by their CRC-32C) what they were? `params`: all rows, as to begin. Only tells; reports the
- * failure of the step, if there was one. */
+/* Sets `*unchanged` to whether the guess still holds for the tiles that were pushed early: their rows and gradients are
+ * byte for byte those in `params` now, and the parameters that their updates read have the same CRC-32C. `params`: all
+ * rows, as passed to begin. Changes nothing. If the step has failed, returns its error. */
 int csd_engine_unchanged(csd_engine *engine, const csd_param *params, uint64_t n_params, int32_t *unchanged,
                          csd_error *error);
 
-/* The guess is right. `params`: all rows, as to begin but for the addresses `grad` and `param`, which are NULL where they
- * were; they are copied. The parameters of tiles that were pushed early go there: of those that are updated by now in the
- * order of `order`, of others as soon as they are. Tiles that have not begun flow in that order from now on, and behind
- * them those that it does not name. */
+/* Confirms the guess: from now on this is an ordinary step. `params`: all rows as passed to begin, copied; only the
+ * addresses `grad` and `param` may differ, and must be NULL where they were NULL. The new parameters of tiles that were
+ * pushed early are copied to `param`: first of the tiles that are already updated, in the order of `order`, then of
+ * each other tile as soon as it is updated. Tiles that have not begun are processed in the order of `order`, followed
+ * by those that `order` does not list. */
 int csd_engine_release(csd_engine *engine, const csd_param *params, uint64_t n_params, const uint32_t *order,
                        uint32_t n_order, csd_error *error);
 
 /* ---- Between steps -------------------------------------------------------- */
 
-/* Waits for all writes. One that fails keeps its data in its buffer and is tried again by the next call, so nothing
- * is lost when the cause goes away. May be called by another thread. */
+/* Waits for all writes. A write that fails keeps its data in its buffer, and the next call retries it, so nothing
+ * is lost once the cause is gone. May be called from another thread. */
 int csd_engine_wait_writes(csd_engine *engine, csd_error *error);
 
-/* The same, and makes the windows show the current slots: with `open`, what is written to them goes to the device.
- * Otherwise it stays in memory, and the slot as it was, until csd_engine_edited tells of it. */
+/* Waits for all writes, then makes the windows show the current slots. With `open`, writes to a window go to the
+ * device. Otherwise they stay in memory and the slot does not change; csd_engine_edited must report them. */
 int csd_engine_remap(csd_engine *engine, int32_t open, csd_error *error);
 
-/* Somebody wrote to the windows of these tiles. Where they are open, the tiles count as not summed until they are
- * updated or remapped. Elsewhere the next step that they are part of begins with what the windows show, and if
- * it is undone, so does the one after it. */
+/* Reports that the user has written to the windows of these tiles. If the windows are open, the tiles count as not
+ * summed until they are updated or remapped. Otherwise the next step that includes such a tile begins with what its
+ * window shows; if that step is undone, so does the one after it. */
 int csd_engine_edited(csd_engine *engine, const uint32_t *tiles, uint32_t n, csd_error *error);
 
-/* The states of elements [first, first + n) of a tile of codes as they are now, as fp32: master, exp_avg, exp_avg_sq,
- * max_exp_avg_sq. Those that are NULL nobody wants. `first` is a multiple of 64. `param`: of CSD_IN_PARAM, these
- * elements of the parameter; else NULL. Waits for writes. Not within a step. */
+/* Decodes the current states of elements [first, first + n) of a tile of codes to fp32: master, exp_avg, exp_avg_sq,
+ * max_exp_avg_sq. A state whose address is NULL is skipped. `first` is a multiple of 64. `param`: with CSD_IN_PARAM,
+ * these elements of the parameter; otherwise NULL. Waits for writes. Not allowed during a step. */
 int csd_engine_decode(csd_engine *engine, uint32_t tile, uint64_t first, uint64_t n, const void *param,
                       float *const *states, csd_error *error);
 
-/* The states of a tile of fp32 as they are now, all sections one after another, as the next step would begin with them:
- * also what somebody wrote to its windows, and what the device has only if that is what was written there
- * (CSD_EDAMAGED). Waits for writes. Not within a step. */
+/* Reads the current fp32 states of a tile, all sections one after another, as the next step would begin with them. This
+ * includes what the user has written to the windows. States read from the device are verified against their checksums
+ * (CSD_EDAMAGED). Waits for writes. Not allowed during a step. */
 int csd_engine_read(csd_engine *engine, uint32_t tile, void *states, csd_error *error);
 
-/* ---- What is known of it ------------------------------------------------ */
+/* ---- Information about an engine ----------------------------------------- */
 
-/* `sums` as of csd_extent, for as many tiles as `states`; zeros where a tile has none. */
+/* Returns slots and checksums of tiles [first, first + n). `sums` is laid out as in csd_extent; zeros for a tile that
+ * is not summed. */
 int csd_engine_tiles(csd_engine *engine, uint32_t first, uint32_t n, csd_tile_state *states, uint32_t *sums,
                      csd_error *error);
 
-/* Counts of the last step (since csd_engine_begin), counted where the bytes are moved. Seconds are those
- * in which at least one operation of the kind was going on. */
+/* Statistics of the last step (since csd_engine_begin), counted where the bytes are moved. A number of seconds is the
+ * time during which at least one operation of that kind was in progress. */
 typedef struct csd_stats {
   uint64_t push_bytes;
   uint64_t pull_bytes;
   uint64_t read_bytes;
   uint64_t write_bytes;
-  uint64_t updated;   /* parameters */
-  uint64_t nonfinite; /* gradients that are inf or nan */
+  uint64_t updated;   /* parameter elements */
+  uint64_t nonfinite; /* gradient elements that are inf or nan */
   double read_seconds;
   double update_seconds;
   double write_seconds;
   uint64_t buffer_bytes;      /* fixed memory of the device's tile buffers */
-  uint64_t total_write_bytes; /* since the engine was made */
-  uint64_t huge_bytes;        /* of the tile buffers, on huge pages: as the system gave them; file */
-  uint64_t numa;              /* 1 + the NUMA node that the tile buffers come from; 0: any */
+  uint64_t total_write_bytes; /* since the engine was created */
+  uint64_t huge_bytes;        /* file: part of the tile buffers that the system has put on huge pages */
+  uint64_t numa;              /* 1 + the NUMA node preferred for the tile buffers; 0: any */
 } csd_stats;
 
 int csd_engine_stats(csd_engine *engine, uint32_t device, csd_stats *out, csd_error *error);
 
-/* ---- From here on: what benchmarks, tools and tests ask for ------------- */
+/* ---- From here on: for benchmarks, tools and tests ----------------------- */
 
-/* ---- Devices that are timed like others --------------------------------- */
+/* ---- Paced devices: emulation of another device's timing ------------------ */
 
-/* Rates that an emulated device does not exceed, so that it is timed like another. 0: as fast as it goes; else a rate
- * is at least 1000. What can go on at the same time does. */
+/* Rates that an emulated device does not exceed, so that its steps take as long as those of another device. 0: no
+ * limit; otherwise a rate is at least 1000. Operations that can overlap do overlap. */
 struct csd_pace {
-  double read, write; /* bytes of state per second, each of them by itself */
-  double mixed;       /* and both together */
-  double latency;     /* seconds before the first byte of each read and write of a tile; at most 3600 */
-  double update;      /* parameters per second */
-  double link;        /* bytes per second each way: gradients come, parameters go, at the same time. All devices of an
-                       * engine that name it share it, and name the same rate */
-  uint32_t host;      /* 1: the host updates its tiles, as with a plain drive. Their state goes over the link, read one
-                       * way and written the other; gradients and parameters do not. 0: a CSD, which reads the
-                       * parameters among codes with them, as a card does */
-  uint32_t flash_grads; /* 1: gradients were put on its drive before the step. They come from there like the state, and
-                       * not over the link as others do. In time alone: in truth they are read where the params say */
+  double read, write;   /* bytes of state per second, for reads and for writes */
+  double mixed;         /* bytes of state per second, for reads and writes together */
+  double latency;       /* seconds before the first byte of each read and write of a tile; at most 3600 */
+  double update;        /* parameter elements per second */
+  double link;          /* bytes per second in each direction, full duplex: gradients to the device, parameters from it.
+                       * All devices of an engine that set it share one link and must set the same rate */
+  uint32_t host;        /* 1: the host updates the tiles, as with a plain drive: state crosses the link, read in one
+                       * direction and written in the other; gradients and parameters do not. 0: a CSD, which reads the
+                       * parameter section of codes from its drive, as a card does */
+  uint32_t flash_grads; /* 1: models gradients that were written to its drive before the step: they are read like the
+                       * state instead of crossing the link. This changes the timing only: the data still comes from
+                       * the addresses in csd_param */
 };
 
 /* ---- Cards --------------------------------------------------------------- */
 
-/* Opens a card by XRT's index ("0") or its PCIe address ("0000:65:00.1"), and loads the kernels in the file `xclbin`.
- * `kernels`: their names, with a space in between; there is one for each update rule, and others are left alone. All who
- * open a card share it. A kernel that has not come to its end after `timeout_ms` hangs, and the card is lost to this
- * process. */
+/* Opens a card by XRT's index ("0") or its PCIe address ("0000:65:00.1"), and loads the file `xclbin`. `kernels`: the
+ * names of the kernels to open in it, separated by spaces; there is one per update rule, and other kernels are ignored.
+ * Opening a card again shares it within the process. A kernel that has not finished after `timeout_ms` milliseconds is
+ * considered hung, and the card is then lost to this process. */
 int csd_card_open(const char *name, const char *xclbin, const char *kernels, uint32_t timeout_ms, csd_card **out,
                   csd_error *error);
 int csd_card_close(csd_card *card, csd_error *error);
 int32_t csd_card_has_p2p(const csd_card *card); /* can a drive reach its memory? */
 
-/* Tries that out: reads a page of an O_DIRECT file on its drive at `offset`, and writes it back. Where that fails, the
- * card counts as one without P2P from now on. */
+/* Tries out P2P: reads the page at `offset` of an O_DIRECT file on the card's drive, and writes it back. If that fails,
+ * the card counts as having no P2P from now on. */
 int csd_card_try_p2p(csd_card *card, int32_t fd, uint64_t offset, csd_error *error);
 
 typedef struct csd_card_rates {
-  double drive_to_card,
-      card_to_drive;         /* bytes per second by P2P, as the engine moves states; 0 where there is no P2P */
-  double to_card, from_card; /* bytes per second by DMA */
-  double kernel;             /* parameters per second of the first of its kernels: AdamW's if it is there; fp16
-                              * gradients and parameters, tiles of 1 Mi elements */
+  double drive_to_card, card_to_drive; /* bytes per second by P2P, as the engine moves states; 0 without P2P */
+  double to_card, from_card;           /* bytes per second by DMA */
+  double kernel;                       /* elements per second of its first kernel (AdamW's if there is one), with fp16
+                              * gradients and parameters and tiles of 1 Mi elements */
 } csd_card_rates;
 
-/* Measures a device with a card that no engine uses at the time. `bytes` of its file from `offset` on are
- * overwritten. */
+/* Measures a device with a card. No engine may use the card meanwhile. Overwrites `bytes` bytes of the device's file,
+ * starting at `offset`. */
 int csd_card_measure(const csd_device *device, uint64_t offset, uint64_t bytes, csd_card_rates *out, csd_error *error);
 
-/* ---- What a step did, when ----------------------------------------------- */
+/* ---- Trace of a step ------------------------------------------------------ */
 
 enum csd_event_kind { CSD_READ = 0, CSD_UPDATE = 1, CSD_WRITE = 2 };
 
 typedef struct csd_event {
   uint32_t device;
   uint32_t tile;
-  uint32_t kind; /* csd_event_kind; an update of a card, or of a paced device, has its way over the link in it */
+  uint32_t kind; /* csd_event_kind; the update of a card or of a paced device includes the transfers over the link */
   uint32_t reserved;
   double begin, end; /* seconds of CLOCK_MONOTONIC */
 } csd_event;
 
-/* What the last step did (since csd_engine_begin), in the order in which it ended. Returns how many events there are;
- * fills up to `n`. None are kept before the first call. */
+/* Returns the number of events of the last step (since csd_engine_begin), and fills up to `n` of them, ordered by their
+ * end. The first call turns recording on; earlier events are not kept. */
 uint32_t csd_engine_events(csd_engine *engine, csd_event *events, uint32_t n);
 
-/* ---- The updater alone, and what it is made of --------------------------- */
+/* ---- The CPU updater and its building blocks ------------------------------ */
 
 /* Instruction sets of the CPU updater. All of them compute the same bits. */
 enum csd_isa { CSD_ISA_SCALAR = 0, CSD_ISA_AVX2 = 1, CSD_ISA_AVX512 = 2 };
 
-/* Updates `n` elements of each section of `state` in place, on the calling thread. `param` may be NULL where nobody
- * wants the rounded master. */
+/* Updates `n` elements of each section of `state` in place, on the calling thread. `param` receives the rounded master;
+ * it may be NULL. */
 int csd_update(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
                float *const *state, uint32_t sections, void *param, int32_t param_dtype, csd_error *error);
 
-/* The same on codes: `codes` has an address for each section. `key`: of the chance of the first element. */
+/* Like csd_update, on codes: `codes` has one address per section. `key`: random key of the first element, for the
+ * stochastic rounding. */
 int csd_update_codes(const csd_hyper *hyper, int32_t isa, uint64_t n, const void *grad, int32_t grad_dtype,
                      void *const *codes, uint32_t sections, void *param, int32_t param_dtype, uint32_t key,
                      csd_error *error);
 
-/* Codes of fp32 states, to nearest, and back; as csd_param.edited and csd_engine_decode say. */
+/* Encode fp32 states, rounded to nearest, and decode them again; see csd_param.edited and csd_engine_decode. */
 int csd_encode(int32_t isa, uint64_t n, const float *const *states, int32_t param_dtype, void *const *codes,
                uint32_t sections, csd_error *error);
 int csd_decode(int32_t isa, uint64_t n, void *const *codes, int32_t param_dtype, float *const *states,
                uint32_t sections, csd_error *error);
 
-int32_t csd_isa_best(void);                     /* the best this CPU has */
+int32_t csd_isa_best(void);                     /* the best that this CPU supports */
 int csd_isa_use(int32_t isa, csd_error *error); /* for all engines, from the next tile on */
 int32_t csd_isa_used(void);
 
-/* Update threads shared by all engines of the process; as many as the CPUs it may run on unless set. */
+/* Number of update threads, shared by all engines of the process. Default: the number of CPUs it may run on. */
 int csd_threads_use(uint32_t n, csd_error *error);
 uint32_t csd_threads_used(void);
 
-/* The sum alone, on the calling thread: of elements [first, first + n) of `n_summands` gradients, at least one. */
+/* Adds up elements [first, first + n) of `n_summands` gradients (at least one), on the calling thread. */
 int csd_sum(const csd_summand *summands, uint64_t n_summands, int32_t isa, uint64_t first, uint64_t n, float *sum,
             csd_error *error);
 
-/* How many of the `n` gradients of a piece Top-K sends: max(1, n * ratio, rounded to nearest even); 0 of 0. */
+/* Returns how many of the `n` gradients of a piece Top-K sends: max(1, round(n * ratio)), ties to even, at most n; 0 if
+ * n is 0. */
 uint64_t csd_topk_count(double ratio, uint64_t n);
 
-/* The selection alone, on the calling thread, of one piece of `n` elements. Fills `indices` (ascending) and `values`
- * (16 bits, of `dtype`) of up to `k` elements, and `selected` with how many. `residual` may be NULL; `scale`:
- * grad_scale. */
+/* Selects the Top-K gradients of one piece of `n` elements, on the calling thread. Fills `indices` (ascending) and
+ * `values` (16 bits, of `dtype`) of up to `k` elements, and sets `*selected` to their number. `residual` may be NULL;
+ * `scale`: c[CSD_GRAD_SCALE]. */
 int csd_topk_select(const void *grad, int32_t grad_dtype, uint64_t n, const uint16_t *residual, float scale,
                     int32_t dtype, uint64_t k, uint32_t *indices, uint16_t *values, uint64_t *selected,
                     csd_error *error);
 
-/* CRC-32C (Castagnoli) of `bytes` bytes, continuing from `crc` (0 to begin). */
+/* Returns the CRC-32C (Castagnoli) of `bytes` bytes, continuing from `crc` (0 to begin). */
 uint32_t csd_crc32c(uint32_t crc, const void *data, uint64_t bytes);
 
 /* end of cdef */

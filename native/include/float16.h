@@ -1,9 +1,10 @@
-// fp16 and bf16 <-> fp32, on integers, rounded to nearest even: the reference for the vector instructions of the CPU
-// updater, and what the HLS kernels call. IEEE 754-2008 binary16; bf16 is the upper half of binary32.
+// Conversions between fp32 and fp16 or bf16 in integer arithmetic, rounded to nearest even: the reference for the
+// vector instructions of the CPU updater, and used by the HLS kernels. fp16 is IEEE 754-2008 binary16; bf16 is the
+// upper half of binary32.
 #pragma once
 #include <stdint.h>
 
-// A union, which g++, clang and Vitis all document as a way to the bits of a float.
+// g++, clang and Vitis all document that a union may be used to access the bits of a float.
 union FloatBits {
   float f;
   uint32_t u;
@@ -35,7 +36,7 @@ inline uint16_t f32_to_f16(float f) {
   const uint32_t sign = (float_bits(f) >> 16) & 0x8000u, u = float_bits(f) & 0x7fffffffu;
   const uint32_t odd = (u >> 13) & 1u;
   uint32_t h = (u - ((127u - 15u) << 23) + 0xfffu + odd) >> 13;
-  // Below 2^-14 the unit is 2^-24, which is that of an fp32 in [0.5, 1): the addition does the rounding.
+  // Below 2^-14 the unit in the last place is 2^-24, as for an fp32 in [0.5, 1), so adding 0.5 does the rounding.
   if (u < 0x38800000u) h = float_bits(bits_float(u) + 0.5f) - 0x3f000000u;
   if (u >= 0x477ff000u) h = 0x7c00u;                        // from 65520 on: inf
   if (u > 0x7f800000u) h = 0x7e00u | ((u >> 13) & 0x3ffu);  // nan, quiet
@@ -47,5 +48,5 @@ inline float bf16_to_f32(uint16_t b) { return bits_float((uint32_t)b << 16); }
 inline uint16_t f32_to_bf16(float f) {
   const uint32_t u = float_bits(f);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);  // the nan torch writes
+  return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);  // the nan that torch writes
 }

@@ -1,4 +1,4 @@
-// Chance that is the same on every machine: a hash of an element's number and a key that each step has its own of.
+// Random bits that are the same on every machine: a hash of an element's index plus a key that changes with each step.
 #pragma once
 #include <stdint.h>
 

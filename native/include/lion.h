@@ -1,5 +1,5 @@
 // Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2): the sign of an interpolation
-// between momentum and gradient, and weight decay as AdamW has it.
+// between momentum and gradient, with AdamW's decoupled weight decay.
 #pragma once
 #include "csd.h"
 
@@ -27,7 +27,7 @@ struct Lion {
     float &master = state[0], &exp_avg = state[1];
     const float g = grad * grad_scale;
     const float between = exp_avg * beta1 + g * one_minus_beta1;
-    // As torch.sign: that of a zero is zero, and so is that of a nan.
+    // Like torch.sign: zero for zero and for nan.
     const float sign = between > 0 ? 1.0f : between < 0 ? -1.0f : 0.0f;
     master = master * decay - lr * sign;
     exp_avg = exp_avg * beta2 + g * one_minus_beta2;

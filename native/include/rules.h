@@ -1,9 +1,10 @@
-// Every update rule that the CPU has: a line in csd.h (enum csd_rule), one here, and a header of its own.
+// The list of all update rules. Each has a line in csd.h (enum csd_rule), a line here, and a header of its own.
 //
-// A rule is a type that is made of a step's csd_hyper, and whose `update(float (&state)[4], float grad) const` takes
-// one element of each section to the next step. It touches the first sections only, the fp32 master being the first,
-// and multiplies the gradient by c[CSD_GRAD_SCALE]. Numbers that share a type are variants: where a loop is compiled,
-// `rule` is known, so that what depends on it costs nothing. HLS kernels compile the same type (hls_kernels/update.h).
+// A rule is a type constructed from a step's csd_hyper. Its `update(float (&state)[4], float grad) const` takes one
+// element of each section to the next step. It uses only the first sections of the tile, beginning with the fp32
+// master, and multiplies the gradient by c[CSD_GRAD_SCALE]. Rule numbers that share a type are its variants. Each CPU
+// loop is compiled for one number, so branches on `rule` cost nothing there. HLS kernels use the same types
+// (hls_kernels/update.h).
 #pragma once
 #include "adagrad.h"
 #include "adam.h"
@@ -12,8 +13,8 @@
 #include "rmsprop.h"
 #include "sgd.h"
 
-// number, type, sections that it updates, sections that a tile may have, whether codes can keep them (codec.h: there
-// exp_avg is bounded by the root of exp_avg_sq)
+// number, type, number of sections it updates, most sections that a tile may have, whether 8-bit codes can store them
+// (codec.h requires that the root of exp_avg_sq bounds exp_avg)
 #define CSD_RULES(RULE)                              \
   RULE(CSD_ADAMW, AdamW, 3, 4, true)                 \
   RULE(CSD_AMSGRAD, AdamW, 4, 4, true)               \

@@ -1,5 +1,5 @@
-// Stochastic gradient descent as torch.optim.SGD has it, with momentum and Nesterov's (Sutskever et al., 2013), whose
-// learning rate multiplies the momentum and is not within it.
+// Stochastic gradient descent as implemented by torch.optim.SGD, with plain or Nesterov momentum (Sutskever et al.,
+// 2013). As in torch, the learning rate multiplies the momentum buffer instead of being accumulated in it.
 #pragma once
 #include "csd.h"
 #include "weight_decay.h"
@@ -11,7 +11,7 @@ struct SGD {
   float lr;
   float weight_decay;
   float momentum;
-  float one_minus_dampening;  // 1 in a parameter's first step, whose gradient is the first momentum
+  float one_minus_dampening;  // 1 in a parameter's first step, where the momentum buffer becomes the gradient
   float grad_scale;
   bool has_momentum, nesterov;
 

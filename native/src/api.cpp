@@ -1,5 +1,5 @@
-// The border: C++ exceptions become a status here and nowhere else. What is not guarded calls what is noexcept: this
-// cannot be said of the functions themselves, which are declared in a header for C.
+// The C API. C++ exceptions are turned into a csd_status here and nowhere else. A function that does not use guarded()
+// calls only noexcept functions. The API functions themselves cannot be noexcept, because csd.h is a C header.
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-// The tile buffers of each device: how many there are, which tile takes which, and what they keep between steps.
+// The tile buffers of each device: their number, their assignment to tiles, and the tiles that they keep between steps.
 #include <errno.h>
 #include <string.h>
 
@@ -9,10 +9,10 @@
 
 namespace csd {
 
-constexpr uint64_t kMostBytes = uint64_t{1} << 47;  // of the buffers of a device: an address space
+constexpr uint64_t kMostBytes = uint64_t{1} << 47;  // for all buffers of a device: the size of an address space
 
-// For tiles of up to `bytes`, with sections of up to `section`, and so many tiles on each device. If that fails, a
-// device may be left without any; whoever needs them asks again.
+// Makes buffers for tiles of up to `bytes` with sections of up to `section`; `tiles` has the number of tiles per
+// device. On failure a device may be left without buffers; begin() and extend() call this again.
 void Engine::grow_buffers(uint64_t bytes, uint64_t section, const std::vector<uint64_t> &tiles) {
   if (bytes == 0) return;  // there are no extents yet
   for (Lane &lane : lanes_) {
@@ -51,16 +51,18 @@ std::vector<uint64_t> Engine::tiles_on_device() const {
   return n;
 }
 
-// The one that has the tile; else one that has nothing, or what is needed last. `ahead` of others: then it is not worth
-// what this step or the beginning of the next could do without a read.
+// Takes a buffer for the job: the one that keeps its tile, else one that keeps none or the tile needed last. `ahead`:
+// the job would overtake others. Then a buffer is not taken if it keeps a tile that this step, or the beginning of the
+// next, needs: that would only cost another read. Returns whether a buffer was taken.
 bool Engine::take_buffer(Lane &l, Job &job, bool ahead) {
   Tile &t = *job.tile;
   const auto found = t.kept ? l.free.find(*t.kept) : l.free.begin();
   if (found == l.free.end() || (ahead && found->needed_in < l.jobs.size() + l.n_buffers)) return false;
   job.read = job.must_read();
-  // Who holds an open window may write there.
+  // Without a kept buffer, a tile with an open window cannot be verified: the user may have written to it.
   job.work.verify = !job.work.from_windows && !job.work.is_new && t.slots[t.slot].summed && (t.kept || !t.open);
-  // Nothing that could be checked is read twice; and a card has no other way to the parameters.
+  // Skip reading the parameters if host memory has them. That needs checksums, which tell whether they are the right
+  // ones, and a device that can do without: a card can only use what it reads from the drive.
   job.work.param_at_host = job.read && job.work.verify && t.layout.coded() && l.device->leaves_params() &&
                            std::all_of(t.pieces, t.pieces + t.n_pieces, [&job](const csd_piece &p) {
                              const csd_param &param = job.work.params[p.param];
@@ -85,17 +87,17 @@ Engine::Job *Engine::job_of(const Tile &t) const {
   return t.index < job_of_tile_.size() ? job_of_tile_[t.index] : nullptr;
 }
 
-// How many tiles of its device flow before the one that a buffer has.
+// The number of tiles that the device processes before `tile`, which a buffer keeps.
 uint64_t Engine::needed_in(const Lane &l, const Tile *tile) const {
   if (!tile) return UINT64_MAX;
   const Job *job = job_of(*tile);
-  if (!job) return UINT64_MAX - 1;  // nobody knows
+  if (!job) return UINT64_MAX - 1;  // not in this step: unknown
   if (!job->begun) return job->place;
   return order_ == CSD_TO_AND_FRO ? 2 * l.jobs.size() - job->place : l.jobs.size() + job->place;
 }
 
-// As this step needs them. What a free buffer has does not begin before it is taken: so this holds until the next step,
-// or another order.
+// Sorts the free buffers by when this step needs their tiles. A tile in a free buffer cannot begin before the buffer is
+// taken, so the order stays valid until the next step or a release with a new order.
 void Engine::reorder_buffers() {
   for (Lane &l : lanes_) {
     FreeBuffers before = std::exchange(l.free, {});

@@ -31,8 +31,8 @@ std::string seconds(milliseconds t) {
   return text;
 }
 
-// XRT's software emulation takes signals over for the whole process, and when its device is gone ends the process
-// group. They are not its to take.
+// Restores the process's signal handlers. XRT's software emulation installs its own for the whole process, and kills
+// the process group when its device is gone.
 class HandlersKept {
  public:
   HandlersKept() {
@@ -48,10 +48,10 @@ class HandlersKept {
   struct sigaction kept_[kCount];
 };
 
-// Never destroyed: a card may be lost, and threads still be waiting for it when the process ends.
+// All cards of the process. Never destroyed: when the process exits, threads may still be waiting for a lost card.
 struct Cards {
   std::mutex mutex;
-  std::map<std::string, std::shared_ptr<Card>> opened;  // or lost
+  std::map<std::string, std::shared_ptr<Card>> opened;  // includes lost cards
   std::atomic<pid_t> owner{0};
 
   static Cards &get() {
@@ -60,8 +60,9 @@ struct Cards {
   }
 };
 
-// XRT's destructors crash over a card that is still open, wait for one that is lost, for ever, and in a forked child for
-// threads that are not there. This comes before them: in such a case the process ends without.
+// XRT's destructors crash if a card is still open. They wait forever for a lost card and, in a forked child, for
+// threads that do not exist there. This exit handler runs before them, and in these cases ends the process without
+// them.
 void leave(int status, void *) {
   Cards &all = Cards::get();
   const std::unique_lock lock(all.mutex, std::try_to_lock);
@@ -70,7 +71,7 @@ void leave(int status, void *) {
   _exit(status);
 }
 
-void leave_first() {  // what is registered last comes first
+void leave_first() {  // the exit handler that is registered last runs first
   on_exit(leave, nullptr);
 }
 
@@ -148,7 +149,8 @@ void Card::open_now(const std::string &kernels) try {
     errno = 0;
     kernels_[i] = xrt_.kernel_open(device_, uuid, kernel.name.c_str());
     if (!kernels_[i]) fail("XRT does not find the kernel " + kernel.name + " in " + xclbin_, errno ? errno : ENOENT);
-    // One of another version may take a number where ours takes memory. What it reports is compared at each run, too.
+    // A kernel of another version may have a scalar where ours has a pointer. Each run also checks the reported
+    // version.
     if (xrt_.kernel_arg_group(kernels_[i], kernel.index(KernelArg::report)) < 0)
       fail(xclbin_ + " has a " + kernel.name + " of another version: build both from the same source", EPROTO);
   }
@@ -171,7 +173,7 @@ const Kernel &Card::first_kernel() const {
   fail(xclbin_ + " has none of our kernels: it is another program's; build ours (docs/smartssd.md)", ENOENT);
 }
 
-// Of whichever kernel: the others' lie in the same bank.
+// The memory group of an argument. Any kernel will do, because all use the same memory bank.
 uint32_t Card::memory_group(KernelArg arg) const {
   const Kernel &kernel = first_kernel();
   return static_cast<uint32_t>(xrt_.kernel_arg_group(handle_of(kernel), kernel.index(arg)));
@@ -180,14 +182,14 @@ uint32_t Card::memory_group(KernelArg arg) const {
 bool Card::maps_p2p() const {
   const Xrt::Handle buffer = xrt_.buffer_alloc(device_, 1 << 20, kP2p, memory_group(KernelArg::tile_in));
   if (!buffer) return false;
-  // Direct I/O needs a whole page; XRT's `noop` driver, for one, returns something else.
+  // Direct I/O needs a page-aligned address; XRT's `noop` driver, for one, does not return one.
   void *const map = xrt_.buffer_map(buffer);
   const bool usable = map && reinterpret_cast<uintptr_t>(map) % kPage == 0;
   xrt_.buffer_free(buffer);
   return usable;
 }
 
-// There are systems on which P2P memory is mapped, and transfers fail.
+// On some systems P2P memory can be mapped, but transfers fail.
 void Card::try_p2p(int fd, uint64_t offset) {
   guarded("trying P2P", [card = shared_from_this(), fd, offset] {
     const CardBuffer page(card, kPage, KernelArg::tile_in, true);
@@ -207,7 +209,7 @@ void Card::close_now() {
 void Card::guarded(const char *what, std::function<void()> call, milliseconds limit) {
   check();
   std::packaged_task<void()> task([call = std::move(call)]() mutable {
-    const std::function<void()> own = std::move(call);  // what it owns goes before anybody learns that it is done
+    const std::function<void()> own = std::move(call);  // destroyed before the future becomes ready
     own();
   });
   std::future<void> end = task.get_future();
@@ -238,7 +240,7 @@ void Card::lose(const std::string &why) {
   std::lock_guard lock(mutex_);
   if (lost_.exchange(true)) return;
   why_ = why;
-  leave_first();  // it may not have come back from being opened
+  leave_first();  // XRT may hang inside open_now(), which has then not registered it yet
 }
 
 void Card::fail(const std::string &what, int os_errno) { throw Failure{CSD_EDEVICE, what, os_errno}; }
@@ -262,7 +264,7 @@ void Card::execute(Xrt::Handle run) {
   if (!in_use) lose("it has not come to an end with a tile in " + seconds(3 * timeout_));
   check();
   if (xrt_.run_start(run)) fail("cannot start its kernel", errno);
-  // Asked again and again, because not every driver of XRT keeps the deadline of a wait.
+  // Polled, because not every XRT driver honours the timeout of a wait.
   const auto start = std::chrono::steady_clock::now();
   for (auto pause = std::chrono::microseconds(20);; pause = std::min(2 * pause, std::chrono::microseconds(500))) {
     const int state = xrt_.run_state(run);
@@ -280,7 +282,8 @@ void Card::execute(Xrt::Handle run) {
 
 CardBuffer::CardBuffer(std::shared_ptr<Card> card, uint64_t bytes, KernelArg arg, bool p2p)
     : card_(std::move(card)), size_((bytes + kPage - 1) / kPage * kPage), p2p_(p2p) {
-  // In emulation ordinary buffers are shared with the device, and a forgotten copy would go unnoticed; these are not.
+  // In emulation, normal buffers are shared with the device, so a forgotten sync would go unnoticed; cacheable buffers
+  // are not shared.
   const uint64_t flags = p2p ? kP2p : card_->emulated_ ? kCacheable : kNormal;
   handle_ = card_->xrt_.buffer_alloc(card_->device_, size_, flags, card_->memory_group(arg));
   if (!handle_)
@@ -298,12 +301,13 @@ CardBuffer::CardBuffer(std::shared_ptr<Card> card, uint64_t bytes, KernelArg arg
 
 CardBuffer::~CardBuffer() {
   if (card_->lost()) return;
-  share_with_children(true);  // it goes back to the heap
+  share_with_children(true);  // the memory returns to the heap
   card_->xrt_.buffer_free(handle_);
 }
 
-// Ordinary buffers are memory of this process that the driver has pinned for DMA. After a fork, the first to write to a
-// shared page gets a copy: were that us, DMA would go on with the old one.
+// Sets whether forked children share the buffer. Normal buffers are memory of this process that the driver has pinned
+// for DMA. After a fork, the first process to write to a shared page gets a copy. If that were the parent, DMA would
+// continue to use the old page.
 void CardBuffer::share_with_children(bool yes) const {
   if (!p2p_) madvise(map_, size_, yes ? MADV_DOFORK : MADV_DONTFORK);
 }

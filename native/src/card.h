@@ -1,4 +1,4 @@
-// A card: the FPGA of a SmartSSD with our kernel on it, opened once per process and shared by all engines.
+// A card: the FPGA of a SmartSSD with our kernels loaded, opened once per process and shared by all engines.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -17,30 +17,30 @@ namespace csd {
 
 class Card : public std::enable_shared_from_this<Card> {
  public:
-  // `name`: XRT's index, or a PCIe address; `kernels`: see csd_card_open. Throws Failure. To be closed as often as it was opened; its buffers and runs
-  // first, because XRT crashes otherwise.
+  // `name`: XRT's index, or a PCIe address; `kernels`: see csd_card_open. Throws Failure. Each open() needs a close().
+  // Free all buffers and runs of the card before the last close(), because XRT crashes otherwise.
   static std::shared_ptr<Card> open(const std::string &name, const std::string &xclbin, const std::string &kernels,
                                     std::chrono::milliseconds timeout);
   static void close(std::shared_ptr<Card>);
 
   bool has_p2p() const noexcept { return has_p2p_; }
   bool has_kernel(const Kernel &) const noexcept;
-  const Kernel &first_kernel() const;     // of those that its xclbin has, which is one at least
+  const Kernel &first_kernel() const;     // the first one in its xclbin, which has at least one
   void try_p2p(int fd, uint64_t offset);  // see csd_card_try_p2p
 
-  // XRT may never return: a driver hangs, an emulated device is gone. So whatever calls it runs on a thread of its own,
-  // which is left to itself when the time is up; `call` therefore has to own all that it touches. From then on the card
-  // is lost, and every call fails at once. Throws Failure: what `call` throws, or that.
+  // Runs `call`, which calls XRT, on a thread of its own. XRT may never return, for example if a driver hangs or an
+  // emulated device is gone. After `limit` the thread is abandoned, so `call` must own everything it touches. The card
+  // is then lost, and every further call fails at once. Throws what `call` throws, or Failure if the card is lost.
   void guarded(const char *what, std::function<void()> call, std::chrono::milliseconds limit = std::chrono::minutes(2));
 
-  // The limit for a call that executes the kernel: who waits for it notices earlier by himself that it hangs.
+  // The limit for a call that executes a kernel. It is longer than execute() itself waits before it gives up.
   std::chrono::milliseconds run_limit() const { return 4 * timeout_; }
 
-  // The calls themselves, all from within guarded().
+  // The XRT calls; use them only within guarded().
   Xrt::Handle open_run(const Kernel &) const;
   void set_arg(Xrt::Handle run, int index, Xrt::Handle buffer) const;
   void set_arg(Xrt::Handle run, int index, uint32_t value) const;
-  void execute(Xrt::Handle run);  // one at a time, of whichever kernel: all share the same memory; waits for its end
+  void execute(Xrt::Handle run);  // runs a kernel and waits for it; one at a time, because all share the same memory
   void close_run(Xrt::Handle run) const;
   [[noreturn]] static void fail(const std::string &what, int os_errno);
 
@@ -53,28 +53,29 @@ class Card : public std::enable_shared_from_this<Card> {
   uint32_t memory_group(KernelArg) const;
   Xrt::Handle handle_of(const Kernel &) const noexcept;
   void lose(const std::string &why);
-  void check();  // throws if it is lost
+  void check();  // throws if the card is lost
   bool lost() const { return lost_; }
 
   const Xrt &xrt_;
   const std::string name_, xclbin_;
   const std::chrono::milliseconds timeout_;
   Xrt::Handle device_ = nullptr;
-  std::vector<Xrt::Handle> kernels_;  // beside all_kernels(); null: its xclbin has none
+  std::vector<Xrt::Handle> kernels_;  // same indices as all_kernels(); null: not in its xclbin
   std::atomic<bool> has_p2p_{false};
   bool emulated_ = false;
-  uint32_t users_ = 0;  // guarded by the mutex of all cards
+  uint32_t users_ = 0;  // guarded by the mutex in Cards
   std::timed_mutex kernel_in_use_;
   std::mutex mutex_;  // guards why_
   std::atomic<bool> lost_{false};
   std::string why_;
 };
 
-// Memory of a card, mapped into ours. Made, used and destroyed within Card::guarded().
+// A buffer of a card, mapped into host memory. Create, sync and destroy it within Card::guarded().
 class CardBuffer {
  public:
-  // P2P: the map is the card's memory itself, for a drive to read and write; the CPU must not (70 MB/s). Otherwise it is
-  // ours, and to_device and from_device copy by DMA. `arg`: the kernel's argument that it is for.
+  // With `p2p`, the mapping is the card's memory itself, for a drive to read and write; the CPU should not touch it
+  // (70 MB/s). Otherwise it is host memory, and to_device and from_device copy by DMA. `arg`: the kernel argument it is
+  // for.
   CardBuffer(std::shared_ptr<Card>, uint64_t bytes, KernelArg arg, bool p2p = false);
   ~CardBuffer();
   CardBuffer(const CardBuffer &) = delete;

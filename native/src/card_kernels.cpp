@@ -12,7 +12,7 @@ namespace csd {
 namespace {
 
 constexpr int kPortsOfCodes = 3;
-constexpr uint32_t kSectionsOfCodes = 5;  // of 16-bit parameters
+constexpr uint32_t kSectionsOfCodes = 5;  // with 16-bit parameters
 
 struct Row {
   uint32_t rule;
@@ -39,7 +39,7 @@ std::vector<Kernel> make_kernels() {
     Kernel kernel{name, CSD_FP32, 0, {}, first.updated};
     for (const Row &row : kRows) {
       if (row.type == first.type) kernel.ports = std::max(kernel.ports, static_cast<int>(row.most));
-      // Adam's type has AdamW's rules, too: see adam.h.
+      // Adam's type also implements AdamW's rules: see adam.h.
       if (row.type == first.type || (first.type == "Adam" && row.type == "AdamW")) kernel.rules.push_back(row.rule);
     }
     kernels.push_back(kernel);

@@ -1,13 +1,13 @@
-// No include guard: updater.cpp includes this after updater_loop.h, once per instruction set. All loops run over a whole
-// group, and are such that GCC vectorises them: no branches, maxima on integers, divisions that are done whether or not
-// somebody wants them.
+// No include guard: updater.cpp includes this after updater_loop.h, once per instruction set. Every inner loop runs
+// over a whole group and is written so that GCC vectorises it: no branches, maxima on integers, and unconditional
+// divisions even if a result is not used.
 
 struct Group {  // states of kGroup elements
   alignas(64) float master[kGroup], exp_avg[kGroup], exp_avg_sq[kGroup], max_exp_avg_sq[kGroup];
 };
 
-// A group on its way through a step. Codes have 32 bits here, as the numbers that they become and come from: a loop over
-// bytes would hold four vectors of everything at a time, more than there are registers.
+// Working memory for a step on one group. Codes are widened to 32 bits, the width of the fp32 values: a loop over bytes
+// would need four vectors of everything else per vector of codes, more than there are registers.
 struct Work {
   alignas(64) float grad[kGroup], master[kGroup], exp_avg[kGroup];
   alignas(64) float root[kGroup], peak[kGroup];  // square roots of exp_avg_sq and max_exp_avg_sq
@@ -51,7 +51,7 @@ static inline void decode_masters(const uint16_t *__restrict param, const uint8_
   for (uint32_t i = 0; i < kGroup; i++) master[i] = decode_master(param[i], correction[i], is_f16);
 }
 
-// Of each element; `key` is that of the first.
+// Draws a hash for each element of the group; `key` is the random key of the first one.
 static inline void draw(uint32_t key, uint32_t *__restrict hash) {
   for (uint32_t i = 0; i < kGroup; i++) hash[i] = mix_bits(key + i);
 }
@@ -64,13 +64,14 @@ static inline void take_roots(const float *__restrict squares, float *__restrict
 static inline uint32_t exponent_for(const float *__restrict roots) {
   int32_t largest = 0;
   for (uint32_t i = 0; i < kGroup; i++) {
-    const int32_t b = (int32_t)float_bits(roots[i]), finite = b < 0x7f800000 ? b : 0;  // -nan is below zero
+    // As an int32_t, -nan is negative and so does not raise the maximum.
+    const int32_t b = (int32_t)float_bits(roots[i]), finite = b < 0x7f800000 ? b : 0;
     largest = largest > finite ? largest : finite;
   }
   return exponent_of((uint32_t)largest);
 }
 
-// `hash`: see draw(); without `by_chance`, to nearest.
+// `by_chance`: round stochastically with `hash` (see draw()); otherwise round to nearest.
 template <bool by_chance>
 static inline void encode_moments(const float *__restrict exp_avg, const float *__restrict roots, uint32_t exponent,
                                   const uint32_t *__restrict hash, uint32_t *__restrict ratio,
@@ -84,7 +85,7 @@ static inline void encode_moments(const float *__restrict exp_avg, const float *
   }
 }
 
-// To nearest: a maximum that has not grown keeps its code.
+// Peaks are rounded to nearest, so that a maximum that has not grown keeps its code.
 static inline void encode_peaks(const float *__restrict roots, uint32_t exponent, uint32_t *__restrict peak) {
   for (uint32_t i = 0; i < kGroup; i++) peak[i] = encode_root(roots[i], exponent, nearest().root);
 }
@@ -107,7 +108,7 @@ static inline void join_masters(const float *master, bool is_f16, uint16_t *para
   }
 }
 
-// ---- All of a span, group by group -------------------------------------------------------------
+// ---- A whole span, group by group --------------------------------------------------------------
 
 static inline Codes codes_from(const Codes &codes, uint32_t dtype, uint64_t i) {
   Codes at = codes;
@@ -120,7 +121,7 @@ static inline Codes codes_from(const Codes &codes, uint32_t dtype, uint64_t i) {
   return at;
 }
 
-// `n` of its elements are somebody's; there may be no more of an fp32 parameter.
+// Only the first `n` elements of the group are in use; an fp32 parameter must not be read beyond them.
 static inline void decode_group(const Codes &codes, uint32_t dtype, uint64_t n, Group &group) {
   if (dtype == CSD_F32) memcpy(group.master, codes.param, 4 * n);
   else if (dtype == CSD_F16) decode_masters<true>((const uint16_t *)codes.param, codes.correction, group.master);
@@ -129,14 +130,14 @@ static inline void decode_group(const Codes &codes, uint32_t dtype, uint64_t n, 
   if (codes.peak) decode_peak(codes.peak, *codes.peak_exponent, group.max_exp_avg_sq);
 }
 
-// Elements from `n` on are nobody's, and zeros.
+// Sets the unused elements, from `n` on, to zero.
 static inline void clear_from(Group &group, uint64_t n) {
   for (uint64_t i = n; i < kGroup; i++)
     group.master[i] = group.exp_avg[i] = group.exp_avg_sq[i] = group.max_exp_avg_sq[i] = 0;
 }
 
-// Decodes and updates. The root that a code is made of is often the one that the rule has just taken: in the same loop
-// the compiler takes it once.
+// Decodes and updates a group. The square root to be encoded is often one that the rule has just computed; in the same
+// loop, the compiler computes it only once.
 template <typename Rule, uint32_t sections, uint32_t dtype>
 static inline void update_group(const Rule &rule, const Codes &at, Work &work) {
   const auto &codes = work.codes;
@@ -226,7 +227,7 @@ static uint64_t update_params(const CodedSpan &s) {
     CSD_RULES(CSD_CASE)
 #undef CSD_CASE
     default:
-      return 0;  // nobody gets here: see sections_of()
+      return 0;  // unreachable: see sections_of()
   }
 }
 
@@ -275,7 +276,7 @@ static void encode(const float *const *states, uint64_t n, uint32_t dtype, const
   }
 }
 
-// ---- Who set a parameter? --------------------------------------------------------------------
+// ---- Detecting parameters that the user has set ----------------------------------------------
 
 struct CheckWeights {
   uint32_t of[kGroup];
@@ -284,7 +285,8 @@ struct CheckWeights {
   }
 };
 
-// A sum with odd weights: it differs wherever one parameter does, and where several do but for one time in 2^32.
+// A checksum of a group's parameters, weighted with odd numbers: it always changes if a single parameter does. If
+// several change, it stays the same with a probability of 2^-32.
 static inline uint32_t check_of(const uint16_t *params, uint64_t n) {
   static constexpr CheckWeights weights;
   uint32_t sum = 0;

@@ -1,9 +1,9 @@
-// CRC-32C (Castagnoli, RFC 3720 appendix B.4): the fastest way that the CPU has, chosen once. Intel: "Fast CRC
-// Computation for Generic Polynomials Using PCLMULQDQ Instruction", 2009.
+// CRC-32C (Castagnoli, RFC 3720 appendix B.4), by the fastest implementation for the CPU, which is chosen once. Source:
+// Intel, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", 2009.
 //
-// A message is a polynomial over the integers modulo 2, its first bit the highest power of x; the sum is its remainder
-// modulo P, of degree 32. Numbers are "reflected": the lowest bit is the highest power, so a 32-bit c is the sum of
-// c_i x^(31 - i). What makes it fast is that a part of the message may be replaced by anything with the same remainder.
+// A message is a polynomial over the integers modulo 2, its first bit the highest power of x. The checksum is its
+// remainder modulo P, which has degree 32. Numbers are "reflected": the lowest bit is the highest power, so a 32-bit c
+// is the sum of c_i x^(31 - i). The fast methods replace parts of the message by shorter ones with the same remainder.
 #include "crc32c.h"
 
 #include <array>
@@ -40,7 +40,7 @@ constexpr uint32_t product(uint32_t a, uint32_t b) {
   return c;
 }
 
-// kTables[k][b]: the sum of the byte b and k bytes of zeros.
+// kTables[k][b]: the checksum of the byte b followed by k zero bytes.
 using Table = std::array<uint32_t, 256>;
 constexpr std::array<Table, 8> make_tables() {
   std::array<Table, 8> tables{};
@@ -93,12 +93,12 @@ CSD_CRC_TARGET("") uint32_t one_by_one(uint32_t c, const uint8_t *p, uint64_t n)
   return c;
 }
 
-// Streams: the instruction takes three cycles but one can start in each, so four parts of a block are summed side by
-// side, the later ones from zero, and joined.
+// Streams: the CRC instruction has a latency of three cycles, but one can start in every cycle. Four parts of a block
+// are therefore summed side by side, the second and later ones starting from zero, and then joined.
 constexpr uint64_t kStream = 2048;
 constexpr int kStreams = 4;
 
-// kJoin[k][b]: byte k of a sum, if kStream more bytes follow.
+// kJoin[k][b]: the effect of byte k of a checksum, with value b, after kStream more bytes.
 constexpr std::array<Table, 4> make_join() {
   std::array<Table, 4> join{};
   const uint32_t far = power(8 * kStream);
@@ -125,15 +125,16 @@ CSD_CRC_TARGET("") uint32_t by_instruction(uint32_t c, const uint8_t *p, uint64_
 #endif
 
 #if defined(__x86_64__)
-// Folding: 128 bits, L x^64 + H, followed by D more are L x^(64 + D) + H x^D, added to what lies there. L and H are 64
-// bits each, the powers reduced modulo P 32: their products have less than 128 and may stand there instead. A reflected
-// product comes out one bit short, that is, times x; and a constant in the lower half of 64 bits is times x^32.
+// Folding: 128 bits of the message, L x^64 + H, that are followed by D more bits contribute L x^(64 + D) + H x^D. L and
+// H have 64 bits each, and the powers of x, reduced modulo P, have 32. The products therefore have less than 128 bits,
+// and are added to the last 128 of those D bits instead. The product of reflected numbers comes out one bit short, that
+// is, multiplied by x; and a constant in the lower half of 64 bits is multiplied by x^32.
 template <uint64_t bits>
 struct Fold {
   static constexpr long long kLow = power(64 + bits - 33), kHigh = power(bits - 33);
 };
 
-// What comes from memory comes in time only when it is asked for, and from a page ahead.
+// Prefetch distance: data from memory arrives in time only if it is prefetched a page ahead.
 constexpr uint64_t kAhead = 4096;
 inline void ask_for(const uint8_t *p) { _mm_prefetch(reinterpret_cast<const char *>(p), _MM_HINT_T0); }
 
@@ -145,7 +146,7 @@ CSD_FOLD_TARGET inline __m128i fold16(__m128i a, __m128i by, __m128i onto) {
   return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(a, by, 0x00), _mm_clmulepi64_si128(a, by, 0x11)), onto);
 }
 
-// Half of a block is folded, half goes through the instruction, at the same time: they do not share an execution port.
+// Half of a block is folded while the other half uses the CRC instruction: the two do not share an execution port.
 CSD_FOLD_TARGET uint32_t by_folding(uint32_t c, const uint8_t *p, uint64_t n) {
   constexpr uint64_t kFolded = kStreams * kStream, kBlock = 2 * kFolded;
   const __m128i by = _mm_set_epi64x(Fold<512>::kHigh, Fold<512>::kLow);

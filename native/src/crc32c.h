@@ -8,10 +8,11 @@ namespace csd {
 
 uint32_t crc32c(uint32_t crc, const void *data, uint64_t bytes) noexcept;
 
-// Continues the sums of a tile's sections, each over elements [first, first + elems).
+// Continues the checksum of each section of a tile over elements [first, first + elems).
 void crc32c_sections(uint32_t *crc, const char *const *sections, const Layout &layout, uint64_t first, uint64_t elems);
 
-// The ways to compute it that this CPU has, from the slowest to the one in use. Without the inversions at both ends.
+// The implementations that this CPU supports, from the slowest to the one in use. They omit the inversions of the CRC
+// at the beginning and end.
 struct Crc32cWay {
   const char *name;
   uint32_t (*run)(uint32_t c, const uint8_t *p, uint64_t n);

@@ -1,4 +1,4 @@
-// What a back end is: one file that implements Device, and one line in make_device.
+// The interface of a back end. A back end is one file that implements Device, plus one line in make_device.
 #pragma once
 #include <errno.h>
 
@@ -15,8 +15,8 @@
 namespace csd {
 
 struct Slot {
-  bool summed = false;
-  std::vector<uint32_t> sums;  // CRC-32C of what the engine wrote: chunk by chunk, one per section
+  bool summed = false;         // the checksums are valid
+  std::vector<uint32_t> sums;  // CRC-32C of what the engine wrote: by chunk, one per section
 };
 
 struct Codes;
@@ -25,32 +25,32 @@ constexpr uint32_t kNowhere = UINT32_MAX;
 
 struct Tile {
   uint32_t index = 0, device = 0;
-  uint32_t states = 3;             // of each element
-  Layout layout;                   // how they are kept
-  uint32_t param_dtype = CSD_F32;  // of codes
+  uint32_t states = 3;             // number of states per element
+  Layout layout;                   // how the states are stored
+  uint32_t param_dtype = CSD_F32;  // for codes
   uint64_t elems = 0;
-  uint64_t sum_elems = 0;    // of a chunk, which has checksums of its own; the last one may have fewer
+  uint64_t sum_elems = 0;    // elements per chunk, the unit of checksums; the last chunk may have fewer
   uint64_t file_offset = 0;  // of slot 0; slot 1 follows it
   const csd_piece *pieces = nullptr;
   uint64_t n_pieces = 0;
   float *window[4] = {};  // the tile's part of each window; codes have none
-  // On a resident device, of codes: a slot as it would be in a file, the first section apart from the others. Its pages
-  // are touched only where a parameter is not its own section (CSD_IN_PARAM).
+  // For codes on a resident device: a slot laid out as in a file, with the first section in memory of its own. The
+  // first section's pages are touched only if some parameter is not its own section (CSD_IN_PARAM).
   char *first_section = nullptr, *codes = nullptr;
-  uint32_t *checks = nullptr;  // of 16-bit parameters there: of each group, see check_of() in codec_loop.h
+  uint32_t *checks = nullptr;  // for 16-bit parameters there: one check per group, see check_of() in codec_loop.h
   bool first_is_used = false;  // steps write to the first section
   uint32_t n_slots = 2;
-  uint32_t slot = 0;                    // the one that holds the state
-  uint32_t shown = 0;                   // the one that the windows show as it is, or kNowhere
-  bool open = false;                    // what is written to the windows goes to the device
-  bool edited = false;                  // the windows hold what somebody wrote to them, and the device does not
-  uint32_t writes = 0;                  // somebody told of, to open windows
-  const struct Buffer *kept = nullptr;  // the free buffer that has what the current slot has
+  uint32_t slot = 0;                    // the slot that holds the current state
+  uint32_t shown = 0;                   // the slot that the windows show, or kNowhere
+  bool open = false;                    // writes to the windows go to the device
+  bool edited = false;                  // the windows hold edits by the user that the device does not have
+  uint32_t writes = 0;                  // number of reported writes to open windows
+  const struct Buffer *kept = nullptr;  // the free buffer with the content of the current slot
   Slot slots[2];
 
   uint64_t n_chunks() const { return (elems + sum_elems - 1) / sum_elems; }
   uint64_t n_sums() const { return n_chunks() * layout.n(); }
-  // Of a slot at `buffer`; of codes that have none, where they lie.
+  // Sets the section addresses: in the slot at `buffer`, or if that is null, where the resident codes or windows are.
   void find_sections(char *buffer, char **sections) const {
     for (uint32_t s = 0; s < layout.n(); s++)
       sections[s] = buffer  ? buffer + layout.first(s)
@@ -58,46 +58,47 @@ struct Tile {
                             : reinterpret_cast<char *>(window[s]);
   }
   uint64_t slot_offset(uint32_t s) const { return file_offset + s * layout.bytes(); }
-  uint32_t next_slot() const { return slot ^ (n_slots - 1); }  // where a step writes
+  uint32_t next_slot() const { return slot ^ (n_slots - 1); }  // the slot that a step writes
 };
 
-// What a step does with one tile, and what came of it.
+// One tile's part of a step: its input and its results.
 struct Work {
   const csd_param *params = nullptr;
   const csd_hyper *hypers = nullptr;
-  const void *const *grads = nullptr;  // of each piece, in place of what the params say; null: they do
-  const void *grad_image = nullptr;    // null: read and write where the params say
+  const void *const *grads = nullptr;  // gradient addresses by piece; null: those in `params`
+  const void *grad_image = nullptr;    // null: gradients and parameters are at the addresses in `params`
   void *param_image = nullptr;
-  uint64_t grad_bytes = 4, param_bytes = 4;  // of an element of these images
-  bool holds_params = false;  // the parameters that the update reads are in the image, and not where the params say
+  uint64_t grad_bytes = 4, param_bytes = 4;  // per element of these images
+  bool holds_params = false;  // the update reads parameters from the image instead of the addresses in `params`
   const uint32_t *entries =
-      nullptr;                     // of the sparse gradients (csd_kernel.h): came with an image, or provide_entries()
+      nullptr;                     // sparse gradients (csd_kernel.h): pushed with an image, or from provide_entries()
   uint64_t n_entries = 0;          // words of 32 bits
-  std::vector<uint32_t> selected;  // those that were selected here
-  bool from_windows = false;       // it begins with what the windows show, and not with what was loaded
-  bool is_new = false;             // it begins with the parameters (CSD_NEW), and not with what was loaded
-  const char *states = nullptr;    // of the parameters that are CSD_GIVEN, in sections as a slot has them
-  bool all_given = false;          // there are no others, and nothing was loaded
-  bool verify = false;             // what was loaded must have the checksums of the tile's slot
-  bool param_at_host = false;      // of codes: the first section was not loaded, because the host should have it
-  // What Device::update fills in: bytes, bytes, parameters, gradients that are inf or nan, and the new state's sums.
+  std::vector<uint32_t> selected;  // storage for entries that were selected here
+  bool from_windows = false;       // the update begins with what the windows show instead of what was loaded
+  bool is_new = false;             // the update begins with the parameters (CSD_NEW) instead of what was loaded
+  const char *states = nullptr;    // states of the CSD_GIVEN parameters, in sections like a slot
+  bool all_given = false;          // all parameters are CSD_GIVEN, and nothing was loaded
+  bool verify = false;             // check what was loaded against the checksums of the tile's slot
+  bool param_at_host = false;      // codes: the first section was not loaded, because host memory should have it
+  // Results of Device::update: bytes pushed and pulled, parameter elements updated, gradients that are inf or nan, and
+  // (below) the checksums of the new state.
   uint64_t pushed = 0, pulled = 0, updated = 0, nonfinite = 0;
-  uint64_t read_late = 0;  // bytes that had to be read after all
-  uint64_t given = 0;      // elements from the first on whose parameters were handed out, also where it then failed
+  uint64_t read_late = 0;  // bytes that the update still had to read itself
+  uint64_t given = 0;      // number of leading elements whose parameters were written, even if the update then failed
   Slot sum{};
 };
 
 inline uint64_t dtype_bytes(uint32_t dtype) { return dtype == CSD_F32 ? 4 : 2; }
 
-// Do the states of the parameter come as they are after the step?
+// Does the caller supply the parameter's states as they are after the step?
 inline bool is_given(const csd_piece &piece, const Work &work) { return work.params[piece.param].master == CSD_GIVEN; }
 
-// Where the gradient of the parameter begins that `piece` of `tile` is of; null: it has none.
+// The address of the whole gradient of the parameter that `piece` belongs to; null if it has no gradient.
 inline const void *grad_of(const csd_piece &piece, const Tile &tile, const Work &work) {
   return work.grads ? work.grads[&piece - tile.pieces] : work.params[piece.param].grad;
 }
 
-// Where the gradient and the parameter of a piece's element `i` lie.
+// The addresses of the gradient and of the parameter for element `i` of a piece.
 inline const void *grad_at(const csd_piece &p, const Tile &tile, const Work &work, uint64_t i) {
   const uint64_t bytes = dtype_bytes(work.params[p.param].grad_dtype);
   return work.grad_image ? static_cast<const char *>(work.grad_image) + work.grad_bytes * p.tile_first + bytes * i
@@ -111,106 +112,109 @@ inline void *param_at(const csd_piece &p, const Work &work, uint64_t i) {
                          : static_cast<char *>(param.param) + bytes * (p.param_first + i);
 }
 
-// These throw nothing.
+// Callbacks; they must not throw.
 using Done = std::function<void(int os_errno)>;
-using Updated = std::function<void(Failure)>;  // with status CSD_OK: none
+using Updated = std::function<void(Failure)>;  // status CSD_OK means success
 
 class Device {
  public:
   virtual ~Device() = default;
 
-  // A resident device updates the state where it lies, in the windows: no buffers, no load, no store.
+  // A resident device updates the state in place, in the windows: no buffers, no load, no store.
   virtual bool resident() const = 0;
 
-  // Can it reach a parameter that is its own master (csd_master), or does every master lie in the tile?
+  // Can it access parameters in host memory (csd_master), or must every master be in the tile?
   virtual bool reaches_params() const { return true; }
 
-  // Does it leave out of a read the parameters among a tile's codes, where they are in host memory?
+  // Does it skip reading the parameter section of codes if the parameters are in host memory?
   virtual bool leaves_params() const { return reaches_params(); }
 
-  // The kernel that it lacks for a rule of rules.h on states that are kept so (csd_codec), by its name; "": none. Cards
-  // have those of their xclbin.
+  // The name of the kernel that is missing for this rule (rules.h) and codec (csd_codec); "" if none is. A card has
+  // only the kernels in its xclbin.
   virtual std::string lacking_kernel(uint32_t rule, uint32_t codec) const {
     return static_cast<void>(rule), static_cast<void>(codec), std::string();
   }
 
-  // Can it keep states by that codec (csd_codec), with checksums of so many elements each? Again a card has its kernels.
+  // Can it store states with this codec (csd_codec), with one checksum per `sum_elems` elements? A card needs a kernel.
   virtual bool has_codec(uint32_t codec, uint64_t sum_elems) const {
     return static_cast<void>(codec), static_cast<void>(sum_elems), true;
   }
 
-  // Makes `n` tile buffers, for tiles of up to `tile` bytes and sections of up to `section`, and returns their
-  // addresses; those from before are gone.
+  // Allocates `n` tile buffers, for tiles of up to `tile` bytes with sections of up to `section` bytes, and returns
+  // their addresses. Frees all earlier buffers.
   virtual std::vector<float *> allocate(uint32_t n, uint64_t tile, uint64_t section) {
     return static_cast<void>(n), static_cast<void>(tile), static_cast<void>(section), std::vector<float *>{};
   }
 
-  // Where a tile's next slot lies, if a step can make it there: then that stands for a buffer. Null: it needs one.
-  // Throws Failure.
+  // The address of the tile's next slot, if a step can build the new state there instead of in a buffer; null if it
+  // needs a buffer. Throws Failure.
   virtual float *next_slot_in_memory(const Tile &) { return nullptr; }
 
-  // Is what was stored from a buffer there to be updated again, until another tile is loaded?
+  // Does a buffer keep the state that was stored from it, ready for the next update, until another tile is loaded?
   virtual bool keeps_buffers() const { return false; }
-  virtual uint64_t memory_bytes() const { return 0; }  // of these and whatever else is fixed
-  virtual uint64_t huge_bytes() const { return 0; }    // of them, on huge pages
-  virtual uint32_t numa() const { return 0; }          // of which node they are, see csd_device
+  virtual uint64_t memory_bytes() const { return 0; }  // fixed memory: the buffers and anything else
+  virtual uint64_t huge_bytes() const { return 0; }    // part of the buffers that is on huge pages
+  virtual uint32_t numa() const { return 0; }          // NUMA node of the buffers, as in csd_device
 
-  // Makes the windows show the tile's slot `shown`; if it is `open`, what is written there goes to the device.
+  // Makes the windows show the tile's slot `shown`; if the tile is `open`, writes to them go to the device.
   // Returns 0 or an errno.
   virtual int map(const Tile &) { return 0; }
 
-  // Start to read the current slot into `buffer`, from byte `first` of it on, to write `buffer` to the next slot, and
-  // return; another thread calls `done` once; or throw, and then nothing was started and nobody calls it. `buffer`
-  // holds the sections one after another, as the slot does. Never called on a resident device.
+  // load() starts to read the current slot into `buffer`, from byte `first` on; store() starts to write `buffer` to the
+  // next slot. Both return at once, and another thread calls `done` once. If they throw, nothing was started and `done`
+  // is never called. `buffer` holds the sections one after another, like the slot. Never called on a resident device.
   virtual void load(const Tile &, float *, uint64_t first, Done) { static_cast<void>(first); }
   virtual void store(const Tile &, const float *, Done) {}
 
-  // The first section of a tile of codes, now. Returns 0 or an errno.
+  // Reads the first section of a tile of codes synchronously. Returns 0 or an errno.
   virtual int read_params(const Tile &, void *) { return EIO; }
 
-  // Likewise: fills `buffer` with the first state of a new tile (CSD_NEW), and writes its masters to the current slot.
+  // Starts, like store(), to fill `buffer` with the first state of a new tile (CSD_NEW) and to write its masters to the
+  // current slot.
   virtual void seed(const Tile &, float *, const Work &, Done) {}
 
-  // Starts to apply the rule to the tile in `buffer` (null on a resident device: in the windows), and returns; another
-  // thread calls `done` once, or throws, likewise. `tile` and `work` live until then.
+  // Starts to apply the rule to the tile in `buffer` (null on a resident device: in the windows). Like load(), it
+  // returns at once and another thread calls `done` once, or it throws. `tile` and `work` live until `done` is called.
   virtual void update(const Tile &tile, float *buffer, Work &work, Updated done) = 0;
 };
 
-// Runs `update` on one of these threads, and calls `done` with what it returns or throws.
+// Runs `update` on one of `threads`, and calls `done` with the failure that it returns or throws.
 void submit_update(std::function<Failure()> update, Updated done, Pool &threads = Pool::updates(),
                    bool can_wait = false);
 
-// The updater of every device whose update runs on the CPU. `can_wait`: until nothing else is there to be updated.
+// Device::update for all devices that update on the CPU. `can_wait`: updates of other devices go first (Pool::submit).
 void update_on_cpu(Device &, const Tile &tile, float *buffer, Work &work, Updated done, Pool &threads = Pool::updates(),
                    bool can_wait = false);
 
-// Did somebody write states of a parameter that has codes (csd_param.edited)? Encodes those of elements
-// [first, first + n) of it; where there are none, `codes` stay.
+// Has the user edited states of a parameter that is stored as codes (csd_param.edited)? encode_edited() encodes the
+// edited states of its elements [first, first + n); codes of states that were not edited stay as they are.
 bool is_edited(const csd_param &);
 void encode_edited(const csd_param &, uint64_t first, uint64_t n, uint32_t param_dtype, const Codes &codes);
 
-// Fills elements [first, first + n) of a tile's buffer with its first state: the parameters, and zeros. Both are
-// multiples of 64.
+// Fills elements [first, first + n) of a tile's buffer with its initial state: the parameters, then zeros. `first` and
+// `n` are multiples of 64.
 void first_state(const Tile &tile, const Work &work, char *buffer, uint64_t first, uint64_t n);
 
-// What to report when a section is not what was stored there.
+// The failure to report for a section whose content is not what was stored.
 Failure damaged(const Tile &tile, uint32_t section);
 
-// The section of a chunk that is not what was stored in the tile's slot, by its sums; `tile.layout.n()` if there is none.
+// The first section of a chunk whose checksum in `sums` differs from that of the tile's slot; `tile.layout.n()` if none
+// does.
 uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sums);
 
-// Loads a tile and waits for that. Returns 0 or an errno.
+// Loads a tile and waits until it is loaded. Returns 0 or an errno.
 int load_now(Device &, const Tile &, char *buffer);
 
-// Throws damaged() where a slot, at `slot`, is not what was stored there. Nothing is known of one that is not summed.
+// Throws damaged() if the content at `slot` does not have the checksums of the tile's slot. Does nothing if that slot
+// is not summed.
 void check_slot(const Tile &, const char *slot);
 
-// Of the chance of element `i` of a parameter that has codes, in this step.
+// The random key of element `i` of a parameter in this step, for the stochastic rounding of its codes.
 inline uint32_t key_of(const csd_param &p, uint64_t i) {
   return p.seed * 0x9e3779b9u + p.first + static_cast<uint32_t>(i);
 }
 
-// The sums of what lies in `sections`, all of it.
+// Computes the checksums of a whole tile whose sections are at `sections`.
 void sum_tile(const Tile &, const char *const *sections, uint32_t *sums);
 
 std::unique_ptr<Device> make_file_device(const csd_device &);
@@ -218,14 +222,14 @@ std::unique_ptr<Device> make_ram_device(const csd_device &);
 std::unique_ptr<Device> make_null_device(const csd_device &);
 std::unique_ptr<Device> make_xrt_device(const csd_device &);
 
-// The device, kept to `d.pace`; itself, if it has none, and null if that is no pace for it. The paced devices of an
-// engine share `pacer`, which the first of them makes.
+// Wraps the device so that it keeps to `d.pace`. Returns the device itself if there is no pace, and null if the pace is
+// not valid for it. The paced devices of an engine share `pacer`, which the first of them creates.
 class Pacer;
 std::unique_ptr<Device> paced(std::unique_ptr<Device>, const csd_device &d, std::shared_ptr<Pacer> &pacer);
 
 csd_card_rates measure_card(const csd_device &, uint64_t offset, uint64_t bytes);
 
-// The registry. Returns null for a name that nobody has.
+// The registry of back ends. Returns null for an unknown name.
 inline std::unique_ptr<Device> make_device(const csd_device &d) {
   const std::string name = d.backend ? d.backend : "";
   if (name == "file") return make_file_device(d);

@@ -15,13 +15,13 @@
 namespace csd {
 namespace {
 
-// Elements that are updated and then summed, while the second-level cache has them.
+// Number of elements that are updated and then summed while they are in the second-level cache.
 constexpr uint64_t kBlock = 16 * 1024;
 
 float *floats(char *section, uint64_t first) { return reinterpret_cast<float *>(section) + first; }
 
-// What a step does to elements [first, first + n) of a piece, and where their gradients and parameters are. `scratch`: for
-// gradients that are not there as they are.
+// Makes the span for elements [first, first + n) of the tile, which are part of `piece`: its constants, gradients and
+// parameters. `scratch` receives gradients that are entries or sums. Adds the span to the statistics in `work`.
 template <typename Span>
 Span span_of(const csd_piece &piece, uint64_t first, uint64_t n, const Tile &tile, Work &work, Entries &entries,
              float *scratch) {
@@ -77,17 +77,18 @@ void update_piece(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
 
 // ---- Codes ----------------------------------------------------------------------------
 
-// Where the parameter lies in host memory, itself or a copy of it, before the update, from element `i` of a piece on;
-// null if it does not.
+// The address in host memory of the parameter or a copy of it, as it is before the update, at element `i` of a piece;
+// null if host memory does not have it.
 const char *host_param(const csd_piece &piece, const Work &work, uint64_t i) {
   const csd_param &p = work.params[piece.param];
   if (p.in_image || (p.param && work.holds_params)) return static_cast<const char *>(param_at(piece, work, i));
   return p.param ? static_cast<const char *>(p.param) + dtype_bytes(p.param_dtype) * (piece.param_first + i) : nullptr;
 }
 
-// Where the host's parameter is not what the tile has, somebody set it, and it is the master. `unless_set`: where it is
-// not the rounded master. One beside a tie was rounded to 24 bits before, and then to the parameter below: it may have
-// been above.
+// Adopts parameters that the user has set: where the host's parameter differs from that of the tile, it becomes the
+// master. With `unless_set`, it does so only where it is not the tile's master, rounded. A master just above a tie may
+// have been rounded to 24 bits first, and so encoded with the parameter below and correction 127, although it rounds to
+// the next parameter. If the host has that one, the master is kept, as a correction of it.
 void adopt_param(const void *param, uint64_t n, const Codes &codes, bool is_f16, bool unless_set) {
   const auto *const set = static_cast<const uint16_t *>(param);
   auto *const had = static_cast<uint16_t *>(codes.param);
@@ -100,7 +101,8 @@ void adopt_param(const void *param, uint64_t n, const Codes &codes, bool is_f16,
   }
 }
 
-// The span's update, where its parameters lie themselves: at `own`, with nothing behind the last of them.
+// Updates a span whose parameters at `own` are their own section. The memory behind the last one must not be touched,
+// so a partial last group is copied.
 uint64_t update_in_place(CodedSpan span, void *own, const Tile &tile, char *const *sections, uint64_t first) {
   const uint64_t bytes = dtype_bytes(tile.param_dtype), n = span.n;
   const uint64_t whole = tile.param_dtype == CSD_F32 ? n : n / 64 * 64;
@@ -123,7 +125,7 @@ uint64_t update_in_place(CodedSpan span, void *own, const Tile &tile, char *cons
   return nonfinite;
 }
 
-// The states that somebody wrote, of a parameter that is its own section. It is written only if it is updated.
+// Encodes edited states of a parameter that is its own section. The parameter itself is written only if `is_updated`.
 void encode_in_place(const csd_param &p, uint64_t first, uint64_t n, const Tile &tile, Codes codes, void *own,
                      bool is_updated) {
   alignas(64) char joined[4 * kBlock];
@@ -147,7 +149,8 @@ void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   const bool unless_set = p.master == CSD_UNLESS_SET, is_f16 = tile.param_dtype == CSD_F16;
   uint32_t *const checks = tile.checks ? tile.checks + first / 64 : nullptr;
   if (checks && in_place) forget_set(static_cast<const uint16_t *>(param), n, checks, codes.correction);
-  // Without a gradient it was its own section until now, and the master that somebody wrote is not for it yet.
+  // The first section may be out of date, because the parameter was its own section until now. Without a gradient,
+  // update it only for an edited master, which must not go to the parameter yet.
   if (p.master == CSD_FROM_PARAM && param && (has_grad || (tile.codes && p.edited[0])))
     memcpy(codes.param, param, dtype_bytes(tile.param_dtype) * n);
   if (adopts && !unless_set && !in_place) adopt_param(param, n, codes, is_f16, false);
@@ -163,13 +166,14 @@ void update_codes(const csd_piece &piece, uint64_t first, uint64_t n, const Tile
   auto span = span_of<CodedSpan>(piece, first, n, tile, work, entries, scratch);
   span.codes = codes;
   span.key = key_of(p, in_param);
-  if (own && !work.grad_image) span.param = nullptr;  // it is there already
+  if (own && !work.grad_image) span.param = nullptr;  // the update writes to the parameter itself
   work.nonfinite +=
       own ? update_in_place(span, own, tile, sections, first) : update(span, used_isa.load(std::memory_order_relaxed));
   if (checks) take_checks(static_cast<const uint16_t *>(own ? own : codes.param), n, checks);
 }
 
-// Calls `with` with each piece that has some of elements [first, last), and which of them.
+// Calls `with(piece, from, n)` for each piece that overlaps elements [first, last) of the tile; [from, from + n) is the
+// overlap.
 template <typename With>
 void with_pieces(const Tile &tile, uint64_t first, uint64_t last, With with) {
   const csd_piece *const end = tile.pieces + tile.n_pieces;
@@ -181,7 +185,8 @@ void with_pieces(const Tile &tile, uint64_t first, uint64_t last, With with) {
   }
 }
 
-// The parameters, as `at` says where those of a piece are, in place of what the section had; gaps are zeros.
+// Overwrites elements [first, last) of the section with the parameters, whose addresses `at(piece, i)` returns; gaps
+// become zeros.
 template <typename At>
 void take_params(const Tile &tile, uint64_t first, uint64_t last, char *section, At at) {
   const uint64_t bytes = dtype_bytes(tile.param_dtype);
@@ -193,8 +198,8 @@ void take_params(const Tile &tile, uint64_t first, uint64_t last, char *section,
 
 // ---- A tile -----------------------------------------------------------------------------
 
-// Updates a tile chunk by chunk, each of which comes from memory once: it is verified, updated and summed while the cache
-// has it.
+// Updates a tile chunk by chunk. Each chunk is read from memory once, and is verified, updated and summed while it is
+// in the cache.
 class Updater {
  public:
   Updater(Device &device, const Tile &tile, char *buffer, Work &work)
@@ -208,7 +213,7 @@ class Updater {
       return grad_of(p, tile_, work_) || is_given(p, work_) || is_edited(work_.params[p.param]);
     });
     const bool changes = any || work_.from_windows || !held.summed;
-    if (!changes) work_.sum = held;  // passed through as it is
+    if (!changes) work_.sum = held;  // the tile does not change
     else if (buffer_) work_.sum = {true, std::vector<uint32_t>(tile_.n_sums())};
     for (uint64_t chunk = 0; chunk < tile_.n_chunks(); chunk++) {
       const uint64_t first = chunk * tile_.sum_elems, last = std::min(first + tile_.sum_elems, tile_.elems);
@@ -221,11 +226,12 @@ class Updater {
   }
 
  private:
-  // Brings into the buffer what the step begins with. Returns the section that is damaged, or the number of sections.
+  // Prepares a chunk of the buffer: the state with which the step begins, verified. Returns the section that is
+  // damaged, or the number of sections if none is.
   uint32_t begin_chunk(uint64_t chunk, uint64_t first, uint64_t last) {
     const uint32_t none = tile_.layout.n();
     if (!buffer_) return none;
-    if (work_.all_given) {  // between parameters there are zeros, as always
+    if (work_.all_given) {  // gaps between parameters must be zeros
       for (uint32_t s = 0; s < none; s++) memset(sections_[s] + 4 * first, 0, 4 * (last - first));
       return none;
     }
@@ -239,7 +245,7 @@ class Updater {
     if (!work_.verify) return none;
     const uint32_t wrong = verify(chunk, first, last);
     if (wrong != 0 || !work_.param_at_host) return wrong;
-    // Somebody set a parameter: what it was has to be read after all.
+    // The user has set a parameter, so the old ones must be read from the device after all.
     read_params(first);
     return verify(chunk, first, last);
   }
@@ -321,7 +327,7 @@ uint32_t differing_section(const Tile &tile, uint64_t chunk, const uint32_t *sum
 void first_state(const Tile &tile, const Work &work, char *buffer, uint64_t first, uint64_t n) {
   for (uint32_t s = 0; s < tile.layout.n(); s++) {
     const uint64_t at = tile.layout.bytes_of(s, first);
-    const bool last = first + n == tile.elems;  // and what it is padded with
+    const bool last = first + n == tile.elems;  // then clear the padding too
     memset(buffer + tile.layout.first(s) + at, 0, last ? tile.layout.bytes(s) - at : tile.layout.bytes_of(s, n));
   }
   if (tile.layout.coded())
@@ -363,7 +369,7 @@ void check_slot(const Tile &tile, const char *slot) {
 }
 
 int load_now(Device &device, const Tile &tile, char *buffer) {
-  // Shared: who sets it may still be at it when we go on.
+  // Shared, because the thread that sets the promise may still be using it when this function returns.
   const auto loaded = std::make_shared<std::promise<int>>();
   device.load(tile, reinterpret_cast<float *>(buffer), 0, [loaded](int error) { loaded->set_value(error); });
   return loaded->get_future().get();

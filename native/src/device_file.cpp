@@ -1,4 +1,4 @@
-// file: an emulated CSD. Its tiles lie in a file; the CPU updates them in buffers in host memory.
+// file: an emulated CSD. Its tiles are in a file; the CPU updates them in buffers in host memory.
 #include "device_file.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@
 
 namespace csd {
 
-constexpr uint64_t kMostBlock = uint64_t{1} << 30;  // Linux moves less than 2 GiB at a time
+constexpr uint64_t kMostBlock = uint64_t{1} << 30;  // Linux transfers less than 2 GiB per call
 
 int FileDevice::map(const Tile &tile) {
   if (tile.layout.coded()) return 0;
@@ -52,7 +52,8 @@ void FileDevice::seed(const Tile &tile, float *buffer, const Work &work, Done do
   });
 }
 
-// Several requests of one tile are in flight at once; the last one to return reports the first error.
+// Splits a transfer into requests that may be in flight at the same time; the last one to finish reports the first
+// error.
 template <typename Io>
 void FileDevice::in_blocks(uint64_t bytes, Done done, Io io) {
   struct Join {
@@ -97,12 +98,12 @@ class EmulatedDevice : public FileDevice {
   bool keeps_buffers() const override { return true; }
 
   std::vector<float *> allocate(uint32_t n, uint64_t bytes, uint64_t) override {
-    memory_ = {};  // first: there may not be room for both
+    memory_ = {};  // free the old buffers first: there may not be room for both
     memory_ = HugeMemory(bytes * n);
-    // After a fork, copying on write would cost the parent its huge pages for good.
+    // After a fork, copy-on-write would split the parent's huge pages for good.
     madvise(memory_.floats(), memory_.bytes(), MADV_DONTFORK);
     prefers_node_ = numa_ != 0 && prefer_node(memory_.floats(), memory_.bytes(), numa_);
-    memset(memory_.floats(), 0, memory_.bytes());  // all of it now, not in the first step
+    memset(memory_.floats(), 0, memory_.bytes());  // allocate all pages now, not in the first step
     huge_bytes_ = memory_.huge_bytes();
     std::vector<float *> all;
     for (uint32_t i = 0; i < n; i++) all.push_back(memory_.floats() + i * bytes / sizeof(float));

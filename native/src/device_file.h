@@ -1,5 +1,5 @@
-// Tiles in a file, read and written past the page cache where the file system allows it. What updates them in their
-// buffers is not said here.
+// A device whose tiles are in a file, read and written past the page cache if the file system allows it. Derived
+// classes implement the update of tiles in their buffers.
 #pragma once
 #include <atomic>
 
@@ -19,7 +19,7 @@ class FileDevice : public Device {
   void store(const Tile &, const float *buffer, Done) override;
   void seed(const Tile &, float *buffer, const Work &, Done) override;
 
-  // The I/O threads of the file system that the device's file is on; null if the device's options are wrong.
+  // The I/O threads of the file system with the device's file; null if the device's options are wrong.
   static Pool *io_of(const csd_device &);
 
  protected:

@@ -1,12 +1,12 @@
-// null: keeps nothing, computes nothing, leaves the parameters alone. What remains is the time of everything else; and
-// that of what it would move and update, where that has a pace.
+// null: stores nothing, computes nothing, leaves the parameters alone. This measures the time of everything else and,
+// with a pace, adds the time that transfers and updates would take.
 #include "device.h"
 #include "topk.h"
 
 namespace csd {
 namespace {
 
-// What a device that does something would.
+// Counts what a real device would transfer and update.
 Failure count(const Tile &tile, Work &work) {
   provide_entries(tile, work);
   for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {

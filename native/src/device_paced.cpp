@@ -1,5 +1,5 @@
-// Paced devices: emulated CSDs that take the time that others would. What is read, updated and written is real, and so
-// is all that goes on at the same time; only what is done too early is held back until its time.
+// Paced devices: emulated CSDs that take as long as other devices would. Reads, updates and writes are real, and so is
+// their overlap; only the completion of an operation that was too fast is delayed.
 #include <pthread.h>
 
 #include <algorithm>
@@ -26,19 +26,19 @@ using Time = Clock::time_point;
 
 Clock::duration seconds(double s) { return std::chrono::ceil<Clock::duration>(std::chrono::duration<double>(s)); }
 
-// Takes one thing after another, at a given rate. Used by the pacer's thread alone.
+// Serves one transfer after another at a given rate. Used only by the pacer's thread.
 struct Channel {
-  double rate = 0;  // per second; 0: takes no time
-  Time free{};      // when all that it was given is through
+  double rate = 0;  // units per second; 0: takes no time
+  Time free{};      // when the channel has served everything so far
 
-  // When `n` that are there at `at` are through.
+  // Returns when `n` units that arrive at `at` are served.
   Time through(uint64_t n, Time at) {
     if (rate == 0) return at;
     return free = std::max(free, at) + seconds(static_cast<double>(n) / rate);
   }
 };
 
-// Channels that something flows through at the same time: as fast as the slowest lets it.
+// Channels that a transfer uses at the same time: the slowest one determines its speed.
 struct Path {
   std::vector<Channel *> channels;
 
@@ -54,7 +54,7 @@ struct Passage {
   uint64_t n;
 };
 
-// What goes along up to three paths, one after another, and is called at the end.
+// An operation that takes up to three paths, one after another, and then calls `done`.
 struct Passing {
   std::array<Passage, 3> way;
   size_t steps;
@@ -65,13 +65,13 @@ using Passings = std::multimap<Time, Passing>;
 
 }  // namespace
 
-// The clock of an engine's paced devices, and the link that they share. It reckons with the times at which things
-// should have happened, and not with those at which a thread woke up to see to them: so nothing adds up.
+// The clock of an engine's paced devices, and the link that they share. It computes with the times at which events
+// should have happened instead of those at which its thread woke up, so delays do not accumulate.
 class Pacer {
  public:
   Pacer() : thread_([this] { run(); }) {}
 
-  ~Pacer() {  // when nothing is on its way any more
+  ~Pacer() {  // only after all operations have finished
     {
       std::lock_guard lock(mutex_);
       ending_ = true;
@@ -80,14 +80,14 @@ class Pacer {
     thread_.join();
   }
 
-  // Made before anything begins, for whoever has it pass must not fail, and has no need of memory any more.
+  // Allocates what pass() needs before an operation begins, because pass() is called where nothing may fail.
   static std::shared_ptr<Passings> prepare(std::array<Passage, 3> way, size_t steps, std::function<void()> done) {
     auto one = std::make_shared<Passings>();
     one->emplace(Time{}, Passing{way, steps, std::move(done)});
     return one;
   }
 
-  // What was prepared is there at `at`, and goes its way; then this calls `done`, in its own thread.
+  // Lets a prepared operation begin at time `at`. When it has taken all its paths, the pacer's thread calls `done`.
   void pass(Time at, Passings &one) {
     auto passing = one.extract(one.begin());
     passing.key() = at;
@@ -149,7 +149,7 @@ class PacedDevice : public Device {
         load_{{&read_, &mixed_}},
         store_{{&write_, &mixed_}},
         apply_{{&update_}} {
-    if (pace.link != 0) {  // host: the state crosses it, and not what leaves and reaches a device that updates
+    if (pace.link != 0) {  // host: state crosses the link; otherwise gradients and parameters do
       (pace.host ? load_ : pull_).channels.push_back(&pacer_->up);
       (pace.host ? store_ : push_).channels.push_back(&pacer_->down);
     }
@@ -158,7 +158,7 @@ class PacedDevice : public Device {
 
   bool resident() const override { return device_->resident(); }
   bool reaches_params() const override { return device_->reaches_params(); }
-  // A CSD has its drive's copy alone.
+  // A CSD can only use the copy on its drive.
   bool leaves_params() const override { return host_ && device_->leaves_params(); }
   bool keeps_buffers() const override { return device_->keeps_buffers(); }
   std::string lacking_kernel(uint32_t rule, uint32_t codec) const override {
@@ -177,7 +177,7 @@ class PacedDevice : public Device {
     device_->load(tile, buffer, from, after(load_, tile.layout.bytes() - from, std::move(done)));
   }
 
-  // Without a pace: it is rare, and nobody waits for `done`.
+  // Not paced: this is rare, and there is no `done` to delay.
   int read_params(const Tile &tile, void *to) override { return device_->read_params(tile, to); }
 
   void store(const Tile &tile, const float *buffer, Done done) override {
@@ -188,8 +188,8 @@ class PacedDevice : public Device {
     device_->seed(tile, buffer, work, after(store_, tile.layout.bytes(0), std::move(done)));
   }
 
-  // How many bytes come and go is known when the tile has been updated. Then they go the way once more, in time alone:
-  // gradients come, the tile is updated, parameters go.
+  // The number of bytes is known only after the tile has been updated. Then the time is accounted for, starting at the
+  // beginning of the update: gradients arrive, the tile is updated, parameters leave.
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
     auto passing = Pacer::prepare({{{&push_, 0}, {&apply_, 0}, {&pull_, 0}}}, 3, [done] { done({}); });
     device_->update(tile, buffer, work, [this, &work, began = Clock::now(), passing, done](Failure failure) {
@@ -203,7 +203,7 @@ class PacedDevice : public Device {
   }
 
  private:
-  // For what begins now and moves `bytes`: not done before its time. Errors come at once.
+  // Delays `done` of an operation that begins now and moves `bytes` bytes along `path`. Errors are reported at once.
   Done after(const Path &path, uint64_t bytes, Done done) {
     auto passing = Pacer::prepare({{{&path, bytes}}}, 1, [done] { done(0); });
     return [this, began = Clock::now(), passing, done](int error) {
@@ -227,7 +227,7 @@ std::unique_ptr<Device> paced(std::unique_ptr<Device> device, const csd_device &
   const csd_pace &p = *d.pace;
   if (p.read == 0 && p.write == 0 && p.mixed == 0 && p.update == 0 && p.latency == 0 && p.link == 0) return device;
   for (const double rate : {p.read, p.write, p.mixed, p.update, p.link})
-    if (rate != 0 && !(rate >= 1000 && std::isfinite(rate))) return nullptr;  // less, and the clock might overflow
+    if (rate != 0 && !(rate >= 1000 && std::isfinite(rate))) return nullptr;  // at lower rates the clock might overflow
   if (d.card || !(p.latency >= 0 && p.latency <= 3600)) return nullptr;
   if (!pacer) pacer = std::make_shared<Pacer>();
   if (p.link != 0) {

@@ -1,4 +1,4 @@
-// ram: tiles in host memory, updated by the CPU: in place, or from one slot to the other.
+// ram: tiles in host memory, updated by the CPU, either in place or from one slot to the other.
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -13,7 +13,7 @@
 namespace csd {
 namespace {
 
-// In place. Nothing can fail in mid-step, so one slot is enough.
+// Updates in place. Nothing can fail in the middle of a step, so one slot is enough.
 class RamDevice : public Device {
  public:
   bool resident() const override { return true; }
@@ -22,8 +22,8 @@ class RamDevice : public Device {
   }
 };
 
-// Beside devices that can fail, so that a step can be undone. The slots lie in a file of memory, of which windows are
-// mappings, as of any file. But nothing is read and written: a step copies a tile to its next slot, and updates it there.
+// For use beside devices that can fail: steps can be undone. The slots are in an in-memory file, and windows are
+// mappings of it, as of any file. But there is no I/O: a step copies a tile to its next slot and updates it there.
 class SlotsInMemory : public FileDevice {
  public:
   SlotsInMemory(const csd_device &d, Pool &io) : FileDevice(d, io) {}
@@ -33,14 +33,14 @@ class SlotsInMemory : public FileDevice {
     for (const auto &[at, bytes] : mappings_) munmap(at, bytes);
   }
 
-  // What there is one slot of would be half new if a step failed: that goes by way of a buffer.
+  // A tile with a single slot would be left half updated if the step failed, so it goes through a buffer.
   float *next_slot_in_memory(const Tile &tile) override {
     return tile.n_slots == 1 ? nullptr : reinterpret_cast<float *>(slot(tile, tile.next_slot()));
   }
 
   std::vector<float *> allocate(uint32_t n, uint64_t bytes, uint64_t) override {
     memory_ = {};
-    memory_ = HugeMemory(bytes * n);  // touched where there is one slot only
+    memory_ = HugeMemory(bytes * n);  // its pages are used only for tiles with a single slot
     std::vector<float *> all;
     for (uint32_t i = 0; i < n; i++) all.push_back(memory_.floats() + i * bytes / sizeof(float));
     return all;
@@ -64,7 +64,8 @@ class SlotsInMemory : public FileDevice {
   }
 
   void update(const Tile &tile, float *buffer, Work &work, Updated done) override {
-    // A drive whose tile waits to be updated has nothing to do; memory has not either, but loses nothing by it.
+    // Let the tiles of drives go first: a drive may be idle until its tile is updated, while memory loses nothing by
+    // waiting.
     update_on_cpu(*this, tile, buffer, work, std::move(done), Pool::updates(), true);
   }
 
@@ -75,7 +76,7 @@ class SlotsInMemory : public FileDevice {
     return static_cast<char *>(mappings_.back().at) + at;
   }
 
-  // The file grows when parameters join. What was mapped before may be in use.
+  // Maps the whole file, which grows when parameters are added. Earlier mappings stay, because they may be in use.
   void map_all() {
     struct stat st{};
     if (fstat(fd_, &st) != 0) throw Failure{CSD_EIO, "states in memory", errno};
@@ -91,7 +92,7 @@ class SlotsInMemory : public FileDevice {
     void *at;
     uint64_t bytes;
   };
-  std::vector<Mapping> mappings_;  // the last one is of all of the file
+  std::vector<Mapping> mappings_;  // the last one covers the whole file
   HugeMemory memory_;
 };
 

@@ -1,11 +1,11 @@
-// xrt: a SmartSSD. Tiles move between its drive and its FPGA's memory; gradients come in and parameters go out by DMA;
-// the kernel updates (csd_kernel.h says how we speak to it).
+// xrt: a SmartSSD. Tiles move between its drive and its FPGA's memory; gradients and parameters are transferred by DMA;
+// the kernel does the update (csd_kernel.h describes its interface).
 //
-//   load    drive → P2P buffer         pread past the page cache into the card's memory: the host sees none of it
+//   load    drive → P2P buffer         pread with O_DIRECT into the card's memory, bypassing host memory
 //   update  gradients → card, kernel, parameters ← card
 //   store   P2P buffer → drive
 //
-// Where there is no P2P, tile buffers are ordinary ones, and the state bounces through host memory.
+// Without P2P, tile buffers are normal ones, and the state bounces through host memory.
 #include <string.h>
 
 #include <algorithm>
@@ -29,23 +29,23 @@
 namespace csd {
 namespace {
 
-// Tiles between their gradients and their parameters: one that goes in, one in the kernel, one that comes out.
+// Number of tiles being updated at once: one being sent to the card, one in the kernel, one being received.
 constexpr uint32_t kFrames = 3;
 
-// Of a report with the sums of so many chunks.
+// Size of a report with the sums of this many chunks.
 constexpr uint64_t report_bytes(uint64_t chunks) { return sizeof(csd_report) + chunks * sizeof(csd_sums); }
 
-constexpr uint64_t kLeastChunkBytes = kLeastSumWords * kWordBytes;  // of a section, as long as it is not its last
+constexpr uint64_t kLeastChunkBytes = kLeastSumWords * kWordBytes;  // of a section; only its last chunk may be smaller
 
-// What a tile takes along to the kernel and back.
+// The buffers, besides the tile itself, for the update of one tile by a kernel.
 struct Frame {
   CardBuffer grad, param, segments, report;
-  // Made when there is something for them: what a tile begins with in place of what was loaded, because somebody wrote to
-  // its windows or edited its codes; entries, with room for these many.
+  // Allocated when first needed. `windows` has the state with which a tile begins instead of what was loaded, because
+  // the user has written to its windows or edited its codes; `entries` has room for `n_entries`.
   std::unique_ptr<CardBuffer> windows, entries;
   uint64_t n_entries = 0;
   const std::shared_ptr<Card> card;
-  std::unordered_map<const Kernel *, Xrt::Handle> runs;  // made when the first tile of its kind comes
+  std::unordered_map<const Kernel *, Xrt::Handle> runs;  // opened with the first tile for that kernel
 
   Frame(const std::shared_ptr<Card> &c, uint64_t bytes)
       : grad(c, bytes, KernelArg::grad),
@@ -64,7 +64,7 @@ struct Frame {
   }
 };
 
-// What gather() found: sizes in words.
+// The input that gather() has prepared for a kernel: number of segments, and sizes in words.
 struct Load {
   uint32_t segments = 0, grad_words = 0, entry_words = 0, param_words = 0;
 };
@@ -80,7 +80,7 @@ void set_args(Frame &frame, const Kernel &kernel, const CardBuffer &in, const Ca
   const auto set = [&](auto value) { frame.card->set_arg(run, arg++, value); };
   for (int port = 0; port < kernel.ports; port++) set(in.handle());
   set(frame.grad.handle());
-  set((load.entry_words ? *frame.entries : frame.grad).handle());  // a port wants some buffer
+  set((load.entry_words ? *frame.entries : frame.grad).handle());  // unused, but a port needs a valid buffer
   set(frame.segments.handle());
   for (int port = 0; port < kernel.ports; port++) set(out.handle());
   set(frame.param.handle());
@@ -90,7 +90,8 @@ void set_args(Frame &frame, const Kernel &kernel, const CardBuffer &in, const Ca
     set(scalar);
 }
 
-// What the kernel says of a chunk: the sums of the tile's sections, as they were read or as they were written.
+// Copies the checksums of a chunk from the kernel's report to `sums`, one per section of the tile: of what was written
+// (`out`) or of what was read.
 void take_sums(const Tile &tile, const csd_report &report, uint64_t chunk, bool out, uint32_t *sums) {
   if (!tile.layout.coded()) {
     const csd_sums &said = reinterpret_cast<const csd_sums *>(&report + 1)[chunk];
@@ -116,7 +117,7 @@ class XrtDevice : public FileDevice {
     workers_.stop();
     try {
       release();
-    } catch (...) {  // the card is lost, and what it had with it
+    } catch (...) {  // the card is lost, and its buffers with it
     }
   }
 
@@ -127,7 +128,7 @@ class XrtDevice : public FileDevice {
     const std::vector<Kernel> &all = all_kernels();
     if (std::any_of(all.begin(), all.end(), [&](const Kernel &k) { return is_for(k) && card_->has_kernel(k); }))
       return "";
-    return std::find_if(all.begin(), all.end(), is_for)->name;  // the engine has made sure that there is one
+    return std::find_if(all.begin(), all.end(), is_for)->name;  // the engine checks that one exists
   }
   bool has_codec(uint32_t codec, uint64_t sum_elems) const override {
     const std::vector<Kernel> &all = all_kernels();
@@ -143,7 +144,7 @@ class XrtDevice : public FileDevice {
     auto made =
         std::make_shared<std::pair<std::vector<std::shared_ptr<CardBuffer>>, std::vector<std::shared_ptr<Frame>>>>();
     card_->guarded("making buffers", [card = card_, made, bytes, section_bytes, p2p = p2p_, n] {
-      auto own = decltype(made)::element_type();  // so that what was made before a failure goes here, too
+      auto own = decltype(made)::element_type();  // so that after a failure buffers are freed here, too
       for (uint32_t i = 0; i < n; i++)
         own.first.push_back(std::make_shared<CardBuffer>(card, bytes, KernelArg::tile_in, p2p));
       for (uint32_t i = 0; i < kFrames; i++) own.second.push_back(std::make_shared<Frame>(card, section_bytes));
@@ -193,7 +194,7 @@ class XrtDevice : public FileDevice {
     }
     if (work.n_entries) memcpy(frame->entries->bytes(), work.entries, 4 * work.n_entries);
     const bool edited = any_edited(tile, work), given = work.from_windows || edited;
-    if (given) {  // by the host, which the card's memory is slow for: it has a copy of its own
+    if (given) {  // the host supplies the state; through a normal buffer, as the CPU is slow to write P2P memory
       char *to = reinterpret_cast<char *>(buffer);
       if (p2p_) {
         if (!frame->windows)
@@ -225,7 +226,7 @@ class XrtDevice : public FileDevice {
           card.execute(frame->run(*kernel));
           frame->param.from_device(uint64_t{kWordBytes} * load.param_words);
           if (bounce) state->from_device(bytes);
-          frame->report.from_device(report);  // last: a card that is gone meanwhile says so
+          frame->report.from_device(report);  // last, so that it shows whether the card was lost meanwhile
         },
         card_->run_limit());
 
@@ -233,7 +234,7 @@ class XrtDevice : public FileDevice {
     scatter(tile, work, *frame);
   }
 
-  // One that has the rules of all its parameters: those of an Adam may have AdamW's.
+  // Returns a kernel that has the rules of all parameters in the tile: with Adam, some may use AdamW's rules.
   const Kernel &kernel_for(const Tile &tile, const Work &work) const {
     const auto has_rules = [&](const Kernel &kernel) {
       return std::all_of(tile.pieces, tile.pieces + tile.n_pieces, [&](const csd_piece &p) {
@@ -252,7 +253,7 @@ class XrtDevice : public FileDevice {
                                               [&work](const csd_piece &p) { return is_edited(work.params[p.param]); });
   }
 
-  // Brings the tile to the host, past the card, and puts in it the states that somebody wrote.
+  // Brings the tile's codes into host memory at `slot`, without the card, and encodes the edited states in them.
   void edit(const Tile &tile, Work &work, char *slot) {
     if (p2p_) {
       if (const int error = load_now(*this, tile, slot))
@@ -268,7 +269,7 @@ class XrtDevice : public FileDevice {
                       codes_at(tile.layout, sections, p->tile_first));
   }
 
-  // Lays the gradients and what is to be done with them out for the kernel.
+  // Lays out gradients and segments for the kernel.
   static Load gather(const Tile &tile, const Work &work, Frame &frame) {
     const bool coded = tile.layout.coded();
     Load load;
@@ -300,7 +301,7 @@ class XrtDevice : public FileDevice {
     return load;
   }
 
-  // Gives the parameters to whom they belong.
+  // Copies the new parameters to their addresses.
   static void scatter(const Tile &tile, Work &work, const Frame &frame) {
     const char *from = frame.param.bytes();
     for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++) {
@@ -314,7 +315,7 @@ class XrtDevice : public FileDevice {
     }
   }
 
-  // Before anything is given out: parameters of a damaged tile are nobody's.
+  // Checks the kernel's report. Call this before scatter(): parameters of a damaged tile must not be used.
   static void check(const Tile &tile, Work &work, const Frame &frame, const Load &load, bool given) {
     const auto &report = *reinterpret_cast<const csd_report *>(frame.report.bytes());
     if (report.version == UINT32_MAX) Card::fail("it reads as all ones: it has dropped off the bus", ENODEV);
@@ -339,7 +340,7 @@ class XrtDevice : public FileDevice {
       take_sums(tile, report, chunk, true, &work.sum.sums[chunk * tile.layout.n()]);
   }
 
-  // A frame for as long as a tile needs one; there are as many as workers.
+  // Holds a frame during an update. There are as many frames as workers, so one is always free.
   struct Lease {
     XrtDevice &device;
     std::shared_ptr<Frame> frame;
@@ -359,18 +360,18 @@ class XrtDevice : public FileDevice {
   const std::shared_ptr<Card> card_;
   const bool p2p_;
   uint64_t tile_bytes_ = 0, section_bytes_ = 0;
-  std::unordered_map<const float *, std::shared_ptr<CardBuffer>> tiles_;  // by where they are mapped
+  std::unordered_map<const float *, std::shared_ptr<CardBuffer>> tiles_;  // by their mapped address
   std::mutex mutex_;                                                      // guards frames_
   std::vector<std::shared_ptr<Frame>> frames_;
   Pool workers_;
 };
 
-// ---- How fast -----------------------------------------------------------------
+// ---- Measuring a card -----------------------------------------------------------
 
-// Seconds from the beginning of all to the end of the last; `start(i, done)` starts one.
+// Starts `n` operations by `start(i, done)`, and returns the seconds until the last one has finished.
 template <typename Start>
 double seconds_of(size_t n, Start start) {
-  // Shared with what is under way: if one cannot be started, the others end when nobody waits for them.
+  // Shared with the operations: if one cannot be started, the others finish after this function has returned.
   const auto ends = std::make_shared<std::vector<std::promise<int>>>(n);
   const auto begin = std::chrono::steady_clock::now();
   for (size_t i = 0; i < n; i++) start(i, [ends, i](int os_errno) { (*ends)[i].set_value(os_errno); });
@@ -401,8 +402,7 @@ csd_card_rates measure_card(const csd_device &d, uint64_t offset, uint64_t bytes
   }
   csd_card_rates rates{};
   const auto moved = static_cast<double>(tiles.size() * 12 * kElems);
-  // As many requests in flight as the file system's threads make of them, buffers used in turns: what is in them does
-  // not matter.
+  // The file system's threads determine the queue depth. Buffers are used in turns; their content does not matter.
   if (device.p2p()) {
     rates.card_to_drive = moved / seconds_of(tiles.size(), [&](size_t i, Done done) {
                             device.store(tiles[i], buffers[i % buffers.size()], done);

@@ -101,12 +101,13 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
                       static_cast<int32_t>(t.device)};
       else if (params[param].master != CSD_IN_SECTION && !lanes_[t.device].device->reaches_params())
         throw Failure{CSD_EINVAL, "parameter " + std::to_string(param) + " cannot be its own master on this device"};
-    is_new(t, params);  // throws what is wrong with that
+    is_new(t, params);  // throws if the CSD_NEW parameters are not valid
   }
   grow_buffers(largest_tile_, largest_section_, tiles_on_device());
   outcome_ = std::make_shared<Outcome>(Outcome::open);
 
-  // What the step notes down while it runs has its room from the beginning. Each tile is read, updated and written.
+  // Reserve all memory that the step needs for its records, so that callbacks need not allocate. Each tile has three
+  // events: read, update, write.
   undone_.clear();
   undone_.reserve(n_tiles);
   unwritten_.reserve(n_tiles);
@@ -153,14 +154,15 @@ void Engine::begin(const csd_param *params, uint64_t n_params, const csd_hyper *
   }
   reorder_buffers();
   phase_ = Phase::stepping;
-  // One tile of each device in turn: devices that share a disk are served alike.
+  // Start one tile per device in turn, so that devices on the same disk get equal shares of it.
   for (bool more = true; more;) {
     more = false;
     for (Lane &l : lanes_) more |= pump(l);
   }
 }
 
-// The memory of a section that the parameters are again, all of them, is given back.
+// Notes whether steps write to the tile's first section. If all its parameters have become their own section again,
+// frees the section's memory.
 void Engine::use_first_section(Tile &t, const csd_param *params) {
   const bool used = std::any_of(t.pieces, t.pieces + t.n_pieces,
                                 [params](const csd_piece &p) { return params[p.param].master != CSD_IN_PARAM; });
@@ -184,7 +186,7 @@ uint64_t Engine::given_pieces(const Tile &t, const csd_param *params) const {
       t.pieces, t.pieces + t.n_pieces, [params](const csd_piece &p) { return params[p.param].master == CSD_GIVEN; }));
 }
 
-// Begins with the next tile, if the device has room for one more on its way.
+// Starts the next tile of the device, if there is one and the device has a free buffer. Returns whether it did.
 bool Engine::pump(Lane &l) {
   const bool as_pushed = order_ == CSD_AS_PUSHED;
   while (!as_pushed && l.next < l.jobs.size() && l.jobs[l.next]->begun) l.next++;
@@ -192,7 +194,8 @@ bool Engine::pump(Lane &l) {
   Job *next = as_pushed ? l.pushed.front() : l.jobs[l.next];
   if (!l.device->resident()) {
     if (l.on_way == l.depth) return false;
-    // So that the drive always has both to read and to write: beside tiles that need no read goes one that does.
+    // To keep the drive reading and writing at the same time, mix in a tile that must be read if most in flight need
+    // not.
     Job *const ahead = !as_pushed && 2 * l.read < l.on_way ? first_to_read(l) : next;
     if (ahead != next && ahead && take_buffer(l, *ahead, true)) next = ahead;
     else if (!take_buffer(l, *next, false)) return false;
@@ -212,7 +215,8 @@ bool Engine::pump(Lane &l) {
   return true;
 }
 
-// Returns whether it was started; if not, the step has failed.
+// Starts an operation on a job by `call`. Returns whether that succeeded; if not, the step has failed or, for a write
+// of a complete step, the write is kept for a retry (not_stored()).
 template <typename Start>
 bool Engine::start(Job &job, csd_event_kind kind, Start call) noexcept {
   going_on_++;
@@ -370,9 +374,9 @@ void Engine::is_pushed(Job &job) {
 
 void Engine::update_if_ready(Job &job) noexcept {
   if (failed_ || !job.begun || !job.pushed || job.copying) return;
-  if (job.work.is_new && !job.seeding) {  // now that the parameters are there, also those that come as an image
+  if (job.work.is_new && !job.seeding) {  // only now are all parameters available, including those in an image
     job.seeding = true;
-    job.tile->slots[job.tile->slot].summed = false;  // a step that was undone may have been summed
+    job.tile->slots[job.tile->slot].summed = false;  // the slot may have checksums from a step that was undone
     start(job, CSD_WRITE, [&] {
       lane(job).device->seed(*job.tile, job.at(), job.work, [this, &job](int error) { on_seeded(job, error); });
     });
@@ -434,10 +438,10 @@ void Engine::on_stored(Job &job, int os_errno) noexcept {
     l.counts.total_write_bytes += job.tile->layout.bytes();
     job.tile->slot = job.tile->next_slot();
     job.tile->slots[job.tile->slot] = std::move(job.work.sum);
-    job.tile->shown = kNowhere;  // also where there is one slot: somebody may have written to the window meanwhile
+    job.tile->shown = kNowhere;  // even with one slot: the user may have written to the window meanwhile
     job.stored = true;
-    // Not if an open window shows the slot, as it does where there is one only.
-    // Nor of a tile that was given as a whole: the next step will not read it either, and the memory is for others.
+    // Do not keep the buffer if an open window shows the slot, as with a single slot. Nor if all parameters of the tile
+    // were given: the next step will not read the tile either, so the memory is better used for other tiles.
     release_buffer(job, l.device->keeps_buffers() && l.cache_bytes >= 0 && !job.work.all_given &&
                             !(job.tile->open && job.tile->n_slots == 1));
     pump(l);
@@ -449,8 +453,8 @@ void Engine::not_stored(Job &job, Failure failure) noexcept {
   if (not_given_ > 0) {
     fail(job, std::move(failure));
   } else {
-    // All parameters were given already, which other ranks may have been told of: the step is whole, if nobody undoes
-    // it. Keep the data in its buffer and let the next wait try again.
+    // All tiles have their new parameters, and other ranks may know that, so the step must count as complete. Keep the
+    // data in its buffer; the next wait_writes() retries.
     failure_ = std::move(failure);
     failure_.device = static_cast<int32_t>(job.tile->device);
     unwritten_.push_back(&job);
@@ -477,7 +481,7 @@ bool Engine::given(const uint32_t *tiles, uint32_t n, bool wait) {
     if (wait && job->early && !released_)
       throw Failure{CSD_ESTATE,
                     "tile " + std::to_string(tiles[i]) + " is part of a guess: nobody knows when it is released"};
-    // Who wakes late may find another step, and no such job.
+    // A thread that wakes up late may find the next step under way and this job gone, so check the outcome first.
     if (wait) pulled_.wait(lock, [&] { return *outcome != Outcome::open || job->given || failed_; });
     if (*outcome == Outcome::kept) return true;
     if (*outcome == Outcome::undone) throw Failure{CSD_ESTATE, "the step was undone"};
@@ -516,21 +520,22 @@ void Engine::finish(bool keep) {
     return;
   }
   const bool broken = failed_;
-  if (!broken) failure_ = {CSD_ESTATE, "it is undone"};  // for who waits
-  failed_ = true;                                        // nothing more starts
+  if (!broken) failure_ = {CSD_ESTATE, "it is undone"};  // seen by threads that wait
+  failed_ = true;                                        // no new operation starts
   settle(lock);
   const bool undone = undo();
   phase_ = Phase::idle;
   *outcome_ = Outcome::undone;
   failed_ = false;
   pulled_.notify_all();
-  // Moved, not copied: whatever memory there is, this is what it is.
+  // Moved, not copied: copying the text could fail for lack of memory.
   if (!undone && broken) throw Failure{CSD_ETORN, std::move(failure_.text), failure_.os_errno, failure_.device};
   if (!undone) throw Failure{CSD_ETORN, "the step"};
   if (broken) throw std::move(failure_);
 }
 
-// The gradients are there until the step has come to its end; what is owed of them changes only when it is whole.
+// The tasks that update the residuals. They run at the end of the step: the gradients are still valid then, and
+// residuals may change only if the step is complete.
 std::list<Pool::Task> Engine::feed_back_tasks() {
   std::list<Pool::Task> tasks;
   for (Job &job : jobs_) {
@@ -546,7 +551,7 @@ std::list<Pool::Task> Engine::feed_back_tasks() {
   return tasks;
 }
 
-// As if it had been finished with keep = 0; but meanwhile windows may have shown its states.
+// Like finish(false), except that windows may have shown the new states in the meantime.
 void Engine::take_back() {
   Lock lock(mutex_);
   if (phase_ != Phase::idle || !outcome_ || *outcome_ != Outcome::kept)
@@ -564,13 +569,13 @@ void Engine::take_back() {
   *outcome_ = Outcome::undone;
 }
 
-// Returns whether all of the step could be undone.
+// Undoes the step, and returns whether all of it could be undone.
 bool Engine::undo() {
   bool all = true;
   unwritten_.clear();
   for (Job &job : jobs_) {
     Tile &t = *job.tile;
-    // What went to an image was not taken from there unless the whole tile was given.
+    // Parameters in an image were not taken from it unless the whole tile was updated.
     if (job.given) undone_.emplace_back(t.index, t.elems);
     else if (job.work.given && !job.work.param_image) undone_.emplace_back(t.index, job.work.given);
     if (job.buffer) release_buffer(job, false);
@@ -603,7 +608,7 @@ void Engine::close() {
   try {
     finish(false);
   } catch (...) {
-    // no step is under way, or it had failed and is undone
+    // either no step was under way, or it had failed and is now undone
   }
   std::exception_ptr error;
   const auto attempt = [&error](auto &&call) {
@@ -614,7 +619,7 @@ void Engine::close() {
     }
   };
   attempt([&] { wait_writes(); });
-  // Windows may outlive the engine; what is written to them from now on is no business of the device.
+  // Windows may outlive the engine; from now on, writes to them must not reach the device.
   for (Tile &t : tiles_)
     if (t.open || t.shown != t.slot) attempt([&] { show(t, false); });
   if (error) std::rethrow_exception(error);

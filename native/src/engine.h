@@ -1,4 +1,5 @@
-// One pipeline per device: load a tile, wait for its gradients, update, hand out the parameters, store.
+// The engine: one pipeline per device, which loads a tile, waits for its gradients, updates it, returns the parameters
+// and stores the new state.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -22,12 +23,12 @@ using Clock = std::chrono::steady_clock;
 
 struct Buffer {
   float *at;
-  Tile *tile;          // that it has, which knows it as `kept`; or null
-  uint64_t needed_in;  // so many tiles; as it was when the buffer became free, or the step began
-  uint64_t freed;      // the how manieth to become free
+  Tile *tile;          // the tile that it keeps, whose `kept` points back; or null
+  uint64_t needed_in;  // tiles to be processed before that one, as of when the buffer was freed or the step began
+  uint64_t freed;      // serial number of its release
 };
 
-// Free buffers: first the one to take, which is needed last; of equal ones the one that has been free for longest.
+// Order of the free buffers. The first one is reused first: the one needed last, and among equals the one freed first.
 struct NeededLast {
   bool operator()(const Buffer &a, const Buffer &b) const {
     return a.needed_in != b.needed_in ? a.needed_in > b.needed_in : a.freed < b.freed;
@@ -35,7 +36,7 @@ struct NeededLast {
 };
 using FreeBuffers = std::set<Buffer, NeededLast>;
 
-// Seconds in which at least one operation of a kind was going on.
+// Measures the time during which at least one operation of a kind is in progress.
 class BusyTime {
  public:
   void enter();
@@ -80,40 +81,40 @@ class Engine {
   uint32_t events(csd_event *, uint32_t n) noexcept;
 
  private:
-  // A tile on its way through a step.
+  // A tile in the pipeline of a step.
   struct Job {
     Tile *tile;
     FreeBuffers::node_type buffer;  // empty on a resident device
-    float *in_memory = nullptr;     // where the next slot lies: see Device::next_slot_in_memory()
+    float *in_memory = nullptr;     // address of the next slot: see Device::next_slot_in_memory()
     float *at() { return in_memory || !buffer ? in_memory : buffer.value().at; }
     Work work{};
     uint32_t shown = 0;         // the slot that the windows showed when the step began
-    Clock::time_point began{};  // the read, update or write that is under way
-    uint64_t place = 0;         // among the tiles of its device, in the order in which they flow
-    uint64_t first_byte() const { return work.param_at_host ? tile->layout.bytes(0) : 0; }  // that is read
+    Clock::time_point began{};  // start of the current read, update or write
+    uint64_t place = 0;         // position among the tiles of its device, in processing order
+    uint64_t first_byte() const { return work.param_at_host ? tile->layout.bytes(0) : 0; }  // first byte to read
     bool must_read() const { return !tile->kept && !work.from_windows && !work.is_new && !work.all_given; }
     bool begun = false, read = false, pushed = false, seeding = false, loaded = false, given = false;
     bool storing = false, stored = false;
-    // Pushed early: as a copy, which is still being made; and updated.
+    // early: pushed by push_early(); copying: the copy is still being made; updated: the update has finished.
     bool early = false, copying = false, updated = false;
-    uint32_t params_crc = 0;          // of the parameters that were copied
-    std::list<Pool::Task> give;       // hands out its parameters, once
-    std::vector<const void *> grads;  // pushed with it
+    uint32_t params_crc = 0;          // CRC-32C of the copied parameters
+    std::list<Pool::Task> give;       // the task that writes its parameters to their final addresses
+    std::vector<const void *> grads;  // the gradients it was pushed with (push_grads())
   };
-  struct Lane {  // a device and what is queued on it
+  struct Lane {  // a device and its queue
     std::unique_ptr<Device> device;
-    uint32_t depth = 0;          // so many tiles are on their way at once
+    uint32_t depth = 0;          // most tiles in flight at once
     int64_t cache_bytes = 0;     // see csd_device
-    uint64_t buffer_bytes = 0;   // of each
-    uint64_t section_bytes = 0;  // of the largest section that they are for
-    uint32_t n_buffers = 0;      // not fewer than `depth`
+    uint64_t buffer_bytes = 0;   // size of each buffer
+    uint64_t section_bytes = 0;  // size of the largest section that fits
+    uint32_t n_buffers = 0;      // at least `depth`
     FreeBuffers free;
-    uint64_t freed = 0;             // so many times
-    std::vector<Job *> jobs;        // of this step, in the order in which they flow
-    size_t next = 0;                // all before it have begun
-    std::vector<char> to_read;      // by place: has not begun, and must be read
-    std::deque<Job *> pushed;       // CSD_AS_PUSHED: that have not begun
-    uint32_t on_way = 0, read = 0;  // begun and not yet stored; those of them that had to be read
+    uint64_t freed = 0;             // number of buffer releases so far
+    std::vector<Job *> jobs;        // of this step, in processing order
+    size_t next = 0;                // all jobs before this one have begun
+    std::vector<char> to_read;      // by place: the job has not begun and must be read
+    std::deque<Job *> pushed;       // CSD_AS_PUSHED: pushed jobs that have not begun
+    uint32_t on_way = 0, read = 0;  // jobs begun and not yet stored; how many of these had to be read
     csd_stats counts{};
     BusyTime busy[3];  // by csd_event_kind
   };
@@ -123,7 +124,8 @@ class Engine {
   uint64_t given_pieces(const Tile &, const csd_param *) const;
   Lane &lane(const Job &job) { return lanes_[job.tile->device]; }
   bool pump(Lane &);
-  // What runs in threads of the devices, or has begun what they end, throws nothing: it fails the step.
+  // These run on the devices' threads or start operations that those threads finish. They do not throw: an error fails
+  // the step.
   void on_loaded(Job &, int os_errno) noexcept;
   void on_seeded(Job &, int os_errno) noexcept;
   void update_if_ready(Job &) noexcept;
@@ -165,17 +167,17 @@ class Engine {
 
   mutable std::mutex mutex_;  // guards everything below; never held during I/O or updates
   std::condition_variable settled_, pulled_;
-  std::deque<Tile> tiles_;  // a deque: tiles never move
+  std::deque<Tile> tiles_;  // a deque, so that tiles never move
   std::deque<std::vector<csd_piece>> pieces_;
   static void use_first_section(Tile &, const csd_param *params);
   struct ResidentCodes {
     HugeMemory codes, first_sections, checks;
   };
-  std::deque<ResidentCodes> resident_codes_;  // of tiles on resident devices, one for each extent
+  std::deque<ResidentCodes> resident_codes_;  // codes of the tiles on resident devices, one entry per extent
   struct {
     const Tile *tile = nullptr;
     HugeMemory slot;
-  } decoded_;  // the codes that were read last for decode()
+  } decoded_;  // the last slot that was read for decode()
   std::vector<Lane> lanes_;
   uint64_t largest_tile_ = 0, largest_section_ = 0;  // bytes
 
@@ -185,23 +187,24 @@ class Engine {
   std::vector<csd_hyper> hypers_;
   std::deque<Job> jobs_;
   std::vector<Job *> job_of_tile_;
-  std::vector<uint32_t> to_pull_;  // updated, pushed with an image
-  size_t n_pulled_ = 0;            // of them
+  std::vector<uint32_t> to_pull_;  // tiles pushed with an image that are updated
+  size_t n_pulled_ = 0;            // how many of them have been pulled
+  // Tiles whose new parameters are not available yet; tiles pushed with an image that are not updated yet.
   uint64_t not_given_ = 0, images_out_ = 0;
-  uint64_t going_on_ = 0;  // loads, updates, stores and sums of windows under way
+  uint64_t going_on_ = 0;  // operations in progress: loads, updates, stores, copies, checksums of windows
   bool failed_ = false;
   Failure failure_{};
   enum class Outcome { open, kept, undone };
-  std::shared_ptr<Outcome> outcome_;       // of this step, also for who waits until after the next one has begun
+  std::shared_ptr<Outcome> outcome_;       // of this step; shared with waiters that may wake during the next step
   int32_t order_ = CSD_TO_AND_FRO;         // csd_order
-  bool guess_ = false, released_ = false;  // tiles were pushed early; and all that remains is as always
-  std::vector<csd_param> guessed_;         // the rows of tiles that were pushed before the release
-  uint64_t copying_ = 0;                   // tiles that are pushed early
-  std::vector<Job *> unwritten_;           // whose write failed after the step was whole
+  bool guess_ = false, released_ = false;  // tiles were pushed early; the guess was released
+  std::vector<csd_param> guessed_;         // the rows used by tiles that were pushed before the release
+  uint64_t copying_ = 0;                   // tiles pushed early that are still being copied
+  std::vector<Job *> unwritten_;           // jobs whose write failed after the step was complete
   std::vector<std::pair<uint32_t, uint64_t>> undone_;  // tile, elements
   bool traced_ = false;
   std::vector<csd_event> events_;
-  uint64_t feeding_back_ = 0;  // tiles whose residuals are being brought up to date
+  uint64_t feeding_back_ = 0;  // tiles whose residuals are still being updated
 };
 
 }  // namespace csd

@@ -1,4 +1,4 @@
-// What went wrong: thrown inside, turned into a csd_error at the border.
+// The engine's exception type; the C API turns it into a csd_error.
 #pragma once
 #include <string>
 
@@ -11,10 +11,10 @@ struct Failure {
   std::string text;
   int os_errno = 0;
   int32_t device = -1;
-  int32_t tile = -1;  // that is damaged
+  int32_t tile = -1;  // the damaged tile
 };
 
-// What was thrown, in a catch block: said without asking for memory, where there is none.
+// Returns, within a catch block, the current exception as a Failure. Does not allocate if memory has run out.
 Failure caught() noexcept;
 
 }  // namespace csd

@@ -1,9 +1,10 @@
-// How the CPU computes here, whoever made the thread and whatever that one had set: rounded to nearest, nothing traps.
-// A thread inherits all this from its maker, and one library linked with -ffast-math changes it for a whole program.
+// Sets the floating-point mode of the current thread: round to nearest, no traps. A thread inherits its mode from the
+// thread that created it, and a single library linked with -ffast-math changes the mode of a whole program.
 //
-// In updates subnormal numbers are zero, as operands and as results: that is what FPGAs compute, and a moment that
-// fades away (0.9 * m, rounded, stays at a few units of the last subnormal for ever) would make an update ten times
-// slower. Top-K has them: its other half is torch's (compression.py), which has them on CUDA, and nothing fades there.
+// In updates, subnormal operands and results count as zero. FPGAs compute this way, and a decaying moment would
+// otherwise make an update ten times slower: 0.9 * m, rounded, stays at a few units of the smallest subnormal forever.
+// Top-K keeps subnormals: the other half of Top-K runs in torch (compression/selection.py), which keeps them on CUDA,
+// and nothing decays there.
 #pragma once
 #include <cstdint>
 
@@ -15,7 +16,7 @@ namespace csd {
 
 enum class Subnormals { zero, kept };
 
-class FloatMode {  // from here to the end of the block, in this thread
+class FloatMode {  // for the lifetime of this object, in this thread
  public:
   explicit FloatMode(Subnormals subnormals) : before_(get()) {
 #if defined(__x86_64__)
@@ -30,7 +31,7 @@ class FloatMode {  // from here to the end of the block, in this thread
   FloatMode(const FloatMode &) = delete;
 
  private:
-  // "memory": what is loaded after this is not computed before, what is stored before it not after.
+  // "memory" keeps the compiler from moving loads to before this point, and stores to after it.
 #if defined(__x86_64__)
   using Register = uint32_t;  // MXCSR
   static Register get() {

@@ -1,5 +1,5 @@
-// A step that begins before it is known whether it will be: see csd.h. Nothing that the caller can see changes before
-// the release. A tile that is pushed early reads copies, and its new parameters stay beside them.
+// A speculative step (a guess): see csd.h. Nothing that the caller can see changes before the release. The update of a
+// tile that is pushed early reads copies, and its new parameters stay in the memory of these copies.
 #include <string.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ const char *bytes_at(const void *from, uint32_t dtype, uint64_t element) {
   return static_cast<const char *>(from) + dtype_bytes(dtype) * element;
 }
 
-// Do they say the same, wherever their gradients and parameters lie?
+// Are two rows equal except for the addresses of gradient and parameter?
 bool same_row(const csd_param &a, csd_param b) {
   static_assert(sizeof b == 112, "no bytes that belong to no field");
   if (!a.grad != !b.grad || !a.param != !b.param) return false;
@@ -26,8 +26,8 @@ bool same_row(const csd_param &a, csd_param b) {
   return memcmp(&a, &b, sizeof b) == 0;
 }
 
-// The image of the gradients, and behind it that of the parameters, from a cache line on. Each is as wide as the widest
-// of its elements.
+// Layout of the memory that push_early() needs: the image of the gradients, followed by that of the parameters, which
+// begins on a cache line. In each image, all elements have the width of the widest dtype.
 struct Hold {
   uint64_t grad_bytes = 2, param_bytes = 2, params_at, bytes;
 
@@ -50,7 +50,8 @@ uint64_t Engine::hold_bytes(uint32_t tile) noexcept {
   return Hold(tiles_[tile], params_.data()).bytes;
 }
 
-// Of codes, all are: the first section may not have been loaded because the parameter has it.
+// Does the update of the tile read the parameter? For codes it always does: their first section may not have been
+// loaded, because the parameter has the same content.
 bool Engine::reads_param(const Tile &t, const csd_param &p) const {
   if (!p.param || !lanes_[t.device].device->reaches_params()) return false;
   return t.layout.coded() || (p.grad && (p.master == CSD_FROM_PARAM || p.master == CSD_UNLESS_SET));
@@ -71,7 +72,7 @@ void Engine::push_early(uint32_t tile, const void *const *grads, void *hold) {
       throw Failure{CSD_EINVAL,
                     "parameter " + std::to_string(t.pieces[i].param) +
                         " has Top-K, is summed, is given, has a gradient here and none in the step, or nowhere to be"};
-  // All that may fail comes first.
+  // Everything that can fail comes first.
   std::list<Pool::Task> copies, give;
   copies.push_back([this, &job, from = std::vector<const void *>(grads, grads + t.n_pieces)] { copy(job, from); });
   give.push_back([this, &job] {
@@ -100,7 +101,8 @@ void Engine::push_early(uint32_t tile, const void *const *grads, void *hold) {
   Pool::updates().submit(std::move(copies));
 }
 
-// Somebody may be writing there: then it is not what csd_engine_unchanged finds, whatever was copied.
+// Copies gradients and parameters into the image. The caller may be writing to them at the same time; whatever is
+// copied then, csd_engine_unchanged will find a difference.
 void Engine::copy(Job &job, const std::vector<const void *> &grads) noexcept {
   const Tile &t = *job.tile;
   auto *const image = static_cast<char *>(const_cast<void *>(job.work.grad_image));
@@ -115,7 +117,7 @@ void Engine::copy(Job &job, const std::vector<const void *> &grads) noexcept {
     const uint64_t bytes = dtype_bytes(row.param_dtype) * p.elems;
     void *const param = param_at(p, job.work, 0);
     memcpy(param, bytes_at(row.param, row.param_dtype, p.param_first), bytes);
-    crc = crc32c(crc, param, bytes);  // what was copied, and not what is there by now
+    crc = crc32c(crc, param, bytes);  // of the copy: the original may have changed by now
   }
   Lock lock(mutex_);
   job.params_crc = crc;
@@ -187,7 +189,7 @@ void Engine::release(const csd_param *params, uint64_t n_params, const uint32_t 
   }
   for (Job &job : jobs_)
     if (!named[job.tile->index]) jobs.push_back(&job);
-  // Those that have begun stay where they are; it is their order in which the next step needs them.
+  // Jobs that have begun keep their places at the front: the next step needs the tiles in the order in which they ran.
   std::vector<std::vector<Job *>> flow(lanes_.size());
   for (Lane &l : lanes_)
     std::copy_if(l.jobs.begin(), l.jobs.end(), std::back_inserter(flow[static_cast<size_t>(&l - lanes_.data())]),
@@ -196,7 +198,7 @@ void Engine::release(const csd_param *params, uint64_t n_params, const uint32_t 
     if (!job->begun) flow[job->tile->device].push_back(job);
   std::vector<csd_param> rows(params, params + n_params);
 
-  // From here on nothing fails. Tiles that were pushed go on with the rows that they know.
+  // From here on nothing can fail. Tiles that were already pushed keep using the old rows.
   released_ = true;
   guessed_ = std::move(params_);
   params_ = std::move(rows);

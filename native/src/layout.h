@@ -1,5 +1,5 @@
-// Which sections a tile has, and how large: the one place where the engine knows it. csd_optim/store/sections.py says the
-// same to Python.
+// The sections of a tile and their sizes: the only place where the engine defines them. csd_optim/store/sections.py is
+// the counterpart in Python.
 #pragma once
 #include <cstdint>
 
@@ -13,7 +13,7 @@ constexpr uint64_t kSectionAlign = 4096;  // for direct I/O
 class Layout {
  public:
   Layout() = default;
-  // `states`: how many the rule has. `elems`: of a tile, a multiple of 64.
+  // `states`: the number of states that the rule has. `elems`: elements of a tile, a multiple of 64.
   Layout(uint32_t codec, uint32_t states, uint32_t param_dtype, uint64_t elems) : n_(0), coded_(codec != CSD_FP32) {
     if (!coded_) {
       for (uint32_t s = 0; s < states; s++) add(256, elems);
@@ -33,7 +33,7 @@ class Layout {
   bool coded() const { return coded_; }
   bool has_correction() const { return has_correction_; }
   uint64_t bytes() const { return at_[n_]; }                       // of a slot
-  uint64_t first(uint32_t section) const { return at_[section]; }  // byte of the slot
+  uint64_t first(uint32_t section) const { return at_[section]; }  // its byte offset in the slot
   uint64_t bytes(uint32_t section) const { return at_[section + 1] - at_[section]; }
   uint64_t bytes_of(uint32_t section, uint64_t elems) const { return elems / 64 * per_64_[section]; }
 

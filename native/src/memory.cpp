@@ -17,8 +17,8 @@ constexpr uint64_t kHugePage = 2 << 20;
 
 HugeMemory::HugeMemory(uint64_t bytes, bool reserved) : bytes_(bytes) {
   if (bytes == 0) return;
-  // Mapped larger by a huge page and trimmed, so that it begins on one. Nothing is reserved: untouched pages cost
-  // nothing.
+  // Map a huge page more than needed, and trim, so that the memory begins on a huge page. MAP_NORESERVE: untouched
+  // pages cost nothing.
   void *raw = mmap(nullptr, bytes + kHugePage, reserved ? PROT_NONE : PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) throw Failure{CSD_ENOMEM, "cannot map " + std::to_string(bytes) + " bytes of memory", errno};
@@ -28,16 +28,16 @@ HugeMemory::HugeMemory(uint64_t bytes, bool reserved) : bytes_(bytes) {
   const uintptr_t end = begin + (bytes + page - 1) / page * page, raw_end = from + bytes + kHugePage;
   if (raw_end > end) munmap(reinterpret_cast<void *>(end), raw_end - end);
   address_ = reinterpret_cast<void *>(begin);
-  madvise(address_, bytes, MADV_HUGEPAGE);  // a wish: without it everything works, more slowly
+  madvise(address_, bytes, MADV_HUGEPAGE);  // only a hint: without huge pages everything works, but more slowly
 }
 
-// Whether madvise was refused says little: with "never" it is not, and where memory is in pieces nothing comes of it.
+// The result of madvise says little: it succeeds even if huge pages are set to "never" or memory is too fragmented.
 uint64_t HugeMemory::huge_bytes() const {
-  if (bytes_ < kHugePage) return 0;  // it has none: smaps, for which the kernel looks at every page, can be left alone
+  if (bytes_ < kHugePage) return 0;  // cannot have a huge page; avoid smaps, for which the kernel visits every page
   FILE *smaps = fopen("/proc/self/smaps", "re");
   if (!smaps) return 0;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(address_);
-  bool here = false;  // in the mapping that this is, perhaps with neighbours
+  bool here = false;  // in the entry of this mapping, which the kernel may have merged with its neighbours
   uint64_t resident = 0, huge = 0;
   char line[512];
   while (fgets(line, sizeof line, smaps)) {

@@ -1,4 +1,4 @@
-// Anonymous memory on huge pages: direct I/O and long scans cost per page.
+// Anonymous memory on huge pages, because direct I/O and long scans have a cost per page.
 #pragma once
 #include <cstdint>
 
@@ -7,24 +7,24 @@ namespace csd {
 class HugeMemory {
  public:
   HugeMemory() = default;
-  // `reserved`: addresses that nobody may touch before allow(), or before something else is mapped there. They do not
-  // count as memory, even where the system never promises more than it has. Throws Failure.
+  // `reserved`: only reserves addresses, which must not be touched before allow() or before something else is mapped
+  // over them. They do not count as memory, even on a system that does not overcommit. Throws Failure.
   explicit HugeMemory(uint64_t bytes, bool reserved = false);
   ~HugeMemory();
   HugeMemory(HugeMemory &&) noexcept;
   HugeMemory &operator=(HugeMemory &&) noexcept;
   float *floats() const { return static_cast<float *>(address_); }
   uint64_t bytes() const { return bytes_; }
-  uint64_t huge_bytes() const;  // of those that were touched: on huge pages, as the kernel tells
-  float *release();             // the caller unmaps
+  uint64_t huge_bytes() const;  // estimate of what is on huge pages, from the share that smaps reports
+  float *release();             // the caller must unmap it
 
  private:
   void *address_ = nullptr;
   uint64_t bytes_ = 0;
 };
 
-void allow(float *at, uint64_t bytes);  // to be read and written, whole pages. Throws Failure
+void allow(float *at, uint64_t bytes);  // makes whole reserved pages readable and writable. Throws Failure
 
-void give_back(void *at, uint64_t bytes);  // whole pages, which read as zeros then
+void give_back(void *at, uint64_t bytes);  // frees whole pages, which then read as zeros
 
 }  // namespace csd

@@ -45,7 +45,8 @@ bool prefer_node(void *address, uint64_t bytes, uint32_t numa) {
   const uint32_t node = numa - 1;
   std::vector<unsigned long> nodes(node / kBits + 1);
   nodes.back() = 1ul << node % kBits;
-  // Preferred, not bound: memory of another node is better than none. The last argument but one counts one bit more.
+  // Preferred, not bound: memory of another node is better than none. The kernel uses one bit less than `maxnode`, the
+  // last argument but one, says.
   return syscall(SYS_mbind, address, bytes, MPOL_PREFERRED, nodes.data(), kBits * nodes.size() + 1, 0u) == 0;
 }
 

@@ -17,7 +17,7 @@ namespace csd {
 void block_signals() {
   sigset_t all;
   sigfillset(&all);
-  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);  // whoever reports these still does
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);  // keep these for crash handlers
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
 }
 
@@ -47,7 +47,7 @@ void Pool::add_threads() {
       std::thread([this] { work(); }).detach();
     } catch (const std::exception &) {  // std::system_error, std::bad_alloc
       if (running_ == 0) throw;
-      return;  // fewer do the same, more slowly
+      return;  // fewer threads do the same work, more slowly
     }
     running_++;
   }
@@ -78,7 +78,7 @@ uint32_t Pool::size() noexcept {
 
 void Pool::work() {
   block_signals();
-  if (cpus_) pthread_setaffinity_np(pthread_self(), sizeof *cpus_, &*cpus_);  // refused: it runs anywhere, more slowly
+  if (cpus_) pthread_setaffinity_np(pthread_self(), sizeof *cpus_, &*cpus_);  // best effort
   const FloatMode mode(Subnormals::zero);
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -99,7 +99,7 @@ void Pool::work() {
   }
 }
 
-// The pools of the process. Never destroyed: their threads may still be waiting when the process ends.
+// The pools of the process. Never destroyed: their threads may still be waiting when the process exits.
 struct Pools {
   Pool updates;
   std::mutex mutex;  // guards what follows
@@ -108,7 +108,7 @@ struct Pools {
 
   explicit Pools(uint32_t threads) : updates(threads) {}
 
-  // Of the update threads, the part of a node that has these CPUs.
+  // The part of the update threads that a node with these CPUs gets.
   static uint32_t part(uint32_t threads, const cpu_set_t &cpus) {
     const cpu_set_t all = usable_cpus();
     return std::max(1u, threads * static_cast<uint32_t>(CPU_COUNT(&cpus)) / static_cast<uint32_t>(CPU_COUNT(&all)));
@@ -120,7 +120,8 @@ struct Pools {
     std::call_once(once, [] {
       const cpu_set_t cpus = usable_cpus();
       all = new Pools(static_cast<uint32_t>(CPU_COUNT(&cpus)));
-      // A forked child has none of the threads, and perhaps a mutex that nobody will unlock: it gets pools of its own.
+      // A forked child has none of the threads, and its copy of a mutex may stay locked forever: give it pools of its
+      // own.
       pthread_atfork(nullptr, nullptr, [] { all = new Pools(all->updates.wanted_); });
     });
     return *all;

@@ -1,5 +1,5 @@
-// Two kinds of threads serve all engines of a process: one pool that updates, and for every file system one pool that
-// reads and writes. A hundred small optimizers therefore cost no more threads than one big one.
+// Thread pools, shared by all engines of a process: one for updates, and one per file system for reads and writes. A
+// hundred small optimizers therefore need no more threads than a big one.
 #pragma once
 #include <sched.h>
 #include <sys/types.h>
@@ -15,30 +15,31 @@
 
 namespace csd {
 
-void block_signals();  // in this thread: they are for the program's own
+void block_signals();  // in the current thread: signals are for the program's own threads
 
 class Pool {
  public:
-  // `cpus`: that its threads run on; none: on those of the process.
+  // `cpus`: the CPUs for its threads; none: all that the process may use.
   explicit Pool(uint32_t threads, std::optional<cpu_set_t> cpus = {}) : cpus_(cpus), wanted_(threads) {}
   using Task = std::function<void()>;
 
-  // Throws std::system_error if not a single thread can be had. From then on submit() does not throw for want of one.
+  // Starts the threads. Throws std::system_error if not even one can be created. After that, submit() does not throw
+  // for lack of threads.
   void start();
-  // In the order in which they come, but what can wait after all that cannot. Tasks throw nothing; once a thread runs,
-  // this throws nothing either.
+  // Queues tasks, which run in order of submission; tasks that can wait run after all others. Tasks must not throw.
+  // Once a thread is running, submit() does not throw either.
   void submit(Task task, bool can_wait = false);
   void submit(std::list<Task> tasks, bool can_wait = false);
   void resize(uint32_t threads);  // from the next task on
-  void stop();                    // nothing is queued any more; for pools that are not the process's own
-  void grow(uint32_t threads);    // unless there are as many
+  void stop();                    // ends all threads; only when nothing is queued, and not for shared pools
+  void grow(uint32_t threads);    // to at least this many
   uint32_t size() noexcept;
 
-  // Updates on any CPU this process may run on, or on those of a NUMA node (see numa.h) if it has any there: as many
-  // threads as CPUs unless set, and of a node its part of them.
+  // The pool for updates, on all CPUs that this process may use or on those of a NUMA node (see numa.h), if it may use
+  // any there. By default it has one thread per CPU; the pool of a node has a proportional part of all threads.
   static Pool &updates(uint32_t numa = 0);
-  static void use_update_threads(uint32_t threads);  // in all, by nodes or not
-  static Pool &io(dev_t file_system);                // CSD_IO_DEPTH requests in flight
+  static void use_update_threads(uint32_t threads);  // sets the total from which all update pools are sized
+  static Pool &io(dev_t file_system);                // at first with CSD_IO_DEPTH threads, one per request in flight
 
  private:
   friend struct Pools;
@@ -46,7 +47,7 @@ class Pool {
   void work();
   std::mutex mutex_;
   std::condition_variable wake_, stopped_;
-  std::list<Task> tasks_, waiting_;  // these, and then those that can wait
+  std::list<Task> tasks_, waiting_;  // waiting_: tasks that can wait
   const std::optional<cpu_set_t> cpus_;
   uint32_t wanted_, running_ = 0;
 };

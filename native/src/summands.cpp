@@ -13,7 +13,7 @@
 namespace csd {
 namespace {
 
-// Elements whose sum stays in the first-level cache while one gradient after another is added.
+// Number of elements whose sum stays in the first-level cache while one gradient after another is added.
 constexpr uint64_t kAtOnce = 2048;
 
 const uint32_t *find_block(const uint32_t *run, uint64_t words, uint64_t block) {
@@ -25,7 +25,8 @@ const uint32_t *find_block(const uint32_t *run, uint64_t words, uint64_t block) 
   }
 }
 
-// Others come out of a network: that indices ascend is how they are found, and nothing else depends on it.
+// Entries may come from a network and are not trusted. Finding them relies on ascending indices, but memory safety does
+// not.
 void add_entries(const csd_summand &s, uint64_t first, uint64_t n, float *sum) {
   const uint64_t last = first + n;
   for (uint64_t from = first, to; from < last; from = to) {
@@ -57,7 +58,7 @@ void check_summands(const csd_summand *summands, uint64_t n) {
   }
 }
 
-// Subnormal numbers count here as they do wherever else gradients are added up.
+// Keeps subnormal numbers, as does all other code that adds up gradients.
 void sum_up(const csd_summand *summands, uint64_t n_summands, uint64_t first, uint64_t n, float *sum, int32_t isa) {
   const FloatMode mode(Subnormals::kept);
   for (uint64_t i = 0; i < n; i += kAtOnce) {

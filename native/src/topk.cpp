@@ -11,7 +11,7 @@
 namespace csd {
 namespace {
 
-// The piece's elements are in cache between the expansion and whoever uses it.
+// Number of elements expanded at a time, so that they are still in cache when they are used.
 constexpr uint64_t kChunk = 16 * 1024;
 static_assert(kBlockElems % kChunk == 0);
 
@@ -34,7 +34,7 @@ Part part_of(const csd_piece &piece, const Tile &tile, const Work &work) {
 
 uint64_t blocks_of(const Tile &tile) { return (tile.elems + kBlockElems - 1) / kBlockElems; }
 
-// Lays entries out as they come: elements ascend.
+// Lays out entries, which must be added in ascending order of elements.
 class Packer {
  public:
   explicit Packer(std::vector<uint32_t> &out) : out_(out) { out_.assign(1, 0); }
@@ -63,7 +63,7 @@ class Packer {
 
 void select_entries(const Tile &tile, Work &work) {
   thread_local Scratch scratch;
-  uint64_t most = kLanes * blocks_of(tile);  // counts and padding
+  uint64_t most = kLanes * blocks_of(tile);  // for counts and padding
   for (const csd_piece *p = tile.pieces; p != tile.pieces + tile.n_pieces; p++)
     if (is_sparse(work.params[p->param])) most += topk_count(work.params[p->param].topk, p->elems);
   work.selected.reserve(most);
@@ -94,7 +94,7 @@ void check_entries(const Tile &tile, const Work &work) {
     const uint64_t words =
         left ? (uint64_t{*at} + kLanes) / kLanes * kLanes : 1;  // the count and the entries, in whole words
     if (words > left) malformed(tile, block, "there are more entries than words");
-    uint64_t next = 0;  // the least index that is in order
+    uint64_t next = 0;  // the smallest index that would be in order
     for (const uint32_t *entry = at + 1; entry != at + 1 + *at; entry++) {
       const uint64_t index = *entry & 0xffff;
       if (index < next || index >= elems) malformed(tile, block, "an index is out of order or beyond the tile");
@@ -118,7 +118,7 @@ uint64_t topk_count(double ratio, uint64_t n) noexcept {
 
 namespace {
 
-// What is compared. One nan is like another: their bits depend on who has made them.
+// The magnitude by which values are compared. All nans are equal, because their bits depend on the hardware.
 uint16_t magnitude(uint16_t value, uint32_t dtype) {
   const uint16_t nan = dtype == CSD_F16 ? 0x7c01 : 0x7f81;
   return std::min<uint16_t>(value & 0x7fff, nan);
@@ -126,8 +126,9 @@ uint16_t magnitude(uint16_t value, uint32_t dtype) {
 
 }  // namespace
 
-// One pass over the values: a sample says from which magnitude on there are probably k of them and some more, those are
-// collected, and the k largest of them are the k largest of all. Where the sample has misled us, all are collected.
+// Usually makes a single pass over the values: a sample gives a magnitude that slightly more than k values probably
+// reach. These are collected, and the k largest of them are the k largest of all. If the sample was misleading and
+// fewer than k are found, all nonzero values are collected.
 uint64_t select(const Part &part, uint64_t n, uint64_t k, Scratch &scratch, const uint16_t **values_out) {
   const FloatMode mode(Subnormals::kept);
   const auto *values = static_cast<const uint16_t *>(part.grad);

@@ -1,6 +1,6 @@
 // No include guard: updater.cpp includes this after updater_loop.h, once per instruction set.
 
-// What is owed of elements [first, first + n) of a part; n is at most kBlock.
+// Computes `owed` (topk.h) for elements [first, first + n) of a part; n is at most kBlock.
 static inline void owed(const Part &part, uint64_t first, uint64_t n, float *to) {
   if (part.grad_dtype == CSD_F16) widen_f16((const uint16_t *)part.grad + first, to, n);
   else if (part.grad_dtype == CSD_BF16) widen_bf16((const uint16_t *)part.grad + first, to, n);
@@ -11,7 +11,8 @@ static inline void owed(const Part &part, uint64_t first, uint64_t n, float *to)
   for (uint64_t i = 0; i < n; i++) to[i] = to[i] + bf16_to_f32(residual[i]) * inverse;
 }
 
-// Finite stays finite: what a loss scale makes large, and a residual larger, must not become inf on the link.
+// Rounds to 16 bits such that finite values stay finite: a gradient that is large because of the loss scale, and larger
+// with its residual, must not be sent as inf.
 static inline void round_owed(float *from, uint16_t *to, uint64_t n, uint32_t dtype) {
   const float largest = dtype == CSD_F16 ? 65504.0f : 0x1.fep127f, inf = __builtin_inff();
   for (uint64_t i = 0; i < n; i++) {
@@ -31,8 +32,9 @@ static void round_part(const Part &part, uint64_t n, uint16_t *values) {
   }
 }
 
-// Rounds to one of the two neighbours in bf16, each with the probability that makes the mean exact (Gupta et al., "Deep
-// Learning with Limited Numerical Precision", 2015). Chance is a hash of element and step: the same on every machine.
+// Stochastic rounding: rounds to one of the two neighbours in bf16, with probabilities that make the mean exact (Gupta
+// et al., "Deep Learning with Limited Numerical Precision", 2015). The random bits are a hash of element and step, the
+// same on every machine.
 static inline void narrow_residual(const float *from, uint16_t *to, uint64_t n, uint32_t seed) {
   for (uint64_t i = 0; i < n; i++) {
     const uint32_t hash = mix_bits(seed + (uint32_t)i);

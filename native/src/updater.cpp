@@ -20,8 +20,9 @@
 #endif
 
 // updater_loop.h, codec_loop.h, summands_loop.h and topk_loop.h are compiled once per instruction set. The compiler
-// vectorises the rule; only the 16-bit conversions, for which it has no pattern, are spelled in intrinsics.
-// -ffp-contract=off and IEEE division and square root make all of them compute the same bits.
+// vectorises the rules; only the 16-bit conversions and the like, for which it has no pattern, are written with
+// intrinsics. Because of -ffp-contract=off and IEEE division and square root, all instruction sets compute the same
+// bits.
 
 #define CSD_SIMD 0
 namespace csd::scalar {

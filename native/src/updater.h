@@ -1,4 +1,4 @@
-// The CPU updater: the rules over arrays, vectorised, one pass over memory.
+// The CPU updater: applies the update rules to arrays, vectorised, in one pass over memory.
 #pragma once
 #include <atomic>
 
@@ -12,17 +12,17 @@ struct Span {  // n elements of one parameter
   uint64_t n;
   const void *grad;
   uint32_t grad_dtype;
-  float *state[4];  // one per section; null where the rule updates none
-  void *param;      // null: nobody wants the rounded master
+  float *state[4];  // one per section; null for sections that the rule does not update
+  void *param;      // receives the rounded master; may be null
   uint32_t param_dtype;
-  bool unless_set;  // where `param`, of 16 bits, is not the rounded master, it is the master
+  bool unless_set;  // an element whose 16-bit `param` is not the rounded master takes `param` as its master
 };
 
-// Where the codes of n elements are (codec.h). They begin with a group; what the last one has beyond them is nobody's, and
-// zero.
+// The addresses of the codes of n elements (codec.h). They begin with a whole group; unused elements of the last group
+// are zero.
 struct Codes {
-  void *param;          // 16 bits; or the fp32 master, and no correction
-  uint8_t *correction;  // null: fp32
+  void *param;          // 16-bit parameters, or fp32 masters
+  uint8_t *correction;  // null for fp32
   uint8_t *ratio, *root, *exponent;
   uint8_t *peak, *peak_exponent;  // null: no max_exp_avg_sq
 };
@@ -47,29 +47,30 @@ struct CodedSpan {  // n elements of one parameter
   uint32_t grad_dtype;
   uint32_t param_dtype;
   Codes codes;
-  void *param;   // null: nobody wants what is in codes.param
-  uint32_t key;  // of the first element's chance
+  void *param;   // receives a copy of codes.param; may be null
+  uint32_t key;  // random key of the first element, for stochastic rounding
 };
 
-// How many sections a tile may have whose parameters a rule updates, and whether they may be codes.
+// How many sections a tile may have for a rule to update it, and whether they may be codes.
 struct SectionRange {
   uint32_t least, most;
   bool codes;
   bool take(uint32_t sections) const { return least <= sections && sections <= most; }
 };
-SectionRange sections_of(uint32_t rule) noexcept;  // none: there is no such rule
+SectionRange sections_of(uint32_t rule) noexcept;  // most == 0: unknown rule
 
-// Returns how many gradients are inf or nan; their elements are updated all the same.
+// Returns how many gradients are inf or nan; their elements are updated like all others.
 uint64_t update(const Span &span, int32_t isa);
 uint64_t update(const CodedSpan &span, int32_t isa);
 
-// Master, exp_avg, exp_avg_sq, max_exp_avg_sq of n elements. To nearest; what is null stays as it is, or is not wanted.
-// A master within half a unit of the parameter in `codes` keeps that; another one brings its own.
+// Encode, rounding to nearest, and decode master, exp_avg, exp_avg_sq and max_exp_avg_sq of n elements. A state that is
+// null is left alone. encode() keeps the parameter in `codes` if the master is within half a unit of it; otherwise the
+// parameter becomes the rounded master.
 void encode(const float *const *states, uint64_t n, uint32_t param_dtype, const Codes &codes, int32_t isa);
 void decode(const Codes &codes, uint64_t n, uint32_t param_dtype, float *const *states, int32_t isa);
 
-// Of 16-bit parameters that are kept nowhere else, a check of each group of 64: takes them; and where one differs,
-// because somebody set parameters of the group, makes its corrections zero.
+// For 16-bit parameters that are their own section, detect whether the user has set them. take_checks() computes a
+// checksum of each group of 64; forget_set() zeroes the corrections of groups whose checksum has changed.
 void take_checks(const uint16_t *params, uint64_t n, uint32_t *checks);
 void forget_set(const uint16_t *params, uint64_t n, const uint32_t *checks, uint8_t *corrections);
 

@@ -1,8 +1,8 @@
 // No include guard: updater.cpp includes this once per instruction set, inside a namespace of its own.
-// CSD_SIMD says which: 0 plain C++, 2 AVX2 + F16C, 3 AVX-512.
+// CSD_SIMD selects it: 0 plain C++, 2 AVX2 + F16C, 3 AVX-512.
 
-// Elements converted at a time: few enough that the processor, which looks some hundred instructions ahead, loads the
-// next states while it converts. 128 was measured to be a tenth faster than 1024.
+// Number of elements converted at a time: so few that the processor, which looks some hundred instructions ahead, loads
+// the next states during the conversion. 128 was measured to be 10 % faster than 1024.
 static constexpr uint64_t kBlock = 128;
 
 static inline void widen_f16(const uint16_t *from, float *to, uint64_t n) {
@@ -36,8 +36,8 @@ static inline void narrow_bf16(const float *from, uint16_t *to, uint64_t n) {
   for (uint64_t i = 0; i < n; i++) to[i] = f32_to_bf16(from[i]);
 }
 
-// Copies past the cache where source and destination allow it: a parameter is only written here, and an ordinary
-// store would first read it from memory.
+// Copies with non-temporal stores if the alignment of `to` allows it: parameters are only written here, and an ordinary
+// store would first read them from memory.
 static inline void stream(const void *from, void *to, uint64_t bytes) {
   uint64_t i = 0;
 #if CSD_SIMD
@@ -64,7 +64,7 @@ static inline void apply(const Rule &rule, uint64_t n, const float *__restrict g
   }
 }
 
-// Where a parameter is not its rounded master, somebody has set it.
+// A parameter that is not its rounded master was set by the user: it becomes the master.
 static inline void adopt_set(const uint16_t *param, uint32_t dtype, float *master, uint64_t n) {
   alignas(64) float wide[kBlock];
   alignas(64) uint16_t rounded[kBlock];
@@ -86,7 +86,7 @@ static inline uint32_t nonfinite(const float *grad, uint64_t n) {
 template <typename Rule, uint32_t number, uint32_t sections>
 static uint64_t update_by(const Span &s) {
   csd_hyper hyper = *s.hyper;
-  hyper.rule = number;  // which it is; but so the compiler knows it, too
+  hyper.rule = number;  // no change, but makes it a constant for the compiler
   const Rule rule(hyper);
   alignas(64) float wide[kBlock];
   alignas(64) uint16_t narrow[kBlock];
@@ -127,6 +127,6 @@ static uint64_t update(const Span &s) {
     CSD_RULES(CSD_CASE)
 #undef CSD_CASE
     default:
-      return 0;  // nobody gets here: see sections_of()
+      return 0;  // unreachable: see sections_of()
   }
 }

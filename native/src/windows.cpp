@@ -1,4 +1,4 @@
-// Extents, and the windows onto their states: what lies where, and what a program sees and writes between steps.
+// Extents, and the windows through which a program reads and writes their states between steps.
 #include <string.h>
 #include <unistd.h>
 
@@ -12,10 +12,11 @@
 
 namespace csd {
 
-constexpr uint64_t kStagger = 272;  // elements: 17 lines of a cache; three of them are less than a page
+constexpr uint64_t kStagger = 272;  // elements: 17 cache lines; three times this is less than a page
 static_assert(4 * 3 * kStagger < 4096);
 
-// Beyond any machine, and small enough that no product below wraps: 16 bytes and two slots per element are 2^61 bytes.
+// Larger than any machine needs, and small enough that no product below overflows: with 16 bytes and two slots per
+// element these are 2^61 bytes.
 constexpr uint64_t kMostTileElems = uint64_t{1} << 31, kMostElems = uint64_t{1} << 56;
 constexpr uint64_t kMostFileOffset = uint64_t{1} << 61;
 
@@ -69,10 +70,11 @@ void Engine::extend(const csd_extent &e, float **windows) {
                         : "states can be kept as fp32 only, because its xclbin lacks the kernel for codes,",
                     0, static_cast<int32_t>(device[i])};
   }
-  wait_writes(lock);  // buffers may be exchanged for larger ones
+  wait_writes(lock);  // because buffers may be replaced by larger ones
 
-  // Windows that nothing is mapped over start at different lines of a page: streams that run through memory at equal
-  // distances of pages meet in the same sets and banks, which was measured to cost 2 to 10 % of the bandwidth.
+  // Windows over which nothing will be mapped start at different cache lines of a page. Streams whose distance in
+  // memory is a multiple of a page compete for the same cache sets and memory banks, which was measured to cost 2 to 10
+  // % of the bandwidth.
   const bool resident = std::all_of(lanes_.begin(), lanes_.end(), [](const Lane &l) { return l.device->resident(); });
   HugeMemory memory[4];
   float *window[4] = {};
@@ -101,7 +103,7 @@ void Engine::extend(const csd_extent &e, float **windows) {
     resident_codes_.push_back(std::move(codes));
     add_tiles(e, layout, device, window);
     for (size_t i = first_tile; !resident && !layout.coded() && i < tiles_.size(); i++)
-      if (const Tile &t = tiles_[i]; lanes_[t.device].device->resident())  // beside others, over which files are mapped
+      if (const Tile &t = tiles_[i]; lanes_[t.device].device->resident())  // files are mapped over the other tiles
         for (uint32_t s = 0; s < e.sections; s++) allow(t.window[s], t.layout.bytes(s));
   } catch (...) {
     tiles_.resize(first_tile);
@@ -156,7 +158,7 @@ void Engine::add_tiles(const csd_extent &e, const Layout &layout, const std::vec
 }
 
 void Engine::show(Tile &t, bool open) {
-  if (open) forget(t);  // what is written to the windows is not written to the buffer
+  if (open) forget(t);  // a kept buffer would miss writes to the windows
   const uint32_t before = std::exchange(t.shown, t.slot);
   const bool was_open = std::exchange(t.open, open && !t.layout.coded());
   const int error = lanes_[t.device].device->map(t);
@@ -188,9 +190,9 @@ void Engine::remap(bool open) {
     if (t.shown != t.slot || t.open != open) show(t, open);
 }
 
-// Of tiles that are open and not summed: nothing has been stored since somebody wrote there, so the windows show the
-// current slot (see edited()). A model that was loaded is read from its file here, which takes its time: in all threads, without the
-// lock.
+// The tasks that compute the checksums of tiles that are open and not summed. Nothing was stored since the user wrote
+// to them, so their windows show the current slot (see edited()). After a model was loaded, this may read all of it
+// from its file, which takes long; hence the tasks run on all update threads, without the lock.
 std::list<Pool::Task> Engine::sum_tasks() {
   std::list<Pool::Task> tasks;
   for (Tile &t : tiles_) {
@@ -214,7 +216,8 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
     if (tiles[i] >= tiles_.size() || tiles_[tiles[i]].layout.coded())
       throw Failure{CSD_EINVAL, "no tile " + std::to_string(tiles[i]) + ", or it has no windows"};
     Tile &t = tiles_[tiles[i]];
-    // A window from before the last step shows nothing that counts; but an open one of a tile with one slot shows that.
+    // A window that was not remapped since the last step shows an outdated slot, so edits to it do not count. But an
+    // open window of a tile with one slot always shows the current state.
     const bool current = t.shown == t.slot;
     if (t.open && (current || t.n_slots == 1)) {
       t.slots[t.slot].summed = false;
@@ -225,7 +228,7 @@ void Engine::edited(const uint32_t *tiles, uint32_t n) {
   }
 }
 
-// What a step would begin with.
+// Reads the states with which a step would begin.
 void Engine::read(uint32_t tile, char *states) {
   Lock lock(mutex_);
   if (phase_ != Phase::idle) throw Failure{CSD_ESTATE, "a step is under way"};
@@ -240,7 +243,7 @@ void Engine::read(uint32_t tile, char *states) {
   if (t.kept) {
     memcpy(states, t.kept->at, t.layout.bytes());
   } else {
-    const HugeMemory slot(t.layout.bytes());  // as direct I/O likes it
+    const HugeMemory slot(t.layout.bytes());  // aligned for direct I/O
     if (const int error = load_now(*lanes_[t.device].device, t, reinterpret_cast<char *>(slot.floats())))
       throw Failure{CSD_EIO, "reading tile " + std::to_string(tile), error, static_cast<int32_t>(t.device)};
     memcpy(states, slot.floats(), t.layout.bytes());
@@ -255,7 +258,7 @@ void Engine::read(uint32_t tile, char *states) {
 
 // ---- Codes, which have no windows -----------------------------------------------------------
 
-// The tile's current slot: in the buffer that has it, or read; null where its sections lie by themselves.
+// Returns the tile's current slot, from the buffer that keeps it or read from the device; null if the tile is resident.
 const char *Engine::codes_of(Tile &t) {
   if (t.codes) return nullptr;
   if (t.kept) return reinterpret_cast<const char *>(t.kept->at);
@@ -278,7 +281,7 @@ void Engine::decode(uint32_t tile, uint64_t first, uint64_t n, const void *param
     throw Failure{CSD_EINVAL, "tile " + std::to_string(tile) + " has no such codes"};
   wait_writes(lock);
   Tile &t = tiles_[tile];
-  auto *const slot = const_cast<char *>(codes_of(t));  // which decode() only reads
+  auto *const slot = const_cast<char *>(codes_of(t));  // decode() only reads it
   char *sections[kMostSections] = {};
   t.find_sections(slot, sections);
   const FloatMode mode(Subnormals::zero);
@@ -286,7 +289,8 @@ void Engine::decode(uint32_t tile, uint64_t first, uint64_t n, const void *param
   csd::decode(codes_at(t.layout, sections, first), n, t.param_dtype, states, used_isa.load());
 }
 
-// Of a parameter that is its own section: as the next step finds it, and without touching what is behind it.
+// Decodes a parameter that is its own section, with the value that the next step will find, and without reading beyond
+// its end.
 void Engine::decode_in_param(const Tile &t, char *const *sections, uint64_t first, uint64_t n, const char *param,
                              float *const *states) {
   constexpr uint64_t kBlock = 4096;

@@ -15,7 +15,7 @@ namespace {
 constexpr const char *kLibrary = "libxrt_coreutil.so.2";
 
 void *open_library() {
-  // XRT finds its own drivers below XILINX_XRT: take the library from there, too.
+  // XRT finds its own drivers below XILINX_XRT, so load the library from there, too.
   if (const char *root = getenv("XILINX_XRT"))
     if (void *library = dlopen((std::string(root) + "/lib/" + kLibrary).c_str(), RTLD_NOW | RTLD_GLOBAL))
       return library;
@@ -42,7 +42,7 @@ const Xrt &Xrt::get() {
   static bool loaded = false;
   std::lock_guard lock(mutex);
   if (loaded) return xrt;
-  void *library = open_library();  // for good: XRT does not like to be unloaded
+  void *library = open_library();  // never unloaded: XRT does not support that
   find(library, xrt.device_open, "xrtDeviceOpen");
   find(library, xrt.device_open_by_bdf, "xrtDeviceOpenByBDF");
   find(library, xrt.device_close, "xrtDeviceClose");

@@ -1,7 +1,7 @@
-// The part of the Xilinx runtime's C API that we use, found at run time: every machine builds everything, and only who
-// opens a card needs XRT. Handles are XRT's own, null on failure; functions return 0 or something else, and then set
-// errno and write to stderr. 2.13 or later: before, its handles
-// are not safe between threads, and a run cannot be started twice without a wait.
+// The part of the Xilinx runtime's C API that we use, loaded at run time: every machine can build everything, and XRT
+// is needed only to open a card. Handles are XRT's own, null on failure. Other functions return 0, or nonzero on
+// failure; XRT then sets errno and writes to stderr. Needs XRT 2.13 or later: before, handles are not thread-safe, and
+// a run cannot be started again without a wait.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -35,7 +35,8 @@ struct Xrt {
 constexpr uint64_t kNormal = 0, kCacheable = 1ull << 24, kP2p = 1ull << 30;
 // Directions of buffer_sync.
 constexpr int kToDevice = 0, kFromDevice = 1;
-// States of a run: anything above COMPLETED has failed, but for those that are on their way.
+// States of a run. Of the states above COMPLETED, those listed here and any above kTimedOut are failures; the others
+// are transient.
 constexpr int kCompleted = 4, kError = 5, kAborted = 6, kTimedOut = 8;
 
 }  // namespace csd
