@@ -1,4 +1,4 @@
-"""What `state` has of a parameter whose states are kept as codes."""
+"""The entry in `state` of a parameter whose states are kept as 8-bit codes."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import torch
 
 
 class DecodedEntry(dict[str, Any]):
-    """A dict as every entry of `state` is one, whose fp32 tensors are decoded when the first of them is asked for.
+    """A dict like any entry of `state`, except that its fp32 tensors are decoded when the first of them is read.
 
-    `decode` returns them by name: the same dict, until they are others. Beside them is what was assigned, or put there
-    by `keep()`. Copies and pickles are such as anybody has.
+    `decode` returns the tensors by name: the same dict until the states change. Values that were assigned, or put there
+    by `keep()`, are plain values beside them. Copies and pickles are ordinary dicts.
     """
 
     def __init__(self, names: Iterable[str], decode: Callable[[], dict[str, torch.Tensor]]) -> None:
         super().__init__(dict.fromkeys(names))
         self._decode = decode
         self._names = {*names}
-        self._decoded = {*names}  # and not assigned by somebody
+        self._decoded = {*names}  # those of `names` that no assignment has replaced
 
     def keep(self, values: dict[str, Any]) -> None:
-        """Has these, as they are, from now on."""
+        """Stores these as plain values from now on; `decode` no longer provides them."""
         super().update(values)
         self._names -= values.keys()
         self._decoded -= values.keys()
 
     def decodes(self, key: str) -> bool:
-        """Is it one that this decodes, and not assigned by somebody?"""
+        """Is the value of `key` decoded, and not replaced by an assignment?"""
         return key in self._decoded
 
     def has_own(self, key: str, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
-        """The same, by this way?"""
+        """Is the value of `key` decoded by this very `decode`, and not replaced by an assignment?"""
         return key in self._decoded and self._decode == decode
 
     def shows(self, decode: Callable[[], dict[str, torch.Tensor]]) -> bool:
-        """Are all of its states those that this decodes?"""
+        """Are all states decoded by this very `decode`, with none replaced by an assignment?"""
         return self._decode == decode and self._decoded == self._names
 
     @property
     def marks(self) -> list[Any]:
-        """What its values are, as far as that is known without decoding any."""
+        """One object per value, by whose identity a change is noticed without decoding; the entry itself if decoded."""
         return [self if key in self._decoded else super(DecodedEntry, self).__getitem__(key) for key in self]
 
-    # ---- as a dict has it ------------------------------------------------------------
+    # ---- the methods of a dict -------------------------------------------------------
 
     def __getitem__(self, key: str) -> Any:
         return self._decode()[key] if key in self._decoded else super().__getitem__(key)
@@ -58,7 +58,7 @@ class DecodedEntry(dict[str, Any]):
         self._decoded.discard(key)
         super().__delitem__(key)
 
-    def __iter__(self) -> Iterator[str]:  # without it {**entry} would not ask for each value
+    def __iter__(self) -> Iterator[str]:  # without it {**entry} would bypass __getitem__
         return super().__iter__()
 
     def pop(self, key: str, *default: Any) -> Any:
@@ -68,7 +68,7 @@ class DecodedEntry(dict[str, Any]):
         del self[key]
         return value
 
-    if not TYPE_CHECKING:  # a dict's own, whose types they have, take the values past __getitem__
+    if not TYPE_CHECKING:  # dict's own methods, whose types these have, bypass __getitem__
         get = MutableMapping.get
         items = MutableMapping.items
         values = MutableMapping.values
@@ -90,4 +90,4 @@ class DecodedEntry(dict[str, Any]):
         return repr({**self})
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return OrderedDict, ([*self.items()],)  # which torch.load takes, as it does not take a dict by that name
+        return OrderedDict, ([*self.items()],)  # torch.load(weights_only=True) accepts an OrderedDict, not this class

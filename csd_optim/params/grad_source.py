@@ -1,4 +1,4 @@
-"""A gradient that the engine cannot take as it stands, on its way to the devices, and the parameter that returns."""
+"""A gradient that the engine cannot read in place, on its way to the devices, and the parameter that comes back."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from ..compression.selection import TopK
 
 @dataclass
 class GradSource:
-    """One parameter of this step, seen as a flat array in the order of its state."""
+    """Gradient and parameter of one step as flat arrays, in the memory order of the parameter's states."""
 
     grad: torch.Tensor  # 1-D, any device
     param: torch.Tensor  # 1-D, same device, written in place
     grad_dtype: torch.dtype  # on the link
-    is_read: bool = False  # an image has the parameter as well: its master may be there
-    # A strided parameter, and `param` to copy there, by give_back().
+    is_read: bool = False  # the tiles' images carry the parameter, too, as the device may have to read its master there
+    # If `param` is a copy: the parameter itself, which is strided, and the copy, which give_back() copies there.
     back: tuple[torch.Tensor, torch.Tensor] | None = None
     topk: TopK | None = None  # None: dense
-    arrives: Any = None  # event: the last copy to a parameter on an accelerator that was begun
-    first: int = 0  # of the parameter's elements: that of which `grad` has the gradient first
-    is_dropped: bool = False  # there is no gradient after all: the parameter keeps every bit
+    arrives: Any = None  # event of the last copy to a parameter on an accelerator that was queued
+    first: int = 0  # index of the parameter's element to which grad[0] belongs
+    is_dropped: bool = False  # there is no gradient after all: the parameter stays bitwise unchanged
 
     @property
     def is_far(self) -> bool:
-        """The engine cannot reach it: its tiles travel as images."""
+        """Is the parameter on an accelerator? Then the engine cannot reach it, and its tiles are sent as images."""
         return is_far(self.param)
 
     def let_go(self) -> None:
-        """The gradient has been copied, and its memory is free again."""
+        """Releases the gradient's memory, once the gradient has been copied."""
         self.grad = torch.empty(0, dtype=self.grad.dtype, device="cpu")
 
     def give_back(self) -> None:
-        """Its new values are in `param`."""
+        """Copies the new values from `param` to the parameter, if `param` is a copy."""
         if self.back:
             self.back[0].copy_(self.back[1])

@@ -1,4 +1,4 @@
-"""Parameter groups: their members, names and hyperparameters, as torch has them and as a store keeps them."""
+"""Parameter groups: their members, names and hyperparameters, in torch's form and in that of a store."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Groups = Sequence[dict[str, Any]]
 
 
 def name_of(groups: Groups, k: int, i: int) -> str:
-    """A parameter's name where it has one, else its group and position."""
+    """A parameter's name if the group has names, else its group and position, such as "0.3"."""
     names = groups[k].get("param_names")
     return str(names[i]) if names else f"{k}.{i}"
 
 
 def members(groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Every parameter with its group and its position there."""
+    """Yields every parameter with the index of its group and its position in the group."""
     for k, group in enumerate(groups):
         for i, p in enumerate(group["params"]):
             yield k, i, p
 
 
 def check_state_dtype(value: Any, where: str = "", rule: UpdateRule | None = None) -> None:
-    """Raises CSDValueError, also if the states of this rule cannot be kept so."""
+    """Raises CSDValueError if `value` is no state_dtype, or if this rule's states cannot be kept in it."""
     if value not in CODECS:
         raise CSDValueError(f"Invalid state_dtype{where}: {value!r}; it is {' or '.join(map(repr, CODECS))}")
     if value != "fp32" and rule and not rule.has_codes:
@@ -40,16 +40,16 @@ def check_state_dtype(value: Any, where: str = "", rule: UpdateRule | None = Non
 
 
 def _item(value: Any) -> Any:
-    """A number as Python has it, from where it may have come."""
+    """A number from torch or NumPy as a Python number (a list, for a tensor of several); anything else as it is."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value.item() if isinstance(value, np.generic) else value
 
 
 def plain(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]:
-    """A group's hyperparameters as JSON has them: tensors become numbers. What JSON has not is left out.
+    """A group's hyperparameters as JSON values: tensors become numbers. Values that JSON cannot hold are left out.
 
-    Raises CSDTypeError if that is one of those that are `needed`.
+    Raises CSDTypeError if one of the `needed` hyperparameters would be left out.
     """
     stored = {}
     for name, value in group.items():
@@ -65,17 +65,17 @@ def plain(group: dict[str, Any], needed: Collection[str] = ()) -> dict[str, Any]
 
 
 def put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Gives a group the hyperparameters that `plain` has kept; its tensors stay the same tensors."""
+    """Restores the hyperparameters that plain() returned; a group's tensors are filled in place."""
     for name, value in kept.items():
         now = group.get(name)
         if name in ("foreach", "fused", "capturable", "differentiable"):
-            continue  # no hyperparameters: how torch computes
+            continue  # these are not hyperparameters: they select torch's implementation
         if isinstance(now, (int, float, torch.Tensor)) and isinstance(value, list) and len(value) == 1:
-            (value,) = value  # of a tensor with one element, as stores had it once
+            (value,) = value  # old stores kept a one-element tensor as a list
         if isinstance(now, torch.Tensor):
             now.fill_(value)
         elif name == "initial_lr" and isinstance(group["lr"], torch.Tensor):
-            group[name] = torch.full_like(group["lr"], value)  # as a schedule has it
+            group[name] = torch.full_like(group["lr"], value)  # an LR scheduler keeps it as a tensor if lr is one
         elif isinstance(now, tuple):
             pairs = zip(now, value, strict=True)
             group[name] = tuple(a.fill_(b) if isinstance(a, torch.Tensor) else b for a, b in pairs)

@@ -1,4 +1,4 @@
-"""What a store says of the model, and whether a model is the one it speaks of. See docs/store-format.md."""
+"""The manifest, a store's description of its model, and checks of a model against it. See docs/store-format.md."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .groups import Groups, members, name_of
 from .param_state import ParamState
 from .update_rule import UpdateRule
 
-CodecOf = Callable[[dict[str, Any], torch.Tensor], tuple[str, Any]]  # of a parameter's group; see StateMap
-PartOf = Callable[[torch.Tensor], Partition]  # of a parameter, that which this process updates
+CodecOf = Callable[[dict[str, Any], torch.Tensor], tuple[str, Any]]  # (group, parameter) → codec; see StateMap.codec_of
+PartOf = Callable[[torch.Tensor], Partition]  # parameter → the part of it that this process updates
 
 
 def manifest(
     rule: UpdateRule, param_states: Sequence[ParamState], extents: Sequence[Extent], groups: Groups, part_of: PartOf
 ) -> dict[str, Any]:
-    """`param_states` in the order of the extents."""
+    """Build the manifest of a model. `param_states`: in the order of the extents."""
     state_map = [(e, start) for e, extent in enumerate(extents) for start in extent.starts]
     place_of = {id(p): (k, i) for k, i, p in members(groups)}
     params = []
@@ -42,12 +42,12 @@ def manifest(
 
 
 def named(rule: UpdateRule) -> dict[str, Any]:
-    """What a manifest says of the rule: nothing of AdamW's, which was the only one once."""
+    """The manifest's entry for the rule; none for AdamW, which was the only rule in the first format."""
     return {} if rule.name == UNNAMED_RULE else {"rule": rule.name}
 
 
 def other_rule(stored: Contents, rule: UpdateRule) -> str | None:
-    """Why a store is not one that `rule` could go on from; None if it is."""
+    """Says why `rule` cannot resume a store; None if it can."""
     name = stored.manifest.get("rule", UNNAMED_RULE)
     if name != rule.name:
         return f"its states are those of the rule {name}, and this optimizer's is {rule.name}"
@@ -61,12 +61,12 @@ def other_rule(stored: Contents, rule: UpdateRule) -> str | None:
 
 
 def _is_numeric(value: object) -> bool:
-    """A number, or several, as plain() keeps a hyperparameter."""
+    """Is it a number or a list of numbers, as plain() stores a hyperparameter?"""
     return all(isinstance(v, (int, float)) for v in (value if isinstance(value, list) and value else [value]))
 
 
 def other_codec(stored: dict[str, Any], groups: Groups, codec_of: CodecOf) -> str | None:
-    """Which parameter's states a manifest has in another way than its group's `state_dtype` says; None if none."""
+    """Says which parameter's stored codec differs from its group's `state_dtype`; None if all agree."""
     here = {(k, i): (name_of(groups, k, i), *codec_of(groups[k], p)) for k, i, p in members(groups)}
     for entry in stored["params"]:
         if (entry["group"], entry["position"]) not in here:
@@ -87,7 +87,7 @@ def _about(p: torch.Tensor, part: Partition) -> dict[str, Any]:
 
 
 def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) -> str | None:
-    """What a manifest says otherwise than the optimizer's groups; None if they agree."""
+    """Describes the first difference between a manifest and the optimizer's groups; None if they agree."""
     placed = {(e["group"], e["position"]) for e in stored["params"]}
     there = {(e["group"], e["position"]): e for e in (*stored["params"], *stored["waiting"]) if e["group"] >= 0}
     here = {(k, i): {"name": name_of(groups, k, i), **_about(p, part_of(p))} for k, i, p in members(groups)}
@@ -108,9 +108,12 @@ def first_difference(stored: dict[str, Any], groups: Groups, part_of: PartOf) ->
 
 
 def changed_by_resume(rule: UpdateRule, given: Groups, record: Record) -> Iterator[str]:
-    """Says of each hyperparameter that is given otherwise than when the store was made, that the store's counts."""
+    """Yields a message for each hyperparameter whose value in the script is ignored in favour of the store's.
+
+    `given`: the hyperparameters that this process was started with.
+    """
     for k, (now, then, goes_on) in enumerate(zip(given, record.given, record.groups, strict=False)):
-        own = [name for name in ("topk",) if name in now and name in goes_on]  # no group needs to have it
+        own = [name for name in ("topk",) if name in now and name in goes_on]  # a group need not have it
         for name in (*rule.hyperparameters, *own):
             if now[name] not in (then.get(name), goes_on[name]):
                 yield (

@@ -1,4 +1,4 @@
-"""Says so when much of the state is in memory: it lives on devices because it would not fit there."""
+"""Warnings when much of the optimizer's state is in memory: it lives on devices because it may not fit there."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ COPIED = "is read: a copy of the optimizer, or its pickle, takes as much memory"
 
 
 def warn_if_large(size: int, what: str) -> None:
-    """Warns that `size` bytes of state `what`; by Python's default once for each line that made us see it."""
+    """Warns of `size` bytes of state in memory, if that is much; `what` completes the sentence.
+
+    Python's default filter shows the warning once per line of user code.
+    """
     if size >= WORTH_A_WARNING:
         text = f"{size / 1e9:.1f} GB of optimizer state {what} (docs/trainers.md)"
         warnings.warn(text, CSDWarning, users_stacklevel())
 
 
 def bytes_in_memory(tensors: Iterable[torch.Tensor]) -> int:
-    """How many bytes of these tensors are in memory, the host's or a GPU's. 0: of too few to warn of.
+    """How many bytes of these tensors are in memory, the host's or a GPU's; 0 if too few for a warning.
 
-    Those that are mapped from a file, as by torch.load(mmap=True), are not.
+    Tensors that are mapped from a file, as by torch.load(mmap=True), do not count.
     """
     sizes = {(t.device.type == "cpu", t.data_ptr()): t.nbytes for t in tensors}
     if sum(sizes.values()) < WORTH_A_WARNING:
@@ -40,11 +43,11 @@ def bytes_in_memory(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _mappings() -> tuple[list[int], list[bool]]:
-    """The first addresses of the process's mappings, in order; and of the one before each, whether it is of a file."""
+    """The start addresses of the process's mappings, ascending; and for the mapping before each: is it of a file?"""
     starts, of_files = [], [False]
     with open("/proc/self/maps") as maps:
         for line in maps:
             addresses, _, _, _, inode, *path = line.split(maxsplit=5)
             starts.append(int(addresses.partition("-")[0], 16))
-            of_files.append(inode != "0" and not path[0].startswith(("/dev/", "/memfd:")))  # those are memory
+            of_files.append(inode != "0" and not path[0].startswith(("/dev/", "/memfd:")))  # these are memory
     return starts, of_files

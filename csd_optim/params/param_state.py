@@ -1,4 +1,4 @@
-"""One parameter and its place on the devices: what it is now, what its state is, how a step reaches both."""
+"""One parameter and its place on the devices: the parameter as it is now, its states, and how a step reaches both."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from .grad_source import GradSource
 from .strides import flat, numel, ordered, same_order
 
 DTYPES = (*DTYPE_CODES, torch.complex64)
-# Elements re-seeded at a time: bounds the temporaries of a check that touches whole parameters.
+# Elements that reseed() processes at a time: bounds the temporaries of a check that touches whole parameters.
 RESEED_CHUNK = 1 << 22
 CPU = torch.device("cpu")
-MOST_RATIO = 15.5  # of exp_avg to the root of exp_avg_sq, that 8-bit states hold
+MOST_RATIO = 15.5  # the largest ratio of exp_avg to the root of exp_avg_sq that 8-bit states can hold
 
 
 @dataclass(eq=False)
 class ParamState:
-    """A parameter that has its place on the devices: it, or the part of it that this process updates.
+    """A parameter with a place (tiles' elements for its states) on the devices, or the part that this process updates.
 
-    All that is said of elements here is said of the part. What is known of `param` changes by `look()`, `is_ours()` and
-    `move_to()`; `is_new` and `alive` are its state map's to write.
+    Everything about elements here refers to that part. "With codes" means: the devices keep the states as 8-bit codes.
+    What is known about `param` is changed by `look()`, `is_ours()` and `move_to()` only; `is_new` and `alive` are
+    written by the StateMap.
     """
 
     param: torch.Tensor
@@ -40,49 +41,50 @@ class ParamState:
     index: int  # over all extents; the row in the step's table
     sections: tuple[str, ...]  # names of its states
     stride: tuple[int, ...]  # of its states, as torch.zeros_like(param) has them
-    windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself. Of codes only step and residual
-    shown: dict[str, torch.Tensor]  # the same as `state` shows them
-    own_master: torch.Tensor  # the place for the master, used unless in_place; meta of codes, and if there is none yet
-    numel: int  # fp32 values; a complex number counts two
-    in_place: bool  # the parameter is its own master and the only one, windows["master"] an alias of it
-    reachable: bool  # the devices can take the master from a parameter
-    home: torch.device = CPU  # where its states are: in host memory, as the devices show them, or on its accelerator
-    copy: NearCopy | None = None  # of its states, on its accelerator, beside what the devices have
-    decoded: Decoded | None = None  # its states, if the devices keep them as codes
-    kept_dtype: torch.dtype | None = None  # then the parameter's, which is part of them
-    is_master: bool = False  # an fp32 parameter in host memory, of codes anywhere: the master as a step begins
-    unless_set: bool = False  # a 16-bit one there that may be set uncounted: where it is not the rounded master
-    is_new: bool = False  # its place is empty: the step under way begins with the parameter
-    alive: bool = True  # no: the parameter got another place
-    initial: Mapping[str, float] = field(default_factory=dict)  # what states begin as, where that is not zero
-    # What was true of `param` after the last step; anything else is looked at closely.
+    windows: dict[str, torch.Tensor]  # the states; master may be the parameter itself. With codes only step, residual
+    shown: dict[str, torch.Tensor]  # the windows in the form in which `state` shows them
+    own_master: torch.Tensor  # storage for the master, used unless in_place; meta with codes, or if not allocated yet
+    numel: int  # number of fp32 values; a complex number counts two
+    in_place: bool  # the parameter is its own only master, and windows["master"] is an alias of it
+    reachable: bool  # the devices can read the master from the parameter
+    home: torch.device = CPU  # where its states are: in host memory, as the devices' windows, or on its accelerator
+    copy: NearCopy | None = None  # copy of its states on its accelerator, in addition to the devices'
+    decoded: Decoded | None = None  # with codes: access to the decoded states
+    kept_dtype: torch.dtype | None = None  # with codes: the parameter's dtype, which the codes depend on
+    is_master: bool = False  # a step takes the master from the parameter: fp32 in host memory; with codes, anywhere
+    unless_set: bool = False  # 16 bits in host memory, writes not counted: master wherever not the rounded master
+    is_new: bool = False  # its place is empty: the step in flight starts from the parameter
+    alive: bool = True  # False: the parameter has moved to another place
+    initial: Mapping[str, float] = field(default_factory=dict)  # initial values of states, where not zero
+    # Version and address of `param` after the last step. If they differ now, the parameter is examined again.
     version: int = -1
     pointer: int = -1
-    local: torch.Tensor = field(init=False)  # the part itself, when it was last looked at
-    # The dtype a contiguous gradient must have for the engine to reach it and the parameter by itself, else None.
+    local: torch.Tensor = field(init=False)  # the part itself, as of the last look()
+    # The dtype that a contiguous gradient must have so that the engine can access it and the parameter in place; None:
+    # it cannot.
     direct: torch.dtype | None = None
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """What is owed of the gradient (see topk.py): bfloat16, on the parameter's device, strides as its states'.
+        """The unsent rest of its gradients (see policy.py): bfloat16, on the parameter's device, strides of the states.
 
-        None: nothing.
+        None: it has no residual.
         """
         return self.windows.get("residual")
 
     @property
     def on_accelerator(self) -> bool:
-        """Are its states there, as tensors of torch's, and no element of it on the devices?"""
+        """Are its states torch tensors on the accelerator, with none of its elements on the devices?"""
         return self.home != CPU
 
     @property
     def master(self) -> torch.Tensor:
-        """As it is now, in the shape of the part."""
+        """The master's current value, in the shape of the part."""
         return self._view(self.decoded.states(self.index)["master"]) if self.decoded else self.windows["master"]
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
-        """What is decoded within is let go of at the end: for who goes through all parameters, one after another."""
+        """Frees at exit what is decoded inside: for loops over all parameters, whose states would fill the memory."""
         had = self.decoded is None or self.index in self.decoded.kept
         try:
             yield
@@ -95,18 +97,18 @@ class ParamState:
         return values.as_strided(self.own_master.shape, self.stride)
 
     def decode(self) -> dict[str, torch.Tensor]:
-        """Of codes: the states as `state` shows them, by name. The same dict until they are others."""
+        """With codes: the states in the form in which `state` shows them, by name. The same dict until they change."""
         assert self.decoded
         return self.decoded.shown(self.index, lambda state: self.part.show(self._view(state)))
 
     def entry(self, others: Mapping[str, Any]) -> DecodedEntry:
-        """Of codes: what `state` has of it, beside what else somebody put there."""
+        """With codes: the parameter's entry in `state`. `others`: values in it that are not ours, to be kept."""
         entry = DecodedEntry(("step", *self.sections[1:], self.sections[0]), self.decode)
         entry.keep({**others, **self.shown})
         return entry
 
     def is_shown_by(self, entry: Mapping[str, Any]) -> bool:
-        """Has an entry of `state` our tensors, all of them?"""
+        """Does this entry of `state` hold exactly our tensors, so that none was replaced?"""
         of_codes = isinstance(entry, DecodedEntry) and entry.shows(self.decode) if self.decoded else True
         return of_codes and all(entry.get(key) is self.shown.get(key) for key in {*self.shown, "residual"})
 
@@ -118,53 +120,54 @@ class ParamState:
         del self.windows[key], self.shown[key]
 
     def is_ours(self) -> None:
-        """Parameter and master belong together as they are now: what is written from here on is written by others."""
+        """Declares that parameter and master agree now: any later write to the parameter comes from outside."""
         self.version = self.version_now
 
     def let_go(self) -> None:
-        """Of its states on the accelerator, which another place takes over."""
+        """Drops the tensors of its states on the accelerator; the parameter gets another place."""
         self.windows, self.shown = {"step": self.windows["step"]}, {"step": self.shown["step"]}
         self.own_master = self.own_master.to("meta")
 
     @property
     def nbytes(self) -> int:
-        """Of its states on the accelerator, without the parameter if that is its own master."""
+        """Bytes of its states on the accelerator, without the parameter if that is its own master."""
         return sum(self.windows[name].nbytes for name in self.sections[self.in_place :])
 
     def move_to(self, p: torch.Tensor, part: Partition) -> None:
-        """Another parameter takes the place: that of a model which was exchanged. To be looked at next."""
+        """Gives the place to another parameter, which has replaced this one in the model. Call look() next."""
         self.param, self.part = p, part
         self.shown = {k: w if k == "step" else part.show(w) for k, w in self.windows.items()}
 
     @property
     def is_written(self) -> bool:
-        """Has somebody written, moved or converted the parameter since it was ours?"""
+        """Was the parameter written, moved or converted from outside since is_ours()?"""
         return self.version != self.version_now or self.pointer != self.pointer_now
 
     @property
     def master_in(self) -> int:
-        """Where a step finds the master, once it has its place: see csd_master."""
+        """Where a step finds the master, once the place is filled: see csd_master."""
         if self.in_place or self.is_section:
             return int(IN_PARAM)
         if self.decoded and self.reachable and self.index in self.decoded.apart and not self.is_written:
             return int(UNCOMPARED)
-        # Of codes, what is in reach is compared in any case; but a master that was loaded may not fit it.
+        # With codes, a step compares a reachable parameter in any case. UNLESS_SET makes a written parameter win even
+        # over a loaded master, which need not round to the parameter.
         unless_set = self.compares and self.is_written if self.decoded else self.unless_set
         return int(FROM_PARAM if self.is_master else UNLESS_SET if unless_set else IN_SECTION)
 
     @property
     def is_section(self) -> bool:
-        """Of codes: is the parameter itself the section with its values, which is in no tile then?"""
+        """With codes: does the parameter itself serve as the section of its values, which no tile has then?"""
         return self.decoded is not None and self.decoded.is_own(self.index)
 
     @property
     def compares(self) -> bool:
-        """Of codes: does each step that it takes part in find by itself where somebody set the parameter?"""
+        """With codes: does each step in which it takes part detect where the parameter was set from outside?"""
         return self.decoded is not None and self.reachable
 
     @property
     def version_now(self) -> int:
-        """Counts what was written to the parameter."""
+        """Torch's count of writes to the parameter."""
         return self.part.version(self.param)
 
     @property
@@ -172,7 +175,7 @@ class ParamState:
         return self.part.pointer(self.param)
 
     def fits(self) -> bool:
-        """Is the parameter still one whose state this could be?"""
+        """Do the parameter's dtype, layout, device and shape still fit its states?"""
         p = self.param
         right = p.dtype in ((self.kept_dtype,) if self.decoded else DTYPES)
         right = right and p.layout is torch.strided and not p.is_meta
@@ -181,7 +184,10 @@ class ParamState:
         return right and is_there and local.shape == self.own_master.shape
 
     def look(self, grad_dtype: torch.dtype | None) -> None:
-        """Somebody wrote, moved or converted the parameter: what is it now? `grad_dtype`: the optimizer's option."""
+        """Examines the parameter anew after it was written, moved or converted. `grad_dtype`: the optimizer's option.
+
+        Raises CSDTypeError, CSDValueError or CSDRuntimeError if its states no longer fit it.
+        """
         check_param(self.param, self.name)
         p = self.part.of(self.param)
         shape = self.own_master.shape
@@ -199,11 +205,12 @@ class ParamState:
             )
         fresh = self.pointer == -1
         if self.pointer != self.pointer_now:
-            self.version = -1  # it counts as written until a step has come to its end
+            self.version = -1  # it counts as written until a step has completed
         self.pointer, self.local = self.pointer_now, p
         on_host, in_order = p.device.type == "cpu", same_order(p.stride(), self.stride, p.shape)
         half = p.dtype in (torch.float16, torch.bfloat16)
-        # Of codes, source() puts it in order for a step to take, and an image has what is not in host memory.
+        # With codes, neither matters: source() copies a parameter into the right order, and an image carries one that
+        # is not in host memory.
         fp32_on_host = on_host and in_order and p.dtype is torch.float32
         self.is_master = self.reachable and (not half if self.decoded else fp32_on_host)
         self.unless_set = self.part.writes_uncounted and self.reachable and on_host and in_order and half
@@ -215,16 +222,16 @@ class ParamState:
             self.in_place = in_order and p.is_contiguous() and p.dtype is torch.float32 and p.device == self.home
             if self.in_place:
                 self.set_window("master", p)
-            else:  # no longer: what it was moves to the engine, with the bits that the parameter may have lost
+            else:  # no longer in place: move the master, with bits that the parameter may have lost, to its own storage
                 if self.own_master.is_meta:
                     self.own_master = torch.empty_like(self.own_master, device=self.home)
                 self.set_window("master", self.own_master.copy_(self.windows["master"]))
 
     def fill(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool = False) -> int:
-        """Copies into the parameter's place what `entry` (that of `state`) has of it.
+        """Copies the states in `entry` (the parameter's in `state`) into the parameter's place.
 
-        What is missing starts as the rule has it; `fresh`: it reads as zero already. `seed`: the master too.
-        Returns how many elements of exp_avg 8-bit states cannot hold.
+        Missing states get the rule's initial values; `fresh`: the place already reads as zero. `seed`: a missing master
+        becomes the parameter. Returns how many elements of exp_avg are too large for 8-bit states.
         """
         lost = self._encode(entry, seed=seed, fresh=fresh) if self.decoded else 0
         for key, window in self.windows.items():
@@ -232,7 +239,7 @@ class ParamState:
             if value is self.shown[key] or (key == "master" and self.in_place):
                 continue
             if value is not None and key == "step":
-                window.fill_(float(value))  # a number, or a tensor of whatever shape with one
+                window.fill_(float(value))  # a number, or a one-element tensor of any shape
             elif value is not None:
                 window.copy_(self.part.of_state(value))
             elif key == "master":
@@ -241,17 +248,17 @@ class ParamState:
             elif not fresh or key in self.initial:
                 first = self.initial.get(key, 0.0)
                 window.fill_(complex(first, first) if window.is_complex() else first)
-        # A master that came with the state may not round to the parameter: the next step compares them.
+        # A master that came with the state need not round to the parameter: the next step compares them.
         self.version = self.version_now if "master" not in entry and not self._is_left(entry, fresh=fresh) else -1
         return lost
 
     def _is_left(self, entry: Mapping[str, Any], *, fresh: bool) -> bool:
-        """Of codes: is the master left to the step that follows, which finds the parameter?"""
+        """With codes: can the master be left out here, because the next step takes it from the parameter?"""
         found = self.decoded is not None and self.compares and self.param.grad is not None
         return found and fresh and not entry and not (self.decoded and self.decoded.durable)
 
     def _encode(self, entry: Mapping[str, Any], *, seed: bool, fresh: bool) -> int:
-        """The same of codes: for the step, or the flush, that follows."""
+        """As fill(), with codes: the next step or flush encodes the states."""
         assert self.decoded
         states: dict[str, torch.Tensor] = {}
         dtype = torch.complex64 if self.param.is_complex() else torch.float32
@@ -278,14 +285,15 @@ class ParamState:
         return int((held["exp_avg"].abs() > MOST_RATIO * held["exp_avg_sq"].sqrt()).sum())
 
     def reseed(self, *, always: bool, takes_part: bool) -> None:
-        """Where the parameter is not its rounded master, somebody has set it: it becomes the master there.
+        """Sets the master to the parameter wherever the parameter is not the rounded master: it was set from outside.
 
-        Elsewhere the master keeps the bits that the parameter's precision cannot show. `always`: write it in any case.
-        `takes_part`: in the step that follows.
+        Elsewhere the master keeps the bits that the parameter's precision cannot hold. `always`: write the master even
+        if nothing differs. `takes_part`: the parameter takes part in the next step.
         """
         if self.in_place or self.numel == 0:
             return
-        # Who compares leaves it to the step; but a section that is the parameter has nothing to compare it with.
+        # A step that compares does this itself. But if the parameter is its own section, the step has nothing to
+        # compare it with, and a master that was written (`loaded`) has to be handled here.
         loaded = self.decoded is not None and self.is_section and self.decoded.wrote_master(self.index)
         if not loaded and (self.is_section or (self.compares and takes_part)):
             return
@@ -300,12 +308,12 @@ class ParamState:
             self.decoded.is_rounded(self.index)
 
     def restore(self, first: int, n: int, set_to: torch.Tensor | None = None) -> None:
-        """Elements [first, first + n) of the parameter get the value of their master: an undone step wrote them.
+        """Sets elements [first, first + n) of the parameter back to their master: an undone step has overwritten them.
 
-        `set_to`: somebody set the parameter to this, and it still counts as written.
+        `set_to`: the value to which the parameter was set from outside; it is restored, and still counts as written.
         """
         p = self.local
-        if self.in_place or self.is_section:  # the only master
+        if self.in_place or self.is_section:  # the parameter is the only master
             return
         in_order = ordered(p, self.stride)
         values = self.master if set_to is None else ordered(set_to, self.stride)
@@ -316,9 +324,9 @@ class ParamState:
             self.is_ours()
 
     def source(self, g: torch.Tensor, grad_dtype: torch.dtype | None) -> GradSource:
-        """Gradient and parameter as flat arrays in the order of the state: views where memory has it, else copies.
+        """Gradient and parameter as flat arrays in the order of the states: views where possible, else copies.
 
-        `g`: of the part.
+        `g`: the gradient of the part.
         """
         p = self.local
         if g.shape != p.shape:
@@ -335,7 +343,7 @@ class ParamState:
                 target.copy_(p)
             back = (p, target)
         source = GradSource(grad, flat(target), grad_dtype or grad.dtype, back=back)
-        # Of codes the engine reads the parameter itself where it can.
+        # With codes, the engine reads the parameter in place where it can reach it.
         read = self.reachable and source.is_far if self.decoded else self.master_in != IN_SECTION
         source.is_read = self.is_new or read
         return source
@@ -379,7 +387,7 @@ def check_entry(entry: Mapping[str, Any], p: torch.Tensor, name: str, sections: 
         elif value.is_complex() and not p.is_complex():
             what = f"is {value.dtype}"
         elif key == "residual" and p.is_complex():
-            what = "is one too many: complex ones go dense, and are owed nothing"
+            what = "is not possible: gradients of complex parameters are sent dense, without a residual"
         else:
             continue
         raise CSDValueError(f"state {key!r} of parameter {name} {what}")

@@ -1,4 +1,4 @@
-"""Which parameter has which place on the devices, and `state`, which shows it."""
+"""The map from parameters to their places on the devices, and the dict `state`, which shows what is there."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from .param_state import CPU, MOST_RATIO, ParamState, check_entry, check_param
 from .strides import flat, numel
 from .update_rule import UpdateRule
 
-# Parameters with states of one kind: names of the sections, codec, dtype.
+# Parameters grouped by the kind of their states: (names of the sections, codec, dtype) → (name, parameter, part).
 Alike = dict[tuple[Any, ...], list[tuple[str, torch.Tensor, Partition]]]
 
-CODES_WAITING = 64 << 20  # bytes of fp32 states that are loaded at a time, to become codes
+CODES_WAITING = 64 << 20  # bytes of fp32 states that fill() collects before it encodes and writes them
 
 
 class StateMap:
-    """`groups` is the optimizer's `param_groups`, `grad_dtype` its option, wherever they are asked for.
+    """The places of an optimizer's parameters on the devices; one ParamState per parameter.
 
-    `rule`: what the states are; `ranks`, `sharded`: see part_of(); `state_dtype`: the optimizer's argument.
+    `rule`: defines the states; `ranks`, `sharded`: see part_of(); `state_dtype`: the optimizer's argument. In all
+    methods `groups` is the optimizer's `param_groups`, and `grad_dtype` its option.
     """
 
     def __init__(
@@ -47,15 +48,15 @@ class StateMap:
         self.part_of: Callable[..., Partition] = functools.partial(part_of, ranks=ranks, sharded=sharded)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self.param_states: dict[int, ParamState] = {}  # by id(param); each holds its parameter, so ids stay unique
-        self.by_index: list[ParamState] = []  # as the engine counts parameters
-        self.unfilled: dict[ParamState, bool] = {}  # places still to be filled; do they read as zero?
-        self.changes: int = 0  # of anything here that the plan of a step was made of
-        self._shown: list[Any] = []  # every value in `state`, as we left it
-        self._said: list[list[tuple[int, torch.dtype]]] | None = None  # of what the stores were told
+        self.by_index: list[ParamState] = []  # by the engine's index of the parameter
+        self.unfilled: dict[ParamState, bool] = {}  # places still to be filled → do they read as zero?
+        self.changes: int = 0  # counts changes here that make the plan of a step out of date
+        self._shown: list[Any] = []  # every value in `state` when remember() was last called
+        self._said: list[list[tuple[int, torch.dtype]]] | None = None  # the parameters that the manifest describes
 
     @property
     def coded(self) -> list[ParamState]:
-        """Those whose states are kept as codes."""
+        """The parameters whose states are kept as codes."""
         return [b for b in self.by_index if b.decoded and b.alive]
 
     def part(self, p: torch.Tensor) -> Partition:
@@ -64,7 +65,11 @@ class StateMap:
         return param_state.part if param_state else self.part_of(p)
 
     def join(self, engine: Engine, groups: Groups, joining: set[int], grad_dtype: torch.dtype | None) -> None:
-        """Gives parameters, named by their id, a place on the devices, to be filled."""
+        """Gives the parameters whose ids are in `joining` a place on the devices, still to be filled.
+
+        Raises CSDRuntimeError for one on the meta device, what check_param() and check_entry() raise, and
+        CSDMemoryError.
+        """
         alike: Alike = {}
         initial: dict[int, dict[str, float]] = {}
         for k, i, p in members(groups):
@@ -85,8 +90,8 @@ class StateMap:
                 new = [of_one for of_one in together if (id(of_one[1]) in near) == there]
                 if not new:
                     continue
-                # The engine counts the steps of what is on the accelerator alone, and has no element of it. What it
-                # has, too, and need not read, has tiles of its own.
+                # For parameters on the accelerator alone, the engine has no elements: only their step counts. Those of
+                # which the accelerator has a copy get separate tiles, which a step need not read.
                 alone = there and copies is None
                 numels = [0 if alone else numel(part.of(p)) for _, p, part in new]
                 engine.extend(numels, sections, codec=codec, param_dtype=dtype, is_copied=there and not alone)
@@ -99,13 +104,13 @@ class StateMap:
                         self._copy(copies, param_state, states.values())
                     param_state.look(grad_dtype)
                     self.unfilled[param_state] = True
-        finally:  # also of what has its place when there is none for the rest
+        finally:  # even if only some parameters have got a place: describe those
             self._said = None
             self.describe(engine, groups)
             self.count_near(engine)
 
     def count_near(self, engine: Engine) -> None:
-        """Tells the engine how much is on the accelerator."""
+        """Tells the engine how many parameters and bytes are on the accelerator."""
         if engine.accelerator:
             near = [b for b in self.param_states.values() if b.on_accelerator]
             copied = [b for b in self.param_states.values() if b.copy]
@@ -116,11 +121,14 @@ class StateMap:
 
     @staticmethod
     def _copy(copies: NearCopies, param_state: ParamState, states: Iterable[torch.Tensor]) -> None:
-        """These are to be a copy of its states."""
+        """Makes `states` the accelerator's copy of a parameter's states."""
         param_state.copy = copies.of[param_state.index] = NearCopy([flat(state) for state in states])
 
     def copy_resumed(self, engine: Engine) -> None:
-        """Chooses of which states of a store there are copies on the accelerator. Raises as OnAccelerator.choose()."""
+        """Chooses which states of a resumed store get copies on the accelerator, and allocates these.
+
+        Raises what OnAccelerator.choose() raises, and CSDMemoryError.
+        """
         if engine.accelerator is None or (copies := engine.accelerator.copies) is None:
             return
         there = [b for b in self.param_states.values() if not b.copy]
@@ -139,7 +147,7 @@ class StateMap:
             self.changes += 1
 
     def _on_accelerator(self, engine: Engine, alike: Alike) -> dict[int, tuple[Joining, dict[str, torch.Tensor]]]:
-        """Parameters (by id) that are to have their states there, and these by name.
+        """Chooses parameters whose states go on the accelerator, and allocates those: id → (choice, states by name).
 
         Raises CSDMemoryError, and what OnAccelerator.choose() raises, before anything is touched.
         """
@@ -191,13 +199,13 @@ class StateMap:
         )
 
     def codec_of(self, group: dict[str, Any], p: torch.Tensor) -> tuple[str, torch.dtype | None]:
-        """How the states of a parameter of this group are kept, and its dtype if that matters; see Engine.extend()."""
+        """The codec for states of a parameter of this group, and with codes its dtype; see Engine.extend()."""
         if group.get("state_dtype", self.state_dtype) == FP32:
             return FP32, None
         return EIGHT_BIT, torch.float32 if p.is_complex() else p.dtype
 
     def describe(self, engine: Engine, groups: Groups) -> None:
-        """Tells the stores what the parameters are, when that is no longer what they were told."""
+        """Gives the stores a new manifest if the parameters have changed since the last one."""
         if not engine.durable:
             return
         to_say = [[(id(p), p.dtype) for p in group["params"]] for group in groups]
@@ -217,9 +225,9 @@ class StateMap:
         initial: dict[str, float],
         states: dict[str, torch.Tensor] | None = None,
     ) -> ParamState:
-        """Gives a parameter the next place of an extent. `shape`, `stride`, `initial`: of its part's states.
+        """Gives a parameter the next place in an extent. `shape`, `stride`, `initial`: of the states of its part.
 
-        `states`: these, where they are on its accelerator.
+        `states`: the states themselves, if they are on its accelerator.
         """
         place = engine.extents[extent]
         i = len(self.by_index) - place.first_param
@@ -244,7 +252,7 @@ class StateMap:
             shown={key: window if key == "step" else part.show(window) for key, window in windows.items()},
             own_master=own_master,
             numel=numel(own_master),
-            # In host memory, need not be kept twice.
+            # Devices in host memory update an fp32 parameter itself, so that the master is not stored twice.
             in_place=own_master.is_meta if states else resident and not coded and p.dtype is torch.float32,
             reachable=engine.devices.reaches_params and not states,
             home=part.of(p).device if states else CPU,
@@ -261,7 +269,7 @@ class StateMap:
         return param_state
 
     def add_residual(self, engine: Engine, param_state: ParamState) -> bool:
-        """Sees to it that a parameter has a residual, on its device. Was there none? Raises CSDOSError."""
+        """Ensures that a parameter has a residual on its device. Returns False if it was there. Raises CSDOSError."""
         p, residual = param_state.local, param_state.residual
         if residual is None:
             residual = torch.empty_strided(p.shape, param_state.stride, dtype=torch.bfloat16, device=p.device).zero_()
@@ -273,7 +281,7 @@ class StateMap:
         return True
 
     def drop_residual(self, engine: Engine, param_states: list[ParamState]) -> None:
-        """These parameters have a residual no more."""
+        """Removes the residuals of these parameters."""
         owing = [param_state for param_state in param_states if param_state.residual is not None]
         for param_state in owing:
             engine.drop_residual(param_state.index)
@@ -283,7 +291,7 @@ class StateMap:
             self.remember()
 
     def fill(self, engine: Engine) -> None:
-        """Copies what parameters and `state` hold to their places: again, until it is known to have got there."""
+        """Fills the unfilled places from the parameters and `state`. If that fails, the next call fills them again."""
         if not self.unfilled:
             return
         for param_state in self.unfilled:
@@ -296,7 +304,8 @@ class StateMap:
                 entry = self.state.get(param_state.param) or {}
                 seed = engine.devices.keeps_state or param_state.on_accelerator
                 lost += param_state.fill(entry, seed=seed, fresh=fresh)
-                # Where nothing is committed, codes need not wait for those of all others: only till there are many.
+                # Without commits, the codes of all parameters need not be written together: write batches, which limits
+                # the memory for fp32 states.
                 waiting += 4 * len(param_state.sections) * param_state.numel if param_state.decoded else 0
                 if waiting > CODES_WAITING and not engine.durable:
                     engine.windows.write_decoded()
@@ -307,10 +316,10 @@ class StateMap:
         self.filled()
 
     def fill_by_step(self, engine: Engine, param_states: list[ParamState]) -> list[ParamState]:
-        """The same for the next step of `bounds` to do, tile by tile: it writes what it computes, and reads nothing.
+        """Leaves filling to the next step, which takes `param_states`: it writes what it computes, and reads nothing.
 
-        Returns these places: to be `filled()` when the step is whole, and empty as before if it is undone. None of
-        them: there is nothing to fill, or a step cannot do it.
+        Returns the places that the step fills: call `filled()` when the step is complete; if it is undone, they are
+        empty as before. Returns an empty list if there is nothing to fill, or a step cannot do it.
         """
         if not self.unfilled:
             return []
@@ -326,7 +335,7 @@ class StateMap:
         return new
 
     def filled(self) -> None:
-        """The places that were to be filled have their state."""
+        """Marks all unfilled places as filled, and shows them in `state`."""
         if not self.unfilled:
             return
         for param_state in self.unfilled:
@@ -341,7 +350,10 @@ class StateMap:
             check_entry(self.state.get(p) or {}, p, name_of(groups, k, i), self.rule.sections)
 
     def adopt(self, engine: Engine, groups: Groups, grad_dtype: torch.dtype | None, *, loaded: bool = False) -> None:
-        """Takes in what somebody put into `state`: load_state_dict (`loaded`), an assignment, ZeRO's consolidation."""
+        """Copies to the devices what was put into `state`: by load_state_dict() (`loaded`), an assignment or ZeRO.
+
+        A parameter that needs more states than its place has gets another place.
+        """
         self.check(groups)
         joining = set()
         for _, _, p in members(groups):
@@ -351,7 +363,7 @@ class StateMap:
                 and entry
                 and any(name in entry and name not in param_state.sections for name in self.rule.sections)
             ):
-                self.param_states.pop(id(p)).alive = False  # needs more room than it has
+                self.param_states.pop(id(p)).alive = False  # it needs more states than its place has
                 engine.drop_residual(param_state.index)
                 if param_state.on_accelerator:
                     param_state.let_go()
@@ -370,12 +382,12 @@ class StateMap:
             self.count_near(engine)
             self.join(engine, groups, joining, grad_dtype)
         warn_if_large(bytes_in_memory(self._foreign()), LOADED if loaded else REPLACED)
-        if loaded and self.unfilled:  # the checkpoint's step is the one we are at
+        if loaded and self.unfilled:  # go on from the checkpoint's step
             engine.step = max(int(self.state[b.param].get("step", 0)) for b in self.unfilled)
         self.fill(engine)
 
     def _foreign(self) -> Iterator[torch.Tensor]:
-        """What somebody put into `state`, and is still to be copied to its place."""
+        """Yields the tensors that were put into `state` from outside and are still to be copied to their places."""
         for param_state in self.unfilled:
             entry = self.state.get(param_state.param) or {}
             for key in {*param_state.sections, *param_state.shown}:
@@ -387,7 +399,7 @@ class StateMap:
     # ---- `state` ---------------------------------------------------------------------
 
     def show(self, param_state: ParamState) -> None:
-        """Puts our tensors into `state`, beside whatever else is there."""
+        """Puts our tensors into the parameter's entry in `state`, and keeps other values there."""
         entry = self.state.get(param_state.param, {})
         if param_state.decoded:
             others = {key: value for key, value in dict.items(entry) if key not in param_state.sections}
@@ -399,7 +411,7 @@ class StateMap:
         self._shown = self._values()
 
     def intact(self) -> bool:
-        """Does `state` hold exactly what it held when we last looked?"""
+        """Does `state` hold exactly the values that it held at the last remember()?"""
         values = self._values()
         return len(values) == len(self._shown) and all(map(is_, values, self._shown))
 
@@ -412,13 +424,13 @@ class StateMap:
             )
         ]
 
-    # ---- of a store that is resumed --------------------------------------------------
+    # ---- resuming a store ------------------------------------------------------------
 
     def adopt_commit(self, engine: Engine, groups: Groups) -> None:
-        """The places that a store has given, to parameters that are known to be its own."""
+        """Gives parameters their places in a resumed store. The caller has checked that they fit the store."""
         here = {(k, i): p for k, i, p in members(groups)}
         for entry in engine.recovered[0].manifest["params"]:
-            gone = entry["group"] < 0  # it got another place later
+            gone = entry["group"] < 0  # its parameter moved to another place later
             p = here.get((entry["group"], entry["position"]))
             if p is None or gone:
                 p, part = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta"), UNSHARDED
@@ -438,7 +450,10 @@ class StateMap:
         self.remember()
 
     def exchange(self, engine: Engine, groups: Groups) -> None:
-        """Parameters that were exchanged since then take the places of those before them. Raises CSDStoreError."""
+        """Moves places to parameters that have replaced others since adopt_commit().
+
+        Raises CSDStoreError if shape or dtype of a new parameter is not the store's.
+        """
         here = {(k, i): p for k, i, p in members(groups)}
         entries = engine.recovered[0].manifest["params"]
         changed = [
@@ -455,7 +470,7 @@ class StateMap:
                     f"parameter {entry['name']} is {tuple(local.shape)} {p.dtype} now; in the store that was resumed "
                     f"it is {tuple(param_state.own_master.shape)} {param_state.param.dtype}"
                 )
-        for _, param_state, _ in changed:  # first all of them: they may have exchanged places among themselves
+        for _, param_state, _ in changed:  # remove all before adding any: parameters may have swapped positions
             del self.param_states[id(param_state.param)]
             self.state.pop(param_state.param, None)
         for _, param_state, p in changed:
@@ -467,13 +482,13 @@ class StateMap:
             self.remember()
 
     def unwritten(self) -> list[ParamState]:
-        """Those whose parameters are as we have left them."""
+        """The parameters that were not written from outside since we last wrote them."""
         return [
             param_state for param_state in self.param_states.values() if param_state.version == param_state.version_now
         ]
 
     def give_values(self, param_states: Iterable[ParamState], grad_dtype: torch.dtype | None) -> str | None:
-        """Gives parameters the values of their masters. Returns the name of one that has no data yet."""
+        """Sets parameters to the values of their masters. Returns the name of one on the meta device, or None."""
         without_data = None
         for param_state in param_states:
             p = param_state.param

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, and views that follow it."""
+"""The memory order of tensors, and views and copies in a given order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def numel(p: torch.Tensor) -> int:
-    """How many numbers it has; a complex one counts two."""
+    """Number of real values in a tensor; a complex number counts two."""
     return p.numel() * (2 if p.is_complex() else 1)
 
 
@@ -25,7 +25,7 @@ def ordered(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as 1-D fp32/fp16/bf16, in the order of its memory; complex as pairs."""
+    """A 1-D fp32/fp16/bf16 view of a dense tensor in its memory order; a complex number becomes a pair."""
     if t.is_complex():
         t = torch.view_as_real(t)
     return t.as_strided((t.numel(),), (1,))

@@ -1,4 +1,4 @@
-"""Gradients that are the sum of several: those of trainers, which the engine adds up while it updates."""
+"""Gradients that are the sum of several trainers' gradients, which the engine adds up during the update."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .strides import flat, numel
 
 @dataclass(frozen=True, eq=False)
 class Summand:
-    """One of them, of all elements of what this process updates of a parameter; in host memory."""
+    """One gradient of such a sum, in host memory. It covers the part of a parameter that this process updates."""
 
-    values: torch.Tensor  # dense, with the memory order of the state; or entries, as csd_summand has them: 1-D int32
-    entries: torch.dtype | None = None  # of their values: float16 or bfloat16
-    run_words: int = 0  # of entries: so many for each `run_elems` elements
+    values: torch.Tensor  # dense, in the memory order of the states; or Top-K entries, see csd_summand: 1-D int32
+    entries: torch.dtype | None = None  # dtype of the entries' values, float16 or bfloat16; None: dense
+    run_words: int = 0  # words of entries for each `run_elems` elements
     run_elems: int = 0
 
     @property
@@ -27,15 +27,15 @@ class Summand:
 
 
 def table_of(summands: Sequence[Summand]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-    """As the engine knows them (dtype SUMMAND): the tensors have to live as long as it is used."""
+    """The engine's table of these summands (dtype SUMMAND). Their tensors must live as long as the table is in use."""
     rows = [(s.values.data_ptr(), DTYPE_CODES[s.dtype], s.run_words, s.run_elems) for s in summands]
     return np.array(rows, SUMMAND)
 
 
 def total(summands: Sequence[Summand], like: torch.Tensor) -> torch.Tensor:
-    """Their fp32 sum, in their order, with the shape and memory order of `like`, which is dense; complex if that is.
+    """The fp32 sum of `summands`, added in this order, in the shape and memory order of `like`; complex if `like` is.
 
-    Raises CSDValueError for entries that are malformed.
+    `like`: a dense tensor. Raises CSDValueError for malformed entries.
     """
     out = torch.empty_like(like, dtype=torch.complex64 if like.is_complex() else torch.float32, device="cpu")
     if numel(like):

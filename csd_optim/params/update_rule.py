@@ -1,4 +1,4 @@
-"""What the package asks of an update rule; its arithmetic is a header in native/include, see rules.h there."""
+"""The Python description of an update rule; its arithmetic is in a header in native/include, see rules.h there."""
 
 from __future__ import annotations
 
@@ -11,36 +11,39 @@ Group = dict[str, Any]  # one of an optimizer's `param_groups`
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """One optimizer's rule: what its states are called, and its constants for a step."""
+    """One optimizer's update rule: the names of its states, and its constants for a step."""
 
-    name: str  # by which a store says what made it
-    sections: tuple[str, ...]  # of a tile, 1 to 4: the fp32 master, then the states as `state` calls them
-    least: int  # of these, the first so many, every parameter has; of the others, those that it needs
+    name: str  # identifies the rule in a store
+    sections: tuple[str, ...]  # of a tile, 1 to 4: the fp32 master, then the states by their names in `state`
+    least: int  # every parameter has the first `least` sections; of the others, those that its group needs
     hyperparameters: tuple[str, ...]  # of a group; a store keeps them
-    # csd_rule and csd_hyper.c at step t, computed in double, of parameters of a group that have these sections;
-    # gradients are multiplied by `grad_scale`: (group, sections, t, grad_scale).
+    # (group, sections, t, grad_scale) → csd_rule and csd_hyper.c at step t, computed in double, for the parameters of
+    # the group that have these sections. Gradients are multiplied by `grad_scale`.
     constants: Callable[[Group, Sequence[str], float, float], tuple[int, tuple[float, ...]]]
-    # A hyperparameter → the state that it needs, while it is true.
+    # hyperparameter → the state that is needed while the hyperparameter is true (nonzero).
     switches: Mapping[str, str] = field(default_factory=dict)
-    # A state → the hyperparameter that it begins as, for all its elements; others begin as zero.
+    # state → the hyperparameter that is the initial value of all its elements; other states start at zero.
     initial: Mapping[str, str] = field(default_factory=dict)
-    has_codes: bool = False  # 8 bits can keep its states (rules.h): they are exp_avg and what bounds it, exp_avg_sq
+    has_codes: bool = False  # its states can be 8-bit codes (rules.h): they are exp_avg and its bound, exp_avg_sq
 
     def sections_for(self, group: Group, held: Collection[str] = ()) -> tuple[str, ...]:
-        """Those that a parameter of this group needs, and those of which it has a state already (`held`)."""
+        """The sections that a parameter of this group needs, plus those for which it already has a state (`held`)."""
         needed = {*self.sections[: self.least], *held, *(state for name, state in self.switches.items() if group[name])}
         return tuple(section for section in self.sections if section in needed)
 
     def initial_for(self, group: Group) -> dict[str, float]:
-        """What the states of a parameter of this group begin as, where that is not zero."""
+        """The initial values of the states of a parameter of this group, where they are not zero."""
         values = {state: float(group[name]) for state, name in self.initial.items()}
         return {state: value for state, value in values.items() if value}
 
     def lacking(self, group: Group, sections: Sequence[str]) -> tuple[str, str]:
-        """The first hyperparameter of the group that needs more than these sections, which one does; and the state."""
+        """The first hyperparameter of the group that needs a state not in `sections`, and that state.
+
+        The caller knows that there is one.
+        """
         return next((name, state) for name, state in self.switches.items() if group[name] and state not in sections)
 
     def takes(self, sections: Sequence[str]) -> bool:
-        """Can a parameter have these?"""
+        """Can a parameter of this rule have exactly these sections?"""
         in_order = tuple(section for section in self.sections if section in sections)
         return (*sections,) == in_order and in_order[: self.least] == self.sections[: self.least]
