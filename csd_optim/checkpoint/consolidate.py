@@ -1,4 +1,4 @@
-"""The stores of all ranks of a run, seen as one with whole parameters: for exports that any number can load."""
+"""The stores of all ranks of a run, combined into one with whole parameters: any world size can load its exports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from .snapshot import Paths, last_step, stores_at_rest
 
 @dataclass(frozen=True)
 class Consolidated:
-    """`contents`: what they hold together. `ranks`: of each rank its stores, and by row there the row here."""
+    """Stores of one or several ranks, seen as one.
+
+    `contents`: the combined contents. `ranks`: for each rank the contents of its stores, and a map from its parameter
+    rows to the rows in `contents`.
+    """
 
     contents: Contents
     ranks: list[tuple[list[Contents], dict[int, int]]]
@@ -29,7 +33,7 @@ class Consolidated:
         return [contents for recovered, _ in self.ranks for contents in recovered]
 
     def first_of(self, rank: int, row: int) -> list[int] | None:
-        """Where, in the whole, the part begins that a rank has; None: it is all of it."""
+        """The index at which a rank's part begins in the whole parameter; None: the rank has all of it."""
         recovered, _ = self.ranks[rank]
         of = recovered[0].manifest["params"][row].get("of")
         return of["first"] if of and len(self.ranks) > 1 else None
@@ -37,7 +41,7 @@ class Consolidated:
 
 @contextlib.contextmanager
 def at_rest_together(paths: Paths) -> Iterator[Consolidated]:
-    """The stores of one process, or of one rank; or those of all ranks, at the last step that all have. Nobody writes.
+    """Opens the stores of one process, of one rank, or of all ranks at the last step that all have, locked for reading.
 
     Raises CSDBusyError, CSDStoreError, CSDOSError.
     """
@@ -52,7 +56,7 @@ def at_rest_together(paths: Paths) -> Iterator[Consolidated]:
 
 
 def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
-    """Of each rank what its stores hold of the last round that all ranks have, device by device."""
+    """For each rank, the contents of its stores at the last round that all ranks have, device by device."""
     newest = [last_step(stores)[0] for stores in by_rank]
     first = newest[0]
     if [contents.rank for contents in newest] != [*range(first.world_size)]:
@@ -69,7 +73,7 @@ def _last_round(by_rank: list[list[StoreFile]]) -> list[list[Contents]]:
 
 
 def merged(ranks: list[list[Contents]]) -> Consolidated:
-    """Raises CSDStoreError if the ranks have parts that only FSDP1 knows how to put together."""
+    """Combine the contents of several ranks. Raises CSDStoreError for shards that only FSDP1 can put together."""
     if len(ranks) == 1:
         [recovered] = ranks
         return Consolidated(
@@ -82,7 +86,7 @@ def merged(ranks: list[list[Contents]]) -> Consolidated:
     for recovered in ranks:
         rows.append({})
         for row, p in enumerate(recovered[0].manifest["params"]):
-            if p["group"] < 0:  # it got another place later
+            if p["group"] < 0:  # the parameter moved to another place later
                 continue
             if "of" in p and p["of"] is None:
                 raise CSDStoreError(
@@ -105,7 +109,7 @@ def merged(ranks: list[list[Contents]]) -> Consolidated:
 
 
 def _whole(p: dict[str, Any]) -> dict[str, Any]:
-    """The entry of the parameter of which this is a part."""
+    """The manifest's entry for the whole parameter of which `p` is a part."""
     entry = {k: v for k, v in p.items() if k not in ("of", "residual")}
     if "of" in p:
         shape = p["of"]["shape"]

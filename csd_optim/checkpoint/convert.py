@@ -1,4 +1,4 @@
-"""A store of states of another kind than those of a store: fp32 ones, or codes of 8 bits."""
+"""Convert a store between fp32 states and 8-bit codes, by making a new store."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .files import Progress, no_bar
 from .snapshot import Paths, directories
 from .state_dict import about_of, dtype_of, numbered
 
-CHUNK = 1 << 20  # elements that are looked at at a time
-EXTENT_BYTES = 64 << 20  # that a file without a name grows by, at least
+CHUNK = 1 << 20  # elements that are processed at a time
+EXTENT_BYTES = 64 << 20  # minimum by which the nameless scratch file grows
 
 
 def convert_store(
@@ -38,21 +38,22 @@ def convert_store(
     tile_elems: int | None = None,
     progress: Progress = no_bar,
 ) -> dict[str, Any]:
-    """Makes a store on `devices`, directories without one, of what the store in `paths` holds of its last step.
+    """Makes a store on `devices`, directories without one, from the last step of the store in `paths`.
 
-    All states become those of `state_dtype`, fp32 exactly, 8-bit ones to nearest; all else stays: masters as far as the
-    states hold them, steps, hyperparameters, `user_state`, residuals. The old store is only read, and checked first.
-    Returns what the new one holds, for a message; `clipped`: how many elements of exp_avg 8 bits could not hold.
+    All states are converted to `state_dtype`: to fp32 exactly, to 8 bits by rounding to nearest. Everything else stays
+    the same: masters (as far as the states hold them), steps, hyperparameters, `user_state`, residuals. The old store
+    is checked first, and only read. Returns what the new store holds, for a message; `clipped` is the number of
+    elements of exp_avg that were too large for 8 bits.
 
     Raises CSDValueError if there is nothing to convert, CSDStoreError if the store is damaged or one of several ranks,
-    CSDStoreExistsError, CSDBusyError, CSDOSError: nothing that could be resumed is there then.
+    CSDStoreExistsError, CSDBusyError, CSDOSError. After an error there is no new store that could be resumed.
     """
     check_state_dtype(state_dtype)
     specs = parse_devices(devices)
     for spec in specs:
         if spec.directory is None or not spec.durable:
             raise CSDValueError(f"{spec} keeps nothing; name a directory for the store")
-    open_engine(specs).close()  # raises what speaks against them, before everything is read
+    open_engine(specs).close()  # raises if the devices cannot be used, before everything is read
     engine = open_engine(parse_devices(directories(paths)), mode="read")
     try:
         if not engine.recovered:
@@ -80,7 +81,7 @@ def convert_store(
 
 
 class _Scratch:
-    """Tensors that are on a drive and not in memory, as long as somebody has them: in one file, which has no name."""
+    """Tensors that are memory-mapped from one nameless file on a drive. It lives as long as one of them does."""
 
     def __init__(self, directory: Path) -> None:
         there = next(place for place in (directory, *directory.parents) if place.is_dir())
@@ -91,10 +92,10 @@ class _Scratch:
     def take(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         """`n` zeros. Raises CSDOSError."""
         size = n * dtype.itemsize
-        if size > self._end - self._begin:  # a mapping each would be a file descriptor each
+        if size > self._end - self._begin:  # one mapping per tensor would take a file descriptor each
             begin, self._end = self._end, self._end + round_up(max(size, EXTENT_BYTES), 4096)
             try:
-                os.posix_fallocate(self._file.fileno(), begin, self._end - begin)  # a full disk is an error here
+                os.posix_fallocate(self._file.fileno(), begin, self._end - begin)  # so a full disk raises, not SIGBUS
             except OSError as e:
                 raise CSDOSError(e.errno, f"no room for what is decoded: {e.strerror}") from e
             self._mapped = np.memmap(self._file, np.uint8, "r+", begin, (self._end - begin,))
@@ -108,7 +109,7 @@ class _Scratch:
 
 
 class _Source:
-    """What a store holds, as an export would: mapped from its files, or, of codes, from one that has no name."""
+    """A store in the form of an Export. States are mapped from its files; decoded codes from a nameless file."""
 
     def __init__(self, engine: Engine, directory: Path) -> None:
         self._engine = engine
@@ -133,14 +134,14 @@ class _Source:
         self._scratch.close()
 
     def take(self, tile: Tile, data: memoryview | None) -> None:
-        """One that is whole; see each_tile()."""
+        """Decodes one tile that has passed its check; see each_tile()."""
         if data is None or tile.codes_of is None:
             return
         for row, _, first, tile_first, elems in self._extents[tile.extent].pieces_in(tile.number).tolist():
             tile.decode(data, tile_first, [state[first : first + elems] for state in self._decoded[row]])
 
     def _flat(self, row: int, k: int) -> torch.Tensor:
-        """A state, 1-D fp32, in the order of its memory."""
+        """The `k`-th state of a row, 1-D fp32, in memory order."""
         if row in self._decoded:
             return self._decoded[row][k]
         extent = self._engine.extents[self._params[row]["extent"]]
@@ -167,7 +168,7 @@ class _Source:
         return torch.from_numpy(values.copy()).as_strided(p["shape"], p["stride"]).numpy()
 
     def _param(self, i: int) -> torch.Tensor:
-        """What a parameter that resumes the store would be, for its codes; and counts what these cannot hold."""
+        """The parameter as it would be after resuming the store, for encoding; counts elements that codes must clip."""
         row = self._rows[i]
         master, exp_avg, exp_avg_sq = (self._flat(row, k) for k in range(3))
         n, name = len(master), self._params[row]["dtype"]
@@ -181,7 +182,7 @@ class _Source:
         return param
 
     def export(self, state_dtype: str) -> Export:
-        """Parameters of codes lie beside such of the same dtype only."""
+        """The Export with states of `state_dtype`. With codes, an extent has parameters of one dtype only."""
         about = about_of(self._contents)
         coded = state_dtype == EIGHT_BIT
         kinds = [(p["extent"], _codes_of(p) if coded else "") for p in about["params"]]
@@ -202,5 +203,5 @@ class _Source:
 
 
 def _codes_of(p: dict[str, Any]) -> str:
-    """The dtype of a parameter's codes, which a complex one has as pairs."""
+    """The dtype for which a parameter is encoded; a complex parameter counts as pairs of fp32."""
     return "float32" if p["dtype"] == "complex64" else str(p["dtype"])

@@ -1,4 +1,4 @@
-"""Stores in the formats of others: export and import, of torch.save and of safetensors."""
+"""Export of stores to the formats of torch.save and safetensors, and import from these."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .files import Output, Progress, made_whole, need_room, no_bar
 from .snapshot import Paths
 from .state_dict import EXPORT_WITH_RULE, about_of, dtype_of, names_of, numbered, state_dict
 
-# As NumPy has them: it has no bfloat16, and 16 bits are as good for copying.
+# The NumPy dtypes for copying torch dtypes: NumPy has no bfloat16, and any 16-bit type copies the same bits.
 NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.complex64: np.complex64, torch.bfloat16: np.int16}
 INDEX_NAME = "optimizer.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -46,15 +46,15 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class FileRegion:
-    """Where the state of a parameter goes in a file."""
+    """The region of a file that receives one state of a parameter."""
 
     output: Output
     offset: int
-    # Where the file wants another order than the parameter's memory has: the file, mapped, in the order of the memory.
+    # If the file's element order is not that of the parameter's memory: the mapped region, viewed in memory order.
     mapped: np.ndarray[Any, Any] | None = None
 
     def write(self, first: int, data: memoryview) -> None:
-        """`first`: the byte with which `data` begins."""
+        """Writes `data`, which begins at byte `first` of the state in memory order."""
         if self.mapped is None:
             self.output.write(data, self.offset + first)
         else:
@@ -64,7 +64,7 @@ class FileRegion:
 
 
 def _pour(source: Consolidated, regions: dict[tuple[int, str], FileRegion], progress: Progress) -> None:
-    """Every tile's parts of parameters, and every residual, to their places, by row and name."""
+    """Copies every tile's pieces of parameters, and every residual, to their regions, keyed by row and name."""
     with progress("exporting", total_bytes(source.stores)) as tick:
         for rank, (recovered, rows) in enumerate(source.ranks):
             own = {}
@@ -78,7 +78,7 @@ def _pour(source: Consolidated, regions: dict[tuple[int, str], FileRegion], prog
 
 
 def _part(place: FileRegion, of: dict[str, Any], first: list[int], p: dict[str, Any], name: str) -> FileRegion:
-    """Where a part goes, given the place of the whole, which lies there in the order of its indices."""
+    """The region of a part, given the region of the whole parameter, whose elements are in index order there."""
     dtype, shape = dtype_of(p, name), p["shape"]
     if shape[1:] == of["shape"][1:] and _in_order(p):
         return FileRegion(place.output, place.offset + first[0] * math.prod(shape[1:]) * dtype.itemsize)
@@ -108,7 +108,7 @@ def _pour_rank(recovered: list[Contents], regions: dict[tuple[int, str], FileReg
 
 
 def _values(tile: Tile, data: memoryview, first: int, elems: int) -> list[memoryview]:
-    """Each state of some elements of a tile, as fp32. `data`: its slot."""
+    """The states of elements [first, first + elems) of a tile as fp32, one buffer each. `data`: the tile's slot."""
     if tile.codes_of is None:
         return [data[section.at(first) : section.at(first + elems)] for section in tile.sections]
     states = [torch.empty(elems, dtype=torch.float32, device="cpu") for _ in tile.states]
@@ -117,13 +117,13 @@ def _values(tile: Tile, data: memoryview, first: int, elems: int) -> list[memory
 
 
 def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[Path]:
-    """One file, with what torch.save(CSDAdam.load(paths), out) writes. Returns it.
+    """Writes one file with the content of torch.save(CSDAdam.load(paths), out). Returns its path, as a list.
 
-    Of several ranks, name the stores of all: their parts are put together.
+    With several ranks, name the stores of all of them: the parts are combined.
     """
     with at_rest_together(paths) as source, made_whole(out) as temporary:
         need_room(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
-        wanted: dict[int, tuple[int, str]] = {}  # by the id of a tensor that has no data
+        wanted: dict[int, tuple[int, str]] = {}  # id of a fake tensor (one without data) → row, name
 
         def tensor(row: int, name: str, p: dict[str, Any]) -> torch.Tensor:
             with FakeTensorMode():
@@ -132,7 +132,7 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[P
             return empty
 
         content = state_dict(source.contents, tensor)
-        # torch writes everything but the data, leaves room for that, and then says where.
+        # torch writes everything but the data and leaves gaps for it; loading the file as fake tensors says where.
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(content, temporary)
         with FakeTensorMode():
@@ -156,15 +156,15 @@ def export_torch(paths: Paths, out: Path, progress: Progress = no_bar) -> list[P
 def export_safetensors(
     paths: Paths, out: Path, shard_bytes: int = SHARD_BYTES, progress: Progress = no_bar
 ) -> list[Path]:
-    """A directory of safetensors files of about `shard_bytes`, at least one tensor each, and an index. Returns them.
+    """Writes a directory of safetensors files of about `shard_bytes`, with at least one tensor each, and an index.
 
-    Of several ranks, as export_torch().
+    Returns the paths of the files. Several ranks: as in export_torch().
     """
     with at_rest_together(paths) as source, made_whole(out) as temporary, contextlib.ExitStack() as stack:
         first = source.contents
         need_room(temporary.parent, sum(stored_bytes(contents, decoded=True) for contents in source.stores))
         temporary.mkdir()
-        shards: list[dict[str, tuple[int, str, dict[str, Any]]]] = [{}]  # names, in the order of the file
+        shards: list[dict[str, tuple[int, str, dict[str, Any]]]] = [{}]  # per file: name → row, state, entry; in order
         filled, names = 0, set()
         for _, row, p in numbered(first.manifest):
             for what in names_of(first.manifest, p):
@@ -183,9 +183,9 @@ def export_safetensors(
             weight_map.update(dict.fromkeys(shard, file))
             entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             end = 0
-            # Residuals go last: what is fp32 stays aligned.
+            # Residuals (16 bits) go last, so that fp32 tensors stay aligned.
             for name, (_, what, p) in sorted(shard.items(), key=lambda item: item[1][1] == "residual"):
-                # A complex number is two fp32 values: not every reader knows a type for it.
+                # A complex number is stored as two fp32 values: not every reader knows a complex type.
                 shape = [*p["shape"], 2] if p["dtype"] == "complex64" else p["shape"]
                 dtype, begin, end = "BF16" if what == "residual" else "F32", end, end + _bytes(p, what)
                 entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
@@ -216,22 +216,22 @@ def _bytes(p: dict[str, Any], what: str) -> int:
 
 
 def _order(p: dict[str, Any]) -> list[int]:
-    """The dimensions as they lie in memory."""
+    """The dimensions in memory order, the outermost first."""
     return sorted(range(len(p["shape"])), key=lambda i: -p["stride"][i])
 
 
 def _in_order(p: dict[str, Any]) -> bool:
-    """Do the elements lie in memory in the order of their indices?"""
+    """Are the elements in memory in the order of their indices (row-major)?"""
     shape = p["shape"]
     return not p["numel"] or [i for i in _order(p) if shape[i] != 1] == [i for i, n in enumerate(shape) if n != 1]
 
 
 def _mapped(output: Output, offset: int, p: dict[str, Any], what: str) -> np.ndarray[Any, Any] | None:
-    """None: the elements lie in memory as in the file, in the order of their indices."""
+    """The region of a state, mapped and viewed in memory order. None: memory and file have the same (index) order."""
     order = _order(p)
     if _in_order(p):
         return None
-    os.posix_fallocate(output.fd, offset, _bytes(p, what))  # a full disk is an error here, and a signal later
+    os.posix_fallocate(output.fd, offset, _bytes(p, what))  # a full disk raises here; later it would be a SIGBUS
     dtype = NUMPY[dtype_of(p, what)]
     path = f"/proc/self/fd/{output.fd}"
     mapped: np.ndarray[Any, Any] = np.memmap(path, dtype, "r+", offset=offset, shape=tuple(p["shape"])).transpose(order)
@@ -243,31 +243,31 @@ def _mapped(output: Output, offset: int, p: dict[str, Any], what: str) -> np.nda
 
 @dataclass(frozen=True)
 class Export:
-    """What an export holds."""
+    """The contents of an export."""
 
     about: dict[str, Any]  # see about_of
     steps: list[float]
     groups: list[dict[str, Any]]
     user_state: bytes
-    state: Callable[[int, str], np.ndarray[Any, Any] | None]  # of parameter and section; None: it has none
-    # What a parameter itself is: 1-D, in the order of its memory. None: what its codes to nearest say
+    state: Callable[[int, str], np.ndarray[Any, Any] | None]  # (parameter, section) → state; None: it has none
+    # The parameter itself, for its codes: 1-D, in memory order. None: it is the master rounded to nearest.
     param: Callable[[int], torch.Tensor] | None = None
 
     def sections(self, extent: int, row: int) -> Sequence[str]:
-        """Names of the states of a parameter, and of all in its extent."""
+        """Names of the states of a parameter; they are the same for all parameters of its extent."""
         if "rule" in self.about:
             sections: list[str] = self.about["sections"][extent]
             return sections
         return SECTIONS if self.state(row, SECTIONS[-1]) is not None else SECTIONS[:-1]
 
     def codec(self, extent: int) -> tuple[str, torch.dtype | None]:
-        """How the states of an extent were kept, and the dtype of parameters that had codes."""
+        """The codec of an extent's states, and with codes the dtype of its parameters."""
         codes = self.about["codes"][extent] if "codes" in self.about else {}
         return codes.get("codec", FP32), PARAM_DTYPES.get(codes.get("param_dtype", ""))
 
 
 def read_export(path: Path) -> Export:
-    """Raises CSDStoreError if it is none, or not one of ours."""
+    """Reads an export of either format. Raises CSDStoreError if `path` is not an export of a store, CSDOSError."""
     try:
         return _read_safetensors(path) if path.is_dir() else _read_torch(path)
     except CSDError:
@@ -280,9 +280,9 @@ def read_export(path: Path) -> Export:
 
 def _read_torch(path: Path) -> Export:
     with opened(path):
-        pass  # torch says less of a file that is not there
+        pass  # for a missing file, this raises a clearer error than torch.load()
     try:
-        with FakeTensorMode():  # only where the data is: mapping more than the memory holds, torch is refused
+        with FakeTensorMode():  # offsets only: mapping a file larger than memory, torch is refused
             laid_out = torch.load(path, weights_only=True)
     except Exception as e:
         raise CSDStoreError(f"{path} is no file that torch.load(weights_only=True) can read: {e}") from e
@@ -351,15 +351,15 @@ def _read_safetensors(path: Path) -> Export:
 
 
 def _flat(value: np.ndarray[Any, Any], p: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """In the order of the parameter's memory: mapped from the file, if it lies there so."""
+    """A state as 1-D array in the parameter's memory order: still mapped from the file if that has this order."""
     return np.ascontiguousarray(value.transpose(_order(p))).reshape(-1)
 
 
 def _residual(value: np.ndarray[Any, Any], p: dict[str, Any]) -> torch.Tensor:
-    """As an engine keeps it."""
+    """A residual in the form in which an engine keeps it: 1-D bfloat16, in memory order."""
     flat = _flat(value, p)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it must not be written to: nobody will
+        warnings.simplefilter("ignore")  # torch warns that the array is read-only; nothing writes to it
         return torch.from_numpy(flat).view(torch.bfloat16)
 
 
@@ -371,9 +371,9 @@ def _check_format(about: dict[str, Any], path: Path) -> None:
 
 
 def _fill_codes(engine: Engine, states: dict[int, list[np.ndarray[Any, Any]]], params: dict[int, torch.Tensor]) -> None:
-    """States of parameters, fp32 in the order of their memory, become codes, to nearest; `params`: see Export.
+    """Encodes states of parameters (fp32, in memory order), rounding to nearest. `params`: see Export.
 
-    Codes have no windows: a step without gradients begins with what is given.
+    Codes have no windows to write to. Instead, a step without gradients starts from these states (csd_param.edited).
     """
     table = np.zeros(engine.n_params, PARAM)
     for row, param in params.items():
@@ -392,7 +392,7 @@ def import_store(
     tile_elems: int | None = None,
     progress: Progress = no_bar,
 ) -> dict[str, Any]:
-    """Makes a store from an export; the number of devices is free. Returns what it holds, for a message."""
+    """Makes a store from an export, on any number of devices. Returns what the store holds, for a message."""
     return make_store(read_export(source), source, devices, tile_elems, progress, "importing")
 
 
@@ -404,7 +404,7 @@ def make_store(
     progress: Progress,
     doing: str,
 ) -> dict[str, Any]:
-    """The same of what was read already; `source`, `doing`: for messages."""
+    """As import_store(), for an Export that was read already. `source`, `doing`: for messages."""
     specs = parse_devices(devices)
     if temporary := [str(spec) for spec in specs if not spec.durable]:
         raise CSDValueError(f"{temporary[0]} keeps nothing; name a directory for the store")
@@ -413,11 +413,11 @@ def make_store(
     engine = open_engine(specs, tile_elems=tile_elems, shadow=about["shadow"])
     try:
         params = []
-        to_encode: dict[int, list[np.ndarray[Any, Any]]] = {}  # by parameter
+        to_encode: dict[int, list[np.ndarray[Any, Any]]] = {}  # states by parameter
         given: dict[int, torch.Tensor] = {}
         with progress(doing, 12 * sum(numels)) as tick:
             for e, number in enumerate(sorted({p["extent"] for p in about["params"]})):
-                # What joined together lies together again.
+                # Parameters that shared an extent share one again.
                 rows = [i for i, p in enumerate(about["params"]) if p["extent"] == number]
                 sections = export.sections(number, rows[0])
                 codec, param_dtype = export.codec(number)
@@ -427,7 +427,9 @@ def make_store(
                     for k, section in enumerate(sections):
                         value, dtype = export.state(i, section), dtype_of(p, section)
                         if value is None or (value.dtype, value.shape) != (NUMPY[dtype], tuple(p["shape"])):
-                            raise CSDStoreError(f"{source} is damaged: {section} of {p['name']} is missing or another")
+                            raise CSDStoreError(
+                                f"{source} is damaged: {section} of {p['name']} is missing or does not fit"
+                            )
                         if codec == FP32:
                             window = engine.windows.window(extent, at, k, dtype)
                             np.copyto(window.as_strided(p["shape"], p["stride"]).numpy(), value)
@@ -438,19 +440,19 @@ def make_store(
                         given[extent.first_param + at] = export.param(i)
                     if (value := export.state(i, "residual")) is not None:
                         if (value.dtype, value.shape) != (np.int16, tuple(p["shape"])):
-                            raise CSDStoreError(f"{source} is damaged: residual of {p['name']} is another")
+                            raise CSDStoreError(f"{source} is damaged: residual of {p['name']} does not fit")
                         engine.keep_residual(extent.first_param + at, _residual(value, p))
                     engine.steps[e][at] = export.steps[i]
                     params.append({**p, "extent": e, "start": extent.starts[at], "numel": numels[i]})
             rule = {"rule": about["rule"]} if "rule" in about else {}
-            engine.describe({**rule, "params": params, "waiting": about["waiting"]})  # without it nothing is committed
+            engine.describe({**rule, "params": params, "waiting": about["waiting"]})  # else nothing is committed
             if to_encode:
                 _fill_codes(engine, to_encode, given)
             engine.windows.sync()
         engine.step = about["step"]
         engine.record = Record(export.groups, about["given"], export.user_state, about["seconds"])
     except BaseException:
-        engine.abandon()  # close() would commit what is there
+        engine.abandon()  # close() would commit the incomplete store
         raise
     engine.close()
     return {"devices": [str(spec) for spec in specs], "step": about["step"], "params": sum(numels)}

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, room for them, and a bar while they are made."""
+"""Files that appear as a whole or not at all, a check for free space, and a progress bar."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..errors import CSDError, CSDOSError, CSDStoreExistsError
 from ..store.reader import Tick
 from ..store.transfer import sync_directory, write
 
-SYNC_BYTES = 64 << 20  # so much is written, then it goes to the disk and out of the page cache: training wants memory
-Progress = Callable[[str, int], AbstractContextManager[Tick]]  # what is done, of how many bytes
+SYNC_BYTES = 64 << 20  # after so many bytes, flush them and drop them from the page cache: training needs the memory
+Progress = Callable[[str, int], AbstractContextManager[Tick]]  # (description, total bytes) → context with a Tick
 
 
 @contextlib.contextmanager
@@ -27,8 +27,8 @@ def no_bar(_what: str, _total: int) -> Iterator[Tick]:
 
 @contextlib.contextmanager
 def bar(what: str, total: int) -> Iterator[Tick]:
-    """A progress bar on stderr, gone when it is done."""
-    from rich import progress  # training scripts need not wait for this import
+    """A progress bar on stderr, which disappears when done."""
+    from rich import progress  # imported here so that training scripts need not wait for it
     from rich.console import Console
 
     columns = (
@@ -46,7 +46,10 @@ def bar(what: str, total: int) -> Iterator[Tick]:
 
 @contextlib.contextmanager
 def made_whole(path: Path) -> Iterator[Path]:
-    """A name beside `path` for what is made there: at the end it becomes `path`; if that fails, nothing is left."""
+    """Yields a temporary name beside `path`, which is renamed to `path` at exit; after an error, nothing is left.
+
+    Raises CSDStoreExistsError if `path` exists, CSDOSError.
+    """
     path = Path(os.path.abspath(path))
     if os.path.lexists(path):
         raise CSDStoreExistsError(errno.EEXIST, f"{path} exists, and nothing is overwritten; name another path")
@@ -59,7 +62,7 @@ def made_whole(path: Path) -> Iterator[Path]:
             if directory.is_dir():
                 sync_directory(directory)
         if os.path.lexists(path):
-            raise CSDStoreExistsError(errno.EEXIST, f"{path} was made by somebody else meanwhile")
+            raise CSDStoreExistsError(errno.EEXIST, f"{path} was created by another process meanwhile")
         temporary.rename(path)
         try:
             sync_directory(path.parent)
@@ -77,14 +80,14 @@ def made_whole(path: Path) -> Iterator[Path]:
 
 
 class Output:
-    """A file written in any order, by any thread, that does not stay in memory. `size` None: the file is there."""
+    """A file that any thread writes in any order, and that does not stay in the page cache. `size` None: it exists."""
 
     def __init__(self, path: Path, size: int | None) -> None:
         new = 0 if size is None else os.O_CREAT | os.O_EXCL
         self.fd: int = os.open(path, os.O_RDWR | os.O_CLOEXEC | new, 0o644)
         self._unsynced = 0
         if size is not None:
-            os.ftruncate(self.fd, size)  # zeros, and none of them on the disk
+            os.ftruncate(self.fd, size)  # a sparse file: reads as zeros, takes no space
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         self._unsynced += len(data)

@@ -1,7 +1,7 @@
-"""Whole stores: found, read at rest, copied.
+"""Find stores, read them while no optimizer uses them, and copy them (snapshots).
 
-Everything goes tile by tile through a few buffers, whatever the size of the model. A copy is there as a whole or not at
-all. What nobody ever wrote (a hole of a sparse file) is neither read nor written.
+Data goes tile by tile through a few buffers, whatever the size of the model. A copy appears as a whole or not at all.
+Tiles that were never written (holes in a sparse file) are neither read nor written.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ..store.recovery import common_commit
 from ..store.transfer import opened
 from .files import Output, Progress, made_whole, need_room, no_bar
 
-FICLONE = 0x40049409  # ioctl: this file becomes another one's reflink, in no time
+FICLONE = 0x40049409  # ioctl: makes the file a reflink copy of another one, without copying data
 NO_REFLINK = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM)
-PAUSE = 0.002  # seconds: how often a copy looks whether the step is over
+PAUSE = 0.002  # seconds: interval at which a copy checks whether the step in flight is over
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -43,7 +43,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def directories(paths: Paths) -> list[Path]:
-    """Those of the devices: of stores, named by their directory or file, and of snapshots."""
+    """The directories of all devices in `paths`: stores, named by their directory or file, and snapshots."""
     found: list[Path] = []
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
         place = Path(path).expanduser()
@@ -61,7 +61,7 @@ def directories(paths: Paths) -> list[Path]:
 
 @contextlib.contextmanager
 def stores_at_rest(paths: Paths) -> Iterator[list[StoreFile]]:
-    """Stores to be read. Nobody writes them. Raises CSDBusyError, CSDStoreError, CSDOSError."""
+    """Opens stores for reading, locked against writers. Raises CSDBusyError, CSDStoreError, CSDOSError."""
     with contextlib.ExitStack() as stack:
         stores = []
         for spec in parse_devices(directories(paths)):
@@ -71,7 +71,7 @@ def stores_at_rest(paths: Paths) -> Iterator[list[StoreFile]]:
 
 
 def last_step(stores: Sequence[StoreFile]) -> list[Contents]:
-    """What the stores of an optimizer hold of the last step that all have, device by device. Raises CSDStoreError."""
+    """The contents of an optimizer's stores at the last step that all of them have, by device. Raises CSDStoreError."""
     if not (recovered := common_commit(stores)):
         raise CSDStoreError(f"{stores[0].path} holds no step yet")
     return sorted(recovered, key=lambda c: c.superblock.device)
@@ -83,14 +83,14 @@ def last_step(stores: Sequence[StoreFile]) -> list[Contents]:
 class Snapshot:
     """A copy of the stores of one optimizer, each in a directory `device-0`, `device-1` ... of `path`.
 
-    Made in two parts: this, while nothing is written to the stores; and `finish()`, once, while nothing that the
-    commit holds is overwritten. Without reflinks, that is where the tiles are copied.
+    Made in two parts: the constructor, while nothing is written to the stores; then `finish()`, once, while nothing
+    that belongs to the commit is overwritten. Without reflinks, `finish()` copies the tiles.
     """
 
     def __init__(self, recovered: list[Contents], path: Path) -> None:
         self.to_copy: list[Contents] = []
-        self._outputs: dict[str, Output] = {}  # by the path of the store
-        self._heads: list[tuple[str, int, bytes]] = []  # store, where, what
+        self._outputs: dict[str, Output] = {}  # by the path of the original store
+        self._heads: list[tuple[str, int, bytes]] = []  # (path of the original store, offset, data) of manifests etc.
         store_id = _id_of_copy(recovered[0])
         with contextlib.ExitStack() as stack:
             place = stack.enter_context(made_whole(path))
@@ -112,7 +112,10 @@ class Snapshot:
             self._stack = stack.pop_all()
 
     def finish(self, *, gate: Callable[[], None] = lambda: None, tick: Tick = lambda _: None) -> None:
-        """Raises CSDStoreError if a tile is damaged, CSDOSError; nothing is left then."""
+        """Completes the copy. Raises CSDStoreError if a tile is damaged, CSDOSError; nothing is left then.
+
+        `gate` is called before each tile and may block.
+        """
 
         def copy(tile: Tile, data: memoryview | None) -> None:
             if data is not None:
@@ -128,7 +131,7 @@ class Snapshot:
 
 
 def _id_of_copy(contents: Contents) -> bytes:
-    """A new one: from here on store and copy go different ways. The copies of all ranks' stores have the same."""
+    """A new store id, because store and copy diverge from here on. All ranks derive the same id for their copies."""
     block = contents.superblock
     if contents.world_size == 1:
         return secrets.token_bytes(16)
@@ -146,7 +149,7 @@ def _cloned(to: int, source: int) -> bool:
 
 
 def snapshot(paths: Paths, path: Path, progress: Progress = no_bar) -> None:
-    """Of stores that nobody uses."""
+    """Makes a snapshot at `path` of stores that no optimizer uses."""
     with stores_at_rest(paths) as stores:
         recovered = last_step(stores)
         made = Snapshot(recovered, path)
@@ -156,13 +159,13 @@ def snapshot(paths: Paths, path: Path, progress: Progress = no_bar) -> None:
 
 @dataclass(frozen=True)
 class Saving:
-    """A snapshot that is being made of stores in use."""
+    """A snapshot in progress, of stores in use."""
 
     future: Future[Path]
     give_up: threading.Event
 
     def wait(self) -> None:
-        """Returns when it is there. Raises what went wrong. Interrupted, it gives up: nothing is left then."""
+        """Returns once the snapshot is complete, or raises its error. If interrupted, cancels it: nothing is left."""
         try:
             self.future.result()
         except BaseException:
@@ -172,13 +175,13 @@ class Saving:
 
 
 def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Saving:
-    """Begins a snapshot of everything that the engine has. To be called with its lock held.
+    """Begins a snapshot of everything that the engine has. The caller holds the engine's lock.
 
-    `wait`: the caller will; otherwise a failure is a warning, too.
+    `wait`: the caller will wait for it; otherwise a failure is also shown as a warning.
 
     Raises CSDRuntimeError, CSDStoreExistsError, CSDOSError before anything is made.
     """
-    specs = engine.devices.specs if engine.durable else engine.specs  # what gpu: has, directories have, too
+    specs = engine.devices.specs if engine.durable else engine.specs  # states on gpu: are in the directories, too
     if temporary := [str(spec) for spec in specs if not spec.durable]:
         raise CSDRuntimeError(
             f"{temporary[0]} keeps its state for this process only, and there is no store to copy; "
@@ -202,12 +205,12 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
     made = Snapshot(recovered, path)
     give_up = threading.Event()
     done: Future[Path] = Future()
-    # The step after the next is the first to write where the copied state is; with one slot per tile, the next.
+    # The step after the next is the first to overwrite the slots being copied; with one slot per tile, the next is.
     sequence = recovered[0].superblock.sequence - (engine.slots == 1) if made.to_copy else math.inf
     pin = Pin(sequence, done)
 
     def gate() -> None:
-        # The drive is the training's while a step is under way, until one has to wait for the copy.
+        # Leave the drive to training while a step is in flight, unless a step is waiting for this copy.
         while engine.stepping and not (pin.wanted.is_set() or give_up.is_set()):
             pin.wanted.wait(PAUSE)
         if give_up.is_set():
@@ -228,6 +231,6 @@ def save(engine: Engine, path: Path, progress: Progress, *, wait: bool) -> Savin
     committer.pins.append(pin)
     try:
         threading.Thread(target=work, name=f"csd_optim save {path}").start()
-    except RuntimeError:  # the interpreter shuts down and has no more threads to give
+    except RuntimeError:  # the interpreter is shutting down and starts no more threads
         work()
     return Saving(done, give_up)

@@ -1,6 +1,6 @@
-"""A store as AdamW's state dict: what stands in it, and a store loaded as one, its tensors mapped from the files.
+"""A store as a state dict of torch: its content, and loading one whose tensors are memory-mapped from the files.
 
-What is in codes there is decoded into memory.
+States that are kept as codes are decoded into memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ..store.transfer import opened
 from ..store.user_state import stored_user_state
 from .snapshot import Paths, directories
 
-EXPORT_FORMAT = 1  # of what a state dict says of us beside AdamW's entries
-EXPORT_WITH_RESIDUALS = 2  # the same, if there are any: who knows only format 1 would leave them out, and not say so
-EXPORT_WITH_RULE = 3  # or a rule that is not AdamW's: who knows only these would make AdamW's store of it
+EXPORT_FORMAT = 1  # format of the entry "csd_optim", which a state dict has beside torch's entries
+EXPORT_WITH_RESIDUALS = 2  # with residuals: a reader that knows only format 1 would silently drop them
+EXPORT_WITH_RULE = 3  # with another rule than AdamW: a reader of formats 1 and 2 would make a store of AdamW from it
 
 
 def numbered(manifest: dict[str, Any]) -> list[tuple[int, int, dict[str, Any]]]:
-    """Of every parameter that has a state: its number over all groups, as torch counts; its row; its entry."""
+    """For every parameter with states: its number over all groups, as in torch's state dicts; its row; its entry."""
     lengths: dict[int, int] = {}
     for p in (*manifest["params"], *manifest["waiting"]):
         lengths[p["group"]] = max(lengths.get(p["group"], 0), p["position"] + 1)
@@ -43,7 +43,7 @@ def numbered(manifest: dict[str, Any]) -> list[tuple[int, int, dict[str, Any]]]:
 
 
 def _groups(manifest: dict[str, Any], hypers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`param_groups` of a state dict."""
+    """The `param_groups` of a state dict. `hypers`: the hyperparameters of each group."""
     groups, n = [], 0
     for k, recovered in enumerate(hypers):
         members = [p for p in (*manifest["params"], *manifest["waiting"]) if p["group"] == k]
@@ -58,13 +58,13 @@ def _groups(manifest: dict[str, Any], hypers: list[dict[str, Any]]) -> list[dict
 
 
 def about_of(contents: Contents) -> dict[str, Any]:
-    """What a state dict has no place for: all that it takes to make the store anew."""
+    """The entry "csd_optim": everything needed to recreate the store that has no place in torch's state dict."""
     manifest, extents = contents.manifest, contents.manifest["extents"]
     entries = [p for _, _, p in numbered(manifest)]
     params = [{k: v for k, v in p.items() if k not in ("start", "numel", "residual")} for p in entries]
     residuals = any("residual" in p for p in entries)
     rule = {"rule": manifest["rule"], "sections": [e["sections"] for e in extents]} if "rule" in manifest else {}
-    # Who does not know of codes makes a store of fp32 states from them, and loses nothing by it.
+    # Codes need no new format: a reader that does not know of them makes a store of fp32 states, and loses nothing.
     codes = [{k: e[k] for k in ("codec", "param_dtype") if k in e} for e in extents]
     return {
         "format": EXPORT_WITH_RULE if rule else EXPORT_WITH_RESIDUALS if residuals else EXPORT_FORMAT,
@@ -80,7 +80,7 @@ def about_of(contents: Contents) -> dict[str, Any]:
 
 
 def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], torch.Tensor]) -> dict[str, Any]:
-    """AdamW's, and an entry of ours. `tensor` gives what a row has by that name."""
+    """Torch's state dict, plus our entry "csd_optim". `tensor`: (row, state's name, manifest entry) → tensor."""
     state = {}
     for number, row, p in numbered(contents.manifest):
         master, *others = names_of(contents.manifest, p)
@@ -94,19 +94,19 @@ def state_dict(contents: Contents, tensor: Callable[[int, str, dict[str, Any]], 
 
 
 def names_of(manifest: dict[str, Any], p: dict[str, Any]) -> list[str]:
-    """What a parameter has: its states, and its residual if there is one."""
+    """The names of a parameter's states, plus "residual" if it has one."""
     return [*manifest["extents"][p["extent"]]["sections"], *(["residual"] if "residual" in p else [])]
 
 
 def dtype_of(p: dict[str, Any], name: str) -> torch.dtype:
-    """Of one of these."""
+    """The dtype of the state `name` of a parameter."""
     if name == "residual":
         return torch.bfloat16
     return torch.complex64 if p["dtype"] == "complex64" else torch.float32
 
 
 class _Keeper:
-    """As long as this lives, nobody writes the stores."""
+    """Holds shared locks on the stores' files, so that no optimizer writes them while this object lives."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files = contextlib.ExitStack()
@@ -120,12 +120,12 @@ class _Keeper:
 
 
 class _Decoded:
-    """The states that stores have as codes, as fp32 in memory: filled tile by tile."""
+    """States that are stored as codes, as fp32 in memory; filled tile by tile."""
 
     def __init__(self, engine: Engine) -> None:
         self._extents = engine.extents
         coded = [extent for extent in engine.extents if extent.codec != FP32]
-        # By parameter, all its states; as zeros they take no memory before they are written.
+        # By parameter, all its states. Zeros take no memory until they are written.
         self.states = {
             extent.first_param + i: [torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in extent.sections]
             for extent in coded
@@ -133,7 +133,7 @@ class _Decoded:
         }
 
     def take(self, tile: Tile, data: memoryview | None) -> None:
-        """One that is whole; see each_tile()."""
+        """Decodes one tile that has passed its check; see each_tile()."""
         if data is None or tile.codes_of is None:
             return
         for row, _, first, tile_first, elems in self._extents[tile.extent].pieces_in(tile.number).tolist():
@@ -141,9 +141,9 @@ class _Decoded:
 
 
 def load(paths: Paths) -> dict[str, Any]:
-    """See CSDAdam.load.
+    """See CSDAdam.load().
 
-    Of a store with codes it takes memory: they are decoded, to 12 bytes per parameter, 16 with amsgrad.
+    The codes of an 8-bit store are decoded into memory: 12 bytes per parameter, 16 with amsgrad.
     """
     engine = open_engine(parse_devices(directories(paths)), mode="read")
     try:
@@ -161,7 +161,7 @@ def load(paths: Paths) -> dict[str, Any]:
                 else:
                     window = engine.windows.window(extent, row - extent.first_param, k, dtype_of(p, section))
                 windows[row, section] = window.as_strided(p["shape"], p["stride"])
-        # The tensors are what lies in the files, even when the engine is closed.
+        # The tensors stay mapped from the files after the engine is closed; the keeper keeps these locked.
         keeper = _Keeper(Path(c.path) for c in engine.recovered)
         engine.windows.hold(keeper)
         for residual in residuals_of(engine.recovered):

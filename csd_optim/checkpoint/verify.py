@@ -1,4 +1,4 @@
-"""Everything in a store that has a checksum, compared."""
+"""Verify the checksums of everything in a store that has one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .snapshot import Paths, directories
 
 @dataclass
 class Verdict:
-    """What was found in one store."""
+    """The result for one store."""
 
     file: str
     device: int | None = None
     devices: int | None = None
     step: int | None = None
     tiles: int = 0
-    unchecked: int = 0  # tiles without a checksum: they were written from outside
+    unchecked: int = 0  # tiles without a valid checksum, because they were written from outside
     damage: list[str] = field(default_factory=list)
 
     def describe(self, newest: Contents) -> None:
@@ -47,7 +47,7 @@ def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
             assert spec.directory is not None
             file = spec.directory.resolve() / FILE_NAME
             verdicts.append(verdict := Verdict(str(file)))
-            problem = f"{file} holds no step: whoever made it was stopped before the first"
+            problem = f"{file} holds no step: the optimizer that made it was stopped before its first commit"
             try:
                 store = StoreFile(spec.directory, durable=True, mode="read")
                 stack.callback(store.close)
@@ -55,7 +55,7 @@ def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
                     problem = ""
                     stores.append(store)
                     verdict.describe(store.recovered[0])
-                    # With one slot per tile, the step before is not there any more.
+                    # With one slot per tile, the step before has been overwritten.
                     undoable = all(extent["slots"] == 2 for extent in store.recovered[0].manifest["extents"])
                     recovered = store.recovered if undoable else store.recovered[:1]
                     to_check += [(verdict, contents) for contents in recovered]
@@ -72,14 +72,14 @@ def verify(paths: Paths, progress: Progress = no_bar) -> list[Verdict]:
 
 
 def _damaged_copies(file: Path) -> list[str]:
-    """Of superblock, manifest and slot table."""
+    """Messages about damaged copies of superblock, manifest and slot table."""
     damaged: list[list[str]] = [[], []]
     with opened(file) as fd:
         pages = [read(fd, PAGE, copy * PAGE) for copy in range(2)]
         blocks = [Superblock.unpack(page, str(file)) for page in pages]
         for copy, block in enumerate(blocks):
             if copy == 1 and blocks[0] and blocks[0].round and blocks[0].sequence == 1 and not any(pages[1]):
-                continue  # the ranks have not agreed yet on the first that they made
+                continue  # the ranks have not agreed yet on their first commit
             if block is None:
                 damaged[copy].append("superblock")
                 continue
@@ -93,7 +93,7 @@ def _damaged_copies(file: Path) -> list[str]:
 
 
 def _not_together(verdicts: list[Verdict], stores: list[StoreFile]) -> Iterator[tuple[Verdict, str]]:
-    """Devices of one optimizer that have no step in common, or are not all there (one by itself may be looked at)."""
+    """Yields devices of one optimizer without a common step, or with some missing (a single device may be verified)."""
     by_id: dict[tuple[bytes, int], list[tuple[Verdict, StoreFile]]] = {}
     for verdict, store in zip(verdicts, stores, strict=True):
         recovered = store.recovered[0]

@@ -370,7 +370,7 @@ def test_import_makes_a_whole_store_or_none(tmp_path, run):
     index.write_text(json.dumps(content))
     code, _, err = run("import", tmp_path / "out", tmp_path / "b")
     assert code == 1
-    assert "of half is missing or another" in err
+    assert "of half is missing or does not fit" in err
     assert not (tmp_path / "b" / FILE_NAME).exists()
 
 

@@ -721,7 +721,7 @@ def test_import_refuses_another_residual(tmp_path, run, devices):
     torch.save(held, tmp_path / "bad.pt")
     code, _, err = run("import", tmp_path / "bad.pt", tmp_path / "b")
     assert code == 1
-    assert "residual of weight is another" in err
+    assert "residual of weight does not fit" in err
     assert not (tmp_path / "b" / FILE_NAME).exists()
 
 
