@@ -1,4 +1,4 @@
-"""Of what a store says of itself: what can be, and what cannot. Its sums are right; but anybody can make those."""
+"""Plausibility checks of a store's manifest and record. Right checksums do not suffice, as anyone can compute them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from ..errors import CSDStoreError
 from .sections import FP32, PAGE, PARAM_DTYPES, SECTIONS, sections_of, size_of, takes
 
-UNNAMED_RULE = "adamw"  # a store that names no rule was made by this one
-TAKEN = ["residual", "step"]  # names of what else a parameter has
+UNNAMED_RULE = "adamw"  # the update rule of a store that names none
+TAKEN = ["residual", "step"]  # reserved names, which no section may have
 DTYPES = {"float32", "float16", "bfloat16", "complex64"}
-MOST = 1 << 60  # elements or bytes of anything: sums of a few of them still are numbers of 64 bits
+MOST = 1 << 60  # elements or bytes of anything: sums of a few of them still fit in 64 bits
 MOST_BYTES = 1 << 31  # of a manifest or table
-# Of an extent with unequal shares, times devices: what it takes to say which of them are where. A process has fewer:
-# they are mappings (layout.MAX_MAPPINGS).
+# Tiles times devices of an extent with unequal shares: bounds the memory that devices_of() takes. Real stores have
+# fewer tiles, since tiles are mappings (layout.MAX_MAPPINGS).
 MOST_TILES = 1 << 26
 
 
@@ -43,9 +43,9 @@ def is_ints(value: object, least: int) -> bool:
 
 
 def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]:
-    """Returns where it begins and ends in the file. Raises CSDStoreError.
+    """Checks the description of an extent. Returns where it begins and ends in the file. Raises CSDStoreError.
 
-    `rule`: that the store names; whether these are its sections is for who knows it to say.
+    `rule`: the update rule that the store names. Whether the sections are those of this rule is not checked here.
     """
     require(type(extent) is dict, "an extent is no object")
     elems, tiles, slots, sections = (extent.get(key) for key in ("tile_elems", "tiles", "slots", "sections"))
@@ -72,16 +72,16 @@ def check_extent(extent: Any, devices: int, rule: str | None) -> tuple[int, int]
     if "tile_numbers" in extent:
         numbers = extent["tile_numbers"]
         right = type(numbers) is list and all(is_int(n, 0, 1 << 31) for n in numbers)
-        require(right and all(map(lt, numbers, numbers[1:])), "the numbers of its tiles are none, or out of order")
+        require(right and all(map(lt, numbers, numbers[1:])), "tile numbers are not integers, or out of order")
     offset = extent.get("file_offset")
     require(is_int(offset, 2 * PAGE) and offset % PAGE == 0, f"an extent begins at byte {offset!r}")
     return offset, offset + slots * tiles * size_of(sections_of(extent))
 
 
 def check_param(p: Any, devices: int, *, waits: bool = False) -> tuple[int, int] | None:
-    """Returns where its residual begins and ends in the file of a device, if there is one. Raises CSDStoreError.
+    """Checks the description of a parameter. Raises CSDStoreError.
 
-    `waits`: it has no state yet.
+    Returns where its residual begins and ends in its device's file; None without one. `waits`: it has no state yet.
     """
     require(type(p) is dict and type(p.get("name")) is str, "a parameter has no name")
     name = p["name"]
@@ -117,17 +117,17 @@ def check_param(p: Any, devices: int, *, waits: bool = False) -> tuple[int, int]
 
 
 def check_record(record: dict[str, Any], rule: str | None) -> None:
-    """The fields of a Record, of a store that names this rule. Raises CSDStoreError."""
+    """Checks the fields of a Record. `rule`: the update rule that its store names. Raises CSDStoreError."""
     for key in ("groups", "given"):
         require(type(record[key]) is list, f"{key} of the record")
         for group in record[key]:
             require(type(group) is dict, f"{key} of the record")
-            if rule is not None:  # its hyperparameters are for who knows it to check
+            if rule is not None:  # only the rule itself can check its hyperparameters
                 continue
             numbers = [group.get(name) for name in ("lr", "eps", "weight_decay")]
             betas = group.get("betas")
             require(type(betas) is list and len(betas) == 2, f"betas {betas!r}")
-            # As Python takes them: True for 1, and 1 for True. A tensor of one element was a list once.
+            # As in Python, True stands for 1, and 1 for True. A tensor of one element used to be stored as a list.
             numbers = [n[0] if type(n) is list and len(n) == 1 else n for n in numbers]
             numbers += [*betas, group.get("amsgrad"), group.get("maximize")]
             require(all(isinstance(n, (int, float)) for n in numbers), f"hyperparameters in {key}")

@@ -1,4 +1,4 @@
-"""The file behind an emulated CSD: opened, locked, allocated, committed. What is in it: format.py."""
+"""The file behind an emulated CSD: open, lock, allocate, commit. Its content: see format.py."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from .format import FILE_NAME, MAGIC, PAGE, Contents, Region, Superblock, read_c
 from .layout import round_up
 from .transfer import open_direct, opened, read, sync_directory, write
 
-SECTOR = 512  # bytes that a disk writes as a whole
+SECTOR = 512  # bytes that a disk writes atomically
 STATE = "optimizer state (AdamW's is 24 bytes per parameter, 32 with amsgrad, half of it with shadow=False)"
-# What is to become of a store that is there already: an error, erased at the first write, taken up, only looked at.
+# What to do with an existing store: raise an error, erase it at the first write, continue from it, only read it.
 Mode = Literal["new", "overwrite", "resume", "read"]
 
 
 def how_to_own(directory: Path | str) -> str:
-    """What to do about one that the user may not write to."""
+    """Advice for a directory that the user may not write to."""
     return f"name a directory that you may write to, or make this one yours: sudo install -d -o $USER {directory}"
 
 
 def lock_owner(stat: os.stat_result) -> int | None:
-    """The process that owns a store's file, None if none is seen. Only looks: takes no lock, not for an instant."""
+    """The process that has locked a store's file; None if none is visible. Takes no lock itself, not even briefly."""
     inode = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
-    with contextlib.suppress(OSError):  # no /proc: only the message is poorer
+    with contextlib.suppress(OSError):  # without /proc the message only says less
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()  # number, kind, ADVISORY, WRITE, process, inode, first, last
             if len(fields) > 5 and fields[5] == inode and fields[1] != "->":
@@ -54,7 +54,7 @@ def lock_owner(stat: os.stat_result) -> int | None:
 
 
 def _holders(stat: os.stat_result) -> list[int]:
-    """The processes that have a file open, of those that this one may look at."""
+    """The processes that have a file open, as far as this process may inspect them."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def _holders(stat: os.stat_result) -> list[int]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Has a process ended, waited for by its parent or not? /proc may hide those of others."""
+    """Returns whether a process has ended, including zombies. /proc may hide the processes of other users."""
     try:
         os.kill(pid, 0)
         stat = Path(f"/proc/{pid}/stat").read_text()  # number, (name), state; the name may have any characters
@@ -74,13 +74,13 @@ def _has_ended(pid: int) -> bool:
 
 
 def _left_behind(owner: int, stat: os.stat_result) -> str:
-    """What keeps the lock of a process that has ended: a lock belongs to all who have inherited the open file."""
+    """Names the processes that keep the lock of a process that has ended: forked children inherit the lock."""
     children = [f"process {pid}" for pid in _holders(stat) if pid != os.getpid()]
     return f"{' and '.join(children) or 'a process'}, forked by process {owner}, which has ended"
 
 
 def lock(fd: int, path: Path, *, shared: bool = False) -> None:
-    """Makes this process the owner of the file; `shared`: one of those that only want nobody to write it.
+    """Makes this process the owner of the file; with `shared`, one of several readers that keep writers out.
 
     Raises CSDBusyError.
     """
@@ -92,7 +92,7 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
             owner = lock_owner(os.fstat(fd))
             if owner != os.getpid():
                 break
-            gc.collect()  # an optimizer that was dropped, and hangs on a reference cycle, say with its scheduler
+            gc.collect()  # a dropped optimizer may be kept alive by a reference cycle, for example with its scheduler
             wait_for_dropped()
     if owner == os.getpid():
         who = "another optimizer of this process, or by tensors from load(); close() or drop those"
@@ -112,36 +112,36 @@ def lock(fd: int, path: Path, *, shared: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Staged:
-    """What is written to make a commit."""
+    """The data of a commit that is ready to be written."""
 
     superblock: Superblock
-    manifest: bytes | None  # None: it is there already
+    manifest: bytes | None  # None: the manifest in the store stays
     table: bytes
 
 
 class StoreFile:
     """One open store, owned by this process until `close()`.
 
-    Without `durable`: a nameless file in the directory, or in memory without one, gone with the process, however that
-    ends. `recovered`: the commits that an existing store has, the newest first, with `mode` "resume" and "read"; empty
-    if there is no store yet. Raises CSDStoreExistsError, CSDBusyError, CSDStoreError, CSDOSError; an existing store is
-    only written with "overwrite" and "resume", and a file that is no store never.
+    Without `durable`: a nameless file in the directory, or in memory if `directory` is None; it vanishes with the
+    process, however that ends. `recovered`: with `mode` "resume" and "read", the commits of an existing store, the
+    newest first; empty if there is no store yet. Raises CSDStoreExistsError, CSDBusyError, CSDStoreError, CSDOSError.
+    Only "overwrite" and "resume" write to an existing store; a file that is not a store is never written to.
     """
 
     def __init__(self, directory: Path | None, *, durable: bool, mode: Mode = "new") -> None:
         self.durable = durable
-        self.direct: bool | None = None  # past the page cache? None: there is none
+        self.direct: bool | None = None  # whether I/O bypasses the page cache; None: not opened yet, or in memory
         self.fd: int = -1
         self.io_fd: int = -1
-        self._next_fd = -1  # of a file that is to replace this one
+        self._next_fd = -1  # of a file that will replace this one
         not_for_children(self)
         self.end: int = 2 * PAGE
         self.recovered: list[Contents] = []
         self.in_doubt: bool = False  # a flush has failed, and what it should have covered was not read back since
         self.lost: str = ""  # why the last step will never be committed here
-        self._named = True  # as far as is known, the file's name is on the disk
-        self._unsure: int | None = None  # the copy of the superblock that may be half written
-        self._is_new = not durable  # a file of our own, which nobody misses until it has a superblock
+        self._named = True  # false after a failed flush of the directory: the file's name may not be durable
+        self._unsure: int | None = None  # the copy of the superblock that may be partly written
+        self._is_new = not durable  # this process has created the file, and it has no superblock yet
         self.current: Superblock | None = None  # of the last commit
         self._spaces: dict[str, tuple[int, int]] = {}  # for "manifest" and "table": base, room
         try:
@@ -168,7 +168,7 @@ class StoreFile:
         except OSError as e:
             if e.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
-            # A file system without nameless files: named for a moment.
+            # This file system has no nameless files (O_TMPFILE): create a named one and unlink it.
             name = directory / f".{FILE_NAME}.{secrets.token_hex(8)}"
             self.fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             name.unlink()
@@ -192,20 +192,20 @@ class StoreFile:
             lock(self.fd, path, shared=mode == "read")
             if self._has_name(path):
                 break
-            os.close(self.fd)  # an owner removed it between the two calls above: the name is another file's, or free
+            os.close(self.fd)  # its owner has removed it between the two calls above: open what has the name now
             self.fd = -1
         self._is_new = mode != "read" and os.fstat(self.fd).st_size == 0
         if self._is_new:
             return path
         if mode in ("resume", "read"):
-            # Who wrote it may have died with that in memory only, or have been told that it did not get to the disk:
-            # then it is in the page cache all the same, and gone when it leaves that.
+            # The last writer may have died before its data were flushed, or may have seen a flush fail. Such data are
+            # readable from the page cache, and lost once they are evicted. So flush, and read from the disk itself.
             try:
                 os.fdatasync(self.fd)
                 self.forget_cached()
             except OSError as e:
                 if mode != "read" or e.errno not in (errno.EINVAL, errno.EROFS, errno.ENOSYS):
-                    raise  # else a file system that is only read, and has nothing to flush
+                    raise  # otherwise it is a read-only file system, which has nothing to flush
         heads = [read(self.fd, PAGE, i * PAGE) for i in range(2)]
         unborn = self._is_unborn(path, *heads)
         if mode != "read" and MAGIC not in (head[:8] for head in heads) and not unborn:
@@ -223,18 +223,18 @@ class StoreFile:
         return path
 
     def _is_unborn(self, path: Path, first: bytes, second: bytes) -> bool:
-        """Was the process that began to make this store stopped before the first commit?
+        """Returns whether the process that created this store was stopped before its first commit.
 
-        Then copy 1 is zeros, and copy 0, of which only the first and last sector are anything else, is not whole.
+        Then copy 1 is all zeros, and copy 0 is not whole and zero except for its first and last sector.
         """
         sectors = [first[i : i + SECTOR] for i in range(0, PAGE, SECTOR)]
         if any(second) or any(map(any, sectors[1:-1])) or (any(sectors[0]) and first[: len(MAGIC)] != MAGIC):
             return False
-        for copy, block in superblocks(self.fd, str(path)):  # raises if it is one that we do not know
+        for copy, block in superblocks(self.fd, str(path)):  # raises for an unknown format
             with contextlib.suppress(CSDStoreError):
                 read_region(self.fd, block.manifest, copy, "manifest", str(path))
                 read_region(self.fd, block.table, copy, "slot table", str(path))
-                return False  # whole, and a commit then, if perhaps one that is refused
+                return False  # it is whole, so there was a commit, even if reading it may fail
         return True
 
     def _has_name(self, path: Path) -> bool:
@@ -244,9 +244,10 @@ class StoreFile:
             return False
 
     def _replace(self) -> None:
-        """Puts an empty file in the place of the store that is to be overwritten.
+        """Replaces the store to be overwritten by an empty file.
 
-        Not before the first byte is to be written; and a new file, because somebody may still look at the old one.
+        Called only when the first byte is about to be written. The file is a new one, because other processes may
+        still read the old one.
         """
         temporary = self.path.with_name(f".{FILE_NAME}.{secrets.token_hex(8)}")
         self._next_fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
@@ -263,7 +264,7 @@ class StoreFile:
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """Errors of the operating system say which file they are about."""
+        """A context in which errors of the operating system become CSDOSErrors that name the file."""
         try:
             yield
         except OSError as e:
@@ -272,10 +273,10 @@ class StoreFile:
             raise CSDOSError(e.errno, f"{self.path}: cannot {what}: {e.strerror}") from e
 
     def _open_direct(self) -> None:
-        """Opens the file a second time, for O_DIRECT if that works."""
+        """Opens the file a second time, with O_DIRECT if that works."""
         mode = fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_ACCMODE
         again = f"/proc/self/fd/{self.fd}"
-        # Where there is something already, it must not be written over.
+        # The test of O_DIRECT must not write to a file that has content.
         direct = open_direct(again, mode, overwrite=self.current is None)
         self.direct = direct is not None
         self.io_fd = os.open(again, mode | os.O_CLOEXEC) if direct is None else direct
@@ -288,7 +289,7 @@ class StoreFile:
             )
 
     def adopt_commit(self, commit: Contents) -> None:
-        """Goes on from one of `recovered`."""
+        """Continues from one of the `recovered` commits."""
         self.current = block = commit.superblock
         self._spaces = {"manifest": block.manifest[:2], "table": block.table[:2]}
         self.end = commit.end
@@ -296,7 +297,7 @@ class StoreFile:
             self._open_direct()
 
     def discard_newer(self, commit: Contents) -> None:
-        """Makes the commit that was taken up the only one, and forgets what lies behind it. Raises CSDOSError."""
+        """Makes the adopted commit the only one, and cuts off what lies behind it in the file. Raises CSDOSError."""
         block, path = commit.superblock, str(self.path)
         manifest = read_region(self.fd, block.manifest, commit.copy, "manifest", path)
         table = read_region(self.fd, block.table, commit.copy, "slot table", path)
@@ -306,9 +307,9 @@ class StoreFile:
             os.ftruncate(self.fd, self.end)
 
     def allocate(self, size: int, what: str = STATE) -> int:
-        """Reserves `size` bytes, all of them on the disk, at the end of the file; returns their offset (bytes).
+        """Reserves `size` bytes of disk space at the end of the file; returns their offset (bytes).
 
-        Raises CSDOSError when the disk is full, and then gives back what it had taken.
+        Raises CSDOSError when the disk is full, after it has freed what it had reserved.
         """
         if self.io_fd < 0:
             with self.naming("write"):
@@ -334,7 +335,7 @@ class StoreFile:
         return offset
 
     def _sync_names(self) -> None:
-        """Waits until the file and its directory have their names on the disk: after an error, they need others."""
+        """Flushes the names of the file and of its directory. After an error these names can no longer be trusted."""
         if self.lost:
             raise CSDLostError(errno.EIO, self.lost)
         directory = self.path.parent
@@ -350,15 +351,15 @@ class StoreFile:
                 raise CSDLostError(e.errno, self.lost) from e
 
     def shrink(self, end: int) -> None:
-        """Gives back what was allocated from byte `end` on."""
+        """Frees what was allocated from byte `end` on."""
         os.ftruncate(self.fd, end)
         self.end = end
 
     def sync(self) -> None:
-        """Waits until everything written so far, through mappings too, is on the disk. Raises CSDOSError.
+        """Waits until everything written so far, also through mappings, is durable. Raises CSDOSError.
 
-        The system tells once that it could not write something, and takes it for written from then on: after an error
-        no later flush says anything about what this one should have covered. See proof.py.
+        The kernel reports a failed write only once, and then treats the pages as clean. So after an error a later
+        successful flush proves nothing about the data that this one should have covered. See proof.py.
         """
         if self.io_fd >= 0:
             try:
@@ -369,16 +370,16 @@ class StoreFile:
                 raise
 
     def forget_cached(self) -> None:
-        """Takes out of the page cache what is on the disk: it is read from there next."""
+        """Evicts clean pages from the page cache, so that the next read comes from the disk."""
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Whole pages, of memory too, past the page cache where the file system can. Raises CSDOSError."""
+        """Writes whole pages from page-aligned memory, with direct I/O if the file system has it. Raises CSDOSError."""
         with self.naming("write"):
             write(self.io_fd, data, offset)
 
     def stage(self, block: Superblock, manifest: bytes | None, table: bytes) -> Staged:
-        """Finds room for a commit. `block`: its regions are filled in. `manifest` None: the one that is there stays."""
+        """Reserves room for a commit, and fills in the regions of `block`. `manifest` None: the present one stays."""
         if manifest is not None:
             block = replace(block, manifest=self._region("manifest", manifest))
         else:
@@ -387,16 +388,16 @@ class StoreFile:
         return Staged(replace(block, table=self._region("table", table)), manifest, table)
 
     def publish(self, staged: Staged, copy: int) -> None:
-        """Writes one copy of what makes a commit, and waits until it is on the disk; all tiles before it.
+        """Writes one copy of a commit, and waits until it is durable. Before copy 0 it flushes all tiles.
 
-        Copy 1 is written when copy 0 is on the disks of all devices: until then all of them have the commit before.
+        Write copy 1 only when copy 0 is durable on all devices: until then copy 1 of each holds the previous commit.
         """
         block = staged.superblock
         if copy == 0:
             self.sync()
         with self.naming("write the superblock"):
-            # In any order: a superblock whose manifest and table are not there yet does not count. If the flush fails,
-            # all of it is written anew: nothing else can have been lost.
+            # The order does not matter, since a superblock without its manifest and table is invalid. If the flush
+            # fails, all of it is written again: nothing else can have been lost.
             if staged.manifest is not None:
                 write(self.fd, staged.manifest, block.manifest.offset(copy))
             write(self.fd, staged.table, block.table.offset(copy))
@@ -406,10 +407,10 @@ class StoreFile:
         self.current = block
 
     def mark(self, sequence: int, flags: int) -> None:
-        """Changes the flags of the commit that is valid, in both copies, and waits until that is on the disk."""
+        """Changes the flags of the current commit, in both copies, and waits until that is durable."""
         if self.current:
             self.current = replace(self.current, sequence=sequence, flags=flags)
-            # After a failure, first the copy that is not known to be whole: the other one is all that there is.
+            # After a failure, write the copy that may be damaged first: the other one is the only whole one.
             for copy in (0, 1) if self._unsure != 1 else (1, 0):
                 self._unsure = copy
                 with self.naming("write the superblock"):
@@ -422,24 +423,24 @@ class StoreFile:
         return Region(*self._spaces[what], len(data), crc32c(data))
 
     def reserve(self, what: str, size: int) -> None:
-        """Makes sure that a manifest or table of `size` bytes finds room. Raises CSDOSError."""
+        """Makes sure that a manifest or table of `size` bytes has room. Raises CSDOSError."""
         if self._spaces.get(what, (0, 0))[1] < size:
             room = round_up(2 * size, PAGE)  # room to grow, as parameters may join one by one
             self._spaces[what] = self.allocate(2 * room), room
 
     def close(self) -> None:
-        """Lets go of the file. One that never became a store leaves no trace."""
+        """Closes and unlocks the file; removes it if it never became a store."""
         try:
             if self.fd >= 0 and self.durable and self._is_new and self._has_name(self.path):
                 self.path.unlink()
         finally:
             if self.fd >= 0:
-                fcntl.flock(self.fd, fcntl.LOCK_UN)  # a child that was forked by native code keeps the file open
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # children forked by native code have the file open
             self.let_go()
 
     def let_go(self) -> None:
-        """Closes what is open, and no more: the lock stays with those that have the same file open."""
-        # The numbers are forgotten first: they may be another file's as soon as they are closed.
+        """Closes the descriptors without unlocking: the lock stays with processes that share the open file."""
+        # Forget the numbers first: once closed, they may be reused for other files.
         fds = self.io_fd, self.fd, self._next_fd
         self.fd = self.io_fd = self._next_fd = -1
         for fd in fds:
@@ -455,12 +456,15 @@ _open: weakref.WeakSet[Locked] = weakref.WeakSet()
 
 
 def not_for_children(locked: Locked) -> None:
-    """From now on a forked child lets go of it first thing."""
+    """Registers an object whose let_go() a forked child calls right after the fork."""
     _open.add(locked)
 
 
 def _after_fork_in_child() -> None:
-    """A child can use no store, but would keep it locked when its parent is gone: workers outlive a trainer."""
+    """Closes all stores in a forked child, which cannot use them, but would keep them locked after its parent ends.
+
+    Data loader workers may outlive their trainer.
+    """
     for store in list(_open):
         with contextlib.suppress(OSError):
             store.let_go()

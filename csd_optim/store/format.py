@@ -1,17 +1,18 @@
-"""What a store looks like on a disk: pack and unpack, read and check. Byte by byte: docs/store-format.md.
+"""The on-disk format of a store: pack and unpack, read and check. docs/store-format.md describes each byte.
 
-    superblock 0 | superblock 1 | extents, residuals, and spaces for two manifests and two tables, as they were made
+    superblock 0 | superblock 1 | extents, residuals, spaces for two manifests and two tables, in order of allocation
 
-The manifest says what the store holds (names, shapes, dtypes, places), the table where its state is at a step: the
+The manifest says what the store holds (names, shapes, dtypes, places). The table says where its state is at a step: the
 current slot and the checksums of every tile, the step counters, the current space and the checksum of every residual,
-the hyperparameters, what the user added. Superblock, manifest and table exist twice; each copy is whole only if all
-three are. A commit writes copy 0, on all devices, and then copy 1: one of them is whole at any time, and at rest both
-are.
+the hyperparameters, and user_state. Superblock, manifest and table exist twice. A copy is whole only if all three parts
+of it are. A commit writes copy 0 on all devices, and then copy 1, so that one copy is whole at any time, and both are
+at rest.
 
-Both copies are of the last step, not one of it and one of the step before, written by turns. A crash leaves a whole one
-either way; but here any one of the six may also be lost at rest, to a sector that cannot be read again, and the other
-copy serves. By turns, the last step would be lost with the newer one, and everything if the next step has begun: it
-writes where the state of the older one lies. The price is a second small write and flush, beside the next forward.
+Both copies are of the last step; they do not alternate between the last step and the one before. A crash leaves a whole
+copy either way. But this way any one of the six parts may also be lost at rest, to an unreadable sector, and the other
+copy serves. With alternation the last step would be lost with the newer copy, and everything would be lost if the next
+step had begun, since it overwrites the state of the older copy. The price is a second small write and flush, which
+overlap with the next forward.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from .transfer import opened, read
 
 FILE_NAME = "csd_optim.store"
 MAGIC = b"CSDOPTIM"
-# Formats 1 to 3 stand for what a store has: residuals (2), unequal shares of the devices and perhaps residuals (3).
-# From format 4 on the manifest names what a reader has to know, and who does not know it says so by its name. A store
-# that has nothing but what an older format has keeps that one.
+# Formats 1 to 3 imply features: 2 has residuals, 3 unequal shares of the devices and perhaps residuals. From format 4
+# on the manifest names the features that a reader has to support, and a reader without one refuses the store by that
+# name. A store that uses no feature beyond those of an older format is written in that format.
 VERSION = NAMED_FEATURES = 4
-CODEC = "codec"  # extents[].codec and .param_dtype: its tiles have codes of the states. Without, fp32
+CODEC = "codec"  # extents[].codec and .param_dtype: tiles hold codes of the states. Without it they hold fp32
 CHUNK_SUMS = "chunk_sums"  # extents[].sum_elems: a checksum covers that many elements of a section, not all of them
 RESIDUALS = "residuals"  # params[].residual
-RULE = "rule"  # rule: which one updates the states, and what their sections are. Without, it is AdamW's
+RULE = "rule"  # rule: the update rule, which defines the sections. Without it the rule is AdamW
 SHARES = "shares"  # extents[].shares
-TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: which tiles are here, else it follows from the shares
+TILE_NUMBERS = "tile_numbers"  # extents[].tile_numbers: the tiles of this device. Without it they follow from shares
 FEATURES = frozenset({CHUNK_SUMS, CODEC, RESIDUALS, RULE, SHARES, TILE_NUMBERS})
 ENDIAN = 0x01020304
 PAGE = sections.PAGE
-CLEAN = 1  # flag: closed in order, nothing written since
+CLEAN = 1  # flag: the store was closed properly, and nothing was written since
 UNDER_WAY = 2  # flag: a step in place has begun, and may have written some of its tiles
 
 _REGION = struct.Struct("<QQQI")
@@ -63,7 +64,7 @@ RESIDUAL_ENTRY = np.dtype([("space", "<u4"), ("crc", "<u4")])
 
 
 class Region(NamedTuple):
-    """Where a manifest or table is: two spaces of `room` bytes, one after the other from `base` on, one a copy."""
+    """The place of a manifest or table: two adjacent spaces of `room` bytes from `base` on, one for each copy."""
 
     base: int
     room: int
@@ -85,7 +86,7 @@ class Superblock:
     manifest: Region
     table: Region
     version: int = VERSION
-    round: int = 0  # how many commits the ranks have made together, this one included; 0: of a process on its own
+    round: int = 0  # number of commits that the ranks have made together, including this one; 0: a single process
 
     def pack(self) -> bytes:
         head = _SUPERBLOCK.pack(
@@ -97,7 +98,7 @@ class Superblock:
 
     @classmethod
     def unpack(cls, block: bytes, path: str) -> Superblock | None:
-        """None if the block is no valid superblock. Raises CSDStoreError for a format we do not know."""
+        """Returns None if the block is not a valid superblock. Raises CSDStoreError for an unknown format."""
         if len(block) < PAGE or block[:8] != MAGIC:
             return None
         if crc32c(block[: PAGE - 4]) != struct.unpack("<I", block[PAGE - 4 : PAGE])[0]:
@@ -116,13 +117,13 @@ class Superblock:
 
 @dataclass(frozen=True)
 class Record:
-    """What a commit carries besides the state itself; the same on all devices but for `written_bytes`."""
+    """The part of a commit besides the states; the same on all devices except for `written_bytes`."""
 
-    groups: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters, as the step used them
-    given: list[dict[str, Any]] = field(default_factory=list)  # and as they were when the groups were made
-    user_state: bytes = b""  # as torch.save writes it; empty: none
-    seconds: float = 0.0  # that training took so far, from step to step
-    written_bytes: int = 0  # of states and residuals, to this device, since the store was made
+    groups: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters that the step used
+    given: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters when the groups were created
+    user_state: bytes = b""  # in the format of torch.save; empty: none
+    seconds: float = 0.0  # duration of training so far, summed from step to step
+    written_bytes: int = 0  # bytes of states and residuals written to this device since the store was created
 
     def head(self) -> bytes:
         """The packed record up to `user_state`, which may be large."""
@@ -144,7 +145,7 @@ def _json(data: bytes) -> Any:
 
 
 def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: bool) -> set[str]:
-    """What a reader of a store with these extents has to know. `rule`: its manifest names one."""
+    """The features that a reader of a store with these extents has to support. `rule`: the manifest names a rule."""
     has = {
         CHUNK_SUMS: any("sum_elems" in e for e in extents),
         CODEC: any("codec" in e for e in extents),
@@ -157,27 +158,27 @@ def features_of(extents: Sequence[dict[str, Any]], *, residuals: bool, rule: boo
 
 
 def version_of(features: set[str]) -> int:
-    """The oldest format that has them."""
+    """The oldest format that has these features."""
     if features - {RESIDUALS, SHARES}:
         return NAMED_FEATURES
     return 3 if SHARES in features else 2 if RESIDUALS in features else 1
 
 
 def sums_shape(extent: dict[str, Any]) -> tuple[int, int]:
-    """Of the checksums of a tile: chunks, sections."""
+    """The shape of a tile's checksums: (chunks, sections)."""
     chunks = math.ceil(extent["tile_elems"] / extent.get("sum_elems", extent["tile_elems"]))
     return chunks, len(sections_of(extent))
 
 
 def tile_entry(extent: dict[str, Any]) -> np.dtype[Any]:
-    """What the table has for a tile: its state, and the checksums of each chunk, one per section."""
+    """The dtype of a tile's entry in the table: its state, and the checksums of each chunk, one per section."""
     chunks, sections = sums_shape(extent)
     # Formats up to 3 have one chunk, and room for a fourth section in any case.
     return np.dtype([("state", TILE_STATE), ("sums", "<u4", (chunks, sections if "sum_elems" in extent else 4))])
 
 
 def pack_tiles(extent: dict[str, Any], states: np.ndarray[Any, Any], sums: np.ndarray[Any, Any]) -> bytes:
-    """The entries of an extent's tiles. `states`: of TILE_STATE; `sums`: uint32, (tiles, chunks, sections)."""
+    """The table entries of an extent's tiles. `states`: TILE_STATE; `sums`: uint32, (tiles, chunks, sections)."""
     entries = np.zeros(len(states), tile_entry(extent))
     entries["state"] = states
     entries["sums"][..., : sums.shape[2]] = sums
@@ -190,7 +191,7 @@ def pack_table(
     record: Record,
     residuals: Sequence[tuple[int, int]] = (),
 ) -> bytes:
-    """`tiles`: of each extent, by pack_tiles(); `steps`: a number per parameter; `residuals`: of RESIDUAL_ENTRY."""
+    """The packed table. `tiles`: of each extent, by pack_tiles(); `steps`: by row; `residuals`: RESIDUAL_ENTRY each."""
     rest = steps.astype("<f8").tobytes(), np.array([*residuals], RESIDUAL_ENTRY).tobytes()
     return b"".join((*tiles, *rest, record.head(), record.user_state))
 
@@ -198,8 +199,9 @@ def pack_table(
 def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
     """The devices (uint32) of the first `n` tiles of an extent.
 
-    Each tile goes to the device that has the least for its share when it has that tile, too, the first of equals: so
-    they are through with the first tiles, and with all, as early as can be. Equal shares: tile i on device i mod n.
+    Each tile goes to the device whose load relative to its share is the least after it gets this tile; ties go to the
+    first device. So the devices finish any first part of the tiles, and all of them, as early as possible. With equal
+    shares tile i is on device i mod the number of devices.
     """
     load = np.arange(1, n + 1) / np.array(shares, np.float64)[:, None]
     order = np.argsort(load, axis=None, kind="stable")[:n]
@@ -207,7 +209,7 @@ def devices_of(shares: Sequence[float], n: int) -> np.ndarray[Any, Any]:
 
 
 def all_tiles(manifest: dict[str, Any]) -> list[int]:
-    """Of each extent: how many tiles its parameters take, on all devices."""
+    """For each extent: the number of tiles that its parameters take, over all devices."""
     ends = [0] * len(manifest["extents"])
     for p in manifest["params"]:
         ends[p["extent"]] = p["start"] + p["numel"]
@@ -215,7 +217,7 @@ def all_tiles(manifest: dict[str, Any]) -> list[int]:
 
 
 def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Sequence[int]:
-    """Those of the `n` tiles of an extent that are on a device, by their numbers. `extent`: as that device has it."""
+    """The numbers of those of an extent's `n` tiles that are on a device. `extent`: from that device's manifest."""
     if "tile_numbers" in extent:
         listed: list[int] = extent["tile_numbers"]
         return listed
@@ -226,36 +228,36 @@ def tiles_on(extent: dict[str, Any], n: int, device: int, devices: int) -> Seque
 
 
 def rows_with_residual(manifest: dict[str, Any], device: int) -> list[int]:
-    """The parameters whose residuals are on a device."""
+    """The rows of the parameters whose residuals are on a device."""
     return [row for row, p in enumerate(manifest["params"]) if p.get("residual", {}).get("device") == device]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a store says of itself at one commit."""
+    """The description of a store at one commit: everything except the states and residuals."""
 
     path: str
-    copy: int  # 0 or 1: which one says so
+    copy: int  # 0 or 1: the copy that this was read from
     superblock: Superblock
     manifest: dict[str, Any]
-    tiles: np.ndarray[Any, Any]  # of TILE_STATE: those of this device, extent by extent
-    sums: list[np.ndarray[Any, Any]]  # of each extent: uint32, of shape (tiles, chunks, sections)
+    tiles: np.ndarray[Any, Any]  # dtype TILE_STATE: the tiles of this device, extent by extent
+    sums: list[np.ndarray[Any, Any]]  # per extent: uint32, shape (tiles, chunks, sections)
     steps: np.ndarray[Any, Any]
-    residuals: np.ndarray[Any, Any]  # of RESIDUAL_ENTRY: those of this device, in the order of the parameters
+    residuals: np.ndarray[Any, Any]  # dtype RESIDUAL_ENTRY: those of this device, in the order of the parameters
     record: Record
 
     @property
     def rank(self) -> int:
-        """Of the process whose store it is, among those that train together."""
+        """The rank of the process that owns the store, among those that train together."""
         return int(self.manifest.get("rank", 0))
 
     @property
     def world_size(self) -> int:
-        """How many processes those are."""
+        """The number of processes that train together."""
         return int(self.manifest.get("world_size", 1))
 
     def slots(self) -> Iterator[tuple[dict[str, Any], int, int]]:
-        """Of each tile, in the order of `tiles`: its extent, its number there over all devices, its slot's offset."""
+        """Yields for each tile, in the order of `tiles`: extent, number in it over all devices, offset of its slot."""
         entries = iter(self.tiles["slot"].tolist())
         here = self.superblock.device, self.superblock.devices
         for extent, n in zip(self.manifest["extents"], all_tiles(self.manifest), strict=True):
@@ -264,7 +266,7 @@ class Contents:
                 yield extent, number, extent["file_offset"] + (extent["slots"] * j + next(entries)) * size
 
     def residual_places(self) -> Iterator[tuple[int, int, int]]:
-        """Of each residual in this store: the row of its parameter, its offset, its checksum."""
+        """Yields for each residual in this store: the row of its parameter, its offset, its checksum."""
         rows = rows_with_residual(self.manifest, self.superblock.device)
         for row, (space, crc) in zip(rows, self.residuals.tolist(), strict=True):
             place = self.manifest["params"][row]["residual"]
@@ -272,7 +274,7 @@ class Contents:
 
     @property
     def end(self) -> int:
-        """Where everything that it names ends: byte of the file."""
+        """The byte of the file at which the last of its areas ends."""
         ends = [r.offset(2) for r in (self.superblock.manifest, self.superblock.table)]
         for row in rows_with_residual(self.manifest, self.superblock.device):
             place = self.manifest["params"][row]["residual"]
@@ -283,9 +285,9 @@ class Contents:
 
 
 def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str, Any]:
-    """A manifest of which everything has the type and the range that it must have, and lies in a file of `size` bytes.
+    """Returns the manifest if all its values have valid types and ranges, and all areas lie in a file of `size` bytes.
 
-    Raises CSDStoreError. Checksums tell what is damaged; this is for what never was a store of ours.
+    Raises CSDStoreError otherwise. Checksums detect damage; this detects files that csd_optim never wrote.
     """
     require(type(manifest) is dict, "the manifest is no object")
     features = manifest.get("features", [])
@@ -293,10 +295,10 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
     if unknown := {*features} - FEATURES:
         raise CSDStoreError(f"it has {', '.join(sorted(unknown))}, which this csd_optim does not know: upgrade it")
     rule = manifest.get("rule")
-    require((rule is not None) == (RULE in features), "the rule has a name where the features say so, and only there")
+    require((rule is not None) == (RULE in features), "it names a rule, but not this feature, or the reverse")
     require(rule is None or (type(rule) is str and rule.isidentifier()), f"the rule {rule!r}")
     require(block.device < block.devices <= 1 << 16, f"it is device {block.device} of {block.devices}")
-    require(max(block.sequence, block.step, block.round) < 1 << 53, "it has made more steps than anybody can")
+    require(max(block.sequence, block.step, block.round) < 1 << 53, "its sequence, step or round is too large")
     rank, world_size = manifest.get("rank", 0), manifest.get("world_size", 1)
     require(type(rank) is int and type(world_size) is int and 0 <= rank < world_size, "rank and world_size")
     for key in ("params", "waiting", "extents"):
@@ -306,10 +308,10 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
         begin, end = check_extent(extent, block.devices, rule)
         areas.append((begin, end, f"extent {e}"))
     has_codes = any("codec" in e for e in manifest["extents"])
-    require(has_codes == (CODEC in features), "extents have codes where the features say codec, and only there")
+    require(has_codes == (CODEC in features), "extents have codes, but no feature says so, or the reverse")
     require(type(manifest["tiles"]) is int, "tiles is no number")
     require(manifest["tiles"] == sum(e["tiles"] for e in manifest["extents"]), "tiles is not the sum of the extents'")
-    last, end = 0, 0  # the extent, and what is taken of it
+    last, end = 0, 0  # the current extent, and its first free element
     for p in manifest["params"]:
         place = check_param(p, block.devices)
         if place and p["residual"]["device"] == block.device:
@@ -333,12 +335,12 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
         require(extent["tiles"] == here, f"{extent['tiles']} tiles of extent {e} are here, not {here}")
     for p in manifest["waiting"]:
         check_param(p, block.devices, waits=True)
-    for _, end, what in areas:  # of manifest and table, one copy may be cut off: read_region() looks at the other
+    for _, end, what in areas:  # not manifest and table: one copy may be cut off, and the other one is used then
         require(end <= size, f"{what} ends behind the end of the file")
     for what, region in (("the manifest", block.manifest), ("the table", block.table)):
         require(region.base % PAGE == 0 and region.room % PAGE == 0, f"{what} is not on whole pages")
         require(region.size <= region.room, f"{what} is larger than its room")
-        require(region.offset(2) <= MOST, f"{what} ends behind everything")
+        require(region.offset(2) <= MOST, f"{what} ends beyond any file")
         areas.append((region.base, region.offset(2), what))
     for (_, end, what), (begin, _, other) in zip(areas := sorted(areas), areas[1:], strict=False):
         require(end <= begin, f"{what} and {other} overlap")
@@ -346,7 +348,7 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
 
 
 def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> bytes:
-    """A manifest or table. Raises CSDStoreError if it is not whole."""
+    """Reads one copy of a manifest or table. Raises CSDStoreError if it is not whole."""
     if region.size > MOST_BYTES or region.offset(copy) + region.size > os.fstat(fd).st_size:
         raise CSDStoreError(f"{path}: the {what} is damaged: the file ends before it does")
     data = read(fd, region.size, region.offset(copy))
@@ -356,27 +358,30 @@ def read_region(fd: int, region: Region, copy: int, what: str, path: str) -> byt
 
 
 def superblocks(fd: int, path: str) -> list[tuple[int, Superblock]]:
-    """The whole ones with their copy, the newest first."""
+    """The valid superblocks, each with the number of its copy, the newest first."""
     found = [(copy, Superblock.unpack(read(fd, PAGE, copy * PAGE), path)) for copy in range(2)]
     return sorted(((copy, s) for copy, s in found if s), key=lambda pair: -pair[1].sequence)
 
 
 def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: bytes, size: int | None) -> Contents:
-    """What these say, of a file of `size` bytes. Raises CSDStoreError if it cannot be so. None: it is our own."""
+    """The contents that superblock, manifest and table describe. Raises CSDStoreError if they are not plausible.
+
+    `size`: bytes of the file; None: skip the plausibility checks, because this process has written the store.
+    """
     try:
         about = _json(manifest) if size is None else checked(_json(manifest), block, size)
         at, states, sums = 0, [np.zeros(0, TILE_STATE)], []
         for extent in about["extents"]:
             entries = np.frombuffer(table, tile_entry(extent), extent["tiles"], offset=at)
-            require((entries["state"]["slot"] < extent["slots"]).all(), "a tile is in a slot that there is not")
+            require((entries["state"]["slot"] < extent["slots"]).all(), "a tile is in a slot that does not exist")
             states.append(entries["state"])
             sums.append(np.ascontiguousarray(entries["sums"][..., : sums_shape(extent)[1]], np.uint32))
             at += entries.nbytes
         steps = np.frombuffer(table, "<f8", len(about["params"]), offset=at)
-        require(bool(((steps >= 0) & (steps < 2**53)).all()), "a parameter has made steps that cannot be")
+        require(bool(((steps >= 0) & (steps < 2**53)).all()), "a parameter has an impossible step count")
         at += steps.nbytes
         residuals = np.frombuffer(table, RESIDUAL_ENTRY, len(rows_with_residual(about, block.device)), offset=at)
-        require((residuals["space"] < 2).all(), "a residual is in a space that there is not")
+        require((residuals["space"] < 2).all(), "a residual is in a space that does not exist")
         record = Record.unpack(table[at + residuals.nbytes :])
         if size is not None:
             check_record(vars(record), about.get("rule"))
@@ -388,7 +393,7 @@ def unpack(path: str, copy: int, block: Superblock, manifest: bytes, table: byte
 
 
 def read_commits(fd: int, path: str) -> list[Contents]:
-    """The commits that are whole, tiles apart, the newest first. Raises CSDStoreError if there is none."""
+    """The commits that are whole, the newest first; tiles are not checked. Raises CSDStoreError if there is none."""
     blocks = superblocks(fd, path)
     if not blocks:
         raise CSDStoreError(f"{path} is no csd_optim store, or both of its superblocks are damaged")
@@ -409,7 +414,7 @@ def read_commits(fd: int, path: str) -> list[Contents]:
 
 
 def store_file(path: Path) -> Path:
-    """The store's file, of the file itself or of the directory that holds it."""
+    """The store's file, given the file itself or the directory that holds it."""
     return path / FILE_NAME if path.is_dir() else path
 
 

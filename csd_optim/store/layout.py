@@ -1,9 +1,9 @@
-"""Parameters → flat space → tiles → devices.
+"""The layout of states: parameters → flat space → tiles → devices.
 
-Parameters that join at the same time lie one after another in an *extent* of the flat space, each from a multiple of
-`ALIGN` elements on (of codes, from a whole group on: each is of one parameter). The extent is cut into equal tiles,
-tile `i` on device `i mod n`: every device owns the same number of tiles (one more or less), and any region of the model
-keeps all of them busy. Devices of unequal speed have unequal shares of the tiles, mixed as evenly (format.devices_of).
+Parameters that join at the same time lie one after another in an *extent* of the flat space, each aligned to `ALIGN`
+elements (with codes, to a group of elements, so that no group spans two parameters). The extent is cut into equal
+tiles, tile `i` on device `i mod n`: every device owns the same number of tiles (one more or less), and any region of
+the model keeps all devices busy. Devices of unequal speed get unequal shares, interleaved as evenly (see devices_of()).
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from ..errors import CSDStoreError, CSDValueError
 from .format import Contents, devices_of
 from .sections import FP32, GROUP, PARAM_DTYPES, SECTIONS, Section, size_of, slot_of, takes
 
-STORE_BYTES = 24  # of a store per parameter: three fp32 states in two slots
-MEMORY_STATE_BYTES = 12  # of `ram:` per parameter: one slot
-# One 512-bit vector of fp32: a parameter starts where the updater, or an FPGA's port, likes to start.
+STORE_BYTES = 24  # bytes of a store per parameter element: three fp32 states in two slots
+MEMORY_STATE_BYTES = 12  # bytes of `ram:` per parameter element: one slot
+# One 512-bit vector of fp32, the natural alignment of the updater and of an FPGA's port.
 ALIGN = 16
 # Tiles are a multiple of this many elements, so that each section of each slot can be mapped by itself.
 GRAIN = max(4096, mmap.PAGESIZE) // 4
-CODES_GRAIN = max(4096, GRAIN)  # of codes, which have a byte for an element
-# A checksum covers so many elements of each section: what is verified, updated and summed while a cache of the second
-# level has it. Three sections are 768 KiB, four a MiB; 32 Ki to 128 Ki were measured to be the same with 2 MiB of it.
+CODES_GRAIN = max(4096, GRAIN)  # the same for codes, which take a byte per element
+# Elements of each section that a checksum covers: they are verified, updated and summed while they are in the L2 cache.
+# Three sections take 768 KiB, four 1 MiB; 32 Ki to 128 Ki elements measured the same with an L2 cache of 2 MiB.
 SUM_ELEMS = 1 << 16
 # 1 Mi elements, 12 MiB of state: from 1.5 MiB up the size made no measurable difference, and memory grows with it.
 TILE_ELEMS = 1 << 20
 # A small model is cut finer, so that reads, updates and writes of one device still overlap.
 TILES_PER_DEVICE = 8
-# And still finer if a device has a small share, down to this part of that.
+# Even finer, by up to this factor, if a device has a small share.
 FINEST = 8
-# A section of a tile on a file is a mapping of its own, of which Linux allows a process 65530 (vm.max_map_count).
-# Tiles of a model beyond 14 G parameters are therefore larger.
+# Each section of a tile in a file is a separate mapping. Linux allows a process 65530 of them (vm.max_map_count), so
+# models beyond 14 G parameters have larger tiles.
 MAX_MAPPINGS = 40_000
-# What joins later has this part of the mappings that are left, if that is less than it would take: fewer tiles, and
-# larger ones. A large extent leaves some for whoever comes after it.
+# Fractions of the remaining mappings. SMALL_PART: what an extent that joins later may spend on tiles smaller than the
+# largest. LARGE_PART: what any extent may take, so that a large one leaves some for later ones.
 SMALL_PART, LARGE_PART = 1 / 128, 0.7
 
 
 def max_mappings() -> int:
-    """That all extents of a process may take: an eighth of what the system allows is left to everybody else's."""
+    """The most mappings for all extents of this process: 7/8 of the system's limit; the rest is for other uses."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text()) * 7 // 8
     except (OSError, ValueError):
@@ -57,27 +57,27 @@ def max_mappings() -> int:
 
 @dataclass(frozen=True)
 class Extent:
-    """The parameters that joined together, and where they lie."""
+    """The parameters that joined together, and their layout."""
 
-    first_param: int  # index of the first of them, over all extents
+    first_param: int  # index of the first parameter, over all extents
     first_tile: int  # index of the first tile, over all extents
     tile_elems: int
     n_tiles: int
     sections: tuple[str, ...]  # names of the states, the first is the master
-    codec: str  # how a slot has them, and of codes the dtype of all parameters: see sections.py
-    param_dtype: torch.dtype | None
+    codec: str  # the encoding of the states in a slot: see sections.py
+    param_dtype: torch.dtype | None  # with codes, the dtype of all parameters
     slots: int  # of each tile: 2, or 1 where steps write in place
     starts: tuple[int, ...]  # element of the extent at which each parameter starts
     numels: tuple[int, ...]
-    pieces: np.ndarray[Any, Any]  # of dtype PIECE, sorted by tile
-    first_piece: np.ndarray[Any, Any]  # of each tile, and one more: where the pieces of tile i begin and end
+    pieces: np.ndarray[Any, Any]  # dtype PIECE, sorted by tile
+    first_piece: np.ndarray[Any, Any]  # (n_tiles + 1,): the pieces of tile i are [first_piece[i], first_piece[i + 1])
     shares: tuple[float, ...] | None  # of the devices; None: equal
-    devices: np.ndarray[Any, Any]  # of each tile, uint32
-    numbered: bool  # a store says which tiles it has: those from before it did keep their format
+    devices: np.ndarray[Any, Any]  # uint32: the device of each tile
+    numbered: bool  # the manifest lists the tiles of a device; older stores without such a list keep their format
     sum_elems: int | None  # elements of a section that a checksum covers; None: all of them (formats up to 3)
 
     def tiles_of(self, device: int) -> int:
-        """How many of the tiles lie on a device."""
+        """The number of tiles on a device."""
         return int((self.devices == device).sum())
 
     def pieces_in(self, tile: int) -> np.ndarray[Any, Any]:
@@ -87,12 +87,12 @@ class Extent:
 
     @property
     def chunks(self) -> int:
-        """Of each tile: how many checksums a section has."""
+        """The number of checksums per section of a tile."""
         return math.ceil(self.tile_elems / (self.sum_elems or self.tile_elems))
 
     @property
     def slot(self) -> tuple[Section, ...]:
-        """What is in a slot of a tile."""
+        """The sections in a slot of a tile."""
         return slot_of(self.tile_elems, self.sections, self.codec, self.param_dtype)
 
     @property
@@ -126,10 +126,10 @@ def plan_extent(
 ) -> Extent:
     """Lays `numels` out over `n_devices`, each of which gets its share (positive numbers; None: equal ones).
 
-    `tile_elems` None: as large as useful; otherwise rounded up to `GRAIN`. `sum_elems`, `devices`, `numbered`: see
-    Extent; devices None: by the shares; numbered None: if the sections have several checksums. `mapped`: the
-    mappings that other extents of the process take (bindings.mappings()). Tiles are larger where few are left, down to
-    one for each device; but codes are not mapped. Raises CSDValueError: no such codec, or not for these states.
+    `tile_elems` is rounded up to `GRAIN`; None: chosen here. `sum_elems`, `devices`, `numbered`: see Extent; devices
+    None: according to the shares; numbered None: true if `sum_elems` is not None. `mapped`: the mappings that other
+    extents of the process take (bindings.mappings()). If few are left, tiles become larger, up to one per device; codes
+    are not mapped. Raises CSDValueError for an unknown codec, or one that does not fit these states.
     """
     if not takes(codec, sections, param_dtype):
         raise CSDValueError(f"Invalid codec: {codec!r} for {', '.join(sections)} of {param_dtype} parameters")
@@ -179,7 +179,7 @@ def plan_extent(
 
 
 def _numbered_devices(recovered: Sequence[Contents], e: int) -> np.ndarray[Any, Any] | None:
-    """The device (uint32) of each tile of an extent, if the stores say it. Raises CSDStoreError."""
+    """The device (uint32) of each tile of an extent; None if the manifests do not list tiles. Raises CSDStoreError."""
     extents = [c.manifest["extents"][e] for c in recovered]
     if not any("tile_numbers" in extent for extent in extents):
         return None
@@ -192,7 +192,7 @@ def _numbered_devices(recovered: Sequence[Contents], e: int) -> np.ndarray[Any, 
 
 
 def extents_of(recovered: Sequence[Contents]) -> list[Extent]:
-    """As they were planned for a store, from what its devices hold, in their order. Raises CSDStoreError."""
+    """The extents of a store, rebuilt from the manifests of its devices, in device order. Raises CSDStoreError."""
     first, n = recovered[0], len(recovered)
     extents: list[Extent] = []
     for e, described in enumerate(first.manifest["extents"]):

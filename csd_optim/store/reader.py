@@ -1,4 +1,4 @@
-"""A store read tile by tile, residual by residual, past the page cache, with every checksum compared."""
+"""Reading whole stores: tile by tile, residual by residual, with direct I/O, and every checksum verified."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from .layout import round_up
 from .sections import GROUP, PARAM_DTYPES, SECTIONS, Section, sections_of, size_of
 from .transfer import open_direct, opened, read_into
 
-CHUNK = 4 << 20  # bytes of a residual that are read or written at a time, at least
-Tick = Callable[[int], None]  # so many more bytes are done
+CHUNK = 4 << 20  # least number of bytes of a residual that are read or written at once
+Tick = Callable[[int], None]  # progress callback: that many more bytes are done
 
 
 class Tile(NamedTuple):
     contents: Contents
     extent: int
-    number: int  # of its extent, over all devices
-    offset: int  # in the store: where its current slot begins
+    number: int  # in its extent, over all devices
+    offset: int  # byte of the store at which its current slot begins
     sections: tuple[Section, ...]
     elems: int
-    summed: bool
-    sum_elems: int  # of a section, that a checksum covers; the last one covers the rest
-    sums: np.ndarray[Any, Any]  # uint32: (chunks, sections)
+    summed: bool  # whether it has checksums
+    sum_elems: int  # elements of a section that a checksum covers; the last one covers the rest
+    sums: np.ndarray[Any, Any]  # uint32, shape (chunks, sections)
 
     @property
     def size(self) -> int:
@@ -52,17 +52,17 @@ class Tile(NamedTuple):
 
     @property
     def codes_of(self) -> torch.dtype | None:
-        """The dtype of its parameters, if it has codes; None: each state is a section."""
+        """The dtype of its parameters if it holds codes; None if each state is an fp32 section."""
         return PARAM_DTYPES.get(self.contents.manifest["extents"][self.extent].get("param_dtype", ""))
 
     def chunk(self, number: int) -> tuple[int, int]:
-        """The elements of each section that checksum `number` covers: from, to."""
+        """The range [from, to) of elements of each section that checksum `number` covers."""
         return number * self.sum_elems, min((number + 1) * self.sum_elems, self.elems)
 
     def decode(self, data: memoryview, first: int, states: Sequence[torch.Tensor]) -> None:
-        """Fills fp32 tensors of one length, on the CPU, with what its states are from element `first` on.
+        """Decodes its states from element `first` on into fp32 tensors of equal length, on the CPU.
 
-        `data`: its slot, of codes. `first`: where a parameter begins, or the tile.
+        `data`: its slot, of codes. `first`: the beginning of a parameter, or of the tile.
         """
         dtype = self.codes_of
         assert dtype
@@ -86,12 +86,12 @@ class Residual(NamedTuple):
 
 @dataclass(frozen=True)
 class Damage:
-    """A section of a tile, or a residual, that is not what was written there."""
+    """A damaged section of a tile, or a damaged residual: its content is not what was written."""
 
     path: str
-    number: int  # of the tile in its extent, over all devices; of the parameter
+    number: int  # of the tile in its extent, over all devices; for a residual, the row of its parameter
     what: str
-    params: list[str]  # what lies there: "elements 0 to 4095 of layer.weight"
+    params: list[str]  # what is affected: "elements 0 to 4095 of layer.weight"
 
     def __str__(self) -> str:
         where = f"{self.path}: {self.what} is damaged"
@@ -99,9 +99,9 @@ class Damage:
 
 
 def lying_in(manifest: dict[str, Any], extent: int, tile: int, first: int = 0, last: int | None = None) -> list[str]:
-    """The parameters of a tile, each with the range of its elements (of fp32 values: complex numbers are two).
+    """The parameters in a tile, each with the range of its elements (fp32 values: a complex number has two).
 
-    `first`, `last`: only what lies in elements [first, last) of the tile.
+    `first`, `last`: only those in elements [first, last) of the tile.
     """
     elems = manifest["extents"][extent]["tile_elems"]
     first, last = tile * elems + first, tile * elems + (elems if last is None else last)
@@ -140,9 +140,9 @@ def total_bytes(recovered: Iterable[Contents]) -> int:
 
 
 def stored_bytes(contents: Contents, *, decoded: bool = False) -> int:
-    """What it takes on the disk when only current slots and spaces are copied, and holes are not.
+    """The bytes that a copy of a store takes: current slots and spaces only, and no holes.
 
-    `decoded`: all states as fp32.
+    `decoded`: with all states as fp32.
     """
     with opened(Path(contents.path)) as fd:
         there = [t for t in tiles_of([contents]) if not _is_hole(fd, t.offset, t.size)]
@@ -163,11 +163,11 @@ def each_tile(
     gate: Callable[[], None] = lambda: None,
     tick: Tick = lambda _: None,
 ) -> None:
-    """Reads and checks every tile and has it used, on threads; None: all of it is zeros, and a hole in the store.
+    """Reads and verifies every tile, and passes it to `use`, on a pool of threads; data None: a hole, all zeros.
 
-    So it does with every residual, in parts, each with the byte at which it begins: damage shows behind the last only.
-    `gate` is called before each; `damaged` where a checksum does not fit, for a tile instead of `use`, and raises
-    CSDStoreError unless told otherwise. Raises CSDOSError.
+    Residuals are passed to `use_residual` in parts, each with the byte at which it begins; their damage shows only
+    after the last part. `gate` is called before each read. `damaged` is called if a checksum does not match, for a tile
+    instead of `use`; by default it raises CSDStoreError. Raises CSDOSError.
     """
     tiles, residuals = tiles_of(recovered), [r for r in residuals_of(recovered) if r.size]
     sizes = [*(t.size for t in tiles), *(min(round_up(r.size, PAGE), CHUNK) for r in residuals)]
@@ -217,12 +217,12 @@ def each_tile(
             for call in (*(partial(one, t) for t in tiles), *(partial(one_residual, r) for r in residuals)):
                 try:
                     futures.append(pool.submit(call))
-                except RuntimeError:  # the interpreter shuts down and has no more threads to give
+                except RuntimeError:  # the interpreter shuts down and starts no more threads
                     call()
             for future in futures:
                 future.result()
         except BaseException:
-            for future in futures:  # that have not begun
+            for future in futures:  # no effect on those that are running
                 future.cancel()
             raise
 
@@ -234,14 +234,14 @@ def find_damage(
     *,
     use: Callable[[Tile, memoryview | None], None] = lambda *_: None,
 ) -> list[Damage]:
-    """Everything in these stores that is not what was written there. `use`, `use_residual`: as of each_tile()."""
+    """All damage in these stores, sorted. `use`, `use_residual`: as in each_tile()."""
     found: list[Damage] = []
     each_tile(recovered, use, use_residual, damaged=found.extend, tick=tick)
     return sorted(found, key=lambda d: (d.path, d.number))
 
 
 def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
-    """Is it a hole, of which nothing is read? What is damaged? Raises CSDOSError."""
+    """Reads a tile into `view`. Returns whether it is a hole, which is not read, and its damage. Raises CSDOSError."""
     if hole := _is_hole(fd, tile.offset, tile.size):
         n = tile.size
     else:
@@ -265,7 +265,7 @@ def _read(fd: int, tile: Tile, view: memoryview) -> tuple[bool, list[Damage]]:
 
 
 def _read_part(fd: int, view: memoryview, offset: int, path: str) -> int:
-    """Fills whole pages from a store; returns how many bytes there are: less only where it ends. Raises CSDOSError."""
+    """Reads whole pages from a store; returns the number of bytes, fewer only at its end. Raises CSDOSError."""
     try:
         return read_into(fd, view, offset, PAGE)
     except OSError as e:
@@ -274,7 +274,7 @@ def _read_part(fd: int, view: memoryview, offset: int, path: str) -> int:
 
 @contextlib.contextmanager
 def _opened_direct(file: Path) -> Iterator[int]:
-    """Open for reading past the page cache, where the file system can."""
+    """Opens a file for reading, with direct I/O if the file system has it."""
     if (direct := open_direct(file, os.O_RDONLY)) is None:
         with opened(file) as fd:
             yield fd
@@ -289,7 +289,7 @@ def _is_hole(fd: int, offset: int, size: int) -> bool:
     try:
         return os.lseek(fd, offset, os.SEEK_DATA) >= offset + size
     except OSError as e:
-        # No data up to the end of the file, if the file is that long; EINVAL: a file system that cannot tell.
+        # ENXIO: no data up to the end of the file, if the file is that long. EINVAL: not supported by this file system.
         return e.errno == errno.ENXIO and os.fstat(fd).st_size >= offset + size
 
 

@@ -1,4 +1,4 @@
-"""What several stores have in common: the last commit of an optimizer's devices, the last round of its ranks."""
+"""Recovery from several stores: the last commit that all devices have, and the last round that all ranks have."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from .format import UNDER_WAY, Contents
 
 
 def common_commit(stores: Sequence[StoreFile]) -> list[Contents]:
-    """The newest of common_commits(), or nothing."""
+    """The newest of common_commits(); empty if there is none."""
     return next(iter(common_commits(stores)), [])
 
 
 def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
-    """What each store holds of the commits that all of them have, the newest first; empty if none of them has any.
+    """The commits that all stores have, the newest first, each as the contents of all stores; empty if none has any.
 
-    Raises CSDStoreError when one is missing, when they are not the devices of one optimizer, or have no step in common.
+    Raises CSDStoreError if a store is missing, if they are not the devices of one optimizer, or if they have no step in
+    common.
     """
-    # Killed before all of them had a first commit: then there is nothing to go on from.
+    # Killed before all of them had the first commit: there is nothing to continue from.
     if not all(s.recovered for s in stores) and all(c.superblock.sequence == 1 for s in stores for c in s.recovered):
         return []
     for store in stores:
@@ -40,7 +41,8 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
             f"{stores[0].path} is device {first.device} of {first.devices}; "
             f"name all {first.devices} of them, each once, not {len(stores)}"
         )
-    # Marks of a step in place that not all devices have: it had written nothing, and what they mark is whole.
+    # A step in place is marked on all devices before it writes anything. If only some have the mark, the commit before
+    # it is still whole on all.
     known = [{c.superblock.sequence: c for c in reversed(s.recovered)} for s in stores]
     for commits in known:
         for c in [c for c in commits.values() if c.superblock.flags & UNDER_WAY]:
@@ -53,7 +55,7 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
     found: list[list[Contents]] = []
     for sequence in common:
         recovered = [commits[sequence] for commits in known]
-        if any(c.superblock.flags & UNDER_WAY for c in recovered):  # and what was before it is not there any more
+        if any(c.superblock.flags & UNDER_WAY for c in recovered):  # the commit before it is overwritten
             if found:
                 break
             raise CSDStoreError(
@@ -66,18 +68,18 @@ def common_commits(stores: Sequence[StoreFile]) -> list[list[Contents]]:
 
 @dataclass(frozen=True)
 class RanksStore:
-    """What a rank tells the others of its stores. Steps by round, the newest first."""
+    """What a rank tells the other ranks about its stores."""
 
     path: str
     store_id: bytes
     rank: int
     world_size: int
-    is_first: bool  # commit
-    steps: dict[int, int]
+    is_first: bool  # whether the newest commit is the first one
+    steps: dict[int, int]  # by round, the newest first
 
     @classmethod
     def of(cls, commits: list[list[Contents]]) -> RanksStore | None:
-        """`commits`: of a rank, as of common_commits()."""
+        """`commits`: those of a rank, from common_commits(); None if there are none."""
         if not commits:
             return None
         newest = commits[0][0]
@@ -88,10 +90,10 @@ class RanksStore:
 
 
 def last_round(stores: Sequence[RanksStore | None]) -> int | None:
-    """The last round that all ranks have, given the store of each; None if there is none yet.
+    """The last round that all ranks have, given the store of each rank; None if there is none yet.
 
-    Raises CSDStoreError when they have none in common, or a store is missing, of another rank, of another run or of
-    another number of ranks.
+    Raises CSDStoreError if they have no round in common, or if a store is missing, or belongs to another rank, another
+    run or another number of ranks.
     """
     size, there = len(stores), {rank: store for rank, store in enumerate(stores) if store}
     for rank, store in there.items():
@@ -100,7 +102,7 @@ def last_round(stores: Sequence[RanksStore | None]) -> int | None:
         if store.rank != rank:
             raise CSDStoreError(f"rank {rank}: {store.path} is the store of rank {store.rank}")
     if len(there) < size:
-        if all(store.is_first for store in there.values()):  # killed before all of them had it
+        if all(store.is_first for store in there.values()):  # killed before all of them had the first commit
             return None
         without = ", ".join(str(rank) for rank in range(size) if rank not in there)
         raise CSDStoreError(f"no store on rank {without}, but rank {min(there)} has {there[min(there)].path}")
@@ -115,13 +117,14 @@ def last_round(stores: Sequence[RanksStore | None]) -> int | None:
 
 
 def other_world_size(store: RanksStore | Contents, size: int) -> str:
+    """The error message for a store that was made by another number of ranks than `size`."""
     alone, n = "a process on its own", store.world_size
     was, now = (
         (f"rank {store.rank} of {n}" if n > 1 else alone),
         (f"these are {size} ranks" if size > 1 else f"this is {alone}"),
     )
     return (
-        f"{store.path} is the store of {was}, and {now}: the states are divided otherwise. To go on from it, start as "
-        "many as before; to change their number, put them together with `csd-optim export` and the stores of all, or "
-        "save with torch.distributed.checkpoint there, and load that here (docs/distributed.md)"
+        f"{store.path} is the store of {was}, and {now}: the states are divided otherwise. To continue from it, start "
+        "as many processes as before. To change their number, combine their stores with `csd-optim export`, or save "
+        "with torch.distributed.checkpoint there, and load that here (docs/distributed.md)"
     )

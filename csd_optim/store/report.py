@@ -1,7 +1,7 @@
-"""What a training tells of its last step: a small file beside each store, for `csd-optim top`.
+"""The report of a training on its last step: a small file beside each store, for `csd-optim top`.
 
-Nobody else reads it, it is never flushed, and it is no part of the store: it may be missing, old or damaged. It holds
-one JSON object behind a head that says whether it is whole: reader and writer do not wait for each other.
+Nothing else reads it. It is never flushed, and not part of the store: it may be missing, old or damaged. It holds one
+JSON object behind a header with its length and checksum, so that reader and writer need no lock.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _MAGIC = b"CSDTOP01"
 
 
 class ReportFile:
-    """One that this process writes, in the directory of a store; made by the first write."""
+    """A report that this process writes, in the directory of a store. The first write() creates the file."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / REPORT_NAME
         self._fd = -1
 
     def write(self, report: dict[str, Any]) -> None:
-        """Takes the place of what is there. What cannot be written is not: no training fails for this."""
+        """Replaces the report. Ignores errors: no training should fail because of a report."""
         text = json.dumps(report).encode()
         with contextlib.suppress(OSError):
             if self._fd < 0:
@@ -41,8 +41,8 @@ class ReportFile:
 
 
 def read_report(directory: Path) -> dict[str, Any] | None:
-    """The last report there; None if there is none that is whole."""
-    for _ in range(3):  # it may be read while it is written
+    """The last report in a directory; None if there is none, or it is not whole."""
+    for _ in range(3):  # retry: it may be read while it is being written
         with contextlib.suppress(OSError, ValueError, struct.error):
             data = (directory / REPORT_NAME).read_bytes()
             magic, length, crc = _HEAD.unpack_from(data)

@@ -1,4 +1,4 @@
-"""Bytes between memory and files: transfers that are finished, and files past the page cache where there is a way."""
+"""File I/O: complete transfers between memory and files, and direct I/O where the file system has it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 
 
 def read_into(fd: int, view: memoryview, offset: int, unit: int = 1) -> int:
-    """Fills `view` from byte `offset` on; returns how many bytes there are: less only where the file ends.
+    """Fills `view` from byte `offset` on; returns the number of bytes, fewer only at the end of the file.
 
-    The system may cut a transfer short. `unit`: with O_DIRECT a page, in the middle of which it would refuse to go on;
-    there, too, the file has ended.
+    Repeats short reads. `unit`: a page for O_DIRECT, which cannot continue in the middle of a page; a read that stops
+    there has reached the end of the file.
     """
     n = 0
     while n < len(view) and n % unit == 0 and (more := os.preadv(fd, [view[n:]], offset + n)):
@@ -27,22 +27,23 @@ def read_into(fd: int, view: memoryview, offset: int, unit: int = 1) -> int:
 
 
 def read(fd: int, size: int, offset: int) -> bytes:
-    """Up to `size` bytes: less only where the file ends."""
+    """Returns `size` bytes, fewer only at the end of the file."""
     data = bytearray(size)
     return bytes(data[: read_into(fd, memoryview(data), offset)])
 
 
 def write(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """All of it: the system may cut a transfer short."""
+    """Writes all of `data`; repeats short writes."""
     while len(data):
         n = os.pwrite(fd, data, offset)
         data, offset = data[n:], offset + n
 
 
 def open_direct(file: str | Path, mode: int, *, overwrite: bool = False) -> int | None:
-    """Opens a file for O_DIRECT and tries that out on its second page; None: its file system cannot.
+    """Opens a file with O_DIRECT and tests that on its second page. Returns None if the file system cannot do it.
 
-    Some file systems refuse only the I/O itself. `mode`: O_RDONLY or O_RDWR. `overwrite`: the page is written, too.
+    The test is needed because some file systems refuse only the I/O. `mode`: O_RDONLY or O_RDWR. `overwrite`: test
+    writing, too, which destroys the page.
     """
     fd = -1
     try:
@@ -70,6 +71,6 @@ def opened(file: Path, flags: int = 0) -> Iterator[int]:
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in it are on the disk."""
+    """Waits until the names in a directory are durable."""
     with opened(path, os.O_DIRECTORY) as fd:
         os.fsync(fd)

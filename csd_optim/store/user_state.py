@@ -1,4 +1,4 @@
-"""`user_state`, what the user adds to a commit: written by torch.save, read by torch.load(weights_only=True)."""
+"""`user_state`, the user's addition to a commit: written by torch.save, read by torch.load(weights_only=True)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def unpack_user_state(data: bytes) -> dict[str, Any]:
 
 
 def stored_user_state(data: bytes, path: str) -> dict[str, Any]:
-    """What a store has. Raises CSDStoreError if that is not what we would have put there."""
+    """The user_state of a store. Raises CSDStoreError if it cannot be read, or is not a dict."""
     try:
         state = unpack_user_state(data)
     except Exception as e:
@@ -35,9 +35,9 @@ def pack_user_state(user_state: dict[str, Any]) -> bytes:
 
 
 def checked_user_state(user_state: dict[str, Any], last: bytes) -> bytes:
-    """The same, if it can be read again. `last`: the packed one before it, which can.
+    """The packed user_state, checked to be readable. `last`: the previous packed one, which is known to be.
 
-    Raises CSDTypeError, naming what cannot be kept, and CSDValueError.
+    Raises CSDTypeError, naming the value that cannot be stored, and CSDValueError if it is too large.
     """
     if not isinstance(user_state, dict):
         raise CSDTypeError(f"user_state is a dict, got {type(user_state).__name__}")
@@ -67,12 +67,12 @@ def _saved(value: Any) -> bytes:
 
 def _is_scalar(value: Any) -> bool:
     if type(value) is int:
-        return -(1 << 63) <= value < 1 << 63  # torch.load does not read every one of more than 2000 bits
+        return -(1 << 63) <= value < 1 << 63  # torch.load fails for some integers beyond 2000 bits
     return value is None or type(value) in (bool, float, str)
 
 
 def _is_plain(user_state: dict[str, Any]) -> bool:
-    """Is it made of nothing but what torch.load is known to read? Much faster than to have it read."""
+    """Returns whether it has only values that torch.load is known to read. Much faster than reading it."""
     todo: list[Any] = [user_state]
     seen: set[int] = set()
     while todo:
@@ -82,7 +82,7 @@ def _is_plain(user_state: dict[str, Any]) -> bool:
         if type(value) is torch.Tensor:
             plain = value.layout is torch.strided and (value.is_cpu or is_ours(value.device)) and not vars(value)
         else:
-            plain = type(value) in (dict, list, tuple) and id(value) not in seen  # it may hold itself
+            plain = type(value) in (dict, list, tuple) and id(value) not in seen  # it may contain itself
             if plain:
                 seen.add(id(value))
                 todo += (*value, *value.values()) if isinstance(value, dict) else value
@@ -92,7 +92,7 @@ def _is_plain(user_state: dict[str, Any]) -> bool:
 
 
 def _refused(value: Any, name: str, seen: set[int]) -> str | None:
-    """Names the innermost thing in `value` that torch does not write or read again. `seen`: where it has looked."""
+    """Names the innermost value in `value` that torch cannot save and load. `seen`: ids of containers visited."""
     if _is_scalar(value) or id(value) in seen:
         return None
     seen.add(id(value))
