@@ -95,7 +95,7 @@ def prepare(
     if shlex.quote(str(root)) != str(root):
         raise CSDUnavailableError(
             errno.EINVAL,
-            f"XRT cannot work in {str(root.parent)!r}: a shell would take that apart; set TMPDIR to another",
+            f"XRT cannot work in {str(root.parent)!r}: a shell would not take that for one word; set TMPDIR to another",
         )
     libraries = find_xrt()
     _make_xrt(root / "xrt", libraries)
@@ -165,7 +165,7 @@ def repaired(driver: bytes) -> bytes:
         return driver
     if len(found) > 1:
         raise CSDUnavailableError(
-            errno.ENOTSUP, f"this {DRIVER} is not one that is known: alloc_void() is there {len(found)} times"
+            errno.ENOTSUP, f"this version of {DRIVER} is unknown: alloc_void() is there {len(found)} times"
         )
     at, store = found[0].start("jump"), found[0].start("store")
     return driver[:at] + bytes([(store - (at + 1)) % 256]) + driver[at + 1 :]  # relative to the next instruction
@@ -195,7 +195,7 @@ def _make_vitis(root: Path) -> None:
     program.chmod(0o700)
     if not os.access(program, os.X_OK):
         raise CSDUnavailableError(
-            errno.EACCES, f"programs in {tempfile.gettempdir()} must not be run; set TMPDIR to where they may"
+            errno.EACCES, f"programs in {tempfile.gettempdir()} cannot be executed; set TMPDIR to where they can"
         )
 
 

@@ -158,7 +158,7 @@ def parse_device(text: str | os.PathLike[str]) -> DeviceSpec:
     values["chosen"] = frozenset({"block", "depth"} & options.keys())
     if not backend.place:
         if place:
-            raise CSDValueError(f"Invalid device: {text!r}; {backend.name}: takes no place")
+            raise CSDValueError(f"Invalid device: {text!r}; {backend.name}: takes neither path nor index")
         return DeviceSpec(text, backend.name, **values)
     if backend.place == "directory":
         directory = Path(place or ".").expanduser()
@@ -247,7 +247,7 @@ def _placed(specs: list[DeviceSpec]) -> list[DeviceSpec]:
         if not (spec.kind.in_memory or spec.kind.has_file or spec.kind.on_accelerator) or spec.kind.on_card:
             raise CSDValueError(f"Invalid devices: 'auto' places states in directories and in ram:, not on '{spec}'")
         if spec.share is not None or spec.cache_bytes > 0:
-            raise CSDValueError(f"Invalid devices: 'auto' chooses share and cache, and '{spec}' says one of them")
+            raise CSDValueError(f"Invalid devices: 'auto' chooses share and cache, and '{spec}' sets one of them")
         if spec.pace != UNPACED and math.isinf(spec.pace.params_per_second):
             raise CSDValueError(f"Invalid devices: 'auto' cannot tell from its pace how fast '{spec}' is")
     memory = [spec for spec in specs if spec.kind.in_memory]

@@ -229,7 +229,7 @@ class DurableCommitter(Committer):
         engine.check_whole()
         self._background.wait()
         if self._unconfirmed:
-            raise CSDRuntimeError("confirm() goes before whatever follows a round")
+            raise CSDRuntimeError("the last round is not confirmed: call confirm() before the next commit")
         self._record_before = engine.record
         engine.record = record or self._loaded_record or engine.record
         makes_round = self._makes_round

@@ -52,7 +52,7 @@ def open_card(spec: DeviceSpec, cards: dict[str, Any], kernels: Collection[str] 
     if not slow and not card.holds(directory):
         slow.append(f"{directory} is not on this card's drive: the state goes through the host")
     elif not slow and spec.p2p == "auto" and not bindings.card_has_p2p(handle):
-        slow.append(f"its drive cannot reach its memory (P2P, says the driver: {card.p2p}): the host stands between")
+        slow.append(f"its drive cannot reach its memory (P2P, says the driver: {card.p2p}): state goes via the host")
     for text in slow:
         warnings.warn(f"{spec}: {text} (docs/smartssd.md)", CSDWarning, stacklevel=users_stacklevel())
     return replace(spec, card=card.name, directory=directory)

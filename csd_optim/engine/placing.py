@@ -270,7 +270,9 @@ class Placement:
                 *(d["device"], d["params"] / 1e6, 100 * d["share"], d["limited_by"], rate),
             )
         if found["cache_bytes"]:
-            log.info("auto: %.3f GB of memory keep what need not be read then", found["cache_bytes"] / 1e9)
+            log.info(
+                "auto: %.3f GB of memory cache states, which drives then need not read", found["cache_bytes"] / 1e9
+            )
         log.info("auto: a step is predicted to take %.3f s", found["seconds"])
 
 

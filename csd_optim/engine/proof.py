@@ -40,7 +40,7 @@ def prove(store: StoreFile, staged: Staged) -> None:
     except CSDStoreError as e:
         raise CSDOSError(errno.EIO, str(e)) from e
     if cached:
-        damage = [f"{path}: what is looked at in memory cannot be read from the disk, as its file system reads that"]
+        damage = [f"{path}: this file system reads what is mapped in memory from the page cache, not from the disk"]
     if damage:
         store.lost = _what_is_lost(store, contents, damage)
         raise CSDLostError(errno.EIO, store.lost)
@@ -89,6 +89,6 @@ def way_out(committed_step: int, in_place: bool) -> str:
         left = "Nothing was committed before"
         then = "begin anew"
     return (
-        f"{left}; the parameters in memory are newer than that, and have no states any more to go on with. close() "
-        f"this optimizer and {then}, when you trust the drive (its SMART values and the kernel's log say more)"
+        f"{left}; the parameters in memory are newer, and training cannot go on with them, as their states are lost. "
+        f"close() this optimizer and {then}, when you trust the drive (its SMART values and the kernel's log say more)"
     )

@@ -502,7 +502,7 @@ def test_auto_without_room():
         (["auto", "gpu:?room=1GB", "ram:"], r"needs a drive beside memory; .* write \['gpu:.room=4GB', 'ram:'\]"),
         (["auto", "gpu:?room=1GB&share=2", "file:"], "'auto' chooses share"),
         (["gpu:?exact=2"], "exact is 0 or 1"),
-        (["gpu:0"], "takes no place"),
+        (["gpu:0"], "takes neither path nor index"),
     ],
 )
 def test_devices_that_are_refused(devices, message):

@@ -173,7 +173,7 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
         assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], rel=1e-3)
         assert opt.stats()["flash_read_bytes"] == 0  # all of it fits there, and in the buffers
         assert said["seconds"] == pytest.approx(48 * 12 * TILE / 3e9, rel=0.01)  # what is written remains
-        assert "auto: 0.002 GB of memory keep what need not be read then" in caplog.text
+        assert "auto: 0.002 GB of memory cache states, which drives then need not read" in caplog.text
         trained = p.detach().clone()
     kept = [read_contents(tmp_path / f"csd{d}" / FILE_NAME).manifest["extents"][0]["tile_numbers"] for d in range(2)]
     # Drives that are as fast as each other now have what they had.
@@ -346,7 +346,7 @@ def test_probes_are_forbidden(monkeypatch):
     [
         (["auto", "xrt:0"], "'auto' places states in directories and in ram:, not on 'xrt:0'"),
         (["auto", "null:"], "'auto' places states in directories and in ram:, not on 'null:'"),
-        (["auto", "ram:?share=2"], "'auto' chooses share and cache, and 'ram:.share=2' says one of them"),
+        (["auto", "ram:?share=2"], "'auto' chooses share and cache, and 'ram:.share=2' sets one of them"),
         (["auto", "file:?cache=1GB"], "'auto' chooses share and cache"),
         (["auto", "file:?link=1GB/s"], "'auto' cannot tell from its pace how fast"),
         (["ram:?room=1GB"], "'ram:.room=1GB'; room is for devices beside 'auto'"),
