@@ -1,4 +1,4 @@
-"""The norm of all gradients together, wherever they are."""
+"""The global norm of all gradients, on whatever devices and ranks they are."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .sharding import Partition
 
 
 def global_norm(params: Iterable[tuple[torch.Tensor, Partition]]) -> float:
-    """The 2-norm of the gradients of these parameters, which may have none, as if they were one vector; in fp32.
+    """Return the fp32 2-norm of the gradients of these parameters as one vector; a parameter may have no gradient.
 
-    A collective of those process groups over which parameters are divided.
+    A collective of the process groups over which the parameters are divided.
     """
     return norm_of((None if p.grad is None else part.local(p.grad), part) for p, part in params)
 
 
 def norm_of(grads: Iterable[tuple[torch.Tensor | None, Partition]]) -> float:
-    """The same of what this process has of each gradient (None: there is none)."""
+    """Return the same norm from this process's part of each gradient (None: it has no gradient)."""
     norms: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for g, part in grads:
         there = norms.setdefault(part.groups(), [])
@@ -32,7 +32,7 @@ def norm_of(grads: Iterable[tuple[torch.Tensor | None, Partition]]) -> float:
 
 
 def _together(norms: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of vectors with these norms."""
+    """Return the norm of the concatenation of vectors with these norms."""
     total: torch.Tensor = torch.zeros((), device="cpu")
     if norms:
         total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))

@@ -1,6 +1,6 @@
-"""The processes that train together. torch.distributed carries everything between them.
+"""The processes that train together. All their communication goes through torch.distributed.
 
-Every method of `Ranks` that talks to the others is a collective: all ranks call it, in the same order.
+Every method of `Ranks` that communicates is a collective: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import torch.distributed as dist
 from ..accelerator import on_device
 from ..errors import CSDRankError, CSDValueError
 
-LINGER = 0.1  # seconds at exit
-EXCHANGE = 0x435344  # a tag that nobody else uses
+LINGER = 0.1  # seconds to wait at exit
+EXCHANGE = 0x435344  # tag of exchange(): an arbitrary number, so that other messages do not match it
 
 
 @functools.cache
 def _linger_at_exit() -> None:
-    """Gives gloo's threads time to let go of tensors, for which they take the interpreter when a collective is done.
+    """Give gloo's threads time at exit to release tensors, for which they take the GIL after a collective.
 
-    If the script, and with it the interpreter, came to its end in that moment, the process would abort.
+    The process would abort if the interpreter shut down at that moment.
     """
     atexit.register(time.sleep, LINGER)
 
 
 @dataclass
 class Said:
-    """What ranks tell each other at the end of what they do together: see Ranks.all_ranks_or_none()."""
+    """The values that ranks exchange at the end of Ranks.all_ranks_or_none()."""
 
-    own: Any = None  # of this rank, plain values
-    by_ranks: list[Any] = field(default_factory=list)  # of all of them, when it is done
+    own: Any = None  # this rank's, plain values; set inside the context
+    by_ranks: list[Any] = field(default_factory=list)  # all ranks' values; set on exit
 
 
 class Ranks:
-    """The ranks of a process group, more than one; `rank` is this process's among them."""
+    """The ranks of a process group with more than one rank; `rank` is this process's."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -51,7 +51,7 @@ class Ranks:
         self.size: int = dist.get_world_size(group)
         self.device_types: list[str] = [device.type for device in group._device_types]
         self.device: torch.device = device_of(group)
-        self.lost: bool = False  # a rank is gone: nothing can be sent any more
+        self.lost: bool = False  # a rank is gone, so communication is no longer possible
         self._replicas: dict[Any, tuple[Ranks, Any]] = {}
         _linger_at_exit()
 
@@ -63,7 +63,7 @@ class Ranks:
         return DeviceMesh.from_group(self.group, self.device.type)
 
     def replicas(self, mesh: Any, dim: int) -> tuple[Ranks, Any]:
-        """The ranks along a dimension of a device mesh, and the same mesh with that dimension last."""
+        """Return the ranks along a dimension of a device mesh, and the same mesh with that dimension last."""
         if (mesh, dim) not in self._replicas:
             from torch.distributed.device_mesh import DeviceMesh
 
@@ -84,19 +84,19 @@ class Ranks:
 
     @functools.cached_property
     def _is_gloo(self) -> bool:
-        """Does gloo carry what is in host memory? Others may know no all_to_all."""
+        """Whether gloo transfers tensors in host memory. Other backends may lack all_to_all."""
         return self.device.type == "cpu" and bool(self.group._get_backend(self.device).name() == "gloo")
 
     @property
     def is_world(self) -> bool:
-        """Are these all ranks that there are?"""
+        """Whether these are all ranks of the job."""
         return self.group is dist.group.WORLD
 
     def gather(self, *values: float, dtype: torch.dtype = torch.int64) -> list[tuple[Any, ...]]:
-        """Everybody's values (as many on every rank), by rank."""
+        """Return all ranks' values, by rank. Each rank passes the same number of them."""
         own = torch.tensor(values, dtype=dtype, device=self.device)
         out = own.new_empty(self.size, len(values))
-        if self._is_gloo:  # from each straight to each: its all_gather goes from one to the next
+        if self._is_gloo:  # direct sends between all pairs: gloo's all_gather goes round a ring, one rank at a time
             each = [len(values)] * self.size
             self.wait([self.all_to_all(out.view(-1), each, own.repeat(self.size), each)])
         else:
@@ -104,28 +104,28 @@ class Ranks:
         return [tuple(row) for row in out.tolist()]
 
     def all_gather(self, out: torch.Tensor, own: torch.Tensor) -> Any:
-        """Begins to concatenate everybody's `own` (1-D, the same size and dtype on every rank) in `out`."""
+        """Begin to concatenate all ranks' `own` (1-D, the same size and dtype on every rank) in `out`."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
         with self._noting_loss():
             return gather(out, own, group=self.group, async_op=True)
 
     def all_to_all(self, out: torch.Tensor, out_sizes: list[int], own: torch.Tensor, own_sizes: list[int]) -> Any:
-        """Begins to send rank k the k-th part of `own` (1-D), of `own_sizes[k]` elements; `out` is what comes."""
+        """Begin to send rank k the k-th part of `own` (1-D), `own_sizes[k]` elements, and to receive into `out`."""
         with self._noting_loss():
             return dist.all_to_all_single(out, own, out_sizes, own_sizes, group=self.group, async_op=True)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Begins to sum everybody's tensors, in place."""
+        """Begin to sum all ranks' tensors, in place."""
         with self._noting_loss():
             return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def exchange(self, rows: torch.Tensor) -> list[Any]:
-        """Begins to fill a contiguous tensor of a row per rank: each rank has its own there, and gets the others'."""
+        """Begin to all-gather in place: `rows` is contiguous with a row per rank, of which each rank has its own."""
         if rows.device.type != "cpu":
             return [self.all_gather(rows.view(-1), rows[self.rank])]
-        # gloo's all_gather goes through new memory each time, and only two of its broadcasts are under way at once.
-        # From each straight to each, all are: where links are the limit, that is what counts.
-        others = [(self.rank + k) % self.size for k in range(1, self.size)]  # not all of them to the same one at first
+        # gloo's all_gather allocates memory each time, and has at most two broadcasts in flight at once. Direct sends
+        # between all pairs are all in flight at once, which is faster where links are the limit.
+        others = [(self.rank + k) % self.size for k in range(1, self.size)]  # ranks begin with different receivers
         with self._noting_loss():
             return [
                 *(dist.irecv(rows[rank], self._global(rank), group=self.group, tag=EXCHANGE) for rank in others),
@@ -136,7 +136,7 @@ class Ranks:
         return dist.get_global_rank(self.group, rank)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        """Everybody's `tensor`, alike in shape and dtype, gets the values of a rank's."""
+        """Copy the values of `tensor` on `rank` to all ranks' `tensor`, which has the same shape and dtype."""
         with self._noting_loss():
             there = tensor if tensor.device.type in self.device_types else tensor.to(self.device)
             there = there.contiguous()
@@ -145,13 +145,13 @@ class Ranks:
                 tensor.copy_(there)
 
     def wait(self, under_way: list[Any]) -> None:
-        """Returns when all of these are done; on a GPU, its stream waits."""
+        """Wait for these works; on a GPU it is the current stream that waits."""
         with self._noting_loss():
             for work in under_way:
                 work.wait()
 
     def use_device_of(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Sends from where these are, if it has to be a GPU: scripts need not have made that the current one."""
+        """If the group requires a GPU, communicate from the one of these tensors, which may not be the current one."""
         there = (t.device for t in tensors if t.device.type == self.device.type != "cpu")
         self.device = next(there, self.device)
 
@@ -165,14 +165,17 @@ class Ranks:
             raise CSDRankError(f"rank {self.rank} has lost the others: {e}") from e
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Everybody's plain values, by rank."""
+        """Return all ranks' plain values, by rank."""
         out = [None] * self.size
         with self._noting_loss():
             dist.all_gather_object(out, value, group=self.group)
         return out
 
     def first_difference(self, entries: list[Any]) -> str | None:
-        """Where lists of tuples, each beginning with a name, are not the same on all ranks."""
+        """Return a description of the first entry that is not the same on all ranks; None if all are equal.
+
+        `entries`: tuples, each beginning with a name.
+        """
         for rank, theirs in enumerate(said := self.gather_objects(entries)):
             for a, b in itertools.zip_longest(said[0], theirs):
                 if a != b:
@@ -181,7 +184,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def all_ranks_or_none(self) -> Iterator[Said]:
-        """What is done within counts only if no rank raises anything: see agree()."""
+        """Raise on all ranks if any rank raises inside the context: see agree()."""
         failure, said = None, Said()
         try:
             yield said
@@ -192,9 +195,9 @@ class Ranks:
         said.by_ranks = self.agree(failure, said.own)
 
     def agree(self, failure: BaseException | None = None, own: Any = None) -> list[Any]:
-        """Raises on all ranks if one of them failed: there `failure`, elsewhere CSDRankError, which tells of it.
+        """Raise on all ranks if one of them failed: `failure` on that rank, CSDRankError with its text on the others.
 
-        Else returns what all of them say, by rank: `own`, plain values, which travel only if they are not the same.
+        Otherwise return all ranks' `own` (plain values), by rank. They are sent only if their checksums differ.
         """
         digest = hashlib.blake2b(repr(own).encode(), digest_size=8).digest()
         votes = self.gather(failure is not None, int.from_bytes(digest, "little", signed=True))
@@ -207,7 +210,7 @@ class Ranks:
 
 
 def all_ranks_or_none(ranks: Ranks | None) -> contextlib.AbstractContextManager[Said]:
-    """What is done within counts only if every rank has done it; a process on its own is all there is."""
+    """Return Ranks.all_ranks_or_none(), or its equivalent for a single process (`ranks` None)."""
     return ranks.all_ranks_or_none() if ranks else _alone()
 
 
@@ -219,15 +222,15 @@ def _alone() -> Iterator[Said]:
 
 
 def device_of(group: Any) -> torch.device:
-    """Where what the group sends may lie: in host memory, unless it knows GPUs only, as nccl does."""
+    """Return the device whose tensors the group can send: the CPU, unless it supports GPUs only, as nccl does."""
     types = [device.type for device in group._device_types]
     return torch.device("cpu" if "cpu" in types else types[0])
 
 
 def ranks_of(group: Any) -> Ranks | None:
-    """Of a process group, or of all ranks there are (`group` None); None if this process is alone.
+    """Return the Ranks of a process group, by default of all ranks; None if this process is alone.
 
-    Raises CSDValueError if it is no process group that this process belongs to.
+    Raises CSDValueError if `group` is not a process group that this process belongs to.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:

@@ -1,7 +1,7 @@
 """Which part of a parameter this process updates: all of it, its shard of a DTensor, or its share of replicas.
 
-The engine knows parts only. Beside them stand the parameters, and `state`, which shows each part as trainers and
-checkpoints of torch want to see it: as it is, or as the local tensor of a DTensor of the parameter's shape.
+The engine handles parts only. `state` shows each part as torch's training libraries and checkpoints expect it: as it
+is, or as the local tensor of a DTensor of the parameter's shape.
 """
 
 from __future__ import annotations
@@ -18,69 +18,69 @@ from .ranks import Ranks
 
 
 class Partition:
-    """How a parameter is divided among processes, and which part of it this one updates.
+    """How a parameter is divided among processes, and which part of it this process updates.
 
-    What is said here is true where all of a plain tensor is updated.
+    The methods of this base class are those of a plain tensor that is updated as a whole.
     """
 
-    is_whole = False  # of() has nothing to take out
-    # torch._foreach_* writes to it without counting, neither in a DTensor nor, on the CPU, in its local tensor.
+    is_whole = False  # of() returns the whole tensor
+    # torch._foreach_* increments no version counter: neither a DTensor's nor, on the CPU, that of its local tensor.
     writes_uncounted = False
-    # Those that hold the local tensor alike, and each update some rows (of dimension 0) of it.
+    # Ranks that hold the same local tensor, of which each updates some rows (dimension 0).
     replicas: Ranks | None = None
 
     def of_rank(self, t: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of one of the replicas, as of()."""
+        """Return the part of the replica on `rank`, as of() returns this process's."""
         local = self.local(t)
         return local.narrow(0, *rows_of(local.shape[0], self.replicas.size, rank)) if self.replicas else local
 
     def local(self, t: torch.Tensor) -> torch.Tensor:
-        """What this process has of a parameter, or of a gradient, whoever updates it."""
+        """Return this process's local tensor of a parameter or gradient, including rows that other ranks update."""
         return t.detach()
 
     def version(self, p: Any) -> int:
-        """Counts what was written to a parameter."""
+        """Return a counter that increases with each write to a parameter."""
         count: int = p._version
         return count
 
     def pointer(self, p: Any) -> int:
-        """Where the parameter lies."""
+        """Return the address of the parameter's memory."""
         address: int = p.data_ptr()
         return address
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
-        """The part of a parameter, or of a gradient: a view where the tensor has it, detached."""
+        """Return this process's part of a parameter or gradient: detached, and a view where the tensor permits it."""
         return self.of_rank(t, self.replicas.rank) if self.replicas else self.local(t)
 
     def of_state(self, value: torch.Tensor) -> torch.Tensor:
-        """The part of a value of the parameter's shape, as somebody put it into `state`."""
+        """Return this process's part of a value of the parameter's shape that was assigned in `state`."""
         return value
 
     def show(self, window: torch.Tensor) -> torch.Tensor:
-        """What `state` shows of the part's state."""
+        """Return the tensor that `state` shows for `window`, the part's state."""
         return window
 
     def groups(self) -> tuple[Any, ...]:
-        """Process groups, one after another, over which the squares of gradients sum up to those of the parameter."""
+        """Return the process groups over which the parts' sums of squares add up to the whole parameter's, in order."""
         return ()
 
     def about(self) -> dict[str, Any]:
-        """For the manifest: of which tensor it is a part, and where in it."""
+        """Return what the manifest says about the part: the tensor's shape and the part's place in it."""
         return {}
 
     def first_element(self) -> int:
-        """Which of the whole tensor's is the part's first; of rows, in the order of memory."""
+        """Return the index of the part's first element in the whole tensor; in memory order if the part is rows."""
         return 0
 
 
 class Unsharded(Partition):
-    """All of it."""
+    """The whole parameter."""
 
     is_whole = True
 
 
 class FSDP1Shard(Partition):
-    """Of FSDP1: what it is the shard of is FSDP's own business."""
+    """A shard of FSDP1, which keeps to itself how the original parameters are divided."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self.ranks = ranks
@@ -106,7 +106,7 @@ class _OfTensor(Partition):
         self.sizes: tuple[int, ...] = sizes
 
     def _keep_rows(self, first: int, rows: int) -> None:
-        """Makes it these rows (of dimension 0) of the block that it was."""
+        """Reduce the block to these of its rows (dimension 0)."""
         self.first, self.sizes = (self.first[0] + first, *self.first[1:]), (rows, *self.sizes[1:])
 
     def of_state(self, value: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ class DTensorShard(_OfTensor):
     def local(self, t: torch.Tensor) -> torch.Tensor:
         return local_of(t.detach(), self.mesh, self.placements)
 
-    def version(self, p: Any) -> int:  # a DTensor counts apart from its local tensor
+    def version(self, p: Any) -> int:  # a DTensor and its local tensor have separate counters
         count: int = p._version + p._local_tensor._version
         return count
 
@@ -156,7 +156,7 @@ class DTensorShard(_OfTensor):
 
 
 class ReplicaShare(DTensorShard):
-    """Some rows (of dimension 0) of a local tensor that ranks hold alike: of HSDP, which replicates what it shards."""
+    """Some rows (dimension 0) of a local tensor that several ranks hold: HSDP, which replicates its shards."""
 
     replicas: Ranks
 
@@ -166,13 +166,13 @@ class ReplicaShare(DTensorShard):
 
         self.replicas, self._turned = ranks.replicas(self.mesh, dim)
         kept = [placement for d, placement in enumerate(self.placements) if d != dim]
-        self._divided = (*kept, ShardOfDim(0))  # the rows of each shard, once more
+        self._divided = (*kept, ShardOfDim(0))  # the rows of each shard are divided among its replicas
         first, rows = rows_of(self.sizes[0], self.replicas.size, self.replicas.rank)
         self._keep_rows(first, rows)
 
     @staticmethod
     def dim_of(p: Any) -> int | None:
-        """The dimension of the mesh along which a DTensor is replicated, if along others it is sharded."""
+        """Return the one mesh dimension along which a DTensor is replicated, if it is sharded along others; or None."""
         replicated = [d for d, placement in enumerate(p.placements) if placement.is_replicate()]
         sharded = any(placement.is_shard() for placement in p.placements)
         return replicated[0] if sharded and len(replicated) == 1 and p.device_mesh.size(replicated[0]) > 1 else None
@@ -189,7 +189,7 @@ class ReplicaShare(DTensorShard):
 
 
 class ReplicaShard(_OfTensor):
-    """Some rows (of dimension 0) of a parameter that all ranks hold alike, as DTensor and torch.chunk divide them."""
+    """Some rows (dimension 0) of a parameter that all ranks hold, divided as by DTensor and torch.chunk."""
 
     replicas: Ranks
 
@@ -209,10 +209,10 @@ class ReplicaShard(_OfTensor):
             "are named; or construct CSDAdam with sharded=False (docs/distributed.md)"
         )
 
-        def refuse(_: Any) -> Any:  # a plain function: the tensor can still be copied, with its attributes
+        def refuse(_: Any) -> Any:  # a plain function, so that the tensor can still be copied with its attributes
             raise CSDRuntimeError(text)
 
-        # Trainers that know AdamW alone write rank 0's state dict with torch.save(), and would lose the others' shares.
+        # Training libraries that expect AdamW save rank 0's state dict with torch.save(), and would lose other shares.
         shown.__reduce_ex__ = refuse  # type: ignore[method-assign]
         return shown
 
@@ -221,9 +221,9 @@ UNSHARDED: Partition = Unsharded()
 
 
 def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Partition:
-    """The part of a parameter that this process updates. `sharded`: what the ranks hold alike, they share.
+    """Return the part of a parameter that this process updates. `sharded`: ranks divide replicated parameters.
 
-    Raises CSDRuntimeError for a DTensor that is no parameter's.
+    Raises CSDRuntimeError for a DTensor with Partial placements.
     """
     if hasattr(p, "to_local"):
         dim = ReplicaShare.dim_of(p) if ranks is not None and sharded else None
@@ -238,17 +238,17 @@ def part_of(p: torch.Tensor, ranks: Ranks | None, *, sharded: bool) -> Partition
 
 
 def is_replicated(p: torch.Tensor) -> bool:
-    """Is it a plain parameter, that ranks may hold alike? Not a DTensor, nor a shard of FSDP1."""
+    """Return whether it is a plain parameter, which ranks may replicate: neither a DTensor nor a shard of FSDP1."""
     return not hasattr(p, "to_local") and not is_flat(p)
 
 
 def is_flat(p: torch.Tensor) -> bool:
-    """Is it of FSDP1: its flat parameter, or what this rank has of one that it has flattened?"""
+    """Return whether it is FSDP1's flat parameter, or this rank's shard of an original one (use_orig_params)."""
     return getattr(p, "_fsdp_flattened", False)
 
 
 def rows_of(rows: int, n: int, k: int) -> tuple[int, int]:
-    """First row and number of rows of the k-th of n parts, as torch.chunk has them."""
+    """Return the first row and the number of rows of the k-th of n parts, as torch.chunk divides them."""
     each = -(-rows // n)
     first = min(k * each, rows)
     return first, min(first + each, rows) - first
@@ -257,17 +257,17 @@ def rows_of(rows: int, n: int, k: int) -> tuple[int, int]:
 def shown_as(
     window: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size, stride: Sequence[int]
 ) -> torch.Tensor:
-    """The DTensor with this local tensor, `shape` and `stride` of the whole."""
+    """Return the DTensor with this local tensor; `shape` and `stride` are the whole's."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    # DTensor.from_local() would copy the window to the GPU, if that is where the mesh is.
+    # DTensor.from_local() would copy the window to the GPU if the mesh is on one.
     spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, tuple(stride), window.dtype))
     return DTensor(window, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def whole_of(t: Any) -> torch.Tensor:
-    """All of a DTensor, in host memory; a collective. It goes by the devices of the mesh, wherever `t` is."""
+    """Return all of a DTensor in host memory. A collective, through the mesh's devices, wherever `t` is."""
     from torch.distributed.tensor import DTensor
 
     there = DTensor.from_local(
@@ -277,9 +277,9 @@ def whole_of(t: Any) -> torch.Tensor:
 
 
 def local_of(t: Any, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
-    """The local tensor of a DTensor, brought to these placements if it has others: a collective then."""
+    """Return the local tensor of a DTensor; a collective if the DTensor must be redistributed to these placements."""
     if t.device_mesh != mesh or tuple(t.placements) != tuple(placements):
         t = t.redistribute(mesh, placements)
     local: Any = t.to_local()
-    of: torch.Tensor = local.wait() if hasattr(local, "wait") else local  # of a collective that is under way
+    of: torch.Tensor = local.wait() if hasattr(local, "wait") else local  # redistribute() may still be in flight
     return of

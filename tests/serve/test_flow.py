@@ -1,4 +1,4 @@
-"""A step flows: owners update, and parameters come back, while gradients are still to come; or it leaves nothing."""
+"""Owners update tiles and send parameters back before all gradients have arrived; a step that fails leaves no trace."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ from csd_optim.engine.engine import Engine
 from csd_optim.serve.owner import Owner
 from csd_optim.serve.wire import BULK, Session
 
-LAYERS, ROWS = FEWEST, 32  # in fp32 each is a bucket, and a tile
+LAYERS, ROWS = FEWEST, 32  # each fp32 layer is one bucket and one tile
 
 
 class Layers:
@@ -40,7 +40,7 @@ class Layers:
 
 @contextlib.contextmanager
 def last_gradient_waits(buckets, there):
-    """Of a step that sends so many, the last one leaves when `there()`."""
+    """Hold back the last of a step's `buckets` until `there()` is true."""
     send, left = Session.send, itertools.count(buckets - 1, -1)
 
     def sending(session, tensor, rank, tag=BULK):
@@ -89,7 +89,7 @@ def test_states_are_written_and_parameters_are_back_before_the_last_gradient_lea
 
 
 def fails_if_told(rank):
-    """Owner 1's devices fail at the second tile of a step, while there is a file of this name."""
+    """Owner 1's devices fail at the second tile of a step while a file `fail` exists."""
     push, pushed = Engine.push, itertools.count()
 
     def pushing(engine, tile, *image):
@@ -111,7 +111,7 @@ def test_a_step_that_fails_halfway_on_one_owner_leaves_nothing(tmp_path, monkeyp
         before = training.image()
         Path("fail").touch()
 
-        def there():  # of both owners: it fails behind these
+        def there():  # rows of both owners are back; owner 1 fails after sending its rows
             return bool((training.params[-1] != before[-1]).any(1).all())
 
         with last_gradient_waits(2 * LAYERS, there), pytest.raises(CSDRankError, match="a drive of owner 1"):
@@ -131,7 +131,7 @@ def test_a_step_that_fails_halfway_on_one_owner_leaves_nothing(tmp_path, monkeyp
 
 
 class Hooked(UnderDDP):
-    """Small layers, in buckets and tiles that are smaller."""
+    """Small layers under DDP, in even smaller buckets and tiles."""
 
     def __init__(self, devices, route="slices"):
         torch.manual_seed(0)
@@ -146,7 +146,7 @@ class Hooked(UnderDDP):
 
 @small_buckets()
 def guessing(rank, address, store, route):
-    """States are written in backward; what was not as guessed is done again; and nothing of it can be seen."""
+    """States are written in backward; a wrong guess is undone; and the results are those without guesses."""
     alone, served = Hooked("ram:"), Hooked(address, route)
 
     def both(call):
@@ -173,7 +173,7 @@ def guessing(rank, address, store, route):
         time.sleep(0.001)
     step()
 
-    def guessed():  # and what follows makes it wrong
+    def guessed():  # begins a guess; the caller then makes it wrong
         for _ in range(2):
             backward(4)
             step()
@@ -196,12 +196,12 @@ def guessing(rank, address, store, route):
     step()
     guessed()
     step()
-    set_lr(0.02)  # of which owners are told
+    set_lr(0.02)  # included in the guess
     backward(7)
     set_lr(0.05)
     step()
     guessed()
-    served.opt.consolidate_state_dict(None)  # who asks for states gets those of the step before
+    served.opt.consolidate_state_dict(None)  # returns the states before the guessed step
     step()
     served.opt.synchronize()
     done = served.opt.committed_step
@@ -220,7 +220,7 @@ def test_owners_update_in_backward_and_undo_what_was_not_as_guessed(tmp_path, ro
 
 
 def cannot_undo_if_told(_):
-    """Nothing can be undone, while there is a file of this name."""
+    """Owners cannot undo a step while a file `fail` exists."""
     remap = Engine.remap
 
     def remapping(engine):
@@ -258,7 +258,7 @@ def test_owners_outlive_a_step_that_they_cannot_undo(tmp_path, monkeypatch):
 
 
 def fails_unforeseen_if_told(rank):
-    """Owner 1 does not know its states, while there is a file of this name."""
+    """Owner 1 fails with an unforeseen error when asked for states, while a file `fail` exists."""
     states = Owner.states
 
     def failing(owner):

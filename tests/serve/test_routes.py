@@ -1,4 +1,4 @@
-"""What leaves in backward is what the step is made of, or the step says that it is not."""
+"""Gradients that leave in backward are those that the step uses; if `.grad` was changed since, the step raises."""
 
 import contextlib
 import itertools
@@ -57,7 +57,7 @@ class Reduced(UnderDDP):
 
 @small_buckets()
 def trained(rank, devices, dtype, route="slices"):
-    """Steps that are made, and backwards that none is made of."""
+    """Train five steps, with an abandoned and an accumulated backward among them."""
     training = Reduced(devices.format(rank=rank), dtype)
     for i in range(5):
         if i == 2:  # abandoned
@@ -74,7 +74,7 @@ def trained(rank, devices, dtype, route="slices"):
     return training.image()
 
 
-# A sum of two in fp32 is the same whether they are halved before or after.
+# With two trainers an fp32 sum has the same bits whether the terms are halved before or the sum afterwards.
 @pytest.mark.parametrize(
     ("dtype", "route"),
     [*((dtype, "slices") for dtype in (torch.float32, torch.bfloat16, torch.float16)), (torch.float32, "star")],
@@ -89,7 +89,7 @@ def test_two_trainers_have_the_bits_of_ddp(owners, tmp_path, dtype, route):
 
 @small_buckets()
 def by_hand(rank, address, size):
-    """One step of SGD by hand beside: halves are summed in fp32, in the order of ranks, and rounded once."""
+    """Check the norm of what has left against sums by hand: in fp32, in rank order, rounded once to 16 bits."""
     training = Reduced(address, torch.bfloat16)
     training.backward(rank, 0)
     own = [p.grad.clone() / size for p in training.model.parameters()]
@@ -116,7 +116,7 @@ def test_three_trainers_have_the_same_bits_every_time(owners, tmp_path):
 
 @small_buckets()
 def refused(rank, address):
-    """A gradient that is not what has left."""
+    """A step is refused if `.grad` is not the gradient that has left."""
     training = Reduced(address)
     params = [*training.model.parameters()]
 
@@ -128,7 +128,7 @@ def refused(rank, address):
         params[0].grad = params[0].grad.clone()
 
     def make_anew():
-        """Another one at the same place, as a backward without DDP may make it after model.zero_grad()."""
+        """Put another tensor at the same address, as a backward without DDP may do after model.zero_grad()."""
         there, version = params[0].grad, params[0].grad._version
         params[0].grad = torch.from_numpy(there.numpy())
         torch.autograd.graph.increment_version([params[0].grad] * version)
@@ -145,9 +145,9 @@ def refused(rank, address):
     scaler.unscale_(training.opt)
     with pytest.raises(CSDRuntimeError, match="max_grad_norm"):
         scaler.step(training.opt)
-    del training.opt.grad_scale, training.opt.found_inf  # which GradScaler leaves there
+    del training.opt.grad_scale, training.opt.found_inf  # GradScaler leaves them behind when step() raises
     training.opt.zero_grad()
-    if rank == 0:  # one trainer's is enough, and none goes on without it
+    if rank == 0:  # a change on one trainer makes the step raise on all
         training.backward(rank, 0)
         write_one()
     else:
@@ -160,7 +160,7 @@ def refused(rank, address):
     training.step()
     assert training.opt.stats()["route"] == "slices"
     assert not torch.equal(before[0], params[0])
-    # What no DDP has reduced leaves in the step.
+    # Gradients that were made without DDP leave in the step.
     for p in params:
         p.grad = torch.ones_like(p)
     training.step()
@@ -174,7 +174,7 @@ def test_a_gradient_that_is_not_what_has_left_is_refused(owners, tmp_path):
 
 @small_buckets()
 def scaled(rank, devices, clipped):
-    """With GradScaler; one rank overflows, in one step."""
+    """Train with GradScaler; one rank overflows in one step."""
     options = {"max_grad_norm": 0.3} if clipped else {}
     training = Reduced(devices.format(rank=rank), torch.float16, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
@@ -201,7 +201,7 @@ def test_loss_scale_and_clipping(owners, tmp_path, clipped, route):
             assert norm is None or norm == pytest.approx(norm_here, rel=1e-5 if route == "slices" else 1e-3)
         for a, b, there in zip(ours[0][0], image, served[0][0], strict=True):
             assert torch.equal(b, there)
-            if clipped:  # the norm is summed in another order
+            if clipped:  # the squares of the norm are summed in another order
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
             else:
                 assert torch.equal(a, b)
@@ -209,7 +209,7 @@ def test_loss_scale_and_clipping(owners, tmp_path, clipped, route):
 
 
 class Parted(torch.nn.Module):
-    """Which leaves some of its parameters out."""
+    """A model that leaves one of its layers out."""
 
     def __init__(self):
         super().__init__()
@@ -223,7 +223,7 @@ class Parted(torch.nn.Module):
 
 @small_buckets()
 def left_out(rank, address):
-    """One trainer overflows, whichever parameters nobody has used."""
+    """One trainer overflows; all trainers see it, whichever parameters are unused."""
     torch.manual_seed(0)
     model = Parted()
     opt = CSDAdam(model.parameters(), lr=0.05, devices=address, overwrite=True)
@@ -245,7 +245,7 @@ def test_all_trainers_hear_of_an_overflow_beside_unused_parameters(owners, tmp_p
 
 @small_buckets()
 def uneven(rank, devices):
-    """Join: rank 1 runs out of data."""
+    """Train under Join; rank 1 runs out of data."""
     training = Reduced(devices.format(rank=rank))
     with Join([training.ddp, training.opt]):
         for i in range(4 - 2 * rank):
@@ -265,7 +265,7 @@ def test_trainers_that_are_out_of_data(owners, tmp_path):
 
 @small_buckets()
 def beside_others(rank, address):
-    """The hook with devices of this machine, with the route that is kept, and for a model of several optimizers."""
+    """The hook with local devices, with the route kept, and for a model with several optimizers."""
     images = []
     for devices in ("ram:", f"{address}&route=kept", f"{address}&route=auto"):
         served = devices.startswith("serve:")
@@ -299,7 +299,7 @@ def test_the_hook_beside_what_it_does_not_push(owners, tmp_path):
 
 @contextlib.contextmanager
 def the_first_follows(training):
-    """What leaves in a backward arrives when an owner has some of what follows the step, and not yet all of it."""
+    """Gradients pushed in backward arrive when the owner has some, but not all, of those sent in the step."""
     send, goes, follow = Session.send, threading.Event(), []
 
     def sending(session, tensor, rank, tag=BULK):
@@ -307,7 +307,7 @@ def the_first_follows(training):
             goes.wait()
         elif tag == BULK:
             follow.append(rank)
-            if len(follow) == 2 * IN_FLIGHT + 1:  # half of those before were awaited: the first is where it belongs
+            if len(follow) == 2 * IN_FLIGHT + 1:  # at least IN_FLIGHT have arrived: the first is in place
                 goes.set()
                 training.opt._remote.early.settle()
         return send(session, tensor, rank, tag)
@@ -319,7 +319,7 @@ def the_first_follows(training):
 
 @mock.patch.object(buckets, "LEAST_BYTES", 512)
 def dropped(rank, address):
-    """A backward that no step is made of is still leaving when gradients of the same parameters follow a step."""
+    """Gradients of an abandoned backward are still leaving when a step sends gradients of the same parameters."""
     training, undisturbed = Reduced(address, wide=128), Reduced("ram:", wide=128)
     for t in (training, undisturbed):
         t.backward(rank, 0)
@@ -346,7 +346,7 @@ def test_what_was_dropped_does_not_take_the_place_of_what_follows(owners, tmp_pa
 
 @small_buckets()
 def keeping(rank, address):
-    """Nothing reaches the owners before a second backward has begun, and for a while."""
+    """No gradient reaches the owners until a second backward has begun and has waited for a while."""
     training = Reduced(address, wide=128)
     send, slices = Session.send, early.slices
     second, again, goes = threading.Event(), threading.Event(), threading.Event()
@@ -373,7 +373,7 @@ def keeping(rank, address):
 
     with mock.patch.object(Session, "send", sending), mock.patch.object(early, "slices", slicing):
         training.backward(rank, 0)
-        assert not goes.is_set()  # the first one waits for no owner
+        assert not goes.is_set()  # the first backward has not waited for owners
         share = sum(owned(p.shape, 2, rank).numel * 4 for p in training.model.parameters())
         assert sum(kept) == share
         second.set()
@@ -390,14 +390,14 @@ def test_a_trainer_keeps_no_more_than_its_share_for_owners(owners, tmp_path):
 
 @small_buckets()
 def ending(rank, address, owner):
-    """What leaves in a backward is still leaving when the optimizer is closed, as at exit."""
+    """Gradients of a backward are still leaving when the optimizer is closed, as at exit."""
     training = Reduced(address)
     training.backward(rank, 0)
     training.step()
     os.kill(owner, signal.SIGSTOP)
     try:
         training.backward(rank, 1)
-        with mock.patch.object(Session, "say"):  # nor would it hear of that
+        with mock.patch.object(Session, "say"):  # the stopped owner would not receive the message "close"
             training.opt._finalizer()
         assert not [thread for thread in threading.enumerate() if thread.name == "csd_optim push"]
     finally:
@@ -406,12 +406,12 @@ def ending(rank, address, owner):
 
 @pytest.mark.parametrize("route", ["slices", "star"])
 def test_no_thread_waits_for_owners_when_the_interpreter_ends(owners, tmp_path, route):
-    """One that goes on while it does takes the process with it."""
+    """A thread that is still in gloo when the interpreter shuts down aborts the process."""
     on_living_ranks(1, ending, f"{owners.address}&route={route}", *owners.pids, directory=tmp_path)
 
 
 def test_nobody_waits_for_what_is_pushed_when_the_session_is_over():
-    """As a step on a thread of its own, and a backward, may after it has failed on another one."""
+    """flush() and put() raise after stop(): a step or a backward may call them after the session has failed."""
     pushing = early._Pushing(mock.Mock(Session), apart=False)
     pushing.stop()
     pushing.join(10.0)
@@ -479,7 +479,7 @@ def test_an_owner_waits_for_all_of_just_that_backward():
     arrivals.wait({3: 2}, [{3: 10}, {3: 10}])
     arrivals.wait({3: 2, 4: 2}, [{3: 10, 4: 0}, {3: 10}])
     for pushed, expected in (
-        ({3: 1}, [{3: 10}, {3: 10}]),  # an abandoned one's: it was overwritten
+        ({3: 1}, [{3: 10}, {3: 10}]),  # an abandoned backward, overwritten by the next
         ({3: 3}, [{3: 10}, {3: 10}]),
         ({3: 2}, [{3: 10}, {3: 11}]),
         ({4: 2}, [{4: 1}, {4: 0}]),
@@ -487,7 +487,7 @@ def test_an_owner_waits_for_all_of_just_that_backward():
         with pytest.raises(CSDRankError, match="has not come"):
             arrivals.wait(pushed, expected)
     session.timeout = 60.0
-    ends.set()  # nor for what a trainer that is gone has not sent
+    ends.set()  # the trainers disconnect: it no longer waits for what they have not sent
     with pytest.raises(CSDRankError, match="nobody is there"):
         arrivals.wait({3: 3}, [{3: 10}, {3: 10}])
     arrivals.wait({3: 2}, [{3: 10}, {3: 10}])
@@ -496,12 +496,12 @@ def test_an_owner_waits_for_all_of_just_that_backward():
             thread.join()
     kept = weakref.ref(arrivals)
     del arrivals
-    assert kept() is None  # and no connection of the session, until the collector comes
+    assert kept() is None  # no reference cycle keeps it, and the session's connections, until garbage collection
 
 
 @small_buckets()
 def tried_again(rank, address, route):
-    """A step that could not be made, and then is: what has left is there."""
+    """A step that failed is repeated: the owners still have the gradients that left in backward."""
     training, undisturbed = Reduced(address), Reduced("ram:")
     for i in range(3):
         training.backward(rank, i)
@@ -511,7 +511,7 @@ def tried_again(rank, address, route):
             with pytest.raises(TypeError):
                 training.opt.step()
             training.opt.user_state = {}
-        for _ in range(i):  # twice with the same gradients, too
+        for _ in range(i):  # steps repeated with the same gradients
             training.opt.step()
             undisturbed.opt.step()
         training.step()

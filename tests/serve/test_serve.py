@@ -1,4 +1,4 @@
-"""Optimizer ranks: the states are with owners elsewhere, and everything is as if they were here."""
+"""Optimizer ranks: with the states in other processes, an optimizer behaves as with devices of its own."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def states_of(opt):
 
 
 def assert_alike(a, b, left_out=()):
-    """Parameters and states of two trainings, to the bit."""
+    """Compare parameters and states of two trainings bit by bit."""
     for name in a.params:
         if name not in left_out:
             assert torch.equal(a.params[name], b.params[name]), name
@@ -63,19 +63,19 @@ def local(path, **options):
 @pytest.mark.parametrize("of", PAIRS, ids=str)
 def test_one_trainer_has_the_bits_of_devices_of_its_own(owners, tmp_path, of):
     ours, served = local(tmp_path / "own", of=of), Training(owners.address, of=of)
-    for _ in range(6):  # parameters have their first gradient, and a group joins, under way
+    for _ in range(6):  # meanwhile some parameters get their first gradient, and a group joins
         ours.step()
         served.step()
     assert_alike(ours, served)
     served.opt.close()
-    # Another process goes on with what the owners have in memory, with other parameters to begin with.
+    # A new trainer with other initial parameters resumes what the owners have in memory ...
     served = Training(owners.address, of=of, resume=True, seed=7, done=6)
     assert (served.done, served.opt.committed_step) == (6, 6)
     ours.step()
     served.step()
     assert_alike(ours, served, left_out=("never",))
     served.opt.close()
-    # ... and with what is in the store.
+    # ... and what is in their store.
     owners.stop()
     owners.start()
     served = Training(owners.address, of=of, resume=True, seed=8, done=6)
@@ -89,7 +89,7 @@ def test_one_trainer_has_the_bits_of_devices_of_its_own(owners, tmp_path, of):
 
 
 class Model(torch.nn.Module):
-    """The derivative of its loss is what it is called with."""
+    """A model whose gradients are the tensors that it is called with."""
 
     def __init__(self, params):
         super().__init__()
@@ -101,9 +101,9 @@ class Model(torch.nn.Module):
 
 
 class Replicas:
-    """A model that all ranks have; gradients depend on the number of the step alone, as if they had been reduced.
+    """A model that all ranks have. Gradients depend on the step's number only, as if they had been all-reduced.
 
-    `pushes`: they come from DistributedDataParallel, which hands them to csd_optim.push.
+    `pushes`: gradients come from DistributedDataParallel with the hook csd_optim.push.
     """
 
     def __init__(self, devices, pushes=False, **options):
@@ -124,7 +124,7 @@ class Replicas:
         self.done = self.opt.user_state.get("done", 0)
         self.ddp = None
         if pushes:
-            # Parameters without a gradient; buckets of another size in the first step than later.
+            # Some parameters have no gradient, and DDP's buckets have another size in the first step than later.
             self.ddp = torch.nn.parallel.DistributedDataParallel(
                 Model(self.params), find_unused_parameters=True, bucket_cap_mb=0.005
             )
@@ -157,7 +157,7 @@ class Replicas:
 
 
 def here(rank, root, steps, options):
-    """On ranks, each with a directory of its own, as owners have them."""
+    """Train on ranks with one directory each, as owners have them."""
     Path(root).mkdir(exist_ok=True)
     training = Replicas(f"{root}/owner-{rank}", **options)
     for i in range(steps):
@@ -171,7 +171,7 @@ def here(rank, root, steps, options):
 def there(rank, address, steps, options, resume=False, pushes=False):
     training = Replicas(address, pushes, resume=resume, **options)
     first, user_state = training.opt.committed_step, training.opt.user_state
-    training.opt.load_state_dict(training.opt.state_dict())  # as Accelerate does with what it gets
+    training.opt.load_state_dict(training.opt.state_dict())  # as Accelerate does in prepare()
     for i in range(steps):
         training.step(rank, overflow=i == 3 and rank == 1)
     training.opt.synchronize()
@@ -182,7 +182,7 @@ def there(rank, address, steps, options, resume=False, pushes=False):
         torch.save(training.opt.state_dict(), "states.pt")
     path = Path(f"snapshot-{first}").absolute()
     saving = training.opt.save(path, wait=False)
-    if rank == 1:  # no other trainer has to look whether it is there
+    if rank == 1:  # a single trainer can wait for the snapshot
         assert saving.result(60) == path
         assert CSDAdam.load(path / "rank-1" / "device-0")["csd_optim"]["step"] == training.opt.committed_step
     stats = training.opt.stats()
@@ -204,7 +204,7 @@ def test_trainers_and_owners_have_the_bits_and_the_stores_of_ranks(tmp_path, whi
             assert all(torch.equal(a, b) for a, b in zip(image, theirs, strict=True))
         assert all(gathered for *_, gathered in served)
         owners.stop()
-    # Each owner has the store of that rank: the same states on the same rows, in the same tiles.
+    # Each owner has the same store as the rank of its number: the same states of the same rows in the same tiles.
     for rank in range(2):
         ours, theirs = (CSDAdam.load(tmp_path / which / f"owner-{rank}") for which in ("own", ""))
         assert ours["state"].keys() == theirs["state"].keys()
@@ -213,7 +213,7 @@ def test_trainers_and_owners_have_the_bits_and_the_stores_of_ranks(tmp_path, whi
         assert theirs["csd_optim"]["user_state"]["trainers"][1]["rank"] == 1
         ours, theirs = (read_contents(tmp_path / which / f"owner-{rank}").manifest for which in ("own", ""))
         assert {**ours, "extents": 0} == {**theirs, "extents": 0}
-    # ... so that ranks can go on from what owners have kept.
+    # So ranks can resume from the owners' stores.
     for rank in range(2):
         shutil.rmtree(tmp_path / "own" / f"owner-{rank}")
         shutil.move(tmp_path / f"owner-{rank}", tmp_path / "own" / f"owner-{rank}")
@@ -231,7 +231,7 @@ def test_another_number_of_trainers_goes_on_where_the_last_have_left(tmp_path):
             of_ranks = on_living_ranks(n, there, owners.address, 2, {}, True, directory=tmp_path)
             for rank, (_, first, user_state, *_) in enumerate(of_ranks):
                 assert first == user_state["done"] == step
-                assert user_state["rank"] == 0, rank  # theirs were as many as trainers before: they get the first one's
+                assert user_state["rank"] == 0, rank  # there is one per previous trainer, so all get the first one's
         served = Replicas(owners.address, resume=True)
         assert served.done == 6
         served.step()
@@ -274,10 +274,10 @@ def test_what_is_no_request_is_refused_and_a_session_goes_on(owners):
         store.set(request_key(number), said)
         answer = json.loads(store.get(answer_key(number)))
         assert re.search(why, answer["text"]), answer
-    training.step()  # nothing of that was any of its business
+    training.step()  # the session under way is not affected
     assert training.opt.committed_step >= 1
     assert owners.pids == pids
-    # What somebody says within a session: it is over, and the next one finds everything as it was.
+    # An invalid message within a session ends it, and the next session finds everything unchanged.
     image = training.image()
     for message in ({"op": "step"}, {"op": "exec"}, {"op": "pull", "params": [-1]}, {}, {"op": "save"}):
         with pytest.raises(CSDError):
@@ -304,7 +304,7 @@ def a_request(mode="resume", optimizer="CSDAdam", trainers=1, shape=(3, 3), dtyp
 
 
 def test_another_model_and_a_store_that_nobody_wants_to_go_on_with_are_refused(owners):
-    Replicas(owners.address).opt.close()  # nothing came of that one
+    Replicas(owners.address).opt.close()  # a session without a step leaves no states behind
     training = Replicas(owners.address)
     with pytest.raises(CSDBusyError, match="another optimizer of this process"):
         Replicas(owners.address)
@@ -320,7 +320,7 @@ def test_another_model_and_a_store_that_nobody_wants_to_go_on_with_are_refused(o
     for options in ({"decoupled_weight_decay": False}, {"state_dtype": "8bit"}):
         with pytest.raises(CSDStoreError, match=f"{next(iter(options))} of the optimizer"):
             CSDAdam(training.params.values(), devices=owners.address, resume=True, **options)
-    owners.stop()  # ... and when they have not opened the store yet
+    owners.stop()  # the same is refused when restarted owners have not opened their store yet
     owners.start()
     with pytest.raises(CSDStoreExistsError):
         Replicas(owners.address)
@@ -373,7 +373,7 @@ def test_arguments_that_owners_cannot_serve_are_refused(owners, tmp_path):
             opt.save("snapshot")
         with pytest.raises(CSDRuntimeError, match="csd-optim export"):
             torch.save(opt.state[p]["exp_avg"], tmp_path / "state.pt")
-        assert opt.state[p]["exp_avg"].to("cpu") is opt.state[p]["exp_avg"]  # so Lightning's end does not fail
+        assert opt.state[p]["exp_avg"].to("cpu") is opt.state[p]["exp_avg"]  # Lightning calls it at the end of training
 
 
 def test_topk_that_is_asked_for_later_is_refused(owners):
@@ -390,7 +390,8 @@ def test_topk_that_is_asked_for_later_is_refused(owners):
 
 @pytest.mark.parametrize("hosts", [("[::1]",), ("127.0.0.1", "192.0.2.1")], ids=("v6", "of-another-machine"))
 def test_addresses_that_owners_listen_at(tmp_path, hosts):
-    # Owners on several machines get one command line, whose address is that of the first; here the second has none.
+    # Owners on several machines get the same command line with the first one's address. 192.0.2.1 stands for an address
+    # that the second machine does not have.
     if not is_here(hosts[0].strip("[]")):
         pytest.skip("this machine has no IPv6")
     with Owners(tmp_path, len(hosts), hosts=hosts) as owners:
@@ -451,7 +452,7 @@ def test_parameters_set_and_state_dicts_loaded_are_the_owners(owners, tmp_path):
         training.step()
         with torch.no_grad():
             training.params["matrix"].mul_(0.5)
-            training.params["late"].fill_(2.0)  # which owners do not have yet
+            training.params["late"].fill_(2.0)  # owners do not have this parameter yet
         training.step()
     assert_alike(ours, served)
     state = {**ours.opt.state_dict()}
@@ -461,7 +462,7 @@ def test_parameters_set_and_state_dicts_loaded_are_the_owners(owners, tmp_path):
         assert training.opt.committed_step == 3
         training.step()
         before = training.opt.state_dict()["state"]
-        with training.opt.loading():  # as torch.distributed.checkpoint loads
+        with training.opt.loading():  # torch.distributed.checkpoint loads into tensors in place, too
             for entry in before.values():
                 entry["exp_avg"].mul_(0.5)
         training.step()
@@ -491,7 +492,7 @@ def test_the_environment_alone_is_enough(owners, monkeypatch):
 
 
 def lazily(rank):
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # which torch looks at once in a process
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # torch reads it only once per process
 
 
 LAZILY = """

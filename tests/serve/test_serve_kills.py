@@ -1,4 +1,4 @@
-"""Trainers, owners and connections that end in the middle of something: no step is lost, or mixed with another."""
+"""Trainers, owners and connections end at any moment: no step is lost or mixed with another."""
 
 import os
 import random
@@ -19,11 +19,11 @@ from csd_optim import CSDRankError, CSDRuntimeError, signals
 from csd_optim.serve.wire import BULK, PUSHED, Session
 from csd_optim.serve.wire import PUSH as SAID
 
-STEPS = 3  # of a trainer that nobody kills
+STEPS = 3  # of a trainer that is not killed
 
 
 def expected_of(directory, steps=60):
-    """Parameters after each step, of a training that nothing disturbs."""
+    """Return the parameters after each step of an undisturbed training."""
     training = Replicas(str(directory / "undisturbed"))
     images = [training.image()]
     for _ in range(steps):
@@ -35,7 +35,7 @@ def expected_of(directory, steps=60):
 
 PUSH = "its first push"
 HALFWAY = "a push in the middle of its second step"
-PUSHES = {PUSH: 0, HALFWAY: 24}  # that come before: each step has about 17
+PUSHES = {PUSH: 0, HALFWAY: 24}  # number of pushes before it; each step has about 17
 
 
 HALF_OPEN = "nobody hears that its connections end"
@@ -43,18 +43,18 @@ SILENT = "it stops when all is heard that it has said"
 
 
 def end(how, meet):
-    """By a signal; or killed as a machine vanishes: a child has the connections, and says nothing."""
+    """End this process by a signal. HALF_OPEN: as if its machine vanished: a child keeps its connections open."""
     if how == HALF_OPEN:
         child = os.fork()
         if not child:
             signal.pause()
         Path(f"{meet}-child").write_text(str(child))
         how = signal.SIGKILL
-    signal.pthread_kill(threading.get_ident(), how)  # not some other thread, while this one goes on
+    signal.pthread_kill(threading.get_ident(), how)  # delivered to this thread, so that it does not go on
 
 
 def ended_at(call, how, meet=None):
-    """Of what this process sends or receives for a session, the `call`-th (from 0) is where it ends so."""
+    """End this process at its `call`-th send or receive in a session (from 0), or at the push that `call` names."""
     left, said = [PUSHES.get(call, call)], []
 
     def counted(function, pushes):
@@ -77,7 +77,7 @@ def ended_at(call, how, meet=None):
 
 @small_buckets()
 def train(rank, size, route, address, meet, call, how, images):
-    """STEPS steps from where the owners are, unless it is killed; leaves an error in a file."""
+    """Train STEPS steps from where the owners are, unless killed; write an error to a file."""
     torch.set_num_threads(1)
     try:
         if size > 1 or route != "kept":
@@ -93,7 +93,7 @@ def train(rank, size, route, address, meet, call, how, images):
     except CSDRankError as e:
         Path(f"{meet}-{rank}").write_text(str(e))
     except BaseException as e:
-        if isinstance(e, RuntimeError) and "gloo" in str(e):  # DDP has lost another trainer
+        if isinstance(e, RuntimeError) and "gloo" in str(e):  # DDP's error when another trainer is gone
             os._exit(0)
         Path(f"{meet}-{rank}").write_text(f"{type(e).__name__}: {e}")
         os._exit(3)
@@ -106,7 +106,7 @@ def assert_like(training, expected):
 
 
 class Trainers:
-    """One session after another with these owners, each in processes of its own."""
+    """Runs one session after another with the same owners, each in new processes."""
 
     def __init__(self, owners, directory, steps=60, route="kept"):
         self.owners, self.directory, self.sessions, self.route = owners, directory, 0, route
@@ -131,7 +131,7 @@ class Trainers:
         return path.read_text() if path.exists() else ""
 
     def run(self, size, victim=0, call=-1):
-        """Was the victim killed?"""
+        """Run a session. Returns whether the victim was killed."""
         ended = []
         for p in self.start(size, victim, call):
             p.join(STARTS)
@@ -141,7 +141,7 @@ class Trainers:
 
 
 def kill_trainers(owners, directory, calls, size, route):
-    """A trainer killed at each of these calls; what it leaves is what the next one goes on from."""
+    """Kill a trainer at each of these calls; the next session goes on from there. Returns the number of kills."""
     trainers, pids, kills = Trainers(owners, directory, STEPS * (len(calls) + 2), route), owners.pids, 0
     assert not trainers.run(size)
     for call in calls:
@@ -209,7 +209,7 @@ def test_ctrl_c_within_a_step(tmp_path, monkeypatch):
         training = Replicas(owners.address)
         with ended_at(PUSH, signal.SIGINT), pytest.raises(KeyboardInterrupt):
             training.step()
-        training.step()  # that one was whole, and nothing is over
+        training.step()  # the interrupted step was completed, and the session goes on
         assert_like(training, expected)
         monkeypatch.setattr(signals, "GRACE", 0.0)
         os.kill(owners.pids[1], signal.SIGSTOP)
@@ -233,19 +233,19 @@ def until(there):
 
 
 def go_on_without_owners(owners, trainers, choose, kills):
-    """Owners killed at some moment, all of them or one, and started again: trainers that resume lose a step at most."""
+    """Kill one or all owners at random moments and restart them: trainers that resume lose at most one step."""
     for _ in range(kills):
         (trainer,) = trainers.start(1)
-        if choose.random() < 0.8:  # after some moments, whatever it does then
+        if choose.random() < 0.8:  # kill while the trainer runs
             time.sleep(0.3 * choose.random())
         else:
             trainer.join(STARTS)
         owners.kill(*choose.choice([[], *([rank] for rank in range(owners.size))]))
         trainer.join(STARTS)
-        if trainer.exitcode == 3:  # it came when nobody was there
+        if trainer.exitcode == 3:  # it has tried to connect while no owner was running
             assert "CSDUnavailableError" in trainers.said(), trainers.said()
         owners.start()
-        assert not trainers.run(1)  # whatever it finds is a whole step
+        assert not trainers.run(1)  # it checks that the owners have a complete step
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -287,12 +287,12 @@ def test_silence_ends_a_session(tmp_path):
             training.step()
         os.kill(owners.pids[0], signal.SIGCONT)
         training = Replicas(owners.address, resume=True)
-        assert training.done in (1, 2)  # the owners may have had all of it
+        assert training.done in (1, 2)  # the owners may have received all of the step
 
 
 @pytest.mark.parametrize("route", ["kept", "slices"])
 def test_silence_within_a_push_ends_a_session(tmp_path, route):
-    with Owners(tmp_path, timeout=1, small=True) as owners:  # and no other comes
+    with Owners(tmp_path, timeout=1, small=True) as owners:  # no other session ends this one
         (stopped,) = Trainers(owners, tmp_path, route=route).start(1, call=HALFWAY, how=SILENT)
         owners.until(r"session 1 is over: .*([Tt]imed out|timeout)")
         stopped.kill()

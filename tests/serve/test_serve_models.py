@@ -1,4 +1,4 @@
-"""Models as they are wrapped for several ranks, trained with all that a training does: the bits of directories."""
+"""Models wrapped for several ranks, trained with accumulation, clipping, GradScaler etc.: same bits as directories."""
 
 import contextlib
 import itertools
@@ -21,12 +21,12 @@ from torch.optim.lr_scheduler import ExponentialLR
 from csd_optim import CSDSGD, CSDAdam, CSDRankError, CSDStoreError
 
 STEPS = 6
-JOINS = 2  # before this step a group is added
-OVERFLOW = 3  # in this step
+JOINS = 2  # a group is added before this step
+OVERFLOW = 3  # gradients overflow in this step
 
 
 class Net(nn.Module):
-    """`stem` is frozen; of `late`, in 16 bits, the rows do not go evenly among ranks."""
+    """A small net: `stem` is frozen; `late` has 16 bits, and rows that do not divide evenly among ranks."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.late(x.bfloat16())).float())
 
     def groups(self, n):
-        """The first `n` of the first optimizer; the second one has `head`."""
+        """Return the first `n` parameter groups of the first optimizer; the second one has `head`."""
         layers = [self.stem, self.body], [self.late]
         return [{"params": [p for layer in group for p in layer.parameters()]} for group in layers[:n]]
 
@@ -57,7 +57,7 @@ def sharded(*dims):
 
 
 def divided(net):
-    """Tensor parallelism; what is not named is there whole."""
+    """Tensor parallelism; layers outside the plan stay whole on each rank."""
     return parallelize_module(
         net, init_device_mesh("cpu", (2,)), {"body": ColwiseParallel(), "late": RowwiseParallel()}
     )
@@ -80,7 +80,7 @@ def flattened(use_orig_params):
     return wrap
 
 
-# How many ranks, how they wrap the model, and how many of them have the same data.
+# Number of ranks, how they wrap the model, and how many of them share their data.
 KINDS = {
     "DDP": (2, DDP, 1),
     "FSDP2": (2, sharded(2), 1),
@@ -111,7 +111,10 @@ def without_reducing(model):
 
 
 def trains(rank, kind, devices, options):
-    """All parameters, whole; of the first rank the states of both optimizers; bytes pushed in the last step."""
+    """Train. Returns the whole parameters, on rank 0 the states of both optimizers, and what each of them says.
+
+    The latter is the committed step, the loss scale, and the bytes pushed in the last step.
+    """
     _, wrap, alike = KINDS[kind]
     net = Net()
     model = wrap(net)
@@ -167,13 +170,13 @@ def resumes(rank, kind, address):
             return whole(model), optimizer.committed_step
     except CSDStoreError as e:
         return str(e)
-    except CSDRankError:  # another rank has raised that
+    except CSDRankError:  # another rank has raised CSDStoreError
         return ""
 
 
 @pytest.fixture(scope="module")
 def owners(tmp_path_factory):
-    """Of the first optimizer two, of the second one."""
+    """Two owners for the first optimizer, and one for the second."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(Owners(tmp_path_factory.mktemp("owners"), size)) for size in (2, 1)]
 
@@ -189,15 +192,15 @@ def test_wrapped_models_have_the_bits_of_devices_of_their_own(kind, owners, tmp_
     for (ours, _, said), (params, _, also_said) in zip(own, theirs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, params, strict=True))
         assert [*map(tuple, said)] == [*map(tuple, also_said)]
-        assert said[0][:2] == (STEPS - 1, 128.0)  # one step was skipped, and the scale is half of what it was
+        assert said[0][:2] == (STEPS - 1, 128.0)  # one step was skipped, and the scale was halved
     for ours, states in zip(own[0][1], theirs[0][1], strict=True):
         assert ours.keys() == states.keys()
         for k, entry in ours.items():
             assert all(torch.equal(value, states[k][name]) for name, value in entry.items()), k
-    # Nothing that trainers have alike is sent twice, but for DTensors whose mesh does not divide them, nor say so.
+    # Replicated data is sent only once, except parameters which a mesh neither shards nor names as replicas.
     net = Net()
     more = {"tensor parallel": net.late.bias.nbytes, "FSDP2 and tensor parallel": net.head.weight.nbytes}.get(kind, 0)
-    if kind == "FSDP1":  # it pads two of them to even numbers
+    if kind == "FSDP1":  # it pads two flat parameters to an even number of elements
         more = 2 + 4
     nbytes = sum(p.nbytes for p in net.parameters() if p.requires_grad)
     assert sum(pushed for *_, said in theirs for *_, pushed in said) == nbytes + more
@@ -210,7 +213,7 @@ def test_wrapped_models_have_the_bits_of_devices_of_their_own(kind, owners, tmp_
             assert step == STEPS - 1
             assert all(torch.equal(a, b) for a, b in zip(params[:-1], theirs[0][0][:-1], strict=True))  # without `head`
         return
-    # One process goes on, however the model was divided.
+    # A single process can resume, however the model was divided.
     with (
         CSDAdam(net.groups(2), devices=served[0], tile_size=1024, resume=True) as first,
         CSDSGD(net.head.parameters(), devices=served[1], momentum=0.9, tile_size=1024, resume=True) as second,

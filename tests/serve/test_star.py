@@ -1,4 +1,4 @@
-"""The route star: owners sum the gradients that trainers send them, and make the step of who has the sum."""
+"""The route star: owners sum the trainers' gradients, and their step equals that of an optimizer given the sum."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ TOPK = 0.1
 
 
 class Trained:
-    """Parameters of all kinds, and gradients that follow from the number of step and trainer."""
+    """Parameters of all kinds, with gradients that are determined by the numbers of step and trainer."""
 
     def __init__(self, devices, **options):
         generator = torch.Generator().manual_seed(0)
@@ -61,7 +61,7 @@ class Trained:
 
 
 class Fed(Trained):
-    """On devices of its own; given the fp32 sums of what `n` trainers would send."""
+    """The reference: local devices, given the fp32 sums of what `n` trainers would send."""
 
     def __init__(self, devices, n, topk=None, **options):
         super().__init__(devices, **options)
@@ -87,7 +87,7 @@ class Fed(Trained):
 
 
 def largest(grad, residual, share, scale, first, step):
-    """What is sent of a gradient, and elsewhere zeros; the rest is owed."""
+    """Return what Top-K sends of a gradient, with zeros elsewhere; the rest goes to `residual`."""
     values = rounded(grad, residual, scale, torch.bfloat16)
     which = select(values, topk_count(share, len(grad)))
     feed_back(grad, residual, scale, values, which, first, step)
@@ -99,7 +99,7 @@ def train(rank, address, steps, options, resume=False):
     training = Trained(address, resume=resume, **options)
     norms = []
     for i in range(steps):
-        if i == 2:  # what all of them fetch, each all of it, is what they load
+        if i == 2:  # each trainer fetches all states, and all load what they have fetched
             training.opt.consolidate_state_dict(None)
             training.opt.load_state_dict(training.opt.state_dict())
         norms.append(training.step(training.gradients(rank), 4.0))
@@ -108,7 +108,7 @@ def train(rank, address, steps, options, resume=False):
     return training.image(), norms, training.done
 
 
-# Options, and numbers of trainers.
+# Options and numbers of trainers.
 CASES = {
     "plain": ({}, (1, 3)),
     "clipped": ({"max_grad_norm": 1.0}, (2,)),
@@ -148,7 +148,7 @@ def test_two_owners_and_another_number_of_trainers(tmp_path):
             images.append(of_ranks[-1][0])
         owners.stop()
     expected = [fed[0].step(), fed[0].step()]
-    # Owners sum squares, so that the last bit of the norm is another one.
+    # Owners sum their parts' squares, so the norm may differ in its last bits.
     assert norms[:2] == pytest.approx(expected, rel=1e-6)
     assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-5) for a, b in zip(images[0], fed[0].image(), strict=True))
 
@@ -163,7 +163,7 @@ def test_one_trainer_with_topk_has_the_bits_of_devices_of_its_own(tmp_path, of_g
         for training in (ours, served):
             training.opt.param_groups[0] |= {"topk": 0.05} if of_group else {}
         for step in range(8):
-            if step == 6:  # what is owed is sent with all the rest, and then no more
+            if step == 6:  # Top-K ends: residuals are sent with the dense gradients
                 for training in (ours, served):
                     training.opt.topk = None
                     training.opt.param_groups[0] |= {"topk": None} if of_group else {}
@@ -175,7 +175,7 @@ def test_one_trainer_with_topk_has_the_bits_of_devices_of_its_own(tmp_path, of_g
 
 def test_each_owner_gets_the_entries_of_its_rows(monkeypatch):
     run, share, scale = 700, 0.1, 0.5
-    monkeypatch.setattr(star, "RUN", run)  # a parameter has several, of which the last is not full
+    monkeypatch.setattr(star, "RUN", run)  # so that a parameter has several runs, of which the last is not full
     for shape, turned in (((97, 50), False), ((5, 900), True), ((2, 7), False)):
         like = torch.empty(shape[::-1]).t() if turned else torch.empty(shape)
         for owners in (1, 2, 3):
@@ -202,7 +202,7 @@ def test_each_owner_gets_the_entries_of_its_rows(monkeypatch):
 
 
 def arrive(entries, k, owners, rows):
-    """What owner k makes of them."""
+    """Return the dense tensor that owner k decodes from these entries."""
     words = owned(entries.part.shape, owners, k).of(entries.values, entries.part.block).contiguous()
     contributions = star.Contributions()
     contributions.room(0, 3, words).copy_(words)
@@ -217,7 +217,7 @@ def arrive(entries, k, owners, rows):
 
 def test_gradients_are_not_read_as_entries():
     contributions = star.Contributions()
-    for dtype in (torch.float32, torch.bfloat16):  # pushed after the entries had come
+    for dtype in (torch.float32, torch.bfloat16):  # gradients pushed after entries have arrived
         contributions.room(0, 3, torch.empty(64, 64, dtype=dtype, device="meta"))
         with pytest.raises(CSDRankError, match="is not what was to be sent"):
             contributions.summand(0, 3, 64 * 64, torch.bfloat16, 1.0)
@@ -236,7 +236,7 @@ def test_a_session_that_is_over_leaves_no_gradients():
 
 
 def hooked(rank, address):
-    """Under DDP, whose hook leaves to step() what that selects from."""
+    """Train under DDP, whose hook leaves to step() the gradients from which Top-K selects."""
     torch.manual_seed(0)
     model, alone = torch.nn.Linear(70, 80), torch.nn.Linear(70, 80)
     opt = CSDAdam(model.parameters(), lr=0.1, devices=address)
@@ -244,7 +244,7 @@ def hooked(rank, address):
     ddp.register_comm_hook(opt, push)
     ddp(torch.ones(4, 70)).sum().backward()
     opt.step()
-    model.zero_grad()  # which the optimizer does not notice
+    model.zero_grad()  # unlike opt.zero_grad(), it does not tell the optimizer
     alone.load_state_dict(model.state_dict())
     opt.topk = TOPK
     for i in range(2):
@@ -275,7 +275,7 @@ def test_ddp_leaves_gradients_to_topk(tmp_path):
 
 
 def differing(rank, address):
-    """Trainers that do not send alike: owners would take what one of them says for all."""
+    """Trainers that send in different ways are refused, because owners know only what trainer 0 says."""
     p = torch.nn.Parameter(torch.ones(80, 70))
     opt = CSDAdam([p], devices=address)
     p.grad, opt.found_inf, opt.grad_scale = torch.ones_like(p), torch.tensor(0.0), torch.tensor(4.0 + rank)
@@ -287,7 +287,7 @@ def differing(rank, address):
         assert torch.equal(p, torch.ones_like(p))
     opt.step()
     assert not torch.equal(p, torch.ones_like(p))
-    opt.max_grad_norm = 0.0  # set later it may be any, as elsewhere
+    opt.max_grad_norm = 0.0  # not checked when set later, as with devices
     opt.step()
     assert opt.stats()["grad_norm"] > 0
     opt.close()
