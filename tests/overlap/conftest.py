@@ -5,6 +5,6 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _let_go_of_optimizers():
-    """Those of runs that were meant to fail: other tests count what a process has mapped."""
+    """Frees the optimizers of runs that were meant to fail, because other tests count the mappings of the process."""
     yield
     gc.collect()

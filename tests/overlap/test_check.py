@@ -1,4 +1,4 @@
-"""CSD_OPTIM_OVERLAP=check: an operation on a parameter that has not arrived raises, whatever reads it."""
+"""CSD_OPTIM_OVERLAP=check: any operation on a parameter that has not arrived raises an error."""
 
 import threading
 
@@ -14,7 +14,7 @@ from csd_optim.overlap.check import UseCheck
 
 
 class Logged(TorchDispatchMode):
-    """A mode of the user's."""
+    """A dispatch mode of the user."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Logged(TorchDispatchMode):
 
 @pytest.fixture
 def late():
-    """A parameter under way, one that is not, and the check, which is left in the end."""
+    """A parameter under way, one that is not, and the check, which the fixture exits at the end."""
     late, there = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
     check = UseCheck(lambda: check.names)
     check.names = {late.untyped_storage().data_ptr(): "head.weight"}
@@ -108,7 +108,7 @@ def test_the_users_modes_are_entered_and_left_in_any_order(late, enter_first, le
     if enter_first == "check":
         check.enter()
     user.__enter__()
-    check.enter()  # again, or for the first time
+    check.enter()  # for the first time, or a second time
     assert _get_current_dispatch_mode_stack() == [check, user]
     user.ops.clear()
     there + 1

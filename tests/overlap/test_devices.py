@@ -8,17 +8,17 @@ from csd_optim import CSDAdam, CSDValueError
 
 STEPS = 6
 FREE = {"free_gradients": True}
-TILE = 4096  # elements: what a card takes at least, of 8-bit states
+TILE = 4096  # elements: the smallest tile of 8-bit states on a card
 
 
 class Run:
-    """A short training on these devices, and all that came of it. `overlap`: arguments of overlap(), or None."""
+    """A short training on these devices, and all its results. `overlap`: arguments of overlap(), or None."""
 
     def __init__(self, devices, overlap, state_dtype):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(4)))
         params, options = model.parameters(), {"tile_size": TILE, "state_dtype": state_dtype, "overwrite": True}
-        self.losses, self.early = [], []  # early: parameters that were ready before step()
+        self.losses, self.early = [], []  # early: elements updated before step()
         with CSDAdam(params, lr=1e-2, devices=devices, **options) as opt:
             if overlap is not None:
                 opt.overlap(model, **overlap)
@@ -30,7 +30,7 @@ class Run:
                     (loss * 0.5 if halve else loss).backward()
                 else:
                     loss.backward()
-                    for p in model.parameters() if halve else ():  # what has begun in it is undone
+                    for p in model.parameters() if halve else ():  # undoes the step that began in backward
                         p.grad.mul_(0.5)
                 opt.step()
                 opt.zero_grad()
@@ -46,7 +46,7 @@ def test_training(devices, state_dtype, monkeypatch):
     monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", TILE)
     plain = Run(devices, None, state_dtype)
     runs = [Run(devices, {}, state_dtype)]
-    if devices == ["ram:"]:  # has one copy of the states
+    if devices == ["ram:"]:  # which has a single copy of the states
         for overlap in {"backward": True}, FREE:
             with pytest.raises(CSDValueError, match="second copy"):
                 Run(devices, overlap, state_dtype)
@@ -55,7 +55,7 @@ def test_training(devices, state_dtype, monkeypatch):
         assert all(early == runs[2].early[0] > 0 for early in runs[2].early)
         *early, changed, last = [early > 0 for early in runs[1].early]
         assert [*early, last] == [False, False, True, True, True]
-        # Those changed before they were copied were right.
+        # If a gradient was changed before the guess had copied it, the guess was right.
         assert runs[1].redone == ({} if changed else {"gradients": 1})
     for run in runs:
         assert run.losses == plain.losses

@@ -1,4 +1,4 @@
-"""Gradients that are used in backward: the bits of a step without, or an error, and then nothing has changed."""
+"""Gradients that are used in backward: a step has the same bits as without, or raises an error and changes nothing."""
 
 import gc
 import random
@@ -19,7 +19,7 @@ from csd_optim.overlap.in_backward import StepsInBackward
 from csd_optim.step.run import StepRunner
 
 FREE = {"free_gradients": True}
-INPLACE = "modified by an inplace operation"  # torch sees it before we do
+INPLACE = "modified by an inplace operation"  # torch raises it before we do
 TIGHT = {"free_gradients": True, "hold": "10KB"}  # about one gradient
 
 
@@ -77,7 +77,7 @@ def writes_between_steps(training):
 
 
 def skips_steps(training):
-    """The forward is that of the parameters before."""
+    """A forward after a skipped step uses the previous parameters."""
     for k in range(6):
         training.backward()
         if k not in (2, 3):
@@ -178,7 +178,7 @@ def test_hooks_of_gradients_go_before(tmp_path):
 
 
 def test_a_parameter_without_a_gradient(tmp_path):
-    """It has states from the first backward on, when nobody knows yet that it has none: zeros, and step 0."""
+    """It gets states, zeros at step 0, in the first backward, when it is unknown that it will have no gradient."""
     models = []
     for name in ("free", "plain"):
         (tmp_path / name).mkdir()
@@ -312,7 +312,7 @@ def reenters(training):
 
 
 def reenters_beside_the_rest(training):
-    """The first gradient is of the outer backward, which goes on when that of a segment comes."""
+    """The first gradient is that of the outer backward, which is still running when the one of a segment comes."""
     x = ones(training).requires_grad_()
     x = torch.utils.checkpoint.checkpoint(training.model[:2], x, use_reentrant=True)
     training.model[2:](x).square().sum().backward()
@@ -335,7 +335,7 @@ def steps_in_backward(training):
 
 
 def recomputes_what_is_gone(training):
-    """A segment that no gradient of the weight comes from is computed once more when it has changed."""
+    """A segment that yields no gradient of the weight is recomputed after the weight has changed."""
     weight, x = training.model[0].inner, ones(training).requires_grad_()
     y = torch.utils.checkpoint.checkpoint(lambda x: (x @ weight.weight.detach()).square(), x, use_reentrant=False)
     (y @ weight.weight).sum().backward()
@@ -372,7 +372,7 @@ REFUSED = {
 
 
 def gives_up(training, attempt, says=None):
-    """Everything is as before."""
+    """`attempt` raises an error that says `says`; after zero_grad() everything is as before."""
     kept = list(training.model.parameters())
     before, logged = [checksum(p) for p in kept], [len(training.log), len(training.losses), training.steps]
     with pytest.raises((CSDError, RuntimeError) if says in (None, INPLACE) else CSDError, match=says):
@@ -452,13 +452,13 @@ def test_random_history(tmp_path, seed):
             training.step()
             for happens in between:
                 happens(training)
-        training.step()  # the masters of parameters that were set are those of the next step, or of one given up
+        training.step()  # masters of parameters that were set change only in a step, even in one that is undone
 
     assert_twins(tmp_path, choose.choice([FREE, TIGHT]), script, **options).opt.close()
 
 
 def test_a_late_hook_of_a_backward_that_failed(tmp_path, monkeypatch):
-    """Of another thread of autograd's: it raises, and the backward that is under way since goes on."""
+    """A hook on another thread of autograd comes late: it raises, and the backward that has begun since goes on."""
     told = []
 
     def script(training):
@@ -487,7 +487,7 @@ def test_a_late_hook_of_a_backward_that_failed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("reads", [lambda t: [*t.model.parameters()], lambda t: t.opt.step()], ids=["reads", "steps"])
 def test_who_comes_while_another_thread_undoes_a_step_waits(tmp_path, monkeypatch, reads):
-    """As one of autograd's does that of a backward which has failed on an accelerator."""
+    """A thread of autograd undoes the step of a backward that has failed on an accelerator."""
     training = Training(tmp_path, FREE)
     training.step()
     undo, began, goes_on, order = StepRunner.undo, threading.Event(), threading.Event(), []
@@ -612,7 +612,7 @@ def test_a_sparse_gradient(tmp_path):
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 def test_exceptions_leave_everything_as_it_was(tmp_path, state_dtype):
-    """In the first step and later, wherever they come: also for who kept references, and at once."""
+    """In the first step and later, at any parameter: parameters are restored in place before backward raises."""
     dtype = torch.bfloat16 if state_dtype == "8bit" else torch.float32
     (tmp_path / "twin").mkdir()
     twin = Training(tmp_path / "twin", None, dtype=dtype, state_dtype=state_dtype)
@@ -645,7 +645,7 @@ def test_exceptions_leave_everything_as_it_was(tmp_path, state_dtype):
 
 
 def test_two_threads_go_backward(tmp_path):
-    """One of them, or both, get an error; and whichever goes on updates nothing."""
+    """One of them, or both, get an error; and one that goes on updates nothing."""
     training = Training(tmp_path, FREE, latency="50us", depth=8)
     training.step()
     before, failures = [checksum(p) for p in training.model.parameters()], []
@@ -761,7 +761,7 @@ def test_another_optimizer_after_one_that_was_dropped_in_backward(tmp_path):
 
 
 def test_few_gradients_at_a_time(tmp_path, monkeypatch):
-    """Backward waits; and of what lacks others, as the biases do in a group behind all weights, parts are kept."""
+    """Backward waits. Of gradients whose tiles lack others, only parts are kept: here biases follow all weights."""
     training = Training(tmp_path, {"free_gradients": True, "hold": 30_000}, groups=True, depth=12, state_dtype="fp32")
     most, take = [], StepsInBackward._take
 

@@ -1,4 +1,4 @@
-"""With overlap every value that a program reads is the one that it would be without."""
+"""With overlap a program reads the same values as without."""
 
 import gc
 import os
@@ -84,13 +84,13 @@ def test_topk_with_gradients_that_are_never_cleared(tmp_path):
 
 @both
 def test_new_parameters(tmp_path, overlap):
-    """Nobody waits for those that joined since: they arrive within step()."""
+    """No reader waits for parameters that joined after overlap(): they arrive within step()."""
     assert_twins(tmp_path, overlap, grows).opt.close()
 
 
 @both
 def test_a_model_that_was_changed(tmp_path, overlap):
-    """Its nets are gone: everything arrives within step(), and that is said once."""
+    """Its nets are gone: everything arrives within step(), and one warning says so."""
 
     def loses_its_nets(training):
         training.step()
@@ -109,7 +109,7 @@ def clips_past_torch(training):
     for k in range(6):
         training.backward()
         for p in training.model.parameters():
-            p.grad.data.mul_(0.5 if k % 2 else 1.0)  # not counted as a write
+            p.grad.data.mul_(0.5 if k % 2 else 1.0)  # does not change the version counter
         training.opt.step()
         training.opt.zero_grad()
 
@@ -247,7 +247,7 @@ def test_a_step_that_another_thread_launches_meanwhile(tmp_path, monkeypatch, as
     def settled(opt, **how):
         settle(opt, **how)
         monkeypatch.undo()
-        training.step()  # as another thread would, now that nothing is under way
+        training.step()  # as another thread might, now that nothing is under way
 
     monkeypatch.setattr(CSDAdam, "_settle", settled)
     ask(training.opt)
@@ -311,7 +311,7 @@ def test_another_optimizer_after_one_that_was_dropped(tmp_path, overlap):
     training.model[2].inner.weight.register_post_accumulate_grad_hook(drop)
     loss = training.model(torch.ones(1, training.width)).sum()
     training.opt.wait()
-    loss.backward()  # drops it in the middle, with a guess under way
+    loss.backward()  # its hook drops the optimizer while a guess is under way
     assert dropped() is None
     with CSDAdam(training.model.parameters(), devices="file:") as again:
         again.overlap(training.model, **overlap)
@@ -332,7 +332,7 @@ def test_a_gradient_changed_after_step_is_an_error(tmp_path):
     with pytest.raises(CSDRuntimeError, match=r"gradient of .* was changed after step"):
         training.opt.wait()
     assert [checksum(p) for p in training.model.parameters()] == before
-    training.opt.wait()  # said once
+    training.opt.wait()  # raises only once
     training.opt.step()
     training.opt.close()
 
@@ -375,7 +375,7 @@ def test_dropped_while_a_step_is_under_way(tmp_path, overlap):
     del training.opt
     gc.collect()
     assert opt() is None
-    training.model(torch.ones(2, training.width))  # nobody waits for ever
+    training.model(torch.ones(2, training.width))  # does not wait forever
 
 
 def test_closed_while_a_step_is_under_way(tmp_path):
@@ -416,7 +416,7 @@ def test_a_forked_child_that_waits_gets_an_error(tmp_path):
 
 
 def guessed(directory, script):
-    """What became of the guesses of a run: steps that kept one, and what made the others wrong."""
+    """The outcome of the guesses of a run: whether each step kept one, and counts of why the others were wrong."""
     training = Training(directory, BACKWARD, latency="100us", patient=True)
     early = []
     training.opt.register_step_post_hook(lambda *_: early.append(training.opt._mode.stats()["early_params"] > 0))
@@ -483,7 +483,7 @@ def test_the_check_finds_who_does_not_wait(tmp_path, monkeypatch):
     ids=["Overlap.wait", "Flight.wait"],
 )
 def test_without_the_wait_twins_differ(tmp_path, monkeypatch, where, name):
-    monkeypatch.setattr(where, name, lambda *_, **__: True)  # all has arrived
+    monkeypatch.setattr(where, name, lambda *_, **__: True)  # claims that all has arrived
     with pytest.raises(AssertionError, match="another parameter was used"):
         assert_twins(tmp_path, FORWARD, ten_steps, latency="10ms")
 

@@ -1,4 +1,4 @@
-"""A device that fails while a step is under way, or a guess: said once, nothing lost, the next attempt works."""
+"""A device fails while a step or a guess is under way: one error, nothing is lost, and the next attempt works."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ WIDTH = 48
 
 
 class Training:
-    """Redoes a step that has failed: which it was, the states say."""
+    """A training that repeats failed steps. The states tell which step is next."""
 
     def __init__(self, devices, overlap, *, wrap=lambda model: model, rank=0, **options):
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ MODES = pytest.mark.parametrize(
 @in_child
 def test_one_call_fails(overlap, calls, state_dtype, tmp_path):
     failures = 0
-    # Of tiles of codes there is no call after the sixth, of fp32 ones none after the thirtieth.
+    # Tiles of codes take no more than six calls, those of fp32 no more than thirty.
     skips = range(0, 40, 3) if calls == META_WRITE | SYNC else {"fp32": range(0, 30, 3), "8bit": range(6)}[state_dtype]
     for skip in skips:
         devices = [f"file:{tmp_path}/{skip}-{i}?cache=off" for i in range(2)]
@@ -94,7 +94,7 @@ def test_one_call_fails(overlap, calls, state_dtype, tmp_path):
         assert training.failures <= 1, skip
         failures += training.failures
         training.opt.close()
-    assert failures or calls == META_WRITE | SYNC  # whose failure the next attempt may mend before anybody is told
+    assert failures or calls == META_WRITE | SYNC  # the next attempt may repair a failed commit before it is reported
 
 
 @MODES
@@ -120,11 +120,11 @@ def test_a_device_that_fails_for_ever(overlap, tmp_path):
 @in_child
 def test_a_step_that_fails_before_it_returns(tmp_path):
     training = Training([tmp_path / "csd0"], None)
-    training.opt.overlap(training.model[:2])  # the others have arrived when step() returns
+    training.opt.overlap(training.model[:2])  # all other parameters arrive before step() returns
     training.step(0)
     with fault(TILE_READ, tmp_path / "csd0", errno.EIO), pytest.raises(CSDOSError):
         training.step(1)
-    training.opt.wait()  # said once
+    training.opt.wait()  # raises only once
     for number in range(1, STEPS):
         training.step(number)
     assert training.image() == never_failed("fp32")
@@ -138,7 +138,7 @@ def sharded(model):
 
 
 def one_call_fails_on_a_rank(rank):
-    """How often each of the calls made a step fail, by its kind."""
+    """The number of failed steps, by kind of the failing call."""
     images, failures = {}, {}
     for state_dtype in "fp32", "8bit":
         never_failed = Training("ram:", None, wrap=sharded, rank=rank, state_dtype=state_dtype)
@@ -166,7 +166,7 @@ def one_call_fails_on_a_rank(rank):
 
 @in_child
 def test_one_call_fails_on_a_rank(tmp_path):
-    """The step is undone on both, and both redo it."""
+    """The step is undone on both ranks, and both repeat it."""
     one, other = on_ranks(2, one_call_fails_on_a_rank, directory=tmp_path)
     assert one == other
-    assert one[TILE_READ] >= 3  # others may be mended before anybody is told
+    assert one[TILE_READ] >= 3  # other failures may be repaired before they are reported

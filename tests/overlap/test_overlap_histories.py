@@ -1,4 +1,4 @@
-"""Random histories: whatever a program does between steps, it sees what it would see without overlap."""
+"""Random histories: whatever a program does between steps, it sees the same values as without overlap."""
 
 import random
 from pathlib import Path
@@ -46,7 +46,7 @@ WRAPS = {
 
 
 def histories_on_ranks(rank, kind, seeds):
-    """How many steps landed after step() had returned."""
+    """Returns the number of steps that landed after step() had returned."""
     with mock.patch.object(StepRunner, "launch", autospec=True, side_effect=StepRunner.launch) as launched:
         for seed in seeds:
             choose = random.Random(-1 - seed)

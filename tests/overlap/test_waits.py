@@ -1,6 +1,6 @@
-"""Whoever reads a parameter under way waits for it: with each way to read one, and a net taken out, which has to show.
+"""Reading a parameter under way waits for it, in all ways to read one; and without any one of the nets a test fails.
 
-A parameter under way holds nan until something waits for it: a wait that is missing gives nan.
+A parameter under way holds nan until something waits for it, so a missing wait yields nan.
 """
 
 import copy
@@ -27,7 +27,7 @@ X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
 
 
 class Late:
-    """Arrivals: parameters that come when they are waited for, and not before."""
+    """Arrivals whose parameters arrive exactly when they are waited for."""
 
     def __init__(self):
         self.active = False
@@ -56,7 +56,7 @@ class Late:
         self.active = bool(self.coming)
 
     def land(self):
-        """What step() does for those that no net reaches, and the landing thread for all in the end."""
+        """Waits for all, as step() does for those that no net reaches, and the landing thread at the end."""
         self.wait([p for p, _ in self.coming.values()])
 
 
@@ -96,7 +96,7 @@ class Indexed(nn.Module):
 
 
 class Kept(nn.Linear):
-    """It reads its weight past `_parameters`, as nn.LSTM did once."""
+    """Reads its weight without `_parameters`, as nn.LSTM once did."""
 
     def __init__(self):
         super().__init__(4, 4)
@@ -174,7 +174,7 @@ def saved(model):
 
 
 def loaded(model):
-    """In place, and read again."""
+    """Loads a state dict in place, and returns the new one."""
     model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
     return list(model.state_dict().values())
 
@@ -238,7 +238,7 @@ def twins(make):
 
 
 def read_late(make, use):
-    """What is read by `use` from a model all parameters of which are under way, and what should be."""
+    """What `use` reads from a model whose parameters are all under way, and what it should read."""
     model, expected = twins(make)
     late = Late()
     nets = Nets(model, model.parameters(), late)
@@ -276,7 +276,7 @@ def test_who_reads_a_parameter_waits_for_it(way):
     ],
 )
 def test_without_a_net_something_is_read_too_early(monkeypatch, kind, method, way):
-    """What the test above notices: nothing there is said twice."""
+    """The test above detects each missing net: none of them is redundant."""
     if kind is WaitingDict:
         monkeypatch.delattr(kind, method)
     else:
@@ -370,7 +370,7 @@ def test_zero_grad_in_place_waits_for_each_before_it_writes():
     model.zero_grad(set_to_none=False)
     assert late.coming == {}
     assert len(seen) == len(list(dict(model.named_parameters())))
-    assert any(seen)  # what was left of them, had it been written before
+    assert any(seen)  # all zeros, had zero_grad() written before it waited
     assert not any(p.grad.any() for p in model.parameters())
 
 
@@ -415,12 +415,12 @@ def compiled_around(model, counter):
 
 
 def steps_of(how):
-    """Twenty steps: outputs, those of a twin, frames compiled after the first four and in all, nets."""
+    """Runs twenty steps. Returns outputs, those of a twin, frames compiled by the end of each step, and the nets."""
     torch.compiler.reset()
     model, expected = twins(blocks)
     counter, late = CompileCounterWithBackend("eager"), Late()
     call, outer = how(model, counter)
-    call(X)  # compiled before the nets are there
+    call(X)  # compiles before the nets are in place
     nets = Nets(outer, model.parameters(), late)
     got, wanted, frames = [], [], []
     for step in range(20):
@@ -445,14 +445,14 @@ def steps_of(how):
 def test_compiled_modules_wait_outside_of_their_graphs(how):
     got, wanted, frames, nets = steps_of(how)
     assert are_equal(got, wanted)
-    assert frames[0] == frames[-1] <= 4  # once more than without nets
+    assert frames[0] == frames[-1] <= 4  # compiled once more than without nets
     assert len(nets.reached) == 12
 
 
 def test_what_a_compiled_function_reads_is_no_longer_reached():
     got, wanted, frames, nets = steps_of(compiled_around)
     assert are_equal(got, wanted)
-    assert frames[0] == frames[-1] == 2  # once more than without nets
+    assert frames[0] == frames[-1] == 2  # compiled once more than without nets
     assert nets.reached == set()
 
 
@@ -487,7 +487,7 @@ def test_what_is_compiled_after_the_nets_is_noticed():
 
 
 def test_between_two_graphs_modules_wait_for_themselves():
-    """Python between graphs is no compiled code, and gives nothing up."""
+    """Python code between two graphs is not compiled, so it does not give up parameters."""
 
     class Eager(Block):
         @torch.compiler.disable
@@ -606,7 +606,7 @@ def test_all_is_as_before_once_the_nets_are_removed():
     assert nets.reached == set()
     late.active = True
     model(X)
-    shallow(X)  # which still has the nets
+    shallow(X)  # this copy still has the nets
     assert late.waits == []
 
 
@@ -662,7 +662,7 @@ def test_what_makes_a_step_fail_reaches_who_waits():
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # it returns views
 @pytest.mark.parametrize("grouped", [False, True])
 def test_fsdp_gathers_what_has_arrived(grouped, tmp_path):
-    """Shards arrive before they are gathered, whoever asks for it: a forward, another unit's forward, unshard()."""
+    """Shards arrive before they are all-gathered, by a forward, another unit's forward (prefetch), or unshard()."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -677,7 +677,7 @@ def test_fsdp_gathers_what_has_arrived(grouped, tmp_path):
         late = Late()
         nets = Nets(model, model.parameters(), late)
         assert len(nets.reached) == 12
-        model(X).sum().backward()  # FSDP looks at all parameters once
+        model(X).sum().backward()  # FSDP inspects all parameters once
         params = list(model.parameters())
         for _ in range(3):
             late.depart(params)
@@ -687,7 +687,7 @@ def test_fsdp_gathers_what_has_arrived(grouped, tmp_path):
             out.sum().backward()
             assert nets.intact()
             assert not late.coming
-            # The first block gathers both; then nothing is under way.
+            # If grouped, the first block gathers both blocks at once.
             assert [len(wait) for wait in late.waits if len(wait) > 2] == ([10] if grouped else [5, 5])
             late.depart(params)
             model[1].unshard()
