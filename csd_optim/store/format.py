@@ -336,7 +336,7 @@ def checked(manifest: dict[str, Any], block: Superblock, size: int) -> dict[str,
     for p in manifest["waiting"]:
         check_param(p, block.devices, waits=True)
     for _, end, what in areas:  # not manifest and table: one copy may be cut off, and the other one is used then
-        require(end <= size, f"{what} ends behind the end of the file")
+        require(end <= size, f"{what} ends beyond the end of the file")
     for what, region in (("the manifest", block.manifest), ("the table", block.table)):
         require(region.base % PAGE == 0 and region.room % PAGE == 0, f"{what} is not on whole pages")
         require(region.size <= region.room, f"{what} is larger than its room")

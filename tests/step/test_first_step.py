@@ -1,6 +1,6 @@
-"""The first step of new parameters makes their states from them: nothing is read, and no bit differs.
+"""The first step of new parameters creates their states: it reads nothing from the devices, and no bit differs.
 
-What it writes beside the states, the masters, is for a step that is undone.
+It writes the masters once more than later steps do, so that it can be undone.
 """
 
 import pytest
@@ -62,7 +62,7 @@ def train(devices, steps, **options):
 
 
 def undone_in(opt, params, step, monkeypatch, after):
-    """A step that fails when it has pushed so many tiles."""
+    """A step that fails after it has pushed `after` tiles."""
     give_gradients(params, step)
     push, pushed = bindings.engine_push, []
 
@@ -96,7 +96,7 @@ def test_it_reads_nothing_and_changes_no_bit(kind, options, tmp_path, monkeypatc
         stats = opt.stats()
         assert stats["flash_read_bytes"] == 0
         sections = 4 if "amsgrad" in options else 3
-        if kind != "several" and "topk" not in options:  # residuals are written, too, and in memory nothing is
+        if kind != "several" and "topk" not in options:  # else residuals are written, too, or states are in memory
             assert stats["flash_write_bytes"] == opt._engine.n_tiles * (sections + 1) * 4 * 1024
         found = [image(opt, params)]
         for step in (1, 2):
@@ -133,11 +133,11 @@ def test_undone_it_leaves_nothing_and_comes_again(kind, options, after, tmp_path
 @pytest.mark.parametrize("then", ["without a gradient", "set", "moved", "loading", "saved"])
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_what_happens_between_an_undone_one_and_the_next(kind, then, tmp_path, monkeypatch):
-    """Places are then filled before the step, those of tiles that are partly written, too."""
+    """Then all places are filled before the next step, also those in tiles that are partly written."""
     devices = "file:" if kind == "scratch" else tmp_path / "store"
     all_params, others = model(), model()
     options = {"lr": 0.1, "tile_size": 1024}
-    # In place a step that wrote is torn: this one fails before.
+    # A step in place that fails after it has written is torn, so this one fails before.
     with (
         CSDAdam(all_params, devices=devices, shadow=kind != "in place", **options) as opt,
         CSDAdam(others, devices="ram:", **options) as reference,
@@ -177,7 +177,7 @@ def test_closed_after_an_undone_one_there_is_no_store(tmp_path, monkeypatch):
 
 
 def test_parameters_that_join_later_after_an_undone_step(tmp_path, monkeypatch):
-    """The store stays at the step before, and the parameters that joined are not in it."""
+    """The store stays at the previous step, without the parameters that joined."""
     p, q = (torch.nn.Parameter(torch.full((5000,), value)) for value in (1.0, 2.0))
     with CSDAdam([p], devices=tmp_path, tile_size=1024) as opt:
         p.grad = torch.ones(5000)
@@ -189,7 +189,7 @@ def test_parameters_that_join_later_after_an_undone_step(tmp_path, monkeypatch):
             patch.setattr(bindings, "engine_finish", _first_raises(bindings.engine_finish))
             with pytest.raises(MemoryError):
                 opt.step()
-        opt.state[p]["exp_avg"].add_(1)  # what is written now is lost with the step that never came
+        opt.state[p]["exp_avg"].add_(1)  # lost, because no further step commits it
     assert torch.equal(p, first)
     assert read_contents(tmp_path).superblock.step == 1
     p, q = (torch.nn.Parameter(torch.zeros(5000)) for _ in range(2))

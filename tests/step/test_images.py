@@ -1,7 +1,7 @@
-"""Top-K in tiles that travel as images: compression.py and images.py do there what the engine does elsewhere.
+"""Top-K in tiles that travel as images: sparse.py and selection.py do there what the engine does elsewhere.
 
-CUDA is not needed for that: a dense gradient that is pushed in a lower precision than it has takes all that shares its
-tile along. Oracle: the engine's own selection. Every bit is compared.
+This needs no GPU: a dense gradient that is pushed in a lower precision than it has makes its whole tile travel as an
+image. Oracle: the engine's own selection. Every bit is compared.
 """
 
 import pytest
@@ -26,7 +26,7 @@ class Run:
         for i, n in enumerate(sizes):
             self.sparse.append(self.random(n, DTYPES[i % 3]).requires_grad_())
             self.dense.append(self.random(16, torch.float32).to(beside).requires_grad_())
-            # Its own group says that it goes sparse, of whatever size it is.
+            # `topk` of its own group makes it sparse even if it is small.
             groups.append({"params": [self.sparse[-1]], "topk": kwargs.get("topk", 0.01), "maximize": i == 1})
             groups.append({"params": [self.dense[-1]], "topk": None})
         kwargs = {"topk": 0.01, "lr": 1e-2, **kwargs}
@@ -47,7 +47,7 @@ class Run:
         self.opt.step()
 
     def bits(self):
-        """Of all that a step changes, but the parameters beside."""
+        """The bits of everything that a step changes, except for the dense parameters."""
         states = [{"param": p, **self.opt.state[p]} for p in self.sparse]
         return [(key, t.detach().flatten().clone().view(torch.uint8)) for s in states for key, t in sorted(s.items())]
 
@@ -61,7 +61,7 @@ def assert_same(runs):
 
 @pytest.fixture
 def runs(backend, tmp_path):
-    """Makes two of the same: in one the engine selects, in the other the gradients travel as images."""
+    """Makes two equal runs: in one the engine selects entries, in the other the gradients travel as images."""
 
     def make(**kwargs):
         pair = []
@@ -75,7 +75,7 @@ def runs(backend, tmp_path):
 
 @pytest.fixture
 def travelled(monkeypatch):
-    """Of each image that was pushed: its tile, and how many words of entries."""
+    """The tile and the number of words of entries, for each image that was pushed."""
     images = []
     push = Engine.push
 
@@ -108,7 +108,7 @@ def test_the_same_bits(runs, travelled, topk, feedback, grad_dtype):
 
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_tiles_of_several_blocks(runs, travelled):
-    """Large enough for the filter, with borders of blocks in the middle of a parameter."""
+    """Tiles large enough for the filter, with block boundaries in the middle of a parameter."""
     runs = runs(sizes=(5, 100_000, 70_000, 65_536, 40_000), tile_size=1 << 18)
     for run in runs:
         run.step()
@@ -119,7 +119,7 @@ def test_tiles_of_several_blocks(runs, travelled):
 
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_more_tiles_than_slots(runs, travelled):
-    """Parts of parameters, tiles without a dense one, and every slot used again."""
+    """Parts of parameters, tiles without a dense parameter, and reuse of every slot."""
     runs = runs(sizes=(40 * TILE, 7, 9 * TILE + 5, TILE - 1), topk=0.05)
     for run in runs:
         run.step()
@@ -174,7 +174,7 @@ def test_an_undone_step_leaves_what_is_owed(runs, backend, monkeypatch, when, to
 
 
 def interrupted(method, call):
-    """`method`, which its `call`-th call does not survive."""
+    """`method`, but its `call`-th call raises KeyboardInterrupt."""
     calls = iter(range(1, call + 2))
 
     def interrupt(*args, **kwargs):
@@ -186,7 +186,7 @@ def interrupted(method, call):
 
 
 def test_gradients_that_are_nothing_to_select_from(runs):
-    """All zero, all nan, absent."""
+    """A gradient of zeros, one of nan, and no gradient."""
     runs = runs()
     for run in runs:
         run.step()
@@ -203,7 +203,7 @@ def test_gradients_that_are_nothing_to_select_from(runs):
 
 
 def test_only_entries_travel(runs):
-    """The images have the dense gradients, and what was there before."""
+    """Only dense gradients are written to images."""
     run = runs()[1]
     run.step()
     for slot in run.opt._runner.ring.slots:
@@ -224,7 +224,7 @@ def test_memory_is_that_of_the_entries(runs):
 
 
 def test_a_commit_that_fails_leaves_no_parameter_behind(tmp_path):
-    """A strided parameter gets its new values at the end, and the step is whole, whatever becomes of its commit."""
+    """A strided parameter gets its new values at the end of a step, which is complete even if its commit fails."""
     p = torch.nn.Parameter(torch.ones(8, 6)[:, ::2])
     with CSDAdam([p], lr=0.1, devices=tmp_path) as opt:
         p.grad = torch.ones_like(p)

@@ -1,4 +1,4 @@
-"""A signal within a step is handled when the step is whole: it interrupts the training loop, never the state."""
+"""A signal during a step is handled when the step is complete: it interrupts the training loop, never an update."""
 
 import os
 import signal
@@ -81,7 +81,7 @@ def test_handlers_are_put_back_and_get_their_signal(monkeypatch):
 
 @pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_step_in_another_thread():
-    """Only the main thread may set handlers, and only there they run."""
+    """Only the main thread may set signal handlers, and they run only there."""
     ours, reference = make_pair(["ram:"])
     thread = threading.Thread(target=step, args=(ours, reference))
     thread.start()
@@ -94,7 +94,7 @@ def test_step_in_another_thread():
 
 @pytest.fixture
 def slow_commit(tmp_path, monkeypatch):
-    """An optimizer on two devices whose second step is being committed, and what happens to its native engine then."""
+    """An optimizer on two devices that is committing its second step, the events of its native engine, and a gate."""
     happened, reached, goes_on = [], threading.Event(), threading.Event()
     ours, _ = make_pair([str(tmp_path / f"csd{d}") for d in range(2)])
     step(ours)
@@ -123,7 +123,7 @@ def test_ctrl_c_comes_after_close(slow_commit, tmp_path):
     ours, happened, goes_on = slow_commit
 
     def interrupt():
-        time.sleep(0.2)  # close() waits for the commit by now
+        time.sleep(0.2)  # meanwhile close() begins to wait for the commit
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
         happened.append("interrupted")
@@ -135,13 +135,13 @@ def test_ctrl_c_comes_after_close(slow_commit, tmp_path):
     assert happened[:2] == ["interrupted", "settled"]
     assert happened[-1] == "closed"
     assert [read_contents(tmp_path / f"csd{d}").superblock.step for d in range(2)] == [2, 2]
-    ours.close()  # closed is closed
+    ours.close()  # no-op
 
 
 def test_close_that_fails_waits_for_the_commit(slow_commit, monkeypatch):
     ours, happened, goes_on = slow_commit
     threading.Timer(0.3, goes_on.set).start()
-    monkeypatch.setattr(ours._engine.windows, "_versions", lambda: 1 / 0)  # whatever it may be
+    monkeypatch.setattr(ours._engine.windows, "_versions", lambda: 1 / 0)  # stands for any error
     with pytest.raises(ZeroDivisionError):
         ours.close()
     assert happened == ["settled", "closed"]

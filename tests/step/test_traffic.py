@@ -1,4 +1,4 @@
-"""What opt.stats() says was read and written, beside what the kernel counts for this process (/proc/self/io)."""
+"""The bytes read and written according to opt.stats(), compared with the kernel's counts in /proc/self/io."""
 
 from pathlib import Path
 
@@ -47,6 +47,6 @@ def test_flash_bytes_are_those_of_the_kernel(devices, topk, amsgrad, cache):
     assert sum(s["flash_read_bytes"] for s in steps) == pytest.approx(read, rel=0.02)
     assert sum(s["flash_write_bytes"] for s in steps) == pytest.approx(written, rel=0.02)
     least = 4 * tile_bytes * (tiles - in_buffers)
-    # One tile may overtake another, so that not exactly those are there that come first in the next step.
+    # Tiles may overtake each other, so that the buffers do not hold exactly the first tiles of the next step.
     assert 0.98 * least <= read <= 1.02 * least + (cache != "off") * 2 * tile_bytes * in_buffers
     assert written == pytest.approx(4 * tile_bytes * tiles, rel=0.02) or topk

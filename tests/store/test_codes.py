@@ -1,4 +1,4 @@
-"""Stores whose states are codes: what is in them, who reads them, what is refused. The engine alone makes them here."""
+"""Stores whose states are codes: content, readers, and what is refused. The tests drive the engine directly."""
 
 import json
 import random
@@ -39,7 +39,7 @@ def places(directory, n):
 
 
 def assert_loads(content, coded, steps):
-    """A state dict has what one array for each parameter has after as many steps."""
+    """Asserts that a state dict equals the reference arrays in `coded`, one per state and parameter, after `steps`."""
     for i, name in enumerate(coded.params):
         entry = content["state"][i]
         assert entry.keys() == {"step", *coded.states}
@@ -53,7 +53,7 @@ def assert_loads(content, coded, steps):
 
 
 def test_sections_of_a_slot():
-    """With 4096 elements: each on a page of its own, an exponent for 64 elements."""
+    """Each section of 4096 elements begins on a page; there is an exponent for each 64 elements."""
     slot = slot_of(4096, SECTIONS, "8bit", torch.float16)
     assert [s.name for s in slot] == NAMES[torch.bfloat16]
     assert [s.first // PAGE for s in slot] == [0, 2, 3, 4, 5, 6, 7]
@@ -62,7 +62,7 @@ def test_sections_of_a_slot():
     slot = slot_of(1 << 20, SECTIONS[:3], "8bit", torch.float32)
     assert [s.name for s in slot] == NAMES[torch.float32][:4]
     assert [s.size >> 10 for s in slot] == [4096, 1024, 1024, 16]
-    assert [s.size for s in slot_of(3072, SECTIONS[:3])] == [3 * PAGE] * 3  # fp32 states are as they were
+    assert [s.size for s in slot_of(3072, SECTIONS[:3])] == [3 * PAGE] * 3  # fp32 states are unchanged
 
 
 def test_parameters_begin_with_a_group():
@@ -105,7 +105,7 @@ def test_states_come_back(devices, amsgrad, tmp_path):
     assert [e["param_dtype"] for e in contents.manifest["extents"]] == ["bfloat16", "float16", "float32"]
     assert [(v.step, v.unchecked, v.damage) for v in verify(stores)] == [(3, 0, [])] * devices
     assert_loads(CSDAdam.load(stores[::-1]), coded, 3)
-    # In each step; and in the first one the parameters, for a step that is undone.
+    # All slots in each step; the first one also writes the masters' sections, so that it can be undone.
     slots = [e["tiles"] * size_of(sections_of(e)) for e in contents.manifest["extents"]]
     begun = [e["tiles"] * sections_of(e)[0].size for e in contents.manifest["extents"]]
     assert contents.record.written_bytes == 3 * sum(slots) + sum(begun)
@@ -113,7 +113,7 @@ def test_states_come_back(devices, amsgrad, tmp_path):
 
 @pytest.mark.parametrize("order", [(torch.bfloat16, PLAIN), (PLAIN, torch.float16, torch.float32)], ids=str)
 def test_beside_states_in_fp32(order, tmp_path, run):
-    """As parameter groups may have it: their extents are as they ever were."""
+    """Groups with and without codes: extents of fp32 states do not change."""
     devices = [f"file:{place}?share={1 + d}" for d, place in enumerate(places(tmp_path, 2))]
     coded = made(devices, order, amsgrad=True)
     manifest = read_contents(tmp_path / "csd0").manifest
@@ -205,7 +205,7 @@ def test_exports(amsgrad, tmp_path, run):
     assert_loads(content, coded, 2)
     assert content.keys() == held.keys()
     export_safetensors(stores, tmp_path / "out")
-    for out in tmp_path / "out.pt", tmp_path / "out":  # into codes again
+    for out in tmp_path / "out.pt", tmp_path / "out":  # import restores the codes
         again = tmp_path / f"from{out.suffix}"
         code, _, err = run("import", out, again)
         assert code == 0, err
@@ -214,7 +214,7 @@ def test_exports(amsgrad, tmp_path, run):
         described, before = (read_contents(store).manifest["extents"] for store in (again, stores[0]))
         for extent, there in zip(described, before, strict=True):
             assert [extent[k] for k in ("codec", "param_dtype")] == [there[k] for k in ("codec", "param_dtype")]
-    del content["csd_optim"]["codes"]  # as somebody would have it who does not know of them
+    del content["csd_optim"]["codes"]  # as software that does not know codes would write it
     torch.save(content, tmp_path / "plain.pt")
     assert run("import", tmp_path / "plain.pt", tmp_path / "plain")[0] == 0
     assert "codec" not in read_contents(tmp_path / "plain").manifest["features"]
@@ -306,7 +306,7 @@ def store(tmp_path_factory):
 
 
 def forged(data, change):
-    """What a store says of itself when its manifest is another."""
+    """The contents of a store whose manifest was altered by `change`, with right checksums."""
     block = Superblock.unpack(data[:PAGE], "")
     manifest, table = (data[r.base : r.base + r.size] for r in (block.manifest, block.table))
     about = json.loads(manifest)
@@ -317,7 +317,7 @@ def forged(data, change):
 
 
 def of_sgd(manifest):
-    """A rule without what codes are of."""
+    """Names a rule without the states that codes represent."""
     manifest.update(rule="sgd", features=[*manifest["features"], "rule"])
     for extent in manifest["extents"]:
         extent["sections"] = ["master", "momentum_buffer"]
@@ -386,7 +386,7 @@ def test_no_reader_fails_otherwise(store, tmp_path):
 
 
 def test_fp32_stores_are_what_they_were(tmp_path):
-    """Nothing of codes is in them: neither keys nor features."""
+    """They have neither keys nor features of codes."""
     p = torch.nn.Parameter(torch.ones(5000))
     with CSDAdam([p], devices=[tmp_path / "csd"], tile_size=FP32_TILE, state_dtype="fp32") as opt:
         p.grad = torch.ones(5000)

@@ -1,4 +1,4 @@
-"""A little of `make soak`: training is killed, the power fails, superblocks are lost."""
+"""A small part of `make soak`: training is killed, the power fails, superblocks are lost."""
 
 import re
 import shutil
@@ -22,8 +22,8 @@ CRASH = Path(__file__).parents[1] / "crash"
 
 
 def test_training_goes_on_from_a_committed_step(tmp_path):
-    # In a process of its own: children are forked, and no thread may be there. With the libraries, without which it
-    # would begin once more. All at once, as it imports for seconds; it says what was violated, and by what.
+    # In a separate process, because it forks children and must have no threads; with the preloaded libraries, without
+    # which it would restart itself. All cases at once, since imports take seconds; its output names each violation.
     options = ["--kills=12", "--calls=16", "--images=150", "--seed=1"]
     command, environment = [sys.executable, CRASH, *options], preloaded(tmp_path)
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -33,7 +33,7 @@ def test_training_goes_on_from_a_committed_step(tmp_path):
 
 
 def test_a_file_that_takes_the_place_of_another_promises_nothing_for_it():
-    """All devices but one had the first commit, a process that begins anew takes its own files: nothing is durable."""
+    """Only one device has the first commit, and the next process replaces its file: then nothing is durable."""
 
     class Recording:
         n_devices = 2
@@ -57,14 +57,14 @@ def test_a_file_that_takes_the_place_of_another_promises_nothing_for_it():
 
     begin(0), begin(1)
     commit(0)
-    assert disk.durable == 0  # the other has nothing: the process that comes next begins anew
+    assert disk.durable == 0  # the other device has nothing, so the next process starts over
     begin(0), begin(1)
     commit(1)
     assert disk.durable == 0
     commit(0)
     assert disk.durable == 2  # step 1
     begin(0)
-    assert disk.durable == 2  # which nobody may take away
+    assert disk.durable == 2  # a replacement does not lower what was promised
 
 
 def test_a_superblock_without_its_table_promises_nothing():
@@ -85,7 +85,7 @@ def test_a_superblock_without_its_table_promises_nothing():
 
 
 def trained(directory, steps):
-    """What that many steps leave on two devices, if the process is killed then; and the state that they hold."""
+    """The devices as a process that is killed after that many steps leaves them, and their states."""
     params = [torch.nn.Parameter(torch.linspace(-1, 1, 5000)), torch.nn.Parameter(torch.ones(70, dtype=torch.bfloat16))]
     directory.mkdir()
     devices = [str(directory / f"csd{d}") for d in range(2)]
@@ -129,7 +129,7 @@ def spoil(directory, device, copy, how):
 def test_a_superblock_is_lost(steps, device, copy, how, tmp_path):
     crashed, expected = trained(tmp_path / "stores", steps)
     spoil(crashed, device, copy, how)
-    for _ in range(2):  # and once more, from what that has mended
+    for _ in range(2):  # the second time from the repaired store
         step, user_state, found = resumed(crashed)
         assert (step, user_state) == (steps, {"step": steps})
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""A trainer that was killed can be started again at once, whatever it has forked: as supervisors do."""
+"""A killed trainer can be restarted at once, as supervisors do, even if processes that it forked still run."""
 
 import contextlib
 import ctypes
@@ -61,14 +61,14 @@ def train(pipe, children, directory, options):
 
 @contextlib.contextmanager
 def killed_trainer(children, directory, **options):
-    """Yields what it had forked, which lives, the moment that it is dead."""
+    """Kills a trainer; yields the pids of the processes that it had forked, which still run."""
     ours, theirs = processes.Pipe()
     trainer = process(train, theirs, children, directory, options)
     theirs.close()
     left = []
     try:
         assert ours.poll(60), "the trainer hangs"
-        left = ours.recv()  # EOFError: it has failed
+        left = ours.recv()  # EOFError: the trainer has failed
         trainer.kill()
         trainer.join()
         for pid in left:
@@ -77,7 +77,7 @@ def killed_trainer(children, directory, **options):
     finally:
         trainer.kill()
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):  # workers end by themselves, some seconds later
+            with contextlib.suppress(ProcessLookupError):  # workers end on their own within seconds
                 os.kill(pid, signal.SIGKILL)
         trainer.join()
 
@@ -108,7 +108,7 @@ def test_a_child_that_python_knows_nothing_of(tmp_path):
             resume(tmp_path / "csd0")
         os.kill(child, signal.SIGKILL)
         end = time.monotonic() + 20
-        while True:  # it is another one's child: nobody here can wait for it
+        while True:  # it is not our child, so we cannot wait for it
             try:
                 resume(tmp_path / "csd0").close()
                 break
@@ -125,9 +125,9 @@ def test_a_child_leaves_its_parent_the_lock_and_its_own_files_alone(tmp_path):
     if child == 0:
         right = False
         try:
-            taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(max(numbers))]  # others may be free, too
+            taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(max(numbers))]  # lower numbers may be free, too
             reused = set(numbers) <= set(taken)
-            store.close()  # a finalizer may
+            store.close()  # as a finalizer may call it
             right = reused and all(os.fstat(fd) for fd in taken)
         finally:
             os._exit(0 if right else 1)
@@ -161,8 +161,8 @@ def test_an_owner_that_nobody_has_waited_for_has_ended(tmp_path):
 
 @pytest.mark.parametrize("error", [PermissionError, ProcessLookupError])
 def test_an_owner_that_is_hidden_has_not_ended(error, tmp_path, monkeypatch):
-    """As /proc is with hidepid=2: what can be known is whether there is somebody to get a signal."""
-    hidden = (1 << 22) + 1  # more than a number of a process can be
+    """With hidepid=2 /proc hides the owner: only kill(pid, 0) tells whether it exists."""
+    hidden = (1 << 22) + 1  # beyond the largest pid
 
     def kill(pid, number):
         assert (pid, number) == (hidden, 0)

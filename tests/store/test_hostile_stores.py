@@ -1,4 +1,4 @@
-"""A store that somebody made up, with the right checksums, is refused: no reader crashes, hangs or fails otherwise."""
+"""A forged store with right checksums is refused: no reader crashes, hangs or raises another error."""
 
 import copy
 import json
@@ -48,7 +48,7 @@ def stores(tmp_path_factory):
 
 
 class Forged:
-    """A store of which something is otherwise, and all sums are right."""
+    """A store with random changes, whose checksums are right."""
 
     def __init__(self, data, choose):
         self.choose = choose
@@ -66,8 +66,8 @@ class Forged:
     def _place(self, name, data, block):
         region = getattr(block, name)
         if self.what == self._head and data == self.data[region.base : region.base + len(data)]:
-            return block  # the place itself is forged
-        if len(data) > region.room:  # behind everything
+            return block  # _head() has forged the place itself
+        if len(data) > region.room:  # move it to the end of the file
             base = -(-len(self.data) // PAGE) * PAGE
             room = -(-len(data) // PAGE) * PAGE
             self.data = self.data.ljust(base, b"\0") + bytes(2 * room)
@@ -75,7 +75,7 @@ class Forged:
         return replace(block, **{name: region._replace(size=len(data), crc=crc32c(data))})
 
     def _mutated(self, tree):
-        """Something in it is replaced, removed or doubled."""
+        """The tree with a random value replaced, removed or duplicated."""
         choose, at, path = self.choose, tree, []
         while isinstance(at, (list, dict)) and len(at) and (not path or choose.random() < 0.8):
             key = choose.choice([*at]) if isinstance(at, dict) else choose.randrange(len(at))
@@ -97,7 +97,7 @@ class Forged:
     def _tree(self):
         try:
             self.manifest = json.dumps(self._mutated(json.loads(self.manifest))).encode()
-        except ValueError:  # it is text no more
+        except ValueError:  # an earlier change has made it invalid JSON
             self._text()
 
     def _text(self):
@@ -183,7 +183,7 @@ def test_what_cannot_be_is_refused(stores):
 
 
 def test_no_reader_fails_otherwise(stores, tmp_path):
-    """The same, on disks, through everything that opens a store."""
+    """The same, with files, through everything that opens a store."""
     warnings.simplefilter("ignore")
     opened = 0
     wrong = {}
@@ -241,13 +241,13 @@ def test_what_a_program_may_say_is_not_refused(values, tmp_path):
 
 
 def test_a_learning_rate_in_a_list_goes_on_as_a_number(tmp_path, monkeypatch):
-    """As stores have it that were written of a tensor with one element."""
+    """Stores have such a list if lr was a tensor with one element."""
     monkeypatch.setattr(groups, "_item", lambda value: value.tolist() if isinstance(value, torch.Tensor) else value)
     for lr in (torch.tensor([0.5]), 0.5, torch.tensor([0.25])):
         p = torch.nn.Parameter(torch.ones(7))
         resume = (tmp_path / "csd0").exists()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the store's counts
+            warnings.simplefilter("ignore")  # the warning that the store's lr takes precedence
             opt = CSDAdam([p], devices=[f"file:{tmp_path / 'csd0'}"], resume=resume, lr=lr)
         with opt:
             assert float(opt.param_groups[0]["lr"]) == 0.5

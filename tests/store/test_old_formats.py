@@ -1,4 +1,4 @@
-"""Stores of every format that there was open, hold what they held, and are trained on: samples/, made back then."""
+"""Stores of every former format can be opened, read and trained on. samples/ has some, written by those versions."""
 
 import json
 import sys

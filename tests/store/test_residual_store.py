@@ -1,7 +1,7 @@
-"""Error-feedback residuals in stores: every commit has those of its step, whatever happens to it and to the files.
+"""Error-feedback residuals in stores: every commit has the residuals of its step, despite failures and crashes.
 
-An engine is driven by hand, as the optimizer drives it; each residual follows from the one before and the number of the
-step. Oracle: the same in memory.
+The tests drive an engine directly, as the optimizer does. Each residual is a function of the previous one and the step
+number. Oracle: the same training in memory.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from csd_optim.store.format import CLEAN, FILE_NAME, PAGE, Record, read_contents
 ADAM = np.array([(RULES["adamw"], (1.0, 0.9, 0.1, 0.999, 0.001, 0.1, 1.0, 1e-8, 1.0))], HYPER)
 STATES = ADAMW.sections[:3]
 FP32 = DTYPE_CODES[torch.float32]
-# Shape, stride, and the step in which it begins to have a residual.
+# Shape, stride, and the step in which the parameter gets a residual.
 PARAMS = {
     "weight": ((30, 70), (70, 1), 1),
     "columns": ((50, 90), (1, 50), 1),
@@ -54,7 +54,7 @@ RECORD = Record(groups=[GROUP], given=[GROUP], seconds=1.0)
 
 
 class Training:
-    """An engine over these parameters, and steps by hand."""
+    """An engine with these parameters, and a simple step."""
 
     def __init__(self, devices, *, mode="new", **options):
         self.engine = engine = open_engine(parse_devices(devices), mode=mode, tile_elems=1024, **options)
@@ -144,7 +144,7 @@ def resumed(devices):
 
 
 def crashed(devices, to):
-    """The devices as a process that is killed now leaves them."""
+    """Copies the devices as a process that is killed now would leave them."""
     copies = named_devices(to, len(devices))
     for device, copy in zip(devices, copies, strict=True):
         shutil.copytree(place(device), place(copy))
@@ -156,7 +156,7 @@ def contents(devices):
 
 
 def found_at(devices, name):
-    """The file and the byte at which a committed residual begins."""
+    """The file and the offset (bytes) of a committed residual."""
     for held in contents(devices):
         for row, offset, _ in held.residual_places():
             if NAMES[row] == name:
@@ -190,7 +190,7 @@ def test_goes_on_bit_for_bit(tmp_path, n, shadow, at, end):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("steps", [0, 1, 2, 4])  # the third is the one in which another residual joins
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])  # another residual joins in step 3
 def test_every_instant_of_a_commit_leaves_one_step(tmp_path, monkeypatch, n, steps):
     """The devices are copied before and after every write and every flush of a commit."""
     (tmp_path / "a").mkdir()
@@ -228,9 +228,9 @@ def test_every_instant_of_a_commit_leaves_one_step(tmp_path, monkeypatch, n, ste
     assert {*found} == {steps, steps + 1}
 
 
-@pytest.mark.parametrize("nth", range(1, 9))  # eight tables and superblocks are written, after three residuals
+@pytest.mark.parametrize("nth", range(1, 9))  # three residuals are written, then eight tables and superblocks
 def test_a_commit_that_fails_is_tried_again(tmp_path, monkeypatch, nth):
-    """Every nth write fails: each attempt gets to another point, and what has come to its end is not made again."""
+    """Every nth write fails: each attempt gets to another point, and finished parts are not repeated."""
     devices, calls, pwrite = named_devices(tmp_path, 2), itertools.count(1), os.pwrite
 
     def fails(*arguments):
@@ -244,7 +244,7 @@ def test_a_commit_that_fails_is_tried_again(tmp_path, monkeypatch, nth):
             patched.setattr(os, "pwrite", fails)
             training.step()
             for _ in range(3):
-                # Copy 1 is four writes: from nth = 5 on it may be through with the second attempt.
+                # Copy 1 takes four writes: from nth = 5 on the second attempt may complete it.
                 with contextlib.suppress(CSDOSError) if nth > 4 else pytest.raises(CSDOSError, match="step 5 cannot"):
                     training.engine.wait()
             assert next(calls) > nth
@@ -278,7 +278,7 @@ def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, su
     devices = named_devices(tmp_path, 2)
 
     def asks():
-        """Format and features, the same on both devices."""
+        """Format and features of the store, which are the same on both devices."""
         [said] = {(c.superblock.version, *c.manifest.get("features", ())) for c in contents(devices)}
         return said
 
@@ -306,7 +306,7 @@ def test_store_without_residuals_does_not_ask_for_them(tmp_path, monkeypatch, su
 
 
 def entry(position, extent, start, numel):
-    """A parameter of one dimension, as a manifest has it."""
+    """The manifest entry of a 1-D parameter."""
     about = {"name": f"{position}", "group": 0, "position": position, "shape": [numel], "stride": [1]}
     return about | {"dtype": "float32", "extent": extent, "start": start, "numel": numel}
 
@@ -350,7 +350,7 @@ def test_what_has_not_changed_stays_where_it_is(tmp_path):
         assert after.superblock.sequence == before.superblock.sequence + 1
         assert after.residuals.tolist() == before.residuals.tolist()
         assert after.record.written_bytes == before.record.written_bytes
-        # What was written to one of them counts, by torch or as who does it past torch says.
+        # Writes to a residual are noticed, by torch or, if made without torch, through increment_version().
         engine.residuals[0][5] = 7
         engine.committer.flush()
         changed = read_contents(place(device)).residuals
@@ -367,7 +367,7 @@ def test_what_has_not_changed_stays_where_it_is(tmp_path):
         assert training.engine.residuals[0][5] == 7
         assert not training.engine.residuals[1].any()
         assert torch.equal(training.engine.residuals[4], never_stopped(3)["late", "residual"])
-        # Another tensor, which was written to as often: it has the same place.
+        # Another tensor with the same version number replaces the content of the same place.
         size = (place(device) / FILE_NAME).stat().st_size
         other = torch.ones_like(training.engine.residuals[1])
         torch.autograd.graph.increment_version([other] * training.engine.residuals[1]._version)
@@ -393,7 +393,7 @@ def test_one_that_is_dropped_is_gone_and_its_room_is_used_again(tmp_path):
         engine.keep_residual(0, torch.zeros(2100, dtype=torch.bfloat16))
         engine.drop_residual(0)
         engine.keep_residual(0, torch.full((2100,), 3.0, dtype=torch.bfloat16))
-        engine.committer.flush()  # nothing wrote to it, and it is another one
+        engine.committer.flush()  # must write the new tensor, though its version is still 0
         assert file.stat().st_size == size
     with resumed(killed) as other:
         assert 0 not in other.engine.residuals
@@ -432,14 +432,14 @@ def test_full_disk(tmp_path, monkeypatch, how):
 
 
 def test_a_commit_needs_no_more_room_than_the_step_has_found(tmp_path, monkeypatch):
-    """Not for hundreds of new residuals either: a full disk is an error before the step."""
+    """Not even with hundreds of new residuals: a full disk raises an error before the step."""
 
     def full(fd, offset, size):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]))) as engine:
         params = []
-        for n in (300, 550):  # these have the table's room nearly full
+        for n in (300, 550):  # these nearly fill the room of the table
             starts = engine.extend([1] * n, STATES).starts
             params += [entry(len(params) + i, len(engine.extents) - 1, s, 1) for i, s in enumerate(starts)]
             engine.describe({"params": params, "waiting": []})
@@ -504,7 +504,7 @@ def test_nothing_but_an_empty_one(tmp_path):
 
 
 def test_large_ones_go_in_parts(tmp_path, monkeypatch):
-    """The last part is a few elements, or fills its page."""
+    """The last part has a few elements, or fills its page."""
     for module in (residuals, tiles):
         monkeypatch.setattr(module, "CHUNK", PAGE)
     numels = [5 * PAGE // 2, 5 * PAGE // 2 + 1, 12 * PAGE // 2 - 1]
@@ -515,7 +515,7 @@ def test_large_ones_go_in_parts(tmp_path, monkeypatch):
         engine.describe({"params": params, "waiting": []})
         for i, residual in enumerate(kept):
             engine.keep_residual(i, residual)
-        with engine.writing([0, 1, 2]):  # states of zeros
+        with engine.writing([0, 1, 2]):  # fills states with zeros
             pass
     assert not verify(tmp_path / "csd")[0].damage
     with contextlib.closing(open_engine(parse_devices([tmp_path / "csd"]), mode="resume")) as engine:
@@ -529,7 +529,7 @@ def test_large_ones_go_in_parts(tmp_path, monkeypatch):
 
 @pytest.fixture
 def devices(tmp_path):
-    """Of a training of four steps that was closed."""
+    """The devices of a training that was closed after four steps."""
     found = named_devices(tmp_path, 2)
     with Training(found) as training:
         training.steps(4)
@@ -575,11 +575,11 @@ def test_what_no_commit_names_is_not_looked_at(devices):
 
 
 def test_store_that_is_cut_off(devices):
-    file, offset = found_at(devices, "late")  # the last to find room
+    file, offset = found_at(devices, "late")  # the last one in the file
     os.truncate(file, offset + 100)
     [said] = [d for v in verify(file.parent) for d in v.damage]
     assert said.startswith(f"{file}: ")
-    assert said.endswith("the residual of late ends behind the end of the file")
+    assert said.endswith("the residual of late ends beyond the end of the file")
 
 
 # ---- snapshots, state dicts, exports -----------------------------------------------------
@@ -615,7 +615,7 @@ def test_snapshot(tmp_path, monkeypatch, how):
     held = CSDAdam.load(tmp_path / "snap")
     assert_state(held, 4)
     assert held["csd_optim"]["format"] == 2
-    del held  # nobody may train on it as long as somebody has its tensors
+    del held  # its tensors keep the store locked
     made = sorted((tmp_path / "snap").iterdir())
     assert all("residuals" in read_contents(d).manifest["features"] for d in made)
     assert not any(v.damage for v in verify(made))
@@ -627,7 +627,7 @@ def test_snapshot(tmp_path, monkeypatch, how):
 @pytest.mark.parametrize("shadow", [True, False])
 @pytest.mark.parametrize("what", ["step", "flush"])
 def test_what_is_copied_is_not_written_over(tmp_path, monkeypatch, what, shadow):
-    """The commit after the next would; where a step overwrites the states, the next one waits already."""
+    """During a snapshot the second commit waits, or already the first one where steps overwrite the states."""
     go, copying = threading.Event(), threading.Event()
     write = files.Output.write
 
@@ -670,7 +670,7 @@ def test_loaded_residuals_are_the_file_and_keep_it_from_being_written(devices):
     del held
     with pytest.raises(OSError, match="in use"):
         resumed(devices)
-    residual.fill_(1)  # a copy of its own
+    residual.fill_(1)  # writes to a private copy
     assert file.read_bytes() == before
     del residual
     with resumed(devices) as training:
@@ -680,7 +680,7 @@ def test_loaded_residuals_are_the_file_and_keep_it_from_being_written(devices):
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("form", ["torch", "safetensors"])
 def test_export_and_import(tmp_path, run, devices, form, m):
-    """Also those whose elements lie in another order in the file; to other devices."""
+    """Residuals, also those whose elements have another order in the file, are imported to other devices."""
     out, new = tmp_path / "out", named_devices(tmp_path / "new", m)
     (tmp_path / "new").mkdir()
     code, _, err = run("export", *map(place, devices), out, "--format", form, "--shard-size", "20kB")

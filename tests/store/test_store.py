@@ -1,4 +1,4 @@
-"""The store: who may have it, what stands in it, and that nothing is ever erased unasked."""
+"""The store: ownership, content, and that nothing is ever erased unasked."""
 
 import errno
 import fcntl
@@ -99,7 +99,7 @@ def test_good_device_strings(tmp_path, monkeypatch):
     spec = parse_device("file:/mnt/nvme0?buffers=16&block=4MiB")
     assert (spec.backend, str(spec.directory), spec.buffers, spec.block_bytes) == ("file", "/mnt/nvme0", 16, 4 << 20)
     assert str(parse_device(tmp_path).directory) == str(tmp_path)
-    assert str(parse_device(Path("/mnt/a?b:c")).directory) == "/mnt/a?b:c"  # a Path is taken as it stands
+    assert str(parse_device(Path("/mnt/a?b:c")).directory) == "/mnt/a?b:c"  # a Path is not parsed
     assert parse_device("~/csd").directory == Path.home() / "csd"
     assert [parse_device(text).backend for text in (" ram: ", "RAM:", "./ram")] == ["ram", "ram", "file"]
     assert [s.backend for s in parse_devices("ram:")] == ["ram"]
@@ -137,7 +137,7 @@ def test_file_that_is_no_store_is_never_touched(tmp_path, content, overwrite):
 
 
 def test_what_a_killed_first_step_left_is_a_store_never_finished(tmp_path):
-    """Space was reserved, and the process killed before the first superblock: only zeros are there."""
+    """The process was killed after it had reserved space, before the first superblock: the file has only zeros."""
     (tmp_path / FILE_NAME).write_bytes(bytes(10 * PAGE))
     with pytest.raises(CSDStoreExistsError, match="overwrite=True"):
         CSDAdam(parameters((5,)), devices=[str(tmp_path)])
@@ -150,7 +150,7 @@ def test_refused_second_device_leaves_nothing_of_the_first(tmp_path):
     with pytest.raises(CSDStoreExistsError):
         CSDAdam(parameters((5,)), devices=[str(tmp_path / "a"), str(tmp_path / "b")])
     assert not (tmp_path / "a" / FILE_NAME).exists()
-    with CSDAdam(parameters((5,)), devices=[str(tmp_path / "a")]) as opt:  # and its lock is gone
+    with CSDAdam(parameters((5,)), devices=[str(tmp_path / "a")]) as opt:  # its lock is released, too
         train(opt, 1)
 
 
@@ -191,7 +191,7 @@ def test_overwrite_waits_for_the_first_step(tmp_path):
 
 
 def test_state_of_an_overwritten_store_can_still_be_read_and_loaded(tmp_path):
-    """Its file is replaced, not cut: what maps it goes on showing it."""
+    """Its file is replaced, not truncated, so existing mappings stay valid."""
     [p] = parameters((5000,))
     with CSDAdam([p], devices=[str(tmp_path)]) as opt:
         train(opt, 3)
@@ -234,7 +234,7 @@ def test_a_closed_store_is_written_no_more(tmp_path):
     reference.load_state_dict(saved)
     reference.step()
     assert (tmp_path / FILE_NAME).read_bytes() == before
-    assert float(opt.state[p]["exp_avg"][0]) != 0  # and what was there stays readable
+    assert float(opt.state[p]["exp_avg"][0]) != 0  # the old states stay readable
 
 
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
@@ -252,7 +252,7 @@ def test_parameters_that_join_one_by_one_cost_no_more(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EROFS, errno.ENOSYS, errno.EIO])
 def test_a_file_system_that_cannot_flush_can_be_read(code, tmp_path, monkeypatch):
-    """As squashfs and iso9660; but an error that says something is told."""
+    """Such as squashfs and iso9660. An I/O error, however, is reported."""
     with CSDAdam(parameters((5,)), devices=[str(tmp_path)]) as opt:
         train(opt, 1)
 
@@ -290,7 +290,7 @@ def test_close_lets_go_even_while_a_forked_child_lives(tmp_path):
 
 
 def test_a_dropped_optimizer_in_a_reference_cycle_does_not_keep_its_store(tmp_path):
-    """As when a cell of a notebook is run again: a scheduler and its optimizer hold each other."""
+    """As when a notebook cell is run again: a scheduler and its optimizer refer to each other."""
     gc.disable()
     try:
         opt = CSDAdam(parameters((5,)), devices=[str(tmp_path)])
@@ -328,7 +328,7 @@ def test_lock_within_a_process(tmp_path):
 
 
 def trains_and_waits(device, steps, pipe):
-    """What a child does."""
+    """The main function of a child: trains, then waits."""
     p = torch.nn.Parameter(torch.ones(5000))
     opt = CSDAdam([p], devices=[device], tile_size=1024)
     for _ in range(steps):
@@ -347,7 +347,7 @@ def child():
         ours, theirs = processes.Pipe()
         process = processes.Process(target=trains_and_waits, args=(str(device), steps, theirs))
         process.start()
-        started.append((process, ours))  # for as long as somebody has our end, it waits
+        started.append((process, ours))  # keep our end open: the child waits while it is
         theirs.close()
         assert ours.recv() == "ready"
         return process
@@ -366,11 +366,11 @@ def test_lock_between_processes(tmp_path, child):
     process = child(tmp_path, 2)
     with pytest.raises(CSDBusyError, match=f"process {process.pid}"):
         CSDAdam(parameters((5,)), devices=[str(tmp_path)], overwrite=True)
-    contents = read_contents(tmp_path)  # whoever only looks may
+    contents = read_contents(tmp_path)  # reading needs no lock
     assert not contents.superblock.flags & CLEAN
     kill(process)
     assert not read_contents(tmp_path).superblock.flags & CLEAN
-    with pytest.raises(CSDStoreExistsError):  # free again, and not erased
+    with pytest.raises(CSDStoreExistsError):  # the lock is free, and the store was not erased
         CSDAdam(parameters((5,)), devices=[str(tmp_path)])
 
 
@@ -393,7 +393,7 @@ def test_scratch_in_the_current_directory_has_no_name(tmp_path):
 
 
 def open_files(directory):
-    """What this process has open below a directory."""
+    """The files that this process has open below a directory."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return [link for link in links if os.readlink(link).startswith(str(directory))]
 
@@ -411,7 +411,7 @@ def test_optimizer_never_stepped_leaves_no_file(tmp_path, end):
 
 
 def tiles_of(store):
-    """(extent, global number, current slot, {section: bytes}, row, sums) of each tile of a store, read plainly."""
+    """Yields (extent, global number, current slot, {section: bytes}, row, sums) of each tile, read independently."""
     contents = read_contents(store)
     rows = iter([*zip(contents.tiles, chain.from_iterable(contents.sums), strict=True)])
     for e, extent in enumerate(contents.manifest["extents"]):
@@ -428,14 +428,14 @@ def tiles_of(store):
 
 
 def values_of(extent, sections):
-    """The states of a tile, by name, fp32."""
+    """The states of a tile, by name, as fp32."""
     if "codec" in extent:
         return decoded(extent, sections)
     return {name: np.frombuffer(data, "<f4") for name, data in sections.items()}
 
 
 def sums_of(extent, sections):
-    """[chunk][section], of chunks of 1024 elements (see conftest.py's small_chunks)."""
+    """The checksums [chunk][section] of chunks of 1024 elements (see small_chunks in conftest.py)."""
     assert extent["sum_elems"] == 1024
     each = [(sections[name], 16 * group_bytes) for name, group_bytes, _ in sections_of(extent)]
     chunks = range(-(-extent["tile_elems"] // 1024))
@@ -443,14 +443,14 @@ def sums_of(extent, sections):
 
 
 def states_of(opt):
-    """By group and position in it."""
+    """The states of an optimizer, by group and position in it."""
     groups = [group["params"] for group in opt.param_groups]
     return {(k, i): {**opt.state[p]} for k, params in enumerate(groups) for i, p in enumerate(params)}
 
 
 def check_against(states, stores, manifest):
-    """Every state of each parameter, and its master, stands where manifest and table say."""
-    flat = {}  # extent, section -> the flat space, tile by tile
+    """Asserts that all states of each parameter are where manifest and table say."""
+    flat = {}  # (extent, section) -> the flat space, tile by tile
     tiles = sorted((t for store in stores for t in tiles_of(store)), key=lambda t: t[:2])
     for extent, _, _, sections, _, _ in tiles:
         for name, values in values_of(manifest["extents"][extent], sections).items():
@@ -467,7 +467,7 @@ def check_against(states, stores, manifest):
 
 @pytest.fixture(params=[1, 3])
 def trained(request, tmp_path):
-    """An optimizer of everything that a manifest can say, closed; its states, still readable; and its stores."""
+    """An optimizer, closed, that uses everything a manifest can express; its states, still readable; its stores."""
     named = [
         ("weight", parameters((40, 50))[0]),
         ("bias", parameters((7,), dtype=torch.bfloat16)[0]),
@@ -535,12 +535,12 @@ def test_checksums_are_those_of_the_current_slots(trained):
             if row["summed"]:
                 assert sums_of(extents[e], sections) == sums.tolist(), tile
                 summed += 1
-    assert summed == sum(1 for store in stores for _ in tiles_of(store))  # each was written in some step
+    assert summed == sum(1 for store in stores for _ in tiles_of(store))  # steps have written every tile
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "in place"])
 def test_no_checksum_is_wrong_after_state_was_set_from_outside(tmp_path, how):
-    """Such tiles have no checksum, or a new one."""
+    """Tiles that were written from outside have no checksum, or a new one."""
     [p] = parameters((3000,))
     with CSDAdam([p], devices=[str(tmp_path)], tile_size=1024) as opt:
         train(opt, 2)
@@ -569,7 +569,7 @@ def test_both_slots_alternate(tmp_path):
                 opt.step()
         slots.append([slot for _, _, slot, _, _, _ in tiles_of(tmp_path / str(steps) / FILE_NAME)])
     assert [p for p, _ in slots] == [1, 0, 1, 0]
-    assert [q for _, q in slots] == [1, 1, 1, 1]  # without a gradient it stays where it is
+    assert [q for _, q in slots] == [1, 1, 1, 1]  # without a gradient the slot does not change
 
 
 def test_space_is_taken_up_front(tmp_path):
@@ -625,7 +625,7 @@ PARTS = ["superblock", "manifest", "slot table"]
 
 
 def part(contents, what, copy):
-    """Offset and size of one copy of a part of a commit."""
+    """The offset and size of one copy of a part of a commit."""
     if what == "superblock":
         return copy * PAGE, 160
     region = contents.superblock.manifest if what == "manifest" else contents.superblock.table
@@ -644,7 +644,7 @@ def test_one_damaged_copy_is_survived_two_are_not(tmp_path, first, second, copy)
     with CSDAdam(parameters((3000,)), devices=[str(tmp_path)], resume=True) as opt:
         assert opt.committed_step == 1
     again = read_contents(store)
-    assert again.superblock == contents.superblock  # and it is mended
+    assert again.superblock == contents.superblock  # and the copy is repaired
     damage(store, offset + size - 1)
     offset, size = part(contents, second, 1 - copy)
     damage(store, offset)
@@ -713,7 +713,7 @@ def test_format_of_another_version_or_machine_is_refused(tmp_path, offset, value
     assert store.read_bytes() == before
 
 
-@pytest.mark.parametrize("whole", ["two copies", "one copy"])  # or it was killed in its first commit
+@pytest.mark.parametrize("whole", ["two copies", "one copy"])  # one copy: killed during its first commit
 def test_feature_that_nobody_knows_is_refused_by_its_name(whole, tmp_path):
     store = store_of(tmp_path)
     block = read_contents(store).superblock
@@ -737,7 +737,7 @@ def test_feature_that_nobody_knows_is_refused_by_its_name(whole, tmp_path):
 
 @pytest.mark.fp32_states("older formats know no codes")
 def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkeypatch):
-    """Its checksums stay one for a section; an extent that joins has its own, and the store then names its features."""
+    """It keeps one checksum per section; an extent that joins has one per chunk, and then the store names features."""
 
     def begun(**options):
         torch.manual_seed(0)
@@ -763,7 +763,7 @@ def test_store_of_an_older_format_is_kept_until_parameters_join(tmp_path, monkey
 
     def resumed():
         params, opt = begun(resume=True)
-        with torch.no_grad():  # as whoever resumes loads the model's checkpoint
+        with torch.no_grad():  # as a user loads the model's checkpoint
             params[0].copy_(opt.state[params[0]]["master"])
         return params, opt
 

@@ -1,4 +1,4 @@
-"""Reads a store with nothing but docs/store-format.md: every field, every state, every checksum."""
+"""Reads a store according to docs/store-format.md only: every field, every state, every checksum."""
 
 import io
 import json
@@ -16,9 +16,9 @@ from csd_optim.bindings import decode
 
 
 @pytest.mark.fp32_states("reads fp32 states; codes are read below")
-@pytest.mark.parametrize("kept", [(), ("columns", "late", "half", "weight")])  # those that have residuals
+@pytest.mark.parametrize("kept", [(), ("columns", "late", "half", "weight")])  # parameters with residuals
 @pytest.mark.parametrize("shares", [[1.0], [1.0] * 3, [1.0, 0.3, 2.5]], ids=str)
-# Tiles have 3072 elements, so that their last chunk has fewer. None: formats 1 to 3.
+# Tiles have 3072 elements, so that their last chunk is shorter. None: formats 1 to 3.
 @pytest.mark.parametrize("sum_elems", [2048, None])
 def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, kept):
     monkeypatch.setattr("csd_optim.engine.engine.SUM_ELEMS", sum_elems)
@@ -51,7 +51,7 @@ def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, k
         engine.keep_residual([*params].index(name), residuals[name])
     engine.committer.flush()
     if kept:
-        residuals["half"].mul_(2)  # the others stay where they are
+        residuals["half"].mul_(2)  # the other residuals keep their space
     opt.close()
 
     flat, found = {}, {}
@@ -95,7 +95,7 @@ def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, k
         assert said["groups"][0]["betas"] == [0.9, 0.999]
         assert said["seconds"] > 0
         rooms = [p["residual"]["room"] * (1 + (p["name"] == "half")) for p in here]
-        # In 3 steps; in the first of them the masters once more, for a step that is undone.
+        # 3 steps; the first one writes the masters once more, so that it can be undone.
         sections = sum(e["tiles"] * e["tile_elems"] * 4 * (3 * len(e["sections"]) + 1) for e in manifest["extents"])
         assert said["written_bytes"] == sum(rooms) + sections
         assert torch.load(io.BytesIO(record[end:]), weights_only=True) == {"epoch": 7}
@@ -105,7 +105,7 @@ def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, k
             n_bytes = 4 * extent["tile_elems"]
             assert extent.get("shares") == (shares if unequal else None)
             assert extent.get("sum_elems") == sum_elems
-            given, numbers = [0] * devices, []  # tiles to each device; those of this one
+            given, numbers = [0] * devices, []  # number of tiles of each device; tiles of this one
             while len(numbers) < extent["tiles"]:
                 to = min(range(devices), key=lambda i: (given[i] + 1) / shares[i])
                 if to == d:
@@ -147,7 +147,7 @@ def test_store_is_what_the_page_says(tmp_path, monkeypatch, sum_elems, shares, k
 
 
 def read_tiles(data):
-    """Each tile of a store: its extent, its number there, the content of its sections by name. Sums are compared."""
+    """Yields for each tile its extent, its number there, and its sections by name. Verifies checksums."""
     block = superblock(data, 0)
     manifest, table = (json.loads(region(data, block["manifest"], 0)), region(data, block["table"], 0))
     at = 0
@@ -173,7 +173,7 @@ def read_tiles(data):
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_codes_are_what_the_page_says(amsgrad, tmp_path):
-    """States that one array has, of all dtypes, on two devices."""
+    """Decodes stores of two devices, with parameters of all dtypes. Oracle: the same states in plain arrays."""
     places = [tmp_path / f"csd{d}" for d in range(2)]
     coded = made(places, amsgrad=amsgrad, steps=3)
     flat = {}
@@ -206,7 +206,7 @@ def test_codes_are_what_the_page_says(amsgrad, tmp_path):
 
 @pytest.mark.parametrize("exponent", [90, 91, 127, 150, 191, 192])
 def test_every_code_is_what_the_page_says(exponent):
-    """Roots with ratios: all 256 of each."""
+    """All 256 roots with all 256 ratios."""
     root, ratio = (a.reshape(-1).astype(np.uint8) for a in np.meshgrid(range(256), range(256), indexing="ij"))
     codes = [np.zeros(1 << 16, np.float32), ratio, root, np.full(1 << 10, exponent, np.uint8)]
     states = [torch.empty(1 << 16) for _ in range(3)]
@@ -221,7 +221,7 @@ def test_every_code_is_what_the_page_says(exponent):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_master_is_what_the_page_says(dtype):
-    """Of all parameters with all corrections that there are."""
+    """All 16-bit parameters with all corrections."""
     p = np.arange(1 << 16, dtype=np.uint16)
     unused, found = [torch.zeros(1 << 16, dtype=torch.uint8)] * 3, torch.empty(1 << 16)
     for correction in range(-127, 128):
