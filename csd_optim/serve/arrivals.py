@@ -166,7 +166,7 @@ class Arrivals:
             backward, parts = message["backward"], []
             for index, first, rows, dtype in message["parts"]:
                 if not all(type(n) is int and n >= 0 for n in (backward, index, first, rows)):
-                    raise ValueError("a number that is none")
+                    raise ValueError("a number is not an integer, or negative")
                 shape = tuple(params[index].shape)
                 if first + rows > (shape[0] if shape else 1):
                     raise ValueError(f"rows {first} to {first + rows} of shape {shape}")

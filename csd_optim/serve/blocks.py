@@ -231,7 +231,7 @@ def by_turns(lists: Mapping[int, list[Bucket]]) -> Iterable[tuple[int, Bucket]]:
 
 
 def check_cover(names: Sequence[str], shapes: Sequence[Sequence[int]], blocks: Sequence[Sequence[Block]]) -> None:
-    """Check that the trainers together have all of each parameter. `blocks[trainer][parameter]`.
+    """Check that the trainers together have all of each parameter. `blocks`: [trainer][parameter].
 
     Raises CSDRankError if they do not, or if a block exceeds its parameter.
     """

@@ -1,6 +1,6 @@
 """A step of an owner in which tiles are updated, and parameters sent back, while other gradients still arrive.
 
-The protocol of a step (messages travel with the tag MESSAGE, tensors with BULK, on one connection per direction):
+The protocol of a step (messages have the tag MESSAGE, and tensors BULK, with a connection for each direction):
 
     trainer 0     sends the step's message to all owners: parameters, in the order in which they travel, hyperparameters
     trainers      send values that were set from outside, then gradients that have not left in backward, and receive

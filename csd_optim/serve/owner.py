@@ -231,7 +231,7 @@ class Owner:
             self._begin(message, waits=bool(received))
 
     def guess(self, message: dict[str, Any]) -> None:
-        """Begin a step that was only announced, if possible. Nothing that anyone can see changes before its request."""
+        """Begin a step that was only announced, if possible. Nothing visible changes until it is requested."""
         with all_ranks_or_none(self._ranks):
             self.finish_step()
         self._groups_before = [plain(group) for group in self.optimizer.param_groups]
@@ -380,7 +380,7 @@ class Owner:
         message is malformed or the session is over.
         """
         if self.optimizer is None or self.request is None or not self._opened:
-            raise CSDRankError("a session begins with its model")
+            raise CSDRankError("a message came before the session's model")
         check_message(message, self.request, session.trainers)
         params = self.params
         received: dict[int, torch.Tensor] = {}
@@ -427,7 +427,7 @@ class Owner:
         if pushed := {index: backward for index, backward in backwards.items() if backward}:
             arrivals = self.arrivals
             if arrivals is None or not arrivals.listens:
-                raise CSDRankError("a step of gradients that nobody has pushed")
+                raise CSDRankError("a step names gradients that were never pushed")
             expected = [
                 dict(zip(pushed, of_one, strict=True))
                 for of_one in zip(*(self.expected(i, apart="shares" in message) for i in pushed), strict=True)
@@ -599,7 +599,7 @@ def read_blocks(message: dict[str, Any]) -> list[Block]:
     try:
         blocks = [Block(tuple(first), tuple(sizes)) for first, sizes in message["blocks"]]
         if any(type(n) is not int or n < 0 for block in blocks for n in (*block.first, *block.sizes)):
-            raise ValueError("a number that is none")
+            raise ValueError("a number is not an integer, or negative")
     except (KeyError, TypeError, ValueError) as e:
         raise CSDRankError(f"the blocks of a trainer cannot be read: {e}") from e
     return blocks

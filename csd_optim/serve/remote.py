@@ -296,7 +296,7 @@ class RemoteEngine(Engine):
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[Session]:
-        """Any exception inside ends the session, because it is unknown how much was already sent."""
+        """Use the session. Any exception inside ends it, because it is unknown how much was already sent."""
         session = self._session
         assert session is not None
         try:

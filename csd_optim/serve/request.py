@@ -174,7 +174,7 @@ class _Reading:
 
     def __exit__(self, _: Any, e: BaseException | None, __: Any) -> None:
         if isinstance(e, (KeyError, TypeError, ValueError, AttributeError)) and not isinstance(e, CSDRankError):
-            raise CSDRankError(f"what trainers have said cannot be read: {type(e).__name__}: {e}") from e
+            raise CSDRankError(f"the trainers' request cannot be read: {type(e).__name__}: {e}") from e
 
 
 def check_same(there: Request, here: Request) -> None:

@@ -101,7 +101,7 @@ class Service:
         self.stopping = False  # set by a signal handler
 
     def run(self) -> None:
-        """Serve sessions until an owner is asked to stop, then make everything durable and close it.
+        """Serve sessions until an owner is asked to stop, then make everything durable and close the optimizer.
 
         Raises CSDRankError if another owner is gone, CSDOSError if the last step cannot be made durable.
         """
@@ -148,7 +148,7 @@ class Service:
     def _request(self, number: int) -> Request:
         """Read the request for a session. Raises CSDRankError if it is missing or malformed."""
         if not self._store.check([request_key(number)]):
-            raise CSDRankError("what was asked for is gone")
+            raise CSDRankError("the request of the session is gone")
         return read_request(parse(self._store.get(request_key(number))), [*self._owner.optimizers])
 
     def _next(self) -> int:
@@ -219,7 +219,7 @@ class Service:
         while not self._store.check(keys):
             self._check_counts(number)
             if time.monotonic() > until:
-                raise CSDRankError("its trainers did not come")
+                raise CSDRankError("its trainers did not connect")
             time.sleep(LOOK)
 
         def join() -> Session:
@@ -249,7 +249,7 @@ class Service:
             asked = _Asked(session.hear(0, PATIENCE))
             message, owner = asked.message, self._owner
             if message.get("op") not in OPS:
-                raise CSDRankError("a message asks for nothing that optimizer ranks do")
+                raise CSDRankError("a message asks for an unknown operation")
             if owner.current is not session:
                 raise CSDRankError("another session has taken over")
             if asked.op == "close":

@@ -134,7 +134,7 @@ def gloo_group(store: Any, name: str, rank: int, size: int, host: str, timeout: 
     make = ProcessGroupGloo.create_default_device
     if host:
         make = functools.partial(ProcessGroupGloo.create_device, hostname=host)
-    # Each connection needs its own gloo device: with TORCH_GLOO_LAZY_INIT=1, connections of one device are confused.
+    # With TORCH_GLOO_LAZY_INIT=1, gloo confuses connections that share a device, so each has its own.
     options._devices = [make() for _ in range(CONNECTIONS)]  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=JOIN_TIMEOUT))
     with lost("trainers and optimizer ranks cannot reach each other (does GLOO_SOCKET_IFNAME name their network?)"):
@@ -242,7 +242,7 @@ class Session:
         self.wait(self.receive(piece, source, tag), timeout)  # a gloo receive accepts less than the buffer's size
         magic, session, n = HEAD.unpack_from(piece.numpy().data)
         if magic != MAGIC or session != self.number or not 0 < n <= MESSAGE_BYTES:
-            raise CSDRankError(f"rank {source} of session {self.number} has sent what is no message")
+            raise CSDRankError(f"rank {source} of session {self.number} has sent something other than a message")
         data = piece.numpy().tobytes()[HEAD.size :][:n]
         if len(data) < n:
             rest = torch.empty(n - len(data), dtype=torch.uint8, device="cpu")
@@ -256,9 +256,9 @@ def parse(data: bytes) -> dict[str, Any]:
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as e:
-        raise CSDRankError(f"what was received is no JSON: {e}") from None
+        raise CSDRankError(f"received data is no JSON: {e}") from None
     if not isinstance(message, dict):
-        raise CSDRankError("what was received is no message")
+        raise CSDRankError("received data is no message: it is not a JSON object")
     return message
 
 

@@ -435,7 +435,7 @@ PUSHED = {
 @pytest.mark.parametrize(
     ("pushed", "header", "why"),
     [
-        (None, {}, "nobody has pushed"),
+        (None, {}, "were never pushed"),
         (None, {"pushed": ["1"]}, "backwards that do not fit"),
         (None, {"backwards": "1"}, "backwards '1'"),
         ({"backward": 1}, {}, "cannot be read"),

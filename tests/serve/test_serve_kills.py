@@ -43,7 +43,7 @@ SILENT = "it stops when all is heard that it has said"
 
 
 def end(how, meet):
-    """End this process by a signal. HALF_OPEN: as if its machine vanished: a child keeps its connections open."""
+    """End this process by a signal. HALF_OPEN imitates a machine that vanishes: a child keeps the connections."""
     if how == HALF_OPEN:
         child = os.fork()
         if not child:
