@@ -211,7 +211,7 @@ def test_without_direct_io_what_is_in_memory_proves_nothing(looked_at, tmp_path,
     small.step()
     if looked_at:
         assert small.opt.state[small.p]["exp_avg"].sum() > 0
-    with pytest.raises(CSDLostError, match="looked at in memory") if lost else contextlib.nullcontext():
+    with pytest.raises(CSDLostError, match="mapped in memory") if lost else contextlib.nullcontext():
         small.opt.close()
     with contextlib.closing(Small(tmp_path / "csd0", resume=True).opt) as opt:
         assert opt.committed_step == (2 if lost else 3)
