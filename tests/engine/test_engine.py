@@ -1,4 +1,4 @@
-"""The engine and its bindings, driven directly: what they refuse, what they count, what they undo, what they leave."""
+"""Drives the engine and its bindings directly: bad arguments, statistics, undone steps, released resources."""
 
 import contextlib
 import gc
@@ -32,7 +32,7 @@ STATES = ADAMW.sections[:3]
 
 
 class Driven:
-    """An engine over fp32 parameters of given sizes, and a step of it by hand."""
+    """An engine over fp32 parameters of given sizes, whose steps a test drives by hand."""
 
     def __init__(self, devices, numels=(2500, 40, 3000), tile_elems=1024):
         self.engine = open_engine(parse_devices(devices), tile_elems=tile_elems)
@@ -128,11 +128,11 @@ def pieces(*rows):
         ({"sections": 5}, "sections"),
         ({"devices": np.array([0, 1], np.uint32)}, "tile 1 is on a device"),
         ({"pieces": pieces((0, 2, 0, 0, 8))}, "piece 0"),  # no such tile
-        ({"pieces": pieces((0, 0, 0, 1020, 8))}, "piece 0"),  # over the edge
-        ({"pieces": pieces((0, 0, 0, 2**64 - 4, 8))}, "piece 0"),  # over the edge, by a sum that overflows
+        ({"pieces": pieces((0, 0, 0, 1020, 8))}, "piece 0"),  # beyond the tile's end
+        ({"pieces": pieces((0, 0, 0, 2**64 - 4, 8))}, "piece 0"),  # beyond the tile's end, by a sum that overflows
         ({"pieces": pieces((0, 0, 0, 8, 2**64 - 4))}, "piece 0"),
         ({"pieces": pieces((0, 1, 0, 0, 8), (1, 0, 0, 0, 8))}, "piece 1"),  # tiles out of order
-        ({"pieces": pieces((0, 0, 0, 0, 8), (1, 0, 0, 4, 8))}, "piece 1"),  # one over another
+        ({"pieces": pieces((0, 0, 0, 0, 8), (1, 0, 0, 4, 8))}, "piece 1"),  # overlapping pieces
     ],
 )
 def test_bad_extent_changes_nothing(changed, message):
@@ -233,7 +233,7 @@ def test_step_with_a_tile_never_pushed_is_undone(file):
     with pytest.raises(CSDRuntimeError, match=f"tile {file.tiles[-1]} was never pushed"):
         file.engine.finish()
     assert file.slots() == slots
-    assert same(file.image()[3:], before[3:])  # the states; parameters are the caller's to restore
+    assert same(file.image()[3:], before[3:])  # the states; the caller has to restore parameters
     assert {tile for tile, _ in file.engine.undone()} <= {*file.tiles[:-1]}
 
 
@@ -276,7 +276,7 @@ def test_step_is_that_of_the_updater_alone(driven):
 
 
 def test_images_give_the_same_step(devices):
-    """Gradients and parameters that travel as images of tiles, pushed in any order."""
+    """Gradients and parameters can be passed as images of tiles, pushed in any order."""
     with Driven(devices) as one, Driven([f"{d}x" if "csd" in d else d for d in devices]) as other:
         one.step()
         n = other.extent.tile_elems
@@ -295,7 +295,7 @@ def test_images_give_the_same_step(devices):
 
 
 def test_windows_show_each_step_right_after_remap(file):
-    """Two slots, one address: the windows follow, however the writes lag."""
+    """A window keeps its address and shows the tile's current slot, even if writes are still in flight."""
     addresses = [w.data_ptr() for w in file.windows["exp_avg"]]
     expected = [torch.zeros_like(g) for g in file.grads]
     for step in range(1, 8):
@@ -369,11 +369,11 @@ def test_engines_in_several_threads(tmp_path):
     assert all(same(images[0], images[i]) for i in range(4))
 
 
-# ---- what it takes -------------------------------------------------------------------------------
+# ---- resources: memory, threads, files, mappings -------------------------------------------------
 
 
 def status(name):
-    """A number of /proc/self/status: VmRSS and the like in KiB."""
+    """Return a number from /proc/self/status; VmRSS and the like are in KiB."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
     return int(line.split()[1])
 
@@ -392,7 +392,7 @@ def test_many_small_optimizers_cost_little_and_give_it_back(device):
             opt.step()
         return opts
 
-    make(3)  # the pools' threads, and whatever torch makes once
+    make(3)  # starts the pools' threads, and whatever torch allocates once
     gc.collect()
     threads, files, memory = status("Threads"), open_files(), status("VmRSS")
     maps = len(Path("/proc/self/maps").read_text().splitlines())
@@ -407,7 +407,7 @@ def test_many_small_optimizers_cost_little_and_give_it_back(device):
 
 @pytest.mark.parametrize("device", ["file:", "ram:"])
 def test_an_optimizer_made_in_a_forked_child_works(device):
-    """The child has none of the threads that its parent has started."""
+    """Although the child has none of the threads that its parent has started."""
     p = torch.nn.Parameter(torch.ones(5000))
     p.grad = torch.ones(5000)
     with CSDAdam([p], devices=device) as opt:
@@ -437,7 +437,7 @@ def test_an_optimizer_made_in_a_forked_child_works(device):
 
 
 def test_tiles_of_a_huge_model_fit_the_number_of_mappings():
-    """Linux gives a process 65530; one to four of them go to every tile."""
+    """Linux allows a process 65530 mappings; every tile needs one to four of them."""
     for sections in (1, 3, 4):
         for n in (7e9, 70e9, 1e12):
             extent = plan_extent([int(n)], 2, sections=ADAMW.sections[:sections])
@@ -447,7 +447,7 @@ def test_tiles_of_a_huge_model_fit_the_number_of_mappings():
 
 @pytest.mark.parametrize("numels", [[65_536] * 600, [14 * 10**9] * 5, [10**6] * 3 + [10**11] * 2 + [10**5] * 200])
 def test_extents_of_a_process_fit_the_number_of_mappings_together(numels):
-    """However many join, large and small: the first are cut as if they were alone, the last have a tile a device."""
+    """However many join, large and small: the first extent has its usual tiles, the last have one tile per device."""
     mapped = 0
     for i, n in enumerate(numels):
         extent, alone = plan_extent([n], 8, mapped=mapped), plan_extent([n], 8)
@@ -458,10 +458,10 @@ def test_extents_of_a_process_fit_the_number_of_mappings_together(numels):
 
 
 def test_parameters_join_one_after_another(tmp_path):
-    """200 of them on 8 devices, each an extent of its own: windows onto all, a step of some, and then none is left."""
+    """200 extents on 8 devices: all have windows, a step updates some of them, and close() leaves no mapping behind."""
     n = 65_536
     gc.collect()
-    others = bindings.mappings()  # of states that some other test still holds
+    others = bindings.mappings()  # of states that other tests keep alive
     engine = open_engine(parse_devices([f"file:{tmp_path}?scratch=1"] * 8))
     extents = [engine.extend([n], STATES) for _ in range(200)]
     assert 200 * 8 * 3 <= bindings.mappings() <= max_mappings()
@@ -484,7 +484,7 @@ def test_parameters_join_one_after_another(tmp_path):
 
 @pytest.mark.parametrize(("option", "node"), [("?numa=0", 0), ("?numa=off", None), ("", None)])
 def test_buffers_and_update_threads_of_a_node(option, node):
-    """Here on the only node that every machine has; without a word, nothing is pinned where there is no other."""
+    """`numa=0` uses node 0, which every machine has; by default nothing is pinned on a machine with one node."""
     if node is not None and not Path("/sys/devices/system/node/node0").exists():
         pytest.skip("this kernel knows no NUMA nodes")
     code = f"""if True:
@@ -509,7 +509,7 @@ def test_buffers_and_update_threads_of_a_node(option, node):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_update_threads_of_a_node_keep_to_its_cpus():
-    """The node's pool is made while the process may run on one CPU alone: its threads keep to that one."""
+    """A node's pool created while the process may use only one CPU keeps its threads on that CPU."""
     code = """if True:
         import os, time, torch
         from csd_optim import CSDAdam, bindings
@@ -541,7 +541,7 @@ def test_update_threads_of_a_node_keep_to_its_cpus():
     ids=str,
 )
 def test_node_of_a_drive(tmp_path, nodes, expected):
-    """As sysfs has it: a partition, or a RAID of several; on its controller, some directories up."""
+    """sysfs tells the node of a partition, or of several in a RAID, in the directory of the drive's controller."""
     partitions = []
     for i, node in enumerate(nodes):
         controller = tmp_path / f"devices/pci{i}"
@@ -564,12 +564,12 @@ def test_node_of_a_drive(tmp_path, nodes, expected):
     online.write_text("0-1\n")
     assert numa_node(os.makedev(259, 1), tmp_path) == expected
     online.write_text("0\n")
-    assert numa_node(os.makedev(259, 1), tmp_path) is None  # there is no other
+    assert numa_node(os.makedev(259, 1), tmp_path) is None  # the machine has only node 0
 
 
 @pytest.mark.parametrize("disabled", [0, 1])
 def test_huge_pages_that_are_refused_are_told(disabled):
-    """`stats()` says what the kernel gave, and not what was asked for: here a process that may have none."""
+    """`stats()` tells whether the kernel gave huge pages, here to a process for which they may be disabled."""
     code = f"""if True:
         import ctypes, torch
         from csd_optim import CSDAdam
@@ -613,7 +613,7 @@ def test_buffers_do_not_grow_with_the_model():
 
 
 def io_bytes():
-    """What this process had the disks read and write, by the kernel's count."""
+    """Return the bytes that the disks have read and written for this process, as counted by the kernel."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
 
@@ -655,7 +655,7 @@ def test_stats_count_only_tiles_with_a_gradient():
     each, _ = tile_bytes(4096)
     with CSDAdam([p, q], devices=["file:?cache=off"], tile_size=4096) as opt:
         p.grad = q.grad = torch.ones(8192)
-        for _ in range(2):  # the first reads nothing: nothing is there
+        for _ in range(2):  # the first step reads nothing, as the tiles have no state yet
             opt.step()
         assert opt.stats()["flash_read_bytes"] == 4 * each
         q.grad = None
@@ -668,7 +668,7 @@ def test_stats_count_only_tiles_with_a_gradient():
 
 BUFFERS = 3
 KEPT_TILE = 4096  # elements
-KEPT = {"off": 0, "0": BUFFERS, "2 tiles": BUFFERS + 2, "1GB": 10}  # of ten tiles, by `cache`
+KEPT = {"off": 0, "0": BUFFERS, "2 tiles": BUFFERS + 2, "1GB": 10}  # by `cache`: how many of ten tiles stay in memory
 
 
 def tiles_read(opt):
@@ -679,7 +679,7 @@ def assert_read(opt, cache):
     least = 10 - KEPT[cache]
     if least in (0, 10):
         assert tiles_read(opt) == least
-    else:  # one tile may overtake another, so that not exactly those are there that come first in the next step
+    else:  # tiles may overtake each other, so the cached ones need not be exactly the first of the next step
         assert least <= tiles_read(opt) < 10
 
 
@@ -704,17 +704,17 @@ def test_a_step_does_not_read_what_buffers_have(tmp_path, cache, shadow):
         for step in range(5):
             give_grads(params)
             opt.step()
-            if step == 0:  # there is nothing to read; and the masters are written, for a step that is undone
+            if step == 0:  # nothing to read; masters are written as well, so that the step can be undone
                 assert tiles_read(opt) == 0
                 assert opt.stats()["flash_write_bytes"] == 10 * (each + 4 * KEPT_TILE)
                 continue
-            if step == 1 and not shadow and assumed() == "fp32":  # windows of one slot were open until the first commit
+            if step == 1 and not shadow and assumed() == "fp32":  # windows were open until the first commit
                 assert tiles_read(opt) == 10
             else:
                 assert_read(opt, cache)
             assert opt.stats()["flash_write_bytes"] == 10 * each
         assert opt.stats()["buffer_bytes"] == max(BUFFERS, KEPT[cache]) * each
-        opt.state[params[0]]["exp_avg"].sum()  # who only looks, changes nothing
+        opt.state[params[0]]["exp_avg"].sum()  # reading alone changes nothing
         give_grads(params)
         opt.step()
         assert_read(opt, cache)
@@ -733,7 +733,7 @@ def test_no_more_memory_than_tiles(tmp_path):
 
 @pytest.mark.fp32_states("only fp32 states are mapped")
 def test_what_may_have_been_written_through_a_window_is_read_again():
-    """A scratch store's windows write to the file itself, and nobody says when."""
+    """Writes to a scratch store's windows go to the file unnoticed, so tiles that were shown are read again."""
     params, opt = cached("", "1GB")
     others, oracle = cached("", "off")
     for p, q in zip(params, others, strict=True):
@@ -756,7 +756,7 @@ def test_what_may_have_been_written_through_a_window_is_read_again():
 @pytest.mark.parametrize("buffers", [1, 2, 3, 8])
 @pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16], ids=["direct", "by image"])
 def test_steps_over_changing_tiles(tmp_path, buffers, grad_dtype):
-    """Whatever buffers have of the steps before, every step comes to its end, with the same bits."""
+    """Whatever buffers keep from earlier steps, every step completes, and with the same bits."""
     choose = random.Random(1)
     results = []
     takes_part = [[i for i in range(4) if choose.random() < 0.6] for _ in range(30)]
@@ -850,7 +850,7 @@ def test_chosen_tiles_keep_every_device_busy(n, n_devices):
     [
         (b"", 0),
         (b"123456789", 0xE3069283),
-        (bytes(32), 0x8A9136AA),  # this and the next: RFC 3720, B.4
+        (bytes(32), 0x8A9136AA),  # these two values are from RFC 3720, B.4
         (b"\xff" * 32, 0x62A8AB43),
         (bytes(range(32)), 0x46DD794E),
         (bytes(range(31, -1, -1)), 0x113FDB5C),
@@ -876,6 +876,6 @@ def test_update_threads(environment, threads):
     if len(os.sched_getaffinity(0)) != os.cpu_count():
         pytest.skip("this process may not use all CPUs")
     others = {k: v for k, v in os.environ.items() if k not in ("LOCAL_WORLD_SIZE", "CSD_OPTIM_THREADS")}
-    # They are read when the module is loaded: once more, where it has been before.
+    # The module reads the environment when it is loaded, so the child loads it a second time.
     code = "import importlib; from csd_optim import bindings; print(importlib.reload(bindings).threads_used())"
     assert int(printed(code, environment=others | environment)) == threads

@@ -1,6 +1,6 @@
-"""What happens when the disk does not do what it was asked: faults/faults.c, preloaded, makes calls fail on command.
+"""I/O errors and other disk failures: the preloaded library faults/faults.c makes system calls fail on command.
 
-The body of every test runs in one child process that has the library preloaded.
+The bodies of all tests run in one child process, which has the library preloaded.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from support.optimizers import ADAMW, FULL
 from csd_optim import CSDAdam, CSDOSError, CSDWarning
 from csd_optim.store.format import CLEAN, read_contents
 
-OF = {of.name: of for of in (ADAMW, *FULL)}  # bodies run in another process
-DEVICES = ["file", "files", "mixed", "scratch", "paced"]  # of which csd1 is the one that fails, if there are several
+OF = {of.name: of for of in (ADAMW, *FULL)}  # by name, as bodies run in another process
+DEVICES = ["file", "files", "mixed", "scratch", "paced"]  # if there are several devices, csd1 fails
 PACE = "read=20MB/s&write=10MB/s&latency=1ms&update=2M/s&link=10MB/s"  # a step of Training takes some 20 ms
 
 
@@ -51,12 +51,12 @@ def device_strings(kind, directory, options=""):
 
 
 def failing(kind, directory):
-    """Part of the path of the file that is to fail: one of them, where there are several."""
+    """Return a part of the path of the file that fails: csd1, if there are several devices."""
     return directory if kind == "scratch" else Path(directory) / "csd1"
 
 
 class Training:
-    """A few parameters of every precision over many tiles; gradients depend on the number of the step alone."""
+    """A few parameters of every precision, in many tiles; gradients depend only on the number of the step."""
 
     SHAPES = (((20000,), torch.float32), ((60, 70), torch.bfloat16), ((3001,), torch.float16), ((7,), torch.float32))
 
@@ -88,12 +88,12 @@ class Training:
         return self
 
     def image(self):
-        """The bits of every parameter and of every state."""
+        """Return the bits of every parameter and every state."""
         state = self.opt.state
         zero = torch.zeros(())
         image = {}
         for i, p in enumerate(self.params):
-            # Before the first step `state` may be empty: that is zero moments, and the parameter as its master.
+            # Before the first step `state` may be empty, which stands for zero moments and a master as the parameter.
             zeros = dict.fromkeys(("step", *self.of.rule.sections_for(self.opt.param_groups[0])), zero)
             entry = {**zeros, "master": p.detach().float(), **state.get(p, {}), "param": p.detach()}
             for key, value in entry.items():
@@ -115,7 +115,7 @@ def never_failed(steps, name="CSDAdam"):
 
 
 def fails_and_recovers(training, *fault_arguments, steps_before, **fault_options):
-    """A step under the fault raises and changes nothing; the next one is as if nothing had been. Returns the error."""
+    """Asserts that a step under the fault raises and changes nothing, and the next succeeds. Returns the error."""
     training.steps(steps_before)
     before = training.image()
     with fault(*fault_arguments, **fault_options), pytest.raises(CSDOSError) as caught:
@@ -126,7 +126,7 @@ def fails_and_recovers(training, *fault_arguments, steps_before, **fault_options
     return caught.value
 
 
-# ---- transfers that are merely awkward -------------------------------------------
+# ---- short and interrupted transfers ---------------------------------------------
 
 
 @pytest.mark.parametrize("kind", DEVICES)
@@ -151,7 +151,7 @@ def test_interrupted_transfers_are_repeated(tmp_path):
 # ---- a step that fails ---------------------------------------------------------------
 
 
-# The first step reads nothing; it writes masters, then tiles.
+# The first step reads nothing; it writes masters, then whole tiles.
 @pytest.mark.parametrize(
     ("calls", "nth", "steps_before"),
     [*itertools.product([TILE_READ], [0, 2], [1, 4]), *itertools.product([TILE_WRITE], [0, 2, 5], [0, 1, 4])],
@@ -159,8 +159,8 @@ def test_interrupted_transfers_are_repeated(tmp_path):
 @pytest.mark.parametrize("kind", DEVICES)
 @in_child
 def test_io_error_undoes_the_step(kind, calls, nth, steps_before, tmp_path):
-    # With three buffers for nine tiles or more, writes must end before the last tiles can be read: theirs are
-    # errors within the step.
+    # With three buffers for nine tiles or more, writes must end before the last tiles can be read, so that their errors
+    # occur within the step.
     with Training(device_strings(kind, tmp_path, "?buffers=3")) as training:
         path = failing(kind, tmp_path)
         error = fails_and_recovers(training, calls, path, errno.EIO, skip=nth, steps_before=steps_before)
@@ -193,7 +193,7 @@ def test_full_disk_while_writing_says_what_to_do(tmp_path):
     assert "Free some space" in str(error)
 
 
-# Room is taken for tiles, tables and manifests; only the first where the file has no name.
+# Space is allocated for tiles, tables and manifests; in a nameless file only for tiles.
 @pytest.mark.parametrize("times", [1, FOREVER], ids=["once", "always"])
 @pytest.mark.parametrize(("kind", "nth"), [("scratch", 0), *itertools.product(["file", "files", "mixed"], range(3))])
 @in_child
@@ -208,7 +208,7 @@ def test_full_disk_in_the_first_step(kind, nth, times, tmp_path):
         assert read_contents(store).superblock.step == 2
 
 
-# Direct I/O is tried out; the seeds are to be on the disk.
+# The write tries out direct I/O; the flush is that of the initial states.
 @pytest.mark.parametrize("calls", [META_WRITE, SYNC])
 @in_child
 def test_io_error_in_the_preparation_of_the_first_step(calls, tmp_path):
@@ -220,7 +220,7 @@ def test_io_error_in_the_preparation_of_the_first_step(calls, tmp_path):
     assert read_contents(path).superblock.step == 2
 
 
-# What a commit writes, on each device: table and superblock, twice; and waits for, three times.
+# A commit writes table and superblock on each device, twice, and flushes three times.
 @pytest.mark.parametrize("times", [1, FOREVER], ids=["once", "always"])
 @pytest.mark.parametrize(("calls", "nth"), [*((META_WRITE, n) for n in range(4)), *((SYNC, n) for n in range(3))])
 @pytest.mark.parametrize("kind", ["file", "files", "mixed"])
@@ -230,9 +230,9 @@ def test_commit_that_fails_is_tried_again(kind, calls, nth, times, tmp_path):
     with Training(device_strings(kind, tmp_path)) as training:
         training.steps(2).opt.synchronize()
         with fault(calls, path, errno.EIO, skip=nth, times=times):
-            training.step()  # whole
+            training.step()  # succeeds; its commit fails
             if times == 1:
-                training.step()  # waits, tries again
+                training.step()  # waits for the commit and tries it again
             else:
                 for call in (training.opt.step, training.opt.synchronize, training.opt.step):
                     with pytest.raises(CSDOSError, match="step 3 cannot be committed yet") as caught:
@@ -255,13 +255,13 @@ def test_close_after_a_first_step_that_failed(calls, nth, tmp_path):
     code = errno.ENOSPC if calls == ALLOCATE else errno.EIO
     with Training([str(tmp_path)]) as training, fault(calls, tmp_path, code, skip=nth), pytest.raises(CSDOSError):
         training.step()
-    with Training([str(tmp_path)], overwrite=True) as training:  # the directory is not lost
+    with Training([str(tmp_path)], overwrite=True) as training:  # the directory is still usable
         assert_same(training.steps(1).image(), never_failed(1), "in the same directory")
 
 
 @in_child
 def test_a_store_whose_first_step_failed_is_none_yet(tmp_path):
-    """What it would begin with may lack states: a script that is started again begins anew."""
+    """A resume from such a store might lack states, so a restarted script begins anew."""
     failing = fault(TILE_WRITE, tmp_path, errno.EIO, skip=3)
     with Training([str(tmp_path)]) as training, failing, pytest.raises(CSDOSError):
         training.step()
@@ -292,7 +292,7 @@ def test_failure_when_parameters_join(tmp_path):
 @pytest.mark.parametrize(("calls", "nth"), [(ALLOCATE, 0), (TILE_READ, 0), (TILE_WRITE, 0), (TILE_WRITE, 3)])
 @in_child
 def test_restart_after_the_step_failed_in_which_parameters_join(calls, nth, tmp_path):
-    """A script that adds them in that step finds the store of the step before, without them."""
+    """A restarted script, which adds them in that step again, finds the store of the step before, without them."""
 
     def script(until, *, resume):
         p, q = (torch.nn.Parameter(torch.full((5000,), value)) for value in (1.0, 2.0))
@@ -322,7 +322,8 @@ def test_restart_after_the_step_failed_in_which_parameters_join(calls, nth, tmp_
 def test_edits_that_are_lost_with_the_step_in_which_parameters_join_are_told(tmp_path):
     p, q = (torch.nn.Parameter(torch.ones(2048)) for _ in range(2))
     p.grad, q.grad = torch.ones(2048), torch.ones(2048)
-    # Tiles of two pages a section: the first write of a new one, its masters, is a tile's then, and fails the step.
+    # Tiles have two pages per section, so that the first write of a new tile, its masters, counts as a tile's write and
+    # fails the step.
     opt = CSDAdam([p], devices=[str(tmp_path)], tile_size=2048)
     opt.step()
     opt.state[p]["exp_avg"].fill_(5.0)
@@ -339,7 +340,7 @@ def test_edits_that_are_lost_with_the_step_in_which_parameters_join_are_told(tmp
 @pytest.mark.parametrize(("calls", "nth"), [(TILE_READ, 0), (TILE_READ, 2)])
 @in_child
 def test_restart_after_the_step_failed_before_which_a_parameter_was_set(calls, nth, tmp_path):
-    """The step before is committed without what belongs to the next: who goes on from it sets the parameter again."""
+    """The commit of the step before lacks the set parameter, which a restarted script sets again."""
 
     def script(until, *, resume, failure=None):
         p, q = (torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for n in (1024, 4096))
@@ -347,7 +348,7 @@ def test_restart_after_the_step_failed_before_which_a_parameter_was_set(calls, n
             while opt.committed_step < until:
                 if opt.committed_step == 2:
                     with torch.no_grad():
-                        p.mul_(0.5)  # its tile begins with what was set; the others are read
+                        p.mul_(0.5)  # the step takes its tile from memory and reads the others
                 p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
                 with failure if failure and opt.committed_step == 2 else contextlib.nullcontext():
                     opt.step()
@@ -377,7 +378,7 @@ def test_one_failure_does_not_disturb_another_optimizer(tmp_path):
 def test_many_failures_in_a_row(tmp_path):
     with Training(device_strings("files", tmp_path)) as training:
         for skip in range(0, 60, 10):
-            # Each strikes somewhere else: before the step, in it, or when it is whole.
+            # The faults strike at different times: before the step, in it, or after it.
             with fault(TILE_READ | TILE_WRITE, tmp_path, errno.EIO, skip=skip, times=1, must_strike=False):
                 with contextlib.suppress(CSDOSError):
                     training.step()
@@ -387,7 +388,7 @@ def test_many_failures_in_a_row(tmp_path):
 
 
 # ---- failures after step() has returned ----------------------------------------------
-# The writes are held until the step is whole: with tiles this large there is a buffer for each.
+# Writes are held until the step has completed: with tiles this large there is a buffer for each tile.
 
 LARGE = 8192
 
@@ -397,7 +398,7 @@ LARGE = 8192
 @in_child
 def test_late_write_error_is_raised_and_nothing_is_lost(kind, call, tmp_path):
     with Training(device_strings(kind, tmp_path), tile_size=LARGE) as training:
-        training.steps(2).image()  # nothing is on its way any more
+        training.steps(2).image()  # completes all writes
         call = {
             "step": training.step,
             "state": lambda: training.opt.state,
@@ -405,7 +406,7 @@ def test_late_write_error_is_raised_and_nothing_is_lost(kind, call, tmp_path):
             "stats": training.opt.stats,
         }[call]
         with fault(TILE_WRITE, tmp_path / "csd1", errno.EIO, hold=True) as release:
-            training.step()  # whole: it returns
+            training.step()  # returns without an error
             release()
             for _ in range(2):
                 with pytest.raises(CSDOSError) as caught:
@@ -421,11 +422,11 @@ def test_late_write_error_is_raised_and_nothing_is_lost(kind, call, tmp_path):
 @in_child
 def test_late_write_error_for_a_moment_is_not_even_noticed(tmp_path):
     with Training([str(tmp_path)], tile_size=LARGE) as training:
-        training.steps(1).image()  # the first step waits for some of what it writes
+        training.steps(1).image()  # as the first step waits for some of its writes
         with fault(TILE_WRITE, tmp_path, errno.ENOSPC, times=1, hold=True) as release:
             training.step()
             release()
-            training.step()  # writes what was not written
+            training.step()  # repeats the failed write
         assert_same(training.image(), never_failed(3), "after a full disk for a moment")
 
 
@@ -442,8 +443,8 @@ def test_close_raises_what_was_not_written(kind, tmp_path):
     assert caught.value.errno == errno.EIO
     for store in tmp_path.glob("csd*"):
         assert not read_contents(store).superblock.flags & CLEAN
-    training.opt.close()  # closed is closed
-    Training(device_strings(kind, tmp_path), overwrite=True).opt.close()  # and the locks are gone
+    training.opt.close()  # a no-op
+    Training(device_strings(kind, tmp_path), overwrite=True).opt.close()  # the locks are released
 
 
 @pytest.mark.parametrize("calls", [META_WRITE, SYNC])
@@ -522,7 +523,7 @@ def test_tmpfs(tmp_path):
 @pytest.mark.parametrize("shadow", [True, False])
 @in_child
 def test_full_disk_is_no_matter_of_who_writes_to_windows(shadow, tmp_path):
-    """A snapshot may share the blocks: new ones are taken before anybody can write through a mapping."""
+    """A snapshot may share the blocks, so new ones are allocated before anybody can write through a mapping."""
     reached = False
     with Training(device_strings("file", tmp_path), shadow=shadow) as training:
         training.steps(2).opt.synchronize()

@@ -1,4 +1,4 @@
-"""Steps that begin as guesses: what was pushed early shows nowhere before the release, and then gives the same bits."""
+"""Speculative steps (guesses): tiles pushed early change nothing visible before the release, and then the same bits."""
 
 import itertools
 import random
@@ -21,11 +21,11 @@ from csd_optim.optim.adamw import ADAMW
 
 ADAM = np.array([(bindings.RULES["adamw"], (0.999, 0.9, 0.1, 0.999, 0.001, 0.01, 1.0, 1e-8, 1.0))], HYPER)
 NUMELS = (2500, 40, 7000, 1, 3000)
-ANY = 1  # an address that nobody reads
+ANY = 1  # a placeholder address, which is never read
 
 
 class Guessing:
-    """An engine over parameters of one dtype, and steps of it, begun as guesses or not."""
+    """An engine over parameters of one dtype, with normal and speculative steps."""
 
     def __init__(self, devices, dtype=torch.float32, **options):
         self.engine = open_engine(parse_devices(devices), tile_elems=1024, **options)
@@ -48,14 +48,14 @@ class Guessing:
         self.engine.close()
 
     def rows(self, grads):
-        """Of those parameters that have a gradient (None: none)."""
+        """Return the step's table. `grads`: by parameter; None: it has no gradient."""
         table = step_table([p if g is None else g for g, p in zip(grads, self.params, strict=True)], self.params)
         table["grad"][[g is None for g in grads]] = 0
         table["master"] = self.master
         return table
 
     def guess(self, grads, tiles, **options):
-        """Begins, and pushes these tiles early."""
+        """Begins a speculative step and pushes these tiles early."""
         rows = self.rows(grads)
         rows["grad"][rows["grad"] != 0] = ANY
         self.engine.begin(rows, ADAM, self.tiles, **options)
@@ -66,10 +66,10 @@ class Guessing:
         hold = torch.full((self.engine.hold_bytes(tile),), 90, dtype=torch.uint8)
         addresses = [0 if grads[p] is None else grads[p].data_ptr() for p in self.engine.pieces_of(tile)["param"]]
         self.engine.push_early(tile, addresses, hold.data_ptr())
-        self.holds[tile] = hold  # not before: if it is refused, that of an earlier push is still being filled
+        self.holds[tile] = hold  # only now: if the push is refused, the memory of an earlier push is still in use
 
     def complete(self, grads, order=()):
-        """The guess was right."""
+        """Releases the speculative step, pushes the other tiles and finishes it."""
         self.engine.release(self.rows(grads), np.array(order, np.uint32))
         for tile in self.tiles.tolist():
             if tile not in self.holds:
@@ -120,7 +120,7 @@ def test_same_bits_whatever_was_pushed_early(dtype, stores, tmp_path):
             grads = random_grads(step, dtype)
             for one in (it, twin):
                 one.master = IN_SECTION if step % 3 else FROM_PARAM if dtype == torch.float32 else UNLESS_SET
-                if step % 3 == 0:  # somebody sets some
+                if step % 3 == 0:  # set some parameters
                     one.params[2][1000:1100] = step
             before, slots = it.image(), it.slots()
             for right in (False, True):
@@ -144,7 +144,7 @@ def test_same_bits_whatever_was_pushed_early(dtype, stores, tmp_path):
 
 
 def test_what_changed_is_told(tmp_path):
-    """To the bit, by gradient and by parameter, and only of what was pushed early."""
+    """unchanged() notices each changed bit of gradients and parameters, and only in tiles that were pushed early."""
     with Guessing([str(tmp_path / "csd")]) as it:
         grads = random_grads(1, torch.float32)
         it.master = FROM_PARAM
@@ -158,7 +158,7 @@ def test_what_changed_is_told(tmp_path):
                 assert it.engine.unchanged(rows) is not tells
                 tensor[at] = had
                 assert it.engine.unchanged(rows)
-        moved = [g if g is None else g.clone() for g in grads]  # equal ones elsewhere
+        moved = [g if g is None else g.clone() for g in grads]  # equal values at other addresses
         assert it.engine.unchanged(it.rows(moved))
         rows = it.rows(grads)
         rows["grad_dtype"][0] = bindings.DTYPE_CODES[torch.bfloat16]
@@ -167,7 +167,7 @@ def test_what_changed_is_told(tmp_path):
 
 
 def test_gradients_written_while_they_are_copied(tmp_path):
-    """Whatever was copied: if it is what is there at the end, the step is that of it, and otherwise it is told."""
+    """If the copy equals the final gradients, the step uses them; otherwise unchanged() tells so."""
     with Guessing([str(tmp_path / "csd")]) as it, Guessing(["ram:"]) as twin:
         kept = 0
         for step in range(30):
@@ -190,7 +190,7 @@ def test_gradients_written_while_they_are_copied(tmp_path):
                 it.step(grads)
             twin.step(grads)
             assert same(it.params, twin.params)
-        assert kept >= 3  # nobody wrote
+        assert kept >= 3  # in three of the steps nothing was written
         assert same(it.image(), twin.image())
 
 
@@ -244,7 +244,7 @@ def test_bytes_are_counted_as_always(tmp_path):
 
 
 def test_next_step_finds_more_of_what_it_begins_with(tmp_path):
-    """Where the engine knows that the next step flows in the same order, and memory is for some of the tiles."""
+    """If the engine knows that the next step has the same order, its cache for some tiles keeps the right ones."""
     with Guessing([f"file:{tmp_path}/csd?buffers=2&cache=96KiB"]) as it:
         read = {}
         for order in (TO_AND_FRO, SAME_ORDER):
@@ -260,14 +260,14 @@ def test_next_step_finds_more_of_what_it_begins_with(tmp_path):
 
 
 def test_codes(tmp_path):
-    """8-bit states of parameters that are read, as all of them are where their section was not loaded."""
+    """8-bit states: the update reads the parameters, so these are compared as well."""
     with Coded([str(tmp_path / "csd")]) as it:
         it.step()
         begin, push = it.engine.begin, it.engine.push
         holds, told = {}, []
 
         def begin_guess(table, hyper, tiles, record):
-            """As `begin`, with every other tile pushed early, twice: the first time with wrong gradients."""
+            """Like `begin`, but pushes every other tile early, twice: the first time with wrong gradients."""
             wrong = torch.ones(max(p.numel() for p in it.params.values()))
             for right in (False, True):
                 holds.clear()

@@ -1,7 +1,7 @@
-"""A flush that has failed covers nothing: what it should have put on the disk is read back from there, or is lost.
+"""Failed flushes: nothing that a failed flush covers counts as durable until it has been read back from the disk.
 
-Then the program is told, and the store stays at the step before. Never is it damaged, and never is a step called
-durable that is not.
+If data are lost, the program gets an error, and the store stays at the step before. The store is never damaged, and no
+step is reported as durable that is not.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from csd_optim.store import format as store_format
 from csd_optim.store.file import StoreFile
 from csd_optim.store.format import PAGE, Superblock
 
-FP32, CODES, BOTH = 4, 5, 6  # seeds of trainings with fp32 states, with 8-bit states, and with these and those
-SOME = 7  # of so many flushes one: a commit on two devices has six, so that each of them is met
-CLOSED, END = 10, 15  # events: residuals, a late parameter and a loaded state dict before; a group joins after
+FP32, CODES, BOTH = 4, 5, 6  # seeds of trainings with fp32 states, with 8-bit states, and with both
+SOME = 7  # fail every 7th flush: a commit on two devices has six, so that in time each of them fails
+CLOSED, END = 10, 15  # event numbers; before: residuals, a late parameter, a loaded state dict; after: a group joins
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def again(call):
 
 
 class Patient(Training):
-    """Tries again what failed, as a user would."""
+    """A training that repeats what failed, as a user would."""
 
     def _step(self, number):
         with mock.patch.object(self.opt, "step", again(self.opt.step)):
@@ -57,7 +57,7 @@ class Patient(Training):
 
 
 def train(devices, seed, *, patient):
-    """Trains, closes, goes on. Returns the event that must survive, and whether all went well."""
+    """Trains, closes, resumes. Returns the event that must survive, and whether there was no error."""
     durable, training = 0, None
     try:
         for until in (CLOSED, END):
@@ -65,7 +65,7 @@ def train(devices, seed, *, patient):
             training = (Patient if patient else Training)(seed, devices)
             training.check(expected(seed), durable)
             while training.event < until:
-                training.next_event()  # what it reads of `state` then may be gone: nobody has been told yet
+                training.next_event()  # it may read `state` that is lost, before any error
                 durable = max(durable, training.event if training.event % 2 else 2 * training.opt.committed_step)
             training.opt.close()
             durable = training.event
@@ -89,9 +89,9 @@ def train(devices, seed, *, patient):
     ],
 )
 def test_every_flush_fails_once(devices, at_once, patient, every, seed, tmp_path):
-    """One after another, each in a run of its own, and what it should have covered is gone."""
+    """Each run lets one flush fail, the next run the next one, and drops the data that it should have covered."""
     torch.set_num_threads(1)
-    expected(seed)  # which sets the seed
+    expected(seed)  # called for its effect: it sets the seed
     nth, told, wrong = 0, 0, []
     while True:
         place = tmp_path / str(nth)
@@ -116,10 +116,10 @@ def test_every_flush_fails_once(devices, at_once, patient, every, seed, tmp_path
         nth += every
     assert not wrong, f"{len(wrong)} of {nth}: " + "\n".join(wrong)
     assert nth >= 40 * devices
-    assert 0 < told < nth / every  # metadata are written again, and nothing is lost
+    assert 0 < told < nth / every  # not all: lost metadata are simply written again
 
 
-# ---- what the program is told --------------------------------------------------------
+# ---- errors that the program gets ----------------------------------------------------
 
 
 class Small:
@@ -142,7 +142,7 @@ def test_a_lost_step_is_told_again_and_again(at_once, tmp_path):
     with LosingDisk(tmp_path, at_once=at_once) as disk:
         small = Small(tmp_path / "csd0")
         small.steps(2)
-        disk.nth = disk.flushes  # of the tiles
+        disk.nth = disk.flushes  # the flush of the tiles
         small.step()
         before = small.p.detach().clone()
         for call in (small.step, small.opt.synchronize, small.step, small.opt.close):
@@ -161,7 +161,7 @@ def test_a_lost_step_in_place(tmp_path):
     with LosingDisk(tmp_path) as disk:
         small = Small(tmp_path / "csd0", shadow=False)
         small.steps(2)
-        disk.nth = disk.flushes + 2  # behind the marks
+        disk.nth = disk.flushes + 2  # the first flush after the marks
         small.step()
         with pytest.raises(CSDLostError, match=r"step 3 is lost.*shadow=False nothing older.*snapshot"):
             small.opt.close()
@@ -179,7 +179,7 @@ def test_what_is_loaded_is_lost(tmp_path):
             small.opt.state[small.p]["exp_avg"].mul_(2)
         with pytest.raises(CSDLostError, match="written to the state after step 2 is lost"):
             small.step()
-        small.opt.close()  # who closes it has been told
+        small.opt.close()  # raises nothing: the error was raised before
     with contextlib.closing(Small(tmp_path / "csd0", resume=True).opt) as opt:
         assert opt.committed_step == 2
         assert torch.equal(opt.state[opt.param_groups[0]["params"][0]]["exp_avg"], kept)
@@ -187,7 +187,7 @@ def test_what_is_loaded_is_lost(tmp_path):
 
 @pytest.mark.parametrize("looked_at", [False, True])
 def test_without_direct_io_what_is_in_memory_proves_nothing(looked_at, tmp_path, monkeypatch):
-    """Pages that somebody looks at stay in the page cache, whatever is on the disk. Codes are not mapped."""
+    """Mapped pages stay in the page cache, whatever is on the disk. Codes are not mapped."""
     lost = looked_at and assumed() == "fp32"
     really_open, really_flush, fails = os.open, os.fdatasync, []
 
@@ -203,7 +203,7 @@ def test_without_direct_io_what_is_in_memory_proves_nothing(looked_at, tmp_path,
 
     monkeypatch.setattr(os, "open", without_direct)
     monkeypatch.setattr(os, "fdatasync", flush)
-    warnings.simplefilter("ignore", CSDWarning)  # when it is resumed
+    warnings.simplefilter("ignore", CSDWarning)  # of no direct I/O, again at the resume
     small = Small(tmp_path / "csd0")
     with pytest.warns(CSDWarning, match="no direct I/O"):
         small.steps(2)
@@ -218,7 +218,7 @@ def test_without_direct_io_what_is_in_memory_proves_nothing(looked_at, tmp_path,
 
 
 def test_a_mark_that_fails_is_written_where_it_failed_first(tmp_path, monkeypatch):
-    """While one copy of the superblock may be half written, the other one is not touched."""
+    """While one copy of the superblock may be half written, the other copy is not touched."""
     small = Small(tmp_path / "csd0", shadow=False)
     small.steps(2)
     really_write, really_flush, copies, flushed = store_file.write, os.fdatasync, [], []
@@ -241,7 +241,7 @@ def test_a_mark_that_fails_is_written_where_it_failed_first(tmp_path, monkeypatc
     small.step()
     small.opt.close()
     mark = copies[0][1]
-    assert copies[:4] == [(0, mark), (1, mark), (1, mark), (0, mark)]  # copy 1 fails: it is the next
+    assert copies[:4] == [(0, mark), (1, mark), (1, mark), (0, mark)]  # copy 1 failed, so it is written first
     assert copies[4][1] > mark
 
 
@@ -264,7 +264,7 @@ def test_copy_0_is_left_alone_while_copy_1_fails(tmp_path, monkeypatch):
 
 @pytest.fixture
 def in_doubt(tmp_path):
-    """An optimizer whose last step could not be flushed, and was not proven yet."""
+    """An optimizer whose next flush fails, so that its commit must be read back."""
     small = Small(tmp_path / "csd0")
     small.steps(2)
     fails, really_flush = ["Input/output error"], os.fdatasync
@@ -298,7 +298,7 @@ def test_a_directory_that_was_renamed_is_told_as_what_it_is(in_doubt, tmp_path):
 
 @pytest.mark.parametrize("fails", ["open", "fsync"])
 def test_a_parent_that_cannot_be_flushed(fails, tmp_path, monkeypatch):
-    """Who may not look at it is told that, and that nothing is lost; what may be lost is told as that."""
+    """If the parent cannot be opened, nothing is lost. If its fsync fails, the error tells that the store may be."""
     really = getattr(os, fails)
 
     def failing(what, *more, **options):

@@ -1,7 +1,7 @@
 """Paced devices keep their rates, everything still overlaps, and nothing but the time changes.
 
-That they are not too fast is asserted to the last nanosecond: how busy the machine is can only make them slower. How
-slow, is asserted loosely, of the best of several steps.
+The lower bound of a step's time is asserted exactly, because a busy machine can only make steps slower. The upper bound
+is loose, and applies to the fastest of several steps.
 """
 
 import time
@@ -22,18 +22,18 @@ pytestmark = pytest.mark.serial
 NUMEL = 1 << 20  # parameters: states of 12.6 MB, fp16 gradients of 2.1 MB
 TILE = 1 << 16  # elements: 16 tiles
 STATES, GRADS = 12 * NUMEL, 2 * NUMEL  # bytes
-SLACK = 3  # how much slower than its pace a busy machine may make a step
+SLACK = 3  # a busy machine may make a step this many times slower than its pace
 
 
 def optimizer(devices, *, state_dtype="fp32", **options):
-    """Rates are reckoned with these states, whatever others tests take."""
+    """Return an optimizer whose states have the size that the rates here assume, whatever other tests use."""
     p = torch.nn.Parameter(torch.randn(NUMEL).half())
     p.grad = torch.randn(NUMEL).half()
     return CSDAdam([p], devices=devices, tile_size=TILE, state_dtype=state_dtype, **options)
 
 
 def step_seconds(opt):
-    """Of one step, until the last state is on its device."""
+    """Return the seconds of one step, until the last state is written."""
     start = time.perf_counter()
     opt.step()
     opt.stats()
@@ -45,14 +45,14 @@ def reading_all(device):
 
 
 def best(devices, steps=3):
-    """Seconds of the fastest step but the first, which reads nothing, and fills the store."""
+    """Return the seconds of the fastest step, except the first, which reads nothing and fills the store."""
     with optimizer([*map(reading_all, devices)]) as opt:
         step_seconds(opt)
         return min(step_seconds(opt) for _ in range(steps - 1))
 
 
 def pacers():
-    """How many threads keep times."""
+    """Return the number of pacing threads in this process."""
     return sum(name.read_text() == "csd-pacer\n" for name in Path("/proc/self/task").glob("*/comm"))
 
 
@@ -126,16 +126,16 @@ def test_one_link_has_one_rate():
         ("ram:?link=10MB/s", GRADS / 10e6),
         ("null:?update=5M/s", NUMEL / 5e6),
         ("null:?link=10MB/s", GRADS / 10e6),
-        # Each of six threes of tiles is read, then written, before the next can be read.
+        # Six groups of three tiles: each group is read, then written, before the next can be read.
         ("file:?latency=16ms&buffers=3", 6 * 2 * 0.016),
         # A plain drive: its state goes over the link, at the rate of the slower of the two.
         ("file:?link=60MB/s&host=1", STATES / 60e6),
         ("file:?link=120MB/s&host=1&read=60MB/s", STATES / 60e6),
         ("file:?link=60MB/s&host=1&read=120MB/s&write=120MB/s", STATES / 60e6),
-        # Gradients that lie on the drive are read from there, and go over a link only to a host.
+        # Gradients on the drive are read from there, and cross the link only if the host updates.
         ("file:?read=50MB/s&flash_grads=1", (STATES + GRADS) / 50e6),
         ("file:?read=500MB/s&link=50MB/s&flash_grads=1&host=1", (STATES + GRADS) / 50e6),
-        # With one buffer everything is done by turns.
+        # With one buffer, nothing overlaps.
         (
             "file:?buffers=1&read=100MB/s&write=100MB/s&update=10M/s&link=20MB/s",
             2 * STATES / 100e6 + NUMEL / 10e6 + 2 * GRADS / 20e6,
@@ -148,7 +148,7 @@ def test_one_link_has_one_rate():
 )
 def test_rate_is_kept(device, seconds):
     with optimizer([reading_all(device)]) as opt:
-        taken = [step_seconds(opt) for _ in range(3)][1:]  # the first reads nothing
+        taken = [step_seconds(opt) for _ in range(3)][1:]  # the first step reads nothing
         stats = opt.stats()
     assert min(taken) >= seconds
     assert min(taken) < SLACK * seconds
@@ -161,8 +161,11 @@ def test_rate_is_kept(device, seconds):
 
 @pytest.mark.parametrize(("options", "reads"), [("", 5), ("&host=1", 3)])
 def test_a_csd_reads_the_parameters_among_8bit_states(options, reads):
-    """It has no way to those in host memory, which the host leaves out. One that was set counts, whoever reads it."""
-    sections = reads * NUMEL + NUMEL // TILE * 4096  # and a page of exponents in each tile
+    """A CSD cannot reach parameters in host memory, so it reads them from the tile, which the host need not do.
+
+    In both cases, a parameter that the user has set counts.
+    """
+    sections = reads * NUMEL + NUMEL // TILE * 4096  # with a page of exponents in each tile
     with optimizer([f"file:?read=40MB/s&cache=off{options}"], state_dtype="8bit", lr=0.0) as opt:
         step_seconds(opt)
         assert sections / 40e6 <= min(step_seconds(opt) for _ in range(2)) < SLACK * sections / 40e6
@@ -175,7 +178,7 @@ def test_a_csd_reads_the_parameters_among_8bit_states(options, reads):
 
 @pytest.mark.parametrize("device", ["file:", "ram:"])
 def test_devices_share_the_link(device):
-    """It takes two devices as long as one to send the same. A device that names no link is beside it."""
+    """Two devices on the link take as long as one to send the same amount. A device without `link` does not use it."""
     linked = f"{device}?link=15MB/s"
     for devices, share in (([linked], 1), ([linked] * 2, 1), ([linked, device], 1 / 2)):
         seconds = share * GRADS / 15e6
@@ -186,7 +189,7 @@ def test_devices_share_the_link(device):
     ("device", "crossing"), [("file:?link=20MB/s&host=1", 0), ("file:?link=5MB/s&flash_grads=1", 1)]
 )
 def test_what_does_not_cross_the_link(device, crossing):
-    """To a host neither gradients nor parameters do; gradients on the drive do not, and their parameters do."""
+    """If the host updates, gradients and parameters do not; gradients on the drive do not, but their parameters do."""
     rate = 1e6 * float(device.partition("link=")[2].partition("MB")[0])
     with optimizer([f"{device}&buffers=1"]) as opt:
         opt.step()
@@ -195,11 +198,11 @@ def test_what_does_not_cross_the_link(device, crossing):
 
 
 def test_slow_device_does_not_hold_the_link():
-    """What it will send when it has updated comes after what another has to send now."""
+    """A transfer that waits for a slow device's update does not delay what another device sends now."""
     with optimizer(["ram:?update=2M/s&link=40MB/s", "ram:?link=40MB/s"]) as opt:
         opt.step()
         slow, fast = (d["seconds"]["update"] for d in opt.stats()["devices"])
-    assert slow >= NUMEL / 2 / 2e6  # 0.26; and the other 0.06
+    assert slow >= NUMEL / 2 / 2e6  # 0.26 s; the other device takes 0.06 s
     assert fast < slow / 2
 
 
@@ -209,14 +212,14 @@ def test_a_device_of_two_reads_half():
 
 
 def test_everything_overlaps():
-    """Reading, writing, updating, gradients, parameters: 0.2 s each. If any two waited for each other, it were 0.4."""
+    """Reads, writes, updates, gradients and parameters take 0.2 s each, and if any two did not overlap, 0.4 s."""
     pace = f"read={STATES / 0.2e6}MB/s&write={STATES / 0.2e6}MB/s&link={GRADS / 0.2e6}MB/s&update={NUMEL / 0.2e6}M/s"
     taken = best([f"file:?{pace}&latency=100us"], 5)
-    assert 0.2 * 0.999 <= taken < 0.4  # 16 tiles one behind the other: 0.26
+    assert 0.2 * 0.999 <= taken < 0.4  # a pipeline of 16 tiles takes 0.26 s
 
 
 def test_reads_go_beside_what_need_not_be_read():
-    """Of 16 tiles 4 are read, in 0.2 s, while all are written, in 0.2 s; one after the other it were 0.35."""
+    """Reading 4 of 16 tiles takes 0.2 s, writing all takes 0.2 s at the same time; in sequence it would be 0.35 s."""
     pace = f"read={STATES / 4 / 0.2e6}MB/s&write={STATES / 0.2e6}MB/s"
     with optimizer([f"file:?{pace}&buffers=4&cache={STATES // 2}B"]) as opt:
         taken = [step_seconds(opt) for _ in range(4)][1:]
@@ -228,7 +231,7 @@ def test_reads_go_beside_what_need_not_be_read():
 
 
 def trained(devices, directory):
-    """The bits of parameters and states after three steps, the second over fewer parameters."""
+    """Return parameters and states after three steps, the second over fewer parameters."""
     directory.mkdir()
     generator = torch.Generator().manual_seed(1)
     params = [
@@ -257,7 +260,7 @@ def test_bits_are_those_of_unpaced_devices(devices, tmp_path):
 
 
 def test_close_waits_for_states_on_their_way(tmp_path):
-    """step() returns with the parameters, close() when the last state has been written, and the thread is gone."""
+    """step() returns when the parameters are ready, close() when all states are written and the thread has ended."""
     device = f"file:{tmp_path}/csd?buffers=16&write=40MB/s"  # a buffer for each tile
     opt = optimizer([device])
     step_seconds(opt)
@@ -284,7 +287,7 @@ def test_repr_names_the_pace():
     "device", ["/mnt/nvme0", "file:/mnt/nvme0", "File:/mnt/nvme0?buffers=4&read=1GB/s&scratch=0", "ram:"]
 )
 def test_bench_keeps_the_options(device):
-    """It measures the device as it was named, but on scratch space."""
+    """The bench measures the device with all its options, but on scratch space."""
     named = parse_device(device)
     measured = parse_device(scratch(named))
     cache = NO_CACHE if named.directory else 0

@@ -1,4 +1,4 @@
-"""`auto` among devices: all are through with a step at the same time, each as far as it has room."""
+"""`auto` among devices: all devices finish a step at the same time, as far as each has room."""
 
 import itertools
 import json
@@ -20,14 +20,14 @@ from csd_optim.engine.tuning import Tuned
 from csd_optim.store.format import FILE_NAME, read_contents
 
 TILE = 4096
-TILE_BYTES = 24 * TILE  # of a tile's two slots
+TILE_BYTES = 24 * TILE  # the two slots of a tile
 
 
 # ---- how many tiles ----------------------------------------------------------------------
 
 
 def divisions(n, rooms):
-    """Every way to give `n` tiles to devices that have room for so many."""
+    """Yields every way to divide `n` tiles among devices. `rooms`: by device, for how many tiles it has room."""
     return (c for c in itertools.product(*(range(min(n, room) + 1) for room in rooms)) if sum(c) == n)
 
 
@@ -85,7 +85,7 @@ PACES = {
 
 @pytest.mark.parametrize("case", PACES)
 def test_paced_devices_within_5_percent_of_the_best(case):
-    """Of every division of the tiles, by what bytes and rates alone say."""
+    """The best of all divisions of the tiles, with times computed from bytes and rates alone."""
     devices, expected = PACES[case]
     specs = parse_devices(["auto", *devices])
     each = [TILE / s.pace.params_per_second for s in specs]
@@ -106,12 +106,12 @@ def test_paced_devices_within_5_percent_of_the_best(case):
         assert [d["params"] for d in opt.stats()["devices"]] == [n * TILE for n in chosen]
         full = [n == room for n, room in zip(chosen, rooms, strict=True)]
         assert [d["limited_by"] == "room" for d in said["devices"]] == full
-    assert torch.equal(p, train("ram:")[0])  # wherever they are
+    assert torch.equal(p, train("ram:")[0])  # the same bits wherever the states are
 
 
 @pytest.fixture
 def rates(monkeypatch):
-    """What is measured: drives of 1 and, with a 1 in the name, 2 GB/s; the host, by (codec, in memory)."""
+    """Fakes the measured rates: drives of 1 GB/s, or 2 GB/s with a 1 in the name; the host by (codec, in memory)."""
     host = {("fp32", False): 1e9, ("fp32", True): 250e6, ("8bit", False): 400e6, ("8bit", True): 100e6}
     fake = [Tuned(1 << 20, 8, 1e9), Tuned(1 << 20, 8, 2e9)]
     monkeypatch.setattr(probe, "tune", lambda found: [fake["1" in d.name] for d in found])
@@ -120,13 +120,14 @@ def rates(monkeypatch):
 
 
 def test_measured_drives_and_memory(tmp_path, rates, caplog):
-    """A drive of 2 GB/s: 83 M parameters/s; of 1 GB/s: 42 M. What is left the host has time for, at 250 M/s."""
+    """Drives of 2 and 1 GB/s take 83 and 42 M parameters/s; in its remaining time the host takes 250 M/s in memory."""
     drives = [f"file:{tmp_path / name}?scratch=1" for name in ("csd0", "csd1")]
     for name in ("csd0", "csd1"):
         (tmp_path / name).mkdir()
     with caplog.at_level(logging.INFO, "csd_optim"), train(["auto", "ram:", *drives], 1000 * TILE)[1] as opt:
         said, tiles = opt.stats()["placement"], tiles_of(opt)
-    # In T seconds: T / 24 + T / 12 of the drives; the host has (1 - T (1/24 + 1/12) / 1) T left for memory, in 1e9.
+    # In units of 1e9: per second the drives take 1/24 + 2/24 parameters, and the host updates 1 of the drives'
+    # parameters. So it has 1 - (1/24 + 2/24) of its time left for those in memory.
     drive = (1e9 + 2e9) / 24
     memory = (1 - drive / 1e9) * 250e6
     assert said["seconds"] == pytest.approx(1000 * TILE / (drive + memory), rel=0.01)
@@ -140,12 +141,12 @@ def test_measured_drives_and_memory(tmp_path, rates, caplog):
 
 
 def test_room_is_for_all_that_joins(tmp_path, rates):
-    """8-bit states and fp32 ones are extents of their own, and so is what joins later: memory has what is left."""
+    """8-bit states, fp32 states and parameters that join later are separate extents, which share the room of memory."""
     room = 20 * TILE_BYTES
     params = [torch.nn.Parameter(torch.ones(n * TILE, dtype=torch.bfloat16)) for n in (16, 32, 40)]
     groups = [{"params": params[:1]}, {"params": params[1:2], "state_dtype": "8bit"}]
     with CSDAdam(groups, devices=["auto", f"ram:?room={room}", "file:"], tile_size=TILE) as opt:
-        rates.update(dict.fromkeys(rates, 1e12))  # memory as fast as can be: it is full
+        rates.update(dict.fromkeys(rates, 1e12))  # so fast that memory gets as much as it has room for
         for p in params[:2]:
             p.grad = torch.ones_like(p)
         opt.step()
@@ -168,15 +169,15 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
         said = opt.stats()["placement"]
         assert [d["device"] for d in said["devices"]] == drives
         assert tiles_of(opt) == [16, 32]
-        assert said["cache_bytes"] == 48 * 12 * TILE  # more they do not need
+        assert said["cache_bytes"] == 48 * 12 * TILE  # all states; more would be useless
         assert sum(s.cache_bytes for s in opt._engine.devices.specs) == pytest.approx(3e6, abs=3)
         assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], rel=1e-3)
-        assert opt.stats()["flash_read_bytes"] == 0  # all of it fits there, and in the buffers
-        assert said["seconds"] == pytest.approx(48 * 12 * TILE / 3e9, rel=0.01)  # what is written remains
+        assert opt.stats()["flash_read_bytes"] == 0  # all states fit into caches and buffers
+        assert said["seconds"] == pytest.approx(48 * 12 * TILE / 3e9, rel=0.01)  # only writes remain
         assert "auto: 0.002 GB of memory cache states, which drives then need not read" in caplog.text
         trained = p.detach().clone()
     kept = [read_contents(tmp_path / f"csd{d}" / FILE_NAME).manifest["extents"][0]["tile_numbers"] for d in range(2)]
-    # Drives that are as fast as each other now have what they had.
+    # Resumed on drives that are equally fast now, the layout stays.
     q = torch.nn.Parameter(torch.zeros(48 * TILE))
     again = [f"file:{d}?mixed=1GB/s" for d in drives]
     with CSDAdam([q], devices=["auto", "ram:?room=3MB", *again], tile_size=TILE, resume=True) as opt:
@@ -185,13 +186,13 @@ def test_where_directories_keep_it_memory_is_cache_and_resume_keeps_the_layout(t
         assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], abs=3)
         q.grad = torch.ones_like(q)
         opt.step()
-        assert "placement" not in opt.stats()  # it was not chosen here
+        assert "placement" not in opt.stats()  # the store determines it
     now = [read_contents(tmp_path / f"csd{d}" / FILE_NAME).manifest["extents"][0]["tile_numbers"] for d in range(2)]
     assert now == kept
 
 
 def test_a_small_extent_that_is_first_does_not_take_the_cache(tmp_path, rates):
-    """Its one tile is on one drive. What joins then is on both, and so is what memory keeps for them."""
+    """The first extent's only tile is on one drive. What joins later is on both drives, and so both get a cache."""
     drives = [str(tmp_path / "csd0"), str(tmp_path / "csd1")]
     p, q = (torch.nn.Parameter(torch.ones(n)) for n in (16, 48 * TILE))
     with CSDAdam([p], devices=["auto", "ram:?room=3MB", *drives], tile_size=TILE) as opt:
@@ -202,7 +203,7 @@ def test_a_small_extent_that_is_first_does_not_take_the_cache(tmp_path, rates):
             p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
             opt.step()
         assert [s.cache_bytes for s in opt._engine.devices.specs] == pytest.approx([1e6, 2e6], rel=1e-3)
-        assert opt.stats()["flash_read_bytes"] == 0  # of either
+        assert opt.stats()["flash_read_bytes"] == 0  # on either drive
     p, q = (torch.nn.Parameter(torch.zeros_like(x)) for x in (p, q))
     groups = [{"params": [p]}, {"params": [q]}]
     with CSDAdam(groups, devices=["auto", "ram:?room=3MB", *drives], tile_size=TILE, resume=True) as opt:
@@ -236,7 +237,7 @@ def test_a_drive_without_room_has_nothing_and_is_resumed(tmp_path, rates):
 
 @pytest.mark.parametrize("ranks", [None, 1, 4])
 def test_auto_alone(rates, monkeypatch, ranks):
-    """Half of the memory that is available, for all ranks of the machine, and the current directory."""
+    """It takes half of the available memory, divided among the machine's ranks, and the current directory."""
     monkeypatch.setattr(spec, "available_memory", lambda: 2 * 10 * TILE_BYTES * (ranks or 1))
     if ranks:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -245,7 +246,7 @@ def test_auto_alone(rates, monkeypatch, ranks):
         assert tiles_of(opt) == [10, 38]
 
 
-# ---- what is refused, before anything is touched -------------------------------------------
+# ---- errors raised before anything is touched ----------------------------------------------
 
 
 def test_no_room(tmp_path, rates):
@@ -275,7 +276,7 @@ def test_more_memory_than_there_is(rates, monkeypatch):
 
 
 def test_a_cache_that_is_more_memory_than_there_is(tmp_path, rates, monkeypatch):
-    """48 tiles would be 2.4 MB of it, at once or when they join, and for whoever resumes."""
+    """A cache of 48 tiles takes 2.4 MB, for parameters of the first step, for those that join, and at a resume."""
     monkeypatch.setattr(placing, "available_memory", lambda: 1_000_000)
     devices = ["auto", "ram:?room=100GB", str(tmp_path / "csd1")]
     refused = pytest.raises(CSDMemoryError, match=r"0.002 GB of states would be in memory, .* a smaller room")
@@ -313,7 +314,7 @@ CONTAINERS = {
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_memory_of_a_container(monkeypatch, container):
-    """Its machine may have more: what counts is its limit, and what of that is not used or can be dropped."""
+    """The machine may have more memory: what counts is the unused and the droppable part of the container's limit."""
     groups, limit, used = CONTAINERS[container]
     files = {
         "/proc/meminfo": "MemTotal: 64000000 kB\nMemAvailable:   32000000 kB",
@@ -331,7 +332,7 @@ def test_memory_of_a_container(monkeypatch, container):
 def test_probes_are_forbidden(monkeypatch):
     monkeypatch.setenv("CSD_OPTIM_PROBE", "0")
     with train(["auto", "ram:?update=100M/s", "file:?mixed=1GB/s"])[1]:
-        pass  # of those the rates are known
+        pass  # the rates of these devices are known
     p, opt = train(["auto", "ram:?update=100M/s", "file:"], steps=0)
     p.grad = torch.ones_like(p)
     with (
@@ -410,7 +411,7 @@ def test_plan_place(run, tmp_path, rates, monkeypatch):
     assert sum(d["params"] for d in found["devices"]) == 100e6
     assert found["link_seconds"] == pytest.approx(80e6 * 2 / 1e9, rel=0.01)
     assert found["seconds"] == pytest.approx(max(80e6 / (125e6 + 200e6), 0.16), rel=0.01)
-    # A directory writes what the accelerator updates, too: 30 M have room there, and 70 M it reads and writes.
+    # The accelerator has room for 30 M parameters, which the directory only writes; the other 70 M it reads and writes.
     (tmp_path / "named").mkdir()
     kept = ["gpu:?room=360MB&update=1G/s&link=1GB/s", f"file:{tmp_path}/named?mixed=3GB/s"]
     code, out, _ = run("plan", "--place", "--params=100M", "--json", *kept)

@@ -1,4 +1,4 @@
-"""Devices of unequal speed have unequal shares of the tiles: which tiles, how long a step takes, what a store says."""
+"""Devices of unequal speed get unequal shares: which tiles they get, how long a step takes, what the store contains."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ def test_equal_shares_take_turns(n_devices):
 
 @pytest.mark.parametrize("shares", [(1, 2), (1, 1, 0.5), (3, 0.7, 1.9), (1000, 1, 0.001)])
 def test_no_other_division_would_be_through_earlier(shares):
-    """Of all tiles, and of those up to any."""
+    """This holds for all tiles, and for the first tiles up to any number."""
     n = 9
     devices = devices_of(shares, n)
     for first in range(1, n + 1):
@@ -46,7 +46,7 @@ def test_more_tiles_do_not_move_those_before():
 @pytest.mark.parametrize("shares", [(1, 0.5), (1, 0.1, 1), (1, 0.001), (4, 4)])
 @pytest.mark.parametrize("n", [100_000, 1 << 22, 1 << 27])
 def test_small_share_of_a_small_model(n, shares):
-    """It is cut finer, so that every device has what it should have, as far as one tile more or less allows."""
+    """A small model is cut into smaller tiles, so that every device gets its share up to about one tile."""
     e = plan_extent([n], len(shares), shares=shares)
     assert GRAIN <= e.tile_elems <= TILE_ELEMS
     for d, share in enumerate(shares):
@@ -68,7 +68,7 @@ def test_small_share_of_a_small_model(n, shares):
         (["file:?read=1GB/s", "file:?read=1GB/s"], None),
         (["file:?read=1GB/s", "file:?read=3GB/s&write=2GB/s"], (0.5, 1)),
         (["file:?mixed=1GB/s", "ram:?update=500M/s"], (0.083, 1)),
-        (["file:?read=1GB/s", "file:"], None),  # who knows how fast the other is
+        (["file:?read=1GB/s", "file:"], None),  # the speed of the second is unknown
         (["file:?read=1GB/s", "file:?share=2&read=3GB/s"], (1, 2)),
         (["xrt:0?share=1e-3", "xrt:1?share=1000"], (0.001, 1000)),
     ],
@@ -88,7 +88,7 @@ def test_bad_share(share):
 
 @pytest.mark.parametrize("said", [False, True])
 def test_a_slow_device_gets_fewer_tiles(said):
-    """Shares follow the rates, said or not, so that both devices are done at the same time."""
+    """Shares, given or derived from the pace, follow the rates, so that both devices finish at the same time."""
     numel = 3 << 20
     size = numel * tile_bytes(1 << 20, torch.float16)[1] / (1 << 20)
     rates = [size / 0.3e6, size / 0.9e6]
@@ -102,7 +102,7 @@ def test_a_slow_device_gets_fewer_tiles(said):
     with CSDAdam([p], devices=devices) as opt:
         opt.step()
         stats = opt.stats()
-    assert time.perf_counter() - start >= 0.99 * size / (1e6 * sum(rates))  # they are what bounds it
+    assert time.perf_counter() - start >= 0.99 * size / (1e6 * sum(rates))  # the rates bound the time
     fast, slow = (d["params"] for d in stats["devices"])
     assert fast == pytest.approx(3 * slow, rel=0.1)
 
@@ -119,7 +119,7 @@ def contents(tmp_path):
 
 
 def train(devices, steps, **options):
-    """Returns the optimizer, open, and its parameters."""
+    """Returns the open optimizer, its parameters, and all parameters and states after `steps` steps."""
     torch.manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape, dtype in SHAPES]
     opt = CSDAdam(params, devices=devices, tile_size=4096, **options)
@@ -141,7 +141,7 @@ def further(opt, params, steps):
 
 
 def divided(tiles):
-    """So many tiles, as their shares of them have it."""
+    """Return how many of sum(tiles) tiles each device gets by its share."""
     return np.bincount(devices_of(SHARES, sum(tiles)), minlength=len(SHARES)).tolist()
 
 
@@ -151,7 +151,7 @@ def same(images, others):
 
 @pytest.fixture
 def shared(tmp_path):
-    """Three stores with unequal shares, after two steps; what is in them."""
+    """Creates three stores with unequal shares and trains two steps; the parameters and states after these."""
     devices = [f"file:{name}?share={share}" for name, share in zip(names(tmp_path), SHARES, strict=True)]
     opt, _, image = train(devices, 2)
     with opt:
@@ -178,7 +178,7 @@ def test_store_says_it(tmp_path, shared, run):
 
 @pytest.mark.parametrize("options", ["", "share=5"])
 def test_resume_by_the_store_alone(tmp_path, shared, options):
-    """In any order, whatever share is named now; what joins has the store's shares, too."""
+    """Devices may come in any order and name any share; parameters that join get the store's shares too."""
     before = [(tmp_path / f"csd{d}" / FILE_NAME).stat().st_size for d in range(3)]
     order = [f"file:{name}?{options}" if options else name for name in (names(tmp_path)[d] for d in (2, 0, 1))]
     params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in SHAPES]

@@ -1,4 +1,4 @@
-"""The rules in torch's operations have the bits of the native ones, whatever the numbers."""
+"""The update rules in torch operations give the same bits as the native ones, for all kinds of numbers."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SECTIONS |= {"rmsprop_centered": 3, "rmsprop_momentum": 3, "rmsprop_both": 4, "r
 
 
 def awkward(generator, *, positive=False):
-    """Numbers of every size, among them subnormal ones, zeros of both signs, infinite ones and none."""
+    """Return numbers of every magnitude, among them subnormal numbers, zeros of both signs, infinities and NaN."""
     x = torch.randint(-(1 << 31), 1 << 31, (N,), generator=generator).to(torch.int32).view(torch.float32).clone()
     x[: N // 2] = torch.randn(N // 2, generator=generator)
     x[N // 2 : 3 * N // 4] *= 1e-30
@@ -23,7 +23,7 @@ def awkward(generator, *, positive=False):
 
 
 def same_bits(a, b):
-    """None is none: which of them is the device's business."""
+    """Return whether all bits are equal; any NaN equals any other, as devices may choose its payload."""
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(
         a.nan_to_num(7.0).view(torch.int32), b.nan_to_num(7.0).view(torch.int32)
     )

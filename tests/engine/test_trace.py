@@ -1,4 +1,4 @@
-"""CSD_OPTIM_TRACE: a timeline that viewers of the Trace Event Format take."""
+"""CSD_OPTIM_TRACE writes a timeline that viewers of the Trace Event Format accept."""
 
 import copy
 import itertools
@@ -35,17 +35,17 @@ def test_a_timeline(traced, backend, devices):
     assert [e["name"] for e in spans if names[e["tid"]] == "step"] == [f"step {i + 1}" for i in range(STEPS)]
     for kind in ("read", "update", "write"):
         tiles = sorted(e["name"] for e in spans if f": {kind}" in names[e["tid"]])
-        moves = kind == "update" or backend != "ram"  # in memory alone nothing is read or written
+        moves = kind == "update" or backend != "ram"  # `ram:` alone neither reads nor writes
         often = STEPS
-        if "xrt" not in backend and backend != "ram":  # the first step writes masters, too; nothing need be read
+        if "xrt" not in backend and backend != "ram":  # the first step writes masters too; no step has to read
             often += {"read": -STEPS, "update": 0, "write": 1}[kind]
         expected = [f"tile {t}" for t in range(8) for _ in range(often) if moves]
-        if backend == "mixed" and kind == "read":  # beside other devices memory is copied from slot to slot
+        if backend == "mixed" and kind == "read":  # `ram:` beside other devices copies between slots
             in_memory = {e["name"] for e in spans if "(ram:" in names[e["tid"]]}
             assert in_memory
             expected += [tile for tile in in_memory for _ in range(STEPS - 1)]
         assert tiles == sorted(expected)
-    for tid in names:  # on one track nothing overlaps
+    for tid in names:  # events on one track do not overlap
         times = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == tid)
         assert all(a[1] <= b[0] + 0.01 for a, b in itertools.pairwise(times))
     steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if names[e["tid"]] == "step")
@@ -81,14 +81,14 @@ def test_a_file_that_cannot_be_made(tmp_path, monkeypatch):
 
 
 def test_forward_and_backward_beside_the_devices(traced, tmp_path):
-    """With overlap(): two backward passes for each step, one of which is not as guessed."""
+    """With overlap(): two backward passes per step; in one step, the guess about the gradients fails."""
     training = Training(tmp_path, {"backward": True}, latency="500us", patient=True)
     for step in range(STEPS + 3):
         training.backward()
         copy.deepcopy(training.model)
         training.backward()
         with torch.no_grad():
-            training.model(torch.ones(2, training.width))  # not a forward of the training
+            training.model(torch.ones(2, training.width))  # must not be traced: without gradients
         if step == STEPS:
             for p in training.model.parameters():
                 p.grad.mul_(0.5)
@@ -111,6 +111,6 @@ def test_forward_and_backward_beside_the_devices(traced, tmp_path):
     assert len(steps) == len(done) + 1
     assert [name for name, *_ in model] == ["forward", "backward"] * 2 * (STEPS + 3)
     assert all(a[2] <= b[1] + 0.01 for a, b in itertools.pairwise(model))
-    backward = [span for span in model if span[0] == "backward"][2 * STEPS - 1]  # the last one of a step
+    backward = [span for span in model if span[0] == "backward"][2 * STEPS - 1]  # the last backward before a step
     _, begin, _ = next(step for step in steps if step[0] == f"step {STEPS}")
     assert backward[1] <= begin <= backward[2]

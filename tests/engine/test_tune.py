@@ -1,4 +1,4 @@
-"""How drives are tried out when a large store is made, what follows from it, and when that does not happen."""
+"""Measuring drives when a large store is created: how it is done, which settings follow, and when it is skipped."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from csd_optim.store.report import REPORT_NAME
 SLOW, FAST = Tuned(512 << 10, 8, 1e9), Tuned(4 << 20, 16, 2e9)
 
 
-# ---- trying out ------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------
 
 
 @pytest.mark.serial
@@ -27,7 +27,7 @@ def test_on_a_real_drive(tmp_path):
     assert len(found) == 2
     assert all((t.block_bytes, t.depth) in SETTINGS and t.bytes_per_second > 0 for t in found)
     rates = [t.bytes_per_second for t in found]
-    assert max(rates) < 1.3 * min(rates)  # on one file system they take turns
+    assert max(rates) < 1.3 * min(rates)  # directories on one file system take turns
     assert not [*tmp_path.iterdir()]
 
 
@@ -42,7 +42,7 @@ def test_on_a_real_drive(tmp_path):
     ],
 )
 def test_the_smallest_that_is_as_good_as_the_best(tmp_path, monkeypatch, rates, chosen):
-    """Drives whose rates are known; in one of two rounds somebody was in the way."""
+    """With fake drives of known rates; in the first of two rounds, another program slows them down."""
     turns = {}
 
     def transfer(files, kind, seconds, depth=8, **_):
@@ -73,7 +73,7 @@ def test_depth_is_a_number_of_threads(tmp_path):
         print(*(n - counts[0] for n in counts))
     """
     devices = [f"file:{tmp_path}?scratch=1{option}" for option in ("", "&depth=32", "", "&depth=12")]
-    assert printed(program, *devices).split() == ["0", "24", "24", "24"]  # from then on
+    assert printed(program, *devices).split() == ["0", "24", "24", "24"]  # threads stay
 
 
 @pytest.mark.parametrize("depth", ["7", "257", "many"])
@@ -82,12 +82,12 @@ def test_bad_depth(depth):
         parse_device(f"file:?depth={depth}")
 
 
-# ---- what follows from it --------------------------------------------------------------
+# ---- the settings that follow ----------------------------------------------------------
 
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Every store is large enough; `csd1`, or whatever has a 1 in its name, is the fast one. The directories tried."""
+    """The directories measured so far. Every store is measured, however small; a 1 in its name makes a drive fast."""
     calls = []
 
     def fake(directories):
@@ -131,12 +131,12 @@ def test_drives_of_unequal_speed(tmp_path, tried, caplog):
     tiles = [c.manifest["extents"][0]["tiles"] for c in held]
     assert tiles == np.bincount(devices_of((0.5, 1, 0.5), sum(tiles))).tolist()
     assert {tuple(e["shares"]) for c in held for e in c.manifest["extents"]} == {(0.5, 1.0, 0.5)}
-    # Whoever resumes tries requests out again, and shares are those of the store.
+    # A resume measures again, for request size and depth; the store determines the shares.
     q = torch.nn.Parameter(torch.zeros(120_000))
     with CSDAdam([{"params": [q]}, {"params": [torch.nn.Parameter(torch.zeros(5000))]}], devices=devices, resume=True):
         assert torch.equal(q, trained)
     assert tried == [["csd0", "csd1", "csd2"]] * 2
-    CSDAdam.load(devices)  # who only looks, does not
+    CSDAdam.load(devices)  # reading alone does not measure
     assert len(tried) == 2
 
 
@@ -187,7 +187,7 @@ def test_turned_off_in_another_way(tried, monkeypatch, text):
 
 
 def test_a_drive_that_cannot_be_tried_out(tried, monkeypatch, caplog):
-    """It is the store that says so, if it cannot be made."""
+    """A failed measurement is only logged; creating the store raises its own error if it fails."""
 
     def full(_):
         raise CSDOSError(28, "no room")
