@@ -1,4 +1,4 @@
-"""csd-optim convert: a store of fp32 states from one of 8-bit states, and the other way round."""
+"""csd-optim convert: makes a store of fp32 states from one of 8-bit states, and the other way round."""
 
 import json
 import os
@@ -77,16 +77,16 @@ def test_goes_on_as_if_it_had_been_loaded(made, wanted, options, tmp_path, run):
         assert again.user_state == {"epoch": 4}
         assert [group["lr"] for group in again.param_groups] == [0.02, 0.01]
         for a, b in zip(everything(again), everything(other), strict=True):
-            # A master beside a tie waits for the next step.
+            # A master close to a tie is not exact before the next step.
             assert torch.equal(a, b) or (a - b).abs().max() <= 2**-14 * b.abs().max()
-        if "topk" not in options:  # it selects within the tiles, which are others
+        if "topk" not in options:  # Top-K selects within tiles, which are different here
             assert_same_bits(everything(train(again, 2, 4)), everything(train(other, 2, 4)))
     assert {*os.listdir(tmp_path)} == {*"abcde"}
     assert all({*os.listdir(place)} == {FILE_NAME, REPORT_NAME} for place in new)
 
 
 def test_states_that_are_mixed(tmp_path):
-    """All become what is asked for; those that are it already keep their bits."""
+    """All states get the requested dtype; those that have it already keep their bits."""
     params = parameters()
     groups = [{"params": params[::2], "state_dtype": "fp32"}, {"params": params[1::2]}]
     with train(CSDAdam(groups, devices=tmp_path / "a", tile_size=TILE, state_dtype="8bit"), 2) as opt:
@@ -164,7 +164,7 @@ def test_what_cannot_be_converted(tmp_path, run):
 
 
 def test_stores_of_ranks_are_refused(tmp_path, run, monkeypatch):
-    """One of them, and all together."""
+    """Both a single rank's store and the stores of all ranks."""
     monkeypatch.setitem(ALL, torch.bfloat16, {"weight": (90, 110)})
     ranks = [tmp_path / f"rank{r}" for r in range(2)]
     for r, place in enumerate(ranks):
@@ -210,7 +210,7 @@ def test_killed_in_the_middle_it_leaves_nothing_that_resumes(made, wanted, metho
         pytest.skip("never came there")
     with pytest.warns(UserWarning, match="there is no store"), adam(parameters(), tmp_path / "b", wanted, resume=True):
         pass
-    (tmp_path / "b" / FILE_NAME).unlink(missing_ok=True)  # nothing is overwritten, nor what is worth nothing
+    (tmp_path / "b" / FILE_NAME).unlink(missing_ok=True)  # convert never overwrites, not even an incomplete store
     convert.convert_store(tmp_path / "a", [tmp_path / "b"], wanted, TILE)
     with resumed(tmp_path / "b", wanted) as opt:
         train(opt, 1, 1)
@@ -238,7 +238,7 @@ print(max(most) - before)
 
 
 def test_it_takes_little_memory(tmp_path):
-    """Of 24 M parameters, 0.29 GB in fp32: what is mapped from files is the system's to drop."""
+    """24 M parameters have 0.29 GB of fp32 states; they are mapped from files, so the system can drop their pages."""
     p = torch.nn.Parameter(torch.zeros(24 << 20, dtype=torch.bfloat16))
     with CSDAdam([p], devices=tmp_path / "a", state_dtype="8bit") as opt:
         p.grad = torch.ones_like(p)

@@ -1,4 +1,4 @@
-"""State dicts from stores, files exported from them and imported into them: the same bits everywhere."""
+"""State dicts loaded from stores, exports and imports: the same bits everywhere."""
 
 import gc
 import json
@@ -72,7 +72,7 @@ def test_load_gives_adamws_state_dict(tmp_path):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_load_fits_torchs_adamw_and_ours(tmp_path, named):
-    """The step after is the one that the original makes."""
+    """After loading, the next step is the same as the original's."""
     params, opt = make(tmp_path / "a", 1, named)
     opt.save(tmp_path / "snap")
     held = CSDAdam.load(tmp_path / "snap")
@@ -85,7 +85,7 @@ def test_load_fits_torchs_adamw_and_ours(tmp_path, named):
             train(optimizer, mine, 3, 4)
         assert_same(state_of(again, ours), state_of(opt, params))
     for name, p in params.items():
-        tolerance = 1e-6 if p.dtype is not torch.bfloat16 else 2e-2  # there, AdamW steps in bfloat16
+        tolerance = 1e-6 if p.dtype is not torch.bfloat16 else 2e-2  # torch's AdamW computes in bfloat16 then
         torch.testing.assert_close(theirs[name], p, rtol=tolerance, atol=tolerance)
     opt.close()
 
@@ -95,10 +95,10 @@ def test_loaded_tensors_are_the_file_and_keep_it_from_being_written(tmp_path):
     params, opt = make(tmp_path / "a", 1)
     opt.close()
     held = CSDAdam.load(tmp_path / "a" / "csd0")
-    other = CSDAdam.load(tmp_path / "a" / "csd0")  # several may look
+    other = CSDAdam.load(tmp_path / "a" / "csd0")  # several may load the same store
     with pytest.raises(CSDBusyError, match=r"load\(\)"):
         resumed(places(tmp_path / "a", 1))
-    held["state"][0]["exp_avg"].fill_(5.0)  # private
+    held["state"][0]["exp_avg"].fill_(5.0)  # the mapping is private
     assert torch.equal(other["state"][0]["exp_avg"], opt.state[params["weight"]]["exp_avg"])
     (tmp_path / "a" / "csd0" / FILE_NAME).rename(tmp_path / "moved")
     assert torch.equal(other["state"][1]["exp_avg"], opt.state[params["columns"]]["exp_avg"])
@@ -136,7 +136,7 @@ def test_load_refuses_what_is_no_whole_store(tmp_path):
     (tmp_path / "empty" / FILE_NAME).touch()
     with pytest.raises(CSDStoreError, match="no step"):
         CSDAdam.load(tmp_path / "empty")
-    assert (tmp_path / "empty" / FILE_NAME).exists()  # looking removes nothing
+    assert (tmp_path / "empty" / FILE_NAME).exists()  # loading removes nothing
     (tmp_path / "other").mkdir()
     for content in (b"mine", b"mine" * 5000):
         (tmp_path / "other" / FILE_NAME).write_bytes(content)
@@ -193,12 +193,12 @@ def test_torch_export_is_what_torch_save_writes(tmp_path, run):
         for key, value in entry.items():
             assert torch.equal(ours["state"][i][key], value)
             assert ours["state"][i][key].stride() == value.stride()
-    convert.import_store(tmp_path / "torchs.pt", [tmp_path / "b"])  # so users may write it, too
+    convert.import_store(tmp_path / "torchs.pt", [tmp_path / "b"])  # users may write the file with torch.save(), too
     assert not verify(tmp_path / "b")[0].damage
 
 
 def test_inspect_tells_what_a_step_writes(tmp_path, run):
-    """Of what was imported, too, of which this store has written the last step only."""
+    """Also for an imported store, in which only the last step was written."""
     params, opt = make(tmp_path / "a", 2, steps=9)
     opt.close()
     convert.export_torch(places(tmp_path / "a", 2), tmp_path / "out.pt")

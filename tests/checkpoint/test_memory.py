@@ -1,4 +1,4 @@
-"""A store of any size is copied, loaded and exported in little memory."""
+"""Copying, loading and exporting a store takes little memory, whatever the store's size."""
 
 import json
 import mmap
@@ -36,7 +36,7 @@ print(json.dumps(int(peak.split()[1]) * 1024))
 
 @pytest.fixture
 def large(tmp_path):
-    """A place for some GB, empty again whatever happens; pytest would keep it."""
+    """A directory for some GB, emptied after the test in any case; pytest would keep it."""
     if shutil.disk_usage(tmp_path).free < 12 * GIB:
         pytest.skip("needs 12 GiB of disk")
     yield tmp_path
@@ -45,9 +45,9 @@ def large(tmp_path):
 
 
 def test_7b_parameters_in_640_mib_of_memory(large):
-    """A copy and both exports, of 162 GB of which 0.75 GB, more than the memory, are no holes.
+    """A copy and both exports of a sparse store of 162 GB, with 0.75 GB of data, which is more than the memory allowed.
 
-    RLIMIT_DATA stops whoever allocates more, the peak of the resident memory shows what was mapped from files.
+    RLIMIT_DATA makes larger allocations fail; the peak resident memory also covers what was mapped from files.
     """
     wide, deep = 4096, 11008
     shapes = [("embed", (32000, wide)), ("head", (32000, wide))]
@@ -62,7 +62,7 @@ def test_7b_parameters_in_640_mib_of_memory(large):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) < LIMIT
     assert (large / "out.pt").stat().st_size > 12 * n
-    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # else it wants as much memory as that
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # a private one would count as memory
         held = torch.load(large / "out.pt", mmap=True, weights_only=True)["state"]
     assert len(held) == len(shapes)
     noise = torch.frombuffer(bytearray(np.random.default_rng(0).bytes(4 << 20)), dtype=torch.int32)

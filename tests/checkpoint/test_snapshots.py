@@ -1,4 +1,4 @@
-"""A snapshot is the store of one step, whole or not at all, while training goes on."""
+"""A snapshot is a store of one step, complete or absent, made while training goes on."""
 
 import errno
 import fcntl
@@ -73,7 +73,7 @@ def test_snapshot_is_a_store_of_the_last_step(tmp_path, n, named):
 
 
 def test_snapshot_goes_its_own_way(tmp_path):
-    """A device of the original and one of the snapshot are not taken for one optimizer's."""
+    """A device of the original and one of the snapshot are not accepted as one optimizer's."""
     _, opt = make(tmp_path / "a", 2)
     opt.save(tmp_path / "snap")
     opt.close()
@@ -115,20 +115,20 @@ def test_snapshot_after_load_state_dict_and_before_any_step(tmp_path):
 
 @pytest.mark.fp32_states("only fp32 states are mapped")
 def test_store_is_in_use_as_before_when_it_was_saved(tmp_path):
-    """save() leaves no mark that the store was closed in order, and close() does."""
+    """save() does not mark the store as cleanly closed; close() does."""
     params, opt = make(tmp_path / "a", 1)
     opt.save(tmp_path / "one")
     assert read_contents(tmp_path / "a" / "csd0").superblock.flags == 0
     opt.close()
     assert read_contents(tmp_path / "a" / "csd0").superblock.flags == CLEAN
     others, again = resumed(places(tmp_path / "a", 1))
-    again.save(tmp_path / "two")  # nothing was done since
+    again.save(tmp_path / "two")  # no step was taken since
     assert_same(state_of(again, others), state_of(opt, params))
     again.close()
 
 
 class Slow:
-    """A copy that goes on when it is let go."""
+    """Makes a copy wait until the test lets it go on."""
 
     def __init__(self, monkeypatch):
         self.begun, self.go = threading.Event(), threading.Event()
@@ -169,7 +169,7 @@ def test_training_goes_on_while_a_snapshot_is_copied(tmp_path, slow, shadow):
         while not done:
             time.sleep(0.001)
     time.sleep(0.2)
-    assert done == ([3] if shadow else [])  # the one after would write what is being copied
+    assert done == ([3] if shadow else [])  # the next step would overwrite what is being copied
     assert not future.done()
     assert not (tmp_path / "snap").exists()
     slow.go.set()
@@ -187,7 +187,7 @@ def test_training_goes_on_while_a_snapshot_is_copied(tmp_path, slow, shadow):
 
 
 def test_what_is_copied_is_not_overwritten_by_edits_either(tmp_path, slow):
-    """Between steps, too, tiles move: to make room for what load_state_dict() brings."""
+    """Tiles also change slots between steps, to make room for states from load_state_dict()."""
     params, opt = make(tmp_path / "a", 1)
     before = state_of(opt, params)
     checkpoint_ = {"state": {}, "param_groups": opt.state_dict()["param_groups"]}
@@ -233,7 +233,7 @@ def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
         return read(*arguments)
 
     def long_step(*arguments):
-        time.sleep(0.1)  # what had begun before comes to its end
+        time.sleep(0.1)  # reads that had begun before the step finish
         before = len(copied)
         time.sleep(0.2)
         during.append(len(copied) - before)
@@ -244,7 +244,7 @@ def test_a_copy_rests_while_a_step_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(engine.bindings, "engine_finish", long_step)
     future = opt.save(tmp_path / "snap", wait=False)
     train(opt, params, 3, 4)
-    assert during[0] <= 1  # not the ten that it has time for
+    assert during[0] <= 1  # there was time for ten
     n = len(read_contents(tmp_path / "a" / "csd0").tiles)
     opt.close()
     assert future.done()
@@ -295,7 +295,7 @@ def test_two_snapshots_at_a_time(tmp_path, slow):
 
 @pytest.fixture
 def reflinks(monkeypatch):
-    """A file system that has them; counts."""
+    """Simulates a file system with reflinks, and counts them."""
     made = []
     ioctl = fcntl.ioctl
 
@@ -321,7 +321,7 @@ def test_reflinks_hold_up_nothing(tmp_path, reflinks, monkeypatch, shadow):
     future = opt.save(tmp_path / "snap", wait=False)
     assert len(reflinks) == 2
     before = state_of(opt, params)
-    train(opt, params, 3, 6)  # does not wait
+    train(opt, params, 3, 6)  # does not wait for the copy
     go.set()
     others, again = resumed(in_snapshot(future.result(60)))
     assert_same(state_of(again, others), before)
@@ -374,12 +374,12 @@ def test_failing_copy_leaves_nothing(tmp_path, monkeypatch, call, wait):
         with pytest.raises(CSDOSError, match="No space left") as caught:
             opt.save(tmp_path / "snap", wait=wait).result(60)
         opt._engine.committer.make_way()
-    if not wait and call != "ioctl":  # somebody who does not ask the future is told all the same
+    if not wait and call != "ioctl":  # a caller that ignores the future is warned
         assert any("was not saved" in str(w.message) for w in warned)
     assert caught.value.errno == errno.ENOSPC
     assert str(tmp_path / "snap") in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
-    train(opt, params, 3, 6)  # nothing waits for it
+    train(opt, params, 3, 6)  # nothing waits for the failed copy
     opt.close()
     assert before["weight"]["step"] == 3
 

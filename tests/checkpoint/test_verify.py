@@ -1,4 +1,4 @@
-"""Damage is found, and named by device, section, tile and element."""
+"""Damage is detected and reported with device, section, tile and elements."""
 
 import json
 import os
@@ -134,7 +134,7 @@ def test_verify_sees_devices_that_do_not_belong_together(tmp_path, run, store):
     _, opt = make(tmp_path / "b", 3)
     opt.close()
     devices = places(tmp_path / "b", 3)
-    assert run("verify", devices[1])[0] == 0  # one by itself may be looked at
+    assert run("verify", devices[1])[0] == 0  # a single device may be verified
     assert run("verify", *devices, store)[0] == 0
     code, out, _ = run("verify", *devices[:2])
     assert code == 1

@@ -1,4 +1,4 @@
-"""The 8-bit code of AdamW's states: what is promised of a single element, and of what chance makes of many."""
+"""The 8-bit codec of AdamW's states: guarantees for single elements, and statistics of stochastic rounding."""
 
 import itertools
 
@@ -15,7 +15,7 @@ UINT32 = 1 << 32
 
 
 def blank(n, dtype, amsgrad=False):
-    """Codes of n elements, all zero: a new state."""
+    """Codes of n elements, all zero, as in a new state."""
     groups = -(-n // GROUP)
     codes = [torch.zeros(groups * GROUP, dtype=dtype)]
     codes += [torch.zeros(groups * GROUP, dtype=torch.uint8) for _ in range(2 + (dtype != torch.float32))]
@@ -51,7 +51,7 @@ def key_of(step, element=0):
 
 
 def train(codes, dtype, steps, grads, first=1, **options):
-    """Steps on codes, `isa` the best there is; returns the parameter."""
+    """Takes steps on codes, with the best instruction set unless told otherwise; returns the parameter."""
     param = torch.empty(len(codes[0]), dtype=dtype)
     for step in range(first, first + steps):
         grad = grads(step) if callable(grads) else grads
@@ -63,7 +63,7 @@ def train(codes, dtype, steps, grads, first=1, **options):
 
 
 def test_roots():
-    """Test vectors, to nearest: the group's exponent is that of its maximum, 1.875."""
+    """Test vectors, rounded to nearest: the group's exponent is that of its maximum, 1.875."""
     roots = torch.tensor([1.875, 1.0, 0.7, 2.0**-14, 5e-5, 1e-9, 0.0])
     codes = encoded(torch.zeros(7), torch.zeros(7), roots.square(), torch.float32)
     ratio, root, exponent = codes[1:]
@@ -115,7 +115,7 @@ def test_masters(dtype, master, param, correction):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", AVAILABLE)
 def test_every_code_is_kept(isa, dtype):
-    """Decoded and encoded to nearest, all codes come back: who only looks at states changes nothing."""
+    """All codes survive decoding and encoding to nearest, so reading states changes nothing."""
     root, ratio = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
     for exponent in (90, 91, 127, 190):
         codes = blank(1 << 16, dtype)
@@ -125,7 +125,7 @@ def test_every_code_is_kept(isa, dtype):
         if dtype != torch.float32:
             codes[0].view(torch.uint16)[:] = torch.arange(1 << 16).to(torch.uint16)
             codes[1][:] = ratio.flatten().to(torch.uint8)
-        # In each group its largest root, so that the exponent stays; none that only a moment of inf or nan has.
+        # Each group has the largest root, so that the exponent stays; but not 255, which only inf or nan moments have.
         codes[-2].view(-1, GROUP)[:, 0] = 254
         before = decoded(codes, 1 << 16, dtype, isa)
         again = blank(1 << 16, dtype)
@@ -136,14 +136,14 @@ def test_every_code_is_kept(isa, dtype):
         after = decoded(again, 1 << 16, dtype, isa)
         assert torch.equal(after[1].nan_to_num(), before[1].nan_to_num())
         assert torch.equal(after[2], before[2])
-        # A tie is not stored: its neighbour is. An inf or nan has no correction.
+        # Ties do not come back: their neighbour is stored instead. An inf or nan has no correction.
         ties = torch.zeros_like(finite) if dtype == torch.float32 else codes[1] == 128
         assert torch.equal(after[0][finite & ~ties], before[0][finite & ~ties])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_parameter_is_its_rounded_master(dtype):
-    """As torch rounds; by chance, and to nearest."""
+    """The parameter is the master as torch rounds it, after encoding to nearest and after stochastic steps."""
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(0, 1 << 31, (1 << 20,), generator=generator, dtype=torch.int64).to(torch.int32)
     master = torch.where(torch.arange(1 << 20) % 2 == 0, 1, -1) * bits.view(torch.float32)
@@ -160,18 +160,18 @@ def test_a_parameter_is_its_rounded_master(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_master_keeps_the_parameter_that_it_came_with(dtype):
-    """Rounding it by itself would now and then give the neighbour."""
+    """Rounding the decoded master would sometimes give the parameter's neighbour."""
     generator = torch.Generator().manual_seed(2)
     master = torch.rand(1 << 18, generator=generator) * 2.0 ** torch.randint(-8, 8, (1 << 18,), generator=generator)
     codes = encoded(master, torch.zeros_like(master), torch.zeros_like(master), dtype)
     assert torch.equal(codes[0], master.to(dtype))
     assert not (codes[1] == 128).any()
-    # Half a unit of the correction, and one more where the parameter is not what rounding the code would give.
+    # The error is half a unit of the correction, plus one unit where rounding the code would give another parameter.
     unit = {torch.float16: 2.0**-18, torch.bfloat16: 2.0**-15}[dtype]
     found = decoded(codes, len(master), dtype)[0]
     torch.testing.assert_close(found, master, rtol=1.5 * unit, atol=1.5 * 2.0**-32)
     assert ((found - master).abs() > 0.51 * unit * master + 2.0**-33).float().mean() < 0.005
-    # Another one is nobody's: the parameter goes with the master.
+    # A master that does not fit the parameter changes it: the parameter becomes the rounded master.
     encode("scalar", [master * 1.5, None, None, None], dtype, codes)
     assert torch.equal(codes[0], decoded(codes, len(master), dtype)[0].to(dtype))
     torch.testing.assert_close(decoded(codes, len(master), dtype)[0], master * 1.5, rtol=1.5 * unit, atol=2.0**-31)
@@ -179,7 +179,7 @@ def test_a_master_keeps_the_parameter_that_it_came_with(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_with_its_element(dtype):
-    """As with AdamW: its neighbours are as they would have been."""
+    """As with AdamW, a non-finite element leaves its neighbours as they would have been."""
     grad = torch.linspace(-1, 1, 200)
     wild = grad.clone()
     wild[10], wild[70], wild[71] = torch.inf, torch.nan, 1e30
@@ -252,7 +252,7 @@ def test_instruction_sets_agree(dtype, grad_dtype, rule):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_how_a_parameter_is_cut(dtype):
-    """Into pieces of whole groups, each with the chance of its elements."""
+    """Cut into pieces of whole groups, each element is rounded with the same random bits."""
     n = 1000
     grad = torch.randn(n, generator=torch.Generator().manual_seed(5))
     whole, parts = (random_codes(n, dtype, False) for _ in range(2))
@@ -289,11 +289,11 @@ def test_max_exp_avg_sq_keeps_its_code_until_it_grows():
     torch.testing.assert_close(largest.sqrt(), square.sqrt(), rtol=0.1, atol=0)
 
 
-# ---- chance ---------------------------------------------------------------------------
+# ---- stochastic rounding --------------------------------------------------------------
 
 
 def test_chance_is_fair():
-    """The mean of what an element becomes is what it was: over the steps, whatever its number."""
+    """Stochastic rounding is unbiased for every element: its mean over the steps is the exact value."""
     steps, n = 4096, 64 * 4
     generator = torch.Generator().manual_seed(6)
     master = torch.rand(n, generator=generator) + 0.5
@@ -303,7 +303,7 @@ def test_chance_is_fair():
     again = [torch.zeros(n, dtype=torch.float64) for _ in range(3)]
     start = encoded(master, exp_avg, square, torch.bfloat16)
     begin = decoded(start, n, torch.bfloat16)
-    # One step that lets all states fall a little, off the grid: as fp32 they are the same every time.
+    # One step that lets all states decay a little, off the grid; in fp32 the result is the same every time.
     constants = hyper(lr=1e-4, betas=(0.97, 0.99), weight_decay=0.3)
     b1, b2 = (np.float32(0.97), np.float32(0.99))
     wanted_root = (begin[2].double() * float(b2)).sqrt()
@@ -317,7 +317,7 @@ def test_chance_is_fair():
             constants, AVAILABLE[-1], torch.zeros(n), codes, torch.empty(n, dtype=torch.bfloat16), key_of(step)
         )
         w, m, v = (s.double() for s in decoded(codes, n, torch.bfloat16))
-        # The ratio is drawn to what the root became: their product is exp_avg, and that is fair.
+        # The ratio is rounded relative to the rounded root: their product, exp_avg, is what is unbiased.
         for i, value in enumerate([w, m, v.sqrt()]):
             total[i] += value
             again[i] += value.square()
@@ -331,7 +331,7 @@ def test_chance_is_fair():
 
 
 def test_small_updates_add_up():
-    """Rounded to nearest, a parameter of bf16 would not move at all, nor would a master of 24 bits move all the way."""
+    """With rounding to nearest, a bf16 parameter would not move at all, and a 24-bit master not all the way."""
     n, lr = 4096, 3e-7
     generator = torch.Generator().manual_seed(7)
     master = (torch.rand(n, generator=generator) + 0.5).bfloat16().float()
@@ -343,7 +343,7 @@ def test_small_updates_add_up():
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)])
 def test_exp_avg_sq_falls_as_fast_as_gradients_do(betas):
-    """Rounded to nearest it could not: a step is less than half a code."""
+    """With rounding to nearest it could not: a step is less than half a code."""
     n = 4096
     generator = torch.Generator().manual_seed(8)
     grads = [torch.randn(n, generator=generator) for _ in range(64)]
@@ -358,7 +358,7 @@ def test_exp_avg_sq_falls_as_fast_as_gradients_do(betas):
 
 
 def test_a_weight_whose_gradient_stays_away_stands_still():
-    """No root is zero where there was a gradient: a moment divided by eps would throw the weight across the room."""
+    """A root never becomes zero once there was a gradient: dividing by eps alone would move the weight very far."""
     n, lr, silent = 128, 1e-3, slice(20, 40)
     generator = torch.Generator().manual_seed(9)
     start = torch.rand(n, generator=generator)
@@ -384,6 +384,6 @@ def test_unknown_codes_are_refused():
     with pytest.raises(ValueError, match="no such codes"):
         encode("scalar", [torch.ones(64), None, None, None], torch.bfloat16, blank(64, torch.float32))
     codes = blank(64, torch.float32)
-    for rule in {*RULES} - {"adamw", "adam"}:  # peaks are missing, or what codes are of
+    for rule in {*RULES} - {"adamw", "adam"}:  # amsgrad's need peaks, others have no codes
         with pytest.raises(ValueError, match="no codes for update rule"):
             update_codes(hyper(rule=rule), "scalar", torch.ones(64), codes, torch.empty(64), 0)

@@ -1,6 +1,6 @@
-"""Top-K in torch: what is sent, what is kept for later, how it is packed.
+"""Top-K in torch: which elements are sent, the residual, and how entries are packed.
 
-Oracle: the same rules once more in NumPy, on the bits, with a stable sort. Everything is compared bit for bit.
+Oracle: the same rules implemented in NumPy, on the bits, with a stable sort. Everything is compared bit for bit.
 """
 
 import functools
@@ -48,7 +48,7 @@ def bits_of(t):
 
 
 def wide(t):
-    """fp32 in NumPy; exact."""
+    """The exact values as fp32 in NumPy."""
     return t.float().numpy()
 
 
@@ -82,13 +82,13 @@ def oracle_rounded(grad, residual, scale, dtype):
 
 
 def oracle_select(bits, k):
-    magnitudes = (bits & 0x7FFF).astype(np.int16)  # which NumPy sorts by radix
+    magnitudes = (bits & 0x7FFF).astype(np.int16)  # NumPy uses radix sort for 16 bits
     order = np.argsort(-magnitudes, kind="stable")[:k]
     return np.sort(order[magnitudes[order] > 0])
 
 
 def lowbias32(x):
-    """For Python's integers: github.com/skeeto/hash-prospector has it in C."""
+    """lowbias32 for Python integers; github.com/skeeto/hash-prospector has it in C."""
     x = (x ^ x >> 16) * 0x7FEB352D % (1 << 32)
     x = (x ^ x >> 15) * 0x846CA68B % (1 << 32)
     return x ^ x >> 16
@@ -96,7 +96,7 @@ def lowbias32(x):
 
 @functools.cache
 def chances(first, n, step):
-    i = np.arange(first, first + n, dtype=object)  # of any size
+    i = np.arange(first, first + n, dtype=object)  # Python integers, which do not overflow
     return (lowbias32((i + step * 0x9E3779B9) % (1 << 32)) % (1 << 16)).astype(np.uint64)
 
 
@@ -187,7 +187,7 @@ def test_select(n, dtype):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_select_of_anything(seed):
-    """Random sizes, numbers of different values, zeros, runs of large ones."""
+    """Random sizes, numbers of distinct values, zeros, runs of large values."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 1 << 17))
     values = rng.standard_normal(n) * rng.choice([1, 30, 1e-6])
@@ -208,7 +208,7 @@ def test_rows_are_selected_each_by_itself(dtype):
         assert torch.equal(select(values, k), torch.stack([select(row, k) for row in values]))
 
 
-# ---- what is not sent --------------------------------------------------------------------
+# ---- residuals ---------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(together=2)
@@ -232,7 +232,7 @@ def test_feed_back(n, first, step, grad_dtype, dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_nothing_is_lost(grad_dtype, dtype):
-    """What was sent and what is owed is what was given, but for the residual's rounding in each step."""
+    """Sent values plus residual equal the sum of the gradients, except for the residual's rounding in each step."""
     n, steps = 40_001, 50
     residual = torch.zeros(n, dtype=torch.bfloat16)
     given, sent_so_far, allowed = (torch.zeros(n, dtype=torch.float64) for _ in range(3))
@@ -245,16 +245,16 @@ def test_nothing_is_lost(grad_dtype, dtype):
         exact_scale = float(np.float32(scale))
         given += grad.double() * exact_scale
         sent_so_far[sent] += values[sent].double() * exact_scale
-        # bf16 to its last place; the fp32 sums before it to a few.
+        # Allowed error: the last place of bf16, and a few last places of the fp32 sums before it.
         allowed += residual.double().abs() * 2.0**-7 + (grad.double() * exact_scale).abs() * 2.0**-21
     lost = given - sent_so_far - residual.double()
     assert lost.abs().sub(allowed).max() <= 0
-    assert lost.abs().mean() < 0.15 * allowed.mean()  # at random: it does not add up
-    assert (sent_so_far != 0).float().mean() > 0.6  # though each step sent 2 %
+    assert lost.abs().mean() < 0.15 * allowed.mean()  # stochastic errors do not add up
+    assert (sent_so_far != 0).float().mean() > 0.6  # although each step sent only 2 %
 
 
 def test_small_gradients_add_up():
-    """Each is less than half of the last place of what is owed already."""
+    """Each is less than half a unit in the last place of the residual to which it is added."""
     n, steps, each = 4096, 1000, 1e-3
     grad, residual = torch.full((n,), each), torch.ones(n, dtype=torch.bfloat16)
     nothing = grad.bfloat16(), torch.zeros(n, dtype=torch.bool)
@@ -275,11 +275,11 @@ def test_where_all_is_sent_only_the_rounding_is_owed():
     assert residual.count_nonzero() > 900
 
 
-# ---- what travels ---------------------------------------------------------------------------
+# ---- packing --------------------------------------------------------------------------------
 
 
 def unpack(packed, tile_elems):
-    """Reads entries as native/include/csd_kernel.h describes them, and insists on each of its words."""
+    """Reads entries as native/include/csd_kernel.h describes them, and asserts every rule there."""
     words, at, found = packed.numpy().view(np.uint32).tolist(), 0, {}
     for first in range(0, tile_elems, 65536):
         n, last = words[at], -1
@@ -295,7 +295,7 @@ def unpack(packed, tile_elems):
 
 
 def packed(values, sent, k, tile_elems, tile_first=0):
-    """The entries of some tiles, a row of `values` each, as they would be pushed."""
+    """The entries of some tiles, one row of `values` per tile, in the form in which they are pushed."""
     rows = pack([listed(values, sent, k, tile_first, tile_elems)], len(values), tile_elems)
     assert rows.dtype is torch.int32
     return [row[: int(row[-1])] for row in rows]
@@ -326,7 +326,7 @@ def test_pack(tile_elems, dtype):
 
 @pytest.mark.parametrize("tile_elems", [1024, 66560, 3 << 16])
 def test_rows_are_packed_each_by_itself(tile_elems):
-    """Whatever is sent of each: all, none, as many as may be, fewer."""
+    """Rows from which all elements, none, `k` or fewer are sent."""
     k = tile_elems // 10
     grads = [grad for _, grad in kinds(tile_elems, torch.float16)]
     values = torch.stack([rounded(grad, None, 1.0, torch.float16) for grad in grads])
@@ -339,7 +339,7 @@ def test_rows_are_packed_each_by_itself(tile_elems):
 
 
 def test_parts_of_a_tile_are_packed_together():
-    """In any order, and with values of any kind."""
+    """Parts in any order, with any values."""
     tile_elems, parts = 70_000, [(60_000, 9_000), (0, 500), (1_000, 59_000)]
     lists, expected = [], {}
     for i, (first, n) in enumerate(parts):

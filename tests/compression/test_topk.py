@@ -1,6 +1,6 @@
 """Top-K and error feedback. Oracle: the definitions of docs/topk.md in plain torch, then torch.optim.AdamW.
 
-What is sent and what is owed: every bit. States and parameters: as in test_adamw.py.
+Sent values and residuals are compared bit for bit, states and parameters as in test_adamw.py.
 """
 
 import copy
@@ -26,14 +26,14 @@ INF_BITS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 
 def selected(values, k):
     """Indices of the k largest magnitudes of 16-bit values: ties by index, zeros never, nan above all."""
-    bits = values.view(torch.int16).numpy() & 0x7FFF  # sorted by radix, having 16 bits
+    bits = values.view(torch.int16).numpy() & 0x7FFF  # radix sort, as they have 16 bits
     bits = np.minimum(bits, INF_BITS[values.dtype] + 1)
     chosen = np.sort(np.argsort(-bits, kind="stable")[:k])
     return torch.from_numpy(chosen[bits[chosen] > 0])
 
 
 def rounded_at_random(x, first, step):
-    """fp32 to bf16: with a hash of element and step added below what is kept."""
+    """Rounds fp32 to bf16 stochastically: adds a hash of element and step to the 16 bits that are cut off."""
     h = (np.arange(first, first + len(x), dtype=np.uint64) + step * 0x9E3779B9).astype(np.uint32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         h = (h ^ h >> np.uint32(shift)) * np.uint32(factor)
@@ -43,7 +43,7 @@ def rounded_at_random(x, first, step):
 
 
 def owed_and_sent(grad, residual, scale, dtype, k, first=0, step=1):
-    """Of one part: what is sent of it (dense, 16 bits), and the new residual."""
+    """For one part: the sent values (dense, 16 bits), and the new residual."""
     scale = torch.tensor(scale, dtype=torch.float32)
     owed = grad.float() if residual is None else grad.float() + residual.float() * (1 / scale)
     largest = torch.finfo(dtype).max
@@ -55,7 +55,7 @@ def owed_and_sent(grad, residual, scale, dtype, k, first=0, step=1):
 
 
 class Oracle:
-    """AdamW over fp32 copies of `opt`'s parameters, whose gradients are those that Top-K sends."""
+    """AdamW on fp32 copies of `opt`'s parameters, with the gradients that Top-K sends."""
 
     def __init__(self, opt, share, *, feedback=True, entry_dtype=None, **kwargs):
         self.opt, self.share, self.feedback, self.entry_dtype = opt, share, feedback, entry_dtype
@@ -69,7 +69,7 @@ class Oracle:
         return self.share if p.dim() >= 2 and p.numel() >= 4096 else 1.0
 
     def step(self, scale=1.0):
-        """After a step of `opt`, with the gradients that it had. `scale`: what they are multiplied by."""
+        """Call this after a step of `opt`; takes the same gradients. `scale`: the factor applied to them."""
         engine, bounds = self.opt._live_engine, self.opt._state_map.by_index
         self.sent_elems = 0
         for p, reference in self.copies.items():
@@ -93,7 +93,7 @@ class Oracle:
         self.adamw.step()
 
     def check(self):
-        """Of codes what is owed alone: their states are not AdamW's to the last bits."""
+        """Compares with `opt`. With 8-bit states only residuals and parameters: the states are not AdamW's."""
         for p in self.copies:
             state = self.opt.state[p]
             if self.feedback and self.share_of(p) < 0.5:
@@ -109,7 +109,7 @@ class Oracle:
 
 
 def parameters(dtype=torch.float32):
-    """Matrices over several tiles, one that goes dense for its size, one for its dimensions."""
+    """Matrices over several tiles, one that is sent dense because of its size, one because of its dimensions."""
     shapes = [(64, 65), (7,), (101, 97), (3, 3), (8192,)]
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
@@ -125,7 +125,7 @@ def make(devices, dtype=torch.float32, **kwargs):
 
 
 def image(opt):
-    """Everything that a step changes, to the bit."""
+    """Copies of everything that a step changes, for bitwise comparison."""
     state = [opt.state[p][key].clone() for p in params_of(opt) for key in sorted(opt.state[p])]
     return [p.detach().clone() for p in params_of(opt)] + state
 
@@ -190,14 +190,14 @@ def test_maximize(devices):
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_travel_in_grad_dtype(devices, dtype, grad_dtype):
-    """And share tiles with dense gradients that travel as images, being rounded."""
+    """They share tiles with dense gradients that are sent as images, because these have to be rounded."""
     opt = make(devices, dtype, grad_dtype=grad_dtype)
     entry = next((d for d in (grad_dtype, dtype) if d in HALVES), torch.bfloat16)
     oracle = Oracle(opt, 0.01, entry_dtype=entry, lr=1e-2)
     for _ in range(3):
         set_grads(params_of(opt))
         for p in params_of(opt):
-            p.grad = p.grad.to(grad_dtype).to(dtype)  # so that dense ones lose nothing
+            p.grad = p.grad.to(grad_dtype).to(dtype)  # so that dense gradients are not changed by rounding
         opt.step()
         oracle.step()
     oracle.check()
@@ -229,7 +229,7 @@ def test_all_entries_are_all_gradients(devices, dtype):
             set_grads(params_of(opt))
             large = [b for b in opt._state_map.by_index if b.param.dim() == 2 and b.param.numel() > 4096]
             for bound in large if owes else ():
-                opt._state_map.add_residual(opt._live_engine, bound)  # nothing, but sent as if it were something
+                opt._state_map.add_residual(opt._live_engine, bound)  # zeros, but then all is sent as entries
             opt.step()
             sent_as_entries = opt.stats()["push_bytes"] > 4 * sum(b.numel for b in large)
             assert not large or sent_as_entries == owes
@@ -239,7 +239,7 @@ def test_all_entries_are_all_gradients(devices, dtype):
 
 
 def test_no_two_ways_of_computing_differ(monkeypatch):
-    """Instruction sets, threads, tiles of several devices: the same tiles give the same bits."""
+    """Instruction sets, numbers of threads and of devices: the same tiles give the same bits."""
     images, used = [], bindings.isa_used()
     try:
         for isa in bindings.isas():
@@ -286,7 +286,7 @@ def test_gradients_of_few_values(devices, kind):
             g[torch.randperm(len(g))[:100]] = torch.randn(100)
         elif kind == "one":
             g.fill_(-1.0)
-        elif kind == "sample":  # all large ones where a regular sample looks
+        elif kind == "sample":  # all large values at the positions of a regular sample
             g = torch.rand(g.shape)
             g[(torch.arange(4096) * len(g)) // 4096] += 100
         params[0].grad = g.view(300, 400)
@@ -311,7 +311,7 @@ def test_nonfinite_gradients_are_sent_first_and_counted(devices):
 
 @pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_what_is_finite_stays_finite_on_the_link(devices):
-    """A residual may take a gradient beyond fp16: that is sent as the largest there is, and the rest is owed."""
+    """Gradient plus residual may exceed fp16: the largest finite value is sent, and the rest stays in the residual."""
     p = torch.zeros(64, 128, dtype=torch.float16, requires_grad=True)
     opt = CSDAdam([p], lr=1e-3, devices=devices, topk=1 / 8192, tile_size=8192)
     p.grad = torch.full_like(p, 60000)
@@ -327,19 +327,19 @@ def test_what_is_finite_stays_finite_on_the_link(devices):
 
 @pytest.mark.fp32_states("what is written to states is rounded to codes")
 def test_nothing_is_lost_but_time():
-    """A steady gradient arrives as a whole: what was sent and what is owed add up to what was given."""
+    """A constant gradient arrives completely: sent values and residual add up to the sum of the gradients."""
     p = torch.zeros(100, 100, requires_grad=True)
     opt = CSDAdam([p], lr=0.0, betas=(0.0, 0.0), devices="ram:", topk=0.01)
     g, arrived = torch.randn(100, 100), torch.zeros(100, 100)
     for _ in range(300):
         p.grad = g.clone()
         opt.step()
-        arrived += opt.state[p]["exp_avg"]  # beta1 is zero: what the device got
+        arrived += opt.state[p]["exp_avg"]  # beta1 is zero: this is what the device received
     owed = opt.state[p]["residual"].float()
     lost = arrived + owed - 300 * g
-    assert abs((lost * g.sign()).sum() / (300 * g.abs()).sum()) < 1e-3  # rounding takes as often as it gives
-    assert lost.abs().max() < 15  # of some hundreds: what is owed is up to 100, in units of a half
-    assert arrived.count_nonzero() > 5000  # many more than one percent had their turn
+    assert abs((lost * g.sign()).sum() / (300 * g.abs()).sum()) < 1e-3  # rounding is unbiased
+    assert lost.abs().max() < 15  # out of hundreds: residuals reach 100, where bf16 has steps of 0.5
+    assert arrived.count_nonzero() > 5000  # over the steps, far more than one percent were sent
 
 
 # ---- torch's ways of stepping ------------------------------------------------------------
@@ -378,14 +378,14 @@ def test_an_undone_step_owes_nothing_new(backend, devices, monkeypatch):
         opt.step()
     monkeypatch.undo()
     after = image(opt)
-    if backend == "ram":  # states in memory alone cannot go back
+    if backend == "ram":  # in memory there is one copy of the states, so a step cannot be undone
         owed = [i for i, t in enumerate(before) if t.dtype is torch.bfloat16]
         before, after = ([images[i] for i in owed] for images in (before, after))
     assert same(before, after)
 
 
 class Scaler:
-    """What GradScaler sets around step()."""
+    """Sets the attributes that GradScaler sets around step()."""
 
     def __init__(self, opt):
         self.opt = opt
@@ -400,7 +400,7 @@ class Scaler:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_loss_scale_that_changes(devices, dtype):
-    """The residual is in the units of the update; gradients come scaled, today so and tomorrow so."""
+    """The residual is in the units of the update, so the gradients' scale may change from step to step."""
     opt = make(devices, dtype)
     oracle = Oracle(opt, 0.01, lr=1e-2)
     for scale in (1024.0, 512.0, 512.0, 4.0, 2048.0):
@@ -423,7 +423,7 @@ def test_a_skipped_step_changes_nothing(devices):
 
 
 def test_clipping(devices):
-    """By the norm of the gradients as they are, before anything is added or left out."""
+    """Clipping uses the norm of the original gradients, before residuals are added and elements are left out."""
     opt = make(devices, max_grad_norm=1.0)
     oracle = Oracle(opt, 0.01, lr=1e-2)
     for step in range(5):
@@ -449,7 +449,7 @@ def test_a_scale_of_zero_leaves_residuals_alone(devices):
 
 
 def test_strides(devices):
-    """What is owed lies as the states do, whatever order gradients and parameters have."""
+    """The residual has the states' memory order, whatever order gradients and parameters have."""
     images = []
     for strided in (False, True):
         torch.manual_seed(0)
@@ -518,7 +518,7 @@ def test_giving_up_what_many_are_owed_looks_at_the_state_once(monkeypatch):
     assert not any("residual" in opt.state[p] for p in params_of(opt))
 
 
-# ---- who goes sparse, and when -----------------------------------------------------------
+# ---- which parameters are sparse, and when -----------------------------------------------
 
 
 def test_groups_decide_for_all_they_have(devices):
@@ -529,8 +529,8 @@ def test_groups_decide_for_all_they_have(devices):
     opt.step()
     assert [("residual" in opt.state[p]) for p in (a, b, c, d)] == [True, False, True, True]
     large = {p: (opt.state[p]["residual"].float() - p.grad).abs() < p.grad.abs() / 100 for p in (a, c, d)}
-    assert [int(large[p].sum()) for p in (a, c, d)] == [4096 - 41, 3072, 3750]  # those that were not sent
-    opt.param_groups[1]["topk"] = 0.5  # read every step; from a half on all go dense
+    assert [int(large[p].sum()) for p in (a, c, d)] == [4096 - 41, 3072, 3750]  # elements that were not sent
+    opt.param_groups[1]["topk"] = 0.5  # read every step; from 0.5 on all are sent dense
     opt.param_groups[0]["topk"] = None
     set_grads([a, b, c, d])
     opt.step()
@@ -551,7 +551,7 @@ def test_dense_again_sends_what_is_owed(devices):
     arrived = opt.state[p]["exp_avg"]
     was_sent = (arrived - second).abs() < 0.02 * (first.abs() + second.abs())
     assert torch.allclose(arrived[~was_sent], (first + second)[~was_sent], rtol=0.02, atol=0.02)
-    assert 90 < was_sent.sum() < 400  # one percent; in some of the others there was little to be owed
+    assert 90 < was_sent.sum() < 400  # one percent, and some others that had hardly any residual
     assert "residual" not in opt.state[p]
     third = torch.randn(100, 100)
     p.grad = third
@@ -593,7 +593,7 @@ def test_the_schedule_of_the_warmup():
         return ratios([torch.empty(64, 64)], np.array([False]), [0], [{}], np.array([step]), topk, warmup)[0]
 
     assert [share(t) for t in (1, 10)] == [0, 0]  # dense
-    assert share(11) == 0  # 0.01 ** 0.1 = 0.63: still
+    assert share(11) == 0  # 0.01 ** 0.1 = 0.63: still dense
     assert share(15) == pytest.approx(0.1)
     assert share(20) == share(21) == share(10**6) == pytest.approx(0.01)
 
@@ -634,7 +634,7 @@ def test_a_group_that_goes_wrong_later_is_refused_before_anything_changes(device
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_on_the_link(devices, dtype):
-    """At 1 % an element costs at most 0.045 bytes, in tiles as large as they are for large models."""
+    """At 1 % an element costs at most 0.045 bytes, with tiles of the size that large models have."""
     p = torch.randn(1024, 1024).to(dtype).requires_grad_()
     opt = CSDAdam([p], devices=devices, topk=0.01, tile_size=1 << 20)
     p.grad = torch.randn(1024, 1024).to(dtype)
@@ -663,7 +663,7 @@ def test_a_step_leaves_no_entries_in_memory():
             opt.step()
         counts = libc.mallinfo2().counts
         in_use.append(counts[4] + counts[7])  # hblkhd, uordblks
-    assert in_use[1] - in_use[0] < 1 << 20  # of 1.7 MB
+    assert in_use[1] - in_use[0] < 1 << 20  # the entries take 1.7 MB
 
 
 # ---- the state -----------------------------------------------------------------------------
@@ -708,7 +708,7 @@ def test_adamw_takes_our_state_and_we_take_adamws():
     state = copy.deepcopy(adamw.state_dict())
     for entry in state["state"].values():
         entry.pop("residual", None), entry.pop("master", None)
-    opt.load_state_dict(state)  # nothing is owed any more
+    opt.load_state_dict(state)  # now there are no residuals
     assert all(not opt.state[p]["residual"].any() for p in params_of(opt) if "residual" in opt.state[p])
     set_grads(params_of(opt))
     opt.step()
@@ -750,11 +750,11 @@ def test_a_residual_is_taken_in_where_there_was_none(devices):
     opt.step()
     opt.state[p]["residual"] = torch.ones(64, 64)
     opt.step()
-    assert torch.equal(opt.state[p]["exp_avg"], torch.ones(64, 64))  # the gradient that was owed
+    assert torch.equal(opt.state[p]["exp_avg"], torch.ones(64, 64))  # the gradient that was in the residual
 
 
 def test_complex_parameters_are_owed_nothing():
-    """Of a state dict that says otherwise the engine would read beyond the residual: they have twice the elements."""
+    """With a residual from a state dict, the engine would read past its end: they have twice as many values."""
     p = torch.zeros(80, 80, dtype=torch.complex64, requires_grad=True)
     opt = CSDAdam([p], devices="ram:")
     set_grads([p])
@@ -769,7 +769,7 @@ def test_complex_parameters_are_owed_nothing():
 
 
 def entries(*blocks):
-    """Blocks of (index, value) as csd_kernel.h lays them out."""
+    """Blocks of (index, value) in the layout of csd_kernel.h."""
     words = []
     for block in blocks:
         block = [len(block), *(i | v << 16 for i, v in block)]
@@ -778,7 +778,7 @@ def entries(*blocks):
 
 
 def push_entries(opt, words):
-    """A step whose gradients come as entries, from outside."""
+    """Takes a step whose gradients are the given entries."""
     engine = opt._live_engine
     params = params_of(opt)
     table = np.zeros(engine.n_params, bindings.PARAM)
@@ -842,7 +842,7 @@ def test_malformed_entries_are_refused(pushed, words):
     with pytest.raises(CSDError, match=r"entries of tile 0 are malformed|has not done what it was told"):
         push_entries(pushed, words)
     assert same(before, image(pushed))
-    push_entries(pushed, entries([(0, ONE)], []))  # and goes on
+    push_entries(pushed, entries([(0, ONE)], []))  # the next step works
 
 
 def test_entries_and_no_sparse_parameter(pushed):

@@ -1,6 +1,6 @@
-"""state_dtype="8bit": what users see of it. Single codes: tests/compression/test_codec.py; stores: store/test_codes.py.
+"""state_dtype="8bit", seen by users. Single codes: tests/compression/test_codec.py; stores: tests/store/test_codes.py.
 
-The suites that compare CSDAdam with CSDAdam run on 8-bit states as they are: pytest --state-dtype 8bit.
+The suites that compare CSDAdam with itself also run unchanged on 8-bit states: pytest --state-dtype 8bit.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ TILE = 4096
 
 
 def parameters(*dtypes, seed=0):
-    """Over several tiles, with whole groups of 64 and others."""
+    """Parameters over several tiles; some lengths are multiples of the group size 64, others are not."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(90, 70), (64,), (3,), (), (0, 4), (5000,)]
     return [
@@ -93,7 +93,7 @@ def test_without_decay_adam_is_adamw():
 
 @pytest.mark.parametrize("tile_size", [8192, 1 << 16, None])
 def test_bits_do_not_depend_on_the_tiles(tile_size):
-    """Nor on which parameters lie beside each other, nor on when one is made."""
+    """Nor on which parameters are neighbours in a tile, nor on when a parameter joins."""
     whole = adam(parameters(torch.bfloat16))
     cut = adam(parameters(torch.bfloat16)[::-1], ["file:", "file:"], tile_size=tile_size)
     train(whole, 1)
@@ -119,7 +119,7 @@ def test_a_parameter_without_gradient_keeps_every_bit():
 
 @pytest.mark.parametrize("devices", ["file:", ["ram:", "file:", "file:"]], ids=str)
 def test_groups_mix(devices):
-    """8-bit states and others in one optimizer: each as it would be alone."""
+    """8-bit and fp32 states in one optimizer: each group gets the same bits as in an optimizer of its own."""
     ours, alone = parameters(torch.bfloat16, torch.float32), parameters(torch.bfloat16, torch.float32)
     half = len(ours) // 2
     mixed = adam([{"params": ours[:half]}, {"params": ours[half:], "state_dtype": "fp32"}], devices)
@@ -135,7 +135,7 @@ def test_groups_mix(devices):
 
 
 def in_other_orders(dtype):
-    """Parameters that are not contiguous, and contiguous ones with the same elements in the same order of memory."""
+    """Parameters that are not contiguous, and contiguous ones with the same elements in the same memory order."""
     by_rows, image, wide = (p.detach() for p in parameters(dtype)[:1] + parameters(dtype, seed=1)[:2])
     image = image.reshape(9, 10, 10, 7)
     wide = torch.stack([wide, wide], 1).repeat(30, 1)
@@ -148,7 +148,7 @@ def in_other_orders(dtype):
 
 
 def as_contiguous(t):
-    """What `in_other_orders` has of a parameter, or of its state, in the order of the contiguous one."""
+    """A parameter from `in_other_orders`, or its state, permuted to the order of its contiguous counterpart."""
     return t.permute(0, 2, 3, 1) if t.dim() == 4 else t.t()
 
 
@@ -173,7 +173,7 @@ def assert_same_in_other_orders(opt, other):
 @pytest.mark.parametrize("options", [{}, {"grad_dtype": torch.bfloat16}, {"topk": 0.1}], ids=lambda o: "".join(o))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_that_are_not_contiguous(dtype, options, tmp_path, monkeypatch):
-    """Transposed, channels last, with gaps: the bits of contiguous ones, whatever happens to them."""
+    """Transposed, channels last, with gaps: the same bits as contiguous ones, through edits, failures and resume."""
     ours, theirs = in_other_orders(dtype)
     opt, other = adam(ours, [str(tmp_path)], **options), adam(theirs, **options)
     train_in_other_orders(opt, other, 2)
@@ -182,12 +182,12 @@ def test_parameters_that_are_not_contiguous(dtype, options, tmp_path, monkeypatc
         for o, t in ((opt, p), (other, q)):
             o.state[t]["exp_avg"].mul_(0.5)
             o.state[t]["exp_avg_sq"] = o.state[t]["exp_avg_sq"] * 2
-    if "topk" not in options:  # what is owed is kept, and the next selection would be another
+    if "topk" not in options:  # the failed step would leave other residuals, and so another selection
         fail_a_step(opt, ours, 5, monkeypatch)
     for step in (2, 3):
         train_in_other_orders(opt, other, 1, step)
         for p in (*ours, *theirs):
-            p.data.mul_(0.5)  # which torch does not count
+            p.data.mul_(0.5)  # torch does not count this write
     train_in_other_orders(opt, other, 1, 4)
     assert_same_in_other_orders(opt, other)
     opt.close()
@@ -204,7 +204,7 @@ def by_a_closure(opt, step):
 
 
 def with_a_scaler(opt, step):
-    """An overflow first, which is skipped; then a loss that is scaled by a power of two."""
+    """First a step with an overflow, which is skipped; then a step with a loss scale that is a power of two."""
     params = [p for group in opt.param_groups for p in group["params"]]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**3)
     for overflow in (True, False):
@@ -239,7 +239,7 @@ def test_a_step_by_another_way_has_the_same_bits(how, options):
 
 
 def test_a_group_that_joins_late():
-    """While states of the others were edited, and are still to be written: as an optimizer of its own."""
+    """It joins while edited states of the other groups are still to be written; bits as in an optimizer of its own."""
     ours, alone = parameters(torch.bfloat16, torch.float32), parameters(torch.bfloat16, torch.float32)
     half = len(ours) // 2
     opt, apart = adam(ours[:half], ["file:", "ram:"]), [adam(alone[:half]), adam(alone[half:], amsgrad=True)]
@@ -264,7 +264,10 @@ def test_a_group_that_joins_late():
 
 @pytest.fixture
 def far(monkeypatch):
-    """As on a GPU: within this, the engine cannot reach what travels: with a `grad_dtype` of another dtype, all."""
+    """A context that simulates a GPU: the engine cannot reach parameters that have a GradSource.
+
+    With a `grad_dtype` other than their own, all parameters have one.
+    """
 
     @contextlib.contextmanager
     def here():
@@ -289,7 +292,7 @@ ANOTHER[torch.complex64] = torch.bfloat16
     ],
 )
 def test_bytes_of_a_step(dtype, amsgrad, read, written, how, far):
-    """The parameter is not read: the host has it, or the image does."""
+    """A step does not read the parameter from the drive: it is in host memory, or in the image."""
     n, tile = 1 << 20, 1 << 18
     p = torch.nn.Parameter(torch.zeros(n, dtype=dtype))
     grad_dtype = None if how == "in reach" else ANOTHER[dtype]
@@ -332,7 +335,7 @@ with CSDAdam([torch.nn.Parameter(torch.ones(64, dtype=dtype))], devices="ram:", 
     [("bfloat16", 3.078), ("float32", 2.016), pytest.param("float16", 3.078, marks=pytest.mark.soak)],
 )
 def test_memory_of_states_in_memory(dtype, each):
-    """The parameter is not kept a second time."""
+    """States in memory do not store the parameter a second time."""
     assert float(printed(RESIDENT, dtype)) == pytest.approx(each, abs=0.2)
 
 
@@ -358,7 +361,7 @@ def test_state_is_decoded_when_somebody_looks():
     assert entry.pop("residual", 7) == 7
     with pytest.raises(KeyError, match="residual"):
         entry.pop("residual")
-    assert opt._live_engine.decoded._states == {}  # nobody has looked yet
+    assert opt._live_engine.decoded._states == {}  # nothing was decoded yet
     master = entry["master"]
     assert master.dtype is torch.float32
     assert master.shape == params[0].shape
@@ -373,7 +376,7 @@ def test_state_is_decoded_when_somebody_looks():
 
 
 def test_what_was_decoded_is_let_go_of():
-    """By the next step. A tensor that somebody keeps is that of the step before."""
+    """The next step frees it. A tensor that the user keeps still holds the values of the step before."""
     params = parameters(torch.bfloat16)
     opt = train(adam(params, "file:"), 2)
     kept, gone = opt.state[params[0]]["exp_avg"], weakref.ref(opt.state[params[0]]["exp_avg_sq"])
@@ -395,14 +398,14 @@ def test_who_only_looks_changes_nothing(backend, dtype, tmp_path):
         train(other, 1, step)
         for p in twins[0]:
             opt_state = looked_at.state[p]
-            opt_state["exp_avg"].add_(0)  # torch counts that, and the step begins with it
+            opt_state["exp_avg"].add_(0)  # torch counts this write, so the step starts from this tensor
     assert_same_bits(everything(looked_at), everything(other))
     looked_at.close()
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
 def test_edits_count(backend, key, tmp_path):
-    """Within what 8 bits hold: powers of two, which are exact."""
+    """Edits to powers of two, which 8 bits hold exactly."""
     params = parameters(torch.bfloat16, torch.float32)
     opt = train(adam(params, device_strings(backend, tmp_path)), 2)
     p = params[0]
@@ -434,7 +437,7 @@ def test_replaced_tensors_count():
 @pytest.mark.parametrize("then", ["step", "close"])
 @pytest.mark.parametrize("keys", [["exp_avg"], ["exp_avg_sq"], ["exp_avg", "exp_avg_sq"]], ids="+".join)
 def test_an_edit_is_as_good_as_a_checkpoint(keys, then, tmp_path):
-    """The same bits whether states are written in place, replaced, or loaded; what is not written keeps its own."""
+    """The same bits whether states are written in place, replaced or loaded; the other states keep their bits."""
     made = [train(adam(parameters(*DTYPES, torch.complex64), where), 2) for where in ("ram:", "file:", str(tmp_path))]
     loaded = adam([torch.nn.Parameter(p.detach().clone()) for p in made[0].param_groups[0]["params"]])
     state = made[0].state_dict()
@@ -460,7 +463,7 @@ def test_an_edit_is_as_good_as_a_checkpoint(keys, then, tmp_path):
 
 
 def test_a_forked_child_has_no_states():
-    """It says so, and does not wait for threads that it has not; nor does it take them from its parent."""
+    """Access raises in the child, without waiting for threads that it lacks; the parent's states stay intact."""
     params = parameters(torch.bfloat16)
     opt = train(adam(params, "file:"), 2)
     opt.state[params[0]]["exp_avg"].mul_(0.5)
@@ -478,7 +481,7 @@ def test_a_forked_child_has_no_states():
     assert_same_bits(everything(train(opt, 1, 2)), everything(train(other, 1, 2)))
 
 
-# ---- parameters that somebody sets ----------------------------------------------------------------
+# ---- parameters that are set from outside ---------------------------------------------------------
 
 
 def by_data(p):
@@ -498,7 +501,7 @@ def counted(p):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("how", [by_data, by_numpy, counted])
 def test_a_parameter_that_is_set_is_the_master(how, dtype, cache):
-    """However it is done: a step compares what it begins with. Elsewhere masters keep their bits."""
+    """However it is written: a step compares the parameter with its codes. Elsewhere masters keep their bits."""
     twins = [torch.nn.Parameter(torch.linspace(-1, 1, 9000).to(dtype)) for _ in range(2)]
     opt, other = (train(adam([p], f"file:?cache={cache}"), 2) for p in twins)
     how(twins[0])
@@ -513,7 +516,7 @@ def test_a_parameter_that_is_set_is_the_master(how, dtype, cache):
 
 
 def of_the_same_groups(elems, numel):
-    """Which elements lie in the groups of 64 that have some of these."""
+    """Mask of the elements in all groups of 64 that contain one of `elems`."""
     groups = torch.zeros(-(-numel // 64), dtype=torch.bool)
     groups[torch.tensor(elems) // 64] = True
     return groups.repeat_interleave(64)[:numel]
@@ -522,7 +525,7 @@ def of_the_same_groups(elems, numel):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", [by_data, by_numpy, counted])
 def test_in_memory_the_group_around_is_its_16_bits(how, dtype):
-    """`ram:` does not keep what a parameter was, only a check of each group. Elsewhere masters keep their bits."""
+    """`ram:` keeps no copy of a parameter, only a checksum per group of 64; other groups' masters keep their bits."""
     if how is by_numpy and dtype is torch.float32:
         pytest.skip("writes 16 bits")
     p = torch.nn.Parameter(torch.linspace(-1, 1, 9030).to(dtype))
@@ -543,7 +546,7 @@ def test_in_memory_the_group_around_is_its_16_bits(how, dtype):
 
 
 def test_what_was_set_is_shown_at_once_in_memory():
-    """Also zeros and infinities, which have no correction."""
+    """This includes zeros and infinities, whose codes have no correction."""
     p = torch.nn.Parameter(torch.linspace(-1, 1, 200).bfloat16())
     opt = train(adam([p]), 2)
     p.data[:100:2] = 0.0
@@ -559,7 +562,7 @@ def is_section(opt, p):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("then", ["gradient", "none", "set"])
 def test_masters_that_the_parameters_are_not(dtype, then):
-    """In memory, too, a parameter is not written without a gradient: until then its master has a place of its own."""
+    """Even in memory, a parameter without a gradient is not written: until it has one, its master is stored apart."""
     found = []
     for devices in ("ram:", "file:"):
         params = parameters(dtype)
@@ -589,7 +592,7 @@ def test_masters_that_the_parameters_are_not(dtype, then):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_parameter_that_gets_another_order_in_memory(dtype):
-    """It cannot be its own section then. Nothing is lost by that, nor when it comes back."""
+    """Then it cannot serve as its own section. Nothing is lost then, nor when its old order is back."""
     found = []
     for devices in ("ram:", "file:"):
         params = parameters(dtype)
@@ -604,7 +607,7 @@ def test_a_parameter_that_gets_another_order_in_memory(dtype):
 
 
 def test_another_memory_of_the_same_parameter():
-    """`p.data = ...`, of the same values: nothing was set."""
+    """`p.data = ...` with the same values does not count as a write."""
     params, twins = parameters(torch.bfloat16), parameters(torch.bfloat16)
     opt, other = train(adam(params), 2), train(adam(twins), 2)
     for p in params:
@@ -650,7 +653,7 @@ def test_adamw_takes_our_checkpoints_and_we_its():
 
 @pytest.mark.parametrize("devices", ["ram:", "file:"])
 def test_loading_takes_the_memory_of_a_few_parameters(devices, monkeypatch):
-    """Where nothing is committed: 64 MB at a time, here less."""
+    """Without commits, states are loaded 64 MB at a time; in this test, less."""
     monkeypatch.setattr(state_map, "CODES_WAITING", 100_000)
     params = parameters(*DTYPES)
     saved = train(adam(params), 2).state_dict()
@@ -722,7 +725,7 @@ def test_a_store_keeps_its_state_dtype(made, asked, tmp_path):
 
 
 def test_a_model_that_is_converted_is_refused():
-    """16 bits of the parameter are part of its state."""
+    """The parameter's 16 bits are part of its state."""
     params = [torch.nn.Parameter(torch.ones(100))]
     opt = train(adam(params), 1)
     params[0].data = params[0].data.bfloat16()
@@ -732,7 +735,7 @@ def test_a_model_that_is_converted_is_refused():
         opt.step()
 
 
-# ---- steps that are no steps -------------------------------------------------------------------------
+# ---- steps that are skipped or fail ------------------------------------------------------------------
 
 
 def test_an_overflow_is_skipped():
@@ -746,7 +749,7 @@ def test_an_overflow_is_skipped():
 
 
 def fail_a_step(opt, params, number, monkeypatch):
-    """Its parameters are given out, and it is undone."""
+    """Makes a step fail and be undone after its new parameters have been written."""
     finish = opt._live_engine.finish
 
     def fails(keep=True):
@@ -786,7 +789,7 @@ def test_a_step_that_fails_changes_nothing(monkeypatch):
     ids=["adamw", "0.95", "adam"],
 )
 def test_it_goes_where_torchs_goes(reference, options):
-    """A regression by least squares, of which AdamW comes to the end: the same loss, and weights beside its own."""
+    """A least-squares regression that AdamW solves: ours reaches the same loss, with weights close to AdamW's."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(512, 64, generator=generator)
     truth = torch.randn(64, 32, generator=generator)
@@ -836,7 +839,7 @@ def test_an_entry_of_another_parameter_can_be_assigned():
 
 
 def test_who_joined_in_a_step_that_failed_keeps_its_values(tmp_path, monkeypatch):
-    """And has no gradient in the next: its master is the parameter, not the zeros of a new store."""
+    """It has no gradient in the next step: its master is the parameter, not the zeros of a new store."""
     for devices in (f"file:{tmp_path}", "ram:"):
         params = parameters(torch.bfloat16)
         opt = adam(params, devices)
@@ -877,7 +880,7 @@ def test_a_step_that_fails_leaves_parameters_as_they_were_set(dtype, devices, mo
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masters_of_another_checkpoint_survive_the_first_step(dtype):
-    """Also those beside a tie: rounded to 24 bits first, they would belong to another parameter."""
+    """Including masters close to a tie: if first rounded to 24 bits, they would round to another parameter."""
     p = torch.nn.Parameter(torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(dtype))
     theirs = train(adam([p], state_dtype="fp32"), 2)
     master = theirs.state[p]["master"].clone()
@@ -909,7 +912,7 @@ def test_resume_does_not_keep_what_it_decodes(tmp_path):
 
 @pytest.mark.parametrize("how", ["load", "assign"])
 def test_a_crash_finds_what_is_committed_beside_fp32_states(how, tmp_path, monkeypatch):
-    """Whatever is on the way to the store, of both kinds: it is there as a whole, or not at all."""
+    """Changes of 8-bit and fp32 states that are about to be committed: after a crash, all are there, or none."""
 
     def groups(params):
         half = len(params) // 2
@@ -922,7 +925,7 @@ def test_a_crash_finds_what_is_committed_beside_fp32_states(how, tmp_path, monke
     loaded = copy.deepcopy(opt.state_dict())
     for entry in loaded["state"].values():
         entry["exp_avg"] = entry["exp_avg"] * 2
-    opt.state[params[0]]["exp_avg"].mul_(0.5)  # on its way, too
+    opt.state[params[0]]["exp_avg"].mul_(0.5)  # this edit is to be committed, too
     committer = opt._live_engine.committer
     commit = committer.commit
 
@@ -945,12 +948,12 @@ def test_a_crash_finds_what_is_committed_beside_fp32_states(how, tmp_path, monke
     for crash in crashes:
         with adam(groups(parameters(torch.bfloat16, torch.bfloat16, seed=1)), f"file:{crash}", resume=True) as again:
             assert_same_bits(everything(again), before)
-            train(again, 1)  # which reads every tile
+            train(again, 1)  # reads every tile
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_parameters_were_set_to_belongs_to_the_step(dtype, tmp_path, monkeypatch):
-    """One that fails: no commit has it. Here of parameters that the engine does not reach where they lie."""
+    """If the step fails, no commit has the value. The parameter is one that the engine cannot access in place."""
     p = torch.nn.Parameter(torch.randn(90, 70).t().to(dtype))
     opt = train(adam([p], f"file:{tmp_path}"), 2)
     committed = p.detach().clone()
@@ -974,7 +977,7 @@ def test_what_parameters_were_set_to_belongs_to_the_step(dtype, tmp_path, monkey
 @pytest.mark.parametrize("devices", ["ram:", "file:?cache=off", "file:?cache=1GB"])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
 def test_parameters_that_images_have(dtype, devices, far, monkeypatch):
-    """As on a GPU: the bits of those in host memory, also where somebody sets one, and torch does not count that."""
+    """As on a GPU: the same bits as in host memory, even where a parameter is written without torch counting it."""
     found = []
     for there in (far, contextlib.nullcontext):
         params = parameters(dtype)
@@ -1004,7 +1007,7 @@ def test_parameters_that_images_have(dtype, devices, far, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("then", ["step", "flush"])
 def test_an_edited_master_waits_for_a_gradient(then, dtype, tmp_path):
-    """Until then the parameter stays as it is, which does not count as set."""
+    """Until it has a gradient, the parameter stays as it is, which does not count as a write from outside."""
     p, q = parameters(dtype)[0], parameters(dtype, seed=1)[0]
     opt = train(adam([p, q], f"file:{tmp_path / 'store'}", lr=0.0), 2)
     before = p.detach().clone()
@@ -1025,7 +1028,7 @@ def test_an_edited_master_waits_for_a_gradient(then, dtype, tmp_path):
 
 
 def test_a_parameter_set_without_a_gradient_can_be_set_again():
-    """Also past torch, which does not count that: the step compares them."""
+    """Even by a write that torch does not count: the step compares parameter and master."""
     p, q = parameters(torch.bfloat16)[0], parameters(torch.bfloat16, seed=1)[0]
     opt = train(adam([p, q], "file:", lr=0.0), 2)
     with torch.no_grad():

@@ -1,10 +1,11 @@
-"""The numbers. Oracle: torch's optimizer on fp32 copies of the parameters, given the same gradients.
+"""Numerical results. Oracle: torch's optimizer on fp32 copies of the parameters, given the same gradients.
 
-Most of it is of AdamW; of the others (support/optimizers.py) what their rules can do otherwise.
+Most tests are about AdamW; the other rules (support/optimizers.py) are tested where they differ.
 
-Against torch: largest difference over largest magnitude, parameter and each state by itself. Against ourselves
-(threads, instruction sets, tiles, devices, what else the process has set): every bit. Subnormal numbers are zero, as
-for torch after set_flush_denormal(True); only where they matter is the oracle told so, for users seldom tell it.
+Compared with torch: largest difference over largest magnitude, for the parameter and each state separately. Compared
+with ourselves (threads, instruction sets, tiles, devices, other settings of the process): every bit. Subnormal numbers
+count as zero, as in torch after set_flush_denormal(True). The oracle has that setting only in tests where it matters,
+because users rarely set it.
 """
 
 import ctypes
@@ -92,7 +93,7 @@ def test_hyperparameters(devices, dtype, kwargs):
 @pytest.mark.sampled(together=1)
 @pytest.mark.parametrize("of", other_rules())
 def test_other_rules(devices, of):
-    """All dtypes, a late first gradient, a gradient that is 0, groups with hyperparameters of their own."""
+    """All dtypes, a parameter that joins late, a gradient of zeros, groups with their own hyperparameters."""
     dtypes = [*DTYPES, torch.complex64]
     params = [torch.randn(n, dtype=dtypes[i % 4], requires_grad=True) for i, n in enumerate((17, TILE + 1, 1, 40, 7))]
     groups = [
@@ -112,7 +113,7 @@ def test_other_rules(devices, of):
 
 @pytest.mark.parametrize("of", rules([RMSPROP]))
 def test_rmsprop_whose_averages_are_no_longer_asked_for(devices, of):
-    """A state that is switched off keeps every bit, wherever those around it lie."""
+    """A state that is switched off stays bitwise unchanged, whatever the positions of the other sections."""
     params = [torch.randn(n, requires_grad=True) for n in (30, TILE + 5, 40, 50)]
     both, centered = {"momentum": 0.9, "centered": True}, {"momentum": 0.0, "centered": True}
     momentum = {"momentum": 0.9, "centered": False}
@@ -157,7 +158,7 @@ def test_adam_whose_groups_decay_as_adamw_does(devices, of):
 
 
 def test_amsgrad_keeps_the_largest(devices):
-    """Shrinking gradients: the running maximum is what divides, not exp_avg_sq."""
+    """With shrinking gradients the divisor is the running maximum, not exp_avg_sq."""
     ours, reference = make_pair([torch.randn(100, requires_grad=True)], devices, amsgrad=True, betas=(0.9, 0.5))
     for scale in (10.0, 1.0, 0.1, 0.1):
         train(ours, reference, steps=1, make=lambda p, scale=scale: scale * torch.randn_like(p))
@@ -262,7 +263,7 @@ def test_layouts(devices, layout, dtype):
     ours, reference = make_pair(params, devices)
     train(ours, reference)
     assert_matches(ours, reference)
-    for name in STATES:  # laid out as AdamW lays them out
+    for name in STATES:  # in the same memory order as AdamW's
         assert ours.state[params[0]][name].stride() == torch.zeros_like(params[0]).stride()
 
 
@@ -279,7 +280,7 @@ def test_contiguous_gradients_of_other_layouts(devices, layout, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_expanded_gradient(devices, dtype):
-    """What `p.sum().backward()` leaves: one number, seen as many."""
+    """The gradient that `p.sum().backward()` leaves: one number with stride 0."""
     ours, reference = make_pair([torch.randn(6, TILE, dtype=dtype, requires_grad=True)], devices)
     train(ours, reference, steps=3, make=lambda p: torch.randn((), dtype=p.dtype).expand(p.shape))
     assert_matches(ours, reference)
@@ -301,7 +302,7 @@ def test_untouched_elements_between_a_strided_view(devices):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_gradients_of_another_dtype(devices, dtype, grad_dtype):
-    """Such as fp32 gradients, with bits that 16 cannot hold, on bf16 parameters."""
+    """For example fp32 gradients, with bits that 16 bits cannot hold, for bf16 parameters."""
     params = [torch.randn(n, dtype=dtype, requires_grad=True) for n in (17, TILE + 1)]
     for p in params:
         p.grad_dtype = grad_dtype
@@ -353,7 +354,7 @@ def test_a_zero_gradient_still_decays(devices, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_huge_gradients(devices, dtype):
-    """1e20 squared is no fp32 number, (1 - beta2) times it is: torch multiplies in that order."""
+    """1e20 squared overflows fp32; (1 - beta2) * g * g, multiplied in this order as torch does, does not."""
     ours, reference = make_pair([torch.randn(TILE + 1, dtype=dtype, requires_grad=True)], devices)
     train(ours, reference, make=lambda p: 1e20 * torch.sign(torch.randn_like(p)))
     assert_matches(ours, reference)
@@ -378,7 +379,7 @@ def test_overflow_goes_where_it_goes_in_torch(devices, of, value):
 
 
 def test_masters_keep_what_16_bits_cannot(devices):
-    """Steps smaller than half a unit of the parameter add up."""
+    """Steps smaller than half a unit in the parameter's last place add up."""
     p = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
     ours, reference = make_pair([p], devices, lr=1e-4, weight_decay=0.0)
     train(ours, reference, steps=1, make=torch.ones_like)
@@ -388,11 +389,11 @@ def test_masters_keep_what_16_bits_cannot(devices):
     assert (p < 1).all()
 
 
-# ---- What we add ---------------------------------------------------------------
+# ---- Our own options -----------------------------------------------------------
 
 
 def final_bits(devices, *, dtypes=(*DTYPES, torch.complex64), steps=4, tile_size=TILE, grads=None, **kwargs):
-    """Trains parameters of several sizes and dtypes, always the same; returns all that came of it."""
+    """Trains the same parameters of several sizes and dtypes each time; returns all parameters and states."""
     generator = torch.Generator().manual_seed(1)
 
     def randn(shape, dtype):
@@ -419,7 +420,7 @@ def test_grad_dtype_is_as_if_the_gradient_had_been_rounded(devices, dtype, grad_
 
 
 def test_grad_dtype_with_layouts_and_neighbours(devices):
-    """Some parameters travel rounded, some lie beside them in the same tile and need no rounding."""
+    """In one tile, the gradients of some parameters are rounded, and those of their neighbours need no rounding."""
     params = [layout(dtype).requires_grad_() for layout in LAYOUTS for dtype in (torch.float32, torch.bfloat16)]
     ours, reference = make_pair(params, devices, grad_dtype=torch.bfloat16)
     train(ours, reference, make=lambda p: torch.randn_like(p).bfloat16().to(p.dtype))
@@ -465,7 +466,7 @@ def test_max_grad_norm_spans_groups_and_complex(devices):
     assert_matches(ours, reference)
 
 
-# ---- The same bits, whatever does the work ----------------------------------------
+# ---- The same bits, whatever computes them ----------------------------------------
 
 
 @pytest.fixture
@@ -475,7 +476,7 @@ def expected():
 
 @pytest.fixture
 def restored():
-    """Puts back what a test changes for the whole process."""
+    """Restores the process-wide instruction set and number of threads after a test."""
     isa, threads = bindings.isa_used(), bindings.threads_used()
     yield
     bindings.isa_use(isa)
@@ -527,18 +528,18 @@ BEFORE = ["nothing", "flush", "upward"]
 
 
 def set_floats(how):
-    """How this thread computes from now on: as it always does, or otherwise."""
+    """Sets how this thread treats subnormals and rounds: "flush", "upward", or the default for anything else."""
     torch.set_flush_denormal(how == "flush")
     LIBM.fesetround(UPWARD if how == "upward" else NEAREST)
 
 
 def small_grads(n, dtype):
-    """Normal numbers whose squares, averages and residuals are subnormal, among others."""
+    """Normal numbers, among them many whose squares, averages and residuals are subnormal."""
     return (torch.randn(n, dtype=torch.float64) * 10.0 ** torch.randint(-37, -2, (n,))).to(dtype)
 
 
-# What the process sets before any thread is made, which inherits it; then it trains, with Top-K and without. Prints all
-# bits: parameters, states, residuals.
+# Changes the floating-point settings before the first thread is created, so that threads inherit them; then trains with
+# and without Top-K. Prints all bits: parameters, states, residuals.
 TRAIN = """
 import sys, torch
 from csd_optim import CSDAdam
@@ -562,14 +563,14 @@ for t in train(6) + train(6, topk=0.1, betas=(0.5, 0.9)):
 
 
 def test_bits_do_not_depend_on_who_made_the_first_thread():
-    """Threads inherit how floats are rounded and whether subnormal numbers count."""
+    """Threads inherit the rounding mode and the treatment of subnormal numbers."""
     runs = [printed(TRAIN, how) for how in BEFORE]
     assert len(runs[0]) > 10**5
     assert runs[0] == runs[1] == runs[2]
 
 
 def test_bits_do_not_depend_on_the_calling_thread():
-    """The updater and the selection alone: neither takes over what the thread has set, nor changes it."""
+    """Updater and selection alone: neither depends on the thread's floating-point settings, nor changes them."""
     n = 4096
     grad, residual = small_grads(n, torch.float32), small_grads(n, torch.bfloat16)
     before = [torch.randn(n), small_grads(n, torch.float32), small_grads(n, torch.float32).abs()]
@@ -591,7 +592,7 @@ def test_bits_do_not_depend_on_the_calling_thread():
 
 
 def test_moments_fade_to_zero_as_in_torch():
-    """Where gradients stay away moments halve, until they would be subnormal: there they are zero, at the same step."""
+    """With zero gradients moments halve until they would be subnormal; then they become zero, at the same step."""
     kwargs = {"lr": 1e-2, "betas": (0.5, 0.5)}  # all products are exact
     p = torch.randn(100, requires_grad=True)
     ours, reference = make_pair([p], ["ram:"], **kwargs)
@@ -612,7 +613,7 @@ def test_moments_fade_to_zero_as_in_torch():
 
 # ---- The updater alone ---------------------------------------------------------------
 
-# Of each rule, how many sections it updates.
+# The number of sections that each rule updates.
 UPDATED = {
     **{"adamw": 3, "amsgrad": 4, "adam": 3, "adam_amsgrad": 4, "sgd": 1, "sgd_momentum": 2, "sgd_nesterov": 2},
     **{"adagrad": 2, "rmsprop": 2, "rmsprop_centered": 3, "rmsprop_momentum": 3, "rmsprop_both": 4},
@@ -621,7 +622,7 @@ UPDATED = {
 
 
 def hyper(rule="adamw", **changes):
-    """Constants of a third step with lr 1e-2, or of what the changes make of it; other rules take them in their way."""
+    """Constants of a third step with lr 1e-2, after `changes`; other rules use the same numbers as their constants."""
     lr, beta1, beta2, t = 1e-2, 0.9, 0.999, 3
     values = {
         "decay": 1 - lr * 0.1,
@@ -639,12 +640,12 @@ def hyper(rule="adamw", **changes):
 
 
 def flushed(t):
-    """What is subnormal in fp32 is zero, of the same sign."""
+    """Replaces fp32 subnormals by zeros of the same sign."""
     return torch.where(t.abs() < torch.finfo(torch.float32).tiny, t * 0, t)
 
 
 def extremes(n, dtype=torch.float32, nan=True):
-    """Random numbers among which are denormals, infinities, both zeros, huge ones and nan."""
+    """Random numbers, among them denormals, infinities, both zeros, huge ones and nan."""
     x = torch.randn(n, dtype=torch.float64)
     x[1::7] *= 1e-39
     x[2::7] *= 1e-7  # denormal in fp16
@@ -672,14 +673,14 @@ def test_instruction_sets_agree_at_every_length_and_offset(rule, grad_dtype, par
     ]
     for i in (3, 4):
         if i < len(inputs) - 1:
-            inputs[i] = inputs[i].abs()  # squares, though nan and inf as well
+            inputs[i] = inputs[i].abs()  # squares are not negative; nan and inf stay among them
     constants = hyper(rule=rule, grad_scale=-0.37)
     for length in range(68):
         for offset in (0, 1, 7):
             results = {}
             for isa in bindings.isas():
                 tensors = [t.clone() for t in inputs]
-                # The gradient says how long; the others go on, so that a write past the end shows.
+                # The gradient defines the length; the other tensors are longer, so that a write past the end shows.
                 grad, *sections, param = (t[offset:] for t in tensors)
                 bindings.update(constants, isa, grad[:length], sections, param)
                 results[isa] = tensors
@@ -697,7 +698,7 @@ def test_there_is_no_other_rule():
 
 @pytest.mark.parametrize("isa", bindings.isas())
 def test_updater_without_a_parameter(isa):
-    """Nobody wants the rounded master: the states come out the same."""
+    """Without an output for the rounded master, the states are the same."""
     runs = []
     for param in (None, torch.empty(100)):
         torch.manual_seed(1)
@@ -722,7 +723,7 @@ def fp32_around(dtype):
     """Every 16-bit number, every midpoint between two of them, and the fp32 neighbours of both; and random bits."""
     halves = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     exact = halves.double()
-    # Past the largest finite number the next one would be a whole unit away: that midpoint rounds to infinity.
+    # The number after the largest finite one would be one unit away; the midpoint before it rounds to infinity.
     ordered = exact[exact.isfinite()].unique()
     ends = ordered[-1:] + (ordered[-1:] - ordered[-2:-1]) / 2
     midpoints = torch.cat([(ordered[:-1] + ordered[1:]) / 2, ends, -ends])

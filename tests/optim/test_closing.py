@@ -1,4 +1,4 @@
-"""Optimizers end well: closed, forgotten, forked, at the interpreter's end, and when a constructor fails."""
+"""Optimizers shut down cleanly: closed, garbage-collected, forked, at interpreter exit, after a failed constructor."""
 
 import contextlib
 import gc
@@ -24,7 +24,7 @@ def test_a_closed_optimizer_says_so(devices):
     with CSDAdam([p], devices=devices) as optimizer:
         p.grad = torch.ones_like(p)
         optimizer.step()
-    optimizer.close()  # once more does no harm
+    optimizer.close()  # idempotent
     before = p.detach().clone()
     for use in (optimizer.step, optimizer.stats):
         with pytest.raises(CSDRuntimeError, match="closed"):
@@ -70,7 +70,7 @@ def test_dropped_optimizers_print_nothing(tmp_path):
 
 
 def test_fork(tmp_path):
-    """The child is told; the parent goes on. Both end in good order."""
+    """The child gets an error, the parent goes on, and both exit cleanly."""
     script = """
         import os, sys, torch
         from csd_optim import CSDAdam

@@ -1,4 +1,4 @@
-"""What the constructor takes, as torch's optimizers do and in their words, and what groups of parameters may say."""
+"""Constructor arguments, checked like torch's and with torch's messages; and options of parameter groups."""
 
 import copy
 import inspect
@@ -36,7 +36,7 @@ def test_signature_is_torchs_then_ours(of):
     ours = list(inspect.signature(of.ours.__init__).parameters.values())
     for p, q in zip(ours, theirs, strict=False):
         assert (p.name, p.kind) == (q.name, q.kind)
-        assert p.default == q.default or (of is ADAMW and p.name == "weight_decay")  # AdamW's or Adam's
+        assert p.default == q.default or (of is ADAMW and p.name == "weight_decay")  # None: AdamW's or Adam's
     assert {p.name for p in ours[len(theirs) :]} >= OWN_OPTIONS
     for p in ours[len(theirs) :]:
         assert p.kind is p.KEYWORD_ONLY
@@ -80,14 +80,14 @@ def test_8_bits_only_where_something_bounds_the_states(of, tmp_path):
 
 
 def test_a_rule_that_no_card_has_a_kernel_for_is_refused(monkeypatch):
-    """As one would be whose kernel nobody has written; those that an xclbin lacks: smartssd/test_card_rules.py."""
+    """A rule for which there is no kernel at all. For kernels that an xclbin lacks see smartssd/test_card_rules.py."""
     monkeypatch.setattr(CSDLion, "_rule", replace(LION.rule, name="newest"))
     with pytest.raises(CSDValueError, match=r"xrt:0 has no kernel for newest, the rule of this CSDLion.*lion"):
         CSDLion([leaf(3)], devices=["ram:", "xrt:0"])
 
 
 def test_adagrads_sums_are_made_with_the_first_step():
-    """torch makes them in its constructor, all at once, and in memory."""
+    """torch allocates them in its constructor, all at once, in memory."""
     p = leaf(5)
     ours = CSDAdagrad([p], devices="ram:", initial_accumulator_value=0.5)
     assert not ours.state
@@ -106,7 +106,7 @@ def test_adagrads_sums_are_made_with_the_first_step():
 def test_bad_arguments_of_lion(kwargs):
     with pytest.raises(CSDValueError) as raised:
         CSDLion([leaf(3)], devices="ram:", **kwargs)
-    with pytest.raises(ValueError, match=re.escape(str(raised.value))):  # in torch's words
+    with pytest.raises(ValueError, match=re.escape(str(raised.value))):  # torch's message
         AdamW([leaf(3)], **kwargs)
 
 
@@ -211,7 +211,7 @@ def test_other_dtypes_are_refused_before_anything_is_touched(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float64, torch.float8_e4m3fn])
 def test_frozen_parameters_may_be_anything(devices, dtype):
-    """As those of a quantized model under LoRA."""
+    """Like the frozen parameters of a quantized model with LoRA."""
     frozen = torch.nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
     lazy = torch.nn.LazyLinear(2).weight
     p = leaf(3)

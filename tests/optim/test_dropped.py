@@ -1,4 +1,4 @@
-"""An optimizer that is dropped, collected or has failed commits what it can and leaves nothing behind."""
+"""An optimizer that is dropped, garbage-collected or has failed commits what it can and leaves nothing behind."""
 
 import subprocess
 import sys
@@ -92,7 +92,7 @@ class Full(Exception):
 
 
 def failing(monkeypatch, where, call=0):
-    """The engine's method `where` raises, once, the `call`-th time."""
+    """Makes the engine's method `where` raise once, at its call number `call`, counted from 0."""
     calls = iter(range(1000))
     plain = getattr(csd_optim.engine.engine.Engine, where)
 
@@ -120,7 +120,7 @@ def test_edits_survive_a_step_that_was_undone(tmp_path, monkeypatch, what, then)
         failing(monkeypatch, "finish")
         with pytest.raises(Full):
             train(opt, only=[a])
-        if then != "close" or what == "parameter":  # a parameter's is noticed by a step
+        if then != "close" or what == "parameter":  # only a step notices a write to a parameter
             train(opt, 2, only=[a])
     a, b = parameters((3000,), (3000,), dtype=bf16)
     with CSDAdam([a, b], devices=device, resume=True) as opt:

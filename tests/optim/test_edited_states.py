@@ -1,4 +1,4 @@
-"""States that are edited, and parameters that are exchanged, between steps are committed with the next one."""
+"""States that are edited and parameters that are replaced between steps are committed with the next step."""
 
 import copy
 
@@ -27,7 +27,7 @@ from csd_optim import (
 pytestmark = pytest.mark.cards
 
 
-# ---- parameters that are exchanged -------------------------------------------------------
+# ---- parameters that are replaced --------------------------------------------------------
 
 
 def test_restore(tmp_path):
@@ -40,7 +40,7 @@ def test_restore(tmp_path):
     training.opt.param_groups[0]["lr"].fill_(7)
     training.opt.restore()
     assert_same(training.image(), never_stopped(4))
-    # Other objects, as a trainer makes them when it moves a model.
+    # New parameter objects, as some trainers create when they move a model.
     others = model(3)
     for group in training.opt.param_groups:
         group["params"] = [others[name] for name in group["param_names"]]
@@ -72,7 +72,7 @@ def test_restore_of_parameters_in_another_order(tmp_path):
 
 @pytest.mark.parametrize("order", ["model, optimizer, state", "optimizer, model, state"])
 def test_a_checkpoint_of_an_earlier_step_is_loaded_after_resume(tmp_path, order):
-    """As trainers do; some make the optimizer, which resumes, only when the model is loaded."""
+    """As trainers do; some construct (and so resume) the optimizer only after the model is loaded."""
     device = named_devices(tmp_path, 1)
     training = Training(device).steps(3)
     state = copy.deepcopy(training.opt.state_dict())
@@ -173,13 +173,13 @@ EDITS = {
 def test_edits_count_from_the_next_step_on(tmp_path, monkeypatch, edit, name, shadow, edit_bytes):
     monkeypatch.setattr(csd_optim.step.prepare, "EDIT_BYTES", edit_bytes)
     device = named_devices(tmp_path, 1)
-    # Of the same kind: on a card an fp32 master can be edited, elsewhere the parameter itself is the master.
+    # Both of the same kind: on a card an fp32 master can be edited, elsewhere the parameter itself is the master.
     mine, other = Training(device, shadow=shadow), Training(device_strings("xrt" if on_cards() else "file", tmp_path))
     for training in (mine, other):
         training.steps(3)
         training.opt.synchronize()
         EDITS[edit](training.opt, training.params[name])
-    if edit != "load":  # that is committed at once
+    if edit != "load":  # load_state_dict() commits at once
         training = resumed(crashed(device, tmp_path / "crash"), 3)
         assert_same(training.close(), never_stopped(3))
     for training in (mine, other):
@@ -223,7 +223,7 @@ def test_a_parameter_set_from_outside_without_a_gradient_is_kept(tmp_path, dtype
 @pytest.mark.parametrize("shadow", [True, False])
 @pytest.mark.parametrize("then", ["look", "edit"])
 def test_an_edit_through_a_tensor_from_before_the_last_step(tmp_path, then, shadow):
-    """It is lost, and does no harm."""
+    """The edit is lost, and does no harm."""
     [device] = named_devices(tmp_path, 1)
     mine, other = Training(device, shadow=shadow), Training("file:")
     for training in (mine, other):

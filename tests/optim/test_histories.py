@@ -1,4 +1,4 @@
-"""Random histories: whatever people do between steps, a file holds the bits that memory holds, its checksums right."""
+"""Random histories: whatever happens between steps, file and memory hold the same bits, and checksums are right."""
 
 import copy
 import random
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 
 
 class Twins:
-    """The same optimizer on files, or cards among them, and in memory."""
+    """The same optimizer twice: on files (some on cards, if chosen) and in memory."""
 
     def __init__(self, choose, directory, of):
         self.choose = choose
@@ -49,7 +49,7 @@ class Twins:
         self.ram = of.ours(others, devices="ram:", **options)
 
     def state_dtype(self):
-        """On cards a checksum of codes covers more than these tests let it."""
+        """On cards, checksums of codes cover larger chunks than the tiles of these tests allow."""
         return "fp32" if on_cards() or not self.of.rule.has_codes else self.choose.choice(["fp32", "8bit"])
 
     def new_pairs(self):
@@ -71,7 +71,7 @@ class Twins:
         self.file.step()
         self.ram.step()
 
-    # ---- what may happen between steps
+    # ---- events between steps
 
     def join(self):
         new = self.new_pairs()
@@ -112,12 +112,12 @@ class Twins:
             ours, theirs = self.file.state.get(p, {}), self.ram.state.get(q, {})
             assert ours.keys() == theirs.keys()
             for key, value in ours.items():
-                # A parameter that was written since the last step is its own master in memory already.
+                # In memory, a parameter is its own master, so one written since the last step already differs.
                 if key != "master" or torch.equal(value.to(p.dtype), p):
                     assert torch.equal(value, theirs[key]), key
 
 
-# What differs on cards is where the bytes go: a quarter of the histories sees all of that.
+# Cards differ only in how bytes are moved: a quarter of the histories covers that.
 SOAK = [pytest.mark.soak] if on_cards() else []
 SEEDS = [pytest.param(seed, ADAMW, id=str(seed), marks=SOAK if seed >= 10 else []) for seed in range(40)]
 OTHERS = [

@@ -1,4 +1,4 @@
-"""Whoever writes a parameter between steps, and however, is heard: the next step goes on from what was written."""
+"""Parameters written between steps, in any way: the next step goes on from the written values."""
 
 import copy
 
@@ -56,7 +56,7 @@ def write_data(model):
 def test_a_write_to_a_parameter_counts(backend, devices, dtype, write):
     """Where it was written the parameter is the new master; elsewhere the master keeps its low bits.
 
-    In codes in memory alone it is the master of the 64 elements around.
+    With codes in memory alone, the parameter becomes the master of the whole group of 64 elements.
     """
     model = nn.Linear(9, 4 * TILE // 9, bias=False).to(dtype)
     p = model.weight
@@ -89,7 +89,7 @@ def test_a_model_converted_in_place(devices, dtype):
         optimizer.step()
     reference = AdamW([p.detach().clone().requires_grad_() for p in model.parameters()])
     reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    model.to(dtype)  # the masters keep the bits that it drops
+    model.to(dtype)  # the masters keep the bits that the conversion drops
     for k in range(2, 5):
         gradients(model.parameters(), k)
         for p, q in zip(model.parameters(), params_of(reference), strict=True):
@@ -105,7 +105,7 @@ def test_a_model_converted_in_place(devices, dtype):
 @pytest.mark.parametrize("first", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_a_model_of_another_memory_format(devices, first):
-    """model.to(memory_format=...) between steps: the state stays in the order it has."""
+    """model.to(memory_format=...) between steps: the states keep their memory order."""
     formats = {torch.contiguous_format: torch.channels_last, torch.channels_last: torch.contiguous_format}
     model = nn.Conv2d(3, 8, 3).to(memory_format=first)
     twin = copy.deepcopy(model)
@@ -195,7 +195,7 @@ def test_master_follows_a_parameter_that_was_converted_twice(devices):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_parameter_that_was_replaced_before_a_refused_step(devices, dtype):
-    """That the step came to nothing does not make its new value the old one."""
+    """The new value still counts as written in the step after the refused one."""
     p = leaf(3000, dtype=dtype)
     optimizer = CSDAdam([p], devices=devices, tile_size=1024)
     gradients([p], 0)
@@ -210,7 +210,7 @@ def test_a_parameter_that_was_replaced_before_a_refused_step(devices, dtype):
 
 
 def test_a_new_parameter_in_the_place_of_an_old_one(devices):
-    """The allocator gives memory out again: that is no tie."""
+    """A new parameter at the address of an old one, as the allocator may reuse memory, is not mistaken for it."""
     p, q = leaf(3000), leaf(3000)
     optimizer = CSDAdam([p], devices=devices)
     gradients([p], 0)
@@ -393,7 +393,7 @@ def test_stats_of_a_step_that_did_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_places_that_could_not_be_filled_are_filled_again(devices, dtype, monkeypatch):
-    """Memory runs out, or a disk's cache cannot be written back and loses what was in it."""
+    """Memory runs out, or the page cache cannot be written back and loses its data."""
     model = small_model(dtype)
     twin = copy.deepcopy(model).float()
     ours, reference = CSDAdam(model.parameters(), devices=devices), AdamW(twin.parameters())
@@ -407,7 +407,7 @@ def test_places_that_could_not_be_filled_are_filled_again(devices, dtype, monkey
             raise MemoryError
         return fill(bound, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "fills_by_step", lambda *_: False)  # as where parameters have states already
+    monkeypatch.setattr(Engine, "fills_by_step", lambda *_: False)  # as if the parameters already had states
     monkeypatch.setattr(ParamState, "fill", failing)
     gradients(model.parameters(), 0)
     with pytest.raises(MemoryError):

@@ -1,7 +1,8 @@
-"""PyTorch's own optimizer kit over ours: the entries of `optim_db` in torch.testing for those whose place they take.
+"""PyTorch's own optimizer test kit, applied to ours: the `optim_db` entries of the optimizers that ours replace.
 
-The wheel has the inputs, not the tests that use them (test/test_optim.py); those that say something about an optimizer
-are written anew here, with torch's beside it. CSDAdam runs on every back end, the others on a file.
+The wheel of torch has the inputs (torch.testing) but not the tests that use them (test/test_optim.py). The tests that
+concern an optimizer's behaviour are written anew here, with torch's optimizer beside ours. CSDAdam runs on every back
+end, the others on a file.
 """
 
 import copy
@@ -24,7 +25,7 @@ REFUSED = {
 
 
 def optimizer_inputs(info):
-    """The kit's configurations for the CPU with each implementation, and those it keeps for other devices."""
+    """The kit's configurations: those for the CPU with each implementation, and those for other devices."""
     inputs = kit._get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info)
     inputs += info.optim_inputs_func(device="cuda") + info.optim_inputs_func(device="mps")
     return {f"{i}: {given.desc}": given.kwargs for i, given in enumerate(inputs)}
@@ -41,7 +42,7 @@ SKIPPED = [
 
 
 def inputs_of_others():
-    """Of what only chooses among torch's implementations, one each."""
+    """The other optimizers' configurations, without those that differ only in torch's implementation."""
     for param in rules(PAIRS[1:]):
         (of,), seen = param.values, []
         for name, kwargs in optimizer_inputs(INFO[of.name]).items():
@@ -61,7 +62,7 @@ ERRORS = [
 
 
 def linear_problem():
-    """The problem of torch's own tests: a weight, a bias, an input; the loss is the squared output."""
+    """The problem from torch's own tests: a weight, a bias and an input; the loss is the squared output."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(10, 5))
     bias = nn.Parameter(torch.randn(10))
@@ -114,7 +115,7 @@ def test_trains_with_the_kits_schedulers(of, kwargs, scheduler_inputs):
 
 
 def a_state_dict_is_the_same_both_times(of, devices, kwargs):
-    """Loaded into another optimizer, it goes on as the first one does, and is saved as it was loaded."""
+    """Another optimizer that loads it goes on like the first one, and saves what it has loaded."""
     _, params, optimizer = descend(partial(of.ours, devices=devices), kwargs, 3)
     twins = [p.detach().clone().requires_grad_() for p in params]
     other = of.ours(twins, devices="file:", **kwargs)
@@ -142,7 +143,7 @@ def test_state_dict_is_the_same_both_times(devices, kwargs):
 @pytest.mark.parametrize(("of", "kwargs"), OTHERS)
 @pytest.mark.fp32_states("of rules that 8 bits do not keep")
 def test_checkpoints_go_to_torch_and_back(of, kwargs):
-    """Also between ours, and the other way round: each goes on as the one from which it came."""
+    """Between torch and ours, both ways, and between ours: each goes on like the optimizer that was saved."""
     a_state_dict_is_the_same_both_times(of, "file:", kwargs)
     for first, then in ((of.reference, of.ours), (of.ours, of.reference)):
         _, params, optimizer = descend(first, kwargs, 3)
@@ -157,12 +158,12 @@ def test_checkpoints_go_to_torch_and_back(of, kwargs):
             other.step()
         torch.testing.assert_close(twins, params, rtol=1e-6, atol=1e-6)
         own, its = (o.state[next(iter(o.state))] if o.state else {} for o in (optimizer, other))
-        for name in own.keys() & its.keys() - {"master", "step"}:  # which torch takes over, and leaves as they are
+        for name in own.keys() & its.keys() - {"master", "step"}:  # torch takes these over unchanged
             torch.testing.assert_close(own[name], its[name], rtol=1e-5, atol=1e-6)
 
 
 def only_the_first_group_moves(of, devices, kwargs):
-    """A second group that neither moves nor decays: it stays, the first one goes."""
+    """The second group has no learning rate and no decay: it stays the same, and the first one changes."""
     weight, bias, loss = linear_problem()
     before = bias.detach().clone()
     groups = [{"params": [weight]}, {"params": [bias], "lr": 0.0}]

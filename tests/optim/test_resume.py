@@ -1,4 +1,4 @@
-"""Resuming: whatever ends a training, it goes on from the last committed step, bit for bit."""
+"""Resuming: however training ended, it goes on from the last committed step, bit for bit."""
 
 import copy
 import gc
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.cards
 
 
 ENDS = [(1, "close"), (3, "crash"), (3, "drop")]
-# Each of them once with Top-K and once without, and every other step with either; all of them take their time.
+# Each step and end runs with Top-K or without, in turns; `make soak` runs both, which takes its time.
 ALL = [
     pytest.param(
         *(at, *ends, topk, ADAMW),
@@ -63,7 +63,7 @@ OTHERS = [pytest.param(JOIN - 1, 3, "crash", 0.02, *of.values, id=of.id, marks=o
 
 @pytest.mark.parametrize(("at", "n", "end", "topk", "of"), ALL + OTHERS)
 def test_goes_on_bit_for_bit(tmp_path, n, end, at, topk, of):
-    """With Top-K, what is owed too: of one parameter of `model()`, and after it joins of one whose group says so."""
+    """With Top-K, residuals too: of one parameter of `model()`, and of a late one whose group has `topk`."""
     devices = named_devices(tmp_path, n)
     training = Training(devices, topk=topk, of=of).steps(at)
     if end == "close":
@@ -74,7 +74,8 @@ def test_goes_on_bit_for_bit(tmp_path, n, end, at, topk, of):
         training.close()
     del training
     gc.collect()
-    # Order and tile size are the store's; but what joins later, and is selected from, lies in tiles of the size given.
+    # Order of devices and tile size come from the store. But with Top-K, the selection in a parameter that joins later
+    # depends on the tile size given here.
     training = resumed(devices[::-1], at, tile_size=1024 if topk else 4096, topk=topk, of=of)
     assert training.done == training.opt.committed_step == at
     expected = never_stopped(at, topk, of)
@@ -104,7 +105,7 @@ def test_a_process_that_is_killed(tmp_path, topk):
 
 @pytest.mark.fp32_states("another process, which takes fp32")
 def test_an_interpreter_that_ends_without_close(tmp_path):
-    """Of its optimizers some are in cycles."""
+    """Some of its optimizers are in reference cycles."""
     devices = named_devices(tmp_path, 3)
     trainings = [*zip(devices, (None, None, 0.02), (False, True, True), strict=True)]
     script = f"""if True:
@@ -124,7 +125,7 @@ def test_an_interpreter_that_ends_without_close(tmp_path):
 
 
 def test_every_instant_of_a_commit_leaves_a_common_step(tmp_path, monkeypatch):
-    """The devices are copied before and after each thing that a commit writes."""
+    """The devices are copied before and after each write of a commit."""
     devices, lock, copies = named_devices(tmp_path, 3), threading.Lock(), []
     training = Training(devices).steps(3)
     training.opt.synchronize()
@@ -201,7 +202,7 @@ def test_a_group_that_joined_and_still_waits(tmp_path):
 
 
 def test_a_parameter_that_got_another_place(tmp_path):
-    """amsgrad's state was loaded later, and needs more room."""
+    """A state for amsgrad was loaded later, which needs a place with more sections."""
     [device] = named_devices(tmp_path, 1)
     runs = {}
     for name, where in (("mine", device), ("reference", "ram:")):
@@ -242,7 +243,7 @@ SCHEDULES = {
     [
         ("lambda", 0.1, False),
         ("lambda", torch.tensor(0.1), False),
-        ("onecycle", 0.1, False),  # not cosine: for torch a group's lr is then that of the next step
+        ("onecycle", 0.1, False),  # not cosine: with last_epoch alone, torch takes the group's lr as the next step's
         ("lambda", 0.1, True),
         ("lambda", torch.tensor(0.1), True),
         ("cosine", 0.1, True),
@@ -251,7 +252,7 @@ SCHEDULES = {
     ],
 )
 def test_the_same_script_goes_on_with_a_schedule(tmp_path, schedule, lr, kept):
-    """By last_epoch; or with the scheduler's own state `kept` in user_state."""
+    """The scheduler goes on by last_epoch, or (`kept`) with its own state, which user_state holds."""
 
     def script(device, until):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A store that does not fit, or is damaged, is refused by name, and stays as it was."""
+"""A store that does not fit or is damaged is refused, with an error that names it, and stays as it was."""
 
 import shutil
 import warnings
@@ -106,7 +106,7 @@ def test_another_model_is_refused_by_its_first_difference(tmp_path, model, messa
     assert "another model" in str(caught.value)
     assert all(map(torch.equal, values, named_values(groups)))
     assert stored(*devices) == before
-    for names in ("abc", None):  # without names, by their places
+    for names in ("abc", None):  # None: parameters are named by group and position
         with CSDAdam(groups_of(*RIGHT, names=names), devices=devices, resume=True) as opt:
             assert opt.committed_step == 1
 
@@ -174,9 +174,9 @@ def test_damaged_state_is_named(tmp_path, section):
     before = [p.detach().clone() for p in ps.values()]
     for tile, element, lying in [
         (0, 50, "elements 0 to 99 of a, elements 0 to 911 of b"),
-        (0, 105, "of a"),  # between a and b
+        (0, 105, "of a"),  # in the gap between a and b
         (1, 0, "elements 912 to 1935 of b"),
-        (2, 1023, "elements 1936 to 1999 of b, elements 0 to 2 of c"),  # behind c
+        (2, 1023, "elements 1936 to 1999 of b, elements 0 to 2 of c"),  # the tile's end is behind c
     ]:
         flip(device, section, element, tile=tile)
         file = stored(device)

@@ -1,4 +1,4 @@
-"""`state` and `state_dict()` are torch's: what they hold, what they load, what becomes of copies."""
+"""`state` and `state_dict()` are like torch's: their content, loading, and copies of optimizers."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ OWN_OPTIONS = {"devices", "grad_dtype", "max_grad_norm", "overwrite", "tile_size
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.fp32_states("only fp32 states are mapped")
 def test_state_is_plain(devices, amsgrad):
-    """Trainers and checkpointers want a defaultdict of dicts of CPU tensors, and no class of ours."""
+    """Trainers and checkpointers expect a defaultdict of dicts of CPU tensors, not a class of ours."""
     params = [leaf(5), leaf(2, TILE, dtype=torch.bfloat16), leaf(3, dtype=torch.complex64), leaf()]
     optimizer = CSDAdam(params, devices=devices, amsgrad=amsgrad)
     assert optimizer.state_dict()["state"] == {}
@@ -129,7 +129,7 @@ def test_adamw_loads_a_checkpoint_of_ours(devices):
     train_beside(ours, reference, 3)
     for p, q in zip(params_of(ours), params_of(reference), strict=True):
         q.data.copy_(p)
-    reference.load_state_dict(copy.deepcopy(ours.state_dict()))  # it does not copy
+    reference.load_state_dict(copy.deepcopy(ours.state_dict()))  # load_state_dict() does not copy
     train_beside(ours, reference, 3, start=3)
     assert_same_weights(ours, reference)
 
@@ -146,12 +146,12 @@ def test_fp32_states_are_not_cast_under_16_bit_parameters(devices):
         state, expected = optimizer.state[p], reference.state[q]
         assert torch.equal(state["exp_avg"], expected["exp_avg"])
         assert not torch.equal(expected["exp_avg"], expected["exp_avg"].bfloat16().float())
-        assert torch.equal(state["master"], p.detach().float())  # AdamW has none
+        assert torch.equal(state["master"], p.detach().float())  # a checkpoint of AdamW has no masters
 
 
 @pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_16_bit_states_widen(devices):
-    """A checkpoint of AdamW on bf16 parameters."""
+    """A checkpoint of AdamW on bf16 parameters has bf16 moments."""
     model, twin = small_model(torch.bfloat16), small_model(torch.bfloat16)
     reference = AdamW(twin.parameters())
     gradients(twin.parameters(), 0)
@@ -193,7 +193,7 @@ def test_step_may_be_a_number_in_a_checkpoint(devices):
 
 
 def test_loading_its_own_state_dict_changes_nothing(devices):
-    """What Accelerate does to every optimizer it prepares."""
+    """Accelerate does this to every optimizer that it prepares."""
     for used in (False, True):
         p = leaf(TILE + 1, dtype=torch.bfloat16)
         optimizer = CSDAdam([p], devices=devices, overwrite=True)
@@ -211,12 +211,12 @@ def test_loading_its_own_state_dict_changes_nothing(devices):
 
 @pytest.mark.fp32_states("compares with AdamW to its last bits")
 def test_a_checkpoint_of_part_of_the_parameters_loads(devices):
-    """Some never had a gradient: they have no entry, and start from nothing."""
+    """Parameters that never had a gradient have no entry, and start with new states."""
     _, ours, _, reference = pair_of_models(devices)
     gradients(params_of(reference), 0)
     params_of(reference)[1].grad = None
     reference.step()
-    train_beside(ours, AdamW([leaf(1)]), 2)  # what ours had is gone after loading
+    train_beside(ours, AdamW([leaf(1)]), 2)  # loading discards these states
     for p, q in zip(params_of(ours), params_of(reference), strict=True):
         p.data = q.detach().clone()
     ours.load_state_dict(reference.state_dict())
@@ -256,7 +256,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_before_anything_is_touched(devi
     ids=str,
 )
 def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_is_touched(tmp_path, of, other, missing):
-    """torch takes it, and fails in the next step; a store would have kept the groups, and could not be resumed."""
+    """torch loads it, and fails in the next step; a store would have kept its groups, and could not be resumed."""
     p = leaf(5)
     theirs = other.reference([leaf(5)])
     gradients(params_of(theirs), 0)
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_is_touched
 
 
 def test_checkpoints_of_other_lions_load():
-    """Who has no `maximize` does not say it."""
+    """They come from implementations without `maximize`."""
     p, q = leaf(5), leaf(5)
     theirs, ours = LION.reference([p]), LION.ours([q], devices="ram:")
     gradients([p], 0)

@@ -55,7 +55,7 @@ def test_closure(devices):
 def test_step_returns_none_without_a_closure(devices):
     p = leaf(3)
     optimizer = CSDAdam([p], devices=devices)
-    assert optimizer.step() is None  # and without a gradient
+    assert optimizer.step() is None  # also without any gradient
     p.grad = torch.ones_like(p)
     assert optimizer.step() is None
 
@@ -217,7 +217,7 @@ def test_several_optimizers_in_one_process(tmp_path):
 
 
 def test_optimizers_may_step_at_the_same_time():
-    """In threads of their own: they share the update threads and nothing else."""
+    """Each in its own thread: they share only the update threads."""
 
     def train(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -290,7 +290,7 @@ def test_grad_scaler(devices, of, dtype, unscale):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
     for k in range(5):
         scale = scaler.get_scale()
-        scaler.scale(torch.ones(()))  # makes the scale a tensor, as scaling a loss does
+        scaler.scale(torch.ones(()))  # initializes the scale tensor lazily, as scaling a loss does
         gradients([p], k)
         q.grad = p.grad.to(torch.float32, copy=True)
         p.grad = (p.grad * scale).to(dtype)  # a power of two: exact

@@ -1,4 +1,4 @@
-"""What a training notes in `user_state` is in the store with the step that it belongs to."""
+"""`user_state` is committed to the store together with the step to which it belongs."""
 
 import functools
 import random
@@ -148,7 +148,7 @@ def test_plain_user_state_is_not_read_to_know_that_it_can_be(read, monkeypatch):
     packed = user_state.checked_user_state(state, b"")
     assert len(asked) == read
     assert user_state.checked_user_state(state, packed) == packed
-    assert len(asked) == read  # the one before could be read: so can the same again
+    assert len(asked) == read  # a value equal to the last one, which was readable, is not checked again
     found = user_state.unpack_user_state(packed)
     assert all(torch.equal(a, b) for a, b in zip(found.pop("tensors"), state.pop("tensors"), strict=True))
     assert found == state
@@ -160,7 +160,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("how", ["failed", "state assigned", "large edit"])
 def test_record_of_a_step_that_never_was(tmp_path, monkeypatch, how):
-    """A commit of step 1 that is made in, or after, a step 2 that does not come to its end says what step 1 was."""
+    """A commit of step 1 during or after a step 2 that fails carries the record of step 1."""
     [device] = named_devices(tmp_path, 1)
     [p] = parameters((300,), dtype=bf16)
     opt = CSDAdam([p], lr=0.1, devices=device)

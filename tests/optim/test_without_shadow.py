@@ -1,4 +1,4 @@
-"""With shadow=False there is one copy of the states: half the room, and what that costs is said."""
+"""With shadow=False there is one copy of the states: half the space, and torn steps are detected and reported."""
 
 import errno
 import gc
@@ -84,7 +84,7 @@ def test_without_shadow_a_step_that_cannot_be_announced_changes_nothing(tmp_path
             assert_same(resumed(copies, 3).close(), never_stopped(3))
     copies = crashed(devices, tmp_path / "crash")
     assert_same(training.steps(1).close(), never_stopped(4))
-    for left in (devices, copies):  # a mark that is not everybody's counts for nothing
+    for left in (devices, copies):  # a mark that not all devices have does not count
         training = resumed(left)
         training.steps(4 - training.done)
         assert_same(training.close(), never_stopped(4))
@@ -132,7 +132,7 @@ def test_without_shadow_an_error_before_the_first_write_undoes_the_step(tmp_path
     training.opt.synchronize()
     before = training.image()
     every = [(device, tile) for device in devices for tile in range(len(read_contents(place(device)).tiles))]
-    for device, tile in every:  # so that none of them is written
+    for device, tile in every:  # damage all tiles, so that the step writes none
         flip(device, 0, 0, tile=tile)
     with pytest.raises(CSDStoreError, match="is not what was written"):
         training.step()
@@ -147,7 +147,7 @@ def test_without_shadow_an_error_before_the_first_write_undoes_the_step(tmp_path
 @pytest.mark.parametrize("section", range(3))
 @pytest.mark.fp32_states("counts tiles, bytes or elements of fp32 states")
 def test_damage_in_the_middle_of_a_tile_changes_no_parameter(tmp_path, section):
-    """A tile is verified chunk by chunk: the parameters of those before the damage have been given out by then."""
+    """A tile is verified chunk by chunk: when damage is found, parameters of earlier chunks are already written."""
     devices = reading_all(named_devices(tmp_path, 1))
 
     def begun(devices):

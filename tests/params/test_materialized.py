@@ -1,4 +1,4 @@
-"""State stays on the devices: what takes it into memory, and who is named when much of it is."""
+"""State stays on the devices: which operations bring it into memory, and the warnings when that is much."""
 
 import contextlib
 import copy
@@ -20,12 +20,12 @@ N = 8 << 20  # parameters; their state is 96 MiB
 
 @pytest.fixture
 def any_size(monkeypatch):
-    """Little is enough for a warning."""
+    """Lowers the threshold so that any state in memory causes a warning."""
     monkeypatch.setattr(materialized, "WORTH_A_WARNING", 1000)
 
 
 def trained(numel=1000, **options):
-    # In 16 bits, so that the state is much larger than the parameter.
+    # 16 bits, so that the state is much larger than the parameter.
     p = torch.ones(numel, dtype=torch.bfloat16, requires_grad=True)
     opt = CSDAdam([p], **options)
     step(opt)
@@ -40,7 +40,7 @@ def step(opt):
 
 @contextlib.contextmanager
 def warned(match):
-    """One warning, which names the line of this file after `with`."""
+    """Expects one warning, attributed to the line of this file after `with`."""
     line = inspect.stack()[2].lineno
     with pytest.warns(CSDWarning, match=match) as caught:
         yield
@@ -49,7 +49,7 @@ def warned(match):
 
 
 def replaced(opt):
-    """Puts copies of its state in the state's place, as who moves it to another device and back does."""
+    """Replaces the state by copies in memory, as code does that moves it to another device and back."""
     for entry in opt.state.values():
         for key, value in entry.items():
             entry[key] = value.clone()
@@ -58,11 +58,11 @@ def replaced(opt):
 @pytest.mark.parametrize("device", ["file:", "named"])
 def test_saving_takes_no_memory(tmp_path, device):
     opt = trained(N, devices=named_devices(tmp_path, 1) if device == "named" else device)
-    state = opt.state_dict()  # maps: that counts, too, though it takes none
+    state = opt.state_dict()  # its mappings count towards the limit, too, although they take no memory
     with memory_limit(LIMIT):
         torch.save(state, "state.pt")
     with memory_limit(LIMIT), pytest.raises(RuntimeError, match="can't allocate memory"):
-        [copy.deepcopy(state) for _ in range(4)]  # so the limit limits, also if threads of other tests end meanwhile
+        [copy.deepcopy(state) for _ in range(4)]  # proves that the limit holds, even if other threads end meanwhile
 
 
 # ---- warnings ------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_state_that_stays_in_files_or_is_small(any_size, tmp_path, monkeypatch):
         opt.load_state_dict(torch.load("state.pt", mmap=True))
         opt.load_state_dict(CSDAdam.load(tmp_path / "saved"))
         for entry in opt.state.values():
-            entry.update({key: value.to("cpu") for key, value in entry.items()})  # they are there
+            entry.update({key: value.to("cpu") for key, value in entry.items()})  # they are on the CPU already
         step(opt)
         monkeypatch.setattr(materialized, "WORTH_A_WARNING", 12_005)  # 3 states of 1000 elements, and the step
         opt.load_state_dict(torch.load("state.pt"))
@@ -130,7 +130,7 @@ def test_copies_and_pickles(any_size):
 
 @pytest.mark.fp32_states("only fp32 states are mapped")
 def test_what_is_in_memory(any_size):
-    """On a device that is not the host, too (meta stands for CUDA); what shared memory is mapped from is no file."""
+    """Memory of other devices counts, too (meta stands for CUDA); so does shared memory, though mapped from a file."""
     opt = trained()
     windows = [w for w in opt.state[opt.param_groups[0]["params"][0]].values() if w.dim()]
     copies = [w.clone() for w in windows]

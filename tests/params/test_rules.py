@@ -1,4 +1,4 @@
-"""An update rule is a header and an UpdateRule: engine, stores and tools take its sections, whatever their names."""
+"""An update rule is a header and an UpdateRule: engine, stores and tools handle its sections by any name."""
 
 import json
 from contextlib import closing
@@ -24,7 +24,7 @@ from csd_optim.params.manifest import other_rule
 from csd_optim.store import format as store_format
 from csd_optim.store.format import read_contents
 
-# AdamW's arithmetic under other names.
+# AdamW's arithmetic, with other names for rule and sections.
 OTHER_NAMES = {"name": "twin", "sections": ("master", "first", "second", "largest"), "switches": {"amsgrad": "largest"}}
 TWIN = replace(adamw.ADAMW, **OTHER_NAMES)
 
@@ -57,7 +57,7 @@ def states(opt, ps):
 
 
 def same(a, b, names=None):
-    """Every state, by name or under those of AdamW."""
+    """Asserts that all states agree. `names`: a's name of a state → b's, where they differ."""
     for ours, theirs in zip(a, b, strict=True):
         assert len(ours) == len(theirs)
         for name, value in ours.items():
@@ -103,7 +103,7 @@ def test_constants_fill_what_the_engine_has_for_them():
 
 
 def pass_through(engine, tiles):
-    """A step without gradients: all is read, verified and written as it is."""
+    """A step without gradients: it reads and verifies all tiles and writes them unchanged."""
     engine.begin(np.zeros(engine.n_params, PARAM), np.zeros(0, HYPER), tiles)
     for tile in tiles.tolist():
         engine.push(tile)
@@ -136,7 +136,7 @@ def test_one_and_two_sections_through_engine_store_and_tools(sections, tmp_path)
         for _ in range(3):
             pass_through(engine, tiles)
         engine.remap()
-        windows[-1][1024:2048] = values[-1][1024:2048] = 7.0  # to closed windows: the next step begins with it
+        windows[-1][1024:2048] = values[-1][1024:2048] = 7.0  # windows are closed: the next step starts from it
         torch.autograd.graph.increment_version(windows[-1])
         pass_through(engine, tiles)
         engine.wait()
@@ -174,7 +174,7 @@ def test_a_step_by_a_rule_that_there_is_not_or_not_for_these_sections_touches_no
             table["grad"][param], table["param"][param] = g.data_ptr(), p.data_ptr()
             with pytest.raises(CSDValueError, match=message):
                 engine.begin(table, np.array([(rule, constants)], HYPER), tiles)
-            pass_through(engine, tiles)  # no step is under way
+            pass_through(engine, tiles)  # the failed begin() has left no step in flight
         for row, extent in enumerate(engine.extents):
             for k in range(len(extent.sections)):
                 assert not engine.windows.window(extent, 0, k, torch.float32).any(), row
@@ -196,7 +196,7 @@ def twins(tmp_path):
 
 
 def test_states_are_called_as_the_rule_calls_them(twins):
-    """Besides the names, nothing is different: one is AdamW's to the last bit."""
+    """Only the names differ; the states are AdamW's to the last bit."""
     _, values, found = twins
     assert [[*entry] for entry in found] == [["step", "first", "second", *more, "master"] for more in ([], ["largest"])]
     ps = params()
@@ -228,7 +228,7 @@ def test_a_store_is_resumed_by_its_own_rule_only(twins, tmp_path):
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """Of each optimizer: its pair, a store of it after two steps, its parameters and states."""
+    """For each optimizer: the pair of classes, a store after two steps, its parameters and states."""
     made = {}
     for of in (ADAMW, *FULL):
         store, ps = tmp_path_factory.mktemp(of.name), params()
@@ -240,7 +240,7 @@ def stores(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [of.name for of in PAIRS])
 def test_stores_of_each_optimizer(name, stores, tmp_path):
-    """Refused to all others, by the rule's name; exported, imported, loaded: the same states."""
+    """All other optimizers refuse the store and name its rule; export, import and load give the same states."""
     of, store, values, found = stores[name]
     before = store.joinpath(store_format.FILE_NAME).read_bytes()
     for other, *_ in stores.values():
@@ -282,7 +282,7 @@ def test_a_reader_that_knows_no_rules_refuses_the_store_by_name(twins, monkeypat
 
 
 def forged(store, change):
-    """The store with another manifest, of which all sums are right."""
+    """Replaces the store's manifest and makes all checksums match it."""
     file = store / store_format.FILE_NAME
     data = bytearray(file.read_bytes())
     for copy in range(2):

@@ -1,4 +1,4 @@
-"""A gradient that is the sum of several: the fp32 sum in their order, to the bit, whatever they are made of."""
+"""A gradient that is the sum of several: bitwise the fp32 sum in their order, for all dtypes and encodings."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ bf16, fp16 = torch.bfloat16, torch.float16
 
 
 def packed(values, k, run_elems):
-    """The `k` largest of each run as entries; and what they are when they are dense again."""
+    """The `k` largest values of each run as entries, and the same values as a dense tensor."""
     runs = [values[i : i + run_elems] for i in range(0, len(values), run_elems)]
     sent = [select(run, topk_count(k, len(run))) for run in runs]
     rows = [
@@ -42,7 +42,7 @@ def summed(terms):
 
 
 def same_bits(a, b):
-    nan = a.isnan() & b.isnan()  # whose bits are those of one of them
+    nan = a.isnan() & b.isnan()  # which nan's bits a sum of two takes is unspecified
     return torch.equal(a.masked_fill(nan, 0).view(torch.int32), b.masked_fill(nan, 0).view(torch.int32))
 
 
@@ -71,7 +71,7 @@ def test_entries_that_are_malformed_harm_nobody():
         broken = Summand(summand.values.clone(), bf16, summand.run_words, summand.run_elems)
         at = rng.integers(len(broken.values), size=20)
         broken.values[at] = torch.from_numpy(rng.integers(1 << 32, size=20, dtype=np.uint32).view(np.int32))
-        with contextlib.suppress(CSDValueError):  # what is in order, if it makes no sense, is summed
+        with contextlib.suppress(CSDValueError):  # entries that are well-formed by chance are summed
             bindings.sum_up(table_of([broken]), bindings.isa_used(), 0, out)
     broken.values[0] = -1
     with pytest.raises(CSDValueError, match="more entries than words"):
@@ -85,7 +85,7 @@ def test_entries_that_are_malformed_harm_nobody():
 
 
 class Summing(Training):
-    """Its gradients are sums of `n`, in 16 bits and in fp32, dense or entries; `fed`: it is given the fp32 sums."""
+    """A Training whose gradients are sums of `n`: 16 bits or fp32, dense or entries. `fed`: it gets the fp32 sums."""
 
     def __init__(self, devices, n, *, fed, **options):
         super().__init__(devices, **options)
