@@ -1,4 +1,4 @@
-"""What ranks tell each other before something counts on all of them."""
+"""The agreement of ranks: what they exchange before an operation takes effect on all of them."""
 
 from unittest import mock
 
@@ -21,7 +21,7 @@ def tell_each_other(rank, size):
     assert ranks.gather(rank + 0.1, dtype=torch.float64) == [(k + 0.1,) for k in range(size)]
 
     with mock.patch.object(ranks, "gather_objects", side_effect=AssertionError), ranks.all_ranks_or_none() as said:
-        said.own = ALIKE  # nothing of it travels
+        said.own = ALIKE  # equal on all ranks, so only a checksum travels
     assert said.by_ranks == [ALIKE] * size
 
     with ranks.all_ranks_or_none() as said:
@@ -62,5 +62,5 @@ def share_a_small_model(rank):
 
 
 def test_parameters_of_a_small_model_travel_in_several_buckets(tmp_path):
-    """While the last of its tiles are updated the first are under way."""
+    """So the first buckets travel while the last tiles are still being updated."""
     assert on_living_ranks(2, share_a_small_model, directory=tmp_path) == [FEWEST] * 2

@@ -72,21 +72,21 @@ def made(model, kind, rank, size, name="CSDAdam"):
 
 def state_of(model, optimizer, **options):
     if isinstance(optimizer, _Trainer):
-        optimizer.consolidate_state_dict(None)  # under DDP they have to be asked for that
+        optimizer.consolidate_state_dict(None)  # collects the states, which is explicit under DDP
     parts = get_state_dict(model, optimizer, options=StateDictOptions(**options))
     return dict(zip(("model", "optimizer"), parts, strict=True))
 
 
 def seen(model, optimizer):
     held = states(optimizer, model.parameters())
-    if isinstance(optimizer, _Trainer):  # `state` has no data
+    if isinstance(optimizer, _Trainer):  # `state` of trainers has no data
         entries = optimizer.state_dict()["state"]
         held = [dict(zip(entry, whole(entry.values()), strict=True)) for _, entry in sorted(entries.items())]
     return whole(model.parameters()), held
 
 
 def goes_on(model, optimizer):
-    """One more step, with the same gradients wherever it is made."""
+    """Takes one more step, with the same gradients on any number of ranks."""
     for k, p in enumerate(model.parameters()):
         torch.manual_seed(k)
         g = torch.randn(p.shape)
@@ -122,7 +122,7 @@ def loads(rank, size, model, kind, how, name):
         state = torch.load("checkpoint", weights_only=True) if rank == 0 else {"model": {}, "optimizer": {}}
     else:
         state = state_of(model, optimizer)
-        # AdamW's checkpoints have no `master`; it is the parameter then.
+        # AdamW's checkpoints have no `master`, which is then taken from the parameter.
         dcp.load(state, checkpoint_id="checkpoint", planner=DefaultLoadPlanner(allow_partial_load=True))
     set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
@@ -151,7 +151,7 @@ def owners(tmp_path):
         ((3, "FSDP2", "ours"), (2, "FSDP2", "ours"), "file", "CSDAdam"),
         ((2, "DDP", "served"), (2, "FSDP2", "ours"), "save", "CSDAdam"),
         ((3, "FSDP2", "served"), (2, "DDP", "served"), "save", "CSDAdam"),
-        *(  # of each every day one, by turns
+        *(  # one of the three for each optimizer; all of them with soak
             pytest.param(*way, name, marks=[pytest.mark.soak] * ((i + j) % 3 > 0))
             for i, name in enumerate(OTHERS)
             for j, way in enumerate(
@@ -177,19 +177,19 @@ def test_saved_on_some_ranks_loaded_on_others(saved, loaded, how, name, owners, 
             keys = {*wanted[1][0]} & {*held[0]}
             assert OF[name].rule.sections[1] in keys
             if not exact:
-                keys -= {"master"}  # torch's carries it along as it was
+                keys -= {"master"}  # torch's optimizer does not update it
             held, kept = ([{k: s[k] for k in keys} for s in of] for of in (held, wanted[1]))
             if exact or wanted is before:
                 assert_everything_is((params, held), (wanted[0], kept))
             else:
-                # Centered, it divides by the root of a small difference.
+                # Centered RMSprop divides by the root of a small difference, which amplifies rounding.
                 amplified = 100 if name == "CSDRMSprop" else 1
                 near = {"rtol": 2e-6 * amplified, "atol": 1e-7 * amplified}
                 torch.testing.assert_close((params, held), (wanted[0], kept), **near)
 
 
 def local_round_trip(rank, size, path, kind):
-    """FSDP1: what is there is a flat shard; `flatten_optimizer_state_dict`, since torch finds no groups without."""
+    """FSDP1, with flat shards. Needs `flatten_optimizer_state_dict`, without which torch does not find the groups."""
     model, optimizer = made("FSDP1", kind, rank, size)
     options = {"flatten_optimizer_state_dict": True}
     if path == "save":
@@ -217,11 +217,11 @@ def test_flat_shards_of_fsdp1(saved, loaded, owners, tmp_path):
 
 
 N = 8 << 20  # parameters; the state of half of them is 48 MiB
-LIMIT = 36 << 20  # bytes that an operation may take which must not take it all
+LIMIT = 36 << 20  # bytes that an operation may allocate, less than the whole state
 
 
 def in_little_memory(rank):
-    # Several parameters: torch writes one after another, and may copy each.
+    # Several parameters, because torch writes them one after another, and may copy each.
     params = [nn.Parameter(torch.ones(N // 16, 1, dtype=torch.bfloat16)) for _ in range(16)]
     with CSDAdam([(str(k), p) for k, p in enumerate(params)], devices="csd{rank}") as optimizer:
         for _ in range(2):
@@ -233,7 +233,7 @@ def in_little_memory(rank):
                 with memory_limit(LIMIT):
                     dcp.save(state, checkpoint_id="checkpoint")
                 with memory_limit(LIMIT), pytest.raises(RuntimeError, match="can't allocate memory"):
-                    copy.deepcopy(state)  # so the limit limits
+                    copy.deepcopy(state)  # proves that the limit works
         assert all(held["exp_avg"].to_local()[0] == torch.tensor(0.19) for held in optimizer.state.values())
         with memory_limit(LIMIT), optimizer.loading():
             dcp.load(state, checkpoint_id="checkpoint")
@@ -300,7 +300,7 @@ def test_export_puts_ranks_together(kind, tmp_path, run):
 
 
 def loads_export(rank, wanted):
-    """Another number of ranks. What is stored is mapped, and each rank reads its own part."""
+    """Loads on another number of ranks. The file is memory-mapped, and each rank reads its own part."""
     params = odd_parameters()
     optimizer = CSDAdam(params, **ARGS, tile_size=TILE, devices="file:")
     state = torch.load("state.pt", weights_only=True, mmap=True)

@@ -1,4 +1,4 @@
-"""On several ranks: DDP with its states shared out, FSDP, DTensors. The oracle is AdamW on the same ranks."""
+"""Training on several ranks: DDP with sharded states, FSDP, DTensors. Oracle: AdamW on the same ranks."""
 
 import contextlib
 import errno
@@ -34,15 +34,15 @@ from csd_optim.distributed.ranks import Ranks
 from csd_optim.distributed.sharding import ReplicaShard
 from csd_optim.errors import CSDOSError, CSDRankError, CSDTypeError
 
-TILE = 1024  # the smallest
+TILE = 1024  # elements: the smallest tile
 STEPS = 4
 ARGS = {"lr": 0.02, "weight_decay": 0.1}
-OF = {of.name: of for of in (ADAMW, *FULL)}  # ranks are other processes
+OF = {of.name: of for of in (ADAMW, *FULL)}  # by name, as ranks are other processes
 OTHERS = [of.name for of in FULL]
 
 
 class Net(nn.Module):
-    """Awkward on purpose: parameters with fewer rows than ranks, without rows, 0-dim, 4-dim, in several tiles."""
+    """An awkward model: parameters with fewer rows than ranks, without rows, 0-dim, 4-dim, in several tiles."""
 
     def __init__(self, hidden, scalar):
         super().__init__()
@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 def net(used=False, hidden=67, scalar=True):
-    """`used`: without the parameter that gets no gradient."""
+    """A Net. `used`: without the parameter that gets no gradient."""
     torch.manual_seed(3)
     model = Net(hidden, scalar)
     if used:
@@ -68,7 +68,7 @@ def net(used=False, hidden=67, scalar=True):
 
 
 def data(rank, size, step, n=4):
-    """The part of a batch that a rank sees; on all ranks together always the same."""
+    """The part of a batch for one rank. The whole batch does not depend on the number of ranks."""
     torch.manual_seed(100 + step)
     x, y = torch.randn(n * 4, 3, 4, 4), torch.randint(0, 3, (n * 4,))
     return x.chunk(size)[rank], y.chunk(size)[rank]
@@ -89,7 +89,7 @@ def train(model, optimizer, rank=0, size=1, steps=range(STEPS), clip=None):
 
 
 def states(optimizer, params):
-    """What `state` says of each parameter: as plain tensors, whole."""
+    """The states of each parameter, as plain and whole tensors."""
     return [
         {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in optimizer.state[p].items()}
         for p in params
@@ -97,15 +97,15 @@ def states(optimizer, params):
 
 
 def assert_like_torch(params, held, wanted, of=ADAMW):
-    """Torch's on the same ranks gets the same gradients, and rounds otherwise.
+    """Asserts equality up to rounding with torch's optimizer on the same ranks.
 
-    With squares that have no decay yet, or less their mean, that is amplified: small gradients are divided by small
-    numbers, and the next gradients follow from what comes of it.
+    Adagrad (squares without decay) and centered RMSprop (squares less the squared mean) amplify rounding: they divide
+    small gradients by small numbers, and the next gradients depend on the results.
     """
     amplified = 1000 if of.name in ("CSDAdagrad", "CSDRMSprop") else 1
     for p, state, q, of_q in zip(params, held, *wanted, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6 * amplified, atol=1e-7 * amplified)
-        if of.name == "CSDAdagrad" and not state:  # torch's has them from its constructor on
+        if of.name == "CSDAdagrad" and not state:  # torch's creates states in its constructor
             assert of_q["step"] == 0
             continue
         assert {*of_q} <= {*state}
@@ -148,7 +148,7 @@ def test_ddp(size, devices, name, tmp_path):
     params = ranks[0][0]
     for others, _, _ in ranks[1:]:
         assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
-    total = sum(p.numel() for p in net().parameters()) - 9 * 2 - 1  # no gradient; 0-dim, and kept by every rank
+    total = sum(p.numel() for p in net().parameters()) - 9 * 2 - 1  # without gradient; 0-dim, not sharded
     assert sum(own for _, own, _ in ranks) == total
     assert max(own for _, own, _ in ranks) < total * 0.7
 
@@ -182,13 +182,13 @@ def test_ddp_with_a_static_graph_and_with_no_sync(options, accumulation, tmp_pat
 
 
 def odd_parameters(state_dtype=None):
-    """fp32, bf16, fp16, complex; fewer rows than ranks, none, 0-dim; orders of memory in which rows are not dense."""
+    """fp32, bf16, fp16, complex; fewer rows than ranks, none, 0-dim; memory orders in which rows are not contiguous."""
     torch.manual_seed(5)
     shapes = [(), (1,), (2,), (0, 3), (700,), (5, 1), (37, 41), (1, 3000)]
     made = [torch.randn(s) for s in shapes]
     made += [torch.randn(400).to(torch.bfloat16), torch.randn(33, 7).half(), torch.randn(5, 3, dtype=torch.complex64)]
     made += [torch.randn(9, 4, 3, 3).to(memory_format=torch.channels_last), torch.randn(4, 6)[:, ::2]]
-    # The chance of 8-bit states goes with an element's place in memory: a share of rows has to be one piece of that.
+    # Random rounding of 8-bit states depends on an element's place in memory: a share of rows has to be contiguous.
     if (state_dtype or assumed()) == "fp32":
         made += [torch.randn(7, 5).t(), torch.randn(6, 8).to(torch.bfloat16).t()]
     return [nn.Parameter(t) for t in made]
@@ -207,7 +207,7 @@ def take(optimizer, params, steps, skip=lambda step: ()):
 
 
 def assert_same(params, others, optimizer, other):
-    """Of the optimizers, the first is sharded; the other is not, or alike. The same bits."""
+    """Asserts the same bits. The first optimizer is sharded; the other is not, or in the same way."""
     for p, q in zip(*(whole(ps) for ps in (params, others)), strict=True):
         assert torch.equal(p, q), p.shape
     for state, of_q in zip(states(optimizer, params), states(other, others), strict=True):
@@ -228,7 +228,7 @@ def shares_or_not(rank, size, options, bucket):
         take(other, others, range(STEPS), skip)
         assert_same(params, others, optimizer, other)
         with torch.no_grad():
-            for p, q in zip(params, others, strict=True):  # from outside, on all ranks
+            for p, q in zip(params, others, strict=True):  # writes from outside, on all ranks
                 p.mul_(1.5)
                 q.mul_(1.5)
         take(optimizer, params, [9])
@@ -255,7 +255,7 @@ SHARED = [
         pytest.param(
             *(size, options, bucket),
             id=f"{size}-{''.join(options) or 'plain'}-{'many buckets' if bucket == 1 << 13 else 'one bucket'}",
-            marks=[pytest.mark.soak] * ((i + j + k) % 2),  # any two of the three are together every day
+            marks=[pytest.mark.soak] * ((i + j + k) % 2),  # without soak still all pairs of values
         )
         for i, size in enumerate([2, 4])
         for j, options in enumerate(SHARED)
@@ -268,7 +268,7 @@ def test_sharing_changes_no_bit(size, options, bucket, tmp_path):
 
 
 def selects(rank, size, feedback):
-    """Shares of whole tiles: what is selected is the same. What is owed is rounded otherwise, by its place."""
+    """Shares of whole tiles select the same entries. Residuals are rounded differently, depending on their place."""
     params, others = ([nn.Parameter(torch.zeros(size * TILE // 4, 16)) for _ in range(2)] for _ in range(2))
     topk = {"topk": 0.05, "error_feedback": feedback, "tile_size": TILE}
     with (
@@ -306,14 +306,14 @@ def fsdp1(use_orig_params):
 
 def fsdp2(used=False, **options):
     model = net(used, scalar=False)
-    model.empty = nn.Parameter(torch.zeros(2, 4))  # FSDP2 knows none without elements
+    model.empty = nn.Parameter(torch.zeros(2, 4))  # FSDP2 does not support parameters without elements
     for part in (model.big, model):
         fully_shard(part, **options)
     return model
 
 
 def hybrid(used=False):
-    """Replicated over pairs of ranks, sharded within them."""
+    """HSDP: replicated over pairs of ranks, sharded within a pair."""
     return fsdp2(used, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
@@ -336,7 +336,7 @@ MODELS = {
 
 
 def on_a_mesh_of_gpus(rank):
-    """What FSDP2 makes with CPUOffloadPolicy on GPUs: states must not go there, either."""
+    """Parameters as FSDP2 creates them with CPUOffloadPolicy on GPUs: states must stay on the host, too."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
     like = DTensor.from_local(torch.ones(3, 4, device="meta"), mesh, [Shard(0)], run_check=False)
     p = nn.Parameter(DTensor(torch.ones(3, 4), like._spec, requires_grad=False))
@@ -347,7 +347,7 @@ def on_a_mesh_of_gpus(rank):
         assert held.device_mesh == mesh
         assert held.shape == p.shape == (6, 4)
         assert held.to_local().device.type == "cpu"
-        held.to_local().mul_(2.0)  # it is the state
+        held.to_local().mul_(2.0)  # writes to the state itself
         p.grad = DTensor(torch.zeros(3, 4), like._spec, requires_grad=False)
         optimizer.step()
         assert torch.allclose(optimizer.state[p]["exp_avg"].to_local(), torch.full((3, 4), 0.9 * 0.4))
@@ -369,7 +369,7 @@ def clip_gradients(model, norm):
         return model.clip_grad_norm_(norm)
     if {type(p) for p in model.parameters()} != {DTensor, nn.Parameter}:
         return clip_grad_norm_(model.parameters(), norm)
-    # torch refuses a mixture
+    # torch refuses a mixture of DTensors and plain parameters
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     total = torch.linalg.vector_norm(torch.stack([g.norm() for g in whole(grads)]))
     for g in grads:
@@ -382,7 +382,7 @@ def sharded_trains(rank, size, kind, clip, name, options):
     oracle = of.reference(reference.parameters(), **{**ARGS, **of.kwargs})
     options = {**ARGS, **of.kwargs, "devices": "csd{rank}", **options}
     with of.ours(model.parameters(), tile_size=TILE, **options) as optimizer:
-        tensor = kind == "tensor parallel"  # all ranks see the same data
+        tensor = kind == "tensor parallel"  # then all ranks have the same data
         for m, o in ((reference, oracle), (model, optimizer)):
             for step in range(STEPS):
                 o.zero_grad()
@@ -394,7 +394,7 @@ def sharded_trains(rank, size, kind, clip, name, options):
         assert_like_torch(whole(model.parameters()), states(optimizer, model.parameters()), wanted, of)
         for p in model.parameters():
             if isinstance(p, DTensor) and optimizer.state[p]:
-                if kind != "hybrid":  # whose replicas divide it further
+                if kind != "hybrid":  # there replicas divide states further
                     assert optimizer.state[p][of.rule.sections[1]].placements == p.placements
                 assert optimizer.state[p]["master"].shape == p.shape
         return whole(model.parameters())
@@ -415,7 +415,7 @@ def test_sharded_models(kind, clip, name, tmp_path):
 
 
 def hybrid_divides(rank, size):
-    """HSDP's replicas each update some rows of their shard: to the bit as if each updated all of it."""
+    """HSDP's replicas each update some rows of their shard, with the same bits as if each updated the whole shard."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     models = [hybrid(used=True) for _ in range(3)]
@@ -439,7 +439,7 @@ def hybrid_divides(rank, size):
     assert one.stats()["params"] < 0.6 * all_of_it.stats()["params"]
     assert one.stats()["gathered_bytes"] > 0 == all_of_it.stats()["gathered_bytes"]
 
-    # Undone on one rank, it is undone on all.
+    # A step that fails on one rank is undone on all.
     before = whole(params[0])
     loss_of(models[0], rank, size, STEPS).backward()
     push = csd_optim.bindings.engine_push
@@ -450,7 +450,7 @@ def hybrid_divides(rank, size):
     assert isinstance(error, ZeroDivisionError if rank == 1 else CSDRankError)
     assert all(map(torch.equal, whole(params[0]), before))
 
-    # Through torch.distributed.checkpoint, into one that is not divided and into another that is.
+    # Through torch.distributed.checkpoint, into an optimizer that is not sharded, and into another that is.
     saved = get_optimizer_state_dict(models[0], one)
     torch.distributed.checkpoint.save(saved, checkpoint_id="checkpoint")
     for model, options in ((models[1], {"sharded": False}), (models[2], {})):
@@ -464,7 +464,7 @@ def hybrid_divides(rank, size):
         other.close()
     all_of_it.close()
 
-    # A crash: each rank has its rows, and gives the others theirs.
+    # After a crash each rank has its own rows, and sends them to the others.
     one.synchronize()
     one.close()
     with torch.no_grad():
@@ -485,7 +485,7 @@ def in_foreach(p, value):
     torch._foreach_add_([p], [value])
 
 
-SET = {  # without a gradient and without another counter than torch's own
+SET = {  # ways to set a parameter under no_grad(), noticed through torch's version counters only
     "copy_": lambda p, value: p.copy_(value),
     "foreach": in_foreach,
     "foreach lerp": lambda p, value: torch._foreach_lerp_([p], [value], 1.0),
@@ -495,7 +495,7 @@ SET = {  # without a gradient and without another counter than torch's own
 
 
 def set_half_way(rank, devices, dtype, options):
-    """Whatever way DTensors are set, they are the masters of the next step; what is not set keeps its master."""
+    """However DTensors are set, the next step takes them as masters; those that are not set keep their masters."""
     mesh = init_device_mesh("cpu", (2,))
 
     def random(seed, *shape):
@@ -511,7 +511,7 @@ def set_half_way(rank, devices, dtype, options):
                 if step == 2:
                     with torch.no_grad():
                         set_to(params[0], random(5, 70, 31))
-                        set_to(params[1], params[1].detach().clone())  # to what it is
+                        set_to(params[1], params[1].detach().clone())  # to its own value
                 optimizer.step()
             held = [optimizer.state[p][key].to_local().clone() for p in params for key in ("master", "exp_avg")]
             return [p.to_local().clone() for p in params] + held
@@ -531,7 +531,7 @@ def test_parameters_set_through_foreach_are_noticed(devices, dtype, options, tmp
 
 
 def bf16_shards(dims):
-    """FSDP2, or HSDP with two dimensions of the mesh, of parameters in bf16. Each cut is between groups of 64."""
+    """bf16 parameters sharded by FSDP2, or HSDP with a 2-D mesh, on boundaries of groups of 64; and the whole ones."""
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False)).bfloat16()
     whole = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
@@ -549,10 +549,10 @@ def take_shards(optimizer, params, steps):
 
 
 def shards_in_8_bits(rank, dims, options):
-    """The bits of one process that has all of it, before a resume and after; with Top-K, those of the same ranks."""
+    """Asserts the bits of a single process, before and after a resume; with Top-K, those of another sharded run."""
     options = {**ARGS, "tile_size": TILE, "state_dtype": "8bit", **options}
     params, others = bf16_shards(dims)
-    if "topk" in options:  # what is selected, and owed, goes by tiles
+    if "topk" in options:  # selection and residuals depend on tiles
         others, _ = bf16_shards(dims)
     other = CSDAdam(others, **options, devices="ram:", sharded="topk" in options)
     take_shards(other, others, range(2))
@@ -581,7 +581,7 @@ def test_8_bit_states_of_shards(dims, options, tmp_path):
 
 
 def within_zero(rank, size):
-    """ZeroRedundancyOptimizer divides the parameters among the ranks by itself."""
+    """ZeroRedundancyOptimizer itself divides the parameters among the ranks."""
     models = [ddp() for _ in range(2)]
     ours = ZeroRedundancyOptimizer(
         models[0].parameters(), optimizer_class=CSDAdam, sharded=False, devices="csd{rank}", tile_size=TILE, **ARGS
@@ -613,7 +613,7 @@ def test_within_zero_redundancy_optimizer(tmp_path):
 
 
 def fsdp2_offloads(rank, size):
-    """Parameters and gradients in host memory, and gradients reduced in every second backward only."""
+    """Parameters and gradients in host memory; gradients are reduced only in every second backward."""
     models = [fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)) for _ in range(2)]
     with CSDAdam(models[0].parameters(), **ARGS, tile_size=TILE, devices="file:") as optimizer:
         for model, o in zip(models, (optimizer, AdamW(models[1].parameters(), **ARGS)), strict=True):
@@ -660,7 +660,7 @@ def assert_everything_is(found, wanted):
 
 
 def fails(rank, size, where, devices):
-    """A device fails on rank 1. All raise; parameters and states are those before; then it goes on."""
+    """A device fails on rank 1. All ranks raise, parameters and states are restored, and the next attempt works."""
     params, others = odd_parameters(), odd_parameters()
     if devices == "memory":
         devices = "file:" if rank == 1 else "ram:"
@@ -697,7 +697,7 @@ def fails(rank, size, where, devices):
 @pytest.mark.parametrize("where", ["push", "params_ready", "begin"])
 @pytest.mark.parametrize("devices", ["file:", "csd{rank}", "memory"])
 def test_a_step_fails_on_one_rank(devices, where, tmp_path):
-    """`memory`: on all ranks but that one."""
+    """`memory`: rank 1, which fails, has files, and all others `ram:`."""
     on_living_ranks(3, fails, 3, where, devices, directory=tmp_path)
 
 
@@ -719,7 +719,7 @@ def refuses(rank):
             said.append(str(raised_by(optimizer.step)))
             assert torch.equal(p, torch.full((4, 3), 1.0 + rank * (what == "values")))
     alone = dist.new_group([rank], use_local_synchronization=True)
-    for options in ({"sharded": False}, {"process_group": alone}):  # a model of its own
+    for options in ({"sharded": False}, {"process_group": alone}):  # each rank has its own model
         p = plain(value=1.0 + rank)
         with CSDAdam([p], lr=0.1, weight_decay=0, devices="file:", **options) as optimizer:
             optimizer.step()
@@ -755,7 +755,7 @@ def test_a_rank_dies(tmp_path):
 
 
 def raises_before_the_step(rank):
-    """On rank 1, once, where it can: the others must not wait for it, nor take what it sends for something else."""
+    """Rank 1 fails once, at several places: the others must not wait for it, nor misinterpret what it sends later."""
 
     def plain():
         p = nn.Parameter(torch.full((8, 3), 1.0))
@@ -777,7 +777,7 @@ def raises_before_the_step(rank):
         with CSDAdam(params, **ARGS, devices="file:") as optimizer:
             once(of or optimizer._engine, name)
             assert isinstance(raised_by(optimizer.step), CSDOSError if rank == 1 else CSDRankError)
-            params[0].grad = None  # places are given in another order on rank 1 than on rank 0
+            params[0].grad = None  # rank 1 gives places in another order than rank 0
             optimizer.step()
             params[0].grad, params[1].grad = torch.full((8, 3), 2.0), torch.ones(8, 3)
             optimizer.step()
@@ -788,7 +788,7 @@ def raises_before_the_step(rank):
             want.step()
             for p, q in zip(params, copies, strict=True):
                 torch.testing.assert_close(p, q)
-                assert torch.equal(p, p[0, 0].expand_as(p))  # rank 1's rows are rank 0's
+                assert torch.equal(p, p[0, 0].expand_as(p))  # rows updated by rank 1 equal those of rank 0
 
     model = nn.Linear(8, 8)
     fully_shard(model)
@@ -832,7 +832,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path):
 
 
 def joins(rank, size, state_dtype, devices):
-    """Rank r has r + 1 batches. AdamW is not sharded: the last rank to join has its result."""
+    """Rank r has r + 1 batches. The oracle is not sharded, so its right result is that of the last rank to join."""
     models = [DDP(net(used=True)) for _ in range(2)]
     if state_dtype == "fp32":
         oracle = AdamW(models[1].parameters(), **ARGS)
@@ -885,7 +885,7 @@ def test_join_with_unlike_gradients(tmp_path):
 
 
 def shows_states(rank, size, devices):
-    """What is written to `state` counts; AdamW's checkpoint loads; a part of the states is not saved for the whole."""
+    """Writes to `state` take effect; AdamW's checkpoint loads; saving only a part of the states is refused."""
     params, others = odd_parameters(), odd_parameters()
     with CSDAdam(params, **ARGS, tile_size=TILE, devices=devices) as optimizer:
         other = CSDAdam(others, **ARGS, tile_size=TILE, devices="file:", sharded=False)
@@ -913,11 +913,11 @@ def shows_states(rank, size, devices):
             k: {name: v.reshape(1) if name == "step" else v for name, v in entry.items()}
             for k, entry in state["state"].items()
         }
-        again.load_state_dict(state)  # plain and whole, as AdamW's; some have such steps
+        again.load_state_dict(state)  # plain and whole, as AdamW's; some versions have steps of shape (1,)
         take(again, again_params, [3])
         take(other, others, [3])
         assert_same(again_params, others, again, other)
-        optimizer.load_state_dict(again.state_dict())  # as DTensors
+        optimizer.load_state_dict(again.state_dict())  # of DTensors
         with torch.no_grad():
             for p, q in zip(params, again_params, strict=True):
                 p.copy_(q)
@@ -968,7 +968,7 @@ def test_one_rank_saves_the_states_of_all(tmp_path):
 
 def on_gpus(_):
     ranks = Ranks(dist.group.WORLD)
-    ranks.mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")  # as nccl's groups and FSDP2's have it
+    ranks.mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")  # as with NCCL groups and FSDP2
     window = torch.ones(2, 3)
     shown = ReplicaShard(torch.ones(4, 3), ranks).show(window)
     shown.mul_(2)

@@ -1,4 +1,4 @@
-"""overlap() where ranks train together: a step that fails on one of them is undone on all, in the next step()."""
+"""overlap() with several ranks: a step that fails on one of them is undone on all, in the next step()."""
 
 import contextlib
 import copy
@@ -36,7 +36,7 @@ def sharded(model):
 
 
 def unplugged(rank, method):
-    """A device of rank 1 fails in the next call of this method of the engine, and in no other."""
+    """Makes the next call of this method of the engine fail on rank 1, and only this call."""
     return failing(Engine, method, int(rank == 1), "unplugged")
 
 
@@ -54,7 +54,7 @@ def now(training):
 
 
 class Branches(nn.Module):
-    """Takes another layer each time."""
+    """Uses a different layer in each forward."""
 
     def __init__(self, layers):
         super().__init__()
@@ -86,7 +86,7 @@ def trains_branches(rank, kind):
 
 @pytest.mark.parametrize("kind", WRAPS)
 def test_a_layer_that_is_not_used_each_time(kind, tmp_path):
-    """DDP writes to the memory of its gradient, which the step may still need."""
+    """DDP writes to the memory of the unused layer's gradient, which the step may still read."""
     on_living_ranks(2, trains_branches, kind, directory=tmp_path)
 
 
@@ -130,9 +130,9 @@ def fails_later(rank, method, options):
     for _ in range(2):
         with unplugged(rank, method):
             training.step()
-            training.backward()  # with what there is now
-            # Who would keep some of it is told at once, there.
-            copied = partial(copy.copy, training.model[0].inner._parameters)  # as by deepcopy(model), and pickle
+            training.backward()  # goes on with the present parameters
+            # Saving or copying them raises at once on the rank that failed.
+            copied = partial(copy.copy, training.model[0].inner._parameters)  # as deepcopy(model) and pickle do
             for look in (lambda: opt.state, opt.state_dict, opt.stats, opt.wait, training.model.state_dict, copied):
                 if rank == 1:
                     assert "unplugged" in str(raised_by(look))
@@ -140,7 +140,7 @@ def fails_later(rank, method, options):
                     look()
             with torch.no_grad():
                 for p in training.model.parameters():
-                    p.mul_(0.5)  # where the step has come to the parameter, and where it has not
+                    p.mul_(0.5)  # parameters that the step has updated, and others
             said = raised_by(opt.step)
         assert isinstance(said, CSDOSError if rank == 1 else CSDRankError)
         assert "unplugged" in str(said)
@@ -166,7 +166,7 @@ def test_a_step_fails_on_one_rank(method, options, tmp_path):
 
 
 def meets(rank, how):
-    """Others that all ranks call raise it as well."""
+    """Other collective calls of the optimizer raise the failure as well."""
     training = training_on(rank, "this", {}, named=True)
     opt = training.opt
     for _ in range(2):
@@ -222,7 +222,7 @@ def test_closed_with_a_step_that_failed(tmp_path):
 
 
 def interrupted(rank):
-    """Ctrl-C on one rank, where it takes note that its step is whole: it must not forget to tell."""
+    """Ctrl-C on one rank while it notes the outcome of its step: the other rank must still learn of it."""
     training = training_on(rank, "this", {})
     for _ in range(2):
         training.step()
@@ -246,7 +246,7 @@ def test_interrupted_as_a_step_lands(tmp_path):
 # ---- a rank dies ---------------------------------------------------------------------------
 
 
-OVERLAPPING = {"overlap": True, "topk": None}  # what Top-K owes lands within step()
+OVERLAPPING = {"overlap": True, "topk": None}  # steps with residuals of Top-K land within step()
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -260,7 +260,7 @@ def train_past_a_failure(rank, point, step):
     training = OfParameters(rank, **OVERLAPPING).until(2)
     training.opt.wait()
     with unplugged(rank, "finish"):
-        training.step()  # on rank 0 it is whole, and being committed
+        training.step()  # complete on rank 0, and being committed
         raised_by(training.step)
     assert training.image() == uninterrupted(rank, 2, None)
     training.done = 2
@@ -268,7 +268,7 @@ def train_past_a_failure(rank, point, step):
         try:
             training.until(6)
         except RuntimeError:
-            training.opt.close()  # what has begun is committed
+            training.opt.close()  # completes the commit that has begun
             die()
 
 
@@ -282,7 +282,7 @@ def train_past_a_failure(rank, point, step):
     ],
 )
 def test_killed_after_a_step_was_undone(point, step, left, tmp_path):
-    """What was committed of that step on one rank is nothing to go on from."""
+    """A resume ignores what one rank has committed of the step that was undone."""
     on_ranks(2, train_past_a_failure, point, step, directory=tmp_path, may_die=(0, 1))
     assert goes_on(tmp_path, options=OVERLAPPING) == left
 
@@ -308,12 +308,12 @@ def test_a_rank_dies(tmp_path):
 
 
 def one_row(model):
-    """A parameter of which rank 1 has nothing."""
+    """A model whose only parameter has no elements on rank 1."""
     return fully_shard(nn.Sequential(nn.Linear(48, 1, bias=False)))
 
 
 def lands_within(rank, options):
-    """Not hidden, and the same bits."""
+    """The steps land within step(), with the same bits."""
     written = options.pop("written", False)
 
     def train(training):

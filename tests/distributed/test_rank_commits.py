@@ -1,4 +1,4 @@
-"""Commits of several ranks: whichever of them dies, and when, all come back at the same step, bit for bit."""
+"""Commits of several ranks: whichever of them dies, and whenever, all resume at the same step, bit for bit."""
 
 import atexit
 import contextlib
@@ -38,12 +38,12 @@ def devices_of(rank, run="run"):
 
 
 class Training:
-    """Parameters of a rank's own, as shards are; gradients depend on the rank and the number of the step alone."""
+    """Parameters that differ from rank to rank, as shards do. Gradients depend only on the rank and the step number."""
 
     def __init__(self, rank, devices=None, own=None, overlap=False, **options):
-        own = rank if own is None else own  # replicas have the same on all ranks
+        own = rank if own is None else own  # for replicas, the same on all ranks
         generator = torch.Generator().manual_seed(own)
-        sizes = (((90, 50), torch.float32), ((60, 30), torch.bfloat16), ((7,), torch.float32))  # the first goes sparse
+        sizes = (((90, 50), torch.float32), ((60, 30), torch.bfloat16), ((7,), torch.float32))  # the first is sparse
         self.params = [torch.nn.Parameter(torch.randn(size, generator=generator).to(d)) for size, d in sizes]
         self.own = own
         devices = devices or devices_of(rank)
@@ -80,7 +80,7 @@ class Training:
 
 @functools.cache
 def uninterrupted(rank, step, topk=0.1):
-    """The image of a training that nobody disturbs, on no named device."""
+    """The image of an undisturbed training in memory."""
     return Training(rank, ["ram:"], topk=topk).until(step).image()
 
 
@@ -89,7 +89,7 @@ def die():
 
 
 def train(rank, step, options=None):
-    """Until that step; says where that began, and the image there and at the end."""
+    """Trains up to `step`. Returns committed step, step count and image at the beginning, and the image at the end."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "there is no store")
         training = Training(rank, resume=True, **(options or {}))
@@ -99,7 +99,7 @@ def train(rank, step, options=None):
 
 
 def goes_on(directory, size=2, step=6, options=None):
-    """All ranks resume, at the same step, and come to the right end. Returns that step."""
+    """Asserts that all ranks resume at the same step and reach the right end. Returns the step."""
     topk = (options or {}).get("topk", 0.1)
     said = on_living_ranks(size, train, step, options, directory=directory)
     for rank, (committed, done, image, last) in enumerate(said):
@@ -113,7 +113,7 @@ def goes_on(directory, size=2, step=6, options=None):
 
 
 def dies_at(point, step):
-    """This process is killed at that point of a step, or of what follows it."""
+    """Kills this process at `point` of a step or its commit."""
 
     def before_tiles_are_finished(finish, engine, keep=True):
         if engine.step + 1 == step:
@@ -152,19 +152,19 @@ def dies_at(point, step):
 
 
 def train_until_death(rank, point, step, victims, ends, options=None):
-    """Those that are left when others are gone are killed, too, or close what they have."""
+    """Trains until the victims die. The surviving ranks are then killed, too, or close their optimizers (`ends`)."""
     with dies_at(point, step) if rank in victims else contextlib.nullcontext():
         training = Training(rank, **(options or {}))
         try:
             training.until(step + 3)
-        except RuntimeError as e:  # torch's: others are gone
+        except RuntimeError as e:  # from torch: other ranks are gone
             if ends == "killed":
                 die()
             training.opt.close()
             return str(e)
 
 
-POINTS = {  # and how many steps are whole then
+POINTS = {  # and the number of steps that are committed then
     "within the step": 2,
     "copy 0 on one device": 2,
     "after copy 0": 3,
@@ -192,7 +192,7 @@ def test_killed_in_the_first_step(point, tmp_path):
 
 
 def train_under_fire(rank, seed, victims):
-    """Until killed: after a while, or at some write or flush of what makes a commit."""
+    """Trains until killed: after a random time, or at a random write or flush of a commit."""
     rng = random.Random(100 * seed + rank)
     training = Training(rank, resume=True)
     begun = training.opt.committed_step, training.done, training.image()
@@ -236,7 +236,7 @@ def test_ranks_are_killed_again_and_again(tmp_path):
 
 
 def train_replicas(rank, step, point=None):
-    """Each rank updates its share. The parameters where that begins, and at the end."""
+    """Trains with sharded updates. Returns committed step and parameters at the beginning, and those at the end."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "there is no store")
         training = Training(rank, own=0, topk=None, sharded=True, resume=True)
@@ -298,7 +298,7 @@ def test_no_rank_goes_on_when_one_cannot_commit(tmp_path):
     (right_0, said_0), (right_1, said_1) = on_living_ranks(2, train_on_a_full_disk, 0, directory=tmp_path)
     assert right_0
     assert right_1
-    # Step 3 is taken, and cannot be committed: steps 4 are refused.
+    # Step 3 was taken, but cannot be committed: both attempts at step 4 are refused.
     assert [kind for kind, _ in said_1] == [CSDOSError] * 2
     assert [kind for kind, _ in said_0] == [CSDRankError] * 2
     assert all("step 3 cannot be committed yet" in text for _, text in (*said_0, *said_1))
@@ -363,7 +363,7 @@ def train_on_while_copy_1_fails(rank):
 def test_copy_1_fails_on_a_rank(tmp_path):
     for said, committed, right in on_living_ranks(2, train_on_while_copy_1_fails, directory=tmp_path):
         assert "step 3 cannot be committed yet" in said
-        assert committed == 3  # all ranks have it
+        assert committed == 3  # copy 0 is on all ranks
         assert right
 
 
@@ -436,7 +436,7 @@ def test_state_is_edited_after_the_last_step(synchronized, tmp_path):
 
 
 def edit_and_die(rank, at_once):
-    """Rank 0 edits before step 4, and commits that by itself if it is much; then all die within step 5."""
+    """Rank 0 edits states before step 4, with a separate commit if `at_once`; then all ranks die within step 5."""
     training = Training(rank).until(3)
     if rank == 0:
         training.opt.state[training.params[0]]["exp_avg_sq"].fill_(0.25)
@@ -460,7 +460,7 @@ def test_one_rank_edits(at_once, tmp_path):
     assert said[1][2] == uninterrupted(1, 4)
     sequences = [
         read_contents(tmp_path / devices_of(rank)[0]).superblock.sequence for rank in range(2)
-    ]  # rank 0 has made a commit more, if at all
+    ]  # with at_once rank 0 has made one more commit
     assert sequences[0] - sequences[1] == at_once
 
 
@@ -497,7 +497,7 @@ def test_a_rank_has_nothing_to_do(tmp_path):
 
 
 def loads_after_resume(rank):
-    """Rank 1 has written to its parameter since resume, and rank 0 has not."""
+    """Since resume only rank 1 has written to its parameter."""
     p, state = torch.nn.Parameter(torch.ones(8, 3)), {"exp_avg": torch.ones(8, 3), "exp_avg_sq": torch.ones(8, 3)}
     p.grad = torch.ones(8, 3)
     with CSDAdam([p], devices=f"replica-{rank}") as opt:
@@ -541,7 +541,7 @@ def test_a_rank_resumes_without_data(tmp_path):
 
 
 def load_and_die(rank, step, victim, point):
-    """Loads what is not the state of that step, and dies in it."""
+    """Loads another state than that of `step`, and dies during the load."""
     training = Training(rank).until(step)
     state = training.opt.state_dict()
     for entry in state["state"].values():
@@ -601,7 +601,7 @@ def test_an_older_checkpoint_is_loaded(tmp_path):
 
 
 def refused(rank, options=None, own=None, rebuild=None):
-    """What resume says; `own`: whose stores this rank takes."""
+    """The error of resume, or None. `own`: by rank, the rank whose stores it takes."""
     devices = devices_of(rank if own is None else own[rank])
     try:
         with Training(rank, devices, resume=True, **(options or {})).opt:
@@ -616,7 +616,7 @@ def bytes_of(directory):
 
 @pytest.fixture
 def trained(tmp_path):
-    """After three steps of two ranks."""
+    """A directory with the stores of two ranks after three steps."""
     on_living_ranks(2, train, 3, directory=tmp_path)
     return tmp_path
 
@@ -716,7 +716,7 @@ def unlike(rank):
     dist.barrier()
     with pytest.raises(CSDOSError if rank == 0 else CSDRankError, match="is a file"):
         Training(rank, ["exists" if rank == 0 else "other"])
-    with Training(rank).opt:  # nothing is left open
+    with Training(rank).opt:  # the failed attempts have left nothing open
         return True
 
 
@@ -769,11 +769,11 @@ def test_a_snapshot_of_all_ranks(run, tmp_path):
         (tmp_path / "run").rename(tmp_path / f"before-{name}")
         shutil.copytree(tmp_path / name, tmp_path / "run")
         assert goes_on(tmp_path) == 3
-    # Of another run than what it was made of, however far that is.
+    # A snapshot counts as another run than the one that it was made from, at whatever step.
     shutil.rmtree(tmp_path / "run/rank-1")
     (tmp_path / "before-snapshot/rank-1").rename(tmp_path / "run/rank-1")
     assert all("of another run" in text for _, text in on_living_ranks(2, refused, directory=tmp_path))
-    # One rank's store says what it has without the others.
+    # The store of one rank can be read without the others.
     store = tmp_path / "snapshot/rank-1"
     loaded = CSDAdam.load(store)
     masters = [entry["master"] for entry in loaded["state"].values()]
@@ -800,7 +800,7 @@ def test_a_store_that_waits_for_confirmation_is_whole(run, trained):
 
 
 def test_what_ranks_stores_say_of_ranks(trained):
-    """As docs/store-format.md has it."""
+    """Stores of ranks have what docs/store-format.md says about ranks."""
     ids = set()
     for rank in range(2):
         for d, device in enumerate(devices_of(rank)):

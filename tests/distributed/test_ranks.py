@@ -1,4 +1,4 @@
-"""What the tests of several ranks are run by: whatever happens in one of them, the next finds ranks that work."""
+"""The helpers that run tests on several ranks: whatever one test does, the next one finds working ranks."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def killed(rank):
     if rank == 0:
         Path("connected").touch()
         return
-    while not Path("connected").exists():  # the other would not get to its call
+    while not Path("connected").exists():  # else the other rank could not even start its call
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
